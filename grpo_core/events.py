@@ -29,6 +29,13 @@ class StatusChanged(Event):
 
 
 @frozen(kw_only=True)
+class StageBegan(Event):
+    """The loop does something else from now on; only ``timeline.jsonl`` has it, as a span of the loop."""
+
+    stage: str
+
+
+@frozen(kw_only=True)
 class RunStarted(Event):
     """The run has started: all its parts are there."""
 

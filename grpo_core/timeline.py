@@ -87,6 +87,8 @@ class Timeline:
     """Takes down who does what when."""
 
     clock: Callable[[], float] = field(default=lambda: asyncio.get_running_loop().time())
+    tell: Callable[[str], None] = lambda stage: None
+    """Receives the name of each stage of the loop when it begins."""
     _activities: dict[tuple[str, str], _Activity] = field(init=False, factory=dict)
     _stage: str = field(init=False, default="")
     _stages: list[Span] = field(init=False, factory=list)
@@ -108,6 +110,7 @@ class Timeline:
         now = self.clock()
         self._end_stage(now)
         self._stage, self._since = what, now
+        self.tell(what)
 
     def take(self) -> tuple[Span, ...]:
         """Return the spans since the last call, in the order of their lanes and times."""

@@ -53,6 +53,15 @@ def test_the_stages_of_the_loop_follow_one_another_without_a_gap(clock, timeline
     assert all(one.end == other.begin for one, other in pairwise(spans))
 
 
+def test_each_stage_is_told_when_it_begins(clock):
+    told = []
+    timeline = Timeline(clock, tell=told.append)
+    with taken_down(timeline):
+        stage("first weight sync")
+        stage("wait for groups")
+    assert told == ["first weight sync", "wait for groups"]
+
+
 def test_calls_that_run_at_the_same_time_are_one_span(clock, timeline):
     with timeline.during("engine", "generate"):
         clock.now = 1.0

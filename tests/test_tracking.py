@@ -13,22 +13,29 @@ from pathlib import Path
 import pytest
 from documents import ROOT
 from recording import add, record
+from rich.cells import cell_len
 from rich.console import Console
 
 from grpo_core import chain
 from grpo_core.config import Config, TrackingConfig, TrainerConfig, as_table
 from grpo_core.errors import ConfigError, PluginError
 from grpo_core.events import (
+    GroupFinished,
     GroupsReady,
     IncidentReported,
     PromptSkipped,
     RunEnded,
     RunStarted,
+    Saved,
+    Saving,
+    StageBegan,
+    StatusChanged,
     StepEnded,
     Validated,
 )
 from grpo_core.records import Group, Rollout, RunInfo, Segment
 from grpo_core.reporting.eta import remaining
+from grpo_core.reporting.stages import Now
 from grpo_core.reporting.terminal import TerminalTracker, sparkline
 from grpo_core.reporting.trackers import call
 from grpo_core.run_directory import RunDirectory
@@ -143,13 +150,13 @@ def test_a_directory_without_a_run(tmp_path):
         RunDirectory.latest(tmp_path)
 
 
-def shown(*, terminal, events=EVENTS, view="live", config=None):
+def shown(*, terminal, events=EVENTS, view="live", config=None, width=100):
     out = io.StringIO()
 
     class Terminal(TerminalTracker):
         @staticmethod
         def make_console():
-            return Console(file=out, force_terminal=terminal, width=100, color_system=None, _environ={})
+            return Console(file=out, force_terminal=terminal, width=width, color_system=None, _environ={})
 
     config = as_table(config or Config(trainer=TrainerConfig(steps=10)))
     tracker = Terminal(RunInfo(name="run", directory=Path("run"), config=config), view=view)
@@ -240,8 +247,105 @@ def test_with_several_tasks_each_has_a_line_in_the_view():
     metrics = {f"{name}/{task}": value for name, value in one.items() for task in ("sort", "tool")}
     metrics |= {"staleness/sort": 0.5, "staleness/tool": 0.75, "time/step": 1.0}
     text = " ".join(shown(terminal=True, events=[StepEnded(step=1, metrics=metrics)]).split())
-    assert "sort 0.250 accuracy 20%, 12 groups, 6 tokens, staleness 0.50, 25% filtered" in text
-    assert "tool 0.250 accuracy 20%, 12 groups, 6 tokens, staleness 0.75, 25% filtered" in text
+    assert "sort 0.250 ▃ accuracy 20%, 12 groups, 6 tokens, staleness 0.50, 25% filtered" in text
+    assert "tool 0.250 ▃ accuracy 20%, 12 groups, 6 tokens, staleness 0.75, 25% filtered" in text
+
+
+def of_tasks(**rewards):
+    """A step of several tasks with these rewards."""
+    metrics = {"time/step": 1.0}
+    for task, reward in rewards.items():
+        metrics |= {f"reward/{task}": reward, f"groups/{task}": 8.0, f"completion_tokens/{task}": 6.0}
+        metrics[f"staleness/{task}"] = 0.5
+    return metrics
+
+
+def test_with_several_tasks_each_has_a_picture_of_its_reward_and_one_task_has_one_for_all():
+    both = [StepEnded(step=i + 1, metrics=of_tasks(sort=i / 7, sum=1 - i / 7)) for i in range(8)]
+    text = " ".join(shown(terminal=True, events=both).split())
+    assert "sort 1.000 ▁▂▃▄▅▆▇█ " in text
+    assert "sum 0.000 █▇▆▅▄▃▂▁ " in text
+    alone = [StepEnded(step=i + 1, metrics=of_tasks(sort=i / 7)) for i in range(8)]
+    text = shown(terminal=True, events=alone)
+    assert "▁▂▃▄▅▆▇█" in text
+    assert "sort " not in text
+
+
+@pytest.mark.parametrize("width", [100, 40, 20])
+def test_no_name_and_no_value_is_cut_in_a_narrow_terminal(width):
+    events = [*EVENTS, StepEnded(step=2, metrics=of_tasks(sort=0.25, arithmetic_with_tools=0.75))]
+    drawn = re.sub(r"\x1b\[[?\d]*[a-zA-Z]", "", shown(terminal=True, events=events, width=width))
+    assert all(cell_len(line) <= width for line in drawn.splitlines())
+    assert "…" not in drawn.replace("prompt 0", "")
+    words = "".join(drawn.split())
+    assert sum("━" in line for line in drawn.splitlines()) == 1
+    assert width == 100 or all(set(line) <= {*"━╸╺ "} for line in drawn.splitlines() if "━" in line)
+    for part in ("step2/10", "validationsort90.0%", "arithmetic_with_tools0.750", "staleness0.00"):
+        assert part in words, part
+
+
+STAGES = {
+    "first weight sync": "giving the engine the weights of version 0",
+    "first validation": "validating version 0 before the first step",
+    "wait for groups": "waiting for groups: 1 of 3 are ready",
+    "step": "training step 1",
+    "publish": "publishing the weights of step 1",
+    "wait for validation": "training waits for a validation",
+    "wait for the weight sync": "waiting until the engine has the newest weights",
+    "cut of the checkpoint": "taking a checkpoint of step 0",
+    "a {new} stage": "a {new} stage",
+}
+
+
+@pytest.mark.parametrize(("stage", "words"), STAGES.items())
+def test_the_live_view_says_in_which_stage_the_loop_is(stage, words):
+    config = {"trainer": {"steps": 9, "prompts_per_step": 3}}
+    events = [
+        RunStarted(directory="d", config=config),
+        GroupFinished(step=0, slot=0, task="sort", prompt="1"),
+        StageBegan(stage=stage),
+    ]
+    assert f"now {words}" in " ".join(shown(terminal=True, events=events).split())
+
+
+class Clock:
+    """A clock that stands still until it is moved."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_the_seconds_of_what_goes_on_and_of_a_checkpoint_beside_it_are_told():
+    clock = Clock()
+    now = Now(9, clock)
+    now.receive(StatusChanged(message="loading the model"))
+    assert now.text() == "loading the model"
+    clock.now = 12.4
+    assert now.text() == "loading the model (12 s)"
+    now.receive(Saving(step=4))
+    now.receive(StageBegan(stage="step"))
+    clock.now += 3.0
+    assert (now.text(), now.checkpoint()) == ("training step 1 (3 s)", "writing step 4 (3 s)")
+    now.receive(Saved(step=4, directory="step-000004"))
+    assert now.checkpoint() == ""
+
+
+def test_the_number_of_ready_groups_is_that_of_the_buffer():
+    """A resumed run has some already, a step takes some, and those that are generated ahead stay."""
+    now = Now()
+    config = {"trainer": {"steps": 9, "prompts_per_step": 2}, "pipeline": {"policy": "in_order"}}
+    now.receive(RunStarted(directory="d", config=config, buffer={"ready": 1}))
+    now.receive(StageBegan(stage="wait for groups"))
+    assert now.text() == "waiting for groups: 1 of 2 are ready"
+    for slot in range(3):
+        now.receive(GroupFinished(slot=slot, task="sort", prompt="1"))
+    assert now.text() == "waiting for groups: 4 are ready, but not all of the next 2"
+    now.receive(GroupsReady(step=0, groups=(*groups(), *groups())[:2]))
+    now.receive(StepEnded(step=1, metrics={"buffer/ready": 1.0}))
+    assert now.text() == "waiting for groups: 1 of 2 are ready"
 
 
 def steps(seconds, *, start=1000.0):

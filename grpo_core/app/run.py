@@ -140,7 +140,7 @@ async def train(
     )
     watched = _watched(config, run, host, resume, listeners)
     trackers, emit = watched.trackers, watched.trackers.emit
-    timeline = Timeline()
+    timeline = Timeline(tell=trackers.stage)
     step = resume.step if resume else 0
     try:
         async with contextlib.AsyncExitStack() as stack:

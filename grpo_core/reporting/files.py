@@ -21,7 +21,16 @@ from grpo_core import chain
 from grpo_core._version import __version__
 from grpo_core.disk import Disk
 from grpo_core.errors import ConfigError
-from grpo_core.events import Dispatched, Event, GroupsReady, Saved, Saving, TimelineExtended, ValidationPlayed
+from grpo_core.events import (
+    Dispatched,
+    Event,
+    GroupsReady,
+    Saved,
+    Saving,
+    StageBegan,
+    TimelineExtended,
+    ValidationPlayed,
+)
 from grpo_core.loop.buffer import Slot
 from grpo_core.loop.checkpoint import manifest_digest
 from grpo_core.protocols import Tracker
@@ -84,6 +93,8 @@ class FilesTracker(Tracker):
             case TimelineExtended():
                 for line in timeline_lines(event):
                     self._timeline.write(line)
+                return
+            case StageBegan():
                 return
             case ValidationPlayed():
                 self._write_rollouts(VALIDATION, event.version, event.groups)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
+from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -34,6 +36,7 @@ from grpo_core.protocols import Tracker
 from grpo_core.records import RunInfo
 from grpo_core.reporting.eta import Remaining, remaining
 from grpo_core.reporting.files import plain
+from grpo_core.reporting.stages import Now
 from grpo_core.reporting.stored import as_json
 from grpo_core.run_directory import planned_steps
 from grpo_core.validation.results import interval, measured, shown
@@ -46,14 +49,24 @@ _AS_JSON = (
 """Events that are printed as JSON; the others are of single prompts and rollouts."""
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 32
+_TASK_WIDTH = 16
+"""Columns of the picture of a task, beside which its numbers are."""
+_WIDE = 80
+"""Columns of a terminal from which on names, values and pictures are beside each other."""
+_NARROW = 40
+"""Columns of a terminal below which explanations are left out."""
 _RECENT = 10
 """Steps that shown rates are averaged over: groups are finished in bursts."""
 
 
-def sparkline(values: list[float], low: float = 0.0, high: float = 1.0) -> str:
-    """Draw the last values as bars between ``low`` and ``high``."""
+Row = tuple[str, str, Text]
+"""A line of the live view: its name, its value, and a picture or an explanation."""
+
+
+def sparkline(values: Sequence[float], low: float = 0.0, high: float = 1.0, width: int = _WIDTH) -> str:
+    """Draw the last values, at most ``width``, as bars between ``low`` and ``high``."""
     span = (high - low) or 1.0
-    places = [min(max((value - low) / span, 0.0), 1.0) for value in values[-_WIDTH:]]
+    places = [min(max((value - low) / span, 0.0), 1.0) for value in values[-width:]]
     return "".join(_BARS[round(place * (len(_BARS) - 1))] for place in places)
 
 
@@ -78,7 +91,7 @@ class TerminalTracker(Tracker):
         self._steps = planned_steps(run.config)
         """Number of steps of the run; 0 as long as it is not known."""
         self._started = time.monotonic()
-        self._status = "starting"
+        self._now = Now(self._steps)
         self._ended = 0.0
         """Time of the end of the last step, in seconds since 1970; of the start before the first."""
         self._heard = self._started
@@ -89,6 +102,8 @@ class TerminalTracker(Tracker):
         """The forecast that was made when the last step ended."""
         self._recent: deque[Mapping[str, float]] = deque(maxlen=_RECENT)
         self._rewards: list[float] = []
+        self._by_task: dict[str, list[float]] = {}
+        """The rewards of each task so far."""
         self._validation: dict[str, list[tuple[str, float]]] = {}
         """Name and value of the metric that represents each task, by task."""
         self._step = 0
@@ -125,30 +140,21 @@ class TerminalTracker(Tracker):
             return
         if self._live and not self._live.is_started:
             self._live.start()
+        self._now.receive(event)
         match event:
             case StatusChanged():
-                self._status = event.message
                 self._line(event.message)
             case RunStarted():
-                self._status = "generating the first groups"
                 self._step, self._steps = event.step, planned_steps(None, event.config) or self._steps
                 self._started = self._heard = time.monotonic()
                 self._ended = event.time
             case GroupsReady():
-                self._status = f"training step {event.step + 1}"
                 best = max(event.groups[0].rollouts, key=lambda r: r.reward or 0.0)
                 prompt = " ".join(str(m.get("content", "")) for m in event.groups[0].prompt.messages)
                 reply = str(best.messages[-1].get("content", "")) if best.messages else ""
                 self._sample = (prompt, reply, best.reward or 0.0)
             case StepEnded():
-                more = event.step < self._steps or not self._steps
-                self._status = f"waiting for the groups of step {event.step + 1}" if more else "finishing"
-                self._step = event.step
-                self._seconds.append(event.time - self._ended)
-                self._ended, self._heard = event.time, time.monotonic()
-                self._told = remaining(self._seconds, self._steps - event.step)
-                self._recent.append(event.metrics)
-                self._rewards.append(_mean_of(event.metrics, "reward/"))
+                self._count(event)
                 self._line(self._of_step())
             case Validated():
                 for task, metrics in event.results.items():
@@ -163,16 +169,20 @@ class TerminalTracker(Tracker):
                 self.say(f"warning, step {event.step}: {event.message}")
             case IncidentReported():
                 self._survive(event)
-            case ErrorRaised():
-                self._status = "failed"
-            case RunEnded():
-                self._end()
+            case RunEnded() if self._survived:
+                self.say(f"survived in this run: {by_kind(self._survived)} (the report has each)")
 
-    def _end(self) -> None:
-        if self._status != "failed":
-            self._status = ""
-        if self._survived:
-            self.say(f"survived in this run: {by_kind(self._survived)} (the report has each)")
+    def _count(self, event: StepEnded) -> None:
+        """Keep the time and the numbers of a step."""
+        self._step = event.step
+        self._seconds.append(event.time - self._ended)
+        self._ended, self._heard = event.time, time.monotonic()
+        self._told = remaining(self._seconds, self._steps - event.step)
+        self._recent.append(event.metrics)
+        self._rewards.append(_mean_of(event.metrics, "reward/"))
+        for task in _tasks_of(event.metrics):
+            if (reward := event.metrics.get(f"reward/{task}")) is not None:
+                self._by_task.setdefault(task, []).append(reward)
 
     def _line(self, text: str) -> None:
         """Print what a live view shows by itself, and a quiet one does not show."""
@@ -236,50 +246,54 @@ class TerminalTracker(Tracker):
         return f", about {_clock(max(0.0, sum(self._seconds) / len(self._seconds) * left - since))} left"
 
     def _draw(self) -> RenderableType:
-        elapsed = time.monotonic() - self._started
-        left = self._left(since=time.monotonic() - self._heard)
-        head = Table.grid(padding=(0, 1))
-        head.add_row(
-            Text("grpo-core", style="bold"),
-            ProgressBar(total=self._steps or None, completed=self._step, width=_WIDTH),
-            self._place,
-            Text(_clock(elapsed) + left, style="dim"),
-        )
-        rows = Table.grid(padding=(0, 2))
-        for name, value, picture in self._rows():
-            rows.add_row(Text(inert(name), style="dim"), Text(inert(value), style="bold"), picture)
-        return Group(head, rows)
+        wide = self.console.width >= _WIDE
+        rows = self._rows(min(_WIDTH, self.console.width))
+        return Group(*([self._head(), _beside(rows)] if wide else [*self._narrow_head(), *self._below(rows)]))
 
-    def _rows(self) -> list[tuple[str, str, RenderableType]]:
-        rows: list[tuple[str, str, RenderableType]] = []
-        if self._status:
-            rows.append(("now", self._status, ""))
-        for task, told in sorted(self._validation.items()):
-            values, last = [value for _, value in told], shown(*told[-1])
-            rows.append((f"validation {task}", last, Text(sparkline(values), style="green")))
+    def _times(self) -> str:
+        """Say how long the run has gone on, and how long it will."""
+        now = time.monotonic()
+        return _clock(now - self._started) + self._left(since=now - self._heard)
+
+    def _progress(self, width: int) -> ProgressBar:
+        return ProgressBar(total=self._steps or None, completed=self._step, width=width)
+
+    def _head(self) -> RenderableType:
+        head = Table.grid(padding=(0, 1))
+        name = Text("grpo-core", style="bold")
+        head.add_row(name, self._progress(_WIDTH), self._place, Text(self._times(), style="dim"))
+        return head
+
+    def _narrow_head(self) -> list[RenderableType]:
+        bar = Table.grid()  # a bar alone ends no line
+        bar.add_row(self._progress(min(_WIDTH, self.console.width)))
+        return [
+            Text.assemble(("grpo-core", "bold"), " ", self._place),
+            bar,
+            Text(self._times(), style="dim"),
+        ]
+
+    def _below(self, rows: Sequence[Row]) -> Iterator[RenderableType]:
+        """Draw each picture below its name and value, which are never cut."""
+        explained = self.console.width >= _NARROW
+        for name, value, picture in rows:
+            yield Text.assemble((inert(name), "dim"), "  ", (inert(value), "bold"))
+            if picture and (explained or picture.style != "dim"):
+                yield Padding(picture, (0, 0, 0, 2)) if explained else picture
+
+    def _rows(self, width: int) -> list[Row]:
+        """Return the lines below the head; pictures have at most so many columns."""
+        rows: list[Row] = []
+        if told := self._now.text():
+            rows.append(("now", told, Text()))
+        if told := self._now.checkpoint():
+            rows.append(("checkpoint", told, Text()))
+        for task, results in sorted(self._validation.items()):
+            values = [value for _, value in results]
+            picture = Text(sparkline(values, width=width), style="green")
+            rows.append((f"validation {task}", shown(*results[-1]), picture))
         if self._rewards:
-            low, high = min(0.0, *self._rewards), max(1.0, *self._rewards)
-            rows.append(("reward", f"{self._rewards[-1]:.3f}", Text(sparkline(self._rewards, low, high))))
-            rows += self._tasks()
-            rows.append(
-                (
-                    "staleness",
-                    f"{self._recent[-1].get('staleness_mean', 0):.2f}",
-                    Text(f"steps, at most {self._recent[-1].get('staleness_max', 0):.0f}", style="dim"),
-                )
-            )
-            rows.append(("waiting", f"{self._share('time/wait_for_groups'):.0%}", self._waits()))
-            rows.append(
-                (
-                    "tokens/s",
-                    f"{self._mean('tokens_per_second/generation'):,.0f}",
-                    Text(
-                        f"generated, {self._mean('tokens_per_second/training'):,.0f} trained; "
-                        f"the busier side works {self._mean('overlap'):.0%} of the time",
-                        style="dim",
-                    ),
-                )
-            )
+            rows += [self._reward("reward", self._rewards, width), *self._tasks(width), *self._speeds()]
         if self._survived:
             rows.append(("survived", f"{self._survived.total()}", Text(by_kind(self._survived), style="dim")))
         if self._sample:
@@ -287,23 +301,71 @@ class TerminalTracker(Tracker):
             rows.append(("sample", f"{reward:g}", Text(_short(f"{prompt} → {reply}"))))
         return rows
 
-    def _tasks(self) -> list[tuple[str, str, RenderableType]]:
+    @staticmethod
+    def _reward(name: str, rewards: Sequence[float], width: int) -> Row:
+        low, high = min(0.0, *rewards), max(1.0, *rewards)
+        return name, f"{rewards[-1]:.3f}", Text(sparkline(rewards, low, high, width))
+
+    def _speeds(self) -> list[Row]:
+        """Return the lines about staleness, waits and tokens."""
+        newest = self._recent[-1]
+        told = (
+            f"generated, {self._mean('tokens_per_second/training'):,.0f} trained; "
+            f"the busier side works {self._mean('overlap'):.0%} of the time"
+        )
+        return [
+            (
+                "staleness",
+                f"{newest.get('staleness_mean', 0):.2f}",
+                Text(f"steps, at most {newest.get('staleness_max', 0):.0f}", style="dim"),
+            ),
+            ("waiting", f"{self._share('time/wait_for_groups'):.0%}", self._waits()),
+            ("tokens/s", f"{self._mean('tokens_per_second/generation'):,.0f}", Text(told, style="dim")),
+        ]
+
+    def _tasks(self, width: int) -> list[Row]:
         """Return a line for each task, if there are several."""
-        tasks = sorted({task for metrics in self._recent for task in _tasks_of(metrics)})
-        rows: list[tuple[str, str, RenderableType]] = []
+        recent = list(self._recent)  # another thread draws
+        tasks = sorted({task for metrics in recent for task in _tasks_of(metrics)})
+        rows: list[Row] = []
         for task in tasks if len(tasks) > 1 else ():
-            last = next(metrics for metrics in reversed(self._recent) if f"groups/{task}" in metrics)
-            accuracy = last.get(f"accuracy/{task}")
-            told = [
-                *([] if accuracy is None else [f"accuracy {accuracy:.0%}"]),
-                f"{last[f'groups/{task}']:.0f} groups",
-                f"{last[f'completion_tokens/{task}']:.0f} tokens",
-                f"staleness {last[f'staleness/{task}']:.2f}",
-            ]
-            if f"filtered_fraction/{task}" in last:
-                told.append(f"{last[f'filtered_fraction/{task}']:.0%} filtered")
-            rows.append((task, f"{last[f'reward/{task}']:.3f}", Text(", ".join(told), style="dim")))
+            last = next(metrics for metrics in reversed(recent) if f"groups/{task}" in metrics)
+            told = Text(_told_of(task, last), style="dim")
+            if not (rewards := self._by_task.get(task)):
+                rows.append((task, "", told))
+                continue
+            name, value, picture = self._reward(task, rewards, min(width, _TASK_WIDTH))
+            if self.console.width >= _WIDE:
+                picture = Text.assemble(picture.plain.ljust(_TASK_WIDTH), "  ", told)
+            rows.append((name, value, picture))
         return rows
+
+
+def _beside(rows: Sequence[Row]) -> RenderableType:
+    """Draw names, values and pictures beside each other; a value without a picture has all of the room."""
+    names = max((cell_len(inert(name)) for name, _, _ in rows), default=0)
+    values = max((cell_len(inert(value)) for _, value, picture in rows if picture), default=0)
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(min_width=names, no_wrap=True)
+    grid.add_column()
+    for name, value, picture in rows:
+        beside = Table.grid(padding=(0, 2))
+        beside.add_row(Text(inert(value).ljust(values), style="bold"), picture)
+        grid.add_row(Text(inert(name), style="dim"), beside if picture else Text(inert(value), style="bold"))
+    return grid
+
+
+def _told_of(task: str, metrics: Mapping[str, float]) -> str:
+    """Say the numbers of a task, besides its reward."""
+    accuracy, filtered = metrics.get(f"accuracy/{task}"), metrics.get(f"filtered_fraction/{task}")
+    told = [
+        *([] if accuracy is None else [f"accuracy {accuracy:.0%}"]),
+        f"{metrics[f'groups/{task}']:.0f} groups",
+        f"{metrics[f'completion_tokens/{task}']:.0f} tokens",
+        f"staleness {metrics[f'staleness/{task}']:.2f}",
+        *([] if filtered is None else [f"{filtered:.0%} filtered"]),
+    ]
+    return ", ".join(told)
 
 
 def _tasks_of(metrics: Mapping[str, Any]) -> list[str]:

@@ -20,6 +20,7 @@ from grpo_core.events import (
     GroupsReady,
     IncidentReported,
     RunEnded,
+    StageBegan,
     StatusChanged,
     StepEnded,
     Validated,
@@ -84,6 +85,10 @@ class Trackers:
     def status(self, message: str) -> None:
         """Say what the run does now."""
         self.emit(StatusChanged(step=self._step, message=message))
+
+    def stage(self, stage: str) -> None:
+        """Say which stage of the loop begins."""
+        self.emit(StageBegan(step=self._step, stage=stage))
 
     def report(self, incident: Incident) -> None:
         """Count an incident, and send it to all trackers as an event, alone or with others of its kind."""

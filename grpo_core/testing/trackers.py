@@ -31,6 +31,7 @@ from grpo_core.events import (
     PromptSkipped,
     RunEnded,
     RunStarted,
+    StageBegan,
     StatusChanged,
     StepEnded,
     Validated,
@@ -171,6 +172,7 @@ def _started() -> list[Event]:
     return [
         StatusChanged(message="the environments start"),
         RunStarted(directory="", config=as_table(Config())),
+        StageBegan(stage="first weight sync"),
     ]
 
 

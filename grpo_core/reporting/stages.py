@@ -1,0 +1,153 @@
+"""Says in plain words what a run does at this moment, and which checkpoint is being written."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from attrs import define, field
+
+from grpo_core.events import (
+    ErrorRaised,
+    Event,
+    GroupFinished,
+    GroupsReady,
+    RunEnded,
+    RunStarted,
+    Saved,
+    Saving,
+    StageBegan,
+    StatusChanged,
+    StepEnded,
+)
+from grpo_core.run_directory import planned_steps
+
+WAITS = "wait for groups"
+"""The stage in which the number of ready groups is told."""
+WORDS = {
+    "start": "starting",
+    "first weight sync": "giving the engine the weights of version {version}",
+    "first validation": "validating version {version} before the first step",
+    "wait for the canary": "waiting until the engine's new weights are checked",
+    "wait for validation": "training waits for a validation",
+    "step": "training step {next}",
+    "publish": "publishing the weights of step {next}",
+    "wait for the weight sync": "waiting until the engine has the newest weights",
+    "wait for the checkpoint": "waiting until a checkpoint is written",
+    "cut of the checkpoint": "taking a checkpoint of step {version}",
+    "last validation": "validating the last version",
+    "end": "finishing",
+}
+"""Stages as the loop names them (``grpo_core.timeline.stage``), in words; others are shown as they are."""
+BRIEF = ("account",)
+"""Stages that take no time that anybody would see."""
+SHOWN_FROM = 2.0
+"""Seconds from which on it is said how long something takes."""
+
+
+@define
+class Now:
+    """Follows the events of a run, and says what it does at this moment."""
+
+    steps: int = 0
+    """Number of steps of the run; 0 if it is not known."""
+    clock: Callable[[], float] = time.monotonic
+    _text: str = field(init=False, default="starting")
+    _since: float = field(init=False, default=0.0)
+    """Begin of what it does now."""
+    _waits: bool = field(init=False, default=False)
+    """Whether it waits for groups."""
+    _ready: int = field(init=False, default=0)
+    """Number of groups that wait to be trained."""
+    _wanted: int = field(init=False, default=0)
+    """Number of groups of a step; 0 as long as it is not known."""
+    _in_order: bool = field(init=False, default=False)
+    """Whether a step trains certain groups, and not the first that are ready."""
+    _version: int = field(init=False, default=0)
+    _saving: tuple[int, float] | None = field(init=False, default=None)
+    """Version of the checkpoint that is being written, and when it began."""
+    _ended: bool = field(init=False, default=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._since = self.clock()
+
+    def receive(self, event: Event) -> None:
+        """Take down what an event changes."""
+        match event:
+            case StatusChanged():
+                self._is(event.message)
+            case RunStarted():
+                self._start(event)
+            case StageBegan() if event.stage == WAITS:
+                self._wait()
+            case StageBegan() if event.stage not in BRIEF:
+                words = WORDS.get(event.stage, event.stage.replace("{", "{{").replace("}", "}}"))
+                self._is(words.format(version=self._version, next=self._version + 1))
+            case GroupFinished():
+                self._ready += 1
+            case GroupsReady():
+                self._ready = max(0, self._ready - len(event.groups))
+                self._is(f"training step {event.step + 1}")
+            case StepEnded():
+                self._step(event)
+            case Saving():
+                self._saving = event.step, self.clock()
+            case Saved():
+                self._saving = None
+            case ErrorRaised():
+                self._is("failed")
+                self._ended = True
+            case RunEnded() if not self._ended:
+                self._is("")
+
+    def text(self) -> str:
+        """Say what the run does; "" if it has ended."""
+        seconds = self.clock() - self._since
+        told = self._of_groups() if self._waits else self._text
+        return told if self._ended or not told or seconds < SHOWN_FROM else f"{told} ({seconds:.0f} s)"
+
+    def checkpoint(self) -> str:
+        """Say which checkpoint is being written beside the loop; "" if none is."""
+        saving = self._saving  # another thread asks
+        if saving is None:
+            return ""
+        version, since = saving
+        seconds = self.clock() - since
+        return f"writing step {version}" + (f" ({seconds:.0f} s)" if seconds >= SHOWN_FROM else "")
+
+    def _is(self, text: str) -> None:
+        if text != self._text or self._waits:
+            self._text, self._since, self._waits = text, self.clock(), False
+
+    def _wait(self) -> None:
+        if not self._waits:
+            self._waits, self._since = True, self.clock()
+
+    def _start(self, event: RunStarted) -> None:
+        self._version, self.steps = event.step, planned_steps(None, event.config) or self.steps
+        self._ready = event.buffer.get("ready", 0)
+        self._wanted = _groups_of(event.config)
+        self._in_order = event.config.get("pipeline", {}).get("policy") == "in_order"
+        self._is("starting")
+
+    def _step(self, event: StepEnded) -> None:
+        self._version = event.step
+        self._ready = int(event.metrics.get("buffer/ready", self._ready))
+        if event.step < self.steps or not self.steps:
+            self._wait()
+        else:
+            self._is("finishing")
+
+    def _of_groups(self) -> str:
+        ready, wanted = self._ready, self._wanted
+        if not wanted:
+            return f"waiting for the groups of step {self._version + 1}"
+        if ready < wanted or not self._in_order:
+            return f"waiting for groups: {min(ready, wanted)} of {wanted} are ready"
+        return f"waiting for groups: {ready} are ready, but not all of the next {wanted}"
+
+
+def _groups_of(config: Mapping[str, Any]) -> int:
+    found = config.get("trainer", {}).get("prompts_per_step", 0)
+    return found if isinstance(found, int) else 0
