@@ -117,6 +117,21 @@ def test_compiled_layers_train_the_weights_of_plain_layers(model: str, adapters:
         torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch looks at it to compile
+def test_compiled_layers_train_packed_rows_as_plain_layers_do(model: str) -> None:
+    """Each micro-batch has parts of other lengths, for which no layer is compiled again."""
+    given = setup(model, packing=True)
+    compiled = attrs.evolve(given, trainer=attrs.evolve(given.trainer, compile=True))
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    theirs = trained(compiled, steps=4)
+    assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] - before <= 8
+    assert not torch._dynamo.utils.counters["recompile_limit"]
+    mine = trained(given, steps=4)
+    for name, tensor in mine.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=1e-5)
+
+
 def test_a_model_that_does_not_name_its_layers_is_not_compiled() -> None:
     small = transformers.LlamaConfig(
         vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1

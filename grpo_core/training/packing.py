@@ -96,6 +96,7 @@ class Packed:
         return places, queries, of_keys, max(self.lengths), max(map(len, keys))
 
 
+@torch.compiler.disable(reason="grids are made for each micro-batch")  # type: ignore[no-untyped-call, untyped-decorator]
 def attention(
     module: nn.Module,
     query: Tensor,
@@ -110,7 +111,8 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Compute the causal attention of queries [B, H, T, D] within their rows; returns [B, T, H, D].
 
-    Without ``packed`` the rows are side by side.
+    Without ``packed`` the rows are side by side.  In a compiled layer it stays as it is: its shapes are those
+    of parts, so that torch would compile it for each micro-batch anew.
     """
     if asked := [name for name in UNKNOWN if others.get(name) is not None]:
         raise ModelError(f"its attention has {asked[0]}, which this one has not")
