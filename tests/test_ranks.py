@@ -21,7 +21,7 @@ from test_trainer import batch, ragged, setup, with_tokens
 
 from grpo_core.config import LoraConfig, OptimizerConfig, TeacherConfig
 from grpo_core.demo import tiny
-from grpo_core.errors import CheckpointError, DeadlineExceeded, TrainerError
+from grpo_core.errors import CheckpointError, DeadlineExceeded, TrainerError, WeightSyncError
 from grpo_core.records import Batch
 from grpo_core.training.process import ProcessTrainer
 from grpo_core.training.state_files import read_state
@@ -331,25 +331,35 @@ async def hung(trainer: ProcessTrainer, rank: int, told: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "method",
+    ("rank", "ranks", "method"),
     [
-        "step",
-        pytest.param("publish", marks=pytest.mark.nightly),
-        pytest.param("save", marks=pytest.mark.nightly),  # test_power_cut_ranks.py kills one while it writes
+        (1, 3, "step"),
+        pytest.param(1, 3, "publish", marks=pytest.mark.nightly),
+        pytest.param(1, 3, "save", marks=pytest.mark.nightly),  # test_power_cut_ranks.py, too
+        pytest.param(0, 3, "step", marks=pytest.mark.nightly),
+        (0, 2, "publish"),
+        pytest.param(0, 3, "save", marks=pytest.mark.nightly),
     ],
 )
 def test_a_rank_that_is_killed_ends_the_trainer_with_its_name(
-    model: str, tmp_path: Path, method: str
+    model: str, tmp_path: Path, rank: int, ranks: int, method: str
 ) -> None:
+    """Rank 0 makes the block of shared memory in which all ranks publish: it leaves none behind."""
+
     async def story() -> None:
-        async with running(ProcessTrainer(setup(model, ranks=3, updates_per_step=1))) as trainer:
+        async with running(ProcessTrainer(setup(model, ranks=ranks, updates_per_step=1))) as trainer:
             await trainer.step(batch(ragged(groups=3)))
+            published = await trainer.publish()
             pids = [child.pid for child in trainer.children]
-            reason = r"trainer rank 1 died \(killed by SIGKILL\)"
-            await killed_in_a_call(trainer, method, tmp_path, stopped=pids[1], killed=pids[1], reason=reason)
+            reason = rf"trainer rank {rank} died \(killed by SIGKILL\)"
+            await killed_in_a_call(
+                trainer, method, tmp_path, stopped=pids[rank], killed=pids[rank], reason=reason
+            )
             for pid in pids:
                 with pytest.raises(ProcessLookupError):
                     os.kill(pid, 0)
+        with pytest.raises(WeightSyncError):
+            read_weights(published)
 
     run(story())
 
