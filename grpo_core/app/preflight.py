@@ -75,6 +75,8 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
     _check_lora(config)
     _check_ranks(config, host)
     _check_offload(config)
+    if trains:
+        _check_budget(config)
     _check_profile(config)
     _check_advantage(config.advantage, config.rollout.group_size, host)
     _check_best(config)
@@ -296,6 +298,22 @@ def _check_place_of_trainer(config: Config, host: PluginHost) -> None:
         )
     if (check_section := getattr(host.find("trainer", trainer.name).load(), "check", None)) is not None:
         check_section(trainer)
+
+
+def _check_budget(config: Config) -> None:
+    """Raise ConfigError if a completion alone may exceed the micro-batch that was chosen.
+
+    With the default, a longer row gets a micro-batch of its own.
+    """
+    budget, rollout = config.trainer.tokens_per_microbatch, config.rollout
+    longest = min(rollout.max_tokens, rollout.max_total_tokens or rollout.max_tokens)
+    if budget != TrainerConfig().tokens_per_microbatch and longest > budget:
+        key = "max_tokens" if longest == rollout.max_tokens else "max_total_tokens"
+        raise ConfigError(
+            f"trainer.tokens_per_microbatch = {budget}: a completion may have {longest} tokens "
+            f"(rollout.{key}), and a row is never divided; raise trainer.tokens_per_microbatch to {longest} "
+            f"or more, lower rollout.{key}, or leave trainer.tokens_per_microbatch out"
+        )
 
 
 def _check_ranks(config: Config, host: PluginHost) -> None:

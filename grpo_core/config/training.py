@@ -120,7 +120,7 @@ class TrainerConfig(PluginChoice):
     refreshed; 1 copies them, less makes an exponential moving average."""
     tokens_per_microbatch: int = field(default=8192, validator=ge(1))
     """Largest number of tokens in a micro-batch, padding included; a longer row gets a micro-batch of its
-    own."""
+    own. A value other than the default is refused if a completion alone may be longer."""
     packing: Literal[False, True, "auto"] = "auto"
     """Rows of a micro-batch stand one after the other without padding, each attends to itself alone, and a
     prompt that several rows share is computed once; if false, rows of about the same length are side by
