@@ -5,7 +5,8 @@
 PYTHON is an interpreter (3.12 or newer) with nemo-gym 0.4.  Its wheel has recorded rollouts of its resources
 servers.  Each server runs for real, on the loopback address.  The plugin opens a session, makes each recorded
 tool call again, in turn, and asks for the reward of the recorded messages.  With no SERVER, all are replayed;
-those that need a judge, a key, a download or another package tell what they need.
+those that need a judge, a key, a download or another package tell what they need.  The last lines count the
+rollouts by the reason for which their reward was not seen again.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import argparse
 import collections
 import contextlib
 import json
+import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,10 +31,23 @@ from grpo_plugin_nemo_gym.environment import NeMoGym, _prompt
 from grpo_plugin_nemo_gym.responses import messages_of
 
 NEAR = 1e-6
-TIMEOUT = 20.0
+TIMEOUT = 60.0
 SILENT = 2
 """Rollouts without an answer, after which a server is left alone: its judge or sandbox is not here."""
 MOST_STEPS = 64
+REASONS = {
+    "images, which the plugin refuses": "input_image",
+    "chance: the server has no seed, and begins otherwise": "the rollouts of a prompt begin alike",
+    "the wheel has no row, or only a part of it": r"Field required|input is \[\]|no such row",
+    "a service, a sandbox or a key": r"\$\{oc.env|%7B|SANDBOX|[Aa]pptainer|[Ss]ingularity|api_key",
+    "a download, or a package that is missing": (
+        "ModuleNotFound|No module|'git'|git clone|URLError|uv is|FileNotFound"
+    ),
+    "a judge model": "Mock|NeMoGymResponse|NeMoGymChatCompletion|JSONDecodeError",
+}
+"""Why a reward is not seen again, with a pattern of what is told then; the first that fits counts."""
+OTHER = "other reasons"
+JUDGES = re.compile(r"server_client\.post|judge_model_server")
 
 
 @define
@@ -129,7 +145,8 @@ def said(output: list[dict[str, Any]]) -> list[dict[str, Any]]:
             messages.append(answer)
         elif kind == "reasoning":
             told = "".join(part.get("text", "") for part in item.get("summary") or ())
-            messages.append({"role": "assistant", "content": "", "reasoning_content": told})
+            if told:  # an encrypted one says nothing
+                messages.append({"role": "assistant", "content": "", "reasoning_content": told})
     return merged(messages)
 
 
@@ -183,8 +200,25 @@ def replay(host: EnvironmentHost, prompt: grpo.Prompt, recorded: dict[str, Any],
         outcome.different.append(f"{total:g} instead of {recorded['reward']:g}")
 
 
-def measure(name: str, port: int, folder: Path) -> Outcome:
+def reason(told: str, judged: bool) -> str:
+    for name, pattern in REASONS.items():
+        if re.search(pattern, told):
+            return name
+    return "a judge model" if judged else OTHER
+
+
+def ready(url: str) -> None:
+    """Wait until a server answers at all; its first answer takes seconds on a machine that is in use."""
+    end = time.monotonic() + TIMEOUT
+    while time.monotonic() < end:
+        with contextlib.suppress(grpo.Unavailable):
+            grpo.fetch_json(f"{url}/openapi.json")
+            return
+
+
+def measure(port: int, folder: Path) -> Outcome:
     outcome = Outcome()
+    ready(f"http://127.0.0.1:{port}")
     environment = NeMoGym(f"http://127.0.0.1:{port}", timeout=TIMEOUT, retries=0)
     host = EnvironmentHost.around(environment)  # one event loop for all
     for row, recorded in recordings(folder):
@@ -203,6 +237,19 @@ def measure(name: str, port: int, folder: Path) -> Outcome:
     return outcome
 
 
+def outcome_of(servers: Servers, name: str, folder: Path) -> Outcome:
+    """Start a server and replay its rollouts; all are unscored if it does not start."""
+    where, number = servers.start(name), len(list(recordings(folder)))
+    failed = where.get("error")
+    try:
+        found = measure(where["port"], folder) if failed is None else Outcome()
+    except grpo.ConfigError as error:
+        found, failed = Outcome(), str(error)
+    if failed is not None:
+        found = Outcome(recorded=number, unscored=collections.Counter({f"not started: {failed}": number}))
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("python")
@@ -210,27 +257,22 @@ def main() -> int:
     given = parser.parse_args()
     folder = wheel(given.python)
     names = given.servers or sorted(path.parent.name for path in folder.glob("*/app.py"))
-    total = collections.Counter[str]()
+    total, why = collections.Counter[str](), {each: collections.Counter[str]() for each in (*REASONS, OTHER)}
     with contextlib.closing(Servers(given.python)) as servers:
         for name in names:
-            where, number = servers.start(name), len(list(recordings(folder / name)))
-            if "error" in where:
-                total += collections.Counter(recorded=number, not_started=number)
-                print(f"{name}: {number} recorded, not started: {where['error']}", flush=True)
-                continue
-            try:
-                found = measure(name, where["port"], folder / name)
-            except grpo.ConfigError as error:
-                total += collections.Counter(recorded=number, not_started=number)
-                print(f"{name}: {error}", flush=True)
-                continue
+            found = outcome_of(servers, name, folder / name)
+            judged = bool(JUDGES.search((folder / name / "app.py").read_text()))
             total += collections.Counter(
                 recorded=found.recorded, same=found.same, different=len(found.different),
-                unscored=sum(found.unscored.values()), answers=found.answers, same_answers=found.same_answers,
+                unscored=found.unscored.total(), answers=found.answers, same_answers=found.same_answers,
             )  # fmt: skip
+            for told, number in [*found.unscored.items(), *((told, 1) for told in found.different)]:
+                why[reason(told, judged)][name] += number
             print(f"{name}: {found.recorded} recorded, {found.same} same, different: {found.different}, "
                   f"unscored: {dict(found.unscored)}, tools: {found.same_answers}/{found.answers}",
                   flush=True)  # fmt: skip
+    for each, places in why.items():
+        print(f"{each}: {places.total()} ({', '.join(f'{name} {n}' for name, n in places.items())})")
     print(dict(total))
     return 0
 

@@ -27,13 +27,14 @@ import yaml
 from nemo_gym.base_resources_server import SimpleResourcesServer
 from nemo_gym.server_utils import ServerClient
 
-PATIENCE = 40.0
+PATIENCE = 90.0
 """Seconds for a server to start; those that download would try for minutes."""
 
 
 def app_of(name: str) -> Any:
     for place in importlib.import_module(f"resources_servers.{name}").__path__:
-        sys.path.insert(0, place)  # servers import modules beside them, as if started from their directory
+        sys.path.insert(0, place)  # servers import modules and read files beside them, as if started there
+        os.chdir(place)
     module = importlib.import_module(f"resources_servers.{name}.app")
     kinds = [kind for kind in vars(module).values() if inspect.isclass(kind)]
     own = [k for k in kinds if issubclass(k, SimpleResourcesServer) and k.__module__ == module.__name__]
