@@ -308,6 +308,11 @@ def test_a_sampler_with_tasks_in_its_options_needs_their_names(capsys):
     assert "name them: --task A --task B" in told
 
 
+def test_a_setting_of_the_section_environment_that_is_no_table_is_one_clear_line(capsys):
+    with pytest.raises(ConfigError, match="'environment': expected a table, got 'math:copy'"):
+        checked(capsys, "math:copy", "--set", "environment=math:copy")
+
+
 @pytest.mark.long
 def test_a_sampler_of_certain_tasks_is_checked_with_them(capsys):
     given = ["--set", 'order=["hard", "easy"]', "--task", "hard", "--task", "easy"]

@@ -54,7 +54,8 @@ def main(
     """Print each finding; return the exit status, which is 1 if a check failed."""
     options = parse_settings(settings)
     host = PluginHost.discover(block=block)
-    python = options.get("environment", {}).get("python")
+    section = options.get("environment")
+    python = section.get("python") if isinstance(section, Mapping) else None
     offer = elsewhere(name, python) if python else find(host, name, kind)
     if offer.kind != "environment":  # an environment may be loadable only in its own process
         host.check_options(offer.kind, offer.name, options)
