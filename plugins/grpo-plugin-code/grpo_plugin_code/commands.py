@@ -22,12 +22,15 @@ from attrs import field, frozen
 
 import grpo_core as grpo
 from grpo_plugin_code.images import Image
-from grpo_plugin_code.sandbox import MIB, Job, Limits, Program, Sandboxes, value_of
+from grpo_plugin_code.sandbox import MIB, Job, Limits, Program, Sandboxes
+from grpo_plugin_code.values import WRONG, text_in
 
 PAGE = 4096
 """Bytes in which memory is given to files."""
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 """Where an image that does not say it has its programs."""
+TOLD, TEXTS = 8, 4
+"""Characters of JSON in JSON that a byte of output takes at most, and number of texts that a result has."""
 GRACE = 15.0
 """Seconds that unpacking and packing the files may take."""
 
@@ -101,7 +104,7 @@ class Commands:
             memory=limits.memory,
             files=limits.files,
             processes=limits.processes,
-            output=limits.output + packed,
+            output=TOLD * TEXTS * limits.output + packed,
         )
         places = [each for each in (place, *self._others) if each != "/tmp"]
         self._sandboxes = Sandboxes(
@@ -142,20 +145,30 @@ class Commands:
             "output": self._limits.output * 1024,
         }
         outcome = await self._sandboxes.run(
-            Job(code=_program(), stdin=json.dumps(job), calls=["found"], seconds=limit + GRACE)
+            Job(code=_program(), stdin=json.dumps(job), calls=["told", "tree"], seconds=limit + GRACE)
         )
         try:
-            found = value_of(outcome.values[0])
-            full = keeps and found["tree"] is None
-            return Ran(
-                status=None if found["status"] is None else int(found["status"]),
-                output=str(found["output"]),
-                tree=str(found["tree"]) if keeps and not full else tree,
-                files={str(path): str(text) for path, text in dict(found["files"]).items()},
-                full=full,
-            )
-        except (IndexError, ValueError, TypeError, KeyError):  # it may also tell what is no result
+            return self._ran(outcome.values, tree, 1 + len(reads), keeps=keeps)
+        except WRONG:  # it may also tell what is no result
             return Ran(status=None, output="", tree=tree, lost=outcome.told or "it told nothing")
+
+    def _ran(self, values: Sequence[str], tree: str, texts: int, *, keeps: bool) -> Ran:
+        """Read what a sandbox tells: how the command ended, with so many texts, and its files.
+
+        Raises one of ``WRONG`` if it tells something else, or more than these texts can take.
+        """
+        most = TOLD * 1024 * self._limits.output * texts + PAGE
+        if len(values[0]) > most:
+            raise ValueError(f"it told {len(values[0])} characters; at most {most} are read")
+        found = json.loads(text_in(values[0]))
+        full = keeps and bool(found["full"])
+        return Ran(
+            status=None if found["status"] is None else int(found["status"]),
+            output=str(found["output"]),
+            tree=text_in(values[1]) if keeps and not full else tree,
+            files={str(path): str(text) for path, text in dict(found["files"]).items()},
+            full=full,
+        )
 
     async def aclose(self) -> None:
         await self._sandboxes.aclose()

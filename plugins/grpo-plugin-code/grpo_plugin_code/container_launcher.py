@@ -9,11 +9,11 @@ import os
 import signal
 
 PR_SET_PDEATHSIG = 1
-LEASH = 4
+LEASH = 5
 
 
 def main(words: list[str], environ: dict[str, str]) -> None:
-    """Run podman, which gives descriptors 3 (values) and 4 (the leash) to the container, to its end."""
+    """Run podman to its end; it gives the container descriptors 3 (values), 4 (input) and 5 (the leash)."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     leash, _ = os.pipe()
     # root drops its rights in inside.py; others have ids of their own in a container, up to 65,535

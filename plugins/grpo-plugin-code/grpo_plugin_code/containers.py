@@ -15,14 +15,18 @@ import json
 import os
 import resource
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from attrs import frozen
+
 import grpo_core as grpo
+from grpo_plugin_code.calls import filter_of
 from grpo_plugin_code.images import default_cache
+from grpo_plugin_code.launch import fault_of
 from grpo_plugin_code.systems import System
+from grpo_plugin_code.users import ids_of_sandboxes
 
 VARIABLES = (
     "HOME",
@@ -36,17 +40,30 @@ VARIABLES = (
 PROCESSES = 4096
 """Limit of processes with which a container begins, and which ``inside.py`` lowers.  Podman's own may be
 higher than the user's."""
-STARTING = 60.0
-"""Seconds in which a container has to start."""
+OWN = 8
+"""Processes and threads of a container besides the program's."""
 
 
-def command(system: System, places: Sequence[str], size: int, inside: str) -> list[str]:
+@frozen(kw_only=True)
+class Room:
+    """What a program may take."""
+
+    each: int
+    """Bytes of each directory in memory."""
+    memory: int
+    """Bytes of a process."""
+    processes: int
+
+
+def command(system: System, places: Sequence[str], room: Room, inside: str) -> list[str]:
     """Return the command of a sandbox in a container.
+
+    Its processes and directories have limits together, too, if podman can set them here.
 
     Args:
         system: the files that it shows.
         places: directories in memory that its program may write to.
-        size: bytes of each of them.
+        room: what the program may take.
         inside: text of the program that its Python runs.
 
     Raises ConfigError if podman is missing, or cannot run a container here.
@@ -57,25 +74,48 @@ def command(system: System, places: Sequence[str], size: int, inside: str) -> li
             'code: sandbox = "podman", and this machine has no podman. Install it (apt install podman, dnf '
             "install podman); code of a model is never run without a sandbox"
         )
-    words = [*_podman(program, system, places, size), *system.python, "-I", "-S", "-X", "utf8", "-c"]
-    _probe(tuple(words))
-    return _launched([*words, _text("container_guard.py") + inside])
+    if os.geteuid() == 0 and not ids_of_sandboxes():
+        raise grpo.ConfigError(
+            'code: sandbox = "podman": this process is root of a user namespace without user ids for '
+            "programs (/proc/self/uid_map). Give it ids by /etc/subuid and /etc/subgid, or use another user "
+            "than root, or bubblewrap. Code of a model is never run without a sandbox"
+        )
+    whole = len(places) * room.each + room.memory * room.processes
+    together = [f"--memory={whole}", f"--pids-limit={room.processes + OWN}"]
+    python = [*system.python, "-I", "-S", "-X", "utf8", "-c", _text("container_guard.py") + inside]
+    fault = ""
+    for limits in (together, []):
+        words = _podman(program, [*limits, *_mounts(system, places, room.each)])
+        launched = _launched([*words, *python, filter_of().hex()])
+        if not (fault := fault_of(tuple(launched))):
+            return launched
+    raise grpo.ConfigError(
+        f"code: podman cannot run a container on this machine: {fault}. "
+        "Unless it runs as root, it needs ids for containers in /etc/subuid and /etc/subgid. Code of a "
+        "model is never run without a sandbox"
+    )
 
 
-def _podman(program: str, system: System, places: Sequence[str], size: int) -> list[str]:
+def _podman(program: str, further: Sequence[str]) -> list[str]:
     processes = min(each for each in (PROCESSES, *resource.getrlimit(resource.RLIMIT_NPROC)) if each > 0)
-    words = [program, "run", "--rm", "--interactive", "--preserve-fds=2", "--sig-proxy=false"]
+    words = [program, "run", "--rm", "--interactive", "--preserve-fds=3", "--sig-proxy=false"]
     words += ["--network=none", "--no-hosts", "--hostname=sandbox", "--ipc=none", "--log-driver=none"]
     words += ["--cap-drop=all", "--cap-add=SETUID,SETGID", "--security-opt=no-new-privileges"]
     words += ["--security-opt=label=disable"]  # SELinux lets containers read only what has a label for them
     words += ["--read-only", "--read-only-tmpfs=false"]
     words += ["--ulimit=nofile=256:256", f"--ulimit=nproc={processes}:{processes}"]
     words += ["--workdir=/tmp", "--env=HOME=/tmp", "--env=PATH=/usr/bin:/bin"]
+    return [*words, *further]
+
+
+def _mounts(system: System, places: Sequence[str], size: int) -> list[str]:
+    """Return the words for the files that a container shows."""
     directories = dict(system.directories)
     whole = directories.pop("/", None)
-    words += [f"--mount=type=bind,src={here},dst={there},ro=true" for there, here in directories.items()]
+    words = [f"--mount=type=bind,src={here},dst={there},ro=true" for there, here in directories.items()]
     memory = f"rw,exec,nosuid,nodev,notmpcopyup,mode=1777,size={size}"
     words += [f"--tmpfs={place}:{memory}" for place in places]
+    words += ["--volume=/dev/full:/dev/zero:dev"]  # it has zeros, too, and gives no shared memory
     return [*words, "--rootfs", whole or str(_root((*directories, *places), system.links))]
 
 
@@ -94,23 +134,6 @@ def _root(points: Sequence[str], links: Mapping[str, str]) -> Path:
     for directory, _, _ in os.walk(root):
         os.chmod(directory, 0o755)  # for programs' user ids, whatever the umask
     return root
-
-
-@functools.cache
-def _probe(words: tuple[str, ...]) -> None:
-    """Raise ConfigError if an empty program does not end well in a container."""
-    empty = _launched([*words, _text("container_guard.py")])
-    empty[-1] = "import os; os.dup2(2, 3)\n" + empty[-1]
-    try:
-        tried = subprocess.run(empty, capture_output=True, text=True, timeout=STARTING, env={})
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise grpo.ConfigError(f"code: podman does not run: {error}") from error
-    if tried.returncode != 0:
-        raise grpo.ConfigError(
-            f"code: podman cannot run a container on this machine: {tried.stderr.strip()[-300:]}. "
-            "Unless it runs as root, it needs ids for containers in /etc/subuid and /etc/subgid. Code of a "
-            "model is never run without a sandbox"
-        )
 
 
 def _launched(words: Sequence[str]) -> list[str]:

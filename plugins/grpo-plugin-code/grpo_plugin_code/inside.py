@@ -13,10 +13,6 @@ def main() -> None:
     """Read a job from descriptor 0, give up all rights, and run it."""
     os.write(3, b"ready\n")
     job = marshal.loads(exactly(int.from_bytes(exactly(8), "little")))
-    given = os.memfd_create("stdin")
-    rest = memoryview(job["stdin"].encode())
-    while rest:  # before the limits, of which one would end the text at the size of a file
-        rest = rest[os.write(given, rest) :]
     limits = job["limits"]
     for name, value in limits["resources"].items():
         most = value + 1 if name == "RLIMIT_CPU" else value  # SIGXCPU tells why; SIGKILL follows
@@ -25,11 +21,10 @@ def main() -> None:
         os.setgroups([])
         os.setresgid(limits["uid"], limits["uid"], limits["uid"])
         os.setresuid(limits["uid"], limits["uid"], limits["uid"])
-    os.lseek(given, 0, 0)
-    os.dup2(given, 0)
-    os.close(given)
+    os.dup2(4, 0)  # a file in memory that holds the standard input
+    os.close(4)
     if job["calls"]:
-        import json  # which takes a third of the time of Python's start
+        import _json  # noqa: F401, for written(); the package json takes a third of the time of Python's start
     else:
         os.close(3)
     code = compile(job["code"], "solution.py", "exec", dont_inherit=True)
@@ -40,7 +35,7 @@ def main() -> None:
             found = plain(eval(call, space), 100)
         except Exception as error:
             found = ["error", type(error).__name__ + ": " + str(error)[:200]]
-        line = json.dumps(found).encode() + b"\n"
+        line = written(found).encode() + b"\n"
         while line:
             line = line[os.write(3, line) :]
 
@@ -54,6 +49,17 @@ def exactly(size: int) -> bytearray:
             os._exit(0)  # the sandbox was not needed
         parts += part
     return parts
+
+
+def written(part: object) -> str:
+    """Return nested lists as JSON."""
+    from _json import encode_basestring_ascii as quoted
+
+    if isinstance(part, list):
+        return "[" + ", ".join([written(each) for each in part]) + "]"
+    if isinstance(part, str):
+        return str(quoted(part))
+    return "null" if part is None else str(part).lower()
 
 
 def plain(value: object, depth: int) -> list[object]:

@@ -87,8 +87,8 @@ def run(
     return status, out[:most]
 
 
-def play(job: dict[str, Any]) -> dict[str, Any]:
-    """Do what a job says, and return what came of it."""
+def play(job: dict[str, Any]) -> tuple[str, str | None]:
+    """Do what a job says; return what came of it as JSON, and the files, packed."""
     place = str(job["place"])
     try:
         unpack(place, str(job["tree"]))
@@ -107,7 +107,8 @@ def play(job: dict[str, Any]) -> dict[str, Any]:
             with open(path, "rb") as file:
                 files[path] = file.read(int(job["output"])).decode(errors="replace")
     tree = pack(place, int(job["space"])) if job["keeps"] else ""
-    return {"status": status, "output": out.decode(errors="replace"), "files": files, "tree": tree}
+    told = {"status": status, "output": out.decode(errors="replace"), "files": files, "full": tree is None}
+    return json.dumps(told), tree
 
 
-found = play(json.loads(sys.stdin.read()))
+told, tree = play(json.loads(sys.stdin.read()))

@@ -6,14 +6,18 @@ import asyncio
 import os
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from attrs import frozen
 
 import grpo_core as grpo
 from grpo_plugin_code.blocks import program_of
 from grpo_plugin_code.cases import Called, Printed, cases_of
-from grpo_plugin_code.sandbox import Job, Limits, Outcome, Program, Sandboxes, value_of
+from grpo_plugin_code.sandbox import Job, Limits, Outcome, Program, Sandboxes
+from grpo_plugin_code.values import NotANumberError, form_in, form_of
+
+LONG = 2**14
+"""Characters of a value that takes a while to be read."""
 
 
 @frozen(kw_only=True)
@@ -73,8 +77,8 @@ class PythonCode(grpo.Environment):
         self.success = 1.0
         self.concurrency = 2 * cores
         self.deadline = 60.0 + 20 * seconds
-        self._expected: dict[str, Any] = {}
-        """Values of expressions that the tests expect."""
+        self._expected: dict[str, str | None] = {}
+        """Forms of the values of expressions that the tests expect."""
 
     def prompts(self, split: str) -> Sequence[grpo.Prompt]:
         raise grpo.ConfigError(
@@ -101,7 +105,7 @@ class PythonCode(grpo.Environment):
         if code is None:
             return grpo.Feedback(reward=0.0, metrics={"passed": 0.0, "without_code": 1.0})
         called = [case for case in cases if isinstance(case, Called)]
-        expected = [await self._value(case) for case in called]
+        expected = [await self._form(case) for case in called]
         runs = [self._printed(code, case) for case in cases if isinstance(case, Printed)]
         results = list(await asyncio.gather(*runs))
         if called:
@@ -124,26 +128,35 @@ class PythonCode(grpo.Environment):
         return CaseResult(passed=case.passes(found.output), reason="wrong")
 
     async def _returned(
-        self, code: str, cases: Sequence[Called], expected: Sequence[Any]
+        self, code: str, cases: Sequence[Called], expected: Sequence[str | None]
     ) -> list[CaseResult]:
         """Evaluate all calls in one sandbox; what it does not answer has failed."""
         found = await self._sandboxes.run(Job(code=code, calls=[case.call for case in cases]))
         results = []
-        for place, value in enumerate(expected):
+        for place, form in enumerate(expected):
             if place >= len(found.values):
                 results.append(CaseResult(passed=False, reason=found.reason or "missing"))
                 continue
-            results.append(CaseResult(passed=_equal(found.values[place], value), reason="wrong"))
+            passed = form is not None and await _has_form(found.values[place], form)
+            results.append(CaseResult(passed=passed, reason="wrong"))
         return results
 
-    async def _value(self, case: Called) -> Any:
-        """Return the value that a test expects.  Raises PluginError if its expression has none."""
+    async def _form(self, case: Called) -> str | None:
+        """Return the form of the value that a test expects, or None if nothing can equal it.
+
+        Raises PluginError if its expression has no value.
+        """
         if not case.computed:
-            return case.expected
+            try:
+                return form_of(case.expected)
+            except ValueError:
+                return None
         if case.expected not in self._expected:
             found: Outcome = await self._sandboxes.run(Job(code="", calls=[case.expected]))
             try:
-                self._expected[case.expected] = value_of(found.values[0])
+                self._expected[case.expected] = form_in(found.values[0])
+            except NotANumberError:
+                self._expected[case.expected] = None
             except (IndexError, ValueError) as error:
                 raise grpo.PluginError(
                     f"code: the expected value {case.expected!r:.100} cannot be computed: "
@@ -152,9 +165,9 @@ class PythonCode(grpo.Environment):
         return self._expected[case.expected]
 
 
-def _equal(line: str, expected: Any) -> bool:
-    """Whether a value from the sandbox, which has only types of Python's own, equals the expected one."""
+async def _has_form(line: str, form: str) -> bool:
+    """Whether a value from the sandbox has a form; a long one is read beside the event loop."""
     try:
-        return bool(value_of(line) == expected)
-    except (ValueError, RecursionError):
+        return form == (form_in(line) if len(line) < LONG else await asyncio.to_thread(form_in, line))
+    except ValueError:
         return False

@@ -14,43 +14,45 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import itertools
-import json
-import marshal
 import os
 import shutil
 import signal
-import subprocess
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from attrs import field, frozen
 from attrs.validators import ge, gt
 
 import grpo_core as grpo
 from grpo_plugin_code import containers
+from grpo_plugin_code.calls import filter_of
 from grpo_plugin_code.images import Image
+from grpo_plugin_code.launch import (
+    FILTER,
+    STARTING,
+    empty_input,
+    fault_of,
+    fill,
+    filter_to_read,
+    framed,
+    with_descriptors,
+)
 from grpo_plugin_code.systems import System, of_an_image, of_this_machine
+from grpo_plugin_code.users import PREFERRED, ids_of_sandboxes, in_random_order
 
 Reason = Literal["", "error", "time", "cpu", "output", "killed"]
 """Why a program did not end well: it exits with another status than 0, or a limit or a signal ends it."""
 
 Program = Literal["bubblewrap", "podman"]
 """A choice of the program that makes sandboxes."""
-UIDS = (200_000, 60_000)
-"""First user id, and number of ids, for sandboxes that root starts: root itself may start any number of
-processes."""
 MIB = 2**20
 LAST_WORDS = 4096
 """Bytes of what a sandbox says that does not start."""
-STARTING = 60.0
-"""Seconds in which a sandbox has to be ready."""
 DYING = 10.0
 """Seconds in which the processes of a sandbox that was killed have to be gone."""
-_uids = itertools.cycle(range(UIDS[0], sum(UIDS)))
 
 
 @frozen(kw_only=True)
@@ -139,6 +141,8 @@ class Sandboxes:
     ) -> None:
         self._limits, self._ready = limits, ready
         self._command = command(limits, places, image, program)
+        ids = ids_of_sandboxes()
+        self._ids: Iterator[int] | None = in_random_order(ids) if ids else None
         self._slots = asyncio.Semaphore(at_once) if isinstance(at_once, int) else at_once
         self._waiting: deque[asyncio.Task[_Sandbox]] = deque()
 
@@ -160,7 +164,8 @@ class Sandboxes:
 
     async def _next(self) -> _Sandbox:
         while len(self._waiting) <= self._ready:
-            self._waiting.append(asyncio.create_task(_Sandbox.start(self._command, self._limits)))
+            user = next(self._ids) if self._ids is not None else 0
+            self._waiting.append(asyncio.create_task(_Sandbox.start(self._command, self._limits, user)))
         return await self._waiting.popleft()
 
 
@@ -168,35 +173,44 @@ class _Sandbox:
     """A sandbox that waits for its program."""
 
     def __init__(
-        self, process: asyncio.subprocess.Process, values: asyncio.StreamReader, limits: Limits
+        self,
+        process: asyncio.subprocess.Process,
+        values: asyncio.StreamReader,
+        given: int,
+        limits: Limits,
+        user: int,
     ) -> None:
-        self._process, self._values, self._limits = process, values, limits
+        self._process, self._values, self._limits, self._user = process, values, limits, user
+        self._given = given
         self._handle: int | None = os.pidfd_open(process.pid)
         self._readers: list[asyncio.Task[bytes]] = []
 
     @classmethod
-    async def start(cls, words: Sequence[str], limits: Limits) -> _Sandbox:
+    async def start(cls, words: Sequence[str], limits: Limits, user: int) -> _Sandbox:
         reading, writing = os.pipe()
+        given, allowed = empty_input(), filter_to_read()
         try:
             process = await asyncio.create_subprocess_exec(
-                *_with_descriptor(words, writing),
+                *with_descriptors(words, (writing, given), allowed),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
-                pass_fds=[writing],
+                pass_fds=[writing, given, allowed],
                 env={},
             )
         except BaseException:
             os.close(reading)
+            os.close(given)
             raise
         finally:
             os.close(writing)
+            os.close(allowed)
         values = asyncio.StreamReader()
         loop = asyncio.get_running_loop()
         await loop.connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(values), os.fdopen(reading, "rb", buffering=0)
         )
-        sandbox = cls(process, values, limits)
+        sandbox = cls(process, values, given, limits, user)
         try:
             async with asyncio.timeout(STARTING):
                 ready = await values.readline()
@@ -213,7 +227,8 @@ class _Sandbox:
         begin = time.monotonic()
         process, most = self._process, self._limits.output * 1024
         assert process.stdin is not None
-        process.stdin.write(self._framed(job))
+        fill(self._given, job.stdin)
+        process.stdin.write(framed(job.code, job.calls, self._limits.resources(), self._user))
         self._read(most)
         late, seconds = False, min(job.seconds or self._limits.seconds, self._limits.seconds)
         try:
@@ -231,7 +246,7 @@ class _Sandbox:
             reason=reason,
             told=f"it took longer than {seconds:g} s" if late else self._told(reason, code, err),
             output=out.decode(errors="replace"),
-            values=values.decode(errors="replace").splitlines(),
+            values=_lines(values, len(job.calls)),
             seconds=time.monotonic() - begin,
         )
 
@@ -259,6 +274,7 @@ class _Sandbox:
         finally:
             if self._handle is not None:
                 os.close(self._handle)
+                os.close(self._given)
                 self._handle = None
 
     def _read(self, most: int) -> None:
@@ -276,13 +292,6 @@ class _Sandbox:
                 signal.pidfd_send_signal(self._handle, signal.SIGKILL)
         if self._process.stdin is not None:
             self._process.stdin.close()
-
-    def _framed(self, job: Job) -> bytes:
-        uid = next(_uids) if os.geteuid() == 0 else 0
-        limits = {"resources": self._limits.resources(), "uid": uid}
-        job_of = {"code": job.code, "stdin": job.stdin, "calls": list(job.calls), "limits": limits}
-        body = marshal.dumps(job_of)  # the sandbox's Python is this one
-        return len(body).to_bytes(8, "little") + body
 
     def _told(self, reason: Reason, code: int, err: bytes) -> str:
         limits = self._limits
@@ -308,11 +317,22 @@ def command(
     """Return the command of a sandbox.  Raises ConfigError if it cannot be made on this machine."""
     places = ("/tmp", *places)
     system = of_this_machine(places) if image is None else of_an_image(image)
+    filter_of()  # raises if this machine's system calls are unknown
     if program == "podman":
-        return containers.command(system, places, limits.files * MIB, _inside())
+        room = containers.Room(
+            each=limits.files * MIB, memory=limits.memory * MIB, processes=limits.processes
+        )
+        return containers.command(system, places, room, _inside())
     words = _bubblewrap(limits, system, places)
-    _probe(tuple(words), tuple(system.python))
-    return [*words, "--", *system.python, "-I", "-S", "-X", "utf8", "-c", _inside()]
+    words = [*words, "--", *system.python, "-I", "-S", "-X", "utf8", "-c", _inside()]
+    if fault := fault_of(tuple(words)):
+        raise grpo.ConfigError(
+            f"code: bubblewrap cannot make a sandbox on this machine: {fault}. It needs user namespaces "
+            "(kernel.unprivileged_userns_clone, or an AppArmor profile for bwrap), or root with the user ids "
+            f"{PREFERRED[0]} to {PREFERRED[-1]} or others of its own (/proc/self/uid_map); in a container, "
+            "its seccomp profile has to allow them. Code of a model is never run without a sandbox"
+        )
+    return words
 
 
 def _bubblewrap(limits: Limits, system: System, places: Sequence[str]) -> list[str]:
@@ -324,16 +344,10 @@ def _bubblewrap(limits: Limits, system: System, places: Sequence[str]) -> list[s
             'sandbox = "podman"'
         )
     words = [program, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
-    words += [
-        "--unshare-cgroup-try",
-        "--die-with-parent",
-        "--new-session",
-        "--clearenv",
-        "--hostname",
-        "sandbox",
-    ]
-    if os.geteuid() == 0:  # limits of processes do not hold for root: inside.py takes another user id
-        words += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    words += ["--unshare-cgroup-try", "--die-with-parent", "--new-session", "--clearenv"]
+    words += ["--hostname", "sandbox", "--seccomp", FILTER, "--cap-drop", "ALL"]
+    if ids_of_sandboxes():  # limits of processes do not hold for root: inside.py takes another user id
+        words += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         words += ["--unshare-user", "--disable-userns"]
     for place, target in system.links.items():
@@ -342,7 +356,9 @@ def _bubblewrap(limits: Limits, system: System, places: Sequence[str]) -> list[s
         for parent in reversed(Path(place).parents[:-1]):  # all users may pass through them
             words += ["--perms", "0755", "--dir", str(parent)]
         words += ["--ro-bind", directory, place]
-    words += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
+    words += ["--proc", "/proc", "--dev", "/dev"]
+    words += ["--dev-bind", "/dev/full", "/dev/zero"]  # it has zeros, too, and gives no shared memory
+    words += ["--remount-ro", "/dev"]
     for place in places:
         words += ["--perms", "1777", "--size", str(limits.files * MIB), "--tmpfs", place]
     words += ["--chdir", "/tmp", "--setenv", "HOME", "/tmp", "--setenv", "PATH", "/usr/bin:/bin"]
@@ -350,30 +366,14 @@ def _bubblewrap(limits: Limits, system: System, places: Sequence[str]) -> list[s
 
 
 @functools.cache
-def _probe(words: tuple[str, ...], python: tuple[str, ...]) -> None:
-    tries = [*words, "--", *python, "-I", "-S", "-c", ""]
-    try:
-        tried = subprocess.run(tries, capture_output=True, text=True, timeout=30, env={})
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise grpo.ConfigError(f"code: bubblewrap does not run: {error}") from error
-    if tried.returncode != 0:
-        raise grpo.ConfigError(
-            f"code: bubblewrap cannot make a sandbox on this machine: {tried.stderr.strip()[-300:]}. "
-            "It needs user namespaces (kernel.unprivileged_userns_clone, or an AppArmor profile for bwrap), "
-            "or root; in a container, its seccomp profile has to allow them. Code of a model is never run "
-            "without a sandbox"
-        )
-
-
-@functools.cache
 def _inside() -> str:
     return Path(__file__).with_name("inside.py").read_text()
 
 
-def _with_descriptor(words: Sequence[str], descriptor: int) -> list[str]:
-    """Return the command with the values' descriptor as number 3 of the program."""
-    program = f"import os; os.dup2({descriptor}, 3); os.close({descriptor}) if {descriptor} != 3 else None\n"
-    return [*words[:-1], program + words[-1]]
+def _lines(values: bytes, most: int) -> list[str]:
+    """Return at most so many lines."""
+    lines = values.decode(errors="replace").split("\n", most)[:most]
+    return lines if lines and lines[-1] else lines[:-1]
 
 
 def _reason(code: int, streams: Sequence[bytes], most: int) -> Reason:
@@ -391,37 +391,3 @@ def _signal(code: int) -> str:
     with contextlib.suppress(ValueError):
         return signal.Signals(number).name
     return f"signal {number}"
-
-
-def value_of(line: str) -> Any:
-    """Return the value that a line of ``inside.py`` stands for.  Raises ValueError if it stands for none."""
-    try:
-        return _value(json.loads(line))
-    except (TypeError, ValueError, KeyError, IndexError, RecursionError, OverflowError) as error:
-        raise ValueError(str(error)) from error
-
-
-def _value(found: Any) -> Any:
-    kind, content = found
-    match kind:
-        case "bool" | "str" if type(content).__name__ == kind:
-            return content
-        case "NoneType":
-            return None
-        case "int":
-            return int(content, 16)
-        case "float":
-            return float.fromhex(content)
-        case "bytes":
-            return bytes.fromhex(content)
-        case "complex":
-            return complex(float.fromhex(content[0]), float.fromhex(content[1]))
-        case "list":
-            return [_value(each) for each in content]
-        case "tuple":
-            return tuple(_value(each) for each in content)
-        case "set" | "frozenset":
-            return {_value(each) for each in content}
-        case "dict":
-            return {_value(key): _value(value) for key, value in content}
-    raise ValueError(f"it returned {kind}: {content}"[:300])

@@ -1,0 +1,413 @@
+"""What holds for each program: bounded memory, few system calls, and a user id of its own."""
+
+import asyncio
+import errno
+import inspect
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import time
+import tomllib
+import tracemalloc
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import grpo_core as grpo
+from grpo_plugin_code import calls, commands, container_launcher, users
+from grpo_plugin_code.sandbox import Job, Limits, Sandboxes
+from grpo_plugin_code.values import form_in, form_of, text_in
+
+HOSTILE = tomllib.loads(Path(__file__).with_name("hostile.toml").read_text())
+HOARDERS = HOSTILE["memory that no process counts"]
+with_both = pytest.mark.parametrize("program", ["bubblewrap", "podman"], indirect=True)
+in_a_sandbox = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+
+
+def ended(*jobs, program="bubblewrap", **limits):
+    """Return the ends of programs, which run one after another."""
+
+    async def story():
+        sandboxes = Sandboxes(Limits(**limits), at_once=1, ready=0, program=program)
+        try:
+            return [await sandboxes.run(job) for job in jobs]
+        finally:
+            await sandboxes.aclose()
+
+    return asyncio.run(story())
+
+
+# ---------------------------------------------------------------------------------- memory
+
+MEASURED = """
+def shared():
+    return next(int(line.split()[1]) for line in open('/proc/meminfo') if line.startswith('Shmem:'))
+
+before = shared()
+try:
+    exec({code!r})
+except Exception:
+    pass
+print((shared() - before) // 1024)
+"""
+
+
+@pytest.mark.long
+@with_both
+@pytest.mark.parametrize("name", HOARDERS)
+def test_a_program_holds_no_memory_that_its_limits_do_not_count(name, program):
+    job = Job(code=MEASURED.format(code=HOARDERS[name]))
+    (end,) = ended(job, program=program, memory=192, files=8, seconds=20.0)
+    assert end.reason in ("", "killed"), end
+    held = int(end.output) if not end.reason else 0
+    assert held < 200, f"the machine holds {held} MiB for it"
+
+
+@with_both
+def test_the_input_of_a_program_cannot_be_changed_and_may_be_larger_than_its_files(program):
+    code = "import os, sys\nprint(len(sys.stdin.read()))\nos.pwrite(0, b'x', 0)"
+    (end,) = ended(Job(code=code, stdin="é" * 2**20), program=program, files=1)
+    assert (end.output, end.reason) == (f"{2**20}\n", "error")
+    assert "Operation not permitted" in end.told
+
+
+# ---------------------------------------------------------------------------------- honest programs
+
+HONEST = {
+    "processes": (
+        "import multiprocessing as m\n"
+        "def f(pipe): pipe.send(6)\n"
+        "a, b = m.Pipe()\np = m.Process(target=f, args=(b,))\np.start()\nprint(a.recv())\np.join()"
+    ),
+    "threads": (
+        "from concurrent.futures import ThreadPoolExecutor as Pool\n"
+        "with Pool(4) as pool: print(sum(pool.map(abs, [1, -2, 3])))"
+    ),
+    "programs": "import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'print(6)'], check=True)",
+    "event loops": (
+        "import asyncio, sys\n"
+        "async def f():\n"
+        "    p = await asyncio.create_subprocess_exec(sys.executable, '-c', 'print(6)')\n"
+        "    await p.wait()\n"
+        "asyncio.run(f())"
+    ),
+    "mapped files": (
+        "import mmap\n"
+        "m = mmap.mmap(-1, 13)\nm[0] = 1\n"
+        "f = open('/tmp/f', 'w+b')\nf.truncate(2**20)\n"
+        "m = mmap.mmap(f.fileno(), 0)\nm[2**19] = 6\nprint(m[2**19])"
+    ),
+    "sockets": (
+        "import socket\n"
+        "s = socket.create_server(('127.0.0.1', 0))\nc = socket.create_connection(s.getsockname())\n"
+        "s.accept()[0].send(b'6')\nprint(int(c.recv(1)))"
+    ),
+    "a database": (
+        "import sqlite3\n"
+        "c = sqlite3.connect('/tmp/a')\nc.execute('pragma journal_mode = wal')\n"
+        "c.execute('create table t(a)')\nc.execute('insert into t values (6)')\nc.commit()\n"
+        "print(*c.execute('select a from t').fetchone())"
+    ),
+    "zeros": "print(open('/dev/zero', 'rb').read(6).count(0))",
+    "large arrays": "x = bytearray(2**27)\nx[-1] = 6\nprint(x[-1])",
+}
+
+
+@pytest.mark.long
+@with_both
+def test_honest_programs_run(program):
+    ends = ended(*(Job(code=code) for code in HONEST.values()), program=program)
+    told = {name: (end.output, end.told) for name, end in zip(HONEST, ends, strict=True)}
+    assert told == dict.fromkeys(HONEST, ("6\n", ""))
+
+
+UNDER_THE_FILTER = """
+import ctypes, errno, struct
+{refuse}
+ctypes.CDLL(None).prctl(38, 1, 0, 0, 0)
+refuse(bytes.fromhex("{calls}"))
+import numpy, os
+x = numpy.random.default_rng(0).random((300, 300))
+print(round(float(numpy.abs(numpy.linalg.inv(x) @ x - numpy.eye(300)).max()), 3), (x @ x).shape)
+try:
+    os.memfd_create("x")
+except OSError as error:
+    print(errno.errorcode[error.errno])
+"""
+
+
+@pytest.mark.long
+def test_numpy_computes_under_the_filter():
+    pytest.importorskip("numpy")
+    guard = Path(inspect.getfile(container_launcher)).with_name("container_guard.py").read_text()
+    refuse = guard[guard.index("PR_SET_SECCOMP") : guard.index("def guard")]
+    program = UNDER_THE_FILTER.format(refuse=refuse, calls=calls.filter_of().hex())
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "0.0 (300, 300)\nENOSYS\n", done.stderr
+
+
+# ---------------------------------------------------------------------------------- system calls
+
+
+def answered(machine, number, *arguments, architecture=None):
+    """Return what the kernel would do for a call: play the filter as its virtual machine does."""
+    name = calls.MACHINES[machine][1] if architecture is None else architecture
+    halves = [half for each in (*arguments, *[0] * 6)[:6] for half in (each & 0xFFFFFFFF, each >> 32)]
+    told = struct.pack("=IIQ12I", number, name, 0, *halves)
+    code = list(struct.iter_unpack("=HBBI", calls.filter_of(machine)))
+    at, word = 0, 0
+    while True:
+        kind, yes, no, value = code[at]
+        at += 1
+        if kind == calls.RETURN:
+            return value
+        if kind == calls.LOAD:
+            (word,) = struct.unpack_from("=I", told, value)
+            continue
+        holds = {
+            calls.EQUAL: word == value,
+            calls.MORE: word > value,
+            calls.FROM: word >= value,
+            calls.BITS: bool(word & value),
+        }
+        at += yes if holds[kind] else no
+
+
+@pytest.mark.parametrize("machine", calls.MACHINES)
+def test_the_filter_refuses_what_it_names_and_nothing_else(machine):
+    place = calls.MACHINES[machine][0]
+    named = {numbers[place]: errno.ENOSYS for numbers in calls.ABSENT.values()}
+    named |= {numbers[place]: errno.EPERM for numbers in calls.FORBIDDEN.values()}
+    assert len(named) == len(calls.ABSENT) + len(calls.FORBIDDEN), "no number is there twice"
+    for number in range(500):
+        if number not in (calls.CLONE[place], calls.SOCKET[place], calls.MMAP[place]):
+            expected = calls.ERROR | named[number] if number in named else calls.ALLOW
+            assert answered(machine, number) == expected, number
+    assert answered(machine, 1, architecture=0x40000003) == calls.KILL, "of another machine"
+    assert answered(machine, 0x40000001) == calls.KILL, "of another interface"
+
+
+@pytest.mark.parametrize("machine", calls.MACHINES)
+def test_the_filter_looks_at_arguments(machine):
+    place = calls.MACHINES[machine][0]
+    clone, socket, mmap = calls.CLONE[place], calls.SOCKET[place], calls.MMAP[place]
+    assert answered(machine, clone, 0x3D0F00) == calls.ALLOW, "a thread"
+    assert answered(machine, clone, 17) == calls.ALLOW, "a process"
+    for flag in (0x20000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000):
+        assert answered(machine, clone, flag | 17) == calls.ERROR | errno.EPERM, "a namespace"
+    for family in range(50):
+        allowed = family in (1, 2, 10, 16)
+        expected = calls.ALLOW if allowed else calls.ERROR | errno.EAFNOSUPPORT
+        assert answered(machine, socket, family) == expected
+    no_memory = calls.ERROR | errno.ENOMEM
+    assert answered(machine, mmap, 0, 2**30, 3, 0x22) == calls.ALLOW, "private memory"
+    assert answered(machine, mmap, 0, 2**30, 3, 0x01) == calls.ALLOW, "a file"
+    assert answered(machine, mmap, 0, 4096, 3, 0x21) == calls.ALLOW, "a page"
+    assert answered(machine, mmap, 0, 4097, 3, 0x21) == no_memory
+    assert answered(machine, mmap, 0, 2**32, 3, 0x21) == no_memory, "whose lower half is 0"
+    assert answered(machine, mmap, 0, 2**20, 3, 0x23) == no_memory, "MAP_SHARED_VALIDATE"
+
+
+def test_a_machine_whose_calls_are_unknown_is_refused():
+    with pytest.raises(grpo.ConfigError, match=r"this machine is riscv64 .* x86_64 and aarch64"):
+        calls.filter_of("riscv64")
+
+
+# ---------------------------------------------------------------------------------- user ids
+
+PRINTS_ITS_USER = """
+import asyncio
+from grpo_plugin_code.sandbox import Job, Limits, Sandboxes
+
+async def main():
+    sandboxes = Sandboxes(Limits(), at_once=1, ready=0)
+    for _ in range(3):
+        end = await sandboxes.run(Job(code="import os; print(os.getuid(), os.getgid())"))
+        print(end.output.strip(), end.told)
+    await sandboxes.aclose()
+
+asyncio.run(main())
+"""
+
+
+def users_of_programs(*before):
+    words = [*before, sys.executable, "-c", PRINTS_ITS_USER]
+    return subprocess.run(words, capture_output=True, text=True)
+
+
+@pytest.mark.long
+@in_a_sandbox
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives programs user ids of their own")
+def test_programs_of_two_processes_of_a_machine_have_different_users():
+    first, second = users_of_programs().stdout.splitlines(), users_of_programs().stdout.splitlines()
+    assert len(first) == len(second) == 3
+    assert first != second
+    assert len(set(first)) == len(set(second)) == 3
+
+
+@pytest.mark.long
+@in_a_sandbox
+def test_root_of_a_user_namespace_without_other_ids_runs_programs_as_any_user_does():
+    done = users_of_programs("unshare", "--user", "--map-root-user")
+    if "unshare" in done.stderr:
+        pytest.skip(f"there are no user namespaces: {done.stderr.strip()[-200:]}")
+    assert done.stdout == "0 0 \n" * 3, done.stderr
+
+
+@pytest.mark.long
+@in_a_sandbox
+def test_root_of_a_rootless_container_gives_programs_ids_that_it_has():
+    ids = ["--map-users=100000,0,65536", "--map-groups=100000,0,65536"]
+    done = users_of_programs("unshare", "--user", *ids, "--setuid=0", "--setgid=0")
+    if "unshare" in done.stderr or "newuidmap" in done.stderr or "ermission" in done.stderr:
+        pytest.skip(f"there is no such user namespace: {done.stderr.strip()[-200:]}")
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert len(lines) == 3, done.stderr
+    assert all(10_000 <= int(user) < 65_534 and user == group for user, group in lines)
+
+
+@pytest.mark.long
+def test_podman_without_ids_for_programs_is_refused_and_says_what_to_do(podman, monkeypatch):
+    monkeypatch.setenv("PATH", str(podman), prepend=os.pathsep)
+    program = PRINTS_ITS_USER.replace("ready=0", 'ready=0, program="podman"')
+    words = ["unshare", "--user", "--map-root-user", sys.executable, "-c", program]
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.stderr.startswith("unshare"):
+        pytest.skip(f"there are no user namespaces: {done.stderr.strip()[-200:]}")
+    assert "without user ids for programs (/proc/self/uid_map). Give it ids by /etc/subuid" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("user_map", "group_map", "ids"),
+    [
+        ("0 0 4294967295", "0 0 4294967295", range(200_000, 260_000)),
+        ("0 1000 1\n1 100000 65536", "0 1000 1\n1 100000 65536", range(10_000, 65_534)),
+        ("0 100000 65536", "0 100000 30000", range(10_000, 30_000)),
+        ("0 0 1000\n1000000 1000000 1000000000", "0 0 4294967295", range(1_000_000, 1_001_000_000)),
+        ("0 1000 1", "0 1000 1", range(0)),
+        ("0 1000 10500", "0 1000 10500", range(0)),
+        ("", "", range(0)),
+    ],
+)
+def test_the_ids_of_programs_are_those_that_the_user_namespace_has(user_map, group_map, ids):
+    assert users.chosen(user_map, group_map) == ids
+
+
+def test_no_id_is_drawn_twice_in_a_round():
+    drawn = users.in_random_order(range(200_000, 260_000))
+    first, second = ([next(drawn) for _ in range(users.ROUND)] for _ in range(2))
+    assert len(set(first)) == users.ROUND
+    assert first != second
+    assert next(users.in_random_order(range(7, 8))) == 7
+
+
+# ---------------------------------------------------------------------------------- values
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda each: st.lists(each) | st.lists(each).map(tuple),
+)
+KEYS = st.recursive(
+    st.booleans() | st.integers(-3, 3) | st.sampled_from([0.0, -0.0, 1.0, 1.5, 2j, 1 + 0j, "1", b"1", None]),
+    lambda each: st.tuples(each, each) | st.frozensets(each, max_size=3),
+)
+VALUES = PLAIN | st.dictionaries(KEYS, KEYS, max_size=3) | st.sets(KEYS, max_size=3) | KEYS | st.lists(KEYS)
+
+
+@given(VALUES, VALUES)
+def test_values_have_the_same_form_exactly_if_python_takes_them_as_equal(one, other):
+    assert (form_of(one) == form_of(other)) == (one == other)
+
+
+@pytest.mark.long
+@in_a_sandbox
+def test_a_value_has_the_same_form_inside_and_outside():
+    values = [
+        *(
+            None,
+            True,
+            -7,
+            10**30,
+            1.5,
+            1e300,
+            float("-inf"),
+            -0.0,
+            2j,
+            'a"\\\n\ud800ü😀',
+            b"\0x",
+            (),
+            [],
+            {},
+            set(),
+        ),
+        [1, (2.5, {"a": [None]}), {1, 2, (3,)}, frozenset({"x"})],
+        {1: {2: 3}, (4,): "5", None: b"6"},
+    ]
+    code = f"inf = float('inf')\nvalues = {values!r}"
+    (end,) = ended(Job(code=code, calls=[f"values[{at}]" for at in range(len(values))]))
+    assert [form_in(line) for line in end.values] == [form_of(value) for value in values]
+
+
+def line_of_colliding(count, kind="set"):
+    """Return the line of a set of numbers that all have the hash 0."""
+    numbers = [f'["int", "{number * sys.hash_info.modulus:x}"]' for number in range(1, count + 1)]
+    parts = numbers if kind == "set" else [f'[{number}, ["NoneType", null]]' for number in numbers]
+    return f'["{kind}", [{", ".join(parts)}]]'
+
+
+@pytest.mark.parametrize("kind", ["set", "dict"])
+def test_numbers_that_have_the_same_hash_are_read_in_linear_time(kind):
+    line = line_of_colliding(16_000, kind)
+    begin = time.process_time()
+    form_in(line)
+    assert time.process_time() - begin < 1.5
+
+
+def test_a_value_that_is_too_long_is_refused_before_it_takes_memory():
+    line = '["list",[' + "[]," * 2_000_000 + "[]]]"
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="at most 1048576 are read"):
+            form_in(line)
+        with pytest.raises(ValueError, match="no text"):
+            text_in(line)
+        with pytest.raises(ValueError, match=r"no text|delimiter|Unterminated"):
+            text_in('["str", "a\\\\",' + "[]," * 2_000_000 + '"]')
+        assert tracemalloc.get_traced_memory()[1] < 30 * 2**20
+    finally:
+        tracemalloc.stop()
+
+
+FORGES = """
+import os
+for text in (b'["str", "', b'[],' * 2**21, b'"]\\n["str", ""]\\n'):
+    while text:
+        text = text[os.write(3, text) :]
+os._exit(0)
+"""
+
+
+@pytest.mark.long
+@in_a_sandbox
+def test_a_command_that_forges_its_result_takes_little_memory(monkeypatch):
+    monkeypatch.setattr(commands, "_program", lambda: FORGES)  # as one that writes to its descriptor
+
+    async def story():
+        limits = Limits(memory=512, files=8, output=4, seconds=20.0, processes=32)
+        running = commands.Commands(limits, place="/work", at_once=1, ready=0)
+        try:
+            return await running.run("true", "the files before")
+        finally:
+            await running.aclose()
+
+    tracemalloc.start()
+    try:
+        ran = asyncio.run(story())
+        assert tracemalloc.get_traced_memory()[1] < 60 * 2**20
+    finally:
+        tracemalloc.stop()
+    assert (ran.tree, ran.lost) == ("the files before", "it told nothing")
