@@ -88,7 +88,7 @@ class Harbor(grpo.Environment):
     Args:
         directory: a task, or a directory of tasks.
         oracle: whether each task is tried at the start: its solution has to earn 1, and untouched it has to
-            earn less.
+            earn 0.
         oracle_seconds: limit of wall time for trying all tasks; ``environment.start_deadline`` has to be
             longer.
         images: program that builds the image of each task, "podman" or "docker", with the network and the
@@ -237,9 +237,13 @@ class Harbor(grpo.Environment):
 
     async def _fault(self, systems: _Systems, task: HarborTask) -> str:
         """Return why a task cannot be trained on, or an empty text."""
-        untouched = rewards_of(await self._verified(systems, task, task.tree))
-        if not isinstance(untouched, str) and _mean(untouched) >= 1:
-            return "untouched, it earns a full reward"
+        first = await self._verified(systems, task, task.tree)
+        untouched = rewards_of(first)
+        if isinstance(untouched, str):
+            if not first.cut:  # as a rollout, it would be played again in place of earning nothing
+                return f"untouched, {untouched}"
+        elif _mean(untouched) > 0:
+            return f"untouched, it earns {_mean(untouched):g}, expected 0: doing nothing would be rewarded"
         if not task.solution:
             return ""
         solved = await systems.of(task).run(

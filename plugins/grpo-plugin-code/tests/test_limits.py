@@ -309,13 +309,21 @@ def test_no_id_is_drawn_twice_in_a_round():
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
-    lambda each: st.lists(each) | st.lists(each).map(tuple),
+    lambda each: st.lists(each, max_size=4) | st.lists(each, max_size=4).map(tuple),
+    max_leaves=6,
 )
 KEYS = st.recursive(
     st.booleans() | st.integers(-3, 3) | st.sampled_from([0.0, -0.0, 1.0, 1.5, 2j, 1 + 0j, "1", b"1", None]),
     lambda each: st.tuples(each, each) | st.frozensets(each, max_size=3),
+    max_leaves=6,
 )
-VALUES = PLAIN | st.dictionaries(KEYS, KEYS, max_size=3) | st.sets(KEYS, max_size=3) | KEYS | st.lists(KEYS)
+VALUES = (
+    PLAIN
+    | st.dictionaries(KEYS, KEYS, max_size=3)
+    | st.sets(KEYS, max_size=3)
+    | KEYS
+    | st.lists(KEYS, max_size=4)
+)
 
 
 @given(VALUES, VALUES)

@@ -338,19 +338,34 @@ def test_tasks_that_need_more_than_the_sandbox_are_refused_with_a_reason(tmp_pat
     ]
 
 
+PARTLY = """
+if [ -e hello.txt ]; then echo 1; else echo 0.25; fi > /logs/verifier/reward.txt
+"""
+ONLY_UNTOUCHED = "[ -e hello.txt ] || echo 0 > /logs/verifier/reward.txt\n"
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
         ({"solution__solve.sh": "echo hallo > hello.txt"}, "its own solution earns 0, expected 1"),
-        ({"tests__test.sh": "echo 1 > /logs/verifier/reward.txt"}, "untouched, it earns a full reward"),
-        ({"tests__test.sh": "true"}, "with its own solution the tests wrote no reward"),
+        ({"tests__test.sh": "echo 1 > /logs/verifier/reward.txt"}, "untouched, it earns 1, expected 0"),
+        ({"tests__test.sh": PARTLY}, "untouched, it earns 0.25, expected 0"),
+        ({"tests__test.sh": "true"}, "untouched, the tests wrote no reward"),
+        ({"tests__test.sh": ONLY_UNTOUCHED}, "with its own solution the tests wrote no reward"),
     ],
 )
 def test_tasks_whose_solution_or_test_is_wrong_are_found_at_the_start(tmp_path, changes, why):
     task(tmp_path, "bad", **changes)
     with pytest.raises(grpo.ConfigError, match=why):
         harbor(tmp_path).prompts("train")
+
+
+@pytest.mark.long
+def test_a_task_whose_tests_take_too_long_untouched_earns_0_and_may_be_played(tmp_path):
+    waits = "while [ ! -e hello.txt ]; do sleep 1; done; echo 1 > /logs/verifier/reward.txt\n"
+    task(tmp_path, "hello", **{"tests__test.sh": waits, "task.toml": QUICK})
+    assert [prompt.id for prompt in harbor(tmp_path).prompts("train")] == ["hello"]
 
 
 def test_a_directory_without_tasks_is_refused(tmp_path):
