@@ -47,6 +47,13 @@ def test_an_entry_without_a_key_is_refused(tmp_path, monkeypatch):
         catalogue.page()
 
 
+def test_what_was_seen_of_an_environment_that_nobody_offers_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(catalogue, "TESTED", tmp_path / "tested.json")
+    catalogue.TESTED.write_text('{"nowhere:URL": {}}')
+    with pytest.raises(ValueError, match="nowhere:URL has to be offered"):
+        catalogue.page()
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_checks_that_it_names_pass(command):

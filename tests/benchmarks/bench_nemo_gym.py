@@ -209,10 +209,10 @@ def reason(told: str, judged: bool) -> str:
 
 def ready(url: str) -> None:
     """Wait until a server answers at all; its first answer takes seconds on a machine that is in use."""
-    end = time.monotonic() + TIMEOUT
+    end = time.monotonic() + 3 * TIMEOUT
     while time.monotonic() < end:
         with contextlib.suppress(grpo.Unavailable):
-            grpo.fetch_json(f"{url}/openapi.json")
+            grpo.fetch_json(f"{url}/openapi.json", seconds=TIMEOUT)
             return
 
 
