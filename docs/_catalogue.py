@@ -65,7 +65,7 @@ them at its own servers, with nothing installed beside nemo-gym and no model, se
 | the server asks a model, a judge, that is not there | 37 |
 | the server needs further packages, which an index has | 100 |
 | the server needs code or data from a network when it starts | 60 |
-| the server reads its prompts from the directory in which it is started, and the benchmark had started it in another | 20 |
+| the server reads prompts from its own directory, and the benchmark had started it in another | 20 |
 | the wheel lacks the row of the recording, or its fields | 25 |
 | the prompt has images, which the plugin refuses | 10 |
 | the server needs a service or a sandbox whose address is not set | 15 |
@@ -73,11 +73,11 @@ them at its own servers, with nothing installed beside nemo-gym and no model, se
 | no answer within 20 s (40 s for a start), while other programs used both cores | 26 |
 | another reward (gpqa_diamond 5, proof_genselect 3, verifif 3, math_with_code 1, swerl_gen 1) | 13 |
 
-In the replay, tools gave 64 of 96 recorded answers; 31 of the others are those of math_with_code, which needs numpy.
-This run showed two faults of the benchmark, which are mended: the directory, and that it took encrypted reasoning for
-an empty reply. The reward of an empty reply is what gpqa_diamond and proof_genselect got. Since then proof_genselect gives
-5 of 5 recorded rewards, and proof_verification, of which 2 were counted above, asks its judge for all 5. The other
-servers have not been replayed again.
+In the replay, tools gave 64 of 96 recorded answers; 31 of the others are those of math_with_code, which
+needs numpy. This run showed two faults of the benchmark, which are mended: the directory, and that it took
+encrypted reasoning for an empty reply. The reward of an empty reply is what gpqa_diamond and
+proof_genselect got. Since then proof_genselect gives 5 of 5 recorded rewards, and proof_verification, of
+which 2 were counted above, asks its judge for all 5. The other servers have not been replayed again.
 """
 
 FOOT = """\

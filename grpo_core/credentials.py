@@ -32,12 +32,12 @@ _INSIDE = re.compile(
     r"|github_pat_\w{20,}|xox[a-z]-[\w-]{16,}|AKIA[A-Z0-9]{16}(?!\w))"
     r"|(?<!\w)(Bearer|Basic) (?=\S*\d)[^\s${<]{12,}|(?<![\w+.-])[\w+.-]+://[^/@\s:]*:[^/@\s]+@"
 )
-"""What only a secret is, anywhere in a text: tokens of well-known services, and a URL with a password."""
+"""The pattern of secrets anywhere in a text: tokens of well-known services, and a URL with a password."""
 _GIVEN = re.compile(
     r"""(?:[?&;](?P<query>[\w.-]+)=|(?<!\S)--?(?P<option>[A-Za-z][\w.-]*)(?:=|\s+(?!-))"""
     r"""|(?<!\S)(?P<variable>[A-Z][A-Z0-9_]*)=)["']?(?P<value>[^\s"'&;#$<{][^\s"'&;#]*)"""
 )
-"""What a text gives a name: in a URL's query, as a program's option or as an environment variable."""
+"""The pattern of named values in a text: of a URL's query, a program's option or a variable."""
 _LONG = re.compile(r"(?=\S*\d)[\w.~+-]{16,}")
 """A value that is a secret behind the name "key" inside a text, where short ones and paths are ordinary."""
 

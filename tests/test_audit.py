@@ -19,6 +19,7 @@ from grpo_core.audit.training import training_signal
 from grpo_core.audit.watch import Watch
 from grpo_core.cli import app
 from grpo_core.commands import auditing
+from grpo_core.errors import ConfigError
 from grpo_core.testing.hosted import HostedEnvironment
 
 ROOT = Path(__file__).parent.parent
@@ -734,3 +735,11 @@ def test_bad_input_is_said_before_anything_starts(capsys):
             "x", extent=Extent(), settings=[], json_file=Path("/nowhere/card.json"), html_file=None, block=[]
         )
     assert rewards.severity_of(Rate(0, 24)) == "passed"
+
+
+def test_a_secret_among_the_options_is_refused_and_reaches_no_card(tmp_path):
+    card = tmp_path / "card.html"
+    arguments = ["audit", "math:sort", "--set", "api_key=sk-1234567890abcdef1234", "--html", str(card)]
+    with pytest.raises(ConfigError, match="api_key: this value looks like a secret"):
+        app(arguments, result_action="return_value")
+    assert not card.exists()

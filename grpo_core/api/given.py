@@ -227,7 +227,8 @@ class _StrategyFunction(ValidationStrategy):
         self._function = function
 
     async def validate(self, context: Any) -> Any:
-        return await self._function(context)
+        found = self._function(context)
+        return await found if inspect.isawaitable(found) else found
 
 
 def _in_its_file(section: str, function: Any) -> str:

@@ -21,6 +21,7 @@ from grpo_core.audit.records import Finding, Severity
 from grpo_core.audit.training import PlayingModel
 from grpo_core.commands.check import elsewhere, environment_config
 from grpo_core.config import parse_settings
+from grpo_core.credentials import secrets_in
 from grpo_core.errors import ConfigError, GrpoError
 from grpo_core.incidents import Incident, reported_to
 from grpo_core.inert import inert
@@ -56,6 +57,11 @@ def main(
         if file is not None and not file.absolute().parent.is_dir():
             raise ConfigError(f"{file}: there is no directory {file.absolute().parent}; make it first")
     options = parse_settings(settings)
+    if secrets := sorted(set(secrets_in({"set": options, "name": name}))):
+        raise ConfigError(
+            f"{', '.join(secrets)}: this value looks like a secret, and a card would show it; let the "
+            "environment read a variable (os.environ) instead"
+        )
     host = PluginHost.discover(block=block)
     python = options.get("environment", {}).get("python")
     offer = elsewhere(name, python) if python else host.find("environment", name)

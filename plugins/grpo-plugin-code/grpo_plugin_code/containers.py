@@ -46,7 +46,7 @@ OWN = 8
 
 @frozen(kw_only=True)
 class Room:
-    """What a program may take."""
+    """The limits of a program."""
 
     each: int
     """Bytes of each directory in memory."""

@@ -1,4 +1,4 @@
-"""What a sandbox is started with: descriptors for values and input, a filter of system calls, and a job.
+"""Makes what a sandbox starts with: descriptors for values and input, a filter of system calls, a job.
 
 A sandbox reads its job from descriptor 0, writes values to 3, and finds the program's input in 4.
 """

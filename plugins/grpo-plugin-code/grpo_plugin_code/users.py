@@ -16,7 +16,7 @@ PREFERRED = range(200_000, 260_000)
 LOWEST, NOBODY = 10_000, 65_534
 """The ids of a container that are used begin above its own users, and end before the one of nobody."""
 FEWEST = 1000
-"""So many ids are enough for programs that run at once not to share one."""
+"""Fewest ids of a range that is used: programs that run at once must not share one."""
 ROUND = 4096
 """Number of ids that are drawn at a time."""
 

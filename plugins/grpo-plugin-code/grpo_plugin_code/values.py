@@ -18,7 +18,7 @@ MOST = 2**20
 TEXT = '["str", '
 """Beginning of the line of a text."""
 WRONG = (TypeError, ValueError, KeyError, IndexError, RecursionError, OverflowError, AttributeError)
-"""What reading a line that is none may raise."""
+"""Errors that reading a line may raise if it is none."""
 
 
 class NotANumberError(ValueError):
@@ -119,7 +119,7 @@ def _set(forms: Sequence[str]) -> str:
 
 
 def _dict(forms: Sequence[tuple[str, str]]) -> str:
-    """Of several values of the same key the last counts."""
+    """Return a mapping; the last of several values of a key counts."""
     entries = [list(group)[-1] for _, group in groupby(sorted(forms, key=_first), key=_first)]
     return f"{{{','.join(f'{key}:{value}' for key, value in entries)}:}}"
 

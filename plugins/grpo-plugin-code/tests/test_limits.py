@@ -1,4 +1,4 @@
-"""What holds for each program: bounded memory, few system calls, and a user id of its own."""
+"""Each program has bounded memory, few system calls, and a user id of its own."""
 
 import asyncio
 import errno
