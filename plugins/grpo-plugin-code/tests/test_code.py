@@ -230,7 +230,7 @@ def test_the_last_block_of_python_is_the_program(reply, code):
 def test_fences_are_found_in_linear_time(reply):
     begin = time.process_time()
     program_of(reply)
-    assert time.process_time() - begin < 1.0
+    assert time.process_time() - begin < 10.0, "linear time is below a second, quadratic time takes minutes"
 
 
 @in_a_sandbox
