@@ -20,6 +20,19 @@ FILTER = "{filter}"
 STARTING = 60.0
 """Seconds in which a sandbox has to be ready."""
 
+PROCESSES = 8
+TRIAL = f"""
+import os
+try:
+    for _ in range({PROCESSES}):
+        if os.fork() == 0:
+            os.read(os.pipe()[0], 1)
+except OSError:
+    os._exit(0)
+raise SystemExit("the kernel does not limit the processes of this user, who is root of the machine")
+"""
+"""A program that ends well if it can start no more processes than its limit."""
+
 
 def empty_input() -> int:
     """Return the descriptor of a file in memory for the input of a program."""
@@ -74,16 +87,18 @@ def framed(code: str, calls: Sequence[str], resources: Mapping[str, int], user: 
 
 @functools.cache
 def fault_of(words: tuple[str, ...]) -> str:
-    """Run an empty program with a command; return what the sandbox says if it does not end well.
+    """Run a program on trial with a command; return what the sandbox says if it does not end well.
 
-    The program takes the rights and the user id of any other.
+    The program takes the rights and the user id of any other.  The limit of processes does not hold for root
+    of the machine, which root of a user namespace may be, too.
     """
     ids = ids_of_sandboxes()
+    user = next(in_random_order(ids)) if ids else 0
     given, allowed = empty_input(), filter_to_read()
     try:
         tried = subprocess.run(
             with_descriptors(words, (2, given), allowed),
-            input=framed("", (), {}, next(in_random_order(ids)) if ids else 0),
+            input=framed(TRIAL, (), {"RLIMIT_NPROC": PROCESSES}, user),
             capture_output=True,
             pass_fds=[given, allowed],
             timeout=STARTING,
