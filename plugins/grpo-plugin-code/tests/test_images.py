@@ -12,7 +12,7 @@ import grpo_core as grpo
 from grpo_plugin_code.harbor import Harbor
 
 PROGRAMS = ("bash", "cat", "chmod", "ln", "ls", "mkdir", "sort", "tr")
-BASE = "localhost/grpo-core/base-of-tests"
+BASE = f"localhost/grpo-core/base-of-tests-{os.getpid()}"  # of this process; others may test, too
 DOCKERFILE = f"""FROM {BASE}
 WORKDIR /app
 COPY numbers.txt data/
