@@ -38,7 +38,7 @@ import tempfile
 import threading
 import traceback
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -106,6 +106,21 @@ _MARKS = orphans.Marks()
 def living() -> dict[int, str]:
     """Return the names of the children that run now, by process id; each leads a process group."""
     return {child.pid: child.name for child in list(_CHILDREN) if child.alive}
+
+
+def descendants(pid: int, but: Collection[int] = ()) -> Iterator[int]:
+    """Yield a process and all that it has started, as far as the system tells.
+
+    Args:
+        pid: of the process.
+        but: processes that are left out, with all that they have started.
+    """
+    yield pid
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in map(int, path.read_text().split()):
+                if child not in but:
+                    yield from descendants(child, but)
 
 
 class Child:

@@ -12,7 +12,7 @@ import shlex
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +21,7 @@ from grpo_core import orphans
 from grpo_core.errors import ConfigError, PluginError, shortened
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.installed import import_file
+from grpo_core.processes import descendants
 from grpo_core.protocols import Environment
 from grpo_core.records import AgentClient, Episode, Feedback, Prompt
 
@@ -115,7 +116,7 @@ class AgentProgram(Environment):
             try:
                 await process.wait()
             finally:
-                for pid in [*_descendants(process.pid)] if process.returncode is None else []:
+                for pid in [*descendants(process.pid)] if process.returncode is None else []:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
                 await asyncio.to_thread(orphans.end_marked, mark, name=orphans.PROGRAM)
@@ -160,12 +161,3 @@ def _result(output: str) -> Feedback | None:
     if not isinstance(found, Mapping) or "reward" not in found:
         return None
     return Feedback(reward=found["reward"], metrics=found.get("metrics") or {})
-
-
-def _descendants(pid: int) -> Iterator[int]:
-    """Yield a process and all that it has started, as far as the system tells."""
-    yield pid
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            for child in path.read_text().split():
-                yield from _descendants(int(child))

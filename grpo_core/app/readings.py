@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
-from grpo_core.processes import living
+from grpo_core.engines.members import measured
+from grpo_core.processes import descendants, living
 from grpo_core.protocols import Engine
 
 ALONE = "engine"
@@ -17,8 +17,7 @@ ALONE = "engine"
 
 def of_engine(engine: Engine) -> dict[str, float]:
     """Return the metrics of an engine, or of the engines of a pool, as ``engine_NAME/ENGINE``."""
-    read: Callable[[], Mapping[str, float]] = getattr(engine, "metrics", dict)
-    named = {name if "/" in name else f"{name}/{ALONE}": value for name, value in read().items()}
+    named = {name if "/" in name else f"{name}/{ALONE}": value for name, value in measured(engine).items()}
     return {f"engine_{name}": value for name, value in named.items()}
 
 
@@ -32,7 +31,7 @@ def memory() -> dict[str, float]:
     named = living()
     for pid, name in [(os.getpid(), "main"), *named.items()]:
         others = named.keys() if name == "main" else ()
-        for each in _family(pid, others):
+        for each in descendants(pid, others):
             found[f"memory/{_plain(name)}"] += _resident(each)
     return {name: mib for name, mib in found.items() if mib}
 
@@ -40,18 +39,6 @@ def memory() -> dict[str, float]:
 def _plain(name: str) -> str:
     """Return a process's name as a part of a metric's, such as "environment_of_task_sort"."""
     return re.sub(r"\W+", "_", name).strip("_")
-
-
-def _family(pid: int, but: Collection[int]) -> Iterator[int]:
-    """Yield a process and those that it has started, without the ones that count by themselves."""
-    yield pid
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:  # it has ended, or the kernel does not tell
-        return
-    for child in map(int, children):
-        if child not in but:
-            yield from _family(child, but)
 
 
 def _resident(pid: int) -> float:

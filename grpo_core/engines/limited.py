@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from grpo_core.aio import Slots, gather
+from grpo_core.engines.members import measured
 from grpo_core.protocols import Engine
 from grpo_core.records import Completion, GenerationRequest, Weights
 
@@ -31,8 +32,7 @@ class LimitedEngine:
 
     def metrics(self) -> Mapping[str, float]:
         """Return the engine's metrics; none if it has none."""
-        read: Callable[[], Mapping[str, float]] = getattr(self._engine, "metrics", dict)
-        return read()
+        return measured(self._engine)
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         answers = await gather([self._generate(request) for request in requests])

@@ -26,13 +26,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from typing import TypeVar
 
 from attrs import frozen
 
 from grpo_core.aio import cancel, gather
-from grpo_core.engines.members import CLOSE, RECOVERABLE_ERRORS, CanaryMismatch, Member, tokens_of
+from grpo_core.engines.members import CLOSE, RECOVERABLE_ERRORS, CanaryMismatch, Member, measured, tokens_of
 from grpo_core.errors import DeadlineExceeded, EngineError, WeightSyncError
 from grpo_core.incidents import report
 from grpo_core.protocols import Engine
@@ -138,8 +138,7 @@ class EnginePool:
             name = member.name.replace(" ", "_")
             found[f"tokens_per_second/{name}"] = member.sampled / seconds
             member.sampled = 0
-            own: Callable[[], Mapping[str, float]] = getattr(member.engine, "metrics", dict)
-            found |= {f"{key}/{name}": value for key, value in own().items()}
+            found |= {f"{key}/{name}": value for key, value in measured(member.engine).items()}
         return found
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
