@@ -18,7 +18,7 @@ from grpo_core.errors import ModelError
 from grpo_core.records import Row
 from grpo_core.tokens import Tokens
 from grpo_core.training import packing
-from grpo_core.training.batching import Costs, laid_out, length
+from grpo_core.training.batching import Costs, layout_cost, length
 from grpo_core.training.budget import overhead, packed_token
 from grpo_core.training.microbatch import collate
 from grpo_core.training.model import FullModel, ModelSource, load
@@ -79,13 +79,17 @@ def test_what_is_chosen_by_the_rows_trains_the_same(model: str, shares: bool) ->
     long, short = "abcdefg" * 12, "ab"
     rows = [row(long if shares else short + "xyzuvw"[i], "gh", (-1.0) ** i, group=0) for i in range(6)]
     padded, chosen = (TorchTrainer(setup(model, packing=packing)) for packing in (False, "auto"))
-    (share,) = divided(batch(rows), updates=1)
+    (share,) = divided(batch(rows), updates=1, layout=chosen.layout)
     made = chosen._microbatches(share, share.updates[0])
     assert [bool(micro.packed) for micro in made] == [shares]
     for trainer in (padded, chosen):
         trainer.model.policy.module.double()
         trainer.step(batch(rows))
     agree(padded, chosen)
+
+
+def pays(lengths: list[int], of_rows: list[tuple[int, int]], costs: Costs) -> bool:
+    return layout_cost(lengths, of_rows, True, costs) < layout_cost(lengths, of_rows, False, costs)
 
 
 @pytest.mark.parametrize(
@@ -117,14 +121,14 @@ def test_rows_are_packed_where_that_was_measured_to_be_faster_on_a_cpu(
         packed=packed_token(parameters, layers, CPU, torch.float32),
     )
     of_rows = [(i if prompts is None else i // 8, prompts or 8) for i in range(len(lengths))]
-    assert laid_out(lengths, of_rows, "auto", costs)[1] is packed
+    assert pays(lengths, of_rows, costs) is packed
 
 
 def test_a_gpu_packs_rows_of_16_bits_which_it_computes_in_one_call() -> None:
     gpu, lengths, of_rows = torch.device("cuda"), [20, 30, 50], [(0, 8), (1, 8), (2, 8)]
     for dtype, packed in ((torch.bfloat16, True), (torch.float32, False)):
         costs = Costs(budget=8192, overhead=overhead(10**9, gpu), packed=packed_token(10**9, 24, gpu, dtype))
-        assert laid_out(lengths, of_rows, "auto", costs)[1] is packed
+        assert pays(lengths, of_rows, costs) is packed
 
 
 def test_packed_rows_have_no_padding(model: str) -> None:
@@ -186,8 +190,8 @@ def test_it_is_trained_with_padding_unless_packing_is_asked_for(model: str, tmp_
     path = saved(tmp_path, model, UNSUITABLE["soft-capped scores"])
     chosen, padded = (trained(setup(path, **options)) for options in ({}, {"packing": False}))
     agree(chosen, padded, tolerance=0)
-    assert chosen._packing is False
-    assert TorchTrainer(setup(model))._packing == "auto"
+    assert chosen.layout.packing is False
+    assert TorchTrainer(setup(model)).layout.packing == "auto"
 
 
 def test_a_model_with_attention_of_its_own_kind_is_refused(model: str) -> None:

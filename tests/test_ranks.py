@@ -197,6 +197,22 @@ def test_several_ranks_train_the_weights_that_one_trains(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
+def test_ranks_that_share_prompts_train_the_weights_that_one_trains(model: str, ranks: int) -> None:
+    given = [
+        batch(
+            [attrs.evolve(each, prompt_ids=tiny.encode("abcdefgh"[each.group :] * 3)) for each in rows], step
+        )
+        for step, rows in enumerate(ragged(groups=5, size=4, seed=seed) for seed in range(2))
+    ]
+    alone, one = run(trained(configured(model, PLAIN, packing=True), given))
+    together, several = run(trained(configured(model, PLAIN, packing=True, ranks=ranks), given))
+    same(alone, together, 1e-6)
+    for left, right in zip(one, several, strict=True):
+        assert left.metrics["tokens/trained"] == right.metrics["tokens/trained"]
+
+
+@pytest.mark.long
 def test_ranks_of_a_model_that_cannot_be_packed_all_pad_its_rows(model: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = transformers.Gemma2Config(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from typing import Literal
 
 import numpy as np
 from attrs import frozen
@@ -96,41 +95,34 @@ class Costs:
 
 
 def laid_out(
-    lengths: Sequence[int],
-    prompts: Sequence[tuple[Hashable, int]],
-    packing: Literal[False, True, "auto"],
-    costs: Costs,
-) -> tuple[list[list[int]], bool]:
-    """Divide rows into micro-batches; return whether these are packed.
+    lengths: Sequence[int], prompts: Sequence[tuple[Hashable, int]], packed: bool, costs: Costs
+) -> list[list[int]]:
+    """Divide rows into micro-batches, which are packed or padded.
 
     Args:
         lengths: tokens of each row.
         prompts: of each row, and the number of its tokens.
-        packing: whether they are packed; "auto" chooses what costs less.
-        costs: by which it is decided.
+        packed: whether they are packed.
+        costs: by which they are divided.
     """
-    padded = [] if packing is True else microbatches(lengths, costs.budget, overhead=costs.overhead)
-    packed = packs(lengths, prompts, costs.budget) if packing else []
-    if packing == "auto":
-        return (packed, True) if _pays(lengths, prompts, padded, packed, costs) else (padded, False)
-    return (packed, True) if packing else (padded, False)
+    if packed:
+        return packs(lengths, prompts, costs.budget)
+    return microbatches(lengths, costs.budget, overhead=costs.overhead)
 
 
-def _pays(
-    lengths: Sequence[int],
-    prompts: Sequence[tuple[Hashable, int]],
-    padded: Sequence[Sequence[int]],
-    packed: Sequence[Sequence[int]],
-    costs: Costs,
-) -> bool:
-    """Return whether packed micro-batches cost less than padded ones."""
-    side_by_side = sum(len(rows) * max(lengths[i] for i in rows) for rows in padded)
+def layout_cost(
+    lengths: Sequence[int], prompts: Sequence[tuple[Hashable, int]], packed: bool, costs: Costs
+) -> float:
+    """Return what the micro-batches of ``laid_out`` cost, in tokens of padded micro-batches."""
+    divided = laid_out(lengths, prompts, packed, costs)
+    if not packed:
+        tokens = sum(len(rows) * max(lengths[i] for i in rows) for rows in divided)
+        return tokens + costs.overhead * len(divided)
     tokens = 0
-    for rows in packed:
+    for rows in divided:
         counts = Counter(prompts[i] for i in rows)
-        shared = {prompt: n for prompt, n in counts.items() if n > 1 and prompt[1]}
-        tokens += sum(lengths[i] for i in rows) - sum((n - 1) * prompt[1] for prompt, n in shared.items())
-    return costs.packed * tokens + costs.overhead * len(packed) < side_by_side + costs.overhead * len(padded)
+        tokens += sum(lengths[i] for i in rows) - sum((n - 1) * prompt[1] for prompt, n in counts.items())
+    return (costs.packed * tokens if tokens else 0.0) + costs.overhead * len(divided)
 
 
 def microbatches(lengths: Sequence[int], budget: int, *, overhead: int = 16) -> list[list[int]]:

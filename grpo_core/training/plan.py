@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Literal
 
 from attrs import evolve, frozen
 
 from grpo_core.records import Batch, Row
 from grpo_core.tokens import fetched
-from grpo_core.training.batching import length, rollouts, split_updates
+from grpo_core.training.batching import Costs, layout_cost, length, rollouts, split_updates
+from grpo_core.training.dealing import Packable, dealt
 
 CLOSE = 1.01
 """Ranks that differ by less from the best conceivable division are not balanced any further."""
@@ -26,6 +29,23 @@ class RowFacts:
     length: int
     """Input tokens."""
     correct: bool
+    packed: bool
+    """Whether the rows of its update are packed, so that rows with the same prompt have it once."""
+
+
+@frozen(kw_only=True)
+class Layout:
+    """How a trainer makes micro-batches of rows, which decides what a rank has to compute."""
+
+    packing: Literal[False, True, "auto"]
+    """As ``trainer.packing``; False if the model cannot be packed."""
+    costs: Costs
+    together: bool = False
+    """Whether a rollout of several rows is a micro-batch of its own, which shares no prompt with others."""
+
+
+PADDED = Layout(packing=False, costs=Costs(budget=8192, overhead=16, packed=1.0))
+"""Rows side by side."""
 
 
 @frozen(kw_only=True)
@@ -43,33 +63,40 @@ class Share:
     """The rows that this rank computes, by their places in ``facts``."""
 
 
-def shares(batch: Batch, *, updates: int, ranks: int = 1) -> list[Share]:
+def shares(batch: Batch, *, updates: int, ranks: int = 1, layout: Layout = PADDED) -> list[Share]:
     """Divide a batch into optimizer updates of whole groups, and each update among the ranks.
 
-    The rows of a rollout go to one rank.  The ranks get about as many tokens of each update.
+    The rows of a rollout go to one rank.  The ranks get about as many tokens of each update; where rows are
+    packed, a prompt that rollouts of a rank share counts once.
     """
     rows = [row for row in batch.rows if row.tokens.n_sampled]
     places = {id(row): place for place, row in enumerate(rows)}
     divided = [tuple(places[id(row)] for row in update) for update in split_updates(rows, updates)]
+    of_rollouts = rollouts(rows)
+    lengths = [length(row) for row in rows]
+    prompts = _prompts(rows, of_rollouts, together=layout.together)
+    packed = [False] * len(rows)
+    mine: list[dict[int, Row]] = [{} for _ in range(ranks)]
+    for update in divided:
+        units: dict[int, list[int]] = {}
+        for place in update:
+            units.setdefault(of_rollouts[place], []).append(place)
+        parts, packs = _dealt(list(units.values()), lengths, prompts, ranks, layout)
+        for rank, part in enumerate(parts):
+            mine[rank] |= {place: rows[place] for place in part}
+        for place in update:
+            packed[place] = packs
     facts = tuple(
         RowFacts(
             group=row.group,
-            rollout=rollout,
+            rollout=of_rollouts[place],
             sampled=row.tokens.n_sampled,
-            length=length(row),
+            length=lengths[place],
             correct=row.correct,
+            packed=packed[place],
         )
-        for row, rollout in zip(rows, rollouts(rows), strict=True)
+        for place, row in enumerate(rows)
     )
-    mine: list[dict[int, Row]] = [{} for _ in range(ranks)]
-    for update in divided:
-        of_rollout: dict[int, list[int]] = {}
-        for place in update:
-            of_rollout.setdefault(facts[place].rollout, []).append(place)
-        units = list(of_rollout.values())
-        costs = [sum(facts[place].length for place in unit) for unit in units]
-        for rank, chosen in enumerate(balanced(costs, ranks)):
-            mine[rank] |= {place: rows[place] for unit in chosen for place in units[unit]}
     return [
         Share(
             step=batch.step,
@@ -80,6 +107,80 @@ def shares(batch: Batch, *, updates: int, ranks: int = 1) -> list[Share]:
         )
         for own in mine
     ]
+
+
+def _prompts(
+    rows: Sequence[Row], of_rollouts: Sequence[int], *, together: bool
+) -> list[tuple[Hashable, int]]:
+    """Return of each row what it has in common with the rows that may share its prompt, and its tokens."""
+    counts = Counter(of_rollouts)
+    return [
+        (
+            (row.prompt_ids.tobytes(), rollout if together and counts[rollout] > 1 else None),
+            len(row.prompt_ids),
+        )
+        for row, rollout in zip(rows, of_rollouts, strict=True)
+    ]
+
+
+def _dealt(
+    units: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    prompts: Sequence[tuple[Hashable, int]],
+    ranks: int,
+    layout: Layout,
+) -> tuple[list[list[int]], bool]:
+    """Deal the rows of an update to the ranks; return whether they are packed.
+
+    ``"auto"`` takes the way in which the rank that has the most to compute has less.
+    """
+    ways = []
+    for packed in (False, True) if layout.packing == "auto" else (layout.packing,):
+        if packed:
+            chosen = dealt(_packables(units, lengths, prompts, layout.costs.budget), ranks)
+        else:
+            chosen = balanced([sum(lengths[place] for place in unit) for unit in units], ranks)
+        parts = [[place for number in numbers for place in units[number]] for numbers in chosen]
+        ways.append((parts, packed))
+    if len(ways) == 1:
+        return ways[0]
+
+    def cost(way: tuple[list[list[int]], bool]) -> float:
+        parts, packed = way
+        return max(
+            layout_cost([lengths[i] for i in part], [prompts[i] for i in part], packed, layout.costs)
+            for part in parts
+        )
+
+    return min(ways, key=cost)
+
+
+def _packables(
+    units: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    prompts: Sequence[tuple[Hashable, int]],
+    budget: int,
+) -> list[Packable]:
+    """Return each rollout as packed micro-batches compute it.
+
+    A rollout shares with others the prompt of its rows that most rollouts have.  Rollouts share a prompt as
+    far as they are together in a micro-batch: what goes beyond the budget has it once more.
+    """
+    counts = Counter(prompt for unit in units for prompt in {prompts[place] for place in unit})
+    made: list[Packable] = []
+    filled: dict[Hashable, tuple[int, int]] = {}
+    for unit in units:
+        of_unit = {prompts[place] for place in unit}
+        tokens = sum(lengths[place] - prompts[place][1] for place in unit) + sum(n for _, n in of_unit)
+        prompt, shared = max(
+            (prompts[place] for place in unit), key=lambda each: (counts[each] > 1, each[1], counts[each])
+        )
+        number, room = filled.get(prompt, (0, budget - shared))
+        if room < tokens - shared:
+            number, room = number + 1, budget - shared
+        filled[prompt] = number, room - (tokens - shared)
+        made.append(Packable(prompt=(prompt, number), shared=shared, own=tokens - shared))
+    return made
 
 
 def with_tokens(share: Share) -> Share:

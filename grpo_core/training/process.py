@@ -19,7 +19,7 @@ from grpo_core.protocols import Trainer
 from grpo_core.records import Batch, StepResult, Weights
 from grpo_core.restarts import DEATH_IS_SEEN
 from grpo_core.training.memory import trainer_parts
-from grpo_core.training.plan import shares
+from grpo_core.training.plan import PADDED, Layout, shares
 from grpo_core.training.setup import TrainerSetup
 
 RESUME = (
@@ -75,6 +75,7 @@ class ProcessTrainer(Trainer):
     def __init__(self, setup: TrainerSetup) -> None:
         self._deadline = setup.trainer.deadline
         self._updates, ranks = setup.trainer.updates_per_step, setup.trainer.ranks
+        self._layout: Layout = PADDED
         self._log = Path(setup.log) if setup.log else None
         self._closing = contextlib.ExitStack()
         where = self._rendezvous() if ranks > 1 else ""
@@ -96,14 +97,18 @@ class ProcessTrainer(Trainer):
 
     async def started(self) -> None:
         with self._explaining("cannot be made"):
-            await self._together([rank.started(seconds=self._deadline) for rank in self.children])
+            made = await self._together([rank.started(seconds=self._deadline) for rank in self.children])
+        if made[0]:  # a trainer that describes itself
+            self._layout = made[0].get("layout", PADDED)
 
     async def step(self, batch: Batch) -> StepResult:
         result: StepResult
         if len(self.children) == 1:  # it divides the batch itself
             result = await self._call("step", [batch])
         else:
-            parts = await asyncio.to_thread(shares, batch, updates=self._updates, ranks=len(self.children))
+            parts = await asyncio.to_thread(
+                shares, batch, updates=self._updates, ranks=len(self.children), layout=self._layout
+            )
             result = await self._call("train", *([part] for part in parts))
         return result
 

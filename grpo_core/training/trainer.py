@@ -38,7 +38,7 @@ from grpo_core.training.model import BuildModel, Model, ModelSource, compute_dty
 from grpo_core.training.optimization import Optimization, divided, schedule
 from grpo_core.training.packing import PackingError
 from grpo_core.training.passes import Passes
-from grpo_core.training.plan import Share, shares, with_tokens
+from grpo_core.training.plan import Layout, Share, shares, with_tokens
 from grpo_core.training.process import thread_count
 from grpo_core.training.profiling import StepProfiler, part, taken_parts
 from grpo_core.training.ranks import Alone, Ranks
@@ -127,14 +127,17 @@ class TorchTrainer:
                 raise
             passes = evolve(passes, packing=False)
             self.model, self._teacher = self._models(build, resume, passes)
-        self._packing = self._config.packing if passes.packing else False
         self._named = list(self.model.trainable())
         self._parameters = [parameter for _, parameter in self._named]
         dtype = compute_dtype(setup.model, self._device)
-        self._costs = Costs(
-            budget=token_budget(self._config, self.model.vocabulary, self._device),
-            overhead=overhead(self.model.parameters, self._device),
-            packed=packed_token(self.model.parameters, self.model.layers, self._device, dtype),
+        self.layout = Layout(
+            packing=self._config.packing if passes.packing else False,
+            costs=Costs(
+                budget=token_budget(self._config, self.model.vocabulary, self._device),
+                overhead=overhead(self.model.parameters, self._device),
+                packed=packed_token(self.model.parameters, self.model.layers, self._device, dtype),
+            ),
+            together="sequences" in self._needs,
         )
         chosen = setup.optimizer
         self._optimizers = Optimization(
@@ -185,6 +188,7 @@ class TorchTrainer:
             "parameters": self.model.parameters,
             "device": str(self._device),
             "threads": torch.get_num_threads(),
+            "layout": self.layout,
         }
 
     # ------------------------------------------------------------------------------ one step
@@ -195,7 +199,7 @@ class TorchTrainer:
         Rows whose loss is not finite are left out, and so is an update whose gradient is not; both are
         counted.  Raises TrainerError if they are many, or if the batch is another version's.
         """
-        (share,) = shares(batch, updates=self._config.updates_per_step)
+        (share,) = shares(batch, updates=self._config.updates_per_step, layout=self.layout)
         return self.train(share)
 
     def train(self, share: Share) -> StepResult:
@@ -263,11 +267,12 @@ class TorchTrainer:
         )
         mine = [i for i, place in enumerate(places) if place in share.rows]
         rows = [share.rows[places[i]] for i in mine]
-        together = of_several_rows(rows) if "sequences" in self._needs else []
+        together = of_several_rows(rows) if self.layout.together else []
         alone = sorted(set(range(len(rows))).difference(*together))
         lengths = [facts[mine[i]].length for i in alone]
         prompts = [(rows[i].prompt_ids.tobytes(), len(rows[i].prompt_ids)) for i in alone]
-        divided, packed = laid_out(lengths, prompts, self._packing, self._costs)
+        packed = any(row.packed for row in facts)
+        divided = laid_out(lengths, prompts, packed, self.layout.costs)
         made = [
             collate(
                 [rows[i] for i in part],

@@ -27,7 +27,7 @@ from grpo_core.config import ModelConfig, TrainerConfig
 from grpo_core.demo.tiny import make_tiny_model
 from grpo_core.records import Batch, Row, StepResult, Weights
 from grpo_core.tokens import Tokens
-from grpo_core.training.batching import laid_out
+from grpo_core.training.batching import layout_cost
 from grpo_core.training.logprobs import token_logprobs
 from grpo_core.training.process import ProcessTrainer
 from grpo_core.training.setup import TrainerSetup
@@ -158,7 +158,8 @@ def packed(directory: Path, threads: int) -> None:
             each()
         plain, without_padding = best(both, 6, steady(threads))
         prompts = [(row.prompt_ids.tobytes(), len(row.prompt_ids)) for row in given]
-        packs = laid_out(lengths, prompts, "auto", both[0].trainer._costs)[1]
+        costs = both[0].trainer.layout.costs
+        packs = layout_cost(lengths, prompts, True, costs) < layout_cost(lengths, prompts, False, costs)
         reply = lengths[0] + 1 - prompt
         possible = 8 * (prompt + reply) / (prompt + 8 * reply)
         limit = 0.7 * possible if prompt >= 4 * reply else None
