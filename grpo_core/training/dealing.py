@@ -12,7 +12,7 @@ from attrs import frozen
 CLOSE = 1.02
 """The search ends at a division whose largest part is at most this many times a bound that none can beat."""
 FEW = 96
-"""So many rollouts are also moved and exchanged one by one, since each of them is a large part of a whole."""
+"""If there are at most this many rollouts, each is a large part of a whole, and single ones are exchanged."""
 
 
 @frozen(kw_only=True)
@@ -20,7 +20,7 @@ class Packable:
     """A rollout as packed micro-batches compute it."""
 
     prompt: Hashable
-    """What it may share with other rollouts."""
+    """Key that is equal for the rollouts which share the prompt."""
     shared: int
     """Tokens of this prompt: a rank computes them once for all of its rollouts that have it."""
     own: int
