@@ -91,12 +91,14 @@ def recordings(folder: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     for path in sorted((folder / "data").glob("example*.jsonl")):
         if "rollouts" not in path.name:
             rows |= {asked(row): row for row in read(path)}
+    inputs = {place_of(row): row for path in (folder / "data").glob("*_materialized_inputs.jsonl")
+              for row in read(path)}  # fmt: skip
     for path in sorted((folder / "data").glob("example_rollouts*.jsonl")):
         for recorded in read(path):
             if "response" not in recorded or "reward" not in recorded:
                 continue  # materialized inputs and profiles
             row = {key: value for key, value in recorded.items() if key not in ("response", "reward")}
-            known = rows.get(asked(recorded), {})
+            known = inputs.get(place_of(recorded)) or rows.get(asked(recorded), {})
             params = {
                 key: value for key, value in row["responses_create_params"].items() if value is not None
             }
@@ -116,6 +118,12 @@ def read(path: Path) -> list[dict[str, Any]]:
         while place < len(text) and text[place].isspace():
             place += 1
     return rows
+
+
+def place_of(row: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return which rollout of which task it is, or a place where no input is."""
+    task = row.get("_ng_task_index", "unknown")
+    return task, row.get("_ng_rollout_index")
 
 
 def asked(row: Mapping[str, Any]) -> str:
@@ -192,7 +200,7 @@ def replay(host: EnvironmentHost, prompt: grpo.Prompt, recorded: dict[str, Any],
         if feedback.done:
             break
     host.close(["s"])
-    if feedback.error or feedback.done is False:
+    if feedback.error or (feedback.done is False and feedback.reward is None):
         outcome.unscored[(feedback.error or "its rollout goes on")[:200]] += 1
     elif abs(total - recorded["reward"]) <= NEAR:
         outcome.same += 1
