@@ -56,28 +56,25 @@ RECORDED = """\
 
 ## Recorded rollouts of NeMo Gym
 
-The wheel of nemo-gym 0.4.0 has 450 recorded rollouts with a reward, of 90 files; `bench_nemo_gym.py` replays
-them at its own servers, with nothing installed beside nemo-gym and no model, service or network for them:
+The wheel of nemo-gym 0.4.0 has 450 recorded rollouts with a reward, of 90 files; `bench_nemo_gym.py`
+replays them at its own servers, without a model, a service or a network other than a package index:
 
 | | recordings |
 |---|---|
-| the recorded reward comes out | 139, of 31 servers |
-| the server asks a model, a judge, that is not there | 37 |
-| the server needs further packages, which an index has | 100 |
-| the server needs code or data from a network when it starts | 60 |
-| the server reads prompts from its own directory, and the benchmark had started it in another | 20 |
-| the wheel lacks the row of the recording, or its fields | 25 |
-| the prompt has images, which the plugin refuses | 10 |
+| the recorded reward comes out | 198, of 43 servers |
+| the server asks a model, a judge, that is not there | 71 |
+| the server needs code or data from a network | 70 |
+| the wheel lacks the row of the recording, its fields, or the prompt | 40 |
+| no answer in time (20 or 60 s), or no start (40 or 90 s), while other programs used both cores | 26 |
 | the server needs a service or a sandbox whose address is not set | 15 |
+| the prompt has images, which the plugin refuses | 10 |
+| the server misses a further package or file (google_search, cvdp) | 10 |
 | chance: blackjack deals other cards at each start | 5 |
-| no answer within 20 s (40 s for a start), while other programs used both cores | 26 |
-| another reward (gpqa_diamond 5, proof_genselect 3, verifif 3, math_with_code 1, swerl_gen 1) | 13 |
+| another reward (verifif 3, math_with_code 1, swerl_gen 1) | 5 |
 
-In the replay, tools gave 64 of 96 recorded answers; 31 of the others are those of math_with_code, which
-needs numpy. This run showed two faults of the benchmark, which are mended: the directory, and that it took
-encrypted reasoning for an empty reply. The reward of an empty reply is what gpqa_diamond and
-proof_genselect got. Since then proof_genselect gives 5 of 5 recorded rewards, and proof_verification, of
-which 2 were counted above, asks its judge for all 5. The other servers have not been replayed again.
+The figures join several replays, since faults of the benchmark that the first one showed were mended, and
+packages that servers name were installed. Servers that these changes did not concern were replayed once.
+One of the five games of grl_tetris had another reward in one of two replays.
 """
 
 FOOT = """\
