@@ -26,7 +26,8 @@ def check(
         Kind of the offer, if the name is ambiguous: environment, sampler, validation_strategy, engine,
         loss, advantage, filter, tracker, trainer, optimizer, model, data_plane or placement.
     set_
-        Set an option of the offer, as in "length=3"; may be repeated.
+        Set an option of the offer, as in "length=3", or the source of an environment's prompts, as in
+        "source.path=train.jsonl"; may be repeated.
     task
         Name of a task for a sampler; may be repeated.
     no_plugin
@@ -59,7 +60,8 @@ def audit(
     name
         Name of the environment, as "math:sort" or "./file.py:Class".
     set_
-        Set an option of the environment, as in "length=3"; may be repeated.
+        Set an option of the environment, as in "length=3", or the source of its prompts, as in
+        "source.path=train.jsonl"; may be repeated.
     prompts
         Largest number of prompts that are played.
     seconds
@@ -137,7 +139,8 @@ def try_(
     engine
         Engine of a model that plays.
     set_
-        Set an option of the environment, as in "length=3"; may be repeated.
+        Set an option of the environment, as in "length=3", or the source of its prompts, as in
+        "source.path=train.jsonl"; may be repeated.
     no_plugin
         Do not load this installed plugin; may be repeated.
     """

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from attrs import evolve
 from planted import DEFECTS, planted
 
 import grpo_core as grpo
@@ -659,6 +660,8 @@ def test_a_card_has_the_fields_of_rfc_008_and_escapes_what_it_shows():
     }  # fmt: skip
     assert (result["status"], result["measured"]["severity"]) == ("fail", "warned")
     assert card.report()["verdict"] == "warn"
+    corrected = evolve(card, code={"grpo-plugin-x": "another hash"})
+    assert corrected.report()["source_digest"] != card.report()["source_digest"]
     assert "<script" not in card.page()
     assert "&lt;script&gt;" in card.page()
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
+import linecache
 import sys
+from pathlib import Path
 
 import pytest
 
 import grpo_core
+from grpo_core.api.given import given
 from grpo_core.app import provenance
 from grpo_core.cli import app
 from grpo_core.config import build
@@ -63,6 +68,41 @@ def test_the_hash_of_a_package_changes_with_a_name_or_a_content_and_not_with_cac
     assert len({first, second, provenance.package_hash("some_package")}) == 3
     assert "some_package" not in sys.modules, "a package is not imported for its hash"
     assert provenance.package_hash("no_such_package") is None
+
+
+def test_an_object_of_the_program_is_known_by_the_file_that_defines_it():
+    def reward(reply, answer):
+        return float(reply == answer)
+
+    class Game(grpo_core.Environment):
+        pass
+
+    for env in (reward, Game, Game(), functools.partial(Game)):
+        made = given({"game": env}, {"train": [{"prompt": "1+1="}]} if env is reward else None, {})
+        host = PluginHost.discover([])
+        host.add(made.offers)
+        known = provenance.of_environment("program:game", host)
+        assert known["file"] == __file__
+        assert known["sha256"] == hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+
+
+def test_what_was_typed_has_the_hash_of_its_text_or_none():
+    namespace = {}
+    exec("class Typed: ...", namespace)
+    assert provenance.code_of(namespace["Typed"]) == {}
+    source = "def typed(reply):\n    return 1.0\n"
+    linecache.cache["<cell 1>"] = (len(source), None, source.splitlines(keepends=True), "<cell 1>")
+    exec(compile(source, "<cell 1>", "exec"), namespace)
+    assert provenance.code_of(namespace["typed"]) == {"sha256": hashlib.sha256(source.encode()).hexdigest()}
+
+
+def test_the_code_of_an_environment_is_its_package_and_the_files_that_it_names(tmp_path):
+    path = tmp_path / "game.py"
+    path.write_text(FILE)
+    host = PluginHost.discover(["math"])
+    assert set(provenance.environment_code(f"{path}:Game", {}, host)) == {str(path)}
+    assert set(provenance.environment_code("math:sort", {"length": 3}, host)) == {"grpo-plugin-math"}
+    assert provenance.environment_code("nothing:here", {}, host) == {}
 
 
 @pytest.mark.long

@@ -119,7 +119,7 @@ def _task(found: Given, name: str, env: Any, splits: Mapping[str, Any]) -> dict[
     if isinstance(env, type) or (isinstance(env, functools.partial) and isinstance(env.func, type)):
         return {"env": found.offer("environment", name, env), **_source(splits)}
     if hasattr(env, "evaluate") or hasattr(env, "run"):
-        return {"env": found.offer("environment", name, _Itself(env)), **_source(splits)}
+        return {"env": found.offer("environment", name, _Itself(env, made_by=env)), **_source(splits)}
     if not callable(env):
         raise ConfigError(
             f"env is {type(env).__name__}; expected the name of an environment, an environment or its "
@@ -133,16 +133,23 @@ def _task(found: Given, name: str, env: Any, splits: Mapping[str, Any]) -> dict[
     rows = {split: given for split, given in splits.items() if not isinstance(given, str)}
     environment = environment_of(env, name, rows)  # without a state, so that workers can share it
     paths = {split: given for split, given in splits.items() if isinstance(given, str)}
-    return {"env": found.offer("environment", name, lambda: environment), **_source(paths)}
+    return {
+        "env": found.offer("environment", name, _Itself(environment, made_by=env, once=False)),
+        **_source(paths),
+    }
 
 
 class _Itself:
-    """A factory that returns an object that is there already, which cannot be made a second time."""
+    """A factory that returns an object that is there already.
 
-    once = True
+    Args:
+        made: the object.
+        made_by: object of the program whose code it runs, for the provenance of a run.
+        once: whether the object has a state, so that several workers cannot share it.
+    """
 
-    def __init__(self, made: Any) -> None:
-        self._made = made
+    def __init__(self, made: Any, *, made_by: Any, once: bool = True) -> None:
+        self._made, self.made_by, self.once = made, made_by, once
 
     def __call__(self) -> Any:
         return self._made

@@ -7,11 +7,13 @@ edited.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import inspect
 import json
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -64,16 +66,30 @@ def found(config: Config, host: PluginHost) -> dict[str, Any]:
             if plugin.fault is None and plugin.name != BUILT_IN and plugin.version
         },
         "environments": {
-            name: _of_environment(task.env, host) for name, task in _environments(config).items()
+            name: of_environment(task.env, host) for name, task in _environments(config).items()
         },
-        "files": {
-            str(path): hashlib.sha256(path.read_bytes()).hexdigest()
-            for path in sorted(plugin_files(config))
-            if path.is_file()
-        },
+        "files": _hashes(plugin_files(config)),
         "libraries": {name: known for name in LIBRARIES if (known := _version(name)) is not None},
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def environment_code(env: str, options: Mapping[str, Any], host: PluginHost) -> dict[str, str]:
+    """Return hashes of an environment's package, if it is found here, and of the files that it names."""
+    hashes = _hashes(plugin_files(Config(tasks={"it": TaskConfig(env=env, options=dict(options))})))
+    try:
+        plugin = host.find("environment", env).plugin
+    except GrpoError:
+        return hashes
+    package = package_hash(plugin.module.partition(":")[0].partition(".")[0]) if plugin.version else None
+    return hashes | ({plugin.distribution: package} if package else {})
+
+
+def _hashes(files: Iterable[Path]) -> dict[str, str]:
+    """Return the hash of each file that exists."""
+    return {
+        str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(files) if path.is_file()
     }
 
 
@@ -104,13 +120,36 @@ def _environments(config: Config) -> Mapping[str, Any]:
     }
 
 
-def _of_environment(env: str, host: PluginHost) -> dict[str, str]:
-    """Return who offers an environment; another interpreter may have plugins that are not found here."""
+def of_environment(env: str, host: PluginHost) -> dict[str, str]:
+    """Return who offers an environment, and for an object of the program the hash of its code.
+
+    Another interpreter may have plugins that are not found here.
+    """
     try:
-        plugin = host.find("environment", env).plugin
+        offer = host.find("environment", env)
     except GrpoError:
         return {"env": env}
-    return {"env": env, "distribution": plugin.distribution, "version": plugin.version}
+    plugin = offer.plugin
+    known = {"env": env, "distribution": plugin.distribution, "version": plugin.version}
+    return known | (code_of(offer.load()) if host.of_program(env) else {})
+
+
+def code_of(factory: Any) -> dict[str, str]:
+    """Return the file that defines a class, function or object, and its hash.
+
+    In a notebook there is no file, and the hash is that of the source text; without source text there is no
+    hash.
+    """
+    defined = getattr(factory, "made_by", factory)
+    defined = defined.func if isinstance(defined, functools.partial) else defined
+    defined = defined if inspect.isroutine(defined) or isinstance(defined, type) else type(defined)
+    try:
+        file = Path(inspect.getsourcefile(defined) or "")
+        if file.is_file():
+            return {"file": str(file), "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+        return {"sha256": hashlib.sha256(inspect.getsource(defined).encode()).hexdigest()}
+    except (OSError, TypeError):
+        return {}
 
 
 def _version(distribution: str) -> str | None:

@@ -14,14 +14,12 @@ from grpo_core.aio import gather
 from grpo_core.app import workers
 from grpo_core.app.placement import Placement
 from grpo_core.config import EnvironmentConfig, SourceConfig, TaskConfig, ValidationConfig
-from grpo_core.data.sources import Source, find_source
+from grpo_core.data.sources import find_source
 from grpo_core.environments.pool import EnvironmentPool
+from grpo_core.environments.sourced import adopted
 from grpo_core.errors import ConfigError, PluginError
 from grpo_core.records import Prompt
 from grpo_core.validation.sets import HeldOut
-
-ROWS_OF_A_CALL = 1000
-"""Number of rows of a source that an environment turns into prompts in one call."""
 
 
 @frozen(kw_only=True, eq=False)
@@ -106,7 +104,7 @@ class Tasks:
         if source is None:
             return await self._offered(name, environment, split)
         await asyncio.to_thread(source.open)
-        return await _adopted(source, environment)
+        return await adopted(source, environment)
 
     async def _offered(self, name: str, environment: EnvironmentPool, split: str) -> Sequence[Prompt]:
         """Return the prompts that an environment has.  Raises PluginError, ConfigError."""
@@ -152,15 +150,3 @@ async def _agents(
         yield
     finally:
         await server.aclose()
-
-
-async def _adopted(source: Source, environment: EnvironmentPool) -> Sequence[Prompt]:
-    """Return the prompts that the environment makes of the source's, or the source if it makes none."""
-    made: list[Prompt] = []
-    for begin in range(0, len(source), ROWS_OF_A_CALL):
-        rows = await asyncio.to_thread(source.__getitem__, slice(begin, begin + ROWS_OF_A_CALL))
-        some = await environment.from_source(rows)
-        if some is None:
-            return source
-        made += some
-    return made

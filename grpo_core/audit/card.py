@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attrs import frozen
+from attrs import field, frozen
 
 from grpo_core._version import __version__
 from grpo_core.audit.records import Finding, Severity
@@ -35,6 +35,7 @@ class Card:
         offer: description of the plugin's offer.
         options: options of the environment.
         seconds: time of the whole audit.
+        code: hashes of the files that the audit played: the environment's package, and those it names.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Card:
     options: Mapping[str, Any]
     findings: Sequence[Finding]
     seconds: float
+    code: Mapping[str, str] = field(factory=dict)
 
     @property
     def verdict(self) -> str:
@@ -53,13 +55,16 @@ class Card:
         """Return the card as the report of RFC 008.
 
         ``results`` have exactly its fields; ours are among the measured values.  ``signature`` names our kind
-        of package, which its list of kinds lacks, and there is no manifest.
+        of package, which its list of kinds lacks, and there is no manifest.  The digest covers options and
+        code.
         """
         return {
             "report_schema_version": SCHEMA,
             "target": self.name,
             "source_digest": hashlib.sha256(
-                json.dumps([self.offer, dict(self.options)], sort_keys=True, default=str).encode()
+                json.dumps(
+                    [self.offer, dict(self.options), sorted(self.code.values())], sort_keys=True, default=str
+                ).encode()
             ).hexdigest(),
             "signature": "grpo-core",
             "manifest": None,

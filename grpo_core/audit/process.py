@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from grpo_core.environments.process import EnvironmentProcess
+from grpo_core.environments.sourced import SourcedProcess
 
 
-class WatchedProcess(EnvironmentProcess):
-    """An ``EnvironmentProcess`` whose child records files and sockets (``grpo_core.audit.watch``)."""
+class WatchedProcess(SourcedProcess):
+    """A ``SourcedProcess`` whose child records files and sockets (``grpo_core.audit.watch``)."""
 
     HOST = "grpo_core.audit.watch:WatchedHost"
 

@@ -14,14 +14,16 @@ from attrs import evolve
 from rich.console import Console
 from rich.text import Text
 
+from grpo_core.app import provenance
 from grpo_core.audit.audit import Audit, Extent
 from grpo_core.audit.card import Card
 from grpo_core.audit.process import WatchedProcess
 from grpo_core.audit.records import Finding, Severity
 from grpo_core.audit.training import PlayingModel
-from grpo_core.commands.check import elsewhere, environment_config
+from grpo_core.commands.check import elsewhere
 from grpo_core.config import parse_settings
 from grpo_core.credentials import secrets_in
+from grpo_core.environments.sourced import taken_sections
 from grpo_core.errors import ConfigError, GrpoError
 from grpo_core.incidents import Incident, reported_to
 from grpo_core.inert import inert
@@ -73,7 +75,12 @@ def main(
     if model is not None and not any(one.check == "runtime.startup" for one in found):
         found.append(_signal(name, model, given, block, console))
     card = Card(
-        name=name, offer=str(offer), options=options, findings=found, seconds=time.monotonic() - begin
+        name=name,
+        offer=str(offer),
+        options=given,
+        findings=found,
+        seconds=time.monotonic() - begin,
+        code=provenance.environment_code(name, options, host),
     )
     counts = Counter(finding.severity for finding in found)
     told = ", ".join(f"{counts[each]} {each}" for each in COUNTED if counts[each] or each == "failed")
@@ -117,11 +124,18 @@ async def _all(
 async def findings(
     host: PluginHost, offer: Offer, options: dict[str, Any], extent: Extent
 ) -> AsyncIterator[Finding]:
-    """Audit an environment in its own process; ``options`` may hold the run's section ``environment``."""
-    config = environment_config(options)
+    """Audit an environment in its own process; ``options`` may hold sections of a run."""
+    sections = taken_sections(options)
+    config = sections.environment
     incidents: list[Incident] = []
     make = functools.partial(
-        WatchedProcess, "audit", offer.name, options, config=config, plugins=host.selection
+        WatchedProcess,
+        "audit",
+        offer.name,
+        options,
+        config=config,
+        plugins=host.selection,
+        source=sections.source,
     )
     audit = Audit(make, config.max_batch, extent, incidents)
     with reported_to(incidents.append):

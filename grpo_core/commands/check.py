@@ -16,8 +16,8 @@ from rich.text import Text
 
 from grpo_core.app.parts import make_sampler
 from grpo_core.app.placement import LocalPlacement
-from grpo_core.config import EnvironmentConfig, SamplerConfig, build, parse_settings
-from grpo_core.environments.process import EnvironmentProcess
+from grpo_core.config import SamplerConfig, parse_settings
+from grpo_core.environments.sourced import Sections, SourcedProcess, taken_sections
 from grpo_core.errors import ConfigError, GrpoError, PluginError, describe
 from grpo_core.incidents import Incident, reported_to
 from grpo_core.inert import inert
@@ -59,11 +59,11 @@ def main(
     offer = elsewhere(name, python) if python else find(host, name, kind)
     if offer.kind != "environment":  # an environment may be loadable only in its own process
         host.check_options(offer.kind, offer.name, options)
-    config = environment_config(options) if offer.kind == "environment" else EnvironmentConfig()
+    sections = taken_sections(options) if offer.kind == "environment" else Sections()
     console = Console(highlight=False, soft_wrap=True)
     console.print(Text(inert(str(offer)), style="bold"))
     counts = {"passed": 0, "failed": 0, "noted": 0}
-    for finding in findings(host, offer, options, tasks, config):
+    for finding in findings(host, offer, options, tasks, sections):
         mark, style = STYLES[finding.outcome]
         console.print(
             Text.assemble(
@@ -113,14 +113,6 @@ def elsewhere(name: str, python: str) -> Offer:
     )
 
 
-def environment_config(options: dict[str, Any]) -> EnvironmentConfig:
-    """Take the run's section ``environment`` out of an environment's options.
-
-    Raises ConfigError for an unknown key or a bad value.
-    """
-    return build([{"environment": options.pop("environment", {})}]).environment
-
-
 def _is_a(kind: Kind, offer: Offer) -> bool:
     """Return whether a hook offers it as this kind, or it looks like one (see ``CHECKED``)."""
     factory = offer.load()
@@ -137,12 +129,12 @@ def findings(
     offer: Offer,
     options: Mapping[str, Any],
     tasks: Sequence[str] = (),
-    config: EnvironmentConfig | None = None,
+    sections: Sections | None = None,
 ) -> Iterator[Finding]:
-    """Run the checks of the offer's kind; ``config`` is the run's section for environments."""
+    """Run the checks of the offer's kind; ``sections`` are those of a run for environments."""
     match offer.kind:
         case "environment":
-            yield from _environment(offer.name, options, host.selection, config or EnvironmentConfig())
+            yield from _environment(offer.name, options, host.selection, sections or Sections())
         case "sampler":
             yield from _sampler(host, offer.name, options, tasks)
         case "engine":
@@ -163,12 +155,15 @@ def findings(
 
 
 def _environment(
-    name: str, options: Mapping[str, Any], plugins: PluginSelection, config: EnvironmentConfig
+    name: str, options: Mapping[str, Any], plugins: PluginSelection, sections: Sections
 ) -> Iterator[Finding]:
     """Check an environment in its own process, where it may hang, crash, or exit."""
     incidents: list[Incident] = []
     with reported_to(incidents.append), asyncio.Runner() as runner:
-        make = functools.partial(EnvironmentProcess, "check", name, options, config=config, plugins=plugins)
+        config = sections.environment
+        make = functools.partial(
+            SourcedProcess, "check", name, options, config=config, plugins=plugins, source=sections.source
+        )
         conformance = Conformance(make, runner.run, max_batch=config.max_batch, incidents=incidents)
         try:
             conformance.start()

@@ -19,6 +19,7 @@ from grpo_core.app.tasks import Tasks
 from grpo_core.commands.person import InputEnded, Person, Replies, TextRenderer
 from grpo_core.commands.transcript import ShownEnvironment, Transcript
 from grpo_core.config import Config, merge, parse_settings
+from grpo_core.environments.sourced import has_source
 from grpo_core.errors import ConfigError, wrong_input
 from grpo_core.incidents import reported_to
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, derive_seed, play
@@ -187,10 +188,12 @@ def _changes(of_run: Mapping[str, Any], task: str, name: str, options: Mapping[s
     """Return the configuration's table for one task: an environment, or a task of a run.
 
     Args:
-        options: options of the environment, and the section ``environment``.
+        options: options of the environment, with the section ``environment``, and ``source`` of the task.
     """
-    own = {key: value for key, value in options.items() if key != "environment"}
-    chosen = merge(of_run[task] if name in of_run else {"env": name}, {"options": own})
+    of_task = {"source"} if has_source(options) else set()
+    own = {key: value for key, value in options.items() if key not in of_task | {"environment"}}
+    changed = {"options": own, **{key: options[key] for key in of_task}}
+    chosen = merge(of_run[task] if name in of_run else {"env": name}, changed)
     section = {"environment": options["environment"]} if "environment" in options else {}
     return {"tasks": {task: chosen}, **section}
 

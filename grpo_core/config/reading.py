@@ -102,17 +102,19 @@ def build(layers: Iterable[Mapping[str, Any]]) -> Config:
         raise ConfigError("the configuration: a value is nested too deeply") from None
 
 
-def structured(kind: type[T], table: Mapping[str, Any], known_problems: Iterable[str] = ()) -> T:
-    """Return a table as an object of this attrs class.
+def structured(
+    kind: type[T], table: Mapping[str, Any], known_problems: Iterable[str] = (), *, where: str = ""
+) -> T:
+    """Return a table, whose key is ``where``, as an object of this attrs class.
 
     Raises ConfigError that names every unknown key, every bad value and what else is known to be wrong.
     """
-    if found := [*known_problems, *problems(kind, table, "")]:
+    if found := [*known_problems, *problems(kind, table, where)]:
         raise ConfigError("\n".join(found))
     try:
         return cattrs.structure(table, kind)
     except cattrs.BaseValidationError as error:
-        raise ConfigError("\n".join(out_of_range(error, ""))) from None
+        raise ConfigError("\n".join(out_of_range(error, where))) from None
 
 
 def _refuse_secret(key: str) -> str:

@@ -16,7 +16,7 @@ import inspect
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, ClassVar
 
-from grpo_core.environments.process import EnvironmentProcess
+from grpo_core.environments.sourced import SourcedProcess, taken_sections
 from grpo_core.incidents import Incident, reported_to
 from grpo_core.testing.conformance import Conformance, Finding
 from grpo_core.testing.hosted import HostedEnvironment, finished
@@ -29,6 +29,9 @@ class EnvironmentContract:
     """A class or function that makes the environment, or its name as in a configuration."""
     options: ClassVar[Mapping[str, Any]] = {}
     """Options of the environment."""
+    source: ClassVar[Mapping[str, Any]] = {}
+    """Where its prompts come from, as ``source`` of a task: ``{"path": "train.jsonl"}``.  With a source the
+    environment runs in a process of its own."""
 
     def test_the_environment_keeps_its_contract(self) -> None:
         """Check everything; the test fails with all that is broken."""
@@ -37,8 +40,11 @@ class EnvironmentContract:
         assert given is not None, (
             f"{type(self).__name__} names no environment: set environment = YourClass, or its name"
         )
+        if self.source and not isinstance(given, str):
+            given = name_of(given)
         if isinstance(given, str):
-            _assert_all(findings_by_name(given, self.options))
+            sections = {"source": self.source} if self.source else {}
+            _assert_all(findings_by_name(given, {**self.options, **sections}))
         else:
             check_environment(functools.partial(given, **self.options))
 
@@ -58,7 +64,12 @@ def check_agent(agent: type, **options: Any) -> None:
 
     The test fails with all that is broken.
     """
-    _assert_all(findings_by_name(f"{inspect.getfile(agent)}:{agent.__qualname__}", options))
+    _assert_all(findings_by_name(name_of(agent), options))
+
+
+def name_of(environment: Any) -> str:
+    """Return the name by which another process finds a class or function of a module."""
+    return f"{inspect.getfile(environment)}:{environment.__qualname__}"
 
 
 def environment_findings(make: Callable[[], Any]) -> list[Finding]:
@@ -80,12 +91,19 @@ def environment_findings(make: Callable[[], Any]) -> list[Finding]:
 def findings_by_name(name: str, options: Mapping[str, Any]) -> list[Finding]:
     """Return the findings about an environment in a process of its own, as a run starts it.
 
-    Raises PluginError or ConfigError if there is no such environment.
+    Args:
+        name: as in a configuration.
+        options: of the environment; the tables ``environment`` and ``source`` are those of a run.
+
+    Raises PluginError or ConfigError if there is no such environment, or its source cannot be read.
     """
+    own = dict(options)
+    sections = taken_sections(own)
     incidents: list[Incident] = []
     with reported_to(incidents.append), asyncio.Runner() as runner:
-        make = functools.partial(EnvironmentProcess, "check", name, dict(options))
-        conformance = Conformance(make, runner.run, incidents=incidents)
+        config = sections.environment
+        make = functools.partial(SourcedProcess, "check", name, own, config=config, source=sections.source)
+        conformance = Conformance(make, runner.run, max_batch=config.max_batch, incidents=incidents)
         conformance.start()
         try:
             return list(conformance.run())

@@ -1,0 +1,91 @@
+"""Environments whose prompts come from a file or data set, for commands and tests that start no run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from attrs import field, frozen
+
+from grpo_core.config import EnvironmentConfig, SourceConfig, build, structured
+from grpo_core.data.sources import Source, find_source
+from grpo_core.environments.process import EnvironmentProcess
+from grpo_core.errors import PluginError
+from grpo_core.records import Prompt
+
+ROWS_OF_A_CALL = 1000
+"""Number of rows of a source that an environment turns into prompts in one call."""
+
+
+class Adopting(Protocol):
+    """An environment that may make prompts of its own from those of a source."""
+
+    async def from_source(self, prompts: Sequence[Prompt]) -> list[Prompt] | None: ...
+
+
+def has_source(options: Mapping[str, Any]) -> bool:
+    """Return whether the options of an environment come with the table ``source`` of its task."""
+    return isinstance(options.get("source"), Mapping)
+
+
+@frozen(kw_only=True)
+class Sections:
+    """Sections of a run's configuration that stand among the options of an environment."""
+
+    environment: EnvironmentConfig = field(factory=EnvironmentConfig)
+    source: SourceConfig = field(factory=SourceConfig)
+    """Where the prompts come from, as ``source`` of a task."""
+
+
+def taken_sections(options: dict[str, Any]) -> Sections:
+    """Take the sections out of an environment's options.
+
+    Raises ConfigError for an unknown key or a bad value.
+    """
+    environment = build([{"environment": options.pop("environment", {})}]).environment
+    given = options.pop("source") if has_source(options) else {}
+    return Sections(environment=environment, source=structured(SourceConfig, given, where="source"))
+
+
+async def adopted(source: Source, environment: Adopting) -> Sequence[Prompt]:
+    """Return the prompts that the environment makes of the source's, or the source if it makes none."""
+    made: list[Prompt] = []
+    for begin in range(0, len(source), ROWS_OF_A_CALL):
+        rows = await asyncio.to_thread(source.__getitem__, slice(begin, begin + ROWS_OF_A_CALL))
+        some = await environment.from_source(rows)
+        if some is None:
+            return source
+        made += some
+    return made
+
+
+class SourcedProcess(EnvironmentProcess):
+    """An ``EnvironmentProcess`` that offers the prompts of a source, as its task in a run would.
+
+    Args:
+        given: arguments of ``EnvironmentProcess``, as ``named``.
+        source: where the prompts come from; without a path, from the environment.
+    """
+
+    def __init__(self, *given: Any, source: SourceConfig, **named: Any) -> None:
+        super().__init__(*given, **named)
+        found = {split: find_source(self.task, source, split) for split in ("train", "validation")}
+        self._sources = {split: source for split, source in found.items() if source is not None}
+
+    async def start(self) -> None:
+        """Make the environment.  Raises ConfigError if a source cannot be read, PluginError."""
+        for source in self._sources.values():
+            await asyncio.to_thread(source.open)
+        await super().start()
+
+    async def prompts(self, split: str) -> list[Prompt]:
+        """Return the prompts of a split.  Raises PluginError."""
+        if split in self._sources:
+            return list(await adopted(self._sources[split], self))
+        try:
+            return await super().prompts(split)
+        except PluginError:
+            if split == "train" or not self._sources:
+                raise
+            return []  # it has no prompts of its own
