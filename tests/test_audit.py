@@ -20,7 +20,7 @@ from grpo_core.audit.training import training_signal
 from grpo_core.audit.watch import Watch
 from grpo_core.cli import app
 from grpo_core.commands import auditing
-from grpo_core.errors import ConfigError
+from grpo_core.errors import ConfigError, ModelError
 from grpo_core.testing.hosted import HostedEnvironment
 
 ROOT = Path(__file__).parent.parent
@@ -674,6 +674,12 @@ def test_every_check_of_the_page_exists_and_every_check_is_on_it():
 
 
 # ---------------------------------------------------------------------------------- the command
+
+
+def test_a_model_that_does_not_exist_is_an_error_before_the_audit(capsys):
+    with pytest.raises(ModelError, match="no-such-model"):
+        app(["audit", "math:sort", "--model", "./no-such-model"], result_action="return_value")
+    assert "prompts" not in capsys.readouterr().out
 
 
 @pytest.mark.long

@@ -64,6 +64,10 @@ def main(
             f"{', '.join(secrets)}: this value looks like a secret, and a card would show it; let the "
             "environment read a variable (os.environ) instead"
         )
+    if model is not None:  # a wrong name is an error before the audit
+        from grpo_core.commands.signal import playable  # it loads torch
+
+        playable(name, model, options, block)
     host = PluginHost.discover(block=block)
     python = options.get("environment", {}).get("python")
     offer = elsewhere(name, python) if python else host.find("environment", name)
@@ -72,8 +76,12 @@ def main(
     begin = time.monotonic()
     given = dict(options)
     found = asyncio.run(_all(host, offer, options, extent, functools.partial(_show, console)))
+    failure = None
     if model is not None and not any(one.check == "runtime.startup" for one in found):
-        found.append(_signal(name, model, given, block, console))
+        try:
+            found.append(_signal(name, model, given, block, console))
+        except GrpoError as error:
+            failure = error  # what was found before belongs on the card
     card = Card(
         name=name,
         offer=str(offer),
@@ -89,6 +97,8 @@ def main(
         card.write_json(json_file)
     if html_file is not None:
         card.write_page(html_file)
+    if failure is not None:
+        raise failure
     return 1 if counts["failed"] else 0
 
 

@@ -13,10 +13,26 @@ from grpo_core.app.run import lines_of_incidents, start_engine, started_tasks
 from grpo_core.audit.records import Finding
 from grpo_core.audit.training import PlayingModel, training_signal
 from grpo_core.commands.trying import measured_task
+from grpo_core.config import Config
 from grpo_core.errors import wrong_input
 from grpo_core.incidents import reported_to
 from grpo_core.loop.rollout import RolloutRequest, derive_seed, play
+from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Rollout
+from grpo_core.validation.target import EvalTarget
+
+
+def playable(
+    name: str, player: PlayingModel, options: Mapping[str, Any], block: Sequence[str]
+) -> tuple[Config, PluginHost, EvalTarget, str]:
+    """Return the configuration with which the model plays, as ``measured_task``.
+
+    Raises GrpoError if there is no such model, environment or engine.
+    """
+    with wrong_input():
+        config, host, measured, task = measured_task(name, player.target, player.engine, dict(options), block)
+    check(config, host, trains=False)
+    return config, host, measured, task
 
 
 async def signal(
@@ -30,9 +46,7 @@ async def signal(
 
     Raises GrpoError if the model or the environment cannot be started.
     """
-    with wrong_input():
-        config, host, measured, task = measured_task(name, player.target, player.engine, dict(options), block)
-    check(config, host, trains=False)
+    config, host, measured, task = playable(name, player, options, block)
     for note in measured.notes:
         status(note)
     async with contextlib.AsyncExitStack() as stack:
