@@ -112,6 +112,9 @@ def test_a_run_is_continued_with_the_same_objects_and_cannot_be_without(made, tm
     assert "a Python program gave it" in capsys.readouterr().err
     again = grpo_core.train(resume=run, env=ordered, data=DATA, **more)
     assert again.steps() == [1, 2, 3]
+    with pytest.raises(ConfigError, match=r"finished all of its 3 steps") as wrong:
+        grpo_core.train(resume=run, env=ordered, data=DATA)
+    assert "--" not in str(wrong.value), "options of the command line are arguments here"
     measured = grpo_core.validate(run, env=ordered, data=DATA, validation={"prompts": 3})
     assert measured["ordered"]["prompts"] == 3
 
@@ -372,6 +375,37 @@ def test_an_async_function_judges_several_replies_at_once_and_gets_what_it_names
     (first, second), _ = played(environment_of(judge, "judge", {}), story)
     assert (first.reward, second.reward) == (3.0, None)
     assert running[0] == ("abc", "easy", "abc", "default", ["more"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"listeners": print}, "listeners is 'print'; expected a list of functions or trackers"),
+        ({"data": 5}, "data['train'] is int; expected a list of prompts, or a file's path"),
+        ({"no_plugins": "math"}, "no_plugins is 'math'; expected a list of names"),
+        ({"engine": object()}, "engine is object; expected a name, or a table of settings as a dict"),
+        ({"rollout": object()}, "rollout is object; expected a table of settings as a dict"),
+        ({"config": object()}, "config is object; expected the path of a TOML file, or a dict"),
+    ],
+)
+def test_an_argument_of_another_kind_is_one_clear_message(arguments, told):
+    with pytest.raises(ConfigError) as wrong:
+        grpo_core.train(**{"env": lambda reply: 1.0, "data": ["1+1="], **arguments})
+    assert told in str(wrong.value)
+
+
+def test_names_to_measure_are_a_list():
+    with pytest.raises(ConfigError, match="only is 'sort'; expected a list of names"):
+        grpo_core.validate("tiny", env="math:sort", only="sort")
+
+
+def test_a_field_that_a_row_lacks_is_an_error_before_the_run():
+    def judge(reply, colour):
+        return 1.0
+
+    rows = [{"prompt": "sky", "colour": "blue"}, {"prompt": "grass"}]
+    with pytest.raises(PluginError, match="judge takes 'colour', and prompt '1' has no such field"):
+        grpo_core.train(env=judge, data=rows)
 
 
 def test_a_function_that_asks_for_a_field_that_is_not_there_ends_the_run():

@@ -9,12 +9,12 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
-from grpo_core.api.given import Given, configuration, given, trackers
+from grpo_core.api.given import Given, configuration, given, names, trackers
 from grpo_core.api.run import Run
 from grpo_core.app import measuring, run
 from grpo_core.app.launch import Launch, continued, new_run
@@ -77,7 +77,7 @@ def train(
     _not_in_an_import()
     heard = trackers(listeners)
     with _as_arguments():
-        start = _launch(config, given(env, data, settings), output, resume, no_plugins)
+        start = _launch(config, given(env, data, settings), output, resume, names("no_plugins", no_plugins))
     for note in start.notes:
         print(inert(note), flush=True)
     stop = run.Stop()
@@ -127,7 +127,7 @@ def validate(
     Returns the metrics by task.  Raises GrpoError as ``train`` does.
     """
     _not_in_an_import()
-    if data is not None and not isinstance(data, str | os.PathLike | Mapping):
+    if isinstance(data, Iterable) and not isinstance(data, str | os.PathLike | Mapping):
         data = list(data)
     by_split = data if isinstance(data, Mapping) or data is None else {"train": data, "validation": data}
     with _as_arguments():
@@ -136,9 +136,9 @@ def validate(
             os.fspath(model),
             asked.table,
             tasks=env is not None,
-            only=only,
+            only=names("only", only),
             output=None if output is None else Path(output),
-            block=no_plugins,
+            block=names("no_plugins", no_plugins),
             offers=asked.offers,
         )
     stop = run.Stop()
@@ -166,6 +166,7 @@ def _as_arguments() -> Iterator[None]:
         yield
     except ConfigError as error:
         told = OPTION.sub(lambda found: f"{found[1]}={found[2]}" if found[2] else found[1], str(error))
+        told = told.replace("--set ", "")
         error.args = (told,)
         raise
 

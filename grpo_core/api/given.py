@@ -6,15 +6,15 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attrs import define, field
+from attrs import define, field, fields
 
 from grpo_core.api.reward import environment_of
 from grpo_core.app.launch import task_name
-from grpo_core.config import read_toml
+from grpo_core.config import Config, read_toml
 from grpo_core.errors import ConfigError
 from grpo_core.plugins.host import PROGRAM
 from grpo_core.plugins.offers import Factory, Kind
@@ -160,6 +160,11 @@ def _splits(data: Any) -> dict[str, Any]:
     by_split = data if isinstance(data, Mapping) else {"train": data} if data is not None else {}
     if unknown := [split for split in by_split if split not in SPLITS]:
         raise ConfigError(f"data has {unknown[0]!r}; expected the keys 'train' and 'validation'")
+    for split, given in by_split.items():
+        if not isinstance(given, str | os.PathLike | Iterable):
+            raise ConfigError(
+                f"data[{split!r}] is {type(given).__name__}; expected a list of prompts, or a file's path"
+            )
     return {
         split: os.fspath(given) if isinstance(given, str | os.PathLike) else list(given)
         for split, given in by_split.items()
@@ -183,12 +188,17 @@ def _source(splits: Mapping[str, Any]) -> dict[str, Any]:
 
 def _section(found: Given, name: str, value: Any) -> Any:
     """Return the value of a section: a table, or the table that selects a name or an object."""
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
     if isinstance(value, str) and name in _SELECTING:
         return {_SELECTING[name]: value}
     if isinstance(value, str | int | float | Mapping | Sequence):
         return value
     kind = _OBJECTS.get(name)
     if kind is None:
+        wanted = "a name, or a table" if name in _SELECTING else "a table"
+        if name in {each.name for each in fields(Config)} and value is not None:
+            raise ConfigError(f"{name} is {type(value).__name__}; expected {wanted} of settings as a dict")
         return value  # the configuration says what it expects
     called = _name_of(value)
     if name in ELSEWHERE:
@@ -267,9 +277,21 @@ class _Listener(Tracker):
         self._function(event)
 
 
+def names(key: str, given: Sequence[str]) -> Sequence[str]:
+    """Return the names in a list.  Raises ConfigError for anything else, such as one text."""
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise ConfigError(f"{key} is {given!r}; expected a list of names, as in {key}=['math']")
+    return list(given)
+
+
 def trackers(listeners: Sequence[Any]) -> dict[str, Tracker]:
     """Return the trackers of listeners, by name.  Raises ConfigError for what is neither kind."""
     made: dict[str, Tracker] = {}
+    if not isinstance(listeners, Iterable):
+        raise ConfigError(
+            f"listeners is {_name_of(listeners)!r}; expected a list of functions or trackers, as in "
+            "listeners=[print]"
+        )
     for number, each in enumerate(listeners):
         if isinstance(each, type) or not (isinstance(each, Tracker) or callable(each)):
             raise ConfigError(

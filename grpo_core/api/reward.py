@@ -7,6 +7,8 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from attrs import frozen
+
 from grpo_core.config import SourceConfig
 from grpo_core.data.files import Rows
 from grpo_core.data.sources import Source
@@ -41,8 +43,11 @@ class RewardFunction(Environment):
 
     def __init__(self, function: Callable[..., Any], name: str, data: Mapping[str, Sequence[Any]]) -> None:
         self._function = function
-        self._arguments = _arguments(function, name)
+        self._arguments = Arguments.of(function, name)
         self._prompts = {split: prompts_of(rows, name) for split, rows in data.items()}
+        for prompts in self._prompts.values():  # a field that a row lacks is an error before the run
+            for prompt in prompts:
+                self._arguments.check(prompt)
 
     def prompts(self, split: str) -> Sequence[Prompt]:
         return self._prompts.get(split, [])
@@ -98,35 +103,53 @@ class _Rows(Source):
         return self._given
 
 
-def _arguments(function: Callable[..., Any], name: str) -> Callable[[Episode], dict[str, Any]]:
-    """Return what makes the arguments of a call from an episode."""
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # some callables written in C have no signature
-        raise ConfigError(
-            f"env: {name} has no signature; wrap it into a function of reply and answer"
-        ) from None
-    if rest := [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL)]:
-        raise ConfigError(
-            f"env: {name} takes {rest[0]}, which has no name; a reward function takes parameters by name: "
-            f"{', '.join(KNOWN)}, or fields of its data"
-        )
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    named = {p.name: p.default is p.empty for p in parameters if p.kind is not p.VAR_KEYWORD}
+@frozen
+class Arguments:
+    """The arguments of a reward function, by the names of its parameters."""
 
-    def arguments(episode: Episode) -> dict[str, Any]:
+    name: str
+    needed: Mapping[str, bool]
+    """Parameters, and whether they have no default."""
+    takes_all: bool
+    """Whether it takes every field of a prompt, as ``**fields``."""
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], name: str) -> Arguments:
+        """Read the signature.  Raises ConfigError for a parameter that cannot be given."""
+        try:
+            parameters = list(inspect.signature(function).parameters.values())
+        except (TypeError, ValueError):  # some callables written in C have no signature
+            raise ConfigError(
+                f"env: {name} has no signature; wrap it into a function of reply and answer"
+            ) from None
+        if rest := [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL)]:
+            raise ConfigError(
+                f"env: {name} takes {rest[0]}, which has no name; a reward function takes parameters by "
+                f"name: {', '.join(KNOWN)}, or fields of its data"
+            )
+        return cls(
+            name,
+            {p.name: p.default is p.empty for p in parameters if p.kind is not p.VAR_KEYWORD},
+            any(p.kind is p.VAR_KEYWORD for p in parameters),
+        )
+
+    def check(self, prompt: Prompt) -> None:
+        """Raise PluginError if a parameter is no field of the prompt."""
+        for key, needed in self.needed.items():
+            if needed and key not in KNOWN and key not in prompt.info:
+                raise PluginError(
+                    f"env: {self.name} takes {key!r}, and prompt {prompt.id!r} has no such field; it has "
+                    f"{', '.join([*KNOWN, *prompt.info])}"
+                )
+
+    def __call__(self, episode: Episode) -> dict[str, Any]:
+        """Return the arguments of a call.  Raises PluginError as ``check`` does."""
+        self.check(episode.prompt)
         info = episode.prompt.info
-        given = dict(info) if takes_all else {}
-        for key, needed in named.items():
+        given = dict(info) if self.takes_all else {}
+        for key in self.needed:
             if key in KNOWN:
                 given[key] = KNOWN[key](episode)
             elif key in info:
                 given[key] = info[key]
-            elif needed:
-                raise PluginError(
-                    f"env: {name} takes {key!r}, and prompt {episode.prompt.id!r} has no such field; it has "
-                    f"{', '.join([*KNOWN, *info])}"
-                )
         return given
-
-    return arguments
