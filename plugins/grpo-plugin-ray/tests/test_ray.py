@@ -381,6 +381,7 @@ def ray_environments(directory: Path, workers: int, name: str = "Sort") -> Envir
         origin=origin("environment", f"{directory}/sort.py:{name}"),
         options={},
         config=config,
+        variables={},
         log=None,
     )
     make = partial(RayEnvironment, made_from=made_from, resources={"num_cpus": 1})
@@ -501,6 +502,7 @@ def test_agents_in_a_ray_worker_find_the_model_and_end_with_their_rollouts(ray, 
         origin=origin("environment", f"{tmp_path}/agent.py:Agent"),
         options={},
         config=config,
+        variables={},
         log=None,
     )
     engine = FakeEngine(reply=lambda request, rng: "ab", latency=lambda rng: 0.0)
