@@ -7,11 +7,12 @@ import pickle
 import pytest
 
 from grpo_core.app.placement import LocalPlacement
-from grpo_core.app.tasks import ROWS_OF_A_CALL, Tasks
+from grpo_core.app.tasks import Tasks
 from grpo_core.config import EnvironmentConfig, SourceConfig, TaskConfig, build
 from grpo_core.data.files import read
 from grpo_core.data.loaders import TaskLoader
 from grpo_core.data.sources import Source, find_source
+from grpo_core.environments.sourced import ROWS_OF_A_CALL
 from grpo_core.errors import CheckpointError, ConfigError, PluginError
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Episode
