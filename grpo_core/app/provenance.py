@@ -25,6 +25,7 @@ from grpo_core.app.paths import plugin_files
 from grpo_core.config import Config, TaskConfig
 from grpo_core.errors import GrpoError
 from grpo_core.plugins.host import BUILT_IN, PluginHost
+from grpo_core.plugins.offers import Plugin
 from grpo_core.run_directory import PROVENANCE
 
 LIBRARIES = (
@@ -60,7 +61,7 @@ def found(config: Config, host: PluginHost) -> dict[str, Any]:
             plugin.name: {
                 "distribution": plugin.distribution,
                 "version": plugin.version,
-                "sha256": package_hash(plugin.module.partition(":")[0].partition(".")[0]),
+                "sha256": _hash_of(plugin),
             }
             for plugin in host.plugins
             if plugin.fault is None and plugin.name != BUILT_IN and plugin.version
@@ -82,8 +83,13 @@ def environment_code(env: str, options: Mapping[str, Any], host: PluginHost) -> 
         plugin = host.find("environment", env).plugin
     except GrpoError:
         return hashes
-    package = package_hash(plugin.module.partition(":")[0].partition(".")[0]) if plugin.version else None
+    package = _hash_of(plugin) if plugin.version else None
     return hashes | ({plugin.distribution: package} if package else {})
+
+
+def _hash_of(plugin: Plugin) -> str | None:
+    """Return the hash of a plugin's package."""
+    return package_hash(plugin.module.partition(":")[0].partition(".")[0])
 
 
 def _hashes(files: Iterable[Path]) -> dict[str, str]:

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import evolve
 from rich.console import Console
@@ -29,6 +29,9 @@ from grpo_core.incidents import Incident, reported_to
 from grpo_core.inert import inert
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.offers import Offer
+
+if TYPE_CHECKING:
+    from grpo_core.commands.signal import Playing
 
 STYLES: Mapping[Severity, tuple[str, str]] = {
     "passed": ("ok    ", "green"),
@@ -64,10 +67,11 @@ def main(
             f"{', '.join(secrets)}: this value looks like a secret, and a card would show it; let the "
             "environment read a variable (os.environ) instead"
         )
+    playing = None
     if model is not None:  # a wrong name is an error before the audit
         from grpo_core.commands.signal import playable  # it loads torch
 
-        playable(name, model, options, block)
+        playing = playable(name, model, options, block)
     host = PluginHost.discover(block=block)
     python = options.get("environment", {}).get("python")
     offer = elsewhere(name, python) if python else host.find("environment", name)
@@ -77,9 +81,9 @@ def main(
     given = dict(options)
     found = asyncio.run(_all(host, offer, options, extent, functools.partial(_show, console)))
     failure = None
-    if model is not None and not any(one.check == "runtime.startup" for one in found):
+    if model is not None and playing is not None and not any(one.check == "runtime.startup" for one in found):
         try:
-            found.append(_signal(name, model, given, block, console))
+            found.append(_signal(playing, model, console))
         except GrpoError as error:
             failure = error  # what was found before belongs on the card
     card = Card(
@@ -102,9 +106,7 @@ def main(
     return 1 if counts["failed"] else 0
 
 
-def _signal(
-    name: str, model: PlayingModel, options: dict[str, Any], block: Sequence[str], console: Console
-) -> Finding:
+def _signal(playing: Playing, model: PlayingModel, console: Console) -> Finding:
     """Return, and print, what groups of a model would teach."""
     from grpo_core.app.run import to_the_end  # they load torch
     from grpo_core.commands.signal import signal
@@ -115,7 +117,7 @@ def _signal(
         errors.print(Text(inert(text), style="dim"), soft_wrap=True)
 
     begin = time.monotonic()
-    finding: Finding = to_the_end(signal(name, model, options, block, tell))
+    finding: Finding = to_the_end(signal(playing, model, tell))
     finding = evolve(finding, seconds=time.monotonic() - begin)
     _show(console, finding)
     return finding

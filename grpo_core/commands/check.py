@@ -17,16 +17,16 @@ from rich.text import Text
 from grpo_core.app.parts import make_sampler
 from grpo_core.app.placement import LocalPlacement
 from grpo_core.config import SamplerConfig, parse_settings
-from grpo_core.environments.sourced import Sections, SourcedProcess, taken_sections
+from grpo_core.environments.sourced import Sections, taken_sections
 from grpo_core.errors import ConfigError, GrpoError, PluginError, describe
-from grpo_core.incidents import Incident, reported_to
 from grpo_core.inert import inert
 from grpo_core.loss import needs_of
 from grpo_core.plugins.host import Kind, PluginHost
 from grpo_core.plugins.offers import FROM_THE_CORE, Offer, Plugin, signature_of
 from grpo_core.plugins.selection import PluginSelection
 from grpo_core.processes import scratch_directory
-from grpo_core.testing.conformance import Conformance, Finding
+from grpo_core.testing.conformance import Finding
+from grpo_core.testing.environments import conformance_of
 
 CHECKED: Mapping[Kind, str] = {
     "environment": "evaluate",
@@ -158,13 +158,7 @@ def _environment(
     name: str, options: Mapping[str, Any], plugins: PluginSelection, sections: Sections
 ) -> Iterator[Finding]:
     """Check an environment in its own process, where it may hang, crash, or exit."""
-    incidents: list[Incident] = []
-    with reported_to(incidents.append), asyncio.Runner() as runner:
-        config = sections.environment
-        make = functools.partial(
-            SourcedProcess, "check", name, options, config=config, plugins=plugins, source=sections.source
-        )
-        conformance = Conformance(make, runner.run, max_batch=config.max_batch, incidents=incidents)
+    with conformance_of(name, options, sections, plugins) as conformance:
         try:
             conformance.start()
         except GrpoError as error:

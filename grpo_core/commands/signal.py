@@ -21,10 +21,11 @@ from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Rollout
 from grpo_core.validation.target import EvalTarget
 
+Playing = tuple[Config, PluginHost, EvalTarget, str]
+"""The configuration with which a model plays, its plugins, the model, and the name of the task."""
 
-def playable(
-    name: str, player: PlayingModel, options: Mapping[str, Any], block: Sequence[str]
-) -> tuple[Config, PluginHost, EvalTarget, str]:
+
+def playable(name: str, player: PlayingModel, options: Mapping[str, Any], block: Sequence[str]) -> Playing:
     """Return the configuration with which the model plays, as ``measured_task``.
 
     Raises GrpoError if there is no such model, environment or engine.
@@ -35,18 +36,12 @@ def playable(
     return config, host, measured, task
 
 
-async def signal(
-    name: str,
-    player: PlayingModel,
-    options: Mapping[str, Any],
-    block: Sequence[str],
-    status: Callable[[str], None],
-) -> Finding:
+async def signal(playing: Playing, player: PlayingModel, status: Callable[[str], None]) -> Finding:
     """Let a model play groups as in training, and judge what they would teach.
 
     Raises GrpoError if the model or the environment cannot be started.
     """
-    config, host, measured, task = playable(name, player, options, block)
+    config, host, measured, task = playing
     for note in measured.notes:
         status(note)
     async with contextlib.AsyncExitStack() as stack:

@@ -13,11 +13,12 @@ import asyncio
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
-from grpo_core.environments.sourced import SourcedProcess, taken_sections
+from grpo_core.environments.sourced import Sections, SourcedProcess, taken_sections
 from grpo_core.incidents import Incident, reported_to
+from grpo_core.plugins.selection import ALL_PLUGINS, PluginSelection
 from grpo_core.testing.conformance import Conformance, Finding
 from grpo_core.testing.hosted import HostedEnvironment, finished
 
@@ -99,16 +100,26 @@ def findings_by_name(name: str, options: Mapping[str, Any]) -> list[Finding]:
     """
     own = dict(options)
     sections = taken_sections(own)
-    incidents: list[Incident] = []
-    with reported_to(incidents.append), asyncio.Runner() as runner:
-        config = sections.environment
-        make = functools.partial(SourcedProcess, "check", name, own, config=config, source=sections.source)
-        conformance = Conformance(make, runner.run, max_batch=config.max_batch, incidents=incidents)
+    with conformance_of(name, own, sections) as conformance:
         conformance.start()
         try:
             return list(conformance.run())
         finally:
             conformance.end()
+
+
+@contextlib.contextmanager
+def conformance_of(
+    name: str, options: Mapping[str, Any], sections: Sections, plugins: PluginSelection = ALL_PLUGINS
+) -> Iterator[Conformance]:
+    """Yield the checks of an environment in a process of its own, which is not started yet."""
+    incidents: list[Incident] = []
+    config = sections.environment
+    make = functools.partial(
+        SourcedProcess, "check", name, options, config=config, plugins=plugins, source=sections.source
+    )
+    with reported_to(incidents.append), asyncio.Runner() as runner:
+        yield Conformance(make, runner.run, max_batch=config.max_batch, incidents=incidents)
 
 
 def broken(findings: Iterable[Finding]) -> list[str]:
