@@ -14,7 +14,7 @@ PROJECTS := -e .[dev] $(foreach p,$(filter-out plugins/grpo-plugin-ray,$(wildcar
 # thousands of processes that the tests start would compile every module again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install install-vllm demo test test-fast test-nightly test-newest lint docs pages dist bench bench-peers gpu-check gpu-check-vllm clean
+.PHONY: install install-vllm demo test test-fast test-nightly test-newest test-released lint docs pages dist bench bench-peers gpu-check gpu-check-vllm clean
 
 install: $(READY)
 
@@ -74,6 +74,11 @@ test-nightly: $(READY) $(RAY) $(VLLM)
 test-newest:
 	@$(PYTHON) tests/newest.py
 
+# the quick tests where only the wheels of all projects are installed, with the pinned versions, then the newest
+test-released: dist
+	@$(BIN)/python tests/released.py dist
+	@$(BIN)/python tests/released.py dist --newest
+
 # wheels and source distributions of all projects in dist/, and what an index would show of them; the plugins'
 # files are in that of grpo-core, so it is built before something is made beside them
 dist: $(READY)
@@ -107,4 +112,4 @@ bench-peers: $(READY)
 	@$(BIN)/python tests/benchmarks/bench_peers.py
 
 clean:
-	rm -rf $(VENV) .venv-peers .venv-newest build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) .venv-peers .venv-newest .venv-released build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -16,6 +16,8 @@ from grpo_core.incidents import reported_to
 from grpo_core.interpreters import from_here
 from grpo_core.records import Episode, Prompt
 
+pytestmark = pytest.mark.long
+
 SECRET = "hunter2/hunter2"
 LEAKY = '''
     import os, subprocess

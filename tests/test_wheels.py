@@ -14,6 +14,7 @@ from pathlib import Path
 
 import distributions
 import pytest
+import released
 import yaml
 
 ROOT = Path(__file__).parent.parent
@@ -134,3 +135,15 @@ def test_releases_are_published_without_a_stored_secret():
     targets = {line.split(":")[0] for line in (ROOT / "Makefile").read_text().splitlines() if ":" in line}
     commands = [step["run"] for step in jobs["build"]["steps"] if "run" in step]
     assert {command.split()[1] for command in commands if command.startswith("make ")} <= targets
+
+
+def test_a_release_is_tested_from_its_wheels_alone(tmp_path):
+    wanted = list(released.requirements())
+    assert wanted[0].startswith("grpo-core[dev]==")
+    assert len(wanted) == len(distributions.PROJECTS)
+    told = f"2\ngrpo-core {tmp_path}/site/grpo_core/__init__.py\ngrpo-plugin-math {ROOT}/plugins/math.py\n"
+    assert released.strangers(told, tmp_path) == [f"grpo-plugin-math {ROOT}/plugins/math.py"]
+    lines = (ROOT / "Makefile").read_text().splitlines()
+    at = lines.index("test-released: dist")
+    assert "tests/released.py dist" in lines[at + 1]
+    assert "--newest" in lines[at + 2]
