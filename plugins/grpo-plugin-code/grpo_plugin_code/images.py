@@ -80,6 +80,14 @@ def built(context: Path, program: str, cache: Path, places: Sequence[str]) -> Im
     return Image(root=kept / "root", place=about["place"], environ=about["environ"])
 
 
+def base_python() -> str:
+    """Return the path of the Python that an environment was made from, or of this one, without links.
+
+    The one of a virtual environment may be a copy, which no sandbox shows.
+    """
+    return os.path.realpath(getattr(sys, "_base_executable", "") or sys.executable)
+
+
 def python_of_this_machine() -> tuple[dict[str, str], list[str]]:
     """Return this machine's Python for an image: directories by their places, and the words that start it.
 
@@ -87,7 +95,7 @@ def python_of_this_machine() -> tuple[dict[str, str], list[str]]:
     """
     libraries, loader = _libraries()
     base = os.path.realpath(sys.base_prefix)
-    program = os.path.relpath(os.path.realpath(sys.executable), base)
+    program = os.path.relpath(base_python(), base)
     found = f"{OURS}/system:{OURS}/python/lib"
     words = [f"{OURS}/system/{loader}", "--library-path", found, f"{OURS}/python/{program}"]
     return {f"{OURS}/python": base, f"{OURS}/system": libraries}, words

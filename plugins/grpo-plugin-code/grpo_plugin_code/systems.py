@@ -10,7 +10,7 @@ from pathlib import Path
 from attrs import field, frozen
 
 import grpo_core as grpo
-from grpo_plugin_code.images import Image, python_of_this_machine
+from grpo_plugin_code.images import Image, base_python, python_of_this_machine
 
 SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/sbin")
 """Directories of libraries and programs; Debian and others have links to /usr for all but the first."""
@@ -33,7 +33,7 @@ def of_this_machine(places: Sequence[str]) -> System:
 
     Raises ConfigError if one of ``places``, which the sandbox covers, would hide them.
     """
-    python = os.path.realpath(sys.executable)
+    python = base_python()
     for place in places:
         if any(Path(os.path.realpath(part)).is_relative_to(place) for part in (python, sys.base_prefix)):
             raise grpo.ConfigError(

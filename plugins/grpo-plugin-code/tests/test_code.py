@@ -8,8 +8,10 @@ import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
 import time
 import tomllib
+import venv
 from pathlib import Path
 
 import pytest
@@ -376,3 +378,22 @@ def test_a_limit_that_cannot_be_is_refused(options):
     with pytest.raises(grpo.PluginError) as raised:
         make_offer("environment", "code:python", plugins=["code"], **options)
     assert next(iter(options)) in str(raised.value)
+
+
+@pytest.mark.long
+@in_a_sandbox
+def test_an_environment_whose_python_is_a_copy_has_a_sandbox(tmp_path):
+    venv.create(tmp_path / "copied", symlinks=False)
+    python = tmp_path / "copied" / "bin" / "python"
+    (libraries,) = (tmp_path / "copied" / "lib").glob("python3*/site-packages")
+    (libraries / "ours.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
+    program = (
+        "import asyncio\n"
+        "from grpo_plugin_code.sandbox import Job, Limits, Sandboxes\n"
+        "async def main():\n"
+        "    sandboxes = Sandboxes(Limits(), at_once=1, ready=0)\n"
+        "    print((await sandboxes.run(Job(code='print(6 * 7)'))).output)\n"
+        "    await sandboxes.aclose()\n"
+        "asyncio.run(main())\n"
+    )
+    assert subprocess.check_output([python, "-c", program], text=True).strip() == "42"
