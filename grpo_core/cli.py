@@ -126,6 +126,7 @@ def train(
 @app.command
 def validate(
     model: str,
+    /,
     *,
     env: Annotated[list[str] | None, Parameter(negative="")] = None,
     only: Annotated[list[str] | None, Parameter(negative="")] = None,
@@ -257,7 +258,7 @@ def config_(
 
 
 @app.command
-def completion(shell: Literal["bash", "zsh", "fish"]) -> int:
+def completion(shell: Literal["bash", "zsh", "fish"], /) -> int:
     """Print the completion of commands and options for a shell.
 
     Parameters

@@ -10,6 +10,7 @@ from cyclopts import Parameter
 
 def check(
     name: str,
+    /,
     *,
     kind: str | None = None,
     set_: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None,
@@ -40,6 +41,7 @@ def check(
 
 def audit(
     name: str,
+    /,
     *,
     set_: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None,
     prompts: int = 24,
@@ -102,6 +104,7 @@ def audit(
 
 def try_(
     name: str,
+    /,
     *,
     model: str | None = None,
     run: Path | None = None,
@@ -146,13 +149,14 @@ def try_(
     """
     from grpo_core.commands import trying
     from grpo_core.errors import ConfigError
+    from grpo_core.run_directory import RunDirectory
 
     if model is not None and run is not None:
         raise ConfigError("--model and --run: one of them plays; leave the other one out")
     choice = trying.Choice(split=split, prompt=prompt, prompts=prompts, seed=seed, temperature=temperature)
     return trying.main(
         name,
-        target=model if run is None else str(run),
+        target=model if run is None else str(RunDirectory.existing(run).path),
         engine=engine,
         choice=choice,
         settings=set_ or [],
@@ -173,6 +177,7 @@ def new(
         "tracker",
     ],
     name: str,
+    /,
     *,
     multi_turn: Annotated[bool, Parameter(negative="")] = False,
     tools: Annotated[bool, Parameter(negative="")] = False,

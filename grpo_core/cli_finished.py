@@ -10,6 +10,7 @@ from cyclopts import Parameter
 
 def export(
     run: Path,
+    /,
     *,
     step: int | None = None,
     output: Path | None = None,
@@ -38,6 +39,7 @@ def export(
 
 def score(
     stored: Path,
+    /,
     *,
     env: Annotated[list[str] | None, Parameter(negative="")] = None,
     step: Annotated[list[int] | None, Parameter(negative="")] = None,
@@ -85,7 +87,7 @@ def score(
     )
 
 
-def verify(run: Path) -> int:
+def verify(run: Path, /) -> int:
     """Check the events of a run: no prompt was lost, trained twice, or trained too late.
 
     Parameters
@@ -98,7 +100,7 @@ def verify(run: Path) -> int:
     return running.verify(directory=run)
 
 
-def explain(run: Path, *, json: bool = False) -> int:
+def explain(run: Path, /, *, json: bool = False) -> int:
     """Say what is wrong with a run: the likeliest causes, each with its evidence and a fix.
 
     The exit status is 0 also if a cause is found; it is 2 if the directory holds no run.
@@ -117,6 +119,7 @@ def explain(run: Path, *, json: bool = False) -> int:
 
 def replay(
     run: Path,
+    /,
     *,
     step: int,
     no_plugin: Annotated[list[str] | None, Parameter(name="--no-plugin", negative="")] = None,
@@ -141,6 +144,7 @@ def replay(
 
 def fork(
     run: Path,
+    /,
     *,
     step: int,
     set_: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None,
@@ -167,7 +171,7 @@ def fork(
     return forking.main(run, step=step, settings=set_ or [], scored=scored, block=no_plugin or [])
 
 
-def bisect(run_a: Path, run_b: Path) -> int:
+def bisect(run_a: Path, run_b: Path, /) -> int:
     """Find the first step, and there the first value, at which two runs differ.
 
     It reads what both runs have stored and computes nothing.  The exit status is 1 if they differ.
@@ -184,7 +188,7 @@ def bisect(run_a: Path, run_b: Path) -> int:
     return comparing.main(run_a, run_b)
 
 
-def watch(directory: Path, *, port: int = 0, refresh: int = 15) -> int:
+def watch(directory: Path, /, *, port: int = 0, refresh: int = 15) -> int:
     """Show the report of a run in a browser while the run goes on.
 
     The page is served on the loopback address, until ctrl-C.
@@ -206,7 +210,7 @@ def watch(directory: Path, *, port: int = 0, refresh: int = 15) -> int:
     return 130
 
 
-def report(runs: list[Path], *, output: Path | None = None) -> int:
+def report(runs: list[Path], /, *, output: Path | None = None) -> int:
     """Write report.html for a finished, running or killed run, or one page that compares several runs.
 
     The page of several runs draws their curves over one another, and shows their results, their settings and

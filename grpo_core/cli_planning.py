@@ -75,6 +75,7 @@ def simulate(
 
 def whatif(
     run: Path,
+    /,
     *,
     set_: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None,
     time: Strings = None,

@@ -15,7 +15,7 @@ runs = App(
 
 @runs.default
 @runs.command(name="list")
-def list_(directories: list[Path] | None = None, *, json: bool = False) -> int:
+def list_(directories: list[Path] | None = None, /, *, json: bool = False) -> int:
     """Print a line for each run: its state, steps, scores, start and size.
 
     Parameters
@@ -31,7 +31,7 @@ def list_(directories: list[Path] | None = None, *, json: bool = False) -> int:
 
 
 @runs.command
-def compare(directories: list[Path]) -> int:
+def compare(directories: list[Path], /) -> int:
     """Print the settings in which runs differ, and their results, side by side.
 
     Parameters
@@ -47,6 +47,7 @@ def compare(directories: list[Path]) -> int:
 @runs.command
 def prune(
     directories: list[Path],
+    /,
     *,
     keep: int = 1,
     yes: Annotated[bool, Parameter(negative="")] = False,
@@ -68,7 +69,7 @@ def prune(
 
 
 @runs.command
-def export(directory: Path, *, output: Path | None = None) -> int:
+def export(directory: Path, /, *, output: Path | None = None) -> int:
     """Write the metrics of a run as CSV, with a row for each step and each validation.
 
     Parameters

@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 
 import grpo_core as grpo
+from grpo_core.cli_authors import try_
 from grpo_core.commands.person import InputEnded, Person, Replies, TextRenderer
 from grpo_core.commands.transcript import ShownEnvironment, Transcript
 from grpo_core.commands.trying import Choice, _chosen, _play, main
@@ -194,6 +195,11 @@ def test_lines_of_standard_input_are_played_by_the_command():
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     assert "tool multiply\n  6\nthe input has ended: this rollout has no reward\n" in ended.stdout
+
+
+def test_a_directory_that_holds_no_run_is_no_model(tmp_path):
+    with pytest.raises(ConfigError, match=r"nope: holds no run \(there is no config.toml in it\)"):
+        try_("math:sort", run=tmp_path / "nope")
 
 
 @pytest.mark.long
