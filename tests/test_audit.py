@@ -668,9 +668,19 @@ def test_a_card_has_the_fields_of_rfc_008_and_escapes_what_it_shows():
 
 def test_every_check_of_the_page_exists_and_every_check_is_on_it():
     page = (ROOT / "docs/audit.md").read_text()
-    named = set(re.findall(r"`((?:data|semantic|statistical|reward|runtime)\.\w+)`", page))
+    means = page.partition("## What each check means")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`((?:data|semantic|statistical|reward|runtime)\.\w+)`", means))
     played = set(audited(Sums)) | {"runtime.startup", "statistical.training_signal"}
     assert named | {"runtime.startup"} == played
+    shared = [
+        f"{level}.{name}"
+        for row in page.splitlines()
+        if row.startswith("|") and "| the same names" in row
+        for level, names in [row.split("|")[1].strip(" `").split(".", 1)]
+        for name in names.split("`, `")
+    ]
+    assert set(shared) <= played
+    assert f"names 46 checks; {len(shared)} of them" in page
 
 
 # ---------------------------------------------------------------------------------- the command
