@@ -74,7 +74,8 @@ def test_layers_that_are_computed_again_choose_the_experts_that_the_engine_choos
     )
     calls = []
     for layer in layers_of(again):
-        layer.register_forward_pre_hook(lambda *_: calls.append(1))
+        # transformers 5.24 calls a layer's own hooks once: they stay outside of what is computed again
+        layer.self_attn.register_forward_pre_hook(lambda *_: calls.append(1))
     ids = torch.arange(32)[None]
     for _ in range(2):
         calls.clear()

@@ -48,6 +48,8 @@ class TransformersModel:
         self.max_positions = int(getattr(text, "max_position_embeddings", None) or 2**31)
         self.description = f"transformers' forward ({config.model_type})"
         self._arguments = set(inspect.signature(module.forward).parameters)
+        # the name since transformers 5.24, which warns of the other one and removes it in 5.40
+        self._cache_argument = "cache" if "cache" in self._arguments else "past_key_values"
         self._names = checkpoint_tensors(module), module_tensors(module)
         """Places of the tensors by the names of the family's checkpoints, and by those of its modules."""
         self._tied = {name for name, _ in module.named_parameters(remove_duplicate=False)} - set(
@@ -75,7 +77,8 @@ class TransformersModel:
             "logits_to_keep": 1,
         }
         known = {name: value for name, value in optional.items() if name in self._arguments}
-        output = self.module(ids, attention_mask=mask, past_key_values=past, use_cache=True, **known)
+        known[self._cache_argument] = past
+        output = self.module(ids, attention_mask=mask, use_cache=True, **known)
         logits: Tensor = output.logits[:, -1]
         return logits.float()
 
