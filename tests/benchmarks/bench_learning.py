@@ -44,9 +44,9 @@ CORRECTIONS: Mapping[str, Mapping[str, Any]] = {
 ARMS: Mapping[str, Mapping[int, tuple[str, ...]]] = {
     "sort": {
         0: ("off",),
-        2: ("token_truncate", "off"),
+        2: tuple(CORRECTIONS),
         4: tuple(CORRECTIONS),
-        1: ("token_truncate", "off"),
+        1: tuple(CORRECTIONS),
     },
     "arrivals": {
         0: ("off",),
