@@ -29,6 +29,7 @@ from attrs.validators import ge, gt
 import grpo_core as grpo
 from grpo_plugin_code import containers
 from grpo_plugin_code.calls import filter_of
+from grpo_plugin_code.child import Child
 from grpo_plugin_code.images import Image
 from grpo_plugin_code.launch import (
     FILTER,
@@ -49,8 +50,8 @@ Reason = Literal["", "error", "time", "cpu", "output", "killed"]
 Program = Literal["bubblewrap", "podman"]
 """A choice of the program that makes sandboxes."""
 MIB = 2**20
-LAST_WORDS = 4096
-"""Bytes of what a sandbox says that does not start."""
+READY = b"ready\n"
+"""The first line of a sandbox's values: it waits for a program."""
 DYING = 10.0
 """Seconds in which the processes of a sandbox that was killed have to be gone."""
 
@@ -153,7 +154,7 @@ class Sandboxes:
             try:
                 return await sandbox.run(job)
             finally:
-                sandbox.end()
+                sandbox.kill()
                 await sandbox.aclose()
 
     async def aclose(self) -> None:
@@ -166,98 +167,69 @@ class Sandboxes:
         while len(self._waiting) <= self._ready:
             user = next(self._ids) if self._ids is not None else 0
             self._waiting.append(asyncio.create_task(_Sandbox.start(self._command, self._limits, user)))
-        return await self._waiting.popleft()
+        start = self._waiting.popleft()
+        try:
+            await asyncio.wait([start])
+        except asyncio.CancelledError:
+            self._waiting.appendleft(start)  # the next program has it
+            raise
+        return start.result()
 
 
 class _Sandbox:
     """A sandbox that waits for its program."""
 
-    def __init__(
-        self,
-        process: asyncio.subprocess.Process,
-        values: asyncio.StreamReader,
-        given: int,
-        limits: Limits,
-        user: int,
-    ) -> None:
-        self._process, self._values, self._limits, self._user = process, values, limits, user
-        self._given = given
-        self._handle: int | None = os.pidfd_open(process.pid)
-        self._readers: list[asyncio.Task[bytes]] = []
+    def __init__(self, words: Sequence[str], limits: Limits, user: int) -> None:
+        self._limits, self._user = limits, user
+        self._most = limits.output * 1024
+        self._given, allowed = empty_input(), filter_to_read()
+        try:
+            self._child = Child(
+                lambda values: with_descriptors(words, (values, self._given), allowed),
+                shared=[self._given, allowed],
+                most=self._most + len(READY),
+            )
+        except BaseException:
+            os.close(self._given)
+            raise
+        finally:
+            os.close(allowed)
 
     @classmethod
     async def start(cls, words: Sequence[str], limits: Limits, user: int) -> _Sandbox:
-        reading, writing = os.pipe()
-        given, allowed = empty_input(), filter_to_read()
+        sandbox = cls(words, limits, user)
+        child = sandbox._child
         try:
-            process = await asyncio.create_subprocess_exec(
-                *with_descriptors(words, (writing, given), allowed),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                pass_fds=[writing, given, allowed],
-                env={},
-            )
-        except BaseException:
-            os.close(reading)
-            os.close(given)
-            raise
-        finally:
-            os.close(writing)
-            os.close(allowed)
-        values = asyncio.StreamReader()
-        loop = asyncio.get_running_loop()
-        await loop.connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(values), os.fdopen(reading, "rb", buffering=0)
-        )
-        sandbox = cls(process, values, given, limits, user)
-        try:
-            async with asyncio.timeout(STARTING):
-                ready = await values.readline()
+            await asyncio.wait([child.line], timeout=STARTING)
+            if child.said[2] == READY:
+                return sandbox
         except BaseException:
             await sandbox.aclose()
             raise
-        if ready != b"ready\n":
-            await sandbox.aclose()
-            told = (await sandbox._readers[1]).decode(errors="replace").strip()
-            raise grpo.PluginError(f"code: a sandbox does not start: {told[-300:] or 'it says nothing'}")
-        return sandbox
+        await sandbox.aclose()
+        told = child.said[1].decode(errors="replace").strip()
+        raise grpo.PluginError(f"code: a sandbox does not start: {told[-300:] or 'it says nothing'}")
 
     async def run(self, job: Job) -> Outcome:
-        begin = time.monotonic()
-        process, most = self._process, self._limits.output * 1024
-        assert process.stdin is not None
+        begin, child = time.monotonic(), self._child
         fill(self._given, job.stdin)
-        process.stdin.write(framed(job.code, job.calls, self._limits.resources(), self._user))
-        self._read(most)
-        late, seconds = False, min(job.seconds or self._limits.seconds, self._limits.seconds)
-        try:
-            async with asyncio.timeout(seconds):
-                with contextlib.suppress(ConnectionError):
-                    await process.stdin.drain()
-                await process.wait()
-        except TimeoutError:
-            late = True
-        self.end()
-        code = await process.wait()
-        out, err, values = await asyncio.wait_for(asyncio.gather(*self._readers), DYING)
-        reason = "time" if late else _reason(code, (out, err, values), most)
+        child.write(framed(job.code, job.calls, self._limits.resources(), self._user))
+        seconds = min(job.seconds or self._limits.seconds, self._limits.seconds)
+        ended, _ = await asyncio.wait([child.exited], timeout=seconds)
+        child.kill()
+        if not await child.gone(DYING):
+            raise TimeoutError(f"code: the processes of a sandbox are still there {DYING:g} s after its end")
+        code = child.exited.result()
+        out, err, values = (bytes(said) for said in child.said)
+        values = values.removeprefix(READY)
+        reason = _reason(code, (out, err, values), self._most) if ended else "time"
         return Outcome(
             reason=reason,
-            told=f"it took longer than {seconds:g} s" if late else self._told(reason, code, err),
+            told=self._told(reason, code, err) if ended else f"it took longer than {seconds:g} s",
             output=out.decode(errors="replace"),
             values=_lines(values, len(job.calls)),
             seconds=time.monotonic() - begin,
         )
-
-    async def _some(self, stream: asyncio.StreamReader, most: int) -> bytes:
-        """Read a stream to its end; a program that writes more than ``most`` bytes is ended."""
-        parts = bytearray()
-        while part := await stream.read(65_536):
-            parts += part[: most + 1 - len(parts)]
-            if len(parts) > most:
-                self.end()
-        return bytes(parts)
 
     async def aclose(self) -> None:
         """End it, and wait until its processes are gone.
@@ -265,33 +237,16 @@ class _Sandbox:
         One that got no program ends by itself when its input ends.  It is not killed: as long as bubblewrap
         makes a sandbox, its processes do not end with it.
         """
-        if not self._readers:
-            self._read(LAST_WORDS)
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        self._child.end_input()
         try:
-            await asyncio.wait_for(asyncio.gather(self._process.wait(), *self._readers), DYING)
+            await self._child.gone(DYING)
         finally:
-            if self._handle is not None:
-                os.close(self._handle)
-                os.close(self._given)
-                self._handle = None
+            self._child.close()
+            os.close(self._given)
 
-    def _read(self, most: int) -> None:
-        """Begin to read what the sandbox writes."""
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
-        streams = (self._process.stdout, self._process.stderr, self._values)
-        self._readers = [asyncio.create_task(self._some(stream, most)) for stream in streams]
-
-    def end(self) -> None:
+    def kill(self) -> None:
         """Kill bubblewrap or the launcher of podman, and with it every process of its sandbox."""
-        if self._handle is not None:
-            # asyncio's own method asks for the exit status first, which its watcher then misses
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+        self._child.kill()
 
     def _told(self, reason: Reason, code: int, err: bytes) -> str:
         limits = self._limits

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import gc
 import inspect
 import os
 import shutil
@@ -215,6 +216,61 @@ def test_the_filter_looks_at_arguments(machine):
 def test_a_machine_whose_calls_are_unknown_is_refused():
     with pytest.raises(grpo.ConfigError, match=r"this machine is riscv64 .* x86_64 and aarch64"):
         calls.filter_of("riscv64")
+
+
+# ---------------------------------------------------------------------------------- cancelled runs
+
+
+def left_by(story, monkeypatch):
+    """Run a story, and return what Python says of pipes and processes that it has left open."""
+    said = []
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "unraisablehook", lambda unraisable: said.append(str(unraisable.exc_value)))
+        asyncio.run(story())
+        gc.collect()
+    return said
+
+
+@in_a_sandbox
+@pytest.mark.parametrize("turns", [*range(8), 200])
+def test_a_run_may_be_cancelled_at_any_time_and_leaves_nothing_open(turns, monkeypatch):
+    gc.collect()
+
+    async def story():
+        sandboxes = Sandboxes(Limits(), at_once=1, ready=1)
+        run = asyncio.create_task(sandboxes.run(Job(code="import time; time.sleep(60)")))
+        for _ in range(turns):
+            await asyncio.sleep(0.001 if turns > 100 else 0)
+        run.cancel()
+        await asyncio.wait([run], timeout=20)
+        assert run.cancelled()
+        end = await sandboxes.run(Job(code="print('after it')"))
+        assert end.output == "after it\n"
+        await sandboxes.aclose()
+
+    assert left_by(story, monkeypatch) == []
+
+
+@in_a_sandbox
+@pytest.mark.parametrize("turns", range(8))
+def test_the_end_of_the_event_loop_ends_a_sandbox_that_starts(turns, monkeypatch):
+    gc.collect()
+
+    async def story():
+        sandboxes = Sandboxes(Limits(), at_once=1, ready=0)
+        run = asyncio.create_task(sandboxes.run(Job(code="pass")))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        run.cancel()
+
+    assert left_by(story, monkeypatch) == []
+
+
+@in_a_sandbox
+def test_a_job_that_is_larger_than_a_pipe_arrives_whole():
+    text = "x" * 1_000_000
+    (end,) = ended(Job(code=f"print(len({text!r}))"))
+    assert end.output == "1000000\n"
 
 
 # ---------------------------------------------------------------------------------- user ids
