@@ -1,7 +1,8 @@
 """Runs commands in a sandbox, one after another, on the same files.
 
-Each command has a sandbox of its own, and the files go from one to the next: no process of a command, and no
-memory, lasts longer than the command.  The files are kept packed, and are never unpacked outside.
+Each command has a sandbox of its own.  The files, the working directory, and the exported variables go from
+one to the next; no process of a command, and no memory, lasts longer than the command.  The files are kept
+packed, and are never unpacked outside.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 """Where an image that does not say it has its programs."""
 TOLD, TEXTS = 8, 4
 """Characters of JSON in JSON that a byte of output takes at most, and number of texts that a result has."""
+STATE = 65_536
+"""Bytes that the working directory and the exported variables may take; Linux allows some megabytes."""
 GRACE = 15.0
 """Seconds that unpacking and packing the files may take."""
 
@@ -48,6 +51,8 @@ class Ran:
     """The files outside of its directory that were asked for, as far as there are any."""
     lost: str = ""
     """Why the sandbox ended without telling anything."""
+    state: str = ""
+    """The working directory and the exported variables after it, for bash."""
     full: bool = False
     """Whether its files were too large to be kept."""
 
@@ -104,7 +109,7 @@ class Commands:
             memory=limits.memory,
             files=limits.files,
             processes=limits.processes,
-            output=TOLD * TEXTS * limits.output + packed,
+            output=TOLD * (TEXTS * limits.output + STATE // 1024) + packed,
         )
         places = [each for each in (place, *self._others) if each != "/tmp"]
         self._sandboxes = Sandboxes(
@@ -116,6 +121,7 @@ class Commands:
         command: str,
         tree: str,
         *,
+        state: str | None = None,
         others: Mapping[str, str] | None = None,
         reads: Sequence[str] = (),
         keeps: bool = True,
@@ -126,6 +132,7 @@ class Commands:
         Args:
             command: for bash.
             tree: the files, packed.
+            state: of the command before it, empty for the first; None if this command has none.
             others: packed files for the other directories, which are emptied first.
             reads: files that are read after it.
             keeps: whether the files after it are wanted.
@@ -137,6 +144,8 @@ class Commands:
             "place": self._place,
             "environ": self._environ,
             "tree": tree,
+            "state": state,
+            "state_size": STATE,
             "others": {place: (others or {}).get(place, "") for place in self._others},
             "reads": list(reads),
             "keeps": keeps,
@@ -148,16 +157,18 @@ class Commands:
             Job(code=_program(), stdin=json.dumps(job), calls=["told", "tree"], seconds=limit + GRACE)
         )
         try:
-            return self._ran(outcome.values, tree, 1 + len(reads), keeps=keeps)
+            return self._ran(outcome.values, tree, 1 + len(reads), state=state, keeps=keeps)
         except WRONG:  # it may also tell what is no result
-            return Ran(status=None, output="", tree=tree, lost=outcome.told or "it told nothing")
+            return Ran(
+                status=None, output="", tree=tree, state=state or "", lost=outcome.told or "it told nothing"
+            )
 
-    def _ran(self, values: Sequence[str], tree: str, texts: int, *, keeps: bool) -> Ran:
+    def _ran(self, values: Sequence[str], tree: str, texts: int, *, state: str | None, keeps: bool) -> Ran:
         """Read what a sandbox tells: how the command ended, with so many texts, and its files.
 
         Raises one of ``WRONG`` if it tells something else, or more than these texts can take.
         """
-        most = TOLD * 1024 * self._limits.output * texts + PAGE
+        most = TOLD * (1024 * self._limits.output * texts + STATE) + PAGE
         if len(values[0]) > most:
             raise ValueError(f"it told {len(values[0])} characters; at most {most} are read")
         found = json.loads(text_in(values[0]))
@@ -167,6 +178,7 @@ class Commands:
             output=str(found["output"]),
             tree=text_in(values[1]) if keeps and not full else tree,
             files={str(path): str(text) for path, text in dict(found["files"]).items()},
+            state="" if state is None else str(found["state"]),
             full=full,
         )
 

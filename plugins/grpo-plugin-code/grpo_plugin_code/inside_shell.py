@@ -10,11 +10,13 @@ import io
 import json
 import os
 import select
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 import zlib
 from typing import Any
@@ -59,15 +61,44 @@ def empty(place: str) -> None:
         shutil.rmtree(path) if os.path.isdir(path) and not os.path.islink(path) else os.unlink(path)
 
 
+class State:
+    """The working directory and the exported variables of bash, as commands of bash in a file without a name.
+
+    A command begins with the state of the one before, and leaves its own when its shell exits.  One that is
+    killed, or that sets a trap of its own for EXIT, leaves the state as it was.
+    """
+
+    END = b"\n: end\n"
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.file = tempfile.TemporaryFile(dir="/tmp", buffering=0)  # noqa: SIM115, as long as the process
+        self.path = f"/proc/self/fd/{self.file.fileno()}"
+        leave = f"{{ printf 'cd %q\\n' \"$PWD\"; export -p; echo; echo : end; }} > {self.path}"
+        self.file.write(f"{{ {text or ':'}\n}} 2> /dev/null\ntrap {shlex.quote(leave)} EXIT".encode())
+
+    def after(self, most: int) -> str:
+        """Return the state that the command has left; that before it if it is longer than ``most`` bytes."""
+        self.file.seek(0)
+        left = self.file.read(most + 1) or b""
+        whole = left.startswith(b"cd ") and left.endswith(self.END)  # there may have been no room for it
+        return left.decode(errors="replace") if whole and len(left) <= most else self.text
+
+
 def run(
-    command: str, place: str, of_image: dict[str, str], seconds: float, most: int
+    command: str, place: str, of_image: dict[str, str], seconds: float, most: int, state: State | None
 ) -> tuple[int | None, bytes]:
     """Run a command; return its exit status, None if its time was over, and the beginning of its output."""
     here = os.path.join(sys.base_prefix, "bin")
     environ = {"HOME": "/tmp", "PATH": f"/usr/local/bin:{here}:/usr/bin:/bin", "LANG": "C.UTF-8", **of_image}
+    if state is not None:
+        command = (
+            f". {state.path}; {command}"  # in one line: bash numbers the lines in what it says of errors
+        )
     process = subprocess.Popen(
         ["/bin/bash", "-c", command], cwd=place, env=environ, stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        pass_fds=[state.file.fileno()] if state is not None else [],
     )  # fmt: skip
     assert process.stdout is not None
     stream, out, until = process.stdout.fileno(), b"", time.monotonic() + seconds
@@ -98,16 +129,17 @@ def play(job: dict[str, Any]) -> tuple[str, str | None]:
         empty(other)
         if packed:
             unpack(other, packed)
-    status, out = run(
-        str(job["command"]), place, dict(job["environ"]), float(job["seconds"]), int(job["output"])
-    )
+    most, state = int(job["output"]), None if job["state"] is None else State(str(job["state"]))
+    status, out = run(str(job["command"]), place, dict(job["environ"]), float(job["seconds"]), most, state)
     files = {}
     for path in list(job["reads"]):
         if os.path.isfile(path) and not os.path.islink(path):
             with open(path, "rb") as file:
-                files[path] = file.read(int(job["output"])).decode(errors="replace")
+                files[path] = file.read(most).decode(errors="replace")
     tree = pack(place, int(job["space"])) if job["keeps"] else ""
     told = {"status": status, "output": out.decode(errors="replace"), "files": files, "full": tree is None}
+    if state is not None:
+        told["state"] = state.after(int(job["state_size"]))
     return json.dumps(told), tree
 
 

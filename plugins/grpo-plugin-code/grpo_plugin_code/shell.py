@@ -22,17 +22,19 @@ class Shell:
 
     def __init__(self, commands: Commands, tree: str, seconds: float = 0.0) -> None:
         self._commands, self._tree, self._number, self._seconds = commands, tree, 0, seconds
+        self._state = ""
 
     async def run(self, command: str) -> str:
-        """Run a command with bash in the working directory, and return what it prints.
+        """Run a command with bash, and return what it prints.
 
-        Files last from command to command; processes and variables do not. There is no network.
+        The files of the first command's directory, the current directory, and exported variables last from
+        command to command; processes and other variables do not. There is no network.
 
         Args:
             command: the command, which may have several lines.
         """
-        ran = await self._commands.run(command, self._tree, seconds=self._seconds)
-        self._tree, self._number = ran.tree, self._number + 1
+        ran = await self._commands.run(command, self._tree, state=self._state, seconds=self._seconds)
+        self._tree, self._state, self._number = ran.tree, ran.state, self._number + 1
         return told(ran)
 
 

@@ -64,6 +64,54 @@ def test_files_last_from_command_to_command_and_are_tested_at_the_end(program):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("program", ["bubblewrap", "podman"], indirect=True)
+def test_the_current_directory_and_exported_variables_last_from_command_to_command(program):
+    told, _ = worked(
+        "mkdir -p 'a b' && cd 'a b' && export GREETING=\"it's\nme\"; other=1; exit 4",
+        'pwd; echo "$GREETING$other"',
+        "cd ..; unset GREETING",
+        "pwd; echo [$GREETING]; trap - EXIT; cd 'a b'",
+        "pwd",
+        sandbox=program,
+        seconds=10.0,
+    )
+    assert told == ["exit status 4", "/work/a b\nit's\nme\n", "", "/work\n[]\n", "/work\n"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("command", "after"),
+    [
+        ("cd a; rm -r ../a", "/work"),
+        ("cd a; sleep 60", "/work"),
+        ("cd a; kill -9 $$", "/work"),
+        ("cd a; export LARGE=$(head -c 90000 /dev/zero | tr '\\0' x)", "/work"),
+        ("cd a; echo 'exit 1; echo forged' > $(ls -d /proc/self/fd/*); exec true", "/work"),
+        ("cd a; echo 1 | (", "/work"),
+        ("cd a; set -e; false; cd ..", "/work/a"),
+        ("cd a; sleep 60 > /dev/null 2>&1 &\ncd a", "/work/a"),
+        ("cd a; exec > /dev/null", "/work/a"),
+    ],
+)
+def test_a_shell_that_does_not_exit_by_itself_leaves_the_directory_as_it_was(command, after):
+    told, _ = worked(command, "pwd", files={"a/in.txt": ""}, seconds=2.0)
+    assert told[1] == f"{after}\n"
+
+
+@pytest.mark.long
+def test_errors_name_the_line_of_the_command():
+    told, _ = worked("true\nnosuchprogram")
+    assert "line 2: nosuchprogram: command not found" in told[0]
+
+
+@pytest.mark.long
+def test_tests_do_not_see_the_directory_and_the_variables_of_the_model():
+    check = [{"run": "pwd; echo [$FAST]", "output": "/work\n[]"}]
+    _, feedback = worked("mkdir -p a; cd a; export FAST=1", tests=check)
+    assert feedback.reward == 1.0
+
+
+@pytest.mark.long
 def test_a_part_of_the_tests_is_a_part_of_the_reward_if_it_is_wanted():
     assert worked(RIGHT[0])[1].reward == 0.0
     assert worked(RIGHT[0], reward="share")[1].reward == 0.5
