@@ -44,7 +44,7 @@ class Child:
             self._handle = os.pidfd_open(self._process.pid)  # nobody else asks for its status
             ours.pop_all()
         self.said = [bytearray() for _ in self._outputs]
-        """What it wrote to each pipe: ``most`` bytes and one more at most."""
+        """The beginning of what it wrote to each pipe, of ``most`` bytes and one more."""
         self.line: asyncio.Future[None] = self._loop.create_future()
         """Done as soon as its values have a line, or have ended."""
         self.exited: asyncio.Future[int] = self._loop.create_future()
