@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 from pathlib import Path
 from typing import Literal
@@ -22,6 +23,7 @@ from grpo_core.commands.running import configured
 from grpo_core.config import LoraConfig, as_table, build
 from grpo_core.demo import tiny
 from grpo_core.errors import CheckpointError, ConfigError, ModelError, WeightSyncError
+from grpo_core.training import lora as lora_module
 from grpo_core.training import microbatch
 from grpo_core.training.building import build_model
 from grpo_core.training.lora import LoraModel
@@ -130,6 +132,43 @@ def test_the_gradient_of_an_adapter_is_that_of_its_product_by_the_chain_rule(tmp
 
 
 @pytest.mark.long
+def in_bfloat16(path: str, to: Path) -> str:
+    """Write the model at ``path`` as most checkpoints are."""
+    module = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    module.save_pretrained(to)
+    shutil.copytree(
+        path, to, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors", "config.json")
+    )
+    return str(to)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("publish", ["adapters", "merged"])
+def test_weights_that_bfloat16_holds_exactly_take_half_of_the_memory_and_change_no_number(
+    model: str, tmp_path: Path, publish: Literal["adapters", "merged"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lora = LoraConfig(rank=4, alpha=8, publish=publish)
+    given = setup(in_bfloat16(model, tmp_path / "m"), lora, dtype="bfloat16", loss={"kl_coefficient": 0.1})
+    halved = trained(given)
+    kept = halved.model._whole
+    assert {kept[name].dtype for name in halved.model._layers} == {torch.bfloat16}
+    assert {parameter.dtype for _, parameter in halved.model.trainable()} == {torch.float32}
+    monkeypatch.setattr(lora_module, "_halved", lambda *_: {})
+    whole = trained(given)
+    assert {tensor.dtype for tensor in whole.model._whole.values()} == {torch.float32}
+    assert same(whole, halved)
+    assert all(
+        torch.equal(mine, other)
+        for (_, mine), (_, other) in zip(whole.model.trainable(), halved.model.trainable(), strict=True)
+    )
+
+
+@pytest.mark.long
+def test_weights_that_bfloat16_would_round_stay_float32(model: str) -> None:
+    kept = TorchTrainer(setup(model, dtype="bfloat16")).model._whole
+    assert {tensor.dtype for tensor in kept.values()} == {torch.float32}
+
+
 def test_adapters_begin_as_nothing_and_with_the_numbers_of_the_seed(model: str) -> None:
     one, again, other = (TorchTrainer(setup(model, seed=seed)) for seed in (3, 3, 4))
     assert same(one, TorchTrainer(full_setup(model))), "before the first step nothing is added"

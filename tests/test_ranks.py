@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import shutil
 import signal
@@ -194,6 +195,23 @@ def test_several_ranks_train_the_weights_that_one_trains(
         for name, value in left.metrics.items():
             if not name.startswith(("time", "tokens")):
                 assert right.metrics[name] == pytest.approx(value, abs=1e-5, rel=1e-4, nan_ok=True), name
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("copies", [False, True])
+def test_ranks_share_adapters_of_a_model_in_bfloat16(model: str, tmp_path: Path, copies: bool) -> None:
+    transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    others = shutil.ignore_patterns("*.safetensors", "config.json")
+    shutil.copytree(model, tmp_path, dirs_exist_ok=True, ignore=others)
+    weights: Any = {"weights": "bfloat16"} if copies else {}
+    given = [
+        configured(str(tmp_path), {}, lora=LoraConfig(rank=4, alpha=8), ranks=n, **weights) for n in (1, 2)
+    ]
+    given = [attrs.evolve(each, model=attrs.evolve(each.model, dtype="bfloat16")) for each in given]
+    (alone, _), (together, results) = (run(trained(each, batches(3))) for each in given)
+    assert {name: tensor.dtype for name, tensor in together.items()} == {n: t.dtype for n, t in alone.items()}
+    same(alone, together, 4e-3)
+    assert all(math.isfinite(each.metrics["grad_norm"]) for each in results)
 
 
 @pytest.mark.long

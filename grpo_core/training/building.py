@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from attrs import evolve
 
 from grpo_core.config import ModelConfig
 from grpo_core.training.model import FullModel, Model, ModelSource
@@ -42,5 +43,6 @@ def write_merged(model: Path, adapters: Path, config: ModelConfig, directory: Pa
     """Write the sum of a model and of adapters that were saved for it.  Raises ModelError."""
     from grpo_core.training.lora import LoraModel
 
-    source = ModelSource(start=str(model), saved=adapters, config=config, device=torch.device("cpu"))
+    exact = evolve(config, dtype="float32")  # a sum in bfloat16 would lose small changes
+    source = ModelSource(start=str(model), saved=adapters, config=exact, device=torch.device("cpu"))
     LoraModel.build(source).write_merged(directory)

@@ -28,6 +28,7 @@ from grpo_core.training.model import (
     ModelSource,
     SavedTokenizer,
     Scorer,
+    compute_dtype,
     is_linear,
     load_for,
     number_of_layers,
@@ -117,6 +118,8 @@ class LoraModel:
         _inject(config, module, source)
         layers = _adapted(module, whole)
         policy: Scorer = scorer_for(source, module)
+        if compute_dtype(source.config, source.device) is torch.bfloat16:
+            whole |= _halved(module, whole)  # after the trials of ``scorer_for``, which compute in float32
         if not alone:
             from grpo_core.training.sharded import shared  # torch's distributed tensors take long to import
 
@@ -252,6 +255,24 @@ class LoraModel:
         finally:
             for name, parameter in self._named:
                 parameter.data = trained[name]
+
+
+def _halved(module: nn.Module, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Keep weights of linear layers in bfloat16 if it holds their numbers exactly; return these by name.
+
+    Most checkpoints are in bfloat16.  These weights are not trained, and products in bfloat16 round them
+    anyway, so nothing that is computed with them changes.
+    """
+    names = {(tensor.data_ptr(), tensor.shape): name for name, tensor in whole.items()}
+    head = module.get_output_embeddings()  # type: ignore[operator]  # it is often the embedding, too
+    found = {}
+    for layer in module.modules():
+        weight: Any = layer.weight if is_linear(layer) and layer is not head else None
+        name = None if weight is None else names.get((weight.data_ptr(), weight.shape))
+        if name is not None and torch.equal((small := weight.data.bfloat16()).float(), weight.data):
+            weight.data = small
+            found[name] = weight.detach()
+    return found
 
 
 def _inject(config: PeftConfig, module: nn.Module, source: ModelSource) -> None:
