@@ -7,6 +7,7 @@ without a configuration load no torch.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -295,6 +296,9 @@ def main() -> None:
         status = app(arguments, exit_on_error=False, print_error=True, result_action="return_value")
     except CycloptsError:  # it is printed already
         status = ConfigError.exit_status
+    except BrokenPipeError:  # who reads the output wants no more of it, as in "| head"
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes what is left
+        status = 1
     except (GrpoError, OSError) as error:  # OSError: a full disk or a directory without permission
         complain("\n".join([f"grpo-core: {error}", *getattr(error, "__notes__", [])]))
         status = error.exit_status if isinstance(error, GrpoError) else 1

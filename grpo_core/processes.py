@@ -470,7 +470,8 @@ class Connection:
         lines = traceback.format_exception(type(error), error, error.__traceback__)
         text = errors.shortened(self.mask("".join(lines)), errors.LONGEST_TRACEBACK)
         error = self.mask.error(error)
-        if self._own_errors_only and not isinstance(error, errors.GrpoError):
+        ends = not isinstance(error, Exception)  # SystemExit, say, which is to end this process and no other
+        if ends or (self._own_errors_only and not isinstance(error, errors.GrpoError)):
             error = errors.GrpoError(errors.describe(error))
         try:
             frame = _frame(Answer(id, error=error, traceback=text))

@@ -75,6 +75,8 @@ class RunDirectory:
         """Directory in which a tiny model is made."""
         self.unlock: Callable[[], object] = lambda: None
         """Releases the lock, if this object has it."""
+        self._earlier: Path | None = None
+        """The configuration before ``replace_config``."""
 
     @classmethod
     def create(cls, path: Path, config: Config) -> RunDirectory:
@@ -260,6 +262,13 @@ class RunDirectory:
         earlier = next(path for n in numbers if not (path := self.path / f"config-{n}.toml").exists())
         replace_file(disk, earlier, (self.path / CONFIG).read_bytes())
         replace_file(disk, self.path / CONFIG, as_toml(config).encode())
+        self._earlier = earlier
+
+    def take_back_config(self) -> None:
+        """Put the configuration back that ``replace_config`` has replaced, if it has."""
+        if self._earlier is not None:
+            self._earlier.replace(self.path / CONFIG)
+            self._earlier = None
 
 
 def planned_steps(config: object, started: object = None) -> int:

@@ -33,6 +33,21 @@ BAD = [
     ({"trainer": {"steps": nan}}, "configuration key 'trainer.steps': expected a whole number, got nan"),
     ({"trainer": {"steps": True}}, "configuration key 'trainer.steps': expected a number, got True"),
     ({"trainer": {"steps": 0}}, "configuration key 'trainer': 'steps' must be >= 1: 0"),
+    (
+        {"trainer": {"learning_rate": 1}},
+        "unknown configuration key 'trainer.learning_rate'. Did you mean 'trainer.lr'?",
+    ),
+    ({"rollout": {"stop": [""]}}, "configuration key 'rollout': Length of 'stop' must be >= 1: 0"),
+    (
+        {"health": {"logprob_diff": [2, 1]}},
+        "configuration key 'health': 'logprob_diff' is [2.0, 1.0]: the run would end before it warns; "
+        "expected [warn, abort]",
+    ),
+    (
+        {"health": {"effective_sample_size": [0.01, 0.1]}},
+        "configuration key 'health': 'effective_sample_size' is [0.01, 0.1]: the run would end before it "
+        "warns; expected [warn, abort]",
+    ),
     ({"rollout": {"stop": "x"}}, "configuration key 'rollout.stop': expected a list, got 'x'"),
     ({"rollout": {"stop": [3]}}, "configuration key 'rollout.stop.0': expected a string, got 3"),
     ({"trainer": 3}, "configuration key 'trainer': expected a table, got 3"),

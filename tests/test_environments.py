@@ -36,6 +36,8 @@ SCENES = """
             self.calls = 0
             if mode == "cannot be made":
                 raise RuntimeError("no such table")
+            if mode == "leaves":
+                raise SystemExit(0)
             if mode == "dies":
                 print("about to leave")
                 sys.stdout.flush()
@@ -55,6 +57,7 @@ SCENES = """
             match self.mode:
                 case "dies once": self.die_once("asked")
                 case "raises": raise OSError("the disk is gone")
+                case "exits": raise SystemExit(2)
                 case "yields": return iter(prompts)
                 case "yields without end":
                     return (grpo.Prompt(messages="x", id=str(i)) for i in iter(int, 1))
@@ -270,6 +273,7 @@ def test_prompts_may_be_yielded(scenes):
     ("mode", "message"),
     [
         ("raises", "prompts('train') raised OSError: the disk is gone"),
+        ("exits", "prompts('train') raised SystemExit: 2"),
         ("no prompt", "prompts('train')[1] is str, expected grpo_core.Prompt"),
         ("no message", "prompts('train')[1]: messages is (), expected text or at least one message"),
         ("bad message", "prompts('train')[1]: messages is ('hello',), expected text or at least one message"),
@@ -499,6 +503,7 @@ def test_a_caller_that_goes_away_takes_the_call_along(scenes):
     ("options", "message"),
     [
         ({"mode": "cannot be made"}, "cannot be made: RuntimeError: no such table"),
+        ({"mode": "leaves"}, "cannot be made: SystemExit: 0"),
         ({"mood": "fine"}, "has no option 'mood'. Did you mean 'mode'? Its options: mode='fine'"),
         ({"mode": "dies"}, "task 'play': the environment cannot be started: environment of task 'play' died"),
     ],

@@ -178,7 +178,7 @@ def test_a_run_without_events_is_explained_by_its_metrics(tmp_path: Path) -> Non
     (tmp_path / "run" / "events.jsonl").unlink()
     (tmp_path / "run" / "timeline.jsonl").unlink()
     assert named(tmp_path / "run")[0] == "rewards_all_zero"
-    assert "killed" in named(tmp_path / "run"), "as `grpo-core runs list` says"
+    assert "killed" not in named(tmp_path / "run"), "nobody knows how it ended"
 
 
 def test_text_that_a_plugin_wrote_does_nothing_to_the_terminal(
@@ -236,6 +236,8 @@ def test_a_run_that_was_killed_has_the_date_of_its_last_metrics_if_it_has_any() 
         facts.ended = ""
         (killed,) = [finding for finding in explained(facts) if finding.cause == "killed"]
         assert f"the run made {len(times)} of 4 steps; {told}" in killed.evidence[2]
+    facts.missing.append("events.jsonl")
+    assert "killed" not in causes(facts), "nobody knows how it ended"
 
 
 def test_a_loss_without_clip_fractions_has_no_cause_with_nan() -> None:

@@ -165,6 +165,29 @@ def test_a_damaged_checkpoint_is_not_exported(model, tmp_path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.long
+def test_a_newer_checkpoint_that_is_damaged_is_named_when_an_older_one_is_exported(
+    model, tmp_path, capsys
+) -> None:
+    trainer, config = of(model, lora=False)
+    run = saved_run(tmp_path / "run", trainer, config, step=3)
+    saved_run(run, trainer, config, step=7)
+    weights = next((run / "checkpoints" / "step-000007" / "trainer").glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-4] + b"\0\1\2\3")
+    assert export.main(run, step=None, output=tmp_path / "out", merged=False, adapters=False) == 0
+    said = capsys.readouterr().err
+    assert "note: passed over step-000007: trainer/model.safetensors is not what was written" in said
+    assert "step 3" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_place_that_cannot_be_written_is_one_line_that_names_the_option(model, tmp_path) -> None:
+    trainer, config = of(model, lora=False)
+    run = saved_run(tmp_path / "run", trainer, config)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"file: is a file; give another directory with --output"):
+        exported(run, tmp_path / "file" / "out")
+
+
 def test_a_directory_without_a_checkpoint_or_a_run_is_one_line(tmp_path) -> None:
     with pytest.raises(ConfigError, match="holds no run"):
         exported(tmp_path, tmp_path / "out")

@@ -12,7 +12,7 @@ from test_pipeline import Run
 
 from grpo_core.errors import TrainerError
 from grpo_core.events import WarningRaised
-from grpo_core.loop.health import CAUSES, WINDOW, Limits, check_limits
+from grpo_core.loop.health import CAUSES, WINDOW, Limits, check_limits, learns_nothing
 from grpo_core.records import Completion, Feedback, StepResult
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeTrainer
 
@@ -179,6 +179,12 @@ def test_a_run_whose_rewards_are_all_equal_says_so_after_five_steps():
         "everything; read rollouts/ of the run"
     )
     assert not any(len(batch.rows) for batch in done.trainer.batches)
+
+
+def test_rows_of_which_no_token_is_trained_teach_nothing():
+    masked = {"rows": 8.0, "tokens/trained": 0.0, "groups/task": 2.0}
+    assert [finding.metric for finding in learns_nothing([masked] * 5)] == ["rows"]
+    assert learns_nothing([masked] * 4 + [masked | {"tokens/trained": 9.0}]) == []
 
 
 def test_a_run_whose_replies_are_cut_off_says_what_to_raise():

@@ -73,6 +73,13 @@ def test_with_staleness_a_step_takes_the_longer_of_both(seconds, training):
     assert found == pytest.approx(max(1.0, training), rel=0.01)
 
 
+@pytest.mark.parametrize(("training", "expected"), [(3.0, 4.0), (0.5, 1.5)])
+def test_generation_and_training_that_share_cores_take_longer_while_both_compute(seconds, training, expected):
+    shared = times(trainer={"step": training}, machine={"slowdown": 2.0})
+    assert seconds(config(0), shared) == pytest.approx(1.0 + training), "they take turns"
+    assert seconds(config(1, steps=60), shared) == pytest.approx(expected, rel=0.02), "one is alone"
+
+
 def test_the_shares_say_which_side_waits(host):
     found = forecast(config(0), times(), DrawnOutcomes(times().rollout), host)
     assert found.generating == pytest.approx(0.25)

@@ -96,7 +96,7 @@ def test_values_of_steps_that_are_trained_again_are_forgotten(tmp_path):
 def test_a_metric_that_validation_does_not_measure_is_named_at_the_first_validation(tmp_path):
     retention = Retention(tmp_path, best="validation/sort/acuracy")
     retention.metrics(1, {"reward/sort": 0.5})
-    with pytest.raises(GrpoError, match="does not measure; it measures validation/sort/accuracy"):
+    with pytest.raises(GrpoError, match=r"does not measure\. Did you mean 'validation/sort/accuracy'"):
         validated(retention, 0, 0.5)
 
 

@@ -32,13 +32,13 @@ METRICS = [
 def made(tmp_path):
     """Returns a function that makes the directory of a run as it is after two steps."""
 
-    def make(name, *, reason="finished", best="", **trainer):
+    def make(name, *, reason="finished", best="", keep_every=0, **trainer):
         config = build(
             [
                 {
                     "tasks": {"sort": {"env": "math:sort"}},
                     "trainer": {"steps": 4, **trainer},
-                    "checkpoint": {"best": best},
+                    "checkpoint": {"best": best, "keep_every": keep_every},
                 }
             ]
         )
@@ -147,6 +147,19 @@ def test_the_newest_and_the_best_checkpoint_stay_and_nothing_goes_without_yes(ma
     assert sorted(p.name for p in run.checkpoints.glob("step-*")) == ["step-000002", "step-000004"]
     with pytest.raises(ConfigError, match="--keep is 0"):
         runs.prune([run.path], keep=0, yes=True)
+
+
+def test_checkpoints_that_stay_for_ever_are_not_pruned(made):
+    run = made("r", keep_every=2)
+    runs.prune([run.path], keep=1, yes=True)
+    assert sorted(p.name for p in run.checkpoints.glob("step-*")) == ["step-000002", "step-000004"]
+
+
+def test_metrics_that_are_not_there_are_no_empty_table(made):
+    run = made("r")
+    (run.path / "metrics.jsonl").unlink()
+    with pytest.raises(ConfigError, match=r"has no metrics\.jsonl, so there is nothing to export"):
+        runs.export(run.path, None)
 
 
 def test_metrics_are_exported_with_a_column_for_each(made, tmp_path, capsys):

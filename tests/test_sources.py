@@ -73,6 +73,25 @@ def test_a_field_of_answers_that_no_row_has_is_an_error_and_a_missing_answer_is_
     assert [prompt.answer for prompt in nobody_asked] == [None] * 3
 
 
+def test_a_field_of_ids_that_no_row_has_is_an_error(file):
+    rows = [{"prompt": "a", "name": "x"}, {"prompt": "b", "name": "y"}]
+    with pytest.raises(
+        ConfigError, match=r"no row has the field 'nme', which source\.id names; the first row"
+    ):
+        source(file(rows), id="nme").open()
+    assert [prompt.id for prompt in source(file(rows), id="name")] == ["x", "y"]
+
+
+@pytest.mark.parametrize("given", [{"split": "test"}, {"subset": "main"}, {"validation_split": "test"}])
+def test_a_file_has_no_splits(file, given):
+    config = SourceConfig(path=str(file([{"prompt": "a"}])), **given)
+    for split in ("train", "validation"):
+        with pytest.raises(
+            ConfigError, match=f"is a file, which has no splits.* leave out source.{next(iter(given))}"
+        ):
+            find_source("sums", config, split)
+
+
 def test_messages_stay_messages(file):
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes?"}]
     (prompt,) = source(file([{"messages": messages}]))

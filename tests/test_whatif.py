@@ -115,6 +115,19 @@ def test_the_times_of_a_run_are_found_in_its_records(recorded_run):
 
 
 @pytest.mark.long
+def test_the_times_without_the_other_side_are_found_if_the_slowdown_is_given(tmp_path, host, ask):
+    shared = evolve(TIMES, machine=evolve(TIMES.machine, slowdown=1.8))
+    run = make_run(tmp_path / "run", host, config(pipeline={"max_staleness": 1}), shared)
+    apart = make_run(tmp_path / "apart", host, config(pipeline={"max_staleness": 0}), shared)
+    (expected, *_) = ask(apart, sweep=("pipeline.max_staleness=0",))["rows"]
+    found = ask(run, sweep=("pipeline.max_staleness=0",), times=("machine.slowdown=1.8",))
+    assert found["times"]["trainer"]["token"] == pytest.approx(0.002, rel=0.2)
+    assert found["rows"][-1]["seconds_per_step"] == pytest.approx(expected["seconds_per_step"], rel=0.1)
+    without = ask(run, sweep=("pipeline.max_staleness=0",))["rows"][-1]["seconds_per_step"]
+    assert without > 1.15 * expected["seconds_per_step"], "as if each side had been alone"
+
+
+@pytest.mark.long
 def test_what_the_fit_cannot_explain_is_drawn_at_random(tmp_path, host):
     uneven = evolve(
         TIMES,

@@ -397,8 +397,12 @@ async def _start(config: Config, run: RunContext) -> Pipeline:
     around = started_tasks(
         config, run.placement, sets=config.validation.due_sets, logs=run.directory.logs, more=ranks
     )
-    run.tasks = await run.stack.enter_async_context(around)
-    config, pipeline = await assemble(config, run)
+    try:
+        run.tasks = await run.stack.enter_async_context(around)
+        config, pipeline = await assemble(config, run)
+    except BaseException:
+        run.directory.take_back_config()  # a resumed run does not keep changes with which it cannot start
+        raise
     run.emit(_started(config, run, pipeline))
     for warning in run.warnings:
         run.emit(warning)

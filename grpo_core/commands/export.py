@@ -13,6 +13,7 @@ from attrs import frozen
 
 import grpo_core
 from grpo_core.app.preflight import require_peft
+from grpo_core.complaints import complain
 from grpo_core.config import Config, as_table
 from grpo_core.credentials import secrets_in
 from grpo_core.errors import CheckpointError, ConfigError
@@ -72,6 +73,8 @@ def find(directory: Path, step: int | None, form: Form | None) -> Export:
         newest = checkpoint.newest(run.checkpoints)
         if newest is None:
             raise ConfigError(f"{directory}: has no checkpoint yet; there is nothing to export")
+        for reason in newest.passed_over:
+            complain(f"note: passed over {reason}")
         found, step = newest.directory, newest.step
     elif step not in there:
         known = ", ".join(map(str, there)) or "none"
@@ -94,11 +97,17 @@ def write(export: Export, target: Path) -> None:
     """Write the directory as a whole or not at all.  Raises ConfigError if there is something already."""
     if target.exists() or target.is_symlink():
         raise ConfigError(f"{target}: is there already; give another directory with --output")
-    target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f"{target.name}.part")
     try:
+        part.parent.mkdir(parents=True, exist_ok=True)
         part.mkdir()
+    except (PermissionError, NotADirectoryError) as error:
+        raise ConfigError(
+            f"{part}: cannot be written ({error.strerror}); give another directory with --output"
+        ) from None
     except FileExistsError:
+        if not part.parent.is_dir():
+            raise ConfigError(f"{part.parent}: is a file; give another directory with --output") from None
         raise ConfigError(
             f"{part}: another export is writing it, or did not end; remove it, or give another --output"
         ) from None

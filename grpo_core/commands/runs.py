@@ -137,6 +137,8 @@ def _locked(path: Path, stack: contextlib.ExitStack, *, named: bool) -> RunDirec
 def export(directory: Path, output: Path | None) -> int:
     """Write the metrics of a run as CSV: a row for each step and each validation; return the exit status."""
     path = RunDirectory.existing(directory).path
+    if not (path / METRICS).is_file():
+        raise ConfigError(f"{path}: has no {METRICS}, so there is nothing to export")
     names: dict[str, None] = {"step": None}
     for row in _metrics(path):
         names.update(dict.fromkeys(row))
@@ -268,11 +270,12 @@ def _started(path: Path) -> datetime | None:
 
 
 def _unwanted(run: RunDirectory, keep: int) -> list[Path]:
-    """Return the checkpoints that are neither among the newest nor the best."""
+    """Return the checkpoints that are neither among the newest, nor the best, nor those that always stay."""
     complete = checkpoint.complete_names(run.checkpoints)
-    best = read_toml(run.path / CONFIG).get("checkpoint", {}).get("best", "")
+    chosen = read_toml(run.path / CONFIG).get("checkpoint", {})
     steps = {step for step, _ in complete}
-    spared = Retention(run.checkpoints, best=best, step=max(steps, default=0)).spared(steps) if best else ()
+    last, every, best = max(steps, default=0), chosen.get("keep_every", 0), chosen.get("best", "")
+    spared = Retention(run.checkpoints, every=every, best=best, step=last).spared(steps)
     return [path for step, path in complete[:-keep] if step not in spared]
 
 

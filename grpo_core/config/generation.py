@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from attrs import field, frozen
-from attrs.validators import ge, gt
+from attrs.validators import deep_iterable, ge, gt, min_len
 
 from grpo_core.config.choices import PluginChoice
 
@@ -88,7 +88,7 @@ class RolloutConfig:
     truncated: Literal["train", "mask", "unscored"] = "train"
     """Rollouts that a token limit cut off are trained like others ("train"), their reward only counts in
     the mean of their group ("mask"), or they are not judged and do not count at all ("unscored")."""
-    stop: list[str] = field(factory=list)
+    stop: list[str] = field(factory=list, validator=deep_iterable(min_len(1)))
     """A completion ends with any of these strings, or with the tokenizer's end-of-sequence token."""
     deadline: float = field(default=600.0, validator=gt(0))
     """Time limit in seconds for one attempt at a rollout; then it is tried again.  It includes the time in

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 from attrs import field, frozen
 from attrs.validators import deep_iterable, ge, gt, le, lt
 
@@ -43,7 +44,16 @@ class TrackingConfig:
     """Options by tracker; they are written as tables `[tracking.NAME]`, without the word `options`."""
 
 
-_LIMITS: Any = deep_iterable(ge(0))
+def _in_order(instance: object, attribute: attrs.Attribute[Any], limits: tuple[float, float]) -> None:
+    """Check that a metric that gets worse comes to the warning first."""
+    warn, abort = limits if attribute.name != "effective_sample_size" else limits[::-1]
+    if warn > abort and min(limits) > 0:
+        raise ValueError(
+            f"'{attribute.name}' is {list(limits)}: the run would end before it warns; expected [warn, abort]"
+        )
+
+
+_LIMITS: Any = [deep_iterable(ge(0)), _in_order]
 
 
 @frozen(kw_only=True)

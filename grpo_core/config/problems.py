@@ -16,6 +16,18 @@ from grpo_core.config.generation import CUTS
 from grpo_core.config.run import Config
 from grpo_core.errors import did_you_mean
 
+ALIASES = {
+    "learning_rate": "trainer.lr",
+    "num_generations": "rollout.group_size",
+    "max_completion_length": "rollout.max_tokens",
+    "max_new_tokens": "rollout.max_tokens",
+    "beta": "loss.options.kl_coefficient",
+    "kl_coef": "loss.options.kl_coefficient",
+    "max_steps": "trainer.steps",
+    "gradient_checkpointing": "trainer.activations",
+}
+"""Keys of other libraries, with the ones that mean the same here."""
+
 
 def problems(kind: Any, value: Any, where: str) -> Iterable[str]:
     """Describe what is wrong with a value: unknown or missing keys, and wrong types."""
@@ -71,6 +83,8 @@ def _nearest(key: str, known: Mapping[str, Any], prefix: str) -> str:
             " Training samples from the whole distribution, since its logprobs are those of all tokens; "
             f"validation.{key} is for validation"
         )
+    if (meant := ALIASES.get(key)) is not None:
+        return f" Did you mean {meant!r}?"
     if near := did_you_mean(key, set(known)):
         return near
     if "options" in known:

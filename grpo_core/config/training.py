@@ -93,7 +93,8 @@ class TrainerConfig(PluginChoice):
     prompts_per_step: int = field(default=16, validator=ge(1))
     """Number of groups in one step."""
     updates_per_step: int = field(default=1, validator=ge(1))
-    """Number of optimizer updates in one step."""
+    """Number of optimizer updates in one step; each takes a part of the groups, so a step that trains fewer
+    groups makes fewer updates."""
     lr: float = field(default=1e-6, validator=gt(0))
     """Peak learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -206,7 +207,8 @@ class PipelineConfig:
     policy: Literal["deadline", "in_order"] = "deadline"
     """Train groups as they become ready, by deadline, or in the order of their prompts, which is
     reproducible: with `in_flight_updates = false`, or `max_staleness = 0`, the engines `local` and `vllm`
-    then let no call depend on others, which is slower, and equal runs have equal weights."""
+    then let no call depend on others, which is slower, and equal runs have equal weights (docs/replay.md says
+    what else they need)."""
     in_flight_updates: bool = True
     """Running requests continue with new weights; if false, a weight update waits until no request is
     running."""

@@ -30,10 +30,15 @@ class Rows(Protocol):
     def __iter__(self) -> Iterator[Mapping[str, Any]]: ...
 
 
+def is_file(path: str) -> bool:
+    """Whether a path names a file of rows, by its suffix, and no data set."""
+    return Path(path).suffix in (*LINES, *TABLES)
+
+
 def read(path: str, subset: str, split: str, *, who: str) -> Rows:
     """Read a file or data set.  Raises ConfigError if it cannot be read."""
     suffix = Path(path).suffix
-    if suffix in (*LINES, *TABLES):
+    if is_file(path):
         if not Path(path).is_file():
             raise ConfigError(f"{who} {path!r}: there is no such file (from {str(Path.cwd())!r})")
         return JsonLines(Path(path), who) if suffix in LINES else _table(path, suffix, who)

@@ -13,10 +13,10 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, overload
+from typing import Any, NoReturn, overload
 
 from grpo_core.config import SourceConfig
-from grpo_core.data.files import Rows, read
+from grpo_core.data.files import Rows, is_file, read
 from grpo_core.data.leakage import digest
 from grpo_core.data.loaders import fingerprint
 from grpo_core.data.sizes import size
@@ -119,11 +119,16 @@ class Source(Sequence[Prompt]):
                 f"out all of its {len(rows):,} rows"
             )
         if self.without_answer == len(rows) and answer != SourceConfig().answer:
-            raise ConfigError(
-                f"task {self._task!r}: source {self._path!r}: no row has the field {answer!r}, which "
-                f"source.answer names; the first row has {', '.join(map(repr, rows[0]))}"
-            )
+            self._refuse_field("answer", answer, rows)
+        if self._config.id != SourceConfig().id and not any(self._config.id in row for row in rows):
+            self._refuse_field("id", self._config.id, rows)
         return found
+
+    def _refuse_field(self, key: str, name: str, rows: Rows) -> NoReturn:
+        raise ConfigError(
+            f"task {self._task!r}: source {self._path!r}: no row has the field {name!r}, which "
+            f"source.{key} names; the first row has {', '.join(map(repr, rows[0]))}"
+        )
 
     def _kept_of(self, rows: Rows) -> Iterator[tuple[int, Prompt]]:
         """Yield the prompts that are kept with their places, and count those without an answer."""
@@ -238,7 +243,26 @@ def _is_prompt(given: Any) -> bool:
 
 def find_source(task: str, config: SourceConfig, split: str) -> Source | None:
     """Return the source of ``"train"`` or ``"validation"``, or None if the environment has the prompts."""
+    _refuse_splits_of_a_file(task, config)
     if split == "train":
         return Source(task, config.path, config, split=config.split) if config.path else None
     path = config.validation_path or (config.path if config.validation_split else "")
     return Source(task, path, config, split=config.validation_split or config.split) if path else None
+
+
+def _refuse_splits_of_a_file(task: str, config: SourceConfig) -> None:
+    """Raise ConfigError for keys of a data set, with the path of a file."""
+    default = SourceConfig()
+    keys = [key for key in ("subset", "split") if getattr(config, key) != getattr(default, key)]
+    if config.validation_split and not config.validation_path:
+        keys.append("validation_split")
+    if keys and is_file(config.path):
+        raise ConfigError(
+            f"task {task!r}: source {config.path!r} is a file, which has no splits and subsets: leave out "
+            f"{' and '.join(f'source.{key}' for key in keys)}"
+            + (
+                "; source.validation_path names a file of held-out prompts"
+                if "validation_split" in keys
+                else ""
+            )
+        )

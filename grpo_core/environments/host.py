@@ -187,7 +187,7 @@ class EnvironmentHost:
                 if hasattr(given, "__len__")
                 else list(itertools.islice(given, MOST_PROMPTS + 1))
             )
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise PluginError(f"{self._who}: prompts({split!r}) raised {self._told(error)}") from error
         where = f"{self._who}: prompts({split!r})"
         if not hasattr(given, "__len__") and len(prompts) > MOST_PROMPTS:
@@ -229,7 +229,7 @@ class EnvironmentHost:
         solve = getattr(self._environment, "solve", None)
         try:
             return [well_formed(solve(prompt)) for prompt in prompts] if solve else [None] * len(prompts)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise PluginError(f"{self._who}: solve raised {self._told(error)}") from error
 
     # ------------------------------------------------------------------------------ sessions

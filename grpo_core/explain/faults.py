@@ -315,7 +315,7 @@ def gradients_not_finite(facts: Facts) -> Evidence | None:
 @named("killed")
 def killed(facts: Facts) -> Evidence | None:
     """The process ended without a word."""
-    if facts.ended or facts.running or facts.error is not None:
+    if facts.ended or facts.running or facts.error is not None or "events.jsonl" in facts.missing:
         return None
     times = facts.of("time").values
     last = f"its last metrics are of {_moment(times[-1])}" if times else "it has no metrics"

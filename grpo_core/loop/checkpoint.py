@@ -318,7 +318,10 @@ def fault(directory: Path) -> str | None:
                 return (
                     f"{name} is not what was written (its sha256 differs){_damage(directory, name, manifest)}"
                 )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        name = Path(error.filename).relative_to(directory) if error.filename else _MANIFEST
+        return f"{name} cannot be read: {error.strerror or error}"
+    except (ValueError, KeyError, TypeError) as error:
         return f"{_MANIFEST} cannot be read: {error}"
     return None
 

@@ -114,10 +114,18 @@ class DynamicSampling:
         for (name, _), count in self._by_filter.items():
             by_filter[name] += count
         counted = ", ".join(f"{count} by {name}" for name, count in sorted(by_filter.items()))
-        why = "had equal rewards" if set(by_filter) == {EQUAL_REWARDS} else f"were filtered ({counted})"
+        equal = set(by_filter) == {EQUAL_REWARDS}
+        who, why = (
+            ("dynamic sampling", "had equal rewards") if equal else ("filters", f"were filtered ({counted})")
+        )
+        advice = (
+            "Choose prompts that the model solves sometimes, or a larger rollout.group_size or temperature"
+            if EQUAL_REWARDS in by_filter
+            else f"Widen {' and '.join(f'[filters.{name}]' for name in sorted(by_filter))}"
+        )
         return (
-            f"dynamic sampling: since the last step {kept} of {kept + filtered} groups passed "
+            f"{who}: since the last step {kept} of {kept + filtered} groups passed "
             f"({kept / (kept + filtered):.1%}), the other {filtered} {why}; "
-            f"dynamic_sampling.max_extra_groups is {self.max_extra_groups} ({tasks}). Choose prompts that "
-            "the model solves sometimes, a larger rollout.group_size or temperature, or a higher limit"
+            f"dynamic_sampling.max_extra_groups is {self.max_extra_groups} ({tasks}). {advice}, or "
+            "set a higher limit"
         )

@@ -99,7 +99,9 @@ def check_limits(recent: Sequence[Mapping[str, float]], limits: Mapping[str, Lim
 def learns_nothing(recent: Sequence[Mapping[str, float]]) -> list[Finding]:
     """Return a warning that says why, if none of the last steps (newest last) trained a row; or nothing."""
     steps = list(recent)[-WINDOW:]
-    if len(steps) < WINDOW or any(metrics.get("rows") != 0 for metrics in steps):
+    if len(steps) < WINDOW or not all(
+        0 in (metrics.get("rows"), metrics.get("tokens/trained")) for metrics in steps
+    ):
         return []
     prefix = "groups/"
     tasks = sorted(

@@ -543,7 +543,9 @@ def summary(laws: Laws) -> str:
     if laws.violations:
         return "\n".join(map(str, laws.violations))
     now = laws._now
+    again = laws.steps - now.step
+    twice = f" and {again} that a resume has repeated" if again else ""
     return (
-        f"{len(LAWS)} laws hold over {laws.steps} steps: {now.dispatched} prompts dispatched, {now.trained} "
-        f"trained, {now.skipped} skipped, {now.filtered} filtered, {len(now.open)} unfinished"
+        f"{len(LAWS)} laws hold over {now.step} steps{twice}: {now.dispatched} prompts dispatched, "
+        f"{now.trained} trained, {now.skipped} skipped, {now.filtered} filtered, {len(now.open)} unfinished"
     )

@@ -201,7 +201,7 @@ METRICS: Mapping[str, Mapping[str, Metric]] = {
         ),
         "sequence_weight": Metric("ratio", "Weight of a token's rollout; mean. Only with the loss `vespo`."),
         "grad_norm": Metric("-", "Norm of the gradient before it was clipped."),
-        "lr": Metric("-", "Learning rate of the last update."),
+        "lr": Metric("-", "Learning rate, as a mean over the updates."),
     },
     "Engine against trainer": {
         "logprob_diff_mean": Metric(

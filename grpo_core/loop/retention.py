@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from grpo_core.disk import Disk, replace_file
-from grpo_core.errors import CheckpointError, GrpoError
+from grpo_core.errors import CheckpointError, ConfigError, did_you_mean
 from grpo_core.protocols import Tracker
 
 SCORES = "scores.json"
@@ -45,8 +45,9 @@ class Retention(Tracker):
             return
         if self._metric not in values:
             known = ", ".join(sorted(name for name in values if name.startswith("validation/")))
-            raise GrpoError(
-                f"checkpoint.best is {self._metric!r}, which validation does not measure; it measures {known}"
+            raise ConfigError(
+                f"checkpoint.best is {self._metric!r}, which validation does not measure."
+                f"{did_you_mean(self._metric, set(values))} It measures {known}"
             )
         scores = {**self.scores, step: values[self._metric]}
         data = {"metric": self._metric, "scores": {str(at): value for at, value in scores.items()}}

@@ -153,7 +153,7 @@ def _note_idle(keys: Collection[str]) -> None:
 
 def _times_of(recorded: Recorded, present: Config, host: PluginHost, settings: Sequence[str]) -> Times:
     """Return the service times of a run; settings give some of them."""
-    fitted = fit(recorded)
+    fitted = fit(recorded, read_times(None, settings).machine.slowdown)
     times = read_times(None, settings, fitted)
     if not has_queue(recorded, times):
         return times

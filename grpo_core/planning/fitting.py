@@ -28,6 +28,7 @@ from grpo_core.planning.times import (
     CheckpointTimes,
     EngineTimes,
     EnvironmentTimes,
+    MachineTimes,
     Times,
     TrainerTimes,
 )
@@ -43,9 +44,13 @@ SHORTEST = 1e-6
 """Seconds for a token, at least: no engine is infinitely fast."""
 
 
-def fit(recorded: Recorded) -> Times:
-    """Return the service times with which a simulated run is most like the recorded one."""
-    token, row, environment = _decoding(recorded)
+def fit(recorded: Recorded, slowdown: float = 1.0) -> Times:
+    """Return the service times with which a simulated run is most like the recorded one.
+
+    Args:
+        slowdown: factor by which decoding and training took longer while both computed.
+    """
+    token, row, environment = _decoding(recorded, slowdown)
     spans = [span for span in recorded.spans if span["step"] > WARM_UP]
     return Times(
         engine=EngineTimes(
@@ -56,13 +61,14 @@ def fit(recorded: Recorded) -> Times:
         ),
         environment=environment,
         trainer=evolve(
-            _training(recorded),
+            _training(recorded, slowdown),
             publish=_mean(spans, "trainer", "publish") + _mean(spans, "loop", "account"),
         ),
         checkpoint=CheckpointTimes(
             cut=_mean(recorded.spans, "loop", "cut of the checkpoint"),
             write=_mean(recorded.spans, "checkpoint", "write"),
         ),
+        machine=MachineTimes(slowdown=slowdown),
     )
 
 
@@ -125,7 +131,7 @@ def least_squares(columns: Sequence[Floats], values: Floats) -> list[float]:
     return factors
 
 
-def _decoding(recorded: Recorded) -> tuple[float, float, EnvironmentTimes]:
+def _decoding(recorded: Recorded, slowdown: float) -> tuple[float, float, EnvironmentTimes]:
     """Return the seconds of a token of a row that is alone, those of each further row, and the rest.
 
     What a group takes beyond its tokens, and how much that differs, stands as the environment's time.
@@ -135,18 +141,21 @@ def _decoding(recorded: Recorded) -> tuple[float, float, EnvironmentTimes]:
     validations = _Integral(
         [(s["begin"], s["end"], 1.0) for s in recorded.spans if s["lane"] == "validation"]
     )
+    training = _Integral([(s["begin"], s["end"], 1.0) for s in recorded.spans if _is_step(s)])
     clean = [group for group in groups if not validations.between(group.begin, group.end)]
     groups = clean if len(clean) >= len(groups) // 4 else groups
     running = _Integral([each for group in recorded.groups for each in _rows(group)])
     engines = recorded.config.engine.workers
-    seconds = np.array([g.end - g.begin - paused.between(g.begin, g.end) for g in groups])
+    took = np.array([g.end - g.begin - paused.between(g.begin, g.end) for g in groups])
     beside = np.array([running.between(g.begin, g.end) / (g.end - g.begin) / engines - 1 for g in groups])
+    shared = np.array([training.between(g.begin, g.end) / (g.end - g.begin) for g in groups])
+    alone = 1 - shared * (1 - 1 / slowdown)
     tokens = np.array([float(sum(group.longest.turn_tokens)) for group in groups])
     turns = np.array([float(len(group.longest.turn_tokens)) for group in groups])
     columns = [tokens, tokens * np.maximum(beside, 0.0), turns]
-    token, row, turn = least_squares(columns, seconds)
-    unexplained = float(np.std(seconds - np.stack(columns, axis=1) @ np.array([token, row, turn])))
-    spread = unexplained / turn / float(np.sqrt(turns.mean())) if turn else 0.0
+    token, row, turn = least_squares(columns, took * alone)
+    rest = took - np.stack(columns, axis=1) @ np.array([token, row, turn]) / alone
+    spread = float(np.std(rest)) / turn / float(np.sqrt(turns.mean())) if turn else 0.0
     return token, row, EnvironmentTimes(turn=turn, spread=spread)
 
 
@@ -177,20 +186,39 @@ class _Integral:
         return float(at[1] - at[0])
 
 
-def _training(recorded: Recorded) -> TrainerTimes:
+def _is_step(span: Mapping[str, Any]) -> bool:
+    return (span["lane"], span["what"]) == ("trainer", "step")
+
+
+def _training(recorded: Recorded, slowdown: float) -> TrainerTimes:
     """Return the seconds of a step, and by how much they differ from what its tokens explain."""
+    decoding = _Integral(_together([(group.begin, group.end) for group in recorded.groups]))
     seconds: dict[int, float] = {}
-    for span in recorded.spans:
-        if (span["lane"], span["what"]) == ("trainer", "step"):
-            seconds[span["step"]] = seconds.get(span["step"], 0.0) + span["busy"]
+    alone: dict[int, float] = {}
+    for span in filter(_is_step, recorded.spans):
+        step, shared = span["step"], decoding.between(span["begin"], span["end"])
+        share = shared / max(span["end"] - span["begin"], 1e-9)
+        seconds[step] = seconds.get(step, 0.0) + span["busy"]
+        alone[step] = alone.get(step, 0.0) + span["busy"] * (1 - share * (1 - 1 / slowdown))
     steps = sorted(step for step in seconds if step in recorded.trained_tokens)
     steps = steps[WARM_UP:] or steps
     tokens = np.array([float(recorded.trained_tokens[step]) for step in steps])
-    took = np.array([seconds[step] for step in steps])
-    fixed, each = least_squares([np.ones_like(tokens), tokens], took)
-    unexplained = float(np.std(took - fixed - each * tokens))
-    spread = unexplained / float(took.mean()) if took.any() else 0.0
+    took, without = np.array([seconds[step] for step in steps]), np.array([alone[step] for step in steps])
+    fixed, each = least_squares([np.ones_like(tokens), tokens], without)
+    rest = took - (fixed + each * tokens) * took / np.maximum(without, 1e-9)
+    spread = float(np.std(rest)) / float(took.mean()) if took.any() else 0.0
     return TrainerTimes(step=fixed, token=each, spread=spread)
+
+
+def _together(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float, float]]:
+    """Return disjoint intervals that cover the same times."""
+    found: list[tuple[float, float, float]] = []
+    for begin, end in sorted(intervals):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]), 1.0)
+        else:
+            found.append((begin, end, 1.0))
+    return found
 
 
 def _mean(spans: Sequence[Mapping[str, Any]], lane: str, what: str) -> float:

@@ -41,6 +41,7 @@ from grpo_core.planning.world import (
     PlannedRenderer,
     PlannedTrainer,
     Plays,
+    SharedCores,
 )
 from grpo_core.plugins.host import PluginHost
 from grpo_core.protocols import Engine
@@ -175,7 +176,8 @@ class _World:
             group_size=config.rollout.group_size,
             groups=config.trainer.steps * config.trainer.prompts_per_step,
         )
-        self.engine = _engine(config, times, plays)
+        self._cores = SharedCores(times.machine.slowdown)
+        self.engine = _engine(config, times, plays, self._cores)
         self._tasks = list(config.tasks) or ["task"]
         self._environments = {task: PlannedEnvironment(times.environment, plays) for task in self._tasks}
         self._renderer = PlannedRenderer(outcomes.prompt_tokens)
@@ -195,7 +197,7 @@ class _World:
             observe=stream.observe,
             untrained=stream.untrained,
             engine=self.engine,
-            trainer=PlannedTrainer(self._times.trainer, seed=self._seed),
+            trainer=PlannedTrainer(self._times.trainer, self._cores, seed=self._seed),
             environments=self._environments,
             renderer=self._renderer,
             sampling=self._sampling,
@@ -261,11 +263,11 @@ class _World:
         return {}
 
 
-def _engine(config: Config, times: Times, plays: Plays) -> Engine:
+def _engine(config: Config, times: Times, plays: Plays, cores: SharedCores) -> Engine:
     """Make the engine of the configuration, or its pool of engines."""
 
     def one() -> Engine:
-        engine = PlannedEngine(times.engine, plays)
+        engine = PlannedEngine(times.engine, plays, cores)
         limit = config.engine.max_requests
         return LimitedEngine(engine, limit) if limit else engine
 

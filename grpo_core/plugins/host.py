@@ -206,7 +206,7 @@ class PluginHost:
             return factory(*args, **with_paths(factory, options))
         except (ConfigError, ValueError, TypeError) as error:
             raise SelectionError(f"{offer}: cannot be made: {describe(error)}") from error
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # code of others may call sys.exit
             raise PluginError(f"{offer}: cannot be made: {describe(error)}") from error
         finally:
             _making.reset(making)

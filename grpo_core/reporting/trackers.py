@@ -14,7 +14,7 @@ from typing import Any
 
 from attrs import asdict, evolve
 
-from grpo_core.errors import LONGEST_TRACEBACK, GrpoError, TrackingError, shortened
+from grpo_core.errors import LONGEST_TRACEBACK, ConfigError, GrpoError, TrackingError, shortened
 from grpo_core.events import (
     Event,
     GroupsReady,
@@ -247,6 +247,9 @@ class TrackerThread:
                 ". The run needs it: mend the cause and continue with --resume" if self.required else ""
             )
             told = TrackingError(f"{self._who} failed in {self._doing}: {_text(error)}{what_to_do}")
+            if self.required and isinstance(error, ConfigError):
+                told = TrackingError(str(error))
+                told.exit_status = error.exit_status
             told.__cause__ = error
             self._drop(told)
 

@@ -57,7 +57,9 @@ class Totals:
             events.update(its_events)
         means = {n: v if n.endswith("_max") else v / counts[n] for n, v in read.items()}
         if (square := means.pop(_SQUARE, None)) is not None:
-            means["effective_sample_size"] = means["importance_ratio_mean"] ** 2 / square
+            means["effective_sample_size"] = min(
+                1.0, means["importance_ratio_mean"] ** 2 / square
+            )  # rounding
         return means | {name: float(n) for name, n in events.items()}
 
 

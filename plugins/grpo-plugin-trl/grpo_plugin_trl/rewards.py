@@ -117,7 +117,12 @@ class Call:
                 f"trl: the reward function {function.name!r} returned {len(rewards)} rewards for {self.size} "
                 "completions; it returns exactly one for each"
             )
-        return [None if r is None or math.isnan(float(r)) else float(r) for r in rewards]
+        try:
+            return [None if r is None or math.isnan(float(r)) else float(r) for r in rewards]
+        except (TypeError, ValueError) as error:
+            raise grpo.PluginError(
+                f"trl: the reward function {function.name!r} returned what is no number: {error}"
+            ) from error
 
 
 class UnknownIds(Sequence[int]):

@@ -58,6 +58,10 @@ def too_few(completions, **kwargs):
     return [1.0] * (len(completions) - 1)
 
 
+def in_words(completions, **kwargs):
+    return ["good"] * len(completions)
+
+
 def best_of_batch(completions, **kwargs):
     longest = max(len(completion[0]["content"]) for completion in completions)
     return [float(len(completion[0]["content"]) == longest) for completion in completions]

@@ -166,6 +166,11 @@ def test_the_state_of_the_trainer_is_not_known():
         judged(ours("reads_state"), [episode("a")])
 
 
+def test_a_reward_that_is_no_number_is_an_error_that_names_the_function():
+    with pytest.raises(grpo.PluginError, match="'in_words' returned what is no number: could not convert"):
+        judged(ours("in_words"), [episode("a")])
+
+
 def test_another_number_of_rewards_is_an_error_that_names_the_function():
     with pytest.raises(grpo.PluginError, match="'too_few' returned 1 rewards for 2 completions"):
         judged(ours("too_few"), [episode("a"), episode("b")])
