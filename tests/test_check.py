@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
 
+import attrs
 import pytest
 
 import grpo_core as grpo
@@ -36,6 +37,13 @@ class Words(grpo.Environment):
 
     def judge(self, reply, answer):
         return float(reply == answer)
+
+
+class Nameless(Words):
+    """Has an answer that is no number, which does not equal itself."""
+
+    def prompts(self, split):
+        return [attrs.evolve(prompt, info={"level": float("nan")}) for prompt in super().prompts(split)]
 
 
 class Empty(Words):
@@ -223,7 +231,9 @@ def failed(make):
 # ---------------------------------------------------------------------------------- environments
 
 
-@pytest.mark.parametrize("kept", [Words, RelativeInGroups, Sessions, TwoTurns, SameBeginning, Ranked, Points])
+@pytest.mark.parametrize(
+    "kept", [Words, Nameless, RelativeInGroups, Sessions, TwoTurns, SameBeginning, Ranked, Points]
+)
 def test_an_environment_that_keeps_its_contract_passes_every_check(kept):
     assert {name: (f.outcome, f.told) for name, f in findings(kept).items() if f.outcome != "passed"} == {}
     assert set(Sessions.live.values()) <= {0}, "each session is closed, and once"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -651,3 +652,15 @@ def test_an_environment_in_a_file_of_fourteen_lines(here):
     example = Path(__file__).parent.parent / "examples" / "shout.py"
     done = grpo(here, "train", "--env", f"{example}:Shout", *SMALL, "--output", "run")
     assert done.returncode == 0, done.stderr
+
+
+def test_a_reader_that_wants_no_more_is_no_error(here):
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(
+            [GRPO, "plugins", "--json"], cwd=here, stdout=writing, stderr=subprocess.PIPE, timeout=120
+        )
+    finally:
+        os.close(writing)
+    assert done.stderr == b""

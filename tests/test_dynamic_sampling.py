@@ -88,6 +88,16 @@ def test_too_many_filtered_groups_are_an_error_with_the_pass_rate():
     )
 
 
+def test_too_many_groups_that_another_filter_rejects_name_that_filter():
+    dynamic = DynamicSampling(
+        tolerance=None, max_extra_groups=0, filters={"mean_length": lambda _: "too short"}
+    )
+    with pytest.raises(
+        SamplingError, match=r"^filters: .* Widen \[filters.mean_length\], or set a higher limit"
+    ):
+        dynamic.rejects(group(0, 1))
+
+
 # ---------------------------------------------------------------------------------- in the pipeline
 
 

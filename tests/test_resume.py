@@ -612,6 +612,23 @@ def test_a_run_that_is_moved_and_resumed_from_elsewhere_is_the_unbroken_run(here
 
 
 @pytest.mark.long
+def test_a_change_with_which_a_run_cannot_start_is_not_kept(here):
+    (here / "envs.py").write_text(ENVIRONMENTS + FROM_A_FILE)
+    (here / "digits.txt").write_text("0 1 2 3 4 5 6 7")
+    (here / "others.txt").write_text("9")
+    env = ["--env", "./envs.py:FromAFile", *options("tasks.fromafile.options.path=digits.txt")]
+    done = grpo(here, "train", *env, *QUICK, *EXACT, "--set", "trainer.steps=2", "--output", "run")
+    assert done.returncode == 0, done.stderr
+    before = (here / "run" / "config.toml").read_bytes()
+    changes = options("trainer.steps=3", "tasks.fromafile.options.path=others.txt")
+    assert "not those of the checkpoint" in refused(here, "train", "--resume", "run", *changes)
+    assert (here / "run" / "config.toml").read_bytes() == before
+    assert not [*(here / "run").glob("config-*.toml")]
+    done = grpo(here, "train", "--resume", "run", "--set", "trainer.steps=3")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.long
 def test_the_printed_hint_works_as_printed_and_keeps_what_was_set(here):
     process = start(
         here, "--env", "./envs.py:Digits", *QUICK, "--set", "trainer.steps=10000", "--output", "my run"
