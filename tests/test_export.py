@@ -21,7 +21,7 @@ from test_trainer import setup as full_setup
 from grpo_core.commands import export
 from grpo_core.config import Config, build
 from grpo_core.demo import tiny
-from grpo_core.errors import CheckpointError, ConfigError
+from grpo_core.errors import CheckpointError, ConfigError, ModelError
 from grpo_core.loop import checkpoint
 from grpo_core.run_directory import RunDirectory
 from grpo_core.training.trainer import TorchTrainer
@@ -178,6 +178,14 @@ def test_a_newer_checkpoint_that_is_damaged_is_named_when_an_older_one_is_export
     said = capsys.readouterr().err
     assert "note: passed over step-000007: trainer/model.safetensors is not what was written" in said
     assert "step 3" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_run_whose_model_is_gone_says_so(model, tmp_path) -> None:
+    trainer, config = of(model, lora=False)
+    there = attrs.evolve(config, model=attrs.evolve(config.model, path="tiny"))
+    run = saved_run(tmp_path / "run", trainer, there)
+    with pytest.raises(ModelError, match="run: the model that it started from is not there: model 'tiny'"):
+        exported(run, tmp_path / "out")
 
 
 def test_a_place_that_cannot_be_written_is_one_line_that_names_the_option(model, tmp_path) -> None:

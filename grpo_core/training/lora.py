@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from grpo_core.config import LoraConfig
-from grpo_core.errors import ModelError, one_line
+from grpo_core.errors import ModelError, one_line, wrong_input
 from grpo_core.records import Canary
 from grpo_core.training.microbatch import MicroBatch
 from grpo_core.training.model import (
@@ -289,7 +289,9 @@ def _inject(config: PeftConfig, module: nn.Module, source: ModelSource) -> None:
                 inject_adapter_in_model(config, module, adapter_name=ADAPTER)
         except ValueError as error:
             problem = one_line(error)
-    if problem:
+    if not problem:
+        return
+    with wrong_input():
         linear = dict.fromkeys(
             name.rpartition(".")[2] for name, layer in module.named_modules() if is_linear(layer)
         )

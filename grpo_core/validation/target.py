@@ -9,7 +9,7 @@ from typing import Any
 from attrs import evolve, frozen
 
 from grpo_core.config import Config, as_table
-from grpo_core.errors import ConfigError
+from grpo_core.errors import ConfigError, ModelError
 from grpo_core.loop import checkpoint
 from grpo_core.models import local_directory
 from grpo_core.run_directory import CONFIG, RunDirectory
@@ -104,5 +104,9 @@ def _of_run(target: str, path: Path) -> EvalTarget:
 
 def started_from(run: RunDirectory, config: Config) -> Path:
     """Return the directory of the model that a run started from.  Raises ModelError."""
-    made = (run.model / "config.json").exists()
-    return run.model if made else Path(local_directory(config.model.path))
+    if (run.model / "config.json").exists():
+        return run.model
+    try:
+        return Path(local_directory(config.model.path))
+    except ModelError as error:
+        raise ModelError(f"{run.path}: the model that it started from is not there: {error}") from None
