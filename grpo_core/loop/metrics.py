@@ -168,7 +168,10 @@ METRICS: Mapping[str, Mapping[str, Metric]] = {
         ),
     },
     "Training": {
-        "rows": Metric("rows", "Rows that the step trained: the segments of its trained rollouts."),
+        "rows": Metric(
+            "rows",
+            "Rows of the step: the segments of its trained rollouts, with those that max_sequence_error leaves out.",
+        ),
         "loss": Metric("-", "The loss that was minimised; mean over tokens."),
         "entropy": Metric(_NATS, "Entropy of the policy at the sampled tokens; mean."),
         "bonus_entropy": Metric(
