@@ -170,7 +170,7 @@ METRICS: Mapping[str, Mapping[str, Metric]] = {
     "Training": {
         "rows": Metric(
             "rows",
-            "Rows of the step: the segments of its trained rollouts, with those that max_sequence_error leaves out.",
+            "Segments of the step's trained rollouts, with those that max_sequence_error leaves out.",
         ),
         "loss": Metric("-", "The loss that was minimised; mean over tokens."),
         "entropy": Metric(_NATS, "Entropy of the policy at the sampled tokens; mean."),
