@@ -39,8 +39,8 @@ class Words(grpo.Environment):
         return float(reply == answer)
 
 
-class Nameless(Words):
-    """Has an answer that is no number, which does not equal itself."""
+class NotANumber(Words):
+    """Has a field in its prompts that does not equal itself."""
 
     def prompts(self, split):
         return [attrs.evolve(prompt, info={"level": float("nan")}) for prompt in super().prompts(split)]
@@ -232,7 +232,7 @@ def failed(make):
 
 
 @pytest.mark.parametrize(
-    "kept", [Words, Nameless, RelativeInGroups, Sessions, TwoTurns, SameBeginning, Ranked, Points]
+    "kept", [Words, NotANumber, RelativeInGroups, Sessions, TwoTurns, SameBeginning, Ranked, Points]
 )
 def test_an_environment_that_keeps_its_contract_passes_every_check(kept):
     assert {name: (f.outcome, f.told) for name, f in findings(kept).items() if f.outcome != "passed"} == {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import sys
 from pathlib import Path
 from typing import Literal
@@ -15,7 +14,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from test_cli import events, grpo, refused
-from test_trainer import batch, model, ragged, same, save, weights
+from test_trainer import batch, in_bfloat16, model, ragged, same, save, weights
 from test_trainer import setup as full_setup
 
 from grpo_core.app import preflight
@@ -132,17 +131,6 @@ def test_the_gradient_of_an_adapter_is_that_of_its_product_by_the_chain_rule(tmp
 
 
 @pytest.mark.long
-def in_bfloat16(path: str, to: Path) -> str:
-    """Write the model at ``path`` as most checkpoints are."""
-    module = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
-    module.save_pretrained(to)
-    shutil.copytree(
-        path, to, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors", "config.json")
-    )
-    return str(to)
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("publish", ["adapters", "merged"])
 def test_weights_that_bfloat16_holds_exactly_take_half_of_the_memory_and_change_no_number(
     model: str, tmp_path: Path, publish: Literal["adapters", "merged"], monkeypatch: pytest.MonkeyPatch
@@ -169,6 +157,7 @@ def test_weights_that_bfloat16_would_round_stay_float32(model: str) -> None:
     assert {tensor.dtype for tensor in kept.values()} == {torch.float32}
 
 
+@pytest.mark.long
 def test_adapters_begin_as_nothing_and_with_the_numbers_of_the_seed(model: str) -> None:
     one, again, other = (TorchTrainer(setup(model, seed=seed)) for seed in (3, 3, 4))
     assert same(one, TorchTrainer(full_setup(model))), "before the first step nothing is added"

@@ -18,7 +18,7 @@ import pytest
 import torch
 import transformers
 from test_cli import grpo, steps_done
-from test_trainer import batch, ragged, setup, with_tokens
+from test_trainer import batch, in_bfloat16, ragged, setup, with_tokens
 
 from grpo_core.config import LoraConfig, OptimizerConfig, TeacherConfig
 from grpo_core.demo import tiny
@@ -200,13 +200,8 @@ def test_several_ranks_train_the_weights_that_one_trains(
 @pytest.mark.long
 @pytest.mark.parametrize("copies", [False, True])
 def test_ranks_share_adapters_of_a_model_in_bfloat16(model: str, tmp_path: Path, copies: bool) -> None:
-    transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).save_pretrained(tmp_path)
-    others = shutil.ignore_patterns("*.safetensors", "config.json")
-    shutil.copytree(model, tmp_path, dirs_exist_ok=True, ignore=others)
-    weights: Any = {"weights": "bfloat16"} if copies else {}
-    given = [
-        configured(str(tmp_path), {}, lora=LoraConfig(rank=4, alpha=8), ranks=n, **weights) for n in (1, 2)
-    ]
+    path, weights = in_bfloat16(model, tmp_path), {"weights": "bfloat16"} if copies else {}
+    given = [configured(path, {}, lora=LoraConfig(rank=4, alpha=8), ranks=n, **weights) for n in (1, 2)]
     given = [attrs.evolve(each, model=attrs.evolve(each.model, dtype="bfloat16")) for each in given]
     (alone, _), (together, results) = (run(trained(each, batches(3))) for each in given)
     assert {name: tensor.dtype for name, tensor in together.items()} == {n: t.dtype for n, t in alone.items()}

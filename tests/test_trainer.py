@@ -112,6 +112,14 @@ def same(a: TorchTrainer, b: TorchTrainer) -> bool:
     return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
+def in_bfloat16(model: str, to: Path) -> str:
+    """Write a model as most checkpoints are."""
+    transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).save_pretrained(to)
+    others = shutil.ignore_patterns("*.safetensors", "config.json")
+    shutil.copytree(model, to, dirs_exist_ok=True, ignore=others)
+    return str(to)
+
+
 def scores(model: str, rows: Sequence[Row], temperature: float = 1.0) -> list[Row]:
     """The rows with the logprobs that transformers itself gives to their tokens, one row at a time."""
     reference = transformers.AutoModelForCausalLM.from_pretrained(model)

@@ -149,7 +149,7 @@ def _decoding(recorded: Recorded, slowdown: float) -> tuple[float, float, Enviro
     took = np.array([g.end - g.begin - paused.between(g.begin, g.end) for g in groups])
     beside = np.array([running.between(g.begin, g.end) / (g.end - g.begin) / engines - 1 for g in groups])
     shared = np.array([training.between(g.begin, g.end) / (g.end - g.begin) for g in groups])
-    alone = 1 - shared * (1 - 1 / slowdown)
+    alone = _alone(shared, slowdown)
     tokens = np.array([float(sum(group.longest.turn_tokens)) for group in groups])
     turns = np.array([float(len(group.longest.turn_tokens)) for group in groups])
     columns = [tokens, tokens * np.maximum(beside, 0.0), turns]
@@ -199,7 +199,7 @@ def _training(recorded: Recorded, slowdown: float) -> TrainerTimes:
         step, shared = span["step"], decoding.between(span["begin"], span["end"])
         share = shared / max(span["end"] - span["begin"], 1e-9)
         seconds[step] = seconds.get(step, 0.0) + span["busy"]
-        alone[step] = alone.get(step, 0.0) + span["busy"] * (1 - share * (1 - 1 / slowdown))
+        alone[step] = alone.get(step, 0.0) + span["busy"] * _alone(share, slowdown)
     steps = sorted(step for step in seconds if step in recorded.trained_tokens)
     steps = steps[WARM_UP:] or steps
     tokens = np.array([float(recorded.trained_tokens[step]) for step in steps])
@@ -208,6 +208,11 @@ def _training(recorded: Recorded, slowdown: float) -> TrainerTimes:
     rest = took - (fixed + each * tokens) * took / np.maximum(without, 1e-9)
     spread = float(np.std(rest)) / float(took.mean()) if took.any() else 0.0
     return TrainerTimes(step=fixed, token=each, spread=spread)
+
+
+def _alone(shared: Any, slowdown: float) -> Any:
+    """Return the share of its seconds that something takes alone, if others compute for a share of them."""
+    return 1 - shared * (1 - 1 / slowdown)
 
 
 def _together(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float, float]]:

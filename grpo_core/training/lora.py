@@ -263,7 +263,7 @@ def _halved(module: nn.Module, whole: Mapping[str, Tensor]) -> dict[str, Tensor]
     Most checkpoints are in bfloat16.  These weights are not trained, and products in bfloat16 round them
     anyway, so nothing that is computed with them changes.
     """
-    names = {(tensor.data_ptr(), tensor.shape): name for name, tensor in whole.items()}
+    names = _names(whole)
     head = module.get_output_embeddings()  # type: ignore[operator]  # it is often the embedding, too
     found = {}
     for layer in module.modules():
@@ -316,9 +316,14 @@ def _problem(lora: LoraConfig, module: nn.Module) -> str:
     return ""
 
 
+def _names(tensors: Mapping[str, Tensor]) -> dict[tuple[int, torch.Size], str]:
+    """Return the checkpoint's name of a tensor by its place in memory and its shape."""
+    return {(tensor.data_ptr(), tensor.shape): name for name, tensor in tensors.items()}
+
+
 def _adapted(module: nn.Module, base: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the layers with an adapter by the checkpoint's name of their weight.  Raises ModelError."""
-    names = {(tensor.data_ptr(), tensor.shape): name for name, tensor in base.items()}
+    names = _names(base)
     layers = {}
     for place, layer in module.named_modules():
         if isinstance(layer, LoraLayer):

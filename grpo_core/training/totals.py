@@ -57,9 +57,8 @@ class Totals:
             events.update(its_events)
         means = {n: v if n.endswith("_max") else v / counts[n] for n, v in read.items()}
         if (square := means.pop(_SQUARE, None)) is not None:
-            means["effective_sample_size"] = min(
-                1.0, means["importance_ratio_mean"] ** 2 / square
-            )  # rounding
+            size = means["importance_ratio_mean"] ** 2 / square
+            means["effective_sample_size"] = min(1.0, size)  # rounding may take it above
         return means | {name: float(n) for name, n in events.items()}
 
 

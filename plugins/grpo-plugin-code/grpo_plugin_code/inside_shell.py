@@ -92,9 +92,8 @@ def run(
     here = os.path.join(sys.base_prefix, "bin")
     environ = {"HOME": "/tmp", "PATH": f"/usr/local/bin:{here}:/usr/bin:/bin", "LANG": "C.UTF-8", **of_image}
     if state is not None:
-        command = (
-            f". {state.path}; {command}"  # in one line: bash numbers the lines in what it says of errors
-        )
+        # in one line, since bash numbers the lines in what it says of errors
+        command = f". {state.path}; {command}"
     process = subprocess.Popen(
         ["/bin/bash", "-c", command], cwd=place, env=environ, stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,

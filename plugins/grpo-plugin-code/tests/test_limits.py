@@ -223,6 +223,7 @@ def test_a_machine_whose_calls_are_unknown_is_refused():
 
 def left_by(story, monkeypatch):
     """Run a story, and return what Python says of pipes and processes that it has left open."""
+    gc.collect()  # what other tests have left
     said = []
     with monkeypatch.context() as patched:
         patched.setattr(sys, "unraisablehook", lambda unraisable: said.append(str(unraisable.exc_value)))
@@ -231,17 +232,21 @@ def left_by(story, monkeypatch):
     return said
 
 
+async def cancelled(sandboxes, turns, pause=0.0):
+    """Begin a program, and cancel its run after some turns of the event loop."""
+    run = asyncio.create_task(sandboxes.run(Job(code="import time; time.sleep(60)")))
+    for _ in range(turns):
+        await asyncio.sleep(pause)
+    run.cancel()
+    return run
+
+
 @in_a_sandbox
 @pytest.mark.parametrize("turns", [*range(8), 200])
 def test_a_run_may_be_cancelled_at_any_time_and_leaves_nothing_open(turns, monkeypatch):
-    gc.collect()
-
     async def story():
         sandboxes = Sandboxes(Limits(), at_once=1, ready=1)
-        run = asyncio.create_task(sandboxes.run(Job(code="import time; time.sleep(60)")))
-        for _ in range(turns):
-            await asyncio.sleep(0.001 if turns > 100 else 0)
-        run.cancel()
+        run = await cancelled(sandboxes, turns, 0.001 if turns > 100 else 0.0)
         await asyncio.wait([run], timeout=20)
         assert run.cancelled()
         end = await sandboxes.run(Job(code="print('after it')"))
@@ -254,14 +259,8 @@ def test_a_run_may_be_cancelled_at_any_time_and_leaves_nothing_open(turns, monke
 @in_a_sandbox
 @pytest.mark.parametrize("turns", range(8))
 def test_the_end_of_the_event_loop_ends_a_sandbox_that_starts(turns, monkeypatch):
-    gc.collect()
-
     async def story():
-        sandboxes = Sandboxes(Limits(), at_once=1, ready=0)
-        run = asyncio.create_task(sandboxes.run(Job(code="pass")))
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        run.cancel()
+        await cancelled(Sandboxes(Limits(), at_once=1, ready=0), turns)
 
     assert left_by(story, monkeypatch) == []
 
