@@ -4,9 +4,10 @@
                                         |                    \\-> the tracker that writes rollouts does, too
                                         '-> the group that the pipeline holds has handles (``PlacedTokens``)
 
-A handle knows the number of its tokens, which of them were sampled, and by which weights.  A plane keeps the
-tokens of a group until nobody holds one of its handles any more, whatever the reason: the group was trained
-and written, the run ends, or an error drops it.  So nothing has to be told that a step is over.
+A handle knows the number of its tokens, which of them were sampled, and by which weights; that of a prompt
+(``PlacedIds``), its length and its digest.  A plane keeps the tokens of a group until nobody holds one of its
+handles any more, whatever the reason: the group was trained and written, the run ends, or an error drops it.
+So nothing has to be told that a step is over.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 from attrs import evolve
 
-from grpo_core.records import Group
-from grpo_core.tokens import PlacedTokens, TokenReader, contents_of
+from grpo_core.records import Group, Segment
+from grpo_core.tokens import Ids, PlacedIds, PlacedTokens, TokenReader, contents_of, digest_of
 
 
 class MemoryPlane:
@@ -90,21 +91,24 @@ class RemotePlane(ABC):
         lease = _Lease()
         weakref.finalize(lease, self._release, key).atexit = False
         segments = [segment for rollout in group.rollouts for segment in rollout.segments]
-        await self.keep(key, group.target_version, [contents_of(segment.tokens) for segment in segments])
-        numbers = itertools.count()
+        prompts = {digest_of(segment.prompt_ids): segment.prompt_ids for segment in segments}
+        contents = [contents_of(segment.tokens) for segment in segments]
+        contents += [ids.tobytes() for ids in prompts.values()]
+        await self.keep(key, group.target_version, contents)
+        places = ((key, number) for number in itertools.count())
+        tokens = [PlacedTokens.of(each.tokens, self.reader, next(places), lease) for each in segments]
+        ids = {
+            digest: PlacedIds(self.reader, next(places), len(ids), digest, lease)
+            for digest, ids in prompts.items()
+        }
+        placed = iter(
+            Segment(prompt_ids=cast(Ids, ids[digest_of(segment.prompt_ids)]), tokens=its)
+            for segment, its in zip(segments, tokens, strict=True)
+        )
         return evolve(
             group,
             rollouts=tuple(
-                evolve(
-                    rollout,
-                    segments=tuple(
-                        evolve(
-                            segment,
-                            tokens=PlacedTokens.of(segment.tokens, self.reader, (key, next(numbers)), lease),
-                        )
-                        for segment in rollout.segments
-                    ),
-                )
+                evolve(rollout, segments=tuple(itertools.islice(placed, len(rollout.segments))))
                 for rollout in group.rollouts
             ),
         )

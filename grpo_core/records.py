@@ -79,7 +79,7 @@ def _no_tokens() -> Tokens:
     return Tokens.empty()
 
 
-_SAME_IDS = cmp_using(eq=_same_ids)
+_SAME_IDS = cmp_using(eq=_same_ids, require_same_type=False)
 
 
 # ---------------------------------------------------------------------------------- what plugins see
@@ -622,6 +622,40 @@ class Row:
         default=None, eq=cmp_using(eq=_same_numbers), hash=False
     )
     """Advantage of each sampled token, float32; None if all have ``advantage``."""
+
+    def __reduce__(self) -> tuple[Callable[..., Row], tuple[Any, ...]]:
+        """Send advantages as runs of equal ones: a turn has one, however many tokens it has."""
+        runs: tuple[Any, Any] | None = None
+        if (each := self.token_advantages) is not None:
+            from grpo_core.tokens import runs_of
+
+            runs = runs_of(each)
+            runs = runs if 2 * len(runs[0]) < len(each) else (each, 1)
+        return _row, (
+            self.prompt_ids, self.tokens, self.advantage, self.group, self.rollout, self.correct, runs,
+        )  # fmt: skip
+
+
+def _row(
+    prompt_ids: Ids,
+    tokens: Tokens,
+    advantage: float,
+    group: int,
+    rollout: int | None,
+    correct: bool,
+    runs: tuple[Any, Any] | None,
+) -> Row:
+    import numpy as np
+
+    return Row(
+        prompt_ids=prompt_ids,
+        tokens=tokens,
+        advantage=advantage,
+        group=group,
+        rollout=rollout,
+        correct=correct,
+        token_advantages=None if runs is None else np.repeat(*runs),
+    )
 
 
 @frozen(kw_only=True)

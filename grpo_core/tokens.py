@@ -1,14 +1,15 @@
 """Tokens as arrays: one value that completions, rollouts and rows hold, at 13 bytes a token.
 
-Arrays are read-only, so that records can share them.  ``PlacedTokens`` stand for tokens that a data plane
-keeps.  Pure.
+Arrays are read-only, so that records can share them.  ``PlacedTokens`` and ``PlacedIds`` stand for what a
+data plane keeps.  Pure.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import numpy as np
 from attrs import field, frozen
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from typing import TypeGuard
 
     from grpo_core.records import Rollout
+
+T = TypeVar("T")
 
 Ids = NDArray[np.int32]
 """Token ids or versions, int32 [n], read-only."""
@@ -43,9 +46,11 @@ _BYTES = 13
 def as_ids(values: ArrayLike) -> Ids:
     """Return whole numbers as a read-only int32 array [n]; a read-only one is returned as it is.
 
-    Raises ValueError if one is not a whole number of 32 bits.
+    So are ``PlacedIds``.  Raises ValueError if one is not a whole number of 32 bits.
     """
-    return values if _is_shared(values, _INT32) else _read_ids(values)
+    if _is_shared(values, _INT32):
+        return values
+    return cast(Ids, values) if isinstance(values, PlacedIds) else _read_ids(values)
 
 
 def _as_flags(values: ArrayLike) -> NDArray[np.bool_]:
@@ -169,11 +174,67 @@ class TokenReader(Protocol):
     """Reads a data plane, in any process: it travels with the handles of the tokens, as a pickle."""
 
     def fetch(self, places: Sequence[tuple[str, int]]) -> Sequence[Any]:
-        """Return the ids and logprobs at each place, as bytes (``contents_of``).
+        """Return the bytes at each place: the ids of a prompt, or ids and logprobs (``contents_of``).
 
         A place is a key and a number, as ``grpo_core.planes`` chose them.  Raises DataPlaneError.
         """
         ...
+
+
+class PlacedIds:
+    """Token ids that a data plane keeps: those of a prompt, int32 [n].
+
+    Their number and digest are known here.  Whoever reads them as an array fetches them, each time anew:
+    ``fetched`` does so for many at once.
+
+    Args:
+        reader: reads the plane.
+        place: key and number under which the plane keeps them.
+        n: their number.
+        digest: ``digest_of`` them.
+        lease: the plane keeps the ids until the last handle with this object has gone.
+    """
+
+    __slots__ = ("_lease", "_n", "_place", "_reader", "digest")
+
+    def __init__(
+        self, reader: TokenReader, place: tuple[str, int], n: int, digest: bytes, lease: object = None
+    ) -> None:
+        self._reader, self._place, self._n, self.digest, self._lease = reader, place, n, digest, lease
+
+    def _with(self, contents: Any) -> Ids:
+        """Return the ids that the plane kept."""
+        if (found := len(contents)) != 4 * self._n:
+            raise DataPlaneError(
+                f"the data plane returned {found} bytes of {self._n} ids; expected {4 * self._n}"
+            )
+        return _sealed(np.frombuffer(contents, _INT32))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        ids: NDArray[Any] = np.asarray(fetched([self])[0], dtype=dtype)
+        return ids.copy() if copy else ids
+
+    def tobytes(self) -> bytes:
+        return np.asarray(self).tobytes()
+
+    def tolist(self) -> list[int]:
+        found: list[int] = np.asarray(self).tolist()
+        return found
+
+    def __iter__(self) -> Iterator[np.int32]:
+        return iter(np.asarray(self))
+
+    def __getitem__(self, at: Any) -> Any:
+        return np.asarray(self)[at]
+
+    def __len__(self) -> int:
+        return self._n
+
+    def __repr__(self) -> str:
+        return f"PlacedIds({self._place}, {self._n} ids)"
+
+    def __reduce__(self) -> tuple[type[PlacedIds], tuple[Any, ...]]:
+        return PlacedIds, (self._reader, self._place, self._n, self.digest)
 
 
 class PlacedTokens(Tokens):
@@ -260,18 +321,34 @@ def contents_of(tokens: Tokens) -> bytes:
     return _joined((tokens.ids, tokens.logprobs))
 
 
-def fetched(tokens: Sequence[Tokens]) -> list[Tokens]:
-    """Return the same tokens with all their arrays here; asks each data plane once."""
-    found = list(tokens)
+def runs_of(values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """Return runs of equal numbers, as ``np.repeat`` takes them: the number of each, and its length."""
+    if not len(values):
+        return values, np.zeros(0, np.int64)
+    starts = np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]]))
+    return values[starts], np.diff(starts, append=len(values))
+
+
+def digest_of(ids: Ids | PlacedIds) -> bytes:
+    """Return 16 bytes that are equal for equal ids, wherever these are."""
+    if isinstance(ids, PlacedIds):
+        return ids.digest
+    return blake2b(ids.data, digest_size=16).digest()
+
+
+def fetched(there: Sequence[T]) -> list[T]:
+    """Return the same tokens and ids with all their arrays here; asks each data plane once for each place."""
+    found: list[Any] = list(there)
     wanted: dict[int, list[int]] = {}
     for i, each in enumerate(found):
-        if isinstance(each, PlacedTokens):
+        if isinstance(each, PlacedTokens | PlacedIds):
             wanted.setdefault(id(each._reader), []).append(i)
-    for places in wanted.values():
-        handles = [each for i in places if isinstance(each := found[i], PlacedTokens)]
-        contents = handles[0]._reader.fetch([each._place for each in handles])
-        for i, handle, its in zip(places, handles, contents, strict=True):
-            found[i] = handle._with(its)
+    for numbers in wanted.values():
+        handles = {found[i]._place: found[i] for i in numbers}
+        contents = found[numbers[0]]._reader.fetch(list(handles))
+        here = {place: handles[place]._with(its) for place, its in zip(handles, contents, strict=True)}
+        for i in numbers:
+            found[i] = here[found[i]._place]
     return found
 
 

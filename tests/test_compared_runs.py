@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import re
@@ -373,6 +374,17 @@ def test_the_command_writes_one_page_of_several_runs(tmp_path, paths, capsys):
     assert "2 runs compared" in output.read_text()
     assert told(paths[0], "--output", output) == 0
     assert "compared" not in Page(output.read_text()).text
+
+
+def test_a_file_that_cannot_be_read_is_not_called_one_that_cannot_be_written(tmp_path, monkeypatch):
+    def forbidden(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path / "metrics.jsonl"))
+
+    made = [run(tmp_path / name, seed) for seed, name in enumerate(("one", "other"))]
+    monkeypatch.setattr(Files, "read", forbidden)
+    for given in (made[:1], [*made, "--output", tmp_path / "compared.html"]):
+        with pytest.raises(PermissionError, match=r"one/metrics\.jsonl"):
+            told(*given)
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,11 @@ BAD = [
         {"trainer": {"learning_rate": 1}},
         "unknown configuration key 'trainer.learning_rate'. Did you mean 'trainer.lr'?",
     ),
+    ({"trainer": {"beta": 0.1}}, "unknown configuration key 'trainer.beta'. Did you mean 'betas'?"),
+    (
+        {"beta": 0.1},
+        "unknown configuration key 'beta'. Did you mean 'loss.options.kl_coefficient'?",
+    ),
     ({"rollout": {"stop": [""]}}, "configuration key 'rollout': Length of 'stop' must be >= 1: 0"),
     (
         {"health": {"logprob_diff": [2, 1]}},

@@ -25,12 +25,12 @@ from grpo_core.loop.rollout import SamplingParams
 from grpo_core.loop.rows import make_batch
 from grpo_core.planes import MemoryPlane
 from grpo_core.processes import Call
-from grpo_core.records import Group, Prompt, Rollout, SampleRequest, Segment
+from grpo_core.records import Group, Prompt, Rollout, Row, SampleRequest, Segment
 from grpo_core.reporting import stored
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, FakeTrainer, prompts, run
-from grpo_core.tokens import PlacedTokens, Tokens, as_ids, contents_of, fetched
-from grpo_core.training.batching import length
-from grpo_core.training.plan import shares, with_tokens
+from grpo_core.tokens import PlacedIds, PlacedTokens, Tokens, as_ids, contents_of, digest_of, fetched
+from grpo_core.training.batching import Costs, length
+from grpo_core.training.plan import Layout, shares, with_tokens
 
 GROUPS, STEPS = 4, 6
 
@@ -93,22 +93,59 @@ def test_a_plane_that_returns_other_bytes_is_not_believed():
         fetched([handle])
 
 
+def test_a_handle_of_a_prompt_is_an_array_that_is_fetched_when_it_is_read():
+    ids = as_ids([7, 8, 9])
+    kept = Kept()
+    kept.contents = [ids.tobytes()]
+    handle = PlacedIds(kept, ("key", 0), 3, digest_of(ids))
+    assert (len(handle), digest_of(handle), kept.asked) == (3, digest_of(ids), 0)
+    assert digest_of(as_ids([7, 8])) != digest_of(ids)
+    segment = Segment(prompt_ids=handle)
+    assert segment.prompt_ids is handle
+    assert segment == Segment(prompt_ids=ids)
+    assert np.concatenate([handle, ids]).tolist() == [7, 8, 9, 7, 8, 9]
+    assert (handle[-1], list(handle), handle.tolist(), handle.tobytes()) == (
+        9,
+        [7, 8, 9],
+        [7, 8, 9],
+        bytes(ids),
+    )
+    assert fetched([handle, handle])[0].tolist() == [7, 8, 9]
+    kept.contents = [b"12345678"]
+    with pytest.raises(DataPlaneError, match="returned 8 bytes of 3 ids; expected 12"):
+        fetched([handle])
+
+
 # ---------------------------------------------------------------------------------- bytes
 
 
-def group(tokens: int, rollouts: int = 8) -> Group:
+def group(
+    tokens: int, rollouts: int = 8, *, segments: int = 1, by_turn: bool = False, prompt: int = 3
+) -> Group:
+    """Return a finished group; a later segment begins with all that was said before it."""
     ids = np.random.default_rng(0).integers(0, 1000, tokens)
-    prompt = as_ids([1, 2, 3])
-    segments = [
-        Segment(prompt_ids=prompt, tokens=Tokens.generated(ids + i, [-1.0] * tokens, [0] * tokens))
-        for i in range(rollouts)
-    ]
+    asked = as_ids(range(prompt))
+
+    def rollout(i: int) -> Rollout:
+        parts = np.array_split(ids + i, segments)
+        befores = [asked, *(as_ids([*asked, *np.concatenate(parts[:n])]) for n in range(1, segments))]
+        return Rollout(
+            segments=[
+                Segment(
+                    prompt_ids=before,
+                    tokens=Tokens.generated(part, np.full(len(part), -1.0), np.zeros(len(part), int)),
+                )
+                for before, part in zip(befores, parts, strict=True)
+            ],
+            reward=float(i),
+            advantage=1.0,
+            token_advantages=np.arange(tokens) * 4 // tokens + 0.5 if by_turn else None,
+            trained=True,
+        )
+
     return Group(
         prompt=Prompt(messages="1+1=", id="0", environment="task"),
-        rollouts=tuple(
-            Rollout(segments=[segment], reward=float(i), advantage=1.0, trained=True)
-            for i, segment in enumerate(segments)
-        ),
+        rollouts=tuple(map(rollout, range(rollouts))),
         generation_version=0,
         target_version=0,
     )
@@ -120,17 +157,54 @@ def sent(made: Group) -> float:
     return len(pickle.dumps(Call(1, "step", (batch,)), protocol=5)) / len(made.rollouts)
 
 
-def test_the_bytes_of_a_rollout_on_the_way_to_the_trainer_do_not_grow_with_its_tokens(tmp_path):
+KINDS = {
+    "one segment": ({}, 400),
+    "four segments": ({"segments": 4}, 1600),
+    "an advantage for each turn": ({"by_turn": True}, 900),
+    "both": ({"segments": 4, "by_turn": True}, 1700),
+}
+
+
+@pytest.mark.parametrize(("kind", "limit"), KINDS.values(), ids=KINDS)
+def test_the_bytes_of_a_rollout_on_the_way_to_the_trainer_do_not_grow_with_its_tokens(tmp_path, kind, limit):
     plane = FilePlane(None, directory=str(tmp_path / "plane"))
 
     async def placed(tokens: int) -> float:
         await plane.started()
-        return sent(await plane.put(group(tokens)))
+        return sent(await plane.put(group(tokens, **kind, prompt=tokens)))
 
     sizes = {tokens: asyncio.run(placed(tokens)) for tokens in (1024, 4096, 16384)}
-    assert max(sizes.values()) - min(sizes.values()) <= 4, sizes
-    assert max(sizes.values()) < 400, sizes
-    assert sent(group(16384)) > 13 * 16384, "in memory all of it is sent"
+    assert max(sizes.values()) - min(sizes.values()) <= 8 * kind.get("segments", 1), sizes
+    assert max(sizes.values()) < limit, sizes
+    assert sent(group(16384, **kind)) > 13 * 16384, "in memory all of it is sent"
+
+
+@pytest.mark.parametrize("values", [[0.5], [1.0, 1.0, 2.0], [1.0, 2.0, 3.0], [1.0] * 50 + [2.0] * 50])
+def test_advantages_of_tokens_arrive_as_they_were_sent(values):
+    tokens = Tokens.generated(range(len(values)), np.zeros(len(values)), np.zeros(len(values), int))
+    row = Row(prompt_ids=[1], tokens=tokens, advantage=1.0, group=3, rollout=4, correct=True,
+              token_advantages=np.array(values, np.float32))  # fmt: skip
+    arrived = pickle.loads(pickle.dumps(row))
+    assert arrived == row
+    assert arrived.token_advantages.dtype == np.float32
+
+
+def test_a_step_is_divided_in_the_same_way_with_every_plane(tmp_path):
+    """Which rows share a prompt is known by its digest, before anybody fetches it."""
+    plane = FilePlane(None, directory=str(tmp_path / "plane"))
+    here = [group(40, segments=2), group(20, rollouts=5), group(30, prompt=9)]
+
+    async def placed() -> list[Group]:
+        await plane.started()
+        return [await plane.put(each) for each in here]
+
+    layout = Layout(packing=True, costs=Costs(budget=512, overhead=16, packed=1.0))
+    divided = [
+        shares(make_batch(groups, step=0, temperature=1.0), updates=1, ranks=3, layout=layout)
+        for groups in (here, asyncio.run(placed()))
+    ]
+    assert not (tmp_path / "plane" / "fetched").exists()
+    assert [with_tokens(share) for share in divided[1]] == divided[0]
 
 
 def test_files_of_rollouts_are_the_same_with_every_plane(tmp_path):
@@ -158,8 +232,8 @@ def test_each_rank_fetches_the_tokens_of_its_rows_and_of_no_others(tmp_path):
     assert [length(row) for row in batch.rows] == [3 + 29] * 6
     parts = [with_tokens(pickle.loads(pickle.dumps(part))) for part in shares(batch, updates=1, ranks=3)]
     asked = [places for _, places in plane.fetches]
-    assert [len(places) for places in asked] == [2, 2, 2]
-    assert sorted(place for places in asked for place in places) == [("0", i) for i in range(6)]
+    assert [len(places) for places in asked] == [3, 3, 3], "two rows, and their prompt once"
+    assert {place for places in asked for place in places} == {("0", i) for i in range(7)}
     assert all(type(row.tokens) is Tokens for part in parts for row in part.rows.values())
 
 
@@ -268,6 +342,20 @@ def test_after_an_error_nothing_is_left(plane):
 
 
 @pytest.mark.long
+def test_groups_of_a_checkpoint_are_given_to_the_plane_when_a_run_is_resumed(plane):
+    story = Story(plane, trainer=Forgetful())
+    before, ready = Story(MemoryPlane(None)).pipeline.buffer, group(10, rollouts=4)
+    slots = before.reserve()
+    slot, *_ = before.assign(slots, [ready.prompt] * len(slots))
+    before.complete(slot, attrs.evolve(ready, slot=slot.id, target_version=slot.target_version))
+    story.pipeline.buffer.load_state_dict(before.state_dict())
+    story()
+    assert story.result == "finished"
+    assert plane.taken == STEPS * GROUPS, "the group that was ready, too"
+    assert plane.held == (0, 0)
+
+
+@pytest.mark.long
 def test_a_plane_that_fails_ends_the_run(tmp_path):
     full = FilePlane(None, directory=str(tmp_path / "plane"), room=7)
     with pytest.raises(DataPlaneError, match="it is full"):
@@ -279,12 +367,12 @@ def test_a_handle_that_is_gone_takes_the_whole_groups_tokens_only_when_it_was_th
         await plane.started()
         first = (await plane.put(group(10, rollouts=2))).rollouts[0]
         await asyncio.sleep(0)
-        assert plane.held == (2, 160)
+        assert plane.held == (3, 172)
         assert fetched([first.segments[0].tokens])[0] == group(10).rollouts[0].segments[0].tokens
         kept = attrs.evolve(first, reward=2.0)
         del first
         await asyncio.sleep(0)
-        assert plane.held == (2, 160)
+        assert plane.held == (3, 172)
         del kept
         await asyncio.sleep(0)
         assert plane.held == (0, 0)
@@ -302,6 +390,6 @@ def test_a_plane_that_is_closed_is_asked_for_nothing_any_more(plane):
         await plane.aclose()
         del late
         await asyncio.sleep(0)
-        assert plane.held[0] == 16
+        assert plane.held[0] == 18
 
     asyncio.run(story())

@@ -92,6 +92,20 @@ def test_a_file_has_no_splits(file, given):
             find_source("sums", config, split)
 
 
+def test_splits_belong_to_the_path_that_is_a_data_set(file):
+    """A file of training prompts may have a data set of held-out ones, and the other way round."""
+    rows = str(file([{"prompt": "a"}]))
+    for keys in ({"subset": "main"}, {"split": "test"}, {"validation_split": "test"}):
+        config = SourceConfig(path=rows, validation_path="openai/gsm8k", **keys)
+        assert len(find_source("sums", config, "train")) == 1
+        assert find_source("sums", config, "validation") is not None
+    there = SourceConfig(path="openai/gsm8k", subset="main", validation_path=rows)
+    assert find_source("sums", there, "train") is not None
+    config = SourceConfig(path="openai/gsm8k", validation_split="test", validation_path=rows)
+    with pytest.raises(ConfigError, match=r"is a file.* leave out source\.validation_split$"):
+        find_source("sums", config, "train")
+
+
 def test_messages_stay_messages(file):
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes?"}]
     (prompt,) = source(file([{"messages": messages}]))

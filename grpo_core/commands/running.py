@@ -148,17 +148,11 @@ def report(*, directories: Sequence[Path], output: Path | None) -> int:
         raise ConfigError(
             "report: several runs need --output and the name of their page, as --output compared.html"
         )
-    RunDirectory.existing(directories[0])
-    try:
-        if len(directories) > 1 and output is not None:
-            page = comparison.write(directories, output)
-        else:
-            page = write_report(directories[0], output)
-    except OSError as error:
-        raise ConfigError(
-            f"{directories[0]}: the report cannot be written ({error.strerror}); give another file with "
-            "--output"
-        ) from error
+    if len(directories) > 1 and output is not None:
+        page = comparison.write(directories, output)
+    else:
+        RunDirectory.existing(directories[0])
+        page = write_report(directories[0], output)
     say(str(page))
     return 0
 

@@ -251,18 +251,18 @@ def find_source(task: str, config: SourceConfig, split: str) -> Source | None:
 
 
 def _refuse_splits_of_a_file(task: str, config: SourceConfig) -> None:
-    """Raise ConfigError for keys of a data set, with the path of a file."""
-    default = SourceConfig()
-    keys = [key for key in ("subset", "split") if getattr(config, key) != getattr(default, key)]
-    if config.validation_split and not config.validation_path:
+    """Raise ConfigError for keys of a data set that no data set has, because the paths are files."""
+    default, validation = SourceConfig(), config.validation_path or config.path
+    keys = []
+    if all(is_file(path) for path in (config.path, validation) if path):
+        keys += [key for key in ("subset", "split") if getattr(config, key) != getattr(default, key)]
+    if config.validation_split and is_file(validation):
         keys.append("validation_split")
-    if keys and is_file(config.path):
-        raise ConfigError(
-            f"task {task!r}: source {config.path!r} is a file, which has no splits and subsets: leave out "
-            f"{' and '.join(f'source.{key}' for key in keys)}"
-            + (
-                "; source.validation_path names a file of held-out prompts"
-                if "validation_split" in keys
-                else ""
-            )
-        )
+    if not keys or not validation:
+        return
+    held_out = "; source.validation_path names a file of held-out prompts"
+    raise ConfigError(
+        f"task {task!r}: source {validation!r} is a file, which has no splits and subsets: "
+        f"leave out {' and '.join(f'source.{key}' for key in keys)}"
+        + (held_out if "validation_split" in keys and not config.validation_path else "")
+    )

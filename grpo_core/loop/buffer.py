@@ -188,6 +188,10 @@ class Buffer(Generic[PromptT, GroupT]):
         """Record that the slot's group is ready to be trained."""
         self._make_ready(self._leave(self._in_flight, slot, "in flight"), group)
 
+    def exchange(self, slot: Slot[PromptT], group: GroupT) -> None:
+        """Hold a ready group in another form: a resumed run gives its tokens to a data plane."""
+        self._ready[slot.id] = (self._ready[slot.id][0], group)
+
     def fail(self, slot: Slot[PromptT], partial_rollouts: Iterable[Any] = ()) -> bool:
         """Record a failed attempt; return True if the slot is retried, False if its prompt is skipped.
 

@@ -227,12 +227,13 @@ class Arrays:
 
         from grpo_core.tokens import Tokens, concatenated, fetched
 
+        here: list[Any] = fetched([*self.tokens, *self.prompts])
         packed: bytes = save(
             {
                 "prompt_lengths": np.array([len(ids) for ids in self.prompts], np.int64),
-                "prompt_ids": concatenated(self.prompts),
+                "prompt_ids": concatenated(here[len(self.tokens) :]),
                 "lengths": np.array([len(tokens) for tokens in self.tokens], np.int64),
-                **Tokens.concatenate(fetched(self.tokens)).arrays(),
+                **Tokens.concatenate(here[: len(self.tokens)]).arrays(),
             }
         )
         return packed

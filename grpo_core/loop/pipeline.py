@@ -196,8 +196,8 @@ class Pipeline:
         self._trained = self.buffer.step
         first = self._trained == 0 or self.validate_first
         self._measured = -1 if first else self._trained
-        self._carried = frozenset(slot.id for slot, _ in self.buffer.state_dict()["ready"])
         with raising_root_cause():
+            self._carried = await self._place_carried()
             async with asyncio.TaskGroup() as tasks:
                 watches = [tasks.create_task(died(), name="watch") for died in self.watch]
                 stage("first weight sync")
@@ -217,6 +217,13 @@ class Pipeline:
                 for task in background:
                     task.cancel()
         return self._stopping if self._trained < self.buffer.num_steps else "finished"
+
+    async def _place_carried(self) -> frozenset[int]:
+        """Put the groups of a checkpoint into the data plane; return their slots."""
+        ready = self.buffer.state_dict()["ready"]
+        for slot, group in ready:
+            self.buffer.exchange(slot, await self.plane.put(group))
+        return frozenset(slot.id for slot, _ in ready)
 
     def stop(self, reason: str = "interrupted") -> None:
         """End the run after the current step, with a checkpoint."""

@@ -204,7 +204,7 @@ class ReportTracker(Tracker):
             return
         try:
             write(self._directory)
-        except OSError as error:
+        except (ConfigError, OSError) as error:
             log.warning("%s: no report could be written: %s", self._directory, describe(error))
         except Exception:
             log.warning("%s: no report could be made", self._directory, exc_info=True)
@@ -213,12 +213,18 @@ class ReportTracker(Tracker):
 def write(path: Path, output: Path | None = None) -> Path:
     """Write the report of the run in the directory ``path``; return the file, by default ``REPORT`` in it.
 
-    Raises ConfigError if ``output`` cannot be written, or is something else than a report.
+    Raises ConfigError if the file cannot be written, or is something else than a report.
     """
     if output is not None:
         check_output(output)
         return replace_output(output, render(Files.read(path)))
-    replace(path / REPORT, render(Files.read(path)))
+    page = render(Files.read(path))
+    try:
+        replace(path / REPORT, page)
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: the report cannot be written ({error.strerror}); give another file with --output"
+        ) from error
     return path / REPORT
 
 

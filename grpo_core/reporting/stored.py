@@ -211,9 +211,12 @@ def _arrays(rollouts: Sequence[Rollout]) -> Arrays:
     from grpo_core.tokens import NOT_SAMPLED, fetched
 
     segments = [(r, segment) for r, rollout in enumerate(rollouts) for segment in rollout.segments]
-    tokens = fetched([segment.tokens for _, segment in segments])
+    found: list[Any] = fetched(
+        [*(each.tokens for _, each in segments), *(each.prompt_ids for _, each in segments)]
+    )
+    tokens, prompt_ids = found[: len(segments)], found[len(segments) :]
     prompts: dict[bytes, int] = {}
-    which = [prompts.setdefault(segment.prompt_ids.tobytes(), len(prompts)) for _, segment in segments]
+    which = [prompts.setdefault(ids.tobytes(), len(prompts)) for ids in prompt_ids]
     joined = {
         name: np.concatenate([empty, *(each.arrays()[name] for each in tokens)])
         for name, empty in Segment(prompt_ids=()).tokens.arrays().items()
@@ -239,14 +242,15 @@ def _turns(rollouts: Sequence[Rollout]) -> Arrays:
     """Return the advantages of single tokens, as runs of equal ones; turns have one advantage each."""
     import numpy as np
 
+    from grpo_core.tokens import runs_of
+
     values, lengths, of = [], [], []
     for r, rollout in enumerate(rollouts):
         if rollout.token_advantages is not None:
-            each = np.asarray(rollout.token_advantages, np.float32)
-            starts = np.flatnonzero(np.concatenate([[True], each[1:] != each[:-1]]))
-            values.append(each[starts])
-            lengths.append(np.diff(np.append(starts, len(each))))
-            of.append(np.full(len(starts), r))
+            numbers, its_lengths = runs_of(np.asarray(rollout.token_advantages, np.float32))
+            values.append(numbers)
+            lengths.append(its_lengths)
+            of.append(np.full(len(numbers), r))
     return {
         "turn_advantages": np.concatenate([np.zeros(0), *values]).astype(np.float32),
         "turn_lengths": np.concatenate([np.zeros(0), *lengths]).astype(np.int32),

@@ -77,7 +77,6 @@ class DataPlaneContract:
 
     def what_is_put_there_is_what_is_read(self) -> None:
         group = _group(1)
-        before = [_contents(each) for each in _tokens(group)]
         there = self._run(within(PATIENCE, self._plane.put(group), "put()"))
         assert isinstance(there, Group), f"put() returned {type(there).__name__}, expected the group"
         assert there.prompt == group.prompt, "it changed the prompt of a group"
@@ -87,7 +86,10 @@ class DataPlaneContract:
             assert len(handle) == len(tokens), f"a handle knows {len(handle)} tokens, expected {len(tokens)}"
             assert np.array_equal(handle.sampled, tokens.sampled), "a handle has another mask of samples"
             assert np.array_equal(handle.versions, tokens.versions), "a handle has other versions"
-        _same(before, there)
+        assert [len(each.prompt_ids) for each in _segments(there)] == [
+            len(each.prompt_ids) for each in _segments(group)
+        ], "a handle knows another number of a prompt's tokens"
+        _same(group, there)
 
     def groups_that_are_put_at_once_are_not_mixed_up(self) -> None:
         groups = [_group(seed) for seed in range(8)]
@@ -98,22 +100,21 @@ class DataPlaneContract:
             return there
 
         for group, there in zip(groups, self._run(story()), strict=True):
-            _same([_contents(each) for each in _tokens(group)], there)
+            _same(group, there)
 
     def other_processes_read_it(self) -> None:
         """The ranks of a trainer get the handles, and fetch the tokens by themselves."""
         group = _group(3)
         there = self._run(within(PATIENCE, self._plane.put(group), "put()"))
         try:
-            ForkingPickler.dumps(_tokens(there))
+            ForkingPickler.dumps(_segments(there))
         except Exception as error:
             raise AssertionError(f"a handle cannot be sent: {type(error).__name__}: {error}") from error
         if not self._plane.remote:
             return
         with multiprocessing.get_context("spawn").Pool(1) as pool:
-            found = pool.apply_async(_read, (_tokens(there),)).get(PATIENCE)
-        expected = [_contents(each) for each in _tokens(group)]
-        assert found == expected, "another process reads other tokens than were put there"
+            found = pool.apply_async(_read, (_segments(there),)).get(PATIENCE)
+        assert found == _read(_segments(group)), "another process reads other tokens than were put there"
 
     def groups_that_nobody_holds_make_room_for_others(self) -> None:
         """A group that is still held stays readable when others are gone."""
@@ -128,7 +129,7 @@ class DataPlaneContract:
             return kept, there
 
         kept, there = self._run(story())
-        _same([_contents(each) for each in _tokens(kept)], there)
+        _same(kept, there)
 
     def it_can_be_closed(self) -> None:
         plane, self._plane = self._plane, None
@@ -149,7 +150,7 @@ def _group(seed: int) -> Group:
         prompt=Prompt(messages="a prompt", id=f"prompt {seed}", environment="task"),
         rollouts=tuple(
             Rollout(
-                segments=[Segment(prompt_ids=(1, 2), tokens=each) for each in some],
+                segments=[Segment(prompt_ids=range(1, 3 + 5 * n), tokens=its) for n, its in enumerate(some)],
                 messages=({"role": "user", "content": "a prompt"}, {"role": "assistant", "content": "said"}),
                 reward=float(number),
                 turns=len(some),
@@ -163,20 +164,28 @@ def _group(seed: int) -> Group:
     )
 
 
+def _segments(group: Group) -> list[Segment]:
+    return [segment for rollout in group.rollouts for segment in rollout.segments]
+
+
 def _tokens(group: Group) -> list[Tokens]:
-    return [segment.tokens for rollout in group.rollouts for segment in rollout.segments]
+    return [segment.tokens for segment in _segments(group)]
 
 
-def _contents(tokens: Tokens) -> tuple[list[int], list[float]]:
-    return tokens.ids.tolist(), tokens.logprobs.tolist()
+def _same(expected: Group, there: Group) -> None:
+    for mine, its in zip(_read(_segments(expected)), _read(_segments(there)), strict=True):
+        assert its[0] == mine[0], f"the prompt {its[0][:5]} ... is read, and {mine[0][:5]} ... was put there"
+        assert its[1] == mine[1], (
+            f"the tokens {its[1][:5]} ... are read, and {mine[1][:5]} ... were put there"
+        )
+        assert its[2] == mine[2], "other logprobs are read than were put there"
 
 
-def _same(expected: Sequence[tuple[list[int], list[float]]], there: Group) -> None:
-    found = [_contents(each) for each in fetched(_tokens(there))]
-    for (ids, logprobs), (its_ids, its_logprobs) in zip(expected, found, strict=True):
-        assert its_ids == ids, f"the tokens {its_ids[:5]} ... are read, and {ids[:5]} ... were put there"
-        assert its_logprobs == logprobs, "other logprobs are read than were put there"
-
-
-def _read(tokens: Sequence[Tokens]) -> list[tuple[list[int], list[float]]]:
-    return [_contents(each) for each in fetched(tokens)]
+def _read(segments: Sequence[Segment]) -> list[tuple[list[int], list[int], list[float]]]:
+    """Return prompt, ids and logprobs of each segment, read all at once."""
+    prompts = fetched([segment.prompt_ids for segment in segments])
+    tokens = fetched([segment.tokens for segment in segments])
+    return [
+        (ids.tolist(), each.ids.tolist(), each.logprobs.tolist())
+        for ids, each in zip(prompts, tokens, strict=True)
+    ]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 from attrs import evolve, frozen
 
 from grpo_core.records import Batch, Row
-from grpo_core.tokens import fetched
+from grpo_core.tokens import digest_of, fetched
 from grpo_core.training.batching import Costs, layout_cost, length, rollouts, split_updates
 from grpo_core.training.dealing import Packable, dealt
 
@@ -116,7 +116,7 @@ def _prompts(
     counts = Counter(of_rollouts)
     return [
         (
-            (row.prompt_ids.tobytes(), rollout if together and counts[rollout] > 1 else None),
+            (digest_of(row.prompt_ids), rollout if together and counts[rollout] > 1 else None),
             len(row.prompt_ids),
         )
         for row, rollout in zip(rows, of_rollouts, strict=True)
@@ -185,12 +185,15 @@ def _packables(
 
 def with_tokens(share: Share) -> Share:
     """Return the share with the tokens of its rows in this process, if a data plane keeps them."""
-    tokens = fetched([row.tokens for row in share.rows.values()])
-    rows = {
-        place: row if row.tokens is its else evolve(row, tokens=its)
-        for (place, row), its in zip(share.rows.items(), tokens, strict=True)
-    }
-    return evolve(share, rows=rows)
+    rows = share.rows.values()
+    found: Iterator[Any] = iter(fetched([part for row in rows for part in (row.prompt_ids, row.tokens)]))
+    return evolve(
+        share,
+        rows={
+            place: row if row.tokens is tokens else evolve(row, prompt_ids=ids, tokens=tokens)
+            for (place, row), ids, tokens in zip(share.rows.items(), found, found, strict=True)
+        },
+    )
 
 
 def balanced(costs: Sequence[int], parts: int) -> list[list[int]]:

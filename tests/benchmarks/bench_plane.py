@@ -2,7 +2,8 @@
 
     python tests/benchmarks/bench_plane.py [GROUPS]
 
-A group has 8 rollouts.  "sent" is the call that gives a step to a trainer of one rank.  "held" is what a
+A group has 8 rollouts, of one segment or of four with an advantage each: a later segment begins with all that
+came before it.  "sent" is the call that gives a step to a trainer of one rank.  "held" is what a
 rollout that waits to be trained takes in the process of the run.  "CPU" is that of ``put`` in that process.
 With Ray installed, the same is measured with a cluster of this machine; with TransferQueue, too.
 """
@@ -20,6 +21,7 @@ import tracemalloc
 from collections.abc import Sequence
 
 import numpy as np
+from attrs import evolve
 
 from grpo_core.app.parts import make_data_plane, make_placement
 from grpo_core.config import DataPlaneConfig, PlacementConfig
@@ -32,6 +34,7 @@ from grpo_core.tokens import Tokens, as_ids
 
 GROUPS, GROUP = 40, 8
 LENGTHS = (1024, 4096, 16384)
+SEGMENTS = (1, 4)
 GROWTH = 1.02
 """Largest ratio of the bytes sent for the longest rollouts to those for the shortest."""
 
@@ -56,37 +59,41 @@ async def measure(name: str, where: str, groups: int, *, limit: float | None) ->
     host = PluginHost.discover()
     placement = make_placement(PlacementConfig(name=where), host)
     plane = make_data_plane(DataPlaneConfig(name=name), host, placement)
-    sizes: dict[int, float] = {}
+    missed = 0
     with placement.connected(os.cpu_count() or 1):
         await plane.started()
         try:
             await plane.put(group(8))
-            for length in LENGTHS:
-                sizes[length], held, seconds = await cost(plane, length, groups)
-                print(
-                    f"{name:13} {length:6,} tokens: {sizes[length]:9,.0f} bytes sent, {held:9,.0f} held, "
-                    f"{seconds * 1e6:6.0f} us of CPU for a rollout",
-                    flush=True,
-                )
+            for segments in SEGMENTS:
+                sizes: dict[int, float] = {}
+                for length in LENGTHS:
+                    sizes[length], held, seconds = await cost(plane, length, groups, segments)
+                    print(
+                        f"{name:13} {length:6,} tokens in {segments}: {sizes[length]:9,.0f} bytes sent, "
+                        f"{held:9,.0f} held, {seconds * 1e6:6.0f} us of CPU for a rollout",
+                        flush=True,
+                    )
+                ratio = sizes[LENGTHS[-1]] / sizes[LENGTHS[0]]
+                of = f", limit {limit}" if limit else ""
+                print(f"{name:13} bytes sent in {segments}, longest / shortest: {ratio:.3f}{of}")
+                missed += limit is not None and ratio > limit
         finally:
             await plane.aclose()
-    ratio = sizes[LENGTHS[-1]] / sizes[LENGTHS[0]]
-    print(f"{name:13} bytes sent, longest / shortest: {ratio:.3f}" + (f", limit {limit}" if limit else ""))
-    return int(limit is not None and ratio > limit)
+    return missed
 
 
-async def cost(plane: DataPlane, length: int, groups: int) -> tuple[float, float, float]:
+async def cost(plane: DataPlane, length: int, groups: int, segments: int) -> tuple[float, float, float]:
     """Return bytes that are sent and held, and CPU seconds, for each rollout."""
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
-    kept: list[Group] = [await plane.put(group(length)) for _ in range(groups)]
+    kept: list[Group] = [await plane.put(group(length, segments)) for _ in range(groups)]
     gc.collect()
     held = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
-    batch = make_batch(kept, step=0, temperature=1.0)
+    batch = make_batch([taught(each) for each in kept], step=0, temperature=1.0)
     sent = len(pickle.dumps(Call(1, "step", (batch,)), protocol=pickle.HIGHEST_PROTOCOL))
     del kept, batch
-    fresh: Sequence[Group] = [group(length) for _ in range(groups)]
+    fresh: Sequence[Group] = [group(length, segments) for _ in range(groups)]
     began = time.process_time()
     for each in fresh:
         await plane.put(each)
@@ -95,27 +102,50 @@ async def cost(plane: DataPlane, length: int, groups: int) -> tuple[float, float
     return sent / n, held / n, seconds / n
 
 
-def group(length: int) -> Group:
+def group(length: int, segments: int = 1) -> Group:
     """Return a finished group of rollouts of so many tokens."""
     chance, prompt = np.random.default_rng(length), as_ids(range(100))
-    tokens = [
-        Tokens.generated(
-            chance.integers(0, 150_000, length).astype(np.int32),
-            -chance.random(length).astype(np.float32),
-            np.zeros(length, np.int32),
+
+    def rollout() -> Rollout:
+        parts = np.array_split(chance.integers(0, 150_000, length).astype(np.int32), segments)
+        befores = [prompt, *(as_ids(np.concatenate([prompt, *parts[:n]])) for n in range(1, segments))]
+        return Rollout(
+            segments=[
+                Segment(
+                    prompt_ids=before,
+                    tokens=Tokens.generated(
+                        ids, -chance.random(len(ids)).astype(np.float32), np.zeros(len(ids), np.int32)
+                    ),
+                )
+                for before, ids in zip(befores, parts, strict=True)
+            ],
+            reward=1.0,
+            advantage=1.0,
+            trained=True,
         )
-        for _ in range(GROUP)
-    ]
+
     return Group(
         prompt=Prompt(messages="1+1=", id="0", environment="task"),
-        rollouts=tuple(
-            Rollout(
-                segments=[Segment(prompt_ids=prompt, tokens=each)], reward=1.0, advantage=1.0, trained=True
-            )
-            for each in tokens
-        ),
+        rollouts=tuple(rollout() for _ in range(GROUP)),
         generation_version=0,
         target_version=0,
+    )
+
+
+def taught(group: Group) -> Group:
+    """Return the group with an advantage for each segment, as ``with_advantages`` gives them."""
+    return evolve(
+        group,
+        rollouts=tuple(
+            evolve(
+                rollout,
+                token_advantages=np.repeat(
+                    np.arange(len(rollout.segments)) + 1.0,
+                    [segment.tokens.n_sampled for segment in rollout.segments],
+                ),
+            )
+            for rollout in group.rollouts
+        ),
     )
 
 

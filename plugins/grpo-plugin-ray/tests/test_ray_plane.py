@@ -84,8 +84,8 @@ class TestPlane:
             await plane.started()
             before = owned()
             placed = await plane.put(group(lengths))
-            assert await settles(before + 2), "short rollouts share an object"
-            assert await plane.held() == (5, 8 * sum(lengths))
+            assert await settles(before + 3), "short rollouts share an object; the prompt is in the last"
+            assert await plane.held() == (6, 8 * sum(lengths) + 4 * 2), "five rollouts, and their prompt once"
             handles = [rollout.segments[0].tokens for rollout in placed.rollouts]
             rank = await asyncio.create_subprocess_exec(
                 sys.executable, "-c", RANK, stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -96,7 +96,7 @@ class TestPlane:
             last = handles[1]
             del handles, placed
             await asyncio.sleep(0)
-            assert (await plane.held())[0] == 5, "a group is kept whole"
+            assert (await plane.held())[0] == 6, "a group is kept whole"
             del last
             await asyncio.sleep(0)
             assert await plane.held() == (0, 0)
