@@ -10,7 +10,8 @@ import torch
 from grpo_core.errors import ConfigError, one_line
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
-_KEPT_FREE = 256 << 20
+KEPT_FREE = 256 << 20
+"""Bytes of freed memory that a process keeps for what it allocates next."""
 
 
 def resolve_device(configured: str, key: str) -> torch.device:
@@ -40,12 +41,23 @@ def prepare(threads: int) -> None:
 
 def _keep_freed_memory() -> None:
     """Let malloc keep freed memory: the system would zero each returned page at its next use."""
+    if (mallopt := _of_malloc("mallopt")) is not None:
+        mallopt(_M_MMAP_THRESHOLD, 1 << 30)
+        mallopt(_M_TRIM_THRESHOLD, KEPT_FREE)
+
+
+def return_freed_memory() -> None:
+    """Return freed memory to the system, that of threads that loaded a model, too: no other reuses it."""
+    if (trim := _of_malloc("malloc_trim")) is not None:
+        trim(0)
+
+
+def _of_malloc(name: str) -> Any:
+    """Return a function of the GNU C library; None if this is another one."""
     try:
-        mallopt = ctypes.CDLL(None).mallopt
+        return getattr(ctypes.CDLL(None), name)
     except (OSError, AttributeError, TypeError):
-        return  # this is not the GNU C library
-    mallopt(_M_MMAP_THRESHOLD, 1 << 30)
-    mallopt(_M_TRIM_THRESHOLD, _KEPT_FREE)
+        return None
 
 
 def _choose_float32_products() -> None:

@@ -163,6 +163,14 @@ def shapes_in(directory: Path) -> dict[str, tuple[int, ...]] | None:
         return None
 
 
+def dtypes_in(directory: Path) -> set[str]:
+    """Return the dtypes of a model's tensors as safetensors names them, such as "BF16"; empty if not told."""
+    try:
+        return {info["dtype"] for path in weight_files(directory) for info in _header(path).values()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return set()
+
+
 def _header(path: Path) -> dict[str, Any]:
     """Return name, dtype and shape of the tensors in a safetensors file.  Raises ValueError, OSError."""
     with path.open("rb") as file:

@@ -12,6 +12,7 @@ import attrs
 import pytest
 import torch
 import transformers
+from moe import FAMILIES, make_moe_model
 from safetensors.torch import load_file, save_file
 from test_cli import events, grpo, refused
 from test_trainer import batch, in_bfloat16, model, ragged, same, save, weights
@@ -31,6 +32,7 @@ from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.trainer import TorchTrainer
 from grpo_core.weights.adapters import whole_shapes
 from grpo_core.weights.layout import load_tensors
+from grpo_core.weights.names import checkpoint_tensors, module_tensors
 from grpo_core.weights.reading import read_buckets, read_weights
 
 model = model  # a fixture of the trainer's tests
@@ -141,7 +143,7 @@ def test_weights_that_bfloat16_holds_exactly_take_half_of_the_memory_and_change_
     kept = halved.model._whole
     assert {kept[name].dtype for name in halved.model._layers} == {torch.bfloat16}
     assert {parameter.dtype for _, parameter in halved.model.trainable()} == {torch.float32}
-    monkeypatch.setattr(lora_module, "_halved", lambda *_: {})
+    monkeypatch.setattr(lora_module, "_halve", lambda _: None)
     whole = trained(given)
     assert {tensor.dtype for tensor in whole.model._whole.values()} == {torch.float32}
     assert same(whole, halved)
@@ -149,6 +151,22 @@ def test_weights_that_bfloat16_holds_exactly_take_half_of_the_memory_and_change_
         torch.equal(mine, other)
         for (_, mine), (_, other) in zip(whole.model.trainable(), halved.model.trainable(), strict=True)
     )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tensors_of_a_checkpoint_are_found_where_the_module_has_moved(tmp_path: Path, family: str) -> None:
+    path = make_moe_model(tmp_path / "moe", family)
+    module = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    before = checkpoint_tensors(module)
+    views = lora_module._views(module, before)
+    module.to(torch.float64)  # its tensors are elsewhere now, as after it has gone to a GPU
+    here = module_tensors(module)
+    assert list(views) == list(before)
+    for name, tensor in before.items():
+        found = views[name].of(here)
+        assert torch.equal(found, tensor.double())
+        assert isinstance(found, torch.nn.Buffer) == isinstance(tensor, torch.nn.Buffer)
+        assert found.untyped_storage()._cdata == here[views[name].name].untyped_storage()._cdata
 
 
 @pytest.mark.long

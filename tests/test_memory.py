@@ -212,6 +212,29 @@ def test_a_reference_has_bfloat16_weights_if_layers_have_and_it_does_not_move(tm
     assert reference() == reference(*copies, "trainer.reference_every=2") == 2 * reference(*copies)
 
 
+def test_linear_layers_that_adapters_leave_in_bfloat16_take_two_bytes_on_a_gpu(
+    tmp_path, two_gpus, monkeypatch
+):
+    """The host has all of them in float32 while the model is loaded."""
+    monkeypatch.setattr(machine, "build_of_torch", lambda: "cuda")
+    model = eight_billion(tmp_path / "model")
+    outer = 2 * 128256 * 4096 + 65 * 4096  # embedding, output layer, norms
+
+    def weights(*more: str) -> tuple[int, str]:
+        settings = [f"model.path={model}", "model.lora.rank=16", *more]
+        config, host = configured(None, envs=["math:sort"], chosen={}, settings=settings, block=[])
+        (trainer, *_) = memory.certain_parts(config, host, str(model), shapes_in(model), machine.gpus())
+        return sizes(trainer.parts)["weights"]
+
+    assert weights() == (4 * outer + 2 * (EIGHT_PARAMETERS - outer), "cuda:0")
+    assert weights("model.dtype=float32") == (4 * EIGHT_PARAMETERS, "cuda:0")
+    assert weights("trainer.device=cpu", "model.dtype=bfloat16") == (4 * EIGHT_PARAMETERS, "host")
+    with (model / "model.safetensors").open("r+b") as file:
+        file.seek(file.read(1000).index(b'"BF16"'))
+        file.write(b'"F16" ')
+    assert weights() == (4 * EIGHT_PARAMETERS, "cuda:0"), "some numbers of float16 are none of bfloat16"
+
+
 def test_moments_of_bfloat16_and_weights_that_rest_on_the_host_are_counted(tmp_path, two_gpus, monkeypatch):
     monkeypatch.setattr(machine, "build_of_torch", lambda: "cuda")
     model = eight_billion(tmp_path / "model")

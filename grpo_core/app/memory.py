@@ -23,7 +23,7 @@ from grpo_core.app.workers import transport
 from grpo_core.config import Config, EngineConfig
 from grpo_core.errors import ConfigError, ModelError
 from grpo_core.loss import needs_of
-from grpo_core.models import directory_here, parameters_in, shapes_in, size_of
+from grpo_core.models import directory_here, dtypes_in, parameters_in, shapes_in, size_of
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import EngineLoad, MemoryPart
 from grpo_core.training.memory import (
@@ -32,7 +32,9 @@ from grpo_core.training.memory import (
     PUBLISHED,
     REFERENCE,
     TEACHER,
+    WEIGHTS,
     kept_bytes,
+    linear_parameters,
     lora_shapes,
 )
 from grpo_core.training.optimizers import state_bytes
@@ -42,7 +44,7 @@ PROMPT_TOKENS = 256
 """Tokens of a prompt that an estimate assumes, for each completion of ``rollout.max_tokens``."""
 SMALLEST = 1 << 30
 """Bytes of a trainer below which nvidia-smi, which takes some time, is not asked."""
-MOVED = ("weights", "adapters", "optimizer", "reference")
+MOVED = (WEIGHTS, "adapters", "optimizer", REFERENCE)
 """Parts of a trainer that ``trainer.offload`` moves to the host between two steps."""
 TURN_OFF = "if this estimate is wrong, --set health.max_memory=0 turns the check off"
 TIGHT = 0.9
@@ -181,6 +183,9 @@ def certain_parts(
             teacher=_teacher_bytes(config, device) if "teacher" in needs else 0,
             async_save=config.checkpoint.async_save,
         )
+        if lora is not None and device != HOST and _stays_in_bfloat16(config, directory, device):
+            less = 2 * linear_parameters(shapes)  # a host has all in float32 while the model is loaded
+            parts = [evolve(one, nbytes=one.nbytes - less) if one.name == WEIGHTS else one for one in parts]
         if config.trainer.weights == "bfloat16" and not config.trainer.reference_every:
             parts = [evolve(one, nbytes=one.nbytes // 2) if one.name == REFERENCE else one for one in parts]
         if config.trainer.offload:
@@ -195,6 +200,12 @@ def certain_parts(
                 parts = of_engine(load, **engine.options)
                 found.append(_process(key.replace(".", " "), parts, seen, key=key, count=count))
     return found
+
+
+def _stays_in_bfloat16(config: Config, directory: str, device: str) -> bool:
+    """Whether a trainer of adapters keeps linear layers as they are in the files, two bytes a parameter."""
+    here = directory_here(directory)
+    return _dtype(config, device) == "bfloat16" and here is not None and dtypes_in(here) == {"BF16"}
 
 
 def _at_rest(parts: Sequence[MemoryPart]) -> Iterator[MemoryPart]:

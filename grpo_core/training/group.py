@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from grpo_core.cpu import return_freed_memory
 from grpo_core.training.plan import balanced
 from grpo_core.weights.publishing import whole
 
@@ -90,6 +91,7 @@ class Group:
                     made = make()
                 except Exception as error:  # raised when no rank waits for this one any more
                     failed = error
+                return_freed_memory()  # or each rank would keep what only one needs at a time
             dist.barrier()
         if failed is not None:
             raise failed

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from attrs import frozen
 from peft import LoraConfig as PeftConfig
 from peft import inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
@@ -21,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from grpo_core.config import LoraConfig
+from grpo_core.cpu import KEPT_FREE, return_freed_memory
 from grpo_core.errors import ModelError, one_line, wrong_input
 from grpo_core.records import Canary
 from grpo_core.training.microbatch import MicroBatch
@@ -37,7 +39,7 @@ from grpo_core.training.model import (
 from grpo_core.training.ranks import Alone, Ranks
 from grpo_core.weights.adapters import factors, shapes_in_files
 from grpo_core.weights.layout import LowRankSum
-from grpo_core.weights.names import checkpoint_tensors
+from grpo_core.weights.names import checkpoint_tensors, module_tensors
 from grpo_core.weights.publishing import whole as gathered
 
 ADAPTER = "default"
@@ -104,8 +106,9 @@ class LoraModel:
         lora = source.config.lora
         assert lora is not None
         alone = isinstance(source.ranks, Alone)
-        # a GPU need not have room for a model that ranks share; ``fully_shard`` moves it, layer by layer
-        module = load_for(source, source.start, device=None if alone else torch.device("cpu"))
+        # on the host: a GPU need not have room for it in float32, nor for a model that ranks share
+        module = load_for(source, source.start, device=torch.device("cpu"))
+        policy: Scorer = scorer_for(source, module)  # its trials compute in float32
         whole = checkpoint_tensors(module)  # its names are those of a model without adapters
         config = PeftConfig(
             task_type="CAUSAL_LM",
@@ -117,9 +120,14 @@ class LoraModel:
         )
         _inject(config, module, source)
         layers = _adapted(module, whole)
-        policy: Scorer = scorer_for(source, module)
+        views = _views(module, whole)
+        del whole  # or it would keep the memory that is given back now
         if compute_dtype(source.config, source.device) is torch.bfloat16:
-            whole |= _halved(module, whole)  # after the trials of ``scorer_for``, which compute in float32
+            _halve(module)
+        if alone:
+            module.to(source.device)
+        here = module_tensors(module)
+        whole = {name: view.of(here) for name, view in views.items()}
         if not alone:
             from grpo_core.training.sharded import shared  # torch's distributed tensors take long to import
 
@@ -257,31 +265,59 @@ class LoraModel:
                 parameter.data = trained[name]
 
 
-def _halved(module: nn.Module, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Keep weights of linear layers in bfloat16 if it holds their numbers exactly; return these by name.
+def _halve(module: nn.Module) -> None:
+    """Keep weights of linear layers in bfloat16 if it holds their numbers exactly.
 
     Most checkpoints are in bfloat16.  These weights are not trained, and products in bfloat16 round them
     anyway, so nothing that is computed with them changes.
     """
-    names = _names(whole)
-    head = module.get_output_embeddings()  # type: ignore[operator]  # it is often the embedding, too
-    found = {}
+    head, freed = module.get_output_embeddings(), 0  # type: ignore[operator]  # it is often the embedding, too
     for layer in module.modules():
         weight: Any = layer.weight if is_linear(layer) and layer is not head else None
-        name = None if weight is None else names.get((weight.data_ptr(), weight.shape))
-        if name is not None and torch.equal((small := weight.data.bfloat16()).float(), weight.data):
+        if weight is None or weight.requires_grad:  # an adapter's
+            continue
+        if torch.equal((small := weight.data.bfloat16()).float(), weight.data):
+            freed += weight.data.nbytes
             weight.data = small
-            found[name] = weight.detach()
-    return found
+        if freed >= KEPT_FREE:  # or both would be there at the end: transformers loads in other threads
+            return_freed_memory()
+            freed = 0
+    return_freed_memory()
+
+
+@frozen(eq=False)
+class _View:
+    """A tensor of a model's checkpoint as a view of a tensor of its module, wherever that is."""
+
+    name: str
+    """Name of the module's tensor."""
+    shape: Sequence[int]
+    strides: Sequence[int]
+    offset: int
+
+    def of(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return the view of one of these tensors, by their names in the module."""
+        tensor = tensors[self.name]
+        view = tensor.as_strided(self.shape, self.strides, self.offset)
+        return nn.Buffer(view) if isinstance(tensor, nn.Buffer) else view
+
+
+def _views(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, _View]:
+    """Return what each of these tensors is in the module."""
+    homes = {tensor.untyped_storage()._cdata: name for name, tensor in module_tensors(module).items()}
+    return {
+        name: _View(
+            homes[view.untyped_storage()._cdata], view.shape, view.stride(), int(view.storage_offset())
+        )
+        for name, view in tensors.items()
+    }
 
 
 def _inject(config: PeftConfig, module: nn.Module, source: ModelSource) -> None:
     """Put adapters into a model; they begin with the seed's numbers.  Raises ModelError."""
     assert source.config.lora is not None
     problem = _problem(source.config.lora, module)
-    on_gpu = source.device.type == "cuda" and isinstance(source.ranks, Alone)  # else it is on the host
-    devices = [source.device] if on_gpu else []
-    with torch.random.fork_rng(devices), warnings.catch_warnings():
+    with torch.random.fork_rng([]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")  # of layers that are transposed
         torch.manual_seed(source.seed)
         try:

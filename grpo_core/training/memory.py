@@ -8,11 +8,13 @@ at the end of the first update, so a trainer that does not fit may well start.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 
 from grpo_core.records import MemoryPart
 
 FLOAT32 = 4
 """Bytes of a parameter, of its gradient, and of each of AdamW's moments."""
+WEIGHTS = "weights"
 PUBLISHED = "published weights"
 REFERENCE = "reference"
 TEACHER = "teacher"
@@ -44,6 +46,18 @@ def lora_shapes(
             rows, columns = shape
             found |= {f"{layer}.lora_A.weight": (rank, columns), f"{layer}.lora_B.weight": (rows, rank)}
     return found
+
+
+def linear_parameters(shapes: Mapping[str, Sequence[int]]) -> int:
+    """Count the parameters of linear layers but the output layer; stacked experts of a mixture are none."""
+    return sum(
+        prod(shape)
+        for name, shape in shapes.items()
+        if len(shape) == 2
+        and name.endswith(".weight")
+        and ".experts." not in name
+        and not name.removesuffix(".weight").endswith(NOT_LINEAR)
+    )
 
 
 def kept_bytes(trained: int, activations: int) -> int:
@@ -90,7 +104,7 @@ def trainer_parts(
     fewer = "model.lora.rank" if adapters else smaller
     leaner = 'optimizer.name = "adamw_8bit" or "muon"'
     parts = [
-        MemoryPart(name="weights", nbytes=tensor, device=device, change=smaller),
+        MemoryPart(name=WEIGHTS, nbytes=tensor, device=device, change=smaller),
         MemoryPart(name="gradients", nbytes=changed, device=device, change=fewer),
         MemoryPart(
             name="optimizer",

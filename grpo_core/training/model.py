@@ -363,12 +363,15 @@ def published_dtype(config: ModelConfig, engines: str, device: torch.device) -> 
 
 
 def scorer_for(source: ModelSource, module: nn.Module) -> Scorer:
-    """Make the scorer of a module as the source's choices say."""
+    """Make the scorer of a module, which may still be on the host, as the source's choices say."""
     if source.passes.packing:
         use_packing(module)
     dtype = compute_dtype(source.config, source.device)
     around = source.passes.around(source.device)
-    return Scorer(module, dtype, around=around, autocast=not source.passes.copies)
+    # layers would be compiled for the trial's few tokens, and perhaps for another device
+    trial = torch.compiler.set_stance("force_eager") if source.passes.compiled else nullcontext()
+    with trial:
+        return Scorer(module, dtype, around=around, autocast=not source.passes.copies)
 
 
 def load_for(

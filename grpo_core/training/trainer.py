@@ -178,8 +178,11 @@ class TorchTrainer:
             seed=self._setup.seed,
             ranks=self._ranks,
         )
+        model = build(source)
         has_teacher = "teacher" in self._needs
-        return build(source), Teacher.load(self._setup.teacher, self._device, passes) if has_teacher else None
+        teacher = Teacher.load(self._setup.teacher, self._device, passes) if has_teacher else None
+        cpu.return_freed_memory()  # that of weights which have gone to a GPU
+        return model, teacher
 
     def description(self) -> dict[str, Any]:
         """Describe the trainer to its parent process."""

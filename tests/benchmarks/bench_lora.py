@@ -6,22 +6,29 @@ Publishes two random models as the trainer does, whole and as adapters of rank 1
 the CPU.  Prints the bytes of a sync as a share of the whole model's, the largest difference of logprobs that
 the canary finds after it, and the seconds of publishing and taking a version, whole and as adapters.  The
 limits are 2% and 1e-5.  The share depends on the model: adapters grow with the layers, and a vocabulary
-counts in the whole model alone.  Prints one line per figure: name, value, limit, ok or above.
+counts in the whole model alone.  Then it loads the second model from bfloat16, as a trainer of adapters with
+products in bfloat16 does, and compares its private memory with the bytes of its tensors; the limit is 1.1
+after loading, and for the peak 1.1 of all in float32 and what a process keeps free.  Needs Linux.
+Prints one line per figure: name, value, limit, ok or above.
 """
 
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import statistics
 import sys
 import tempfile
+import threading
 import time
+from multiprocessing.queues import Queue
 from pathlib import Path
 
 import torch
 import transformers
 from attrs import evolve
 
+from grpo_core import cpu
 from grpo_core.config import LoraConfig, LossConfig, ModelConfig, TrainerConfig
 from grpo_core.demo.tiny import write_tokenizer
 from grpo_core.engines.local.engine import LocalEngine
@@ -91,6 +98,58 @@ async def sync(path: str, lora: LoraConfig | None) -> tuple[int, float, float]:
     return weights.nbytes, statistics.median(seconds[1:]), max(differences)
 
 
+def anonymous() -> int:
+    """Return the bytes of this process's memory that are in no file."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))
+
+
+def loaded(small: str, path: str, told: Queue[tuple[int, int, int, int]]) -> None:
+    """Load a trainer of adapters; tell its memory, the peak, the bytes of its tensors, and as float32."""
+    cpu.prepare(1)
+    adapted(small)  # imports what the next one needs
+    before, peak, ended = anonymous(), [0], threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.002):
+            peak[0] = max(peak[0], anonymous())
+
+    threading.Thread(target=watch, daemon=True).start()
+    trainer = adapted(path)
+    after = anonymous()
+    ended.set()
+    tensors = list(trainer.model.weights())
+    nbytes, whole = (sum(map(size, tensors)) for size in (lambda t: t.nbytes, lambda t: 4 * t.numel()))
+    told.put((after - before, peak[0] - before, nbytes, whole))
+
+
+def adapted(path: str) -> TorchTrainer:
+    model = ModelConfig(path=path, dtype="bfloat16", lora=LoraConfig(rank=RANK))
+    return TorchTrainer(TrainerSetup(model=model, trainer=TrainerConfig(device="cpu", threads=1)))
+
+
+def memory(path: str) -> None:
+    """Print the memory of a trainer of adapters in a process of its own."""
+    directory, small = Path(path).with_name("bfloat16"), Path(path).with_name("small")
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    model.save_pretrained(directory)
+    write_tokenizer(directory)
+    tiny = transformers.LlamaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4
+    )
+    transformers.AutoModelForCausalLM.from_config(tiny, dtype=torch.bfloat16).save_pretrained(small)
+    write_tokenizer(small)
+    spawn = multiprocessing.get_context("spawn")
+    told: Queue[tuple[int, int, int, int]] = spawn.Queue()
+    process = spawn.Process(target=loaded, args=(str(small), str(directory), told))
+    process.start()
+    after, peak, nbytes, whole = told.get(timeout=120)
+    process.join()
+    line(f"memory of a trainer of adapters / its tensors' {nbytes >> 20} MiB", after / nbytes, "", 1.1)
+    most = whole + cpu.KEPT_FREE
+    line(f"peak while it is loaded / {most >> 20} MiB", peak / most, "", 1.1)
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for kind, chosen in CASES.items():
@@ -104,6 +163,7 @@ def main() -> None:
                 line(f"{kind}, {name}: bytes of a sync", 100 * sent / nbytes, "%", limit)
                 line(f"{kind}, {name}: difference of logprobs", difference, "", DIFFERENCE)
                 line(f"{kind}, {name}: seconds of a sync, of all weights' = 1", seconds / whole, "")
+        memory(path)
 
 
 if __name__ == "__main__":
