@@ -390,6 +390,8 @@ class EngineSetup:
     reproducible: bool = False
     """Whether completions have to depend, to the last bit, on nothing but their call and the weights: not on
     other calls, nor on the time.  It costs speed.  An engine that cannot do it raises ConfigError."""
+    adapters: bool | None = None
+    """Whether weight syncs send adapters (``Weights.base``); None if it is not known."""
 
 
 @frozen(kw_only=True)

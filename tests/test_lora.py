@@ -25,7 +25,7 @@ from grpo_core.demo import tiny
 from grpo_core.errors import CheckpointError, ConfigError, ModelError, WeightSyncError
 from grpo_core.training import lora as lora_module
 from grpo_core.training import microbatch
-from grpo_core.training.building import build_model
+from grpo_core.training.building import build_model, saved_tensors
 from grpo_core.training.lora import LoraModel
 from grpo_core.training.model import FullModel, ModelSource
 from grpo_core.training.setup import TrainerSetup
@@ -167,6 +167,19 @@ def test_tensors_of_a_checkpoint_are_found_where_the_module_has_moved(tmp_path: 
         assert torch.equal(found, tensor.double())
         assert isinstance(found, torch.nn.Buffer) == isinstance(tensor, torch.nn.Buffer)
         assert found.untyped_storage()._cdata == here[views[name].name].untyped_storage()._cdata
+
+
+@pytest.mark.parametrize("publish", ["adapters", "merged"])
+def test_engines_of_a_validation_get_what_those_of_the_training_got(
+    model: str, tmp_path: Path, publish: Literal["adapters", "merged"]
+) -> None:
+    trainer = trained(setup(model, LoraConfig(rank=4, publish=publish)), steps=1)
+    save(trainer, tmp_path)
+    weights = trainer.publish()
+    tensors, base = saved_tensors(Path(model), tmp_path / "trainer", trainer._setup.model)
+    assert base == weights.base
+    assert [name for name, _ in tensors] == [info.name for info in weights.tensors]
+    assert saved_tensors(Path(model), None, trainer._setup.model)[1] == ""
 
 
 @pytest.mark.long

@@ -325,8 +325,8 @@ async def start_engine(
     stack.callback(
         lambda: writer
     )  # what it wrote is there as long as it is, also for an engine that restarts
-    tensors = await asyncio.to_thread(saved_tensors, path, adapters, config.model)
-    await engine.update_weights(writer.write(version, tensors))
+    tensors, base = await asyncio.to_thread(saved_tensors, path, adapters, config.model)
+    await engine.update_weights(evolve(writer.write(version, tensors), base=base))
     return engine, renderer
 
 

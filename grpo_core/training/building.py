@@ -29,14 +29,19 @@ def build_model(source: ModelSource) -> Model:
 
 def saved_tensors(
     model: Path, adapters: Path | None, config: ModelConfig
-) -> Sequence[tuple[str, torch.Tensor | LowRankSum]]:
-    """Read what engines load of a model, and of adapters that were saved for it.  Raises ModelError."""
+) -> tuple[Sequence[tuple[str, torch.Tensor | LowRankSum]], str]:
+    """Read what engines load of a model, and of adapters that were saved for it.
+
+    Returns it, and the directory of the model to which engines add adapters; "" if they take all weights.
+    Raises ModelError.
+    """
     if adapters is None:
-        return load_tensors(model)
+        return load_tensors(model), ""
     from grpo_core.training.lora import LoraModel
 
     source = ModelSource(start=str(model), saved=adapters, config=config, device=torch.device("cpu"))
-    return LoraModel.build(source).sums()
+    made = LoraModel.build(source)
+    return made.published(), made.base
 
 
 def write_merged(model: Path, adapters: Path, config: ModelConfig, directory: Path) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 
 from grpo_core import (
     Completion,
-    ConfigError,
     EngineError,
     EngineSetup,
     GenerationRequest,
@@ -158,7 +157,7 @@ class Server(DecodingServer):
             raise WeightSyncError(f"engine vllm: version {weights.version} is not this model's: {problem}")
         if self._engine is None:
             self._start(weights)
-        native = self._options.native_lora
+        native = self._computes_adapters(weights)
         with scratch_directory() if native else nullcontext() as adapters:
             keep = not self._options.sleep_after  # who wakes up needs the memory
             self._engine.collective_rpc("fetch_weights", args=(as_table(weights), adapters, keep))
@@ -199,19 +198,16 @@ class Server(DecodingServer):
         self._lora = LoRARequest("policy", 1, directory)
         self._engine.add_lora(LoRARequest("policy", 1, directory, load_inplace=True))
 
+    def _computes_adapters(self, weights: Weights) -> bool:
+        """Whether vLLM computes adapters itself; a model that is measured before its training has none."""
+        return self._options.native_lora and bool(weights.base)
+
     def _start(self, weights: Weights) -> None:
         import vllm
         from vllm.v1.engine.llm_engine import LLMEngine
 
         dtype = weights.tensors[0].dtype if self._options.dtype == "auto" else self._options.dtype
-        rank = 0
-        if self._options.native_lora:
-            if not weights.base:
-                raise ConfigError(
-                    "engine vllm: native_lora = true needs adapters: a section [model.lora] with "
-                    'publish = "adapters"'
-                )
-            rank = rank_of(weights)
+        rank = rank_of(weights) if self._computes_adapters(weights) else 0
         chosen = arguments(self._options, self._setup, device=self._device, dtype=dtype, rank=rank)
         use_exact_products(self._device, dtype)
         if self._setup.reproducible and self._device == "cuda":

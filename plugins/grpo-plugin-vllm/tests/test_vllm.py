@@ -18,7 +18,7 @@ from adapted import AdaptedEngine
 from attrs import evolve
 from killing import Run, left_after
 
-from grpo_core import ConfigError, EngineError, EngineSetup, GenerationRequest, ModelError, TrainerSetup
+from grpo_core import EngineError, EngineSetup, GenerationRequest, ModelError, TrainerSetup
 from grpo_core.engine_kit import PluginHost
 from grpo_core.testing import (
     ENGINE_LAWS,
@@ -111,11 +111,14 @@ def test_vllm_generates_with_the_parts_of_a_trainers_ranks(transport, tmp_path):
 
 
 def test_vllm_computes_no_adapters_where_there_are_none(tmp_path):
+    """A model that is measured before its training has no adapters."""
+
     async def story():
         model = make_test_model(tmp_path)
         engine = await start_engine(VllmEngine, model, cache_mib=64, native_lora=True)
-        with pytest.raises(ConfigError, match=r"native_lora = true needs adapters: a section \[model.lora\]"):
-            await engine.update_weights(EngineUnderTest(engine=engine, model=model).publish(0))
+        tried = EngineUnderTest(engine=engine, model=model, recomputes=True)
+        await engine.update_weights(tried.publish(0))
+        await ENGINE_LAWS["logprobs are those of the model"](tried)
         await engine.aclose()
 
     asyncio.run(story())
