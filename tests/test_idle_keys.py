@@ -53,6 +53,14 @@ def checked(host: PluginHost, table: dict[str, Any]) -> None:
             {"advantage": {"name": "gigpo"}, "filters": {"equal_rewards": {}}},
             r"\[filters\.equal_rewards\] .*advantage\.name = 'gigpo' learns from",
         ),
+        (
+            {"validation": {"top_p": 0.9}},
+            r"validation\.top_p = 0\.9 does nothing with validation\.name = 'greedy', which takes the",
+        ),
+        (
+            {"validation": {"sets": {"other": {"task": "sort", "min_p": 0.1}}}},
+            r"validation\.sets\.other\.min_p = 0\.1 does nothing with",
+        ),
         ({"advantage": {"clip_low": nan}}, r"'advantage\.clip_low': expected a number, got nan"),
         ({"advantage": {"clip_high": nan}}, r"'advantage\.clip_high': expected a number, got nan"),
         ({"shaping": {"weights": {"a": nan}}}, r"'shaping\.weights\.a': expected a number, got nan"),
@@ -76,6 +84,8 @@ def test_a_key_without_effect_is_refused(host: PluginHost, table: dict[str, Any]
         {"advantage": {"name": "turns"}, "filters": {"pass_rate": {"high": 0.9}}},
         {"advantage": {"name": "group"}, "filters": {"equal_rewards": {}}},
         {"advantage": {"clip_low": -inf, "clip_high": inf}},
+        {"validation": {"name": "pipelined", "top_p": 0.9, "top_k": 5}},
+        {"validation": {"top_p": 0.9, "sets": {"other": {"task": "sort", "name": "pass_at_k"}}}},
     ],
     ids=str,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Mapping
 from math import lcm
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from grpo_core.app.parts import (
 from grpo_core.app.teacher import teacher_model
 from grpo_core.app.workers import of_task, transport, workers_of
 from grpo_core.config import (
+    CUTS,
     AdvantageConfig,
     AuditConfig,
     Config,
@@ -85,7 +87,8 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
     _check_by_turn(config, host)
     _check_idle(config)
     make_shaping(config.shaping, max_tokens=config.rollout.max_tokens)
-    _check_strategy(config.validation, host)
+    # with sets, a key of [validation] may be meant for the strategy of one of them
+    _check_strategy(config.validation, host, {} if config.validation.sets else _cuts(config.validation))
     for name in config.validation.sets:
         _check_set(name, config, host, trains=trains)
     if trains:
@@ -253,7 +256,8 @@ def _check_set(name: str, config: Config, host: PluginHost, *, trains: bool) -> 
     remote = make_placement(config.placement, host).remote
     for environment in validation.environments([name]).values():
         _check_environment(key, environment, config.environment, host, remote=remote)
-    _check_strategy(resolved, host)
+    own = {cut: value for cut, value in _cuts(resolved).items() if getattr(chosen, cut) is not None}
+    _check_strategy(resolved, host, own, key)
 
 
 def _check_audit(config: Config, host: PluginHost) -> None:
@@ -272,9 +276,24 @@ def _check_audit(config: Config, host: PluginHost) -> None:
     _check_environment("audit", task, evolve(config.environment, workers=1), host, remote=remote)
 
 
-def _check_strategy(validation: ValidationConfig, host: PluginHost) -> None:
+def _check_strategy(
+    validation: ValidationConfig, host: PluginHost, cuts: Mapping[str, float], key: str = "validation"
+) -> None:
+    """Raise ConfigError or PluginError if a strategy cannot be made, or samples nothing that is cut."""
     strategy = host.make("validation_strategy", validation.name, **validation.options)
     plugin_state(strategy, f"validation strategy {validation.name!r}")
+    if cuts and getattr(strategy, "temperature", None) == 0:
+        cut, value = next(iter(cuts.items()))
+        raise ConfigError(
+            f"{key}.{cut} = {value:g} does nothing with {key}.name = {validation.name!r}, which takes the "
+            f'likeliest token: choose a strategy that samples, such as "pipelined", or leave out {cut}'
+        )
+
+
+def _cuts(validation: ValidationConfig) -> dict[str, float]:
+    """Return the keys that cut the distribution which a validation samples from."""
+    usual = ValidationConfig()
+    return {cut: value for cut in CUTS if (value := getattr(validation, cut)) != getattr(usual, cut)}
 
 
 def _check_placement(config: Config, host: PluginHost, *, trains: bool) -> None:
