@@ -398,7 +398,7 @@ def test_targets_choose_the_layers(model: str) -> None:
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("q_prj", "the model has no layer 'q_prj'; the linear layers of .* q_proj, "),
+        ("q_prj", "the model has no layer 'q_prj'; the linear layers of .* q_proj, .*, down_proj$"),
         ("lm_head", "lm_head is the model's output layer or embedding"),
         ("embed_tokens", "embed_tokens is the model's output layer or embedding"),
         ("input_layernorm", "input_layernorm"),

@@ -328,8 +328,11 @@ def _inject(config: PeftConfig, module: nn.Module, source: ModelSource) -> None:
     if not problem:
         return
     with wrong_input():
+        head = module.get_output_embeddings()  # type: ignore[operator]
         linear = dict.fromkeys(
-            name.rpartition(".")[2] for name, layer in module.named_modules() if is_linear(layer)
+            name.rpartition(".")[2]
+            for name, layer in module.named_modules()
+            if is_linear(layer) and layer is not head
         )
         raise ModelError(
             f"model.lora.targets = {json.dumps(source.config.lora.targets)}: {problem}; the linear layers of "
