@@ -47,7 +47,7 @@ def _keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Return freed memory to the system, that of threads that loaded a model, too: no other reuses it."""
+    """Return freed memory to the system, also that of other threads, which nobody would use again."""
     if (trim := _of_malloc("malloc_trim")) is not None:
         trim(0)
 

@@ -35,6 +35,7 @@ A data plane, which keeps the tokens of finished rollouts outside of the run's p
 
     DataPlane                   its contract
     RemotePlane, TokenReader    its base class, and what the trainer's processes read it by
+    fetched                     returns tokens and prompts that are there, with one call to the plane
 
 ``examples/custom_engine.py`` is a complete engine.  Check yours with ``grpo-core check ./file.py:MyEngine``.
 """
@@ -83,6 +84,7 @@ if TYPE_CHECKING:
     from grpo_core.processes import scratch_directory as scratch_directory
     from grpo_core.protocols import DataPlane as DataPlane
     from grpo_core.tokens import TokenReader as TokenReader
+    from grpo_core.tokens import fetched as fetched
     from grpo_core.training.process import ProcessTrainer as ProcessTrainer
     from grpo_core.training.process import RankProcess as RankProcess
     from grpo_core.weights import COLLECTIVE as COLLECTIVE
@@ -128,7 +130,7 @@ __getattr__, __dir__, __all__ = attach(
             "scratch_directory",
         ],
         "grpo_core.protocols": ["DataPlane"],
-        "grpo_core.tokens": ["TokenReader"],
+        "grpo_core.tokens": ["TokenReader", "fetched"],
         "grpo_core.training.process": ["ProcessTrainer", "RankProcess"],
         "grpo_core.weights": ["COLLECTIVE"],
         "grpo_core.weights.copies": ["Copies", "WeightsLease", "mapped"],

@@ -163,12 +163,13 @@ def shapes_in(directory: Path) -> dict[str, tuple[int, ...]] | None:
         return None
 
 
-def dtypes_in(directory: Path) -> set[str]:
-    """Return the dtypes of a model's tensors as safetensors names them, such as "BF16"; empty if not told."""
+def dtypes_in(directory: Path) -> dict[str, str]:
+    """Return the dtype of each tensor in a model's files, such as "BF16"; empty if the files do not tell."""
     try:
-        return {info["dtype"] for path in weight_files(directory) for info in _header(path).values()}
+        headers = [_header(path) for path in weight_files(directory)]
+        return {name: info["dtype"] for header in headers for name, info in header.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return set()
+        return {}
 
 
 def _header(path: Path) -> dict[str, Any]:

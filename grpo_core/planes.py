@@ -2,12 +2,12 @@
 
     a group ends -> not filtered -> put(group) -> ready -> rows -> a rank fetches the tokens of its rows
                                         |                    \\-> the tracker that writes rollouts does, too
-                                        '-> the group that the pipeline holds has handles (``PlacedTokens``)
+                                        '-> the group that the pipeline holds has handles
 
-A handle knows the number of its tokens, which of them were sampled, and by which weights; that of a prompt
-(``PlacedIds``), its length and its digest.  A plane keeps the tokens of a group until nobody holds one of its
-handles any more, whatever the reason: the group was trained and written, the run ends, or an error drops it.
-So nothing has to be told that a step is over.
+A handle of tokens (``PlacedTokens``) knows their number, which of them were sampled, and by which weights;
+that of a prompt (``PlacedIds``) knows its length and its digest.  A plane keeps the tokens of a group until
+nobody holds one of its handles any more, whatever the reason: the group was trained and written, the run
+ends, or an error drops it.  So nothing has to be told that a step is over.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ class RemotePlane(ABC):
     async def keep(self, key: str, step: int, parts: Sequence[bytes]) -> None:
         """Keep the parts, which ``reader`` finds at ``(key, 0)``, ``(key, 1)`` and so on.
 
+        A part has ids and logprobs of a segment, or the ids of a prompt, and may be empty.
         ``step`` is the last one that may train them.  Raises DataPlaneError.
         """
 
@@ -91,7 +92,8 @@ class RemotePlane(ABC):
         lease = _Lease()
         weakref.finalize(lease, self._release, key).atexit = False
         segments = [segment for rollout in group.rollouts for segment in rollout.segments]
-        prompts = {digest_of(segment.prompt_ids): segment.prompt_ids for segment in segments}
+        digests = [digest_of(segment.prompt_ids) for segment in segments]
+        prompts = {digest: each.prompt_ids for digest, each in zip(digests, segments, strict=True)}
         contents = [contents_of(segment.tokens) for segment in segments]
         contents += [ids.tobytes() for ids in prompts.values()]
         await self.keep(key, group.target_version, contents)
@@ -102,8 +104,8 @@ class RemotePlane(ABC):
             for digest, ids in prompts.items()
         }
         placed = iter(
-            Segment(prompt_ids=cast(Ids, ids[digest_of(segment.prompt_ids)]), tokens=its)
-            for segment, its in zip(segments, tokens, strict=True)
+            Segment(prompt_ids=cast(Ids, ids[digest]), tokens=its)
+            for digest, its in zip(digests, tokens, strict=True)
         )
         return evolve(
             group,

@@ -390,8 +390,6 @@ class EngineSetup:
     reproducible: bool = False
     """Whether completions have to depend, to the last bit, on nothing but their call and the weights: not on
     other calls, nor on the time.  It costs speed.  An engine that cannot do it raises ConfigError."""
-    adapters: bool | None = None
-    """Whether weight syncs send adapters (``Weights.base``); None if it is not known."""
 
 
 @frozen(kw_only=True)
@@ -628,9 +626,12 @@ class Row:
     def __reduce__(self) -> tuple[Callable[..., Row], tuple[Any, ...]]:
         """Send advantages as runs of equal ones: a turn has one, however many tokens it has."""
         runs: tuple[Any, Any] | None = None
-        if (each := self.token_advantages) is not None:
+        if self.token_advantages is not None:
+            import numpy as np
+
             from grpo_core.tokens import runs_of
 
+            each = np.asarray(self.token_advantages, np.float32)
             runs = runs_of(each)
             runs = runs if 2 * len(runs[0]) < len(each) else (each, 1)
         return _row, (

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import numpy as np
 from attrs import field, frozen
+from numpy.lib.mixins import NDArrayOperatorsMixin
 from numpy.typing import ArrayLike, NDArray
 
 from grpo_core.errors import DataPlaneError
@@ -181,10 +182,10 @@ class TokenReader(Protocol):
         ...
 
 
-class PlacedIds:
-    """Token ids that a data plane keeps: those of a prompt, int32 [n].
+class PlacedIds(NDArrayOperatorsMixin):
+    """Token ids that a data plane keeps: those of a prompt, which behave as an int32 array [n].
 
-    Their number and digest are known here.  Whoever reads them as an array fetches them, each time anew:
+    Their number and digest are known here.  Whoever asks for anything else fetches them, each time anew:
     ``fetched`` does so for many at once.
 
     Args:
@@ -196,6 +197,7 @@ class PlacedIds:
     """
 
     __slots__ = ("_lease", "_n", "_place", "_reader", "digest")
+    __hash__ = None  # type: ignore[assignment]  # as an array's
 
     def __init__(
         self, reader: TokenReader, place: tuple[str, int], n: int, digest: bytes, lease: object = None
@@ -211,15 +213,27 @@ class PlacedIds:
         return _sealed(np.frombuffer(contents, _INT32))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        ids: NDArray[Any] = np.asarray(fetched([self])[0], dtype=dtype)
-        return ids.copy() if copy else ids
+        if copy is False:
+            raise ValueError("the ids are in a data plane; an array of them is a copy")
+        return np.asarray(fetched([self])[0], dtype=dtype)
 
-    def tobytes(self) -> bytes:
-        return np.asarray(self).tobytes()
+    def __array_ufunc__(self, ufunc: np.ufunc, method: Any, *inputs: Any, **kwargs: Any) -> Any:
+        here = [np.asarray(each) if isinstance(each, PlacedIds) else each for each in inputs]
+        return getattr(ufunc, method)(*here, **kwargs)
 
-    def tolist(self) -> list[int]:
-        found: list[int] = np.asarray(self).tolist()
-        return found
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # no other object's protocol is an array's
+            raise AttributeError(name)
+        return getattr(np.asarray(self), name)
+
+    def __bytes__(self) -> bytes:
+        return bytes(np.asarray(self))
+
+    def __copy__(self) -> PlacedIds:
+        return self  # a copy without the lease could be one of what is gone
+
+    def __deepcopy__(self, memo: Any) -> PlacedIds:
+        return self
 
     def __iter__(self) -> Iterator[np.int32]:
         return iter(np.asarray(self))
@@ -312,6 +326,12 @@ class PlacedTokens(Tokens):
     def __repr__(self) -> str:
         return f"PlacedTokens({self._place}, {len(self)} tokens, {self.n_sampled} sampled)"
 
+    def __copy__(self) -> PlacedTokens:
+        return self  # a copy without the lease could be one of what is gone
+
+    def __deepcopy__(self, memo: Any) -> PlacedTokens:
+        return self
+
     def __reduce__(self) -> tuple[Callable[..., Tokens], tuple[Any, ...]]:
         return PlacedTokens, (self._reader, self._place, self._runs)
 
@@ -322,10 +342,11 @@ def contents_of(tokens: Tokens) -> bytes:
 
 
 def runs_of(values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """Return runs of equal numbers, as ``np.repeat`` takes them: the number of each, and its length."""
+    """Return runs of numbers with equal bits, as ``np.repeat`` takes them: one number of each, its length."""
     if not len(values):
         return values, np.zeros(0, np.int64)
-    starts = np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]]))
+    bits = np.ascontiguousarray(values).view(f"i{values.itemsize}")
+    starts = np.flatnonzero(np.concatenate([[True], bits[1:] != bits[:-1]]))
     return values[starts], np.diff(starts, append=len(values))
 
 

@@ -1,4 +1,4 @@
-"""A data plane for tests: each segment is a file of a directory, and each fetch is a line of ``fetched``."""
+"""A data plane for tests: a file for each segment and prompt, and a line of ``fetched`` for each fetch."""
 
 from __future__ import annotations
 

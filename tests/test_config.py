@@ -39,6 +39,10 @@ BAD = [
     ),
     ({"trainer": {"beta": 0.1}}, "unknown configuration key 'trainer.beta'. Did you mean 'betas'?"),
     (
+        {"engine": {"max_steps": 5}},
+        "unknown configuration key 'engine.max_steps'. Did you mean 'trainer.steps'?",
+    ),
+    (
         {"beta": 0.1},
         "unknown configuration key 'beta'. Did you mean 'loss.options.kl_coefficient'?",
     ),

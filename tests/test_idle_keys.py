@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import inf, nan
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,6 +117,38 @@ def test_moments_of_bfloat16_are_taken_where_they_decay(
     host: PluginHost, options: dict[str, Any], betas: list[float]
 ) -> None:
     checked(host, {"optimizer": {"options": options}, "trainer": {"betas": betas}})
+
+
+ENGINE = """
+from grpo_core.engines.local.engine import LocalEngine
+
+class Mine(LocalEngine):
+    def __init__(self, setup, *, adds=False):
+        super().__init__(setup)
+
+    @staticmethod
+    def needs_adapters(*, adds=False):
+        return "adds" if adds else ""
+"""
+
+
+def test_an_engine_that_needs_adapters_is_refused_where_the_weight_syncs_send_none(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(ENGINE)
+    host = PluginHost.discover()
+    mine = {"name": f"{tmp_path / 'mine.py'}:Mine", "options": {"adds": True}}
+    needs = (
+        r"engine\.options\.adds = true needs adapters: a section \[model\.lora\] with publish = \"adapters\""
+    )
+    for table in (
+        {"engine": mine},
+        {"engine": mine, "model": {"path": "tiny", "lora": {"publish": "merged"}}},
+    ):
+        with pytest.raises(ConfigError, match=needs):
+            checked(host, table)
+    with pytest.raises(ConfigError, match=rf"^validation\.{needs}"):
+        checked(host, {"validation": {"engine": mine}})
+    checked(host, {"engine": mine, "model": {"path": "tiny", "lora": {}}})
+    checked(host, {"engine": mine | {"options": {}}})
 
 
 OPTIMIZER = """

@@ -465,6 +465,35 @@ def test_a_run_with_lora_is_trained_resumed_and_validated_by_the_command(tmp_pat
     assert "it holds adapters" in refused(tmp_path, "validate", saved)
 
 
+SPY = """
+from grpo_core.engines.local.engine import LocalEngine
+
+class Spy(LocalEngine):
+    async def update_weights(self, weights):
+        with open("seen", "a") as file:
+            print(sorted({info.dtype for info in weights.tensors}), bool(weights.base), file=file)
+        await super().update_weights(weights)
+"""
+
+
+@pytest.mark.long
+def test_the_engine_of_a_validation_gets_adapters_as_that_of_the_training(tmp_path: Path) -> None:
+    (tmp_path / "spy.py").write_text(SPY)
+    settings = ["model.lora.rank=4", "model.dtype=bfloat16", "trainer.steps=1", "validation.every=0"]
+    settings += ["model.options.warm_start_steps=5", "trainer.prompts_per_step=2", "rollout.group_size=2"]
+    settings += ["trainer.device=cpu"]
+    chosen = [part for setting in settings for part in ("--set", setting)]
+    done = grpo(
+        tmp_path, "train", "--env", "math:sort", "--engine", "./spy.py:Spy", *chosen, "--output", "run"
+    )
+    assert done.returncode == 0, done.stderr
+    done = grpo(tmp_path, "validate", "run", "--set", "validation.prompts=2")
+    assert done.returncode == 0, done.stderr
+    seen = (tmp_path / "seen").read_text().splitlines()
+    assert len(seen) >= 3
+    assert set(seen) == {"['bfloat16'] True"}
+
+
 @pytest.mark.nightly
 def test_the_demo_learns_with_lora(tmp_path: Path) -> None:
     """It begins with 8 to 9% of 200 held-out lists sorted; 40 steps are an eighth of the demo's."""

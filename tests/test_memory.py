@@ -25,7 +25,7 @@ from grpo_core.plugins.host import PluginHost
 from grpo_core.records import EngineLoad, MemoryPart
 from grpo_core.training.activations import Pass, activation_bytes, shapes
 from grpo_core.training.building import build_model
-from grpo_core.training.memory import lora_shapes, trainer_parts
+from grpo_core.training.memory import linear_parameters, lora_shapes, trainer_parts
 from grpo_core.training.model import ModelSource, Scorer
 from grpo_core.training.passes import Passes, for_training
 
@@ -230,9 +230,14 @@ def test_linear_layers_that_adapters_leave_in_bfloat16_take_two_bytes_on_a_gpu(
     assert weights("model.dtype=float32") == (4 * EIGHT_PARAMETERS, "cuda:0")
     assert weights("trainer.device=cpu", "model.dtype=bfloat16") == (4 * EIGHT_PARAMETERS, "host")
     with (model / "model.safetensors").open("r+b") as file:
-        file.seek(file.read(1000).index(b'"BF16"'))
+        header = file.read(200_000)
+        file.seek(header.index(b'"BF16"', header.index(b"gate_proj")))
         file.write(b'"F16" ')
-    assert weights() == (4 * EIGHT_PARAMETERS, "cuda:0"), "some numbers of float16 are none of bfloat16"
+    one = 14336 * 4096
+    expected = 4 * (outer + one) + 2 * (EIGHT_PARAMETERS - outer - one)
+    assert weights() == (expected, "cuda:0"), "some numbers of float16 are none of bfloat16"
+    assert linear_parameters({"model.embed_tokens_per_layer.weight": (262144, 7680)}) == 0
+    assert linear_parameters({"layers.0.mlp.experts.0.up_proj.weight": (64, 64)}) == 0
 
 
 def test_moments_of_bfloat16_and_weights_that_rest_on_the_host_are_counted(tmp_path, two_gpus, monkeypatch):

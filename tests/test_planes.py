@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import pickle
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
+import torch
 from file_plane import FilePlane
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -111,6 +113,18 @@ def test_a_handle_of_a_prompt_is_an_array_that_is_fetched_when_it_is_read():
         bytes(ids),
     )
     assert fetched([handle, handle])[0].tolist() == [7, 8, 9]
+    numpy = np.array([7, 8, 9], np.int32)
+    for read in (
+        lambda ids: (ids.shape, ids.dtype, ids.size, ids.max(), ids.copy().tolist(), bytes(ids)),
+        lambda ids: ((ids + 1).tolist(), (ids < 9).tolist(), (ids == ids).all(), (3 * ids).sum()),
+        lambda ids: (np.flatnonzero(ids), np.where(ids == 8, 1, 0).tolist(), ids.astype(float)[1:].tolist()),
+    ):
+        assert str(read(handle)) == str(read(numpy))
+    assert torch.from_numpy(handle.copy()).tolist() == [7, 8, 9]
+    for wrong in (lambda: hash(handle), lambda: handle.nothing):
+        with pytest.raises((TypeError, AttributeError)):
+            wrong()
+    assert copy.deepcopy([handle])[0] is copy.copy(handle) is handle, "a copy without the lease would be lost"
     kept.contents = [b"12345678"]
     with pytest.raises(DataPlaneError, match="returned 8 bytes of 3 ids; expected 12"):
         fetched([handle])
@@ -179,7 +193,9 @@ def test_the_bytes_of_a_rollout_on_the_way_to_the_trainer_do_not_grow_with_its_t
     assert sent(group(16384, **kind)) > 13 * 16384, "in memory all of it is sent"
 
 
-@pytest.mark.parametrize("values", [[0.5], [1.0, 1.0, 2.0], [1.0, 2.0, 3.0], [1.0] * 50 + [2.0] * 50])
+@pytest.mark.parametrize(
+    "values", [[0.5], [1.0, 1.0, 2.0], [1.0, 2.0, 3.0], [1.0] * 50 + [2.0] * 50, [-0.0] * 9 + [0.0] * 9]
+)
 def test_advantages_of_tokens_arrive_as_they_were_sent(values):
     tokens = Tokens.generated(range(len(values)), np.zeros(len(values)), np.zeros(len(values), int))
     row = Row(prompt_ids=[1], tokens=tokens, advantage=1.0, group=3, rollout=4, correct=True,
@@ -187,6 +203,9 @@ def test_advantages_of_tokens_arrive_as_they_were_sent(values):
     arrived = pickle.loads(pickle.dumps(row))
     assert arrived == row
     assert arrived.token_advantages.dtype == np.float32
+    assert arrived.token_advantages.tobytes() == row.token_advantages.tobytes(), "to the last bit"
+    of_list = pickle.loads(pickle.dumps(attrs.evolve(row, token_advantages=values)))
+    assert of_list == row
 
 
 def test_a_step_is_divided_in_the_same_way_with_every_plane(tmp_path):

@@ -418,7 +418,7 @@ class Assembly:
         return self._engine("validation.engine", engine, model, logs, colocated=True)
 
     def _engine(self, key: str, engine: EngineConfig, model: str, logs: Path, *, colocated: bool) -> Engine:
-        config, lora = self.config, self.config.model.lora
+        config = self.config
         made = workers.make_engine(
             engine,
             engine_setup(
@@ -429,7 +429,6 @@ class Assembly:
                 logs=logs,
                 colocated=colocated,
                 reproducible=reproducible(config.pipeline),
-                adapters=lora is not None and lora.publish == "adapters",
             ),
             self.run.placement,
             workers=workers.workers_of(engine, self.run.plugins),

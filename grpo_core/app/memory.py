@@ -36,6 +36,7 @@ from grpo_core.training.memory import (
     kept_bytes,
     linear_parameters,
     lora_shapes,
+    trainer_parts,
 )
 from grpo_core.training.optimizers import state_bytes
 
@@ -183,8 +184,9 @@ def certain_parts(
             teacher=_teacher_bytes(config, device) if "teacher" in needs else 0,
             async_save=config.checkpoint.async_save,
         )
-        if lora is not None and device != HOST and _stays_in_bfloat16(config, directory, device):
-            less = 2 * linear_parameters(shapes)  # a host has all in float32 while the model is loaded
+        if lora is not None and device != HOST and of_trainer is trainer_parts:
+            # a host has all in float32 while the model is loaded
+            less = 2 * _that_stay_in_bfloat16(config, directory, shapes, device)
             parts = [evolve(one, nbytes=one.nbytes - less) if one.name == WEIGHTS else one for one in parts]
         if config.trainer.weights == "bfloat16" and not config.trainer.reference_every:
             parts = [evolve(one, nbytes=one.nbytes // 2) if one.name == REFERENCE else one for one in parts]
@@ -202,10 +204,15 @@ def certain_parts(
     return found
 
 
-def _stays_in_bfloat16(config: Config, directory: str, device: str) -> bool:
-    """Whether a trainer of adapters keeps linear layers as they are in the files, two bytes a parameter."""
+def _that_stay_in_bfloat16(
+    config: Config, directory: str, shapes: Mapping[str, Sequence[int]], device: str
+) -> int:
+    """Count the parameters that a trainer of adapters keeps as they are in the files, in two bytes."""
     here = directory_here(directory)
-    return _dtype(config, device) == "bfloat16" and here is not None and dtypes_in(here) == {"BF16"}
+    if here is None or _dtype(config, device) != "bfloat16":
+        return 0
+    dtypes = dtypes_in(here)
+    return linear_parameters({name: shape for name, shape in shapes.items() if dtypes.get(name) == "BF16"})
 
 
 def _at_rest(parts: Sequence[MemoryPart]) -> Iterator[MemoryPart]:

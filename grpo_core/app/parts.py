@@ -132,14 +132,13 @@ def engine_setup(
     logs: Path | None,
     colocated: bool,
     reproducible: bool = False,
-    adapters: bool | None = None,
 ) -> EngineSetup:
     """Make the setup of an engine.
 
     Args:
         path: directory of the model; it is made absolute, since a worker may have another working directory.
         colocated: whether training runs on this machine at the same time.
-        reproducible: see ``EngineSetup``, as for ``adapters``.
+        reproducible: see ``EngineSetup``.
     """
     return EngineSetup(
         model=str(Path(path).absolute()),
@@ -150,7 +149,6 @@ def engine_setup(
         deadline=engine.deadline,
         max_requests=engine.max_requests,
         reproducible=reproducible,
-        adapters=adapters,
     )
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from collections.abc import Mapping
 from math import lcm
 from pathlib import Path
+from typing import Any
 
 from attrs import evolve
 
@@ -74,7 +76,7 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
     host.check_values(
         "optimizer", config.optimizer.name, config.optimizer.options, betas=config.trainer.betas
     )
-    _check_lora(config)
+    _check_lora(config, host, trains=trains)
     _check_ranks(config, host)
     _check_offload(config)
     if trains:
@@ -134,8 +136,17 @@ def require_peft() -> None:
         raise ConfigError("model.lora needs the package peft: pip install 'grpo-core[lora]'")
 
 
-def _check_lora(config: Config) -> None:
-    if config.model.lora is None:
+def _check_lora(config: Config, host: PluginHost, *, trains: bool) -> None:
+    lora = config.model.lora
+    sends_adapters = not trains or (lora is not None and lora.publish == "adapters")
+    for key, engine in () if sends_adapters else engines_of(config, trains=trains).items():
+        needing: Any = getattr(host.find("engine", engine.name).load(), "needs_adapters", None)
+        if needing is not None and (option := needing(**engine.options)):
+            raise ConfigError(
+                f"{key}.options.{option} = {json.dumps(engine.options[option])} needs adapters: a section "
+                '[model.lora] with publish = "adapters"; or leave it out'
+            )
+    if lora is None:
         return
     require_peft()
     if config.trainer.reference_mix < 1:

@@ -22,6 +22,7 @@ from grpo_core.app.assembly import RunContext, assemble
 from grpo_core.app.lengths import RunPrompts
 from grpo_core.app.parts import (
     canary_tolerance,
+    engine_dtype,
     engine_setup,
     engines_of,
     load_renderer,
@@ -302,7 +303,11 @@ async def start_engine(
 
     The arguments are those of ``validate``, and the started tasks and the connected placement.
     """
+    import torch
+
+    from grpo_core.cpu import resolve_device
     from grpo_core.training.building import saved_tensors
+    from grpo_core.training.model import published_dtype
     from grpo_core.weights.shm import SharedMemoryWriter
 
     engines = engines_of(config, trains=False)
@@ -326,7 +331,12 @@ async def start_engine(
         lambda: writer
     )  # what it wrote is there as long as it is, also for an engine that restarts
     tensors, base = await asyncio.to_thread(saved_tensors, path, adapters, config.model)
-    await engine.update_weights(evolve(writer.write(version, tensors), base=base))
+    dtype = None
+    if base:  # what engines add themselves they get as in a weight sync of the run, wherever it was trained
+        chosen = config.trainer.device
+        device = resolve_device(chosen, "trainer.device") if chosen == "auto" else torch.device(chosen)
+        dtype = published_dtype(config.model, engine_dtype([engine_config]), device)
+    await engine.update_weights(evolve(writer.write(version, tensors, dtype=dtype), base=base))
     return engine, renderer
 
 

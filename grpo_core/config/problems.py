@@ -83,10 +83,10 @@ def _nearest(key: str, known: Mapping[str, Any], prefix: str) -> str:
             " Training samples from the whole distribution, since its logprobs are those of all tokens; "
             f"validation.{key} is for validation"
         )
-    meant, near = ALIASES.get(key), did_you_mean(key, set(known))
-    if meant is not None and (not near or meant.startswith(prefix)):
+    meant = ALIASES.get(key)
+    if meant is not None and not any(name.startswith(key) for name in known):
         return f" Did you mean {meant!r}?"
-    if near:
+    if near := did_you_mean(key, set(known)):
         return near
     if "options" in known:
         what = "name" if key == "strategy" else f"options.{key}"

@@ -208,11 +208,13 @@ class Arrays:
 
     prompts: list[Ids] = field(factory=list)
     tokens: list[Tokens] = field(factory=list)
-    _places: dict[int, int] = field(factory=dict)
-    """Place of each prompt in ``prompts``, by its identity: the rollouts of a group share one prompt."""
+    _places: dict[bytes, int] = field(factory=dict)
+    """Place of each prompt in ``prompts``, by its digest: the rollouts of a group share one prompt."""
 
     def add_prompt(self, ids: Ids) -> int:
-        place = self._places.setdefault(id(ids), len(self.prompts))
+        from grpo_core.tokens import digest_of
+
+        place = self._places.setdefault(digest_of(ids), len(self.prompts))
         if place == len(self.prompts):
             self.prompts.append(ids)
         return place

@@ -221,6 +221,8 @@ class Pipeline:
     async def _place_carried(self) -> frozenset[int]:
         """Put the groups of a checkpoint into the data plane; return their slots."""
         ready = self.buffer.state_dict()["ready"]
+        if ready:
+            stage("finished groups to the data plane")
         for slot, group in ready:
             self.buffer.exchange(slot, await self.plane.put(group))
         return frozenset(slot.id for slot, _ in ready)

@@ -32,8 +32,8 @@ def saved_tensors(
 ) -> tuple[Sequence[tuple[str, torch.Tensor | LowRankSum]], str]:
     """Read what engines load of a model, and of adapters that were saved for it.
 
-    Returns it, and the directory of the model to which engines add adapters; "" if they take all weights.
-    Raises ModelError.
+    Returns the tensors, and the directory of the model to which engines add adapters; "" if they take all
+    weights.  Raises ModelError.
     """
     if adapters is None:
         return load_tensors(model), ""

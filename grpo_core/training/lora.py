@@ -279,7 +279,7 @@ def _halve(module: nn.Module) -> None:
         if torch.equal((small := weight.data.bfloat16()).float(), weight.data):
             freed += weight.data.nbytes
             weight.data = small
-        if freed >= KEPT_FREE:  # or both would be there at the end: transformers loads in other threads
+        if freed >= KEPT_FREE:  # or memory of both kinds would add up: other threads have loaded the model
             return_freed_memory()
             freed = 0
     return_freed_memory()
@@ -294,23 +294,34 @@ class _View:
     shape: Sequence[int]
     strides: Sequence[int]
     offset: int
+    """Numbers of that tensor before the first one of this."""
 
     def of(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return the view of one of these tensors, by their names in the module."""
         tensor = tensors[self.name]
-        view = tensor.as_strided(self.shape, self.strides, self.offset)
+        view = tensor.as_strided(self.shape, self.strides, int(tensor.storage_offset()) + self.offset)
         return nn.Buffer(view) if isinstance(tensor, nn.Buffer) else view
 
 
 def _views(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, _View]:
     """Return what each of these tensors is in the module."""
-    homes = {tensor.untyped_storage()._cdata: name for name, tensor in module_tensors(module).items()}
-    return {
-        name: _View(
-            homes[view.untyped_storage()._cdata], view.shape, view.stride(), int(view.storage_offset())
-        )
-        for name, view in tensors.items()
-    }
+    homes: dict[int, list[tuple[int, int, str]]] = {}
+    for name, tensor in module_tensors(module).items():
+        begin = int(tensor.storage_offset())
+        homes.setdefault(_storage(tensor), []).append((begin, begin + tensor.numel(), name))
+
+    def found(view: Tensor) -> _View:
+        at = int(view.storage_offset())
+        of_storage = homes[_storage(view)]
+        begin, _, name = next((home for home in of_storage if home[0] <= at < home[1]), of_storage[0])
+        return _View(name, view.shape, view.stride(), at - begin)
+
+    return {name: found(view) for name, view in tensors.items()}
+
+
+def _storage(tensor: Tensor) -> int:
+    place: int = tensor.untyped_storage()._cdata
+    return place
 
 
 def _inject(config: PeftConfig, module: nn.Module, source: ModelSource) -> None:

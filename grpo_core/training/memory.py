@@ -20,7 +20,10 @@ REFERENCE = "reference"
 TEACHER = "teacher"
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
-NOT_LINEAR = ("lm_head", "embed_out", "embed_tokens", "embed_in", "word_embeddings", "wte", "wpe")
+NOT_LINEAR = (
+    "lm_head", "embed_out", "embed_tokens", "embed_tokens_per_layer", "embed_in", "embed_positions",
+    "word_embeddings", "tok_embeddings", "position_embeddings", "wte", "wpe",
+)  # fmt: skip
 """Ends of the names of output layers and embeddings, in checkpoints of transformers."""
 KEPT_ACTIVATIONS = 0.2
 """Share of the activations by which the heap of a trainer on a CPU outgrows what is allocated in it."""

@@ -136,7 +136,7 @@ class RayPlane(RemotePlane):
         self._store.discard.remote(list(keys))  # a dead actor raises nothing here
 
     async def held(self) -> tuple[int, int]:
-        """Return the number of segments that are kept, and of their bytes."""
+        """Return the number of parts that are kept, and of their bytes."""
         number, nbytes = await self._answer(self._store.held.remote())
         return number, nbytes
 

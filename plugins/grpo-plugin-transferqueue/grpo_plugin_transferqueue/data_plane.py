@@ -3,8 +3,9 @@
     the run's process   -- put: rows -->   storage units   -- get, by each rank -->   trainer
                         -- which rows -->    controller    <-- where they are --
 
-Each segment is a row, with its bytes in one column.  The controller and the units are actors that belong to
-the run's process: whatever ends this, nothing is left.  Clients reach them by sockets, without Ray.
+Each segment, and each prompt, is a row with its bytes in one column.  The controller and the units are actors
+that belong to the run's process: whatever ends this, nothing is left.  Clients reach them by sockets, without
+Ray.
 """
 
 from __future__ import annotations

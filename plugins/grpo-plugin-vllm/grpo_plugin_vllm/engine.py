@@ -38,14 +38,18 @@ class VllmEngine(ChildEngine):
         vllm: further arguments of ``vllm.EngineArgs``; they win over the others.
 
     Raises ValueError if an option is out of its range, and ConfigError if completions have to be reproducible
-    (``EngineSetup.reproducible``) without ``seeds``, or with a prefix cache, or if ``native_lora`` has no
-    adapters to compute.
+    (``EngineSetup.reproducible``) without ``seeds``, or with a prefix cache.
     """
 
     requires = MappingProxyType({"vllm": "pip install 'grpo-core[vllm]' (on a CPU, see docs/engines.md)"})
     """Packages that have to be installed, each with the command for it."""
 
     memory = staticmethod(memory)
+
+    @staticmethod
+    def needs_adapters(*, native_lora: bool = False, **_: Any) -> str:
+        """Return the option that lets vLLM compute adapters; "" if it shall not."""
+        return "native_lora" if native_lora else ""
 
     def __init__(
         self,
@@ -78,11 +82,6 @@ class VllmEngine(ChildEngine):
             native_lora=native_lora,
             vllm=dict(vllm or {}),
         )
-        if native_lora and setup.adapters is False:
-            raise ConfigError(
-                "engine vllm: engine.options.native_lora = true needs adapters: a section [model.lora] with "
-                'publish = "adapters"'
-            )
         if setup.reproducible and not seeds:
             raise ConfigError(
                 "engine vllm: engine.options.seeds = false draws tokens that depend on other requests, and "

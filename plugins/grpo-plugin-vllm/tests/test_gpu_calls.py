@@ -154,13 +154,6 @@ def test_reproducible_completions_need_the_seeds_of_their_requests(tmp_path):
         VllmEngine(EngineSetup(model=str(tmp_path), reproducible=True), vllm={"enable_prefix_caching": True})
 
 
-def test_a_run_without_adapters_cannot_let_vllm_compute_them(tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"native_lora = true needs adapters: a section \[model\.lora\] with"
-    ):
-        VllmEngine(EngineSetup(model=str(tmp_path), adapters=False), native_lora=True)
-
-
 def test_an_update_follows_vllms_sequence(tried):
     async def story(tried):
         await tried.engine.update_weights(weights(3))
