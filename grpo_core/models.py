@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from math import prod
 from pathlib import Path
@@ -114,6 +115,27 @@ def weight_files(directory: Path) -> list[Path]:
         if not file.exists():
             raise OSError(f"{file.name} is missing, which {index.name} names: copy or download it again")
     return files
+
+
+_SAMPLES, _SAMPLE = 64, 4096
+"""Number of the places in a file that a digest reads, and bytes of each."""
+
+
+def weights_digest(directory: Path) -> str:
+    """Return a digest of a model's weight files: names, sizes, and bytes at 64 places of each.
+
+    Training changes numbers everywhere, so other weights have another digest, and that of a model of many GB
+    is there at once.  Raises OSError.
+    """
+    digest = hashlib.sha256()
+    for path in weight_files(directory):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for nth in range(_SAMPLES):
+                file.seek(nth * size // _SAMPLES)
+                digest.update(file.read(_SAMPLE))
+    return digest.hexdigest()
 
 
 _LONGEST_HEADER = 100_000_000

@@ -363,6 +363,8 @@ def test_a_finished_run_says_how_to_go_on(trained):
     assert "finished all of its 4 steps; for more, add --set trainer.steps=8" in refused(
         run.parent, "train", "--resume", "run"
     )
+    fewer = refused(run.parent, "train", "--resume", "run", "--set", "trainer.steps=2")
+    assert "run: finished 4 steps; for more, add --set trainer.steps=8" in fewer
 
 
 @pytest.mark.long

@@ -401,7 +401,9 @@ def test_targets_choose_the_layers(model: str) -> None:
         ("q_prj", "the model has no layer 'q_prj'; the linear layers of .* q_proj, .*, down_proj$"),
         ("lm_head", "lm_head is the model's output layer or embedding"),
         ("embed_tokens", "embed_tokens is the model's output layer or embedding"),
-        ("input_layernorm", "input_layernorm"),
+        ("input_layernorm", r"layers\.0\.input_layernorm is no linear layer; the linear layers of"),
+        ("mlp", r"layers\.0\.mlp is no linear layer; the linear layers of"),
+        ("", "the model has no layer ''; the linear layers of"),
     ],
 )
 def test_a_target_that_can_have_no_adapter_is_refused_in_one_line(

@@ -25,6 +25,7 @@ from grpo_core.config import as_table, build, merge, parse_setting, read_toml
 from grpo_core.data.curriculum import Curriculum
 from grpo_core.data.loaders import TaskLoader
 from grpo_core.data.samplers import PromptStream, RoundRobin
+from grpo_core.demo.tiny import make_tiny_model
 from grpo_core.errors import CheckpointError, ConfigError, PluginError
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import Buffer
@@ -318,6 +319,10 @@ def changed(path, *settings):
         ("model.path=other/model", 'model.path is "tiny" in its checkpoint and "other/model" now; it cannot'),
         ("optimizer.name=muon", 'optimizer.name is "adamw" in its checkpoint and "muon" now; it cannot'),
         ("model.lora.rank=4", "model.lora.rank is (not set) in its checkpoint and 4 now; it cannot change"),
+        (
+            "optimizer.options.moments=bfloat16",
+            'optimizer.options.moments is (not set) in its checkpoint and "bfloat16" now; it cannot',
+        ),
         ("seed=5", "seed is 0 in its checkpoint and 5 now; it cannot change"),
         (
             "pipeline.max_staleness=1",
@@ -335,6 +340,36 @@ def test_a_change_that_cannot_be_right_is_refused_with_both_values(tmp_path, set
     assert len(done.stderr.splitlines()) == 1
     after = {path: found for path, found in contents(tmp_path / "run").items() if not path.endswith(".lock")}
     assert after == before
+
+
+@pytest.mark.parametrize(
+    ("setting", "why"),
+    [
+        ("model.lora.rank=4", "to which its adapters belong"),
+        ("loss.options.kl_coefficient=0.1", "with which its loss compares the policy"),
+        ("trainer.steps=9", ""),
+    ],
+)
+def test_a_run_that_needs_the_weights_it_started_from_is_not_continued_with_others(tmp_path, setting, why):
+    """A checkpoint has adapters alone, and no reference; one of all weights needs no others."""
+    model = tmp_path / "model"
+    make_tiny_model(model, (), width=16, layers=1, warm_start_steps=0)
+    a_run(tmp_path / "run", settings=[f"model.path={model}", setting])
+    assert resumed(tmp_path / "run")
+    shutil.rmtree(model)
+    make_tiny_model(model, (), width=16, layers=1, warm_start_steps=0, seed=1)
+    if why:
+        with pytest.raises(
+            ConfigError, match=f"are not those that the run started from, {why}; put those back"
+        ):
+            resumed(tmp_path / "run")
+    else:
+        assert resumed(tmp_path / "run")
+
+
+def test_moments_that_are_named_as_they_are_by_default_are_the_same(tmp_path):
+    a_run(tmp_path / "run")
+    assert resumed(tmp_path / "run", "optimizer.options.moments=float32")
 
 
 def test_the_checkpoint_counts_and_not_an_edited_configuration(tmp_path):

@@ -98,8 +98,9 @@ def table(
         "trainer": f"trained {_share(spent['time/train'], whole)}",
         "engine": f"generated {_share(spent['time/generate'], whole)}, environments included",
     }
+    counted = "1 step" if steps == 1 else f"{steps} steps"
     lines = [
-        f"Where the time of {steps} steps went: {whole:.2f} s, {whole / steps:.3f} s a step",
+        f"Where the time of {counted} went: {whole:.2f} s, {whole / steps:.3f} s a step",
         "",
         f"{'process':<32}{'CPU seconds':>12}  what it did",
     ]

@@ -15,6 +15,8 @@ from grpo_core.config import Config, as_table, build, replace_parts
 from grpo_core.disk import fingerprint
 from grpo_core.errors import ConfigError
 from grpo_core.loop import checkpoint
+from grpo_core.loss import needs_of
+from grpo_core.models import directory_here, weights_digest
 from grpo_core.plugins.host import NO_OFFERS, Offers, PluginHost
 from grpo_core.run_directory import RunDirectory
 
@@ -26,11 +28,14 @@ FIXED = (
     "model.path",
     "model.options",
     "optimizer.name",
+    "optimizer.options.moments",
     "model.lora.rank",
     "model.lora.alpha",
     "model.lora.targets",
 )
 """Keys that keep their values in all starts of a run with a checkpoint."""
+IMPLIED = {"optimizer.options.moments": "float32"}
+"""Values of optional ones that are not set."""
 
 
 @frozen(kw_only=True)
@@ -76,9 +81,9 @@ def _found(
     config = build([replace_parts(as_table(before), changes), changes])
     found = checkpoint.newest(directory.checkpoints)
     if found is not None and found.step >= config.trainer.steps and not config.trainer.epochs:
+        all_of = "all of its " if found.step == config.trainer.steps else ""
         raise ConfigError(
-            f"{path}: finished all of its {config.trainer.steps} steps; for more, add "
-            f"--set trainer.steps={2 * config.trainer.steps}"
+            f"{path}: finished {all_of}{found.step} steps; for more, add --set trainer.steps={2 * found.step}"
         )
     host = PluginHost.discover(config.plugins, block)
     host.add(offers)
@@ -93,6 +98,7 @@ def _found(
             saved = state.get("run", {})
             fixed = {**identity(with_absolute_paths(before, host))["fixed"], **saved.get("fixed", {})}
             _check_fixed(path, fixed, config)
+            _check_start(path, saved.get("start", ""), config, host)
             _check_staleness(path, state["buffer"]["ready"], config.pipeline.max_staleness)
             notes += _warnings(path, saved, config)
         notes.append(f"continuing {path} after step {found.step}")
@@ -115,18 +121,49 @@ def identity(config: Config) -> dict[str, Any]:
     return {
         "grpo_core": grpo_core.__version__,
         "fixed": {key: _value(config, key) for key in FIXED},
+        "start": start_digest(directory_here(config.model.path)),
         "files": _hashes(config),
     }
 
 
 def _check_fixed(path: Path, fixed: Mapping[str, Any], config: Config) -> None:
     for key in FIXED:
-        now = _value(config, key)
-        if fixed.get(key) != now:
+        now, usual = _value(config, key), IMPLIED.get(key)
+        if (fixed.get(key) or usual) != (now or usual):
             raise ConfigError(
                 f"{path}: {key} is {shown(fixed.get(key))} in its checkpoint and {shown(now)} now; it "
                 "cannot change within a run: keep it, or start a new run"
             )
+
+
+def start_digest(directory: Path | None) -> str:
+    """Return the digest of the weights that a run starts from; "" if they are not here."""
+    try:
+        return "" if directory is None else weights_digest(directory)
+    except OSError:
+        return ""
+
+
+def check_start(path: Path, before: str, directory: Path | None, why: str) -> None:
+    """Raise ConfigError if the weights that a run started from are others now."""
+    now = start_digest(directory)
+    if before and now and before != now:
+        raise ConfigError(
+            f"{path}: the weights in {directory} are not those that the run started from, {why}; put those "
+            "back, or start a new run"
+        )
+
+
+def _check_start(path: Path, before: str, config: Config, host: PluginHost) -> None:
+    """Refuse other weights below adapters, or as the reference of a loss."""
+    loss = host.function("loss", config.loss.name, **config.loss.options)
+    if config.model.lora is not None:
+        why = "to which its adapters belong"
+    elif "reference" in needs_of(loss.function, loss.options) and not config.trainer.reference_every:
+        why = "with which its loss compares the policy"
+    else:
+        return
+    check_start(path, before, directory_here(config.model.path), why)
 
 
 def _check_staleness(path: Path, ready: Any, bound: int) -> None:

@@ -13,8 +13,9 @@ from attrs import frozen
 
 import grpo_core
 from grpo_core.app.preflight import require_peft
+from grpo_core.app.resume import check_start
 from grpo_core.complaints import complain
-from grpo_core.config import Config, as_table
+from grpo_core.config import Config, LoraConfig, ModelConfig, TaskConfig, as_table
 from grpo_core.credentials import secrets_in
 from grpo_core.errors import CheckpointError, ConfigError
 from grpo_core.inert import inert
@@ -128,7 +129,10 @@ def write(export: Export, target: Path) -> None:
 def _merge(export: Export, part: Path) -> None:
     from grpo_core.training.building import write_merged
 
-    write_merged(started_from(export.run, export.config), export.saved, export.config.model, part)
+    start = started_from(export.run, export.config)
+    saved = checkpoint.read_pipeline(export.checkpoint).get("run", {})
+    check_start(export.run.path, saved.get("start", ""), start, "to which its adapters belong")
+    write_merged(start, export.saved, export.config.model, part)
 
 
 def _name_base(export: Export, path: Path) -> None:
@@ -144,6 +148,8 @@ def base_model(export: Export) -> str:
     path = export.config.model.path
     if path.count("/") == 1 and not Path(path).expanduser().exists():
         return path
+    if export.form == "adapters" and not (export.run.model / "config.json").exists():
+        return str(Path(path).expanduser().absolute())  # it need not be there: adapters only name it
     return str(started_from(export.run, export.config).absolute())
 
 
@@ -228,7 +234,11 @@ def _scores(export: Export) -> Iterator[str]:
 
 def excerpt(config: Config) -> dict[str, Any]:
     """Return the settings that say how the model was trained and differ from the defaults; no secrets."""
-    table, defaults = as_table(config), as_table(Config())
+    usual = Config(
+        tasks=dict.fromkeys(config.tasks, TaskConfig(env="")),
+        model=ModelConfig(lora=None if config.model.lora is None else LoraConfig()),
+    )
+    table, defaults = as_table(config), as_table(usual)
     kept = {section: _changed(table[section], defaults.get(section, {})) for section in SECTIONS}
     secret = set(secrets_in(table))
     return {section: _without(value, secret, section) for section, value in kept.items() if value}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any, Literal
 
 from attrs import field, frozen
@@ -17,7 +18,7 @@ class LoraConfig:
 
     rank: int = field(default=16, validator=ge(1))
     """Each adapter is a product of two matrices with this inner dimension."""
-    alpha: float = field(default=32.0, validator=gt(0))
+    alpha: float = field(default=32.0, validator=[gt(0), lt(inf)])
     """Adapters are multiplied by `alpha / rank`."""
     targets: list[str] = field(factory=list)
     """Names of the layers that get adapters, as in `["q_proj", "v_proj"]`; if the list is empty, all linear

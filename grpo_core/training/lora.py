@@ -355,7 +355,7 @@ def _problem(lora: LoraConfig, module: nn.Module) -> str:
     """Say what is wrong with the targets; "" if each of them is a layer that may have an adapter."""
     names = [name for name, _ in module.named_modules()]
     for target in lora.targets:
-        if not any(f".{name}".endswith(f".{target}") for name in names):
+        if not target or not any(f".{name}".endswith(f".{target}") for name in names):
             return f"the model has no layer {target!r}"
     head = module.get_output_embeddings()  # type: ignore[operator]
     inputs = module.get_input_embeddings()  # type: ignore[operator]
@@ -363,6 +363,8 @@ def _problem(lora: LoraConfig, module: nn.Module) -> str:
         chosen = any(f".{name}".endswith(f".{target}") for target in lora.targets)
         if chosen and (layer is head or layer is inputs):
             return f"{name} is the model's output layer or embedding, which gets no adapter"
+        if chosen and not is_linear(layer):
+            return f"{name} is no linear layer"
     return ""
 
 

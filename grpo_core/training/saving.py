@@ -109,7 +109,7 @@ class Saving:
             raise CheckpointError(
                 f"{directory}: the optimizer's state is missing or is not this model's "
                 f"({type(error).__name__}: {one_line(error)}); resume from another checkpoint, or start anew "
-                "with model.path set to what grpo-core export makes of it"
+                "with model.path set to what grpo-core export makes of it (of adapters: export --merged)"
             ) from error
 
     def _resume(self, directory: Path) -> int:
