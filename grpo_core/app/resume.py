@@ -16,9 +16,10 @@ from grpo_core.disk import fingerprint
 from grpo_core.errors import ConfigError
 from grpo_core.loop import checkpoint
 from grpo_core.loss import needs_of
-from grpo_core.models import directory_here, weights_digest
+from grpo_core.models import directory_here
 from grpo_core.plugins.host import NO_OFFERS, Offers, PluginHost
 from grpo_core.run_directory import RunDirectory
+from grpo_core.validation.target import check_start, start_digest
 
 FIXED = (
     "seed",
@@ -134,24 +135,6 @@ def _check_fixed(path: Path, fixed: Mapping[str, Any], config: Config) -> None:
                 f"{path}: {key} is {shown(fixed.get(key))} in its checkpoint and {shown(now)} now; it "
                 "cannot change within a run: keep it, or start a new run"
             )
-
-
-def start_digest(directory: Path | None) -> str:
-    """Return the digest of the weights that a run starts from; "" if they are not here."""
-    try:
-        return "" if directory is None else weights_digest(directory)
-    except OSError:
-        return ""
-
-
-def check_start(path: Path, before: str, directory: Path | None, why: str) -> None:
-    """Raise ConfigError if the weights that a run started from are others now."""
-    now = start_digest(directory)
-    if before and now and before != now:
-        raise ConfigError(
-            f"{path}: the weights in {directory} are not those that the run started from, {why}; put those "
-            "back, or start a new run"
-        )
 
 
 def _check_start(path: Path, before: str, config: Config, host: PluginHost) -> None:

@@ -13,7 +13,6 @@ from attrs import frozen
 
 import grpo_core
 from grpo_core.app.preflight import require_peft
-from grpo_core.app.resume import check_start
 from grpo_core.complaints import complain
 from grpo_core.config import Config, LoraConfig, ModelConfig, TaskConfig, as_table
 from grpo_core.credentials import secrets_in
@@ -21,7 +20,7 @@ from grpo_core.errors import CheckpointError, ConfigError
 from grpo_core.inert import inert
 from grpo_core.loop import checkpoint
 from grpo_core.run_directory import RunDirectory, planned_steps
-from grpo_core.validation.target import ADAPTERS, started_from
+from grpo_core.validation.target import ADAPTERS, check_adapters, started_from
 
 Form = Literal["merged", "adapters"]
 CARD = "README.md"
@@ -130,8 +129,7 @@ def _merge(export: Export, part: Path) -> None:
     from grpo_core.training.building import write_merged
 
     start = started_from(export.run, export.config)
-    saved = checkpoint.read_pipeline(export.checkpoint).get("run", {})
-    check_start(export.run.path, saved.get("start", ""), start, "to which its adapters belong")
+    check_adapters(export.run.path, export.checkpoint, start)
     write_merged(start, export.saved, export.config.model, part)
 
 

@@ -11,7 +11,7 @@ from attrs import evolve, frozen
 from grpo_core.config import Config, as_table
 from grpo_core.errors import ConfigError, ModelError
 from grpo_core.loop import checkpoint
-from grpo_core.models import local_directory
+from grpo_core.models import local_directory, weights_digest
 from grpo_core.run_directory import CONFIG, RunDirectory
 
 ADAPTERS = "adapter_config.json"
@@ -91,7 +91,9 @@ def _of_run(target: str, path: Path) -> EvalTarget:
         measured = EvalTarget(name=target, model=saved, version=found.step, table=table, notes=notes)
         if not (saved / ADAPTERS).exists():
             return measured
-        return evolve(measured, model=started_from(run, config), adapters=saved)
+        start = started_from(run, config)
+        check_adapters(path, found.directory, start)
+        return evolve(measured, model=start, adapters=saved)
     made = (run.model / "config.json").exists()
     return EvalTarget(
         name=target,
@@ -110,3 +112,27 @@ def started_from(run: RunDirectory, config: Config) -> Path:
         return Path(local_directory(config.model.path))
     except ModelError as error:
         raise ModelError(f"{run.path}: the model that it started from is not there: {error}") from None
+
+
+def start_digest(directory: Path | None) -> str:
+    """Return the digest of the weights that a run starts from; "" if they are not here."""
+    try:
+        return "" if directory is None else weights_digest(directory)
+    except OSError:
+        return ""
+
+
+def check_start(path: Path, before: str, directory: Path | None, why: str) -> None:
+    """Raise ConfigError if the weights that a run started from are others now."""
+    now = start_digest(directory)
+    if before and now and before != now:
+        raise ConfigError(
+            f"{path}: the weights in {directory} are not those that the run started from, {why}; put those "
+            "back, or start a new run"
+        )
+
+
+def check_adapters(path: Path, saved: Path, start: Path) -> None:
+    """Raise ConfigError if the adapters of a checkpoint belong to other weights than those in ``start``."""
+    before = checkpoint.read_pipeline(saved).get("run", {}).get("start", "")
+    check_start(path, before, start, "to which its adapters belong")
