@@ -330,7 +330,7 @@ def _inject(config: PeftConfig, module: nn.Module, source: ModelSource) -> None:
     problem = _problem(source.config.lora, module)
     with torch.random.fork_rng([]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")  # of layers that are transposed
-        torch.manual_seed(source.seed)
+        torch.default_generator.manual_seed(source.seed)  # the module is on the host, and GPUs keep theirs
         try:
             if not problem:
                 inject_adapter_in_model(config, module, adapter_name=ADAPTER)
