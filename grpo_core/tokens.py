@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, cast
 
 import numpy as np
 from attrs import field, frozen
@@ -182,7 +182,25 @@ class TokenReader(Protocol):
         ...
 
 
-class PlacedIds(NDArrayOperatorsMixin):
+class _Handle:
+    """Stands for what a data plane keeps under a place.
+
+    A copy is the handle itself: one without the lease could be a copy of what is gone.
+    """
+
+    __slots__ = ()
+
+    _place: tuple[str, int]
+    _reader: TokenReader
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
+
+
+class PlacedIds(_Handle, NDArrayOperatorsMixin):
     """Token ids that a data plane keeps: those of a prompt, which behave as an int32 array [n].
 
     Their number and digest are known here.  Whoever asks for anything else fetches them, each time anew:
@@ -229,12 +247,6 @@ class PlacedIds(NDArrayOperatorsMixin):
     def __bytes__(self) -> bytes:
         return bytes(np.asarray(self))
 
-    def __copy__(self) -> PlacedIds:
-        return self  # a copy without the lease could be one of what is gone
-
-    def __deepcopy__(self, memo: Any) -> PlacedIds:
-        return self
-
     def __iter__(self) -> Iterator[np.int32]:
         return iter(np.asarray(self))
 
@@ -251,7 +263,7 @@ class PlacedIds(NDArrayOperatorsMixin):
         return PlacedIds, (self._reader, self._place, self._n, self.digest)
 
 
-class PlacedTokens(Tokens):
+class PlacedTokens(_Handle, Tokens):
     """Tokens whose ids and logprobs a data plane keeps; what remains here does not grow with their number.
 
     Their number, mask and versions are known here, as runs of equal tokens.  Whoever asks for ids or logprobs
@@ -326,12 +338,6 @@ class PlacedTokens(Tokens):
     def __repr__(self) -> str:
         return f"PlacedTokens({self._place}, {len(self)} tokens, {self.n_sampled} sampled)"
 
-    def __copy__(self) -> PlacedTokens:
-        return self  # a copy without the lease could be one of what is gone
-
-    def __deepcopy__(self, memo: Any) -> PlacedTokens:
-        return self
-
     def __reduce__(self) -> tuple[Callable[..., Tokens], tuple[Any, ...]]:
         return PlacedTokens, (self._reader, self._place, self._runs)
 
@@ -362,7 +368,7 @@ def fetched(there: Sequence[T]) -> list[T]:
     found: list[Any] = list(there)
     wanted: dict[int, list[int]] = {}
     for i, each in enumerate(found):
-        if isinstance(each, PlacedTokens | PlacedIds):
+        if isinstance(each, _Handle):
             wanted.setdefault(id(each._reader), []).append(i)
     for numbers in wanted.values():
         handles = {found[i]._place: found[i] for i in numbers}

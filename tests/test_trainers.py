@@ -161,6 +161,22 @@ def test_the_trainer_of_the_examples_trains_a_run_and_is_resumed(here: Path) -> 
 
 
 @pytest.mark.long
+def test_the_trainer_of_the_examples_takes_rows_whose_tokens_are_in_a_data_plane(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))  # the trainer's process imports the plane's reader
+    (here / "plane.py").write_text("from file_plane import FilePlane\n")
+    example = ["--set", f"trainer.name={ROOT / 'examples' / 'custom_trainer.py'}:Accelerated"]
+    plane = ["--set", "data_plane.name=./plane.py:FilePlane"]
+    plane += ["--set", f"data_plane.options.directory={here / 'plane'}"]
+    done = train(here, "--env", "./my.py:Length", *SMALL, *example, *plane)
+    assert done.returncode == 0, done.stderr
+    assert [row["step"] for row in steps(here)] == [1, 2, 3]
+    assert all(row["tokens/trained"] > 0 for row in steps(here))
+    assert (here / "plane" / "fetched").exists()
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("setting", "message"),
     [

@@ -76,10 +76,11 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
     host.check_values(
         "optimizer", config.optimizer.name, config.optimizer.options, betas=config.trainer.betas
     )
-    _check_lora(config, host, trains=trains)
+    _check_lora(config)
     _check_ranks(config, host)
     _check_offload(config)
     if trains:
+        _check_adapters(config, host)
         _check_budget(config)
     _check_profile(config)
     _check_advantage(config.advantage, config.rollout.group_size, host)
@@ -136,17 +137,8 @@ def require_peft() -> None:
         raise ConfigError("model.lora needs the package peft: pip install 'grpo-core[lora]'")
 
 
-def _check_lora(config: Config, host: PluginHost, *, trains: bool) -> None:
-    lora = config.model.lora
-    sends_adapters = not trains or (lora is not None and lora.publish == "adapters")
-    for key, engine in () if sends_adapters else engines_of(config, trains=trains).items():
-        needing: Any = getattr(host.find("engine", engine.name).load(), "needs_adapters", None)
-        if needing is not None and (option := needing(**engine.options)):
-            raise ConfigError(
-                f"{key}.options.{option} = {json.dumps(engine.options[option])} needs adapters: a section "
-                '[model.lora] with publish = "adapters"; or leave it out'
-            )
-    if lora is None:
+def _check_lora(config: Config) -> None:
+    if config.model.lora is None:
         return
     require_peft()
     if config.trainer.reference_mix < 1:
@@ -154,6 +146,19 @@ def _check_lora(config: Config, host: PluginHost, *, trains: bool) -> None:
             f"trainer.reference_mix = {config.trainer.reference_mix:g} mixes two sets of weights, which "
             "adapters (model.lora) cannot hold; leave it at 1"
         )
+
+
+def _check_adapters(config: Config, host: PluginHost) -> None:
+    """Raise ConfigError for an engine that needs adapters where weight syncs send none."""
+    if config.model.lora is not None and config.model.lora.publish == "adapters":
+        return
+    for key, engine in engines_of(config, trains=True).items():
+        needing: Any = getattr(host.find("engine", engine.name).load(), "needs_adapters", None)
+        if needing is not None and (option := needing(**engine.options)):
+            raise ConfigError(
+                f"{key}.options.{option} = {json.dumps(engine.options[option])} needs adapters: a section "
+                '[model.lora] with publish = "adapters"; or leave it out'
+            )
 
 
 def _check_teacher(config: Config, host: PluginHost) -> None:

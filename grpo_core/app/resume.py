@@ -97,7 +97,7 @@ def _found(
         with checkpoint.reading(found.directory):
             state = checkpoint.read_pipeline(found.directory)
             saved = state.get("run", {})
-            fixed = {**identity(with_absolute_paths(before, host))["fixed"], **saved.get("fixed", {})}
+            fixed = {**_fixed(with_absolute_paths(before, host)), **saved.get("fixed", {})}
             _check_fixed(path, fixed, config)
             _check_start(path, saved.get("start", ""), config, host)
             _check_staleness(path, state["buffer"]["ready"], config.pipeline.max_staleness)
@@ -121,10 +121,14 @@ def identity(config: Config) -> dict[str, Any]:
     """Return what a later start of the run compares itself with; each checkpoint contains it."""
     return {
         "grpo_core": grpo_core.__version__,
-        "fixed": {key: _value(config, key) for key in FIXED},
+        "fixed": _fixed(config),
         "start": start_digest(directory_here(config.model.path)),
         "files": _hashes(config),
     }
+
+
+def _fixed(config: Config) -> dict[str, Any]:
+    return {key: _value(config, key) for key in FIXED}
 
 
 def _check_fixed(path: Path, fixed: Mapping[str, Any], config: Config) -> None:

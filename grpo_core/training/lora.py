@@ -279,10 +279,11 @@ def _halve(module: nn.Module) -> None:
         if torch.equal((small := weight.data.bfloat16()).float(), weight.data):
             freed += weight.data.nbytes
             weight.data = small
-        if freed >= KEPT_FREE:  # or memory of both kinds would add up: other threads have loaded the model
+        if (
+            freed >= KEPT_FREE
+        ):  # this thread does not use again what others, which loaded the model, have freed
             return_freed_memory()
             freed = 0
-    return_freed_memory()
 
 
 @frozen(eq=False)

@@ -7,7 +7,7 @@ at the end of the first update, so a trainer that does not fit may well start.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
 from grpo_core.records import MemoryPart
@@ -40,10 +40,7 @@ def lora_shapes(
         targets: names of layers; empty for all linear layers but the output layer.
     """
     found: dict[str, tuple[int, ...]] = {}
-    for name, shape in shapes.items():
-        layer = name.removesuffix(".weight")
-        if layer == name or len(shape) != 2:
-            continue
+    for layer, shape in _matrices(shapes):
         chosen = any(f".{layer}".endswith(f".{target}") for target in targets)
         if chosen if targets else not layer.endswith(NOT_LINEAR):
             rows, columns = shape
@@ -55,12 +52,17 @@ def linear_parameters(shapes: Mapping[str, Sequence[int]]) -> int:
     """Count the parameters of linear layers but the output layer; stacked experts of a mixture are none."""
     return sum(
         prod(shape)
-        for name, shape in shapes.items()
-        if len(shape) == 2
-        and name.endswith(".weight")
-        and ".experts." not in name
-        and not name.removesuffix(".weight").endswith(NOT_LINEAR)
+        for layer, shape in _matrices(shapes)
+        if not layer.endswith(NOT_LINEAR) and ".experts." not in layer
     )
+
+
+def _matrices(shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, Sequence[int]]]:
+    """Yield the name of each layer whose weight is a matrix, and the shape of the weight."""
+    for name, shape in shapes.items():
+        layer = name.removesuffix(".weight")
+        if layer != name and len(shape) == 2:
+            yield layer, shape
 
 
 def kept_bytes(trained: int, activations: int) -> int:
