@@ -68,9 +68,8 @@ def story(*tasks, steps=3, learnt=0.5, question="question p", reply="so"):
         yield GroupsReady(
             step=step, groups=tuple(group(t, question, {reply: 1.0, "no": 0.0}, step) for t in tasks)
         )
-        by_task = {
-            f"{name}/{task}": learnt * (step + 1) / steps for name in ("reward", "groups") for task in tasks
-        }
+        by_task = {f"reward/{task}": learnt * (step + 1) / steps for task in tasks}
+        by_task |= {f"groups/{task}": 4.0 for task in tasks}
         yield StepEnded(step=step + 1, metrics={"time/step": 2.0, "entropy": 1.0, **by_task})
     for version in (0, steps) if steps else ():
         value = learnt * version / steps
@@ -263,6 +262,14 @@ def test_results_are_of_versions_and_steps_that_all_runs_have(tmp_path):
     assert found.versions == (0, 0), "the first one is the only one that both have"
     assert found.steps == (1, 3)
     assert found.rows[0].reward.mean == pytest.approx(0.2)
+
+
+def test_a_step_with_few_groups_of_a_task_counts_for_few_in_the_mean_of_a_run():
+    rows = [{"step": 1, "groups/a": 1.0, "reward/a": 0.0}, {"step": 2, "groups/a": 31.0, "reward/a": 1.0}]
+    (found,) = overlay.results(
+        arms.grouped([[{}]], ["a"]), [Run(name="a", steps=rows, validations=[])], "a"
+    ).rows
+    assert found.reward.mean == 31 / 32
 
 
 def _arms_and_runs(*paths):

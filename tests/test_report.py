@@ -356,6 +356,12 @@ def test_a_task_of_any_name_is_found_in_the_metrics():
     assert (task.rewards, task.validation) == ([(1, 0.5)], [(0, 0.25)])
 
 
+def test_a_step_with_few_groups_of_a_task_counts_for_few_in_its_mean():
+    rows = [{"step": 1, "groups/a": 1.0, "reward/a": 0.0}, {"step": 2, "groups/a": 31.0, "reward/a": 1.0}]
+    (task,) = tasks_of(rows, [], {})
+    assert task.numbers["reward"] == 31 / 32
+
+
 # ---------------------------------------------------------------------------------- charts
 
 NUMBERS = st.floats(-charts.LARGEST, charts.LARGEST)

@@ -17,7 +17,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from grpo_core import chain
-from grpo_core.config import Config, TrackingConfig, TrainerConfig, as_table
+from grpo_core.config import Config, TaskConfig, TrackingConfig, TrainerConfig, as_table
 from grpo_core.errors import ConfigError, PluginError
 from grpo_core.events import (
     GroupFinished,
@@ -63,7 +63,10 @@ EVENTS = [
         results={"sort": {"accuracy": 0.04, "accuracy_low": 0.01, "accuracy_high": 0.09, "reward": 0.04}},
     ),
     GroupsReady(step=0, groups=groups()),
-    StepEnded(step=1, metrics={"reward/sort": 0.25, "loss": float("nan"), "staleness_max": 1.0}),
+    StepEnded(
+        step=1,
+        metrics={"reward/sort": 0.25, "groups/sort": 1.0, "loss": float("nan"), "staleness_max": 1.0},
+    ),
     PromptSkipped(step=1, task="sort", prompt="7", error="ValueError: bad row"),
     Validated(step=1, version=1, results={"sort": {"accuracy": 0.9}}),
 ]
@@ -203,7 +206,8 @@ def test_events_are_printed_as_json_but_for_those_of_single_prompts():
     assert "GroupsReady" not in kinds
     step = next(line for line in lines if line["event"] == "StepEnded")
     assert step["step"] == 1
-    assert step["metrics"] == {"reward/sort": 0.25, "loss": None, "staleness_max": 1.0}, "JSON has no NaN"
+    assert step["metrics"]["reward/sort"] == 0.25
+    assert step["metrics"]["loss"] is None, "JSON has no NaN"
 
 
 def test_a_view_that_does_not_exist_is_named():
@@ -251,13 +255,58 @@ def test_with_several_tasks_each_has_a_line_in_the_view():
     assert "tool 0.250 ▃ accuracy 20%, 12 groups, 6 tokens, staleness 0.75, 25% filtered" in text
 
 
-def of_tasks(**rewards):
+def of_tasks(groups=8.0, **rewards):
     """A step of several tasks with these rewards."""
     metrics = {"time/step": 1.0}
     for task, reward in rewards.items():
-        metrics |= {f"reward/{task}": reward, f"groups/{task}": 8.0, f"completion_tokens/{task}": 6.0}
-        metrics[f"staleness/{task}"] = 0.5
+        metrics |= {f"groups/{task}": groups, f"completion_tokens/{task}": 6.0, f"staleness/{task}": 0.5}
+        metrics |= {} if reward is None else {f"reward/{task}": reward}
     return metrics
+
+
+def config_of(*tasks):
+    return Config(
+        trainer=TrainerConfig(steps=10), tasks={task: TaskConfig(env=f"math:{task}") for task in tasks}
+    )
+
+
+def test_a_second_task_that_joins_changes_no_mean_of_rewards():
+    """Each task has its own mean, and the number of groups behind it."""
+    events = [
+        StepEnded(step=1, metrics=of_tasks(16, sort=0.85)),
+        StepEnded(step=2, metrics=of_tasks(8, sort=0.85, reverse=0.05)),
+        StepEnded(step=3, metrics=of_tasks(8, sort=0.9, reverse=None)),
+    ]
+    text = shown(terminal=False, events=events, config=config_of("sort", "reverse"))
+    assert [line.partition("  staleness")[0] for line in text.splitlines()] == [
+        "step 1/10  reward sort 0.850 x 16",
+        "step 2/10  reward reverse 0.050 x 8, sort 0.850 x 8",
+        "step 3/10  reward reverse none x 8, sort 0.900 x 8",
+    ]
+    drawn = " ".join(shown(terminal=True, events=events, config=config_of("sort", "reverse")).split())
+    assert "reward sort 0.900 " in drawn
+    assert "reward reverse 0.050 " in drawn
+    assert "reward 0." not in drawn, "there is no mean over tasks"
+
+
+def test_a_step_without_a_reward_does_not_show_the_reward_0():
+    text = shown(terminal=False, events=[StepEnded(step=1, metrics=of_tasks(8, sort=None))])
+    assert "reward none  staleness" in text
+
+
+def test_of_many_tasks_the_largest_are_named_and_the_others_are_counted():
+    metrics = of_tasks(2, **{f"t{i}": 0.5 for i in range(9)}) | {"groups/t7": 30.0}
+    (line,) = shown(terminal=False, events=[StepEnded(step=1, metrics=metrics)]).splitlines()
+    assert (
+        "reward t0 0.500 x 2, t1 0.500 x 2, t2 0.500 x 2, t3 0.500 x 2, t4 0.500 x 2, t7 0.500 x 30" in line
+    )
+    assert "and 3 tasks more x 6  staleness" in line
+
+
+def test_a_reward_of_filtered_groups_says_how_many_were_left_out():
+    """Dynamic sampling trains what it has chosen: its mean reward stays near 0.5 while the model learns."""
+    metrics = of_tasks(8, sort=0.5) | {"filtered_fraction/sort": 0.62}
+    assert "reward 0.500 (62% filtered)" in shown(terminal=False, events=[StepEnded(step=1, metrics=metrics)])
 
 
 def test_with_several_tasks_each_has_a_picture_of_its_reward_and_one_task_has_one_for_all():
