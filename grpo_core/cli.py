@@ -14,39 +14,36 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 
-from grpo_core import cli_authors, cli_finished, cli_planning, cli_runs
+from grpo_core import commands
+from grpo_core.plugins.commands import Found, find_commands
+
+HELP = "Asynchronous GRPO for language models: domains are plugins, async RL is the core."
 
 ALONE = {"--resume": "latest", "--ray": ""}
 """Values of options that are given without one."""
-app = App(
-    name="grpo-core",
-    help="Asynchronous GRPO for language models: domains are plugins, async RL is the core.",
-    version=lambda: __import__("grpo_core").__version__,
-    version_flags=["--version"],
-    help_format="plaintext",
-)
-app.command(cli_runs.runs)
-for _command in (
-    cli_planning.simulate,
-    cli_planning.whatif,
-    cli_finished.export,
-    cli_finished.score,
-    cli_finished.verify,
-    cli_finished.explain,
-    cli_finished.replay,
-    cli_finished.fork,
-    cli_finished.bisect,
-    cli_finished.watch,
-    cli_finished.report,
-    cli_authors.check,
-    cli_authors.audit,
-    cli_authors.new,
-):
-    app.command(_command)
-app.command(cli_authors.try_, name="try")
 
 
-@app.command
+def make_app(chosen: str = "", found: Found | None = None) -> App:
+    """Make the command line.
+
+    Args:
+        chosen: the command that is going to run: its help is its whole docstring, not one line.
+        found: the commands; default: those that are installed.
+    """
+    found = found or find_commands(commands)
+    broken = [f"{plugin} is broken: {plugin.error}" for plugin in found.plugins if plugin.fault]
+    app = App(
+        name="grpo-core",
+        help="\n\n".join([HELP, *broken]),
+        version=lambda: __import__("grpo_core").__version__,
+        version_flags=["--version"],
+        help_format="plaintext",
+    )
+    for name, command in found.commands.items():
+        app.command(command.target, name=name, help=None if name == chosen else command.help)
+    return app
+
+
 def train(
     config: Path | None = None,
     *,
@@ -124,7 +121,6 @@ def train(
     )
 
 
-@app.command
 def validate(
     model: str,
     /,
@@ -178,7 +174,6 @@ def validate(
     )
 
 
-@app.command
 def doctor(
     config: Path | None = None,
     *,
@@ -219,7 +214,6 @@ def doctor(
     )
 
 
-@app.command
 def plugins(*, json: bool = False) -> int:
     """List the installed plugins with their offers, or with the reason why a plugin is broken.
 
@@ -230,7 +224,7 @@ def plugins(*, json: bool = False) -> int:
     """
     from grpo_core.plugins.host import PluginHost, listing
 
-    rows = listing(PluginHost.discover())
+    rows = listing(PluginHost.discover(), find_commands(commands))
     if json:
         import json as dumper
 
@@ -240,7 +234,6 @@ def plugins(*, json: bool = False) -> int:
     return 0
 
 
-@app.command(name="config")
 def config_(
     *section: str, set_: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None
 ) -> int:
@@ -258,7 +251,6 @@ def config_(
     return defaults.main(section, set_ or [])
 
 
-@app.command
 def completion(shell: Literal["bash", "zsh", "fish"], /) -> int:
     """Print the completion of commands and options for a shell.
 
@@ -267,7 +259,7 @@ def completion(shell: Literal["bash", "zsh", "fish"], /) -> int:
     shell
         The shell that reads it.
     """
-    print(app.generate_completion(prog_name="grpo-core", shell=shell))
+    print(make_app().generate_completion(prog_name="grpo-core", shell=shell))
     return 0
 
 
@@ -293,6 +285,7 @@ def main() -> None:
     make_log_inert()
     try:
         arguments = _with_values(sys.argv[1:])
+        app = make_app(arguments[0] if arguments else "")
         status = app(arguments, exit_on_error=False, print_error=True, result_action="return_value")
     except CycloptsError:  # it is printed already
         status = ConfigError.exit_status

@@ -308,7 +308,7 @@ def test_check_finds_what_an_agent_does_wrong(agent, tmp_path, capsys):
     body, status, said = CHECKED[agent]
     (tmp_path / "agent.py").write_text(f"{HEAD}\nasync def run(prompt, client):\n    {body}\n")
     command = ["check", f"{tmp_path}/agent.py"]
-    assert cli.app(command, exit_on_error=True, result_action="return_value") == status
+    assert cli.make_app()(command, exit_on_error=True, result_action="return_value") == status
     assert re.search(said, capsys.readouterr().out)
 
 

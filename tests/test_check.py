@@ -14,7 +14,7 @@ import attrs
 import pytest
 
 import grpo_core as grpo
-from grpo_core.cli import app
+from grpo_core.cli import make_app
 from grpo_core.commands import check
 from grpo_core.errors import ConfigError, PluginError, SelectionError
 from grpo_core.plugins.host import Kind, PluginHost
@@ -307,7 +307,7 @@ def test_held_out_prompts_that_are_trained_on_are_noted():
 
 def checked(capsys, *arguments):
     """The status and what was printed."""
-    status = app(["check", *map(str, arguments)], result_action="return_value")
+    status = make_app()(["check", *map(str, arguments)], result_action="return_value")
     return status, capsys.readouterr().out
 
 

@@ -14,7 +14,7 @@ import pytest
 import recording
 import webdriver
 
-from grpo_core.cli import app
+from grpo_core.cli import make_app
 from grpo_core.config import Config, TaskConfig, TrackingConfig, TrainerConfig
 from grpo_core.errors import ConfigError
 from grpo_core.events import GroupsReady, RunEnded, StepEnded, Validated, ValidationPlayed
@@ -369,7 +369,7 @@ def test_hostile_texts_stay_texts(tmp_path, html):
 
 
 def told(*arguments):
-    return app(["report", *map(str, arguments)], result_action="return_value")
+    return make_app()(["report", *map(str, arguments)], result_action="return_value")
 
 
 def test_the_command_writes_one_page_of_several_runs(tmp_path, paths, capsys):

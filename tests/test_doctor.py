@@ -161,7 +161,7 @@ def doctor_here(tmp_path, monkeypatch, capsys):
 
 
 def _status(arguments):
-    return cli.app(arguments, exit_on_error=True, result_action="return_value")
+    return cli.make_app()(arguments, exit_on_error=True, result_action="return_value")
 
 
 @pytest.mark.long

@@ -12,7 +12,7 @@ from recording import record
 
 import grpo_core as grpo
 from grpo_core.app.rejudging import judge
-from grpo_core.cli import app
+from grpo_core.cli import make_app
 from grpo_core.commands import score
 from grpo_core.config import Config, TaskConfig, ValidationConfig, ValidationSetConfig
 from grpo_core.errors import ConfigError
@@ -162,7 +162,7 @@ def a_run(tmp_path, game):
 
 
 def scored(capsys, *arguments, status=0):
-    assert app([*map(str, ("score", *arguments, "--json"))], result_action="return_value") == status
+    assert make_app()([*map(str, ("score", *arguments, "--json"))], result_action="return_value") == status
     return json.loads(capsys.readouterr().out)
 
 
@@ -211,7 +211,7 @@ def test_prompts_that_are_gone_or_have_another_text_are_named_and_not_judged(a_r
     (found,) = scored(capsys, a_run, "--env", f"{game}:Fewer")["tasks"].values()
     assert (found["prompts_missing"], found["prompts_with_other_text"]) == (["1"], ["0"])
     assert found["judged"] == 16
-    app(["score", str(a_run), "--env", f"{game}:Fewer"], result_action="return_value")
+    make_app()(["score", str(a_run), "--env", f"{game}:Fewer"], result_action="return_value")
     said = capsys.readouterr().out
     assert "not judged: 1 prompt (1) no longer in the task" in said
     assert "not judged: 1 prompt (0) with another text now" in said
@@ -222,7 +222,7 @@ def test_an_environment_that_fails_ends_with_its_error_and_status_one(a_run, gam
     (found,) = scored(capsys, a_run, "--step", 1, "--env", f"{game}:Broken", status=1)["tasks"].values()
     assert (found["failed"], found["now_unscored"], found["reward"]["after"]) == (12, 12, None)
     assert found["errors"] == {"RuntimeError: the judge is out": 12}
-    assert app(["score", str(a_run), "--env", f"{game}:Broken"], result_action="return_value") == 1
+    assert make_app()(["score", str(a_run), "--env", f"{game}:Broken"], result_action="return_value") == 1
     assert "24 times: RuntimeError: the judge is out" in capsys.readouterr().out
 
 

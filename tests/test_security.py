@@ -98,7 +98,7 @@ def test_an_error_that_quotes_others_controls_no_terminal(error, monkeypatch, ca
             CONTROLS * 100_000
         )
 
-    monkeypatch.setattr(cli, "app", fail)
+    monkeypatch.setattr(cli, "make_app", lambda chosen: fail)
     with pytest.raises(SystemExit):
         cli.main()
     said = capsys.readouterr().err
@@ -110,7 +110,7 @@ def test_an_error_that_quotes_others_controls_no_terminal(error, monkeypatch, ca
 def test_a_warning_of_the_log_controls_no_terminal():
     program = "import sys; from grpo_core import cli; sys.argv = ['grpo-core', 'plugins']; import logging\n"
     program += "def app(*a, **o): logging.getLogger('x').warning('\\x1b[2J reply'); return 0\n"
-    program += "cli.app = app; cli.main()"
+    program += "cli.make_app = lambda *_: app; cli.main()"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert "␛[2J reply" in ended.stderr
     assert "\x1b" not in ended.stderr
