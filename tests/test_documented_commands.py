@@ -46,7 +46,6 @@ WITH_BLOCKS = [page for page in RUN_HERE if page.name != "python.md" and next(bl
 NOT_RUN = {
     r"watch runs/": "it serves a page until ctrl-C; tests/test_watch.py does that",
     r"--engine vllm|check vllm": "vLLM is large; the tests of grpo-plugin-vllm run it",
-    r"whatif runs/": "needs the records of more steps than runs have here; tests/test_whatif.py makes them",
     r"--ray": "needs a cluster; plugins/grpo-plugin-ray/tests/test_ray.py starts one",
     r"train --env math:(sort|addition)$": "tests/test_cli.py trains on these environments",
     r"train --env ./examples/shout.py:Shout$": "tests/test_cli.py trains on it",

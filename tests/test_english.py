@@ -155,7 +155,7 @@ def test_every_key_and_every_command_is_looked_at():
     names = {name for name, _ in explanations()}
     assert {"Config", "Config.seed", "TrainerConfig.lr", "PipelineConfig.max_staleness"} <= names
     assert len(names) > 80
-    assert {"grpo-core train", "grpo-core audit", "grpo-core runs compare", "grpo-core whatif"} <= set(
+    assert {"grpo-core train", "grpo-core audit", "grpo-core runs compare", "grpo-core simulate"} <= set(
         commands(cli.make_app())
     )
 

@@ -99,9 +99,4 @@ def grpo_commands() -> Mapping[str, Command]:
             help="Forecast the time of a run: the real pipeline on virtual time, with service times that "
             "you give.",
         ),
-        "whatif": Command(
-            "grpo_core.cli_planning:whatif",
-            help="Forecast what another setting would change in the times of a run, from what the run "
-            "recorded.",
-        ),
     }

@@ -116,7 +116,7 @@ def staleness_too_high(facts: Facts) -> Evidence | None:
             f"{facts.of('effective_sample_size').least:.3g}",
             f"training waits for groups in {percent(facts.stage('wait for groups'))} of the time",
         ),
-        "set pipeline.max_staleness = 2; grpo-core whatif RUN shows what it costs",
+        "set pipeline.max_staleness = 2",
     )
 
 
