@@ -217,7 +217,7 @@ class EnvironmentHost:
             return None
         made = []
         results = yield from _each(self._environment.from_source, prompts)
-        for prompt, given in zip(prompts, results):
+        for prompt, given in zip(prompts, results, strict=True):
             where = f"{self._who}: from_source of prompt {prompt.id!r}"
             if isinstance(given, BaseException):
                 raise PluginError(f"{where} raised {self._told(given)}") from given
@@ -257,7 +257,7 @@ class EnvironmentHost:
         try:
             values = yield from _each(self._environment.open, [prompt for _, prompt in prompts])
             starts: list[SessionStart] = []
-            for name, value in zip(names, values):
+            for name, value in zip(names, values, strict=True):
                 starts.append((yield from self._opened(name, value)))
             return starts
         finally:
@@ -371,13 +371,13 @@ class EnvironmentHost:
     def _answered(self, found: Sequence[Episode | Feedback]) -> Steps[list[Feedback]]:
         tools = not self._runs_agents  # an agent has answered its calls by itself
         calling = [tools and isinstance(e, Episode) and calls_of(e) != () for e in found]
-        judged = [e for e, calls in zip(found, calling) if isinstance(e, Episode) and not calls]
-        called = [e for e, calls in zip(found, calling) if isinstance(e, Episode) and calls]
+        judged = [e for e, calls in zip(found, calling, strict=True) if isinstance(e, Episode) and not calls]
+        called = [e for e, calls in zip(found, calling, strict=True) if isinstance(e, Episode) and calls]
         judgements = iter((yield from self._judged(judged)))
         answers = iter((yield from self._answers(called)))
         return [
             e if isinstance(e, Feedback) else next(answers if calls else judgements)
-            for e, calls in zip(found, calling)
+            for e, calls in zip(found, calling, strict=True)
         ]
 
     def _with_session(self, episode: Episode) -> Episode | Feedback:
@@ -418,8 +418,8 @@ class EnvironmentHost:
             ]
             calls = [calls_of(episodes[i])[place] for i in here]
             boxes = [self._tools if (s := episodes[i].session) is None else s.tools for i in here]
-            results = yield from _each(_run, list(zip(boxes, calls)))
-            for i, call, result in zip(here, calls, results):
+            results = yield from _each(_run, list(zip(boxes, calls, strict=True)))
+            for i, call, result in zip(here, calls, results, strict=True):
                 if isinstance(result, Unavailable):
                     failed[i] = Feedback(error=self._told(result))
                 answers[i].append(message(call, result, self._mask))
@@ -529,7 +529,7 @@ def _each(function: Callable[[Any], Any], items: Sequence[Any]) -> Steps[list[An
     waiting = [i for i, result in enumerate(results) if inspect.isawaitable(result)]
     if waiting:
         awaited = yield [results[i] for i in waiting]
-        for i, result in zip(waiting, awaited):
+        for i, result in zip(waiting, awaited, strict=True):
             results[i] = result
     return results
 
