@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
 from typing import Any, Literal, get_args
 
 from rich.cells import cell_len
@@ -34,7 +35,6 @@ from grpo_core.inert import inert
 from grpo_core.loop.metrics import headline
 from grpo_core.protocols import Tracker
 from grpo_core.records import RunInfo
-from grpo_core.reporting.eta import Remaining, remaining
 from grpo_core.reporting.files import plain
 from grpo_core.reporting.stages import Now
 from grpo_core.reporting.stored import as_json
@@ -55,6 +55,8 @@ _WIDE = 80
 """Columns of a terminal from which on names, values and pictures are beside each other."""
 _NARROW = 40
 """Columns of a terminal below which explanations are left out."""
+_PACE = 20
+"""Number of steps that say how long the rest takes."""
 _RECENT = 10
 """Steps that shown rates are averaged over: groups are finished in bursts."""
 _NAMED = 6
@@ -98,10 +100,8 @@ class TerminalTracker(Tracker):
         """Time of the end of the last step, in seconds since 1970; of the start before the first."""
         self._heard = self._started
         """The same moment on the monotonic clock."""
-        self._seconds: list[float] = []
-        """Seconds of each step so far, from the end of the one before."""
-        self._told: Remaining | None = None
-        """The forecast that was made when the last step ended."""
+        self._seconds: deque[float] = deque(maxlen=_PACE)
+        """Seconds between the ends of the last steps, validations and checkpoints included."""
         self._recent: deque[Mapping[str, float]] = deque(maxlen=_RECENT)
         self._tasks = set(run.config.get("tasks", ()))
         """Names of the tasks; there is no mean over several, which would move when their shares do."""
@@ -180,7 +180,6 @@ class TerminalTracker(Tracker):
         self._step = event.step
         self._seconds.append(event.time - self._ended)
         self._ended, self._heard = event.time, time.monotonic()
-        self._told = remaining(self._seconds, self._steps - event.step)
         self._recent.append(event.metrics)
         for task in _tasks_of(event.metrics):
             self._tasks.add(task)
@@ -235,18 +234,16 @@ class TerminalTracker(Tracker):
         )
 
     def _left(self, *, since: float) -> str:
-        """Say how long the run will go on, as an interval if there are enough steps to tell.
+        """Return about how long the rest of the run takes, by the mean of the last steps.
 
         Args:
             since: seconds since the last step ended.
         """
         left = max(0, self._steps - self._step)
-        if (told := self._told) is not None:
-            low, high = (_clock(max(0.0, seconds - since)) for seconds in (told.low, told.high))
-            return f", {low} to {high} left" if low != high else f", about {low} left"
-        if not self._seconds or not left:
+        seconds = list(self._seconds)  # another thread draws
+        if not seconds or not left:
             return ""
-        return f", about {_clock(max(0.0, sum(self._seconds) / len(self._seconds) * left - since))} left"
+        return f", about {_clock(max(0.0, fmean(seconds) * left - since))} left"
 
     def _draw(self) -> RenderableType:
         wide = self.console.width >= _WIDE
