@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from attrs import field, frozen
 
-from grpo_core.errors import GrpoError, shortened
+from grpo_core.errors import GrpoError, message_of, shortened
 
 _NAME = re.compile(
     r"(^|_)((api|access|auth|private|secret|signing)_?keys?|secrets?|pass(word|wd|phrase)s?|credentials?"
@@ -116,7 +116,7 @@ class Mask:
 
     def error(self, error: BaseException) -> BaseException:
         """Return the error itself, or one that says the same without the values."""
-        said = str(error)
+        said = message_of(error)
         if (hidden := self(said)) == said:
             return error
         if not isinstance(error, GrpoError):

@@ -474,6 +474,7 @@ class Connection:
         if ends or (self._own_errors_only and not isinstance(error, errors.GrpoError)):
             error = errors.GrpoError(errors.describe(error))
         try:
+            str(error)
             frame = _frame(Answer(id, error=error, traceback=text))
             pickle.loads(frame[_LENGTH.size :])
         except Exception:

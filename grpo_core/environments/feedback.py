@@ -8,9 +8,9 @@ from typing import Any
 
 import attrs
 
-from grpo_core.errors import PluginError, shortened
+from grpo_core.errors import PluginError, describe, shortened, shown
 from grpo_core.records import Feedback
-from grpo_core.unicode import well_formed
+from grpo_core.unicode import DEEPEST, well_formed
 
 LARGEST_REWARD = 1e300
 """Rewards of this magnitude or more are refused: their squares would overflow in an advantage."""
@@ -40,7 +40,9 @@ def _feedback(result: Any, who: str, method: str, mask: Callable[[str], str]) ->
     if not isinstance(result, Feedback):
         return Feedback(**_reward(result, who, method))
     if not all(is_message(message) for message in result.messages):
-        raise PluginError(f"{who}: {method} returned messages {result.messages!r}, expected role and content")
+        raise PluginError(
+            f"{who}: {method} returned messages {shown(result.messages)}, expected role and content"
+        )
     if found := not_json(result.messages):
         raise PluginError(f"{who}: {method} returned a message with {found}, expected values that JSON has")
     given: Any = result.metrics
@@ -48,7 +50,7 @@ def _feedback(result: Any, who: str, method: str, mask: Callable[[str], str]) ->
         kind = type(given).__name__
         raise PluginError(f"{who}: {method} returned metrics as {kind}, expected names with their numbers")
     metrics = {
-        well_formed(str(name)): _number(value, f"metric {name!r}", who, method)
+        (text := _text(name, "a metric's name", who, method)): _number(value, f"metric {text!r}", who, method)
         for name, value in given.items()
     }
     reward = {} if result.reward is None else _reward(result.reward, who, method)
@@ -56,16 +58,16 @@ def _feedback(result: Any, who: str, method: str, mask: Callable[[str], str]) ->
         name, value = next(iter(bad.items()))
         reward = {"reward": None, "error": f"{who}: the metric {name!r} is {value}, expected a finite number"}
     if result.error is not None:  # an error is never a reward, whatever reward comes with it
-        reward = {"reward": None, "error": shortened(mask(well_formed(str(result.error))))}
+        reward = {"reward": None, "error": shortened(mask(_text(result.error, "an error", who, method)))}
     elif reward.get("error"):
         reward |= {"done": True, "messages": ()}
     messages = tuple(map(well_formed, result.messages))
-    answer = None if result.answer is None else well_formed(result.answer)
+    answer = None if result.answer is None else _text(result.answer, "an answer", who, method)
     known = {
         "metrics": metrics,
         "messages": messages,
         "answer": answer,
-        "state": well_formed(str(result.state)),
+        "state": _text(result.state, "a state", who, method),
     }
     return attrs.evolve(result, **{**known, **reward})
 
@@ -88,25 +90,36 @@ def _number(given: Any, what: str, who: str, method: str) -> float:
     except OverflowError:
         return math.inf
     except Exception:  # a tensor with several values raises RuntimeError
-        shown, kind = repr(given), type(given).__name__
-        shown = shown if len(shown) <= 200 else f"{shown[:200]}..."
-        told = f"returned {shown} ({kind}), expected a float, a Feedback or None"
+        said = f"{shown(given)} ({type(given).__name__})"
+        told = f"returned {said}, expected a float, a Feedback or None"
         if what:
-            told = f"returned {what} = {shown} ({kind}), expected a number"
+            told = f"returned {what} = {said}, expected a number"
         raise PluginError(f"{who}: {method} {told}") from None
 
 
-def not_json(value: Any) -> str:
+def _text(given: Any, what: str, who: str, method: str) -> str:
+    """Return the text of a value.  Raises PluginError if it has none."""
+    try:
+        text: str = well_formed(given if isinstance(given, str) else str(given))
+    except Exception as error:
+        raise PluginError(f"{who}: {method} returned {what} without a text: {describe(error)}") from None
+    return text
+
+
+def not_json(value: Any, *, deepest: int = DEEPEST) -> str:
     """Return what in a value JSON does not have, or an empty text: messages are written to files."""
     if value is None or isinstance(value, (str, bool, int)):
         return ""
     if isinstance(value, float):
         return "" if math.isfinite(value) else f"the number {value}"
+    if isinstance(value, (Mapping, list, tuple)) and not deepest:
+        return f"lists and objects more than {DEEPEST} deep"
     if isinstance(value, Mapping):
-        names = (f"the key {key!r}" for key in value if not isinstance(key, str))
-        return next(names, "") or not_json(list(value.values()))
+        names = (f"the key {shown(key)}" for key in value if not isinstance(key, str))
+        parts = (not_json(part, deepest=deepest - 1) for part in value.values())
+        return next(names, "") or next(filter(None, parts), "")
     if isinstance(value, (list, tuple)):
-        return next(filter(None, map(not_json, value)), "")
+        return next(filter(None, (not_json(part, deepest=deepest - 1) for part in value)), "")
     return f"a value of the type {type(value).__name__}"
 
 

@@ -23,7 +23,7 @@ from grpo_core.credentials import NOTHING_HIDDEN
 from grpo_core.environments.calls import Begun, Calls, Steps
 from grpo_core.environments.feedback import as_feedback, is_message, not_json
 from grpo_core.environments.tools import Toolbox, message, tools_of
-from grpo_core.errors import GrpoError, PluginError, Unavailable, describe
+from grpo_core.errors import GrpoError, PluginError, Unavailable, describe, shown
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.selection import ALL_PLUGINS, PluginSelection
 from grpo_core.processes import Call, Connection
@@ -228,9 +228,16 @@ class EnvironmentHost:
         """Return a reply with a full reward for each prompt, or None where it is not known."""
         solve = getattr(self._environment, "solve", None)
         try:
-            return [well_formed(solve(prompt)) for prompt in prompts] if solve else [None] * len(prompts)
+            replies = [well_formed(solve(prompt)) for prompt in prompts] if solve else [None] * len(prompts)
         except (Exception, SystemExit) as error:
             raise PluginError(f"{self._who}: solve raised {self._told(error)}") from error
+        for reply in replies:
+            if not isinstance(reply, (str, type(None))):
+                raise PluginError(
+                    f"{self._who}: solve returned {shown(reply)} ({type(reply).__name__}), expected text or "
+                    "None"
+                )
+        return replies
 
     # ------------------------------------------------------------------------------ sessions
 
@@ -296,10 +303,12 @@ class EnvironmentHost:
             return SessionStart(error=f"open raised {self._told(value)}")
         try:
             tools = self._toolbox([*getattr(self._environment, "tools", ()), *tools_of(value)])
-        except PluginError:
+        except Exception as error:
             if close := getattr(self._environment, "close", None):
                 _print_errors((yield from _each(close, [value])))
-            raise
+            if isinstance(error, PluginError):
+                raise
+            return SessionStart(error=f"the tools of the session cannot be read: {self._told(error)}")
         self._sessions[name] = Session(value, tools, self._calls.event())
         return SessionStart(tools=tools.schemas)
 
@@ -471,7 +480,7 @@ class EnvironmentHost:
             raise PluginError(f"{where} is {type(prompt).__name__}, expected grpo_core.Prompt")
         if not prompt.messages or not all(is_message(message) for message in prompt.messages):
             raise PluginError(
-                f"{where}: messages is {prompt.messages!r}, expected text or at least one message "
+                f"{where}: messages is {shown(prompt.messages)}, expected text or at least one message "
                 "such as {'role': 'user', 'content': '...'}"
             )
         if found := not_json(prompt.messages):
