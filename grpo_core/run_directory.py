@@ -15,6 +15,7 @@ runs/NAME/
     profile/                       traces of some steps, and where their time went
     checkpoints/                   see grpo_core.loop.checkpoint
     .lock                          held by the process that runs here; names it
+    .ended                         how the run ended, and the files that it left; written last
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import shutil
 import socket
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,7 @@ from grpo_core.records import RunInfo
 CONFIG = "config.toml"
 PARTIAL = ".partial"
 """Suffix of a file of rollouts while it is written."""
-LOCK = ".lock"
+LOCK, ENDED = ".lock", ".ended"
 PROVENANCE = "provenance.jsonl"
 """The programs of each start, see grpo_core.app.provenance."""
 ROLLOUTS, VALIDATION = "rollouts", "validation"
@@ -139,6 +141,26 @@ class RunDirectory:
         finally:
             os.close(descriptor)
         return False
+
+    def mark_ended(self, reason: str, step: int) -> None:
+        """Record that the run has ended, and that its trackers have written all they had to."""
+        files = sorted(path.name for path in self.path.iterdir())
+        ended = {"reason": reason, "step": step, "files": files}
+        with suppress(OSError):  # the disk is full: a resume completes the end once more
+            replace_file(Disk(), self.path / ENDED, json.dumps(ended).encode())
+
+    def has_ended(self, reason: str, step: int) -> bool:
+        """Whether the run has ended for this reason at this step, and what it left is still there."""
+        try:
+            ended = json.loads((self.path / ENDED).read_text(encoding="utf-8"))
+            there = {path.name for path in self.path.iterdir()}
+            return (ended["reason"], ended["step"]) == (reason, step) and there.issuperset(ended["files"])
+        except (OSError, ValueError, KeyError, TypeError):  # it was never written, or by somebody else
+            return False
+
+    def forget_end(self) -> None:
+        """Record that the run goes on."""
+        (self.path / ENDED).unlink(missing_ok=True)
 
     def _check_free(self) -> None:
         """Raise ConfigError if the directory holds anything but the rest of a start that failed."""

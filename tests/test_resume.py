@@ -134,7 +134,7 @@ def test_a_running_run_can_be_looked_at_and_is_not_started_twice(here):
     process.kill()
     process.communicate()
     done = grpo(here, "train", "--resume", "run", "--set", "trainer.steps=4")
-    assert done.returncode in (0, 2), done.stderr
+    assert done.returncode == 0, done.stderr
     assert "is running in it" not in done.stderr
 
 
@@ -643,7 +643,9 @@ def test_a_run_that_is_moved_and_resumed_from_elsewhere_is_the_unbroken_run(here
     for command in (["verify"], ["report"], ["validate"]):
         looked = grpo(elsewhere, *command, "../b/moved run")
         assert looked.returncode == 0, looked.stderr
-    assert "finished all of its 4 steps" in refused(elsewhere, "train", "--resume", "../b/moved run")
+    done = grpo(elsewhere, "train", "--resume", "../b/moved run")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "finished all of its 4 steps" in done.stdout
 
 
 @pytest.mark.long
@@ -712,3 +714,76 @@ def test_a_signal_during_the_start_is_one_line(here, how):
         out.splitlines()[-1] == "interrupted at once; run: run (continue with: grpo-core train --resume run)"
     )
     assert [event["reason"] for event in events(here / "run", "RunEnded")] == ["interrupted"]
+
+
+# ---------------------------------------------------------------------------------- after the last step
+
+KILLERS = """
+import os, signal
+import grpo_core as grpo
+
+class AfterTheCheckpoint(grpo.Tracker):
+    def __init__(self, run): ...
+    def event(self, event):
+        if isinstance(event, grpo.events.Saved):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+class InTheLastStep(AfterTheCheckpoint):
+    # its version is validated after its checkpoint then
+    def event(self, event):
+        if isinstance(event, grpo.events.GroupsReady) and event.step == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        super().event(event)
+
+class AtTheClose(grpo.Tracker):
+    def __init__(self, run): ...
+    def close(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+TRACKERS = ["files", "terminal", "report"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("killer", ["AfterTheCheckpoint", "AtTheClose"])
+def test_a_run_that_was_killed_after_its_last_step_ends_as_if_it_had_not_been(here, killer):
+    """Its page and the end of its records are made, without a process for that; a repeat does nothing."""
+    (here / "killers.py").write_text(KILLERS)
+    trackers = json.dumps([f"./killers.py:{killer}", *TRACKERS])
+    settings = options("trainer.steps=2", "checkpoint.every=0", f"tracking.trackers={trackers}")
+    done = grpo(here, "train", "--env", "./envs.py:Digits", *QUICK, *settings, "--output", "run")
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    run = here / "run"
+    log, saved = run / "logs" / "trainer.log", run / "checkpoints" / "step-000002"
+    before = contents(saved), log.stat().st_mtime_ns
+    assert not (run / "report.html").exists()
+    again = ["train", "--resume", "run", *options(f"tracking.trackers={json.dumps(TRACKERS)}")]
+    done = grpo(here, *again)
+    assert done.returncode == 0, done.stderr
+    assert "finished all of its 2 steps" in done.stdout
+    assert (run / "report.html").exists()
+    assert events(run, "RunEnded")[-1]["reason"] == "finished"
+    assert (contents(saved), log.stat().st_mtime_ns) == before
+    assert grpo(here, "verify", "run").returncode == 0
+    before = of_the_main_process(run)
+    del before[str(run / ".lock")]
+    done = grpo(here, *again)
+    assert done.returncode == 0, done.stderr
+    assert "run: finished all of its 2 steps; for more, add --set trainer.steps=4" in done.stdout
+    after = of_the_main_process(run)
+    del after[str(run / ".lock")]
+    assert after == before
+
+
+@pytest.mark.long
+def test_a_last_validation_that_a_kill_has_prevented_is_made_and_nothing_is_trained(here):
+    (here / "killers.py").write_text(KILLERS)
+    trackers = json.dumps(["./killers.py:InTheLastStep", *TRACKERS])
+    settings = options("trainer.steps=2", "checkpoint.every=0", f"tracking.trackers={trackers}")
+    done = grpo(here, "train", "--env", "./envs.py:Digits", *QUICK, *settings, "--output", "run")
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert [event["version"] for event in events(here / "run", "Validated")] == [0]
+    done = grpo(here, "train", "--resume", "run", *options(f"tracking.trackers={json.dumps(TRACKERS)}"))
+    assert done.returncode == 0, done.stderr
+    assert [event["version"] for event in events(here / "run", "Validated")] == [0, 2]
+    assert [event["step"] for event in events(here / "run", "StepEnded")] == [1, 2]
+    assert grpo(here, "verify", "run").returncode == 0

@@ -79,7 +79,10 @@ def train(
     with _as_arguments():
         start = _launch(config, given(env, data, settings), output, resume, names("no_plugins", no_plugins))
     for note in start.notes:
-        print(inert(note), flush=True)
+        print(inert(_as_argument(note)), flush=True)
+    if start.over is not None and start.over.complete:
+        start.directory.unlock()
+        return Run(start.directory.path)
     stop = run.Stop()
     try:
         outcome = _finished(
@@ -88,6 +91,7 @@ def train(
                 start.directory,
                 host=start.host,
                 resume=start.found,
+                over=start.over,
                 listeners=heard,
                 stop=stop,
             ),
@@ -165,10 +169,13 @@ def _as_arguments() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        told = OPTION.sub(lambda found: f"{found[1]}={found[2]}" if found[2] else found[1], str(error))
-        told = told.replace("--set ", "")
-        error.args = (told,)
+        error.args = (_as_argument(str(error)),)
         raise
+
+
+def _as_argument(text: str) -> str:
+    named = OPTION.sub(lambda found: f"{found[1]}={found[2]}" if found[2] else found[1], text)
+    return named.replace("--set ", "")
 
 
 def _not_in_an_import() -> None:

@@ -36,6 +36,8 @@ class Launch:
     directory: RunDirectory
     found: checkpoint.Found | None = None
     """The checkpoint from which it continues."""
+    over: continuing.Over | None = None
+    """Set if nothing is left to train."""
     notes: tuple[str, ...] = ()
     """Messages to the user."""
 
@@ -70,8 +72,9 @@ def continued(
     with wrong_input():
         resumed, host = continuing.find(path, changes, block, offers)
     try:
-        check(resumed.config, host)
-        check_memory(resumed.config, host)
+        if resumed.over is None:  # otherwise no part is started
+            check(resumed.config, host)
+            check_memory(resumed.config, host)
         continuing.begin(resumed)
     except BaseException:
         resumed.directory.unlock()
@@ -81,6 +84,7 @@ def continued(
         host=host,
         directory=resumed.directory,
         found=resumed.found,
+        over=resumed.over,
         notes=resumed.notes,
     )
 

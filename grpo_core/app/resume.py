@@ -10,11 +10,13 @@ from typing import Any
 from attrs import frozen
 
 import grpo_core
+from grpo_core.app.parts import intervals
 from grpo_core.app.paths import plugin_files, with_absolute_paths
 from grpo_core.config import Config, as_table, build, replace_parts
 from grpo_core.disk import fingerprint
 from grpo_core.errors import ConfigError
 from grpo_core.loop import checkpoint
+from grpo_core.loop.buffer import BufferStatistics
 from grpo_core.loss import needs_of
 from grpo_core.models import directory_here
 from grpo_core.plugins.host import NO_OFFERS, Offers, PluginHost
@@ -40,6 +42,22 @@ IMPLIED = {"optimizer.options.moments": "float32"}
 
 
 @frozen(kw_only=True)
+class Over:
+    """The end of a run that has nothing left to train."""
+
+    reason: str
+    """As in ``RunEnded``."""
+    steps: int
+    """Number of steps of the whole run."""
+    buffer: BufferStatistics
+    """The buffer in the checkpoint."""
+    told: str
+    """Message to the user."""
+    complete: bool
+    """Whether the run has ended with all that belongs to it."""
+
+
+@frozen(kw_only=True)
 class Resumed:
     """A run that continues."""
 
@@ -48,6 +66,8 @@ class Resumed:
     changed: bool
     """Whether the configuration differs from the one of the start before."""
     found: checkpoint.Found | None
+    over: Over | None
+    """Set if nothing is left to train."""
     notes: tuple[str, ...]
     """Messages to the user: where the run continues, and what is different now."""
 
@@ -59,8 +79,8 @@ def find(
 
     ``offers`` are objects of the program that continues it.
 
-    Raises ConfigError if the run has finished, another process uses it, or a change cannot be made, and
-    CheckpointError if no checkpoint can be used.
+    Raises ConfigError if another process uses the run, or a change cannot be made, and CheckpointError if no
+    checkpoint can be used.
     """
     directory, before = RunDirectory.open(path)
     directory.lock()
@@ -81,13 +101,14 @@ def _found(
 ) -> tuple[Resumed, PluginHost]:
     config = build([replace_parts(as_table(before), changes), changes])
     found = checkpoint.newest(directory.checkpoints)
-    if found is not None and found.step >= config.trainer.steps and not config.trainer.epochs:
-        all_of = "all of its " if found.step == config.trainer.steps else ""
-        raise ConfigError(
-            f"{path}: finished {all_of}{found.step} steps; for more, add --set trainer.steps={2 * found.step}"
-        )
     host = PluginHost.discover(config.plugins, block)
     host.add(offers)
+    over = None if found is None else _over(path, found, config, directory)
+    if over is not None and over.complete:
+        resumed = Resumed(
+            directory=directory, config=before, changed=False, found=found, over=over, notes=(over.told,)
+        )
+        return resumed, host
     config = with_absolute_paths(config, host)
     edits = differences(as_table(before), as_table(config))
     notes = [f"{key}: {shown(old)} -> {shown(new)}" for key, old, new in edits]
@@ -102,11 +123,45 @@ def _found(
             _check_start(path, saved.get("start", ""), config, host)
             _check_staleness(path, state["buffer"]["ready"], config.pipeline.max_staleness)
             notes += _warnings(path, saved, config)
-        notes.append(f"continuing {path} after step {found.step}")
+        if over is None:
+            notes.append(f"continuing {path} after step {found.step}")
+        else:
+            notes += [over.told, "completing its end: its page, and what else its trackers write then"]
     resumed = Resumed(
-        directory=directory, config=config, changed=config != before, found=found, notes=tuple(notes)
+        directory=directory,
+        config=config,
+        changed=config != before,
+        found=found,
+        over=over,
+        notes=tuple(notes),
     )
     return resumed, host
+
+
+def _over(path: Path, found: checkpoint.Found, config: Config, directory: RunDirectory) -> Over | None:
+    """Return the end of a run if it has nothing left to train, and to validate, after its checkpoint."""
+    with checkpoint.reading(found.directory):
+        state = checkpoint.read_pipeline(found.directory)
+        planned, epochs = state.get("run", {}).get("steps", (found.step, 0.0))
+        if config.trainer.epochs and config.trainer.epochs != epochs:
+            return None  # the prompts are counted when the environments have started
+        steps = planned if config.trainer.epochs else config.trainer.steps
+        buffer = checkpoint.statistics(state["buffer"], config.trainer.prompts_per_step)
+        measured = state.get("measured", found.step)
+    if found.step < steps:
+        return None
+    last = found.step == planned == steps
+    due = any(each.due(found.step, last=steps) for each in intervals(config.validation))
+    if last and due and measured < found.step:
+        return None
+    did = f"{'all of its ' if found.step == steps else ''}{found.step} steps"
+    return Over(
+        reason="finished",
+        steps=steps,
+        buffer=buffer,
+        told=f"{path}: finished {did}; for more, add --set trainer.steps={2 * found.step}",
+        complete=not last or directory.has_ended("finished", found.step),
+    )
 
 
 def begin(resumed: Resumed) -> None:
@@ -122,6 +177,7 @@ def identity(config: Config) -> dict[str, Any]:
     return {
         "grpo_core": grpo_core.__version__,
         "fixed": _fixed(config),
+        "steps": [config.trainer.steps, config.trainer.epochs],
         "start": start_digest(directory_here(config.model.path)),
         "files": _hashes(config),
     }

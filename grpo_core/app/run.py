@@ -33,6 +33,7 @@ from grpo_core.app.parts import (
 )
 from grpo_core.app.placement import Placement
 from grpo_core.app.profile import ProfileTracker
+from grpo_core.app.resume import Over
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config, as_table
 from grpo_core.errors import ConfigError, describe
@@ -40,6 +41,7 @@ from grpo_core.events import ErrorRaised, Event, RunEnded, RunStarted, Validated
 from grpo_core.garbage import spare_the_collector
 from grpo_core.incidents import Incident, Lines, report, reported_to
 from grpo_core.loop import checkpoint
+from grpo_core.loop.buffer import BufferStatistics
 from grpo_core.loop.metrics import headline
 from grpo_core.loop.pipeline import Pipeline
 from grpo_core.loop.rendering import Renderer
@@ -123,6 +125,7 @@ async def train(
     *,
     host: PluginHost,
     resume: checkpoint.Found | None = None,
+    over: Over | None = None,
     listeners: Mapping[str, Tracker] = MappingProxyType({}),
     stop: Stop | None = None,
 ) -> Outcome:
@@ -132,10 +135,12 @@ async def train(
     at once.  Raises the root cause of what failed; children are gone then, and checkpoints are complete.
 
     Args:
+        over: the end of a run that has nothing left to train; then only its trackers start.
         listeners: trackers besides those of the configuration, by name.
         stop: does what signals do.
     """
     began = time.monotonic()
+    run.forget_end()
     await asyncio.to_thread(
         provenance.write, run.path, config, host, resumed_from=resume.step if resume else None
     )
@@ -159,11 +164,16 @@ async def train(
                 began=began,
                 stack=stack,
             )
-            pipeline = await _start(config, around)
-            interruptible(pipeline)
-            spare_the_collector()
-            reason = await pipeline.run()
-        step = pipeline.buffer.step
+            if over is None:
+                pipeline = await _start(config, around)
+                interruptible(pipeline)
+                spare_the_collector()
+                reason, steps = await pipeline.run(), pipeline.buffer.num_steps
+                step = pipeline.buffer.step
+            else:
+                reason, steps = over.reason, over.steps
+                config = evolve(config, trainer=evolve(config.trainer, steps=steps))
+                emit(_started(config, around, over.buffer))
     except BaseException as error:
         emit(timeline.extended(step))
         _report(error, emit, max(step, trackers.step))
@@ -174,10 +184,12 @@ async def train(
     finally:
         await trackers.close()
     trackers.check()
+    if trackers.ended:
+        run.mark_ended(reason, step)
     return Outcome(
         reason=reason,
         step=step,
-        steps=pipeline.buffer.num_steps,
+        steps=steps,
         directory=run.path,
         first=watched.scores.first,
         last=watched.scores.last,
@@ -413,7 +425,7 @@ async def _start(config: Config, run: RunContext) -> Pipeline:
     except BaseException:
         run.directory.take_back_config()  # a resumed run does not keep changes with which it cannot start
         raise
-    run.emit(_started(config, run, pipeline))
+    run.emit(_started(config, run, pipeline.buffer.statistics()))
     for warning in run.warnings:
         run.emit(warning)
     for reason in run.resume.passed_over if run.resume else ():
@@ -437,13 +449,13 @@ async def started_tasks(
             yield tasks
 
 
-def _started(config: Config, context: RunContext, pipeline: Pipeline) -> RunStarted:
+def _started(config: Config, context: RunContext, buffer: BufferStatistics) -> RunStarted:
     return RunStarted(
         step=context.resume.step if context.resume else 0,
         directory=str(context.directory.path),
         config=as_table(config),
         resumed=context.resume is not None,
-        buffer=asdict(pipeline.buffer.statistics()),
+        buffer=asdict(buffer),
         manifest=checkpoint.manifest_digest(context.resume.directory) if context.resume else "",
     )
 

@@ -61,9 +61,14 @@ def train(
     tell = complain if view == "json" else say  # standard output has JSON and nothing else
     for note in start.notes:
         tell(note)
-    directory, again = start.directory, start.again(block)
+    directory, again, over = start.directory, start.again(block), start.over
+    if over is not None and over.complete:
+        directory.unlock()
+        return 0
     try:
-        outcome = run.to_the_end(run.train(start.config, directory, host=start.host, resume=start.found))
+        outcome = run.to_the_end(
+            run.train(start.config, directory, host=start.host, resume=start.found, over=over)
+        )
     except KeyboardInterrupt:
         tell(f"interrupted at once; run: {directory.path} (continue with: {again})")
         return INTERRUPTED
@@ -73,7 +78,7 @@ def train(
         raise
     finally:
         directory.unlock()
-    if start.config.trainer.profile:
+    if start.config.trainer.profile and over is None:
         tell(profile.told(directory.profile, start.config.trainer.profile))
     tell(_summary(outcome, again))
     return INTERRUPTED if outcome.reason == "interrupted" else 0

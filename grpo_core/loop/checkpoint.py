@@ -35,7 +35,7 @@ from grpo_core.data.samplers import PromptStream
 from grpo_core.disk import REPLACED, Disk, files, fingerprint, put, seal
 from grpo_core.errors import CheckpointError, GrpoError, describe
 from grpo_core.incidents import report
-from grpo_core.loop.buffer import Buffer, Slot
+from grpo_core.loop.buffer import Buffer, BufferStatistics, Slot
 from grpo_core.records import Group, Prompt, Rollout, Segment
 
 if TYPE_CHECKING:
@@ -506,6 +506,18 @@ def load_buffer(
         ready.append((full, group))
     buffer.load_state_dict(
         {**state, "retrying": [slot(dumped) for dumped in state["retrying"]], "ready": ready}
+    )
+
+
+def statistics(state: Mapping[str, Any], prompts_per_step: int) -> BufferStatistics:
+    """Return the counts of a buffer's state that was read from JSON."""
+    return BufferStatistics(
+        reserved=0,
+        in_flight=0,
+        retrying=len(state["retrying"]),
+        ready=len(state["ready"]),
+        trained=state["step"] * prompts_per_step,
+        **{name: state[name] for name in ("dispatched", "skipped", "filtered", "attempts")},
     )
 
 

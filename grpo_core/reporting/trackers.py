@@ -127,6 +127,11 @@ class Trackers:
                 thread.put(None)
             await asyncio.to_thread(_join, threads)
 
+    @property
+    def ended(self) -> bool:
+        """Whether all trackers have handled everything, and were closed."""
+        return all(thread.ended for thread in self._threads)
+
     def _tell(self, incident: Incident, count: int) -> None:
         self.emit(IncidentReported(step=self._step, count=count, **asdict(incident)))
 
