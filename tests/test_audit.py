@@ -188,11 +188,6 @@ def accepts_any_number(self, reply, prompt):
     return float(reply.strip().isdigit())
 
 
-@paid("statistical.gameability_gap", "failed")
-def likes_to_be_thanked(self, reply, prompt):
-    return float("thank you" in reply or reply.strip() == prompt.answer)
-
-
 @paid("semantic.floor_gap", "failed")
 def turns_the_sign_around(self, reply, prompt):
     return 1.0 - float(reply.strip() == prompt.answer)
