@@ -50,7 +50,8 @@ class Game(grpo.Environment):
         counted = sum(said == episode.prompt.info["counts"] for said in episode.session.said)
         done = self.stops or episode.turn == 2
         reward = self.factor * (counted - 1) / 2 + episode.completion_tokens / 1000
-        return grpo.Feedback(reward=reward if done else 0.0, done=done,
+        return grpo.Feedback(reward=reward if done else 0.0, done=done, metrics={"counted": counted},
+                             state=f"room {episode.turn}", answer=episode.reply[:1],
                              messages=() if done else ({"role": "user", "content": self.word},))
 
 class Seen:
@@ -177,6 +178,27 @@ def test_an_environment_that_did_not_change_gives_the_same_rewards_in_training_a
         assert 0 < found["groups_with_different_rewards"]["after"] <= 6
     assert {path: path.read_bytes() for path in before} == before
     assert set(a_run.rglob("step-*")) == set(before), "nothing is written among the run's rollouts"
+
+
+@pytest.mark.long
+def test_an_environment_that_counts_tokens_judges_rollouts_whose_tokens_are_not_stored(a_run, capsys):
+    for path in (a_run / "rollouts").glob("*.safetensors"):
+        path.unlink()
+    (found,) = scored(capsys, a_run)["tasks"].values()
+    assert (found["judged"], found["changed"]) == (24, 0)
+
+
+@pytest.mark.long
+def test_all_that_an_environment_says_of_a_rollout_is_in_the_line_that_a_fork_reads(a_run, tmp_path, capsys):
+    scored(capsys, a_run, "--output", tmp_path / "out")
+    lines = [json.loads(line) for line in (tmp_path / "out" / "rollouts.jsonl").read_text().splitlines()]
+    groups = [g for step in (1, 2) for g in grpo.stored_rollouts(a_run, step)]
+    stored = [rollout for g in groups for rollout in g.rollouts]
+    assert any(len(each.turn_rewards) > 1 for each in stored)
+    for line, rollout in zip(lines, stored, strict=True):
+        for name in ("reward", "success", "metrics", "turn_rewards", "turn_states", "answer", "train"):
+            its = line["reply_answer" if name == "answer" else name]
+            assert (tuple(its) if isinstance(its, list) else its) == getattr(rollout, name), name
 
 
 @pytest.mark.long
