@@ -54,7 +54,7 @@ from grpo_core.events import Event, StepEnded, Validated, WarningRaised
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import Buffer
 from grpo_core.loop.dynamic import DynamicSampling
-from grpo_core.loop.endings import Goal, TimeLimit
+from grpo_core.loop.endings import GOAL_REACHED, Goal, TimeLimit
 from grpo_core.loop.metrics import validation_metrics
 from grpo_core.loop.pipeline import ObserveAttempt, Pipeline, Save, Schedule, Validate, Watch, Written
 from grpo_core.loop.rendering import Renderer
@@ -95,6 +95,8 @@ class RunContext:
     """Each is called with each event that the trackers have received."""
     warnings: list[WarningRaised] = field(factory=list)
     """Found while the run was assembled; raised when it has started."""
+    goal: dict[str, float] = field(factory=dict)
+    """Value of the metric of ``trainer.stop_when``, by its name; each checkpoint contains it."""
 
     @property
     def emit(self) -> Callable[[Event], None]:
@@ -179,7 +181,7 @@ async def assemble(config: Config, run: RunContext) -> tuple[Config, Pipeline]:
     if opinion is not None:
         opinion.stop = pipeline.stop
     if config.trainer.stop_when:
-        run.after.append(stop_at(Goal.parse(config.trainer.stop_when), pipeline))
+        run.after.append(stop_at(Goal.parse(config.trainer.stop_when), pipeline, run.goal))
     return config, pipeline
 
 
@@ -190,10 +192,11 @@ def _restore(run: RunContext, restore: Callable[..., Iterable[str]], *parts: Any
             run.trackers.status(f"resuming: {told}")
 
 
-def stop_at(goal: Goal, pipeline: Pipeline) -> Callable[[Event], None]:
+def stop_at(goal: Goal, pipeline: Pipeline, seen: dict[str, float]) -> Callable[[Event], None]:
     """Return a receiver of events that stops the pipeline when the goal is reached.
 
-    It raises ConfigError if nothing measures the goal's metric.
+    It keeps the metric's value in ``seen``: the newest one, or the first that reaches the goal.  It raises
+    ConfigError if nothing measures the metric.
     """
 
     def receive(event: Event) -> None:
@@ -205,8 +208,10 @@ def stop_at(goal: Goal, pipeline: Pipeline) -> Callable[[Event], None]:
             else {}
         )
         goal.check(values)
+        if goal.metric in values and not goal.reached(seen):
+            seen[goal.metric] = values[goal.metric]
         if goal.reached(values):
-            pipeline.stop("goal reached")
+            pipeline.stop(GOAL_REACHED)
 
     return receive
 
@@ -565,6 +570,7 @@ class Assembly:
                 pipeline={
                     **checkpoint.cut(buffer, stream, validation),
                     "measured": validation.measured,
+                    "goal": self.run.goal,
                     "run": process,
                     **({} if opinion is None else {"second_opinion": opinion.state_dict()}),
                 },

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from grpo_core.disk import fingerprint
 from grpo_core.errors import ConfigError
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import BufferStatistics
+from grpo_core.loop.endings import GOAL_REACHED, Goal
 from grpo_core.loss import needs_of
 from grpo_core.models import directory_here
 from grpo_core.plugins.host import NO_OFFERS, Offers, PluginHost
@@ -143,24 +145,35 @@ def _over(path: Path, found: checkpoint.Found, config: Config, directory: RunDir
     with checkpoint.reading(found.directory):
         state = checkpoint.read_pipeline(found.directory)
         planned, epochs = state.get("run", {}).get("steps", (found.step, 0.0))
-        if config.trainer.epochs and config.trainer.epochs != epochs:
-            return None  # the prompts are counted when the environments have started
-        steps = planned if config.trainer.epochs else config.trainer.steps
         buffer = checkpoint.statistics(state["buffer"], config.trainer.prompts_per_step)
-        measured = state.get("measured", found.step)
-    if found.step < steps:
-        return None
+        measured, goals = state.get("measured", found.step), state.get("goal", {})
+    chosen = config.trainer
+    if chosen.epochs and chosen.epochs != epochs:
+        steps = sys.maxsize  # known when the environments have started and their prompts are counted
+    else:
+        steps = planned if chosen.epochs else chosen.steps
     last = found.step == planned == steps
     due = any(each.due(found.step, last=steps) for each in intervals(config.validation))
     if last and due and measured < found.step:
         return None
-    did = f"{'all of its ' if found.step == steps else ''}{found.step} steps"
+    if found.step >= steps:
+        reason, did = "finished", f"{'all of its ' if found.step == steps else ''}{found.step} steps"
+        told = f"finished {did}; for more, add --set trainer.steps={2 * found.step}"
+    elif (goal := chosen.stop_when) and Goal.parse(goal).reached(goals):
+        (value,) = goals.values()
+        reason, last = GOAL_REACHED, True
+        told = (
+            f"reached its goal {goal} with {value:.6g} before step {found.step + 1}; for more steps, change "
+            "the goal, or add --set trainer.stop_when='' to train without one"
+        )
+    else:
+        return None
     return Over(
-        reason="finished",
+        reason=reason,
         steps=steps,
         buffer=buffer,
-        told=f"{path}: finished {did}; for more, add --set trainer.steps={2 * found.step}",
-        complete=not last or directory.has_ended("finished", found.step),
+        told=f"{path}: {told}",
+        complete=not last or directory.has_ended(reason, found.step),
     )
 
 

@@ -17,6 +17,7 @@ from grpo_core.complaints import complain, say
 from grpo_core.config import Config, merge, parse_settings, read_toml
 from grpo_core.errors import ConfigError, GrpoError
 from grpo_core.inert import inert
+from grpo_core.loop.endings import GOAL_REACHED
 from grpo_core.plugins.host import PluginHost
 from grpo_core.reporting import comparison
 from grpo_core.reporting.report import write as write_report
@@ -191,6 +192,8 @@ def _summary(outcome: run.Outcome, again: str) -> str:
     )
     did = f"{outcome.step} of {outcome.steps} steps in {outcome.seconds:.0f} s"
     line = f"{outcome.reason}: {learnt + '; ' if learnt else ''}{did}; run: {outcome.directory}"
+    if outcome.reason == GOAL_REACHED:
+        again += " --set trainer.stop_when=''"
     if outcome.reason != "finished":
         line += f" (continue with: {again})"
     return line

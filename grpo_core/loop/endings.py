@@ -24,6 +24,10 @@ UNKNOWN = 0.03
 """Share of the time limit that is set aside for each of them that has not been measured yet."""
 
 
+GOAL_REACHED = "goal reached"
+"""Reason of an end by ``trainer.stop_when``."""
+
+
 @frozen
 class Goal:
     """A condition on a metric that ends a run."""
