@@ -679,11 +679,18 @@ def stopped_in(step, reason="interrupted", **changes):
     return run_().result, saved, begun
 
 
-def test_a_run_that_is_stopped_in_its_last_step_still_validates_it():
-    result, (last,), begun = stopped_in(11)
-    assert (result, last[0], begun) == ("finished", 12, [0, 4, 8, 12])
-    _, (last,), begun = stopped_in(11, "out of time")
-    assert (last[0], begun) == (12, [0, 4, 8]), "but not if its time is over"
+def test_a_run_that_is_stopped_in_its_last_step_leaves_its_validation_to_a_resume():
+    result, (at,), begun = stopped_in(11)
+    assert (result, at[0], begun) == ("interrupted", 12, [0, 4, 8])
+    again, begun = resumed(at, schedule={"validations": [Interval(4)]}), []
+
+    async def validate(version):
+        begun.append(version)
+        return {"task": {"accuracy": 0.5}}
+
+    again.pipeline.validate, again.pipeline.validate_first = validate, True
+    assert again().result == "finished"
+    assert begun == [12]
 
 
 def test_a_resumed_run_validates_the_version_that_was_due_when_it_was_stopped():
@@ -698,6 +705,98 @@ def test_a_resumed_run_validates_the_version_that_was_due_when_it_was_stopped():
     again.pipeline.validate, again.pipeline.validate_first = validate, True
     again()
     assert begun == [8, 12]
+
+
+def stopped_at(moment, run_, **how):
+    """Stop a run at a moment; return its result, the second in which it ended, and what it saved."""
+    saved = []
+    run_.pipeline.save = cut(run_, saved)
+
+    async def story():
+        running = asyncio.create_task(run_.pipeline.run())
+        await asyncio.sleep(moment)
+        run_.pipeline.stop(**how)
+        return await running, asyncio.get_running_loop().time()
+
+    result, at = run(story())
+    return result, at, saved
+
+
+def validates(seconds, begun):
+    async def validate(version):
+        begun.append(version)
+        await asyncio.sleep(seconds)
+        return {"task": {"accuracy": 0.5}}
+
+    return validate
+
+
+@pytest.mark.parametrize("pause", [False, True])
+@pytest.mark.parametrize(("moment", "version"), [(5.0, 0), (1030.0, 4), (3050.0, 12)])
+def test_a_validation_is_dropped_when_the_run_is_stopped_and_made_when_it_is_resumed(moment, version, pause):
+    begun, schedule = [], {"validations": [Interval(4)], "pause_to_validate": pause}
+    first = Run(schedule=schedule)
+    first.pipeline.validate = validates(1000.0, begun)
+    result, at, saved = stopped_at(moment, first)
+    assert (result, begun[-1]) == ("interrupted", version)
+    assert at < moment + 10, "a step and a checkpoint, and not the rest of a validation"
+    assert [event.version for event in first.of(Validated)] == begun[:-1]
+    if saved[-1][0] > version:  # training went on meanwhile
+        return
+    again, begun = resumed(saved[-1], schedule=schedule), []
+    again.pipeline.validate, again.pipeline.validate_first = validates(1.0, begun), True
+    assert again().result == "finished"
+    assert begun == list(range(version, 13, 4))
+    assert sorted(map(int, first.trained[: saved[-1][0] * 4] + again.trained)) == list(range(48))
+
+
+def test_a_goal_lets_a_validation_that_runs_come_to_its_end():
+    run_, begun = Run(schedule={"validations": [Interval(4)]}), []
+    run_.pipeline.validate = validates(1000.0, begun)
+    result, _, _ = stopped_at(1030.0, run_, reason="goal reached", at_leisure=True)
+    assert (result, begun) == ("goal reached", [0, 4])
+    assert [event.version for event in run_.of(Validated)] == [0, 4]
+
+
+class SlowToUpdate(FakeEngine):
+    """Takes an hour for the weights of one version."""
+
+    def __init__(self, version):
+        super().__init__()
+        self.slow = version
+
+    async def update_weights(self, weights):
+        if weights.version == self.slow:
+            await asyncio.sleep(3600.0)
+        await super().update_weights(weights)
+
+
+@pytest.mark.parametrize("save_every", [0, 3])
+@pytest.mark.parametrize(("policy", "in_flight_updates"), [("deadline", True), ("in_order", False)])
+@pytest.mark.parametrize("version", [0, 3, 12])
+def test_a_run_that_is_stopped_waits_for_no_weight_sync(version, in_flight_updates, policy, save_every):
+    """Neither for an engine that starts, nor for one that hangs; a resumed run trains what is left."""
+    schedule = {"in_flight_updates": in_flight_updates, "save_every": save_every}
+    changes = {"policy": policy, "schedule": schedule}
+    first = Run(engine=SlowToUpdate(version), **changes)
+    result, at, saved = stopped_at(60.0, first)
+    assert result == "interrupted"
+    assert at < 66.0
+    trained = saved[-1][0]
+    assert version <= trained <= version + 1
+    assert trained == first.trainer.version
+    again = resumed(saved[-1], **changes)()
+    assert sorted(map(int, first.trained + again.trained)) == list(range(48))
+
+
+def test_a_run_that_is_stopped_waits_for_no_group():
+    first = Run(
+        environment=FakeEnvironment(seconds=50_000.0), schedule={"rollout_deadline": 1e5, "stall": 1e5}
+    )
+    result, at, saved = stopped_at(60.0, first)
+    assert (result, saved[-1][0]) == ("interrupted", 0)
+    assert at < 66.0
+    assert sorted(map(int, resumed(saved[-1])().trained)) == list(range(48))
 
 
 def test_without_a_schedule_only_the_end_is_saved_and_nothing_is_validated():

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +180,7 @@ async def assemble(config: Config, run: RunContext) -> tuple[Config, Pipeline]:
         watch=assembly.watched(trainer, validate),
     )
     if opinion is not None:
-        opinion.stop = pipeline.stop
+        opinion.stop = partial(pipeline.stop, at_leisure=True)
     if config.trainer.stop_when:
         run.after.append(stop_at(Goal.parse(config.trainer.stop_when), pipeline, run.goal))
     return config, pipeline
@@ -211,7 +212,7 @@ def stop_at(goal: Goal, pipeline: Pipeline, seen: dict[str, float]) -> Callable[
         if goal.metric in values and not goal.reached(seen):
             seen[goal.metric] = values[goal.metric]
         if goal.reached(values):
-            pipeline.stop(GOAL_REACHED)
+            pipeline.stop(GOAL_REACHED, at_leisure=True)
 
     return receive
 

@@ -11,8 +11,8 @@ from grpo_core.errors import ConfigError, did_you_mean
 from grpo_core.loop.metrics import COMPARED, documented
 
 PARTS = ("step", "sync", "save", "cut", "save")
-"""A run that stops may have to end all of these: a step with its publication, a weight sync with its
-validation, the checkpoint that is being written, and the last one with its cut."""
+"""A run that stops may have to end all of these: a step with its publication, a weight sync, the checkpoint
+that is being written, and the last one with its cut."""
 
 MARGIN = 1.5
 """Steps and checkpoints may take this many times longer than the longest so far."""

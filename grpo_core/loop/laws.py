@@ -257,6 +257,7 @@ class Laws:
         self._law("resume", same, f"continues from a checkpoint of step {step} that the run did not save")
         self._now = cut.copy()
         self._now.saving = None
+        self._now.version = step  # a run that leaves saves a version that its engine may not hold yet
         self._expected.clear()
         if step == 0:  # version 0 is measured again
             self._now.measured = -1
@@ -270,8 +271,8 @@ class Laws:
         now = self._now
         self._law(
             "resume",
-            event["step"] == now.step == now.version,
-            f"a cut of step {event['step']} after {now.step} steps, with the engine at {now.version}",
+            event["step"] == now.step,
+            f"a cut of step {event['step']} after {now.step} steps",
         )
         self._law(
             "checkpoint",

@@ -178,6 +178,10 @@ class Pipeline:
     """The newest version that was validated, as far as it was due."""
     _stopping: str = field(init=False, default="")
     """Reason for which the run ends before its last step."""
+    _leaving: bool = field(init=False, default=False)
+    """Whether the run ends as soon as it can: everything but a step and a checkpoint is dropped."""
+    _droppable: set[asyncio.Task[None]] = field(init=False, factory=set)
+    """What runs now and is dropped when the run leaves."""
     _paused: bool = field(init=False, default=False)
     _stepping: asyncio.Lock = field(init=False, factory=asyncio.Lock)
     """Held during a trainer step, and during a validation that pauses training."""
@@ -201,22 +205,32 @@ class Pipeline:
             async with asyncio.TaskGroup() as tasks:
                 watches = [tasks.create_task(died(), name="watch") for died in self.watch]
                 stage("first weight sync")
-                await self._update_engine(await self.trainer.publish(self.canary))
+                weights = await self.trainer.publish(self.canary)
+                await self._unless_leaving(self._update_engine(weights))
                 if first:
                     stage("first validation")
                     await self._validate(self._trained)
                 self._meter.begin()
+                sync = tasks.create_task(self._sync(), name="sync")
                 background = [
                     tasks.create_task(self._collect(), name="collect"),
-                    tasks.create_task(self._sync(), name="sync"),
+                    sync,
                     tasks.create_task(self._write(), name="write"),
                     tasks.create_task(self._stop_in_time(), name="time limit"),
                     *watches,
                 ]
                 await self._train()
+                await self._synced()
+                last = self.buffer.num_steps
+                held = self.buffer.version == last
+                if self._leaving:
+                    sync.cancel()
+                    self._forget_engine()
+                await self._save_at_the_end()
                 for task in background:
                     task.cancel()
-        return self._stopping if self._trained < self.buffer.num_steps else "finished"
+        complete = held and (self._measured == last or not self._is_due(last))
+        return "finished" if complete else self._stopping
 
     async def _place_carried(self) -> frozenset[int]:
         """Put the groups of a checkpoint into the data plane; return their slots."""
@@ -227,10 +241,37 @@ class Pipeline:
             self.buffer.exchange(slot, await self.plane.put(group))
         return frozenset(slot.id for slot, _ in ready)
 
-    def stop(self, reason: str = "interrupted") -> None:
-        """End the run after the current step, with a checkpoint."""
+    def stop(self, reason: str = "interrupted", *, at_leisure: bool = False) -> None:
+        """End the run after the step that runs, with a checkpoint.
+
+        Whatever else runs is dropped, such as a validation or a weight sync, and a resumed run does it again.
+        With ``at_leisure`` it is ended.
+        """
         self._stopping = self._stopping or reason
+        if not at_leisure:
+            self._leaving = True
+            for task in self._droppable:
+                task.cancel()
         self._changes.notify()
+
+    async def _unless_leaving(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do what a run that leaves does not wait for."""
+        task, me = asyncio.create_task(work), asyncio.current_task()
+        self._droppable.add(task)
+        if self._leaving:
+            task.cancel()
+        try:
+            await task
+        except (asyncio.CancelledError, Exception):
+            if not self._leaving or (me is not None and me.cancelling()):
+                raise
+        finally:
+            self._droppable.discard(task)
+
+    def _forget_engine(self) -> None:
+        """Let the buffer be at the trainer's version, as it is when the run is resumed."""
+        while self.buffer.version < self.buffer.step:
+            self.buffer.advance()
 
     async def _stop_in_time(self) -> None:
         """Stop when a step, a weight sync and a checkpoint would take what is left of the time limit."""
@@ -262,7 +303,7 @@ class Pipeline:
 
     def _reserve(self) -> list[Slot[Prompt]] | None:
         """Reserve slots first, draw prompts second; nothing awaits in between, so every cut is consistent."""
-        if self._paused:
+        if self._paused or self._leaving:
             return None
         slots = self.buffer.reserve()
         if slots is None:
@@ -368,14 +409,15 @@ class Pipeline:
             stage("wait for the canary")
             await self._confirmed(groups)
             await self._train_step(groups, started)
-        await self._synced()
+
+    async def _save_at_the_end(self) -> None:
+        """Save the last version, and validate it if that is due and all steps are trained."""
         await self._save(self._trained)
         stage("wait for the checkpoint")
         await self._saved()
-        # stopped in its last step, the run is finished: none that goes on would measure this version
-        if self._trained == self.buffer.num_steps > self._measured and self._stopping != "out of time":
+        if self._trained == self.buffer.num_steps > self._measured:
             stage("last validation")
-            await self._measure(self._trained)
+            await self._unless_leaving(self._measure(self._trained))
         stage("end")
 
     def _take(self) -> list[Group] | None:
@@ -407,14 +449,9 @@ class Pipeline:
             parts = _parts_of_step(result, began, self._meter.now())
             self._trained = result.version
             await self._synced()  # the engine may still be reading what was published before
-            stage("publish")
-            with during("trainer", "publish"):
-                weights = await self.trainer.publish(self.canary)
+            if not self._leaving:
+                await self._publish(step)
         stage("account")
-        if weights.version != step + 1:
-            raise GrpoError(f"the trainer published version {weights.version} after step {step}")
-        self._published = weights
-        self._changes.notify()
         self.observe(groups)
         spans = taken()
         metrics = task_metrics(groups, step=step) | times(spans)
@@ -431,7 +468,17 @@ class Pipeline:
         self._check_health(metrics, carried=any(group.slot in self._carried for group in groups))
         if self._save_is_due():
             await self._synced()
-            await self._save(self._trained)
+            if not self._leaving:
+                await self._save(self._trained)
+
+    async def _publish(self, step: int) -> None:
+        stage("publish")
+        with during("trainer", "publish"):
+            weights = await self.trainer.publish(self.canary)
+        if weights.version != step + 1:
+            raise GrpoError(f"the trainer published version {weights.version} after step {step}")
+        self._published = weights
+        self._changes.notify()
 
     def _check_health(self, metrics: Mapping[str, float], *, carried: bool) -> None:
         """Warn about metrics beyond their soft limit; raise TrainerError beyond the hard limit.
@@ -451,8 +498,13 @@ class Pipeline:
             )
 
     async def _synced(self) -> None:
+        """Wait until the engine has what was published, unless the run leaves without it."""
         stage("wait for the weight sync")
-        await self._when(lambda: True if self._published is None else None, "the weight sync", patience=None)
+        await self._when(
+            lambda: True if self._published is None or self._leaving else None,
+            "the weight sync",
+            patience=None,
+        )
 
     def _save_is_due(self) -> bool:
         every = self.schedule.save_every
@@ -498,7 +550,7 @@ class Pipeline:
                         await self._no_group_runs()
                 await self._update_engine(weights)
                 self._advance()
-                await self._validate(weights.version)
+            await self._validate(weights.version)
             self._published = None
             self._changes.notify()
 
@@ -547,12 +599,16 @@ class Pipeline:
         ``pause_to_validate`` is set.
         """
         if not self._stopping:
-            await self._measure(version)
+            await self._unless_leaving(self._measure(version))
 
-    async def _measure(self, version: int) -> None:
+    def _is_due(self, version: int) -> bool:
+        """Whether the version is to be validated."""
         last = self.buffer.num_steps
         due = any(interval.due(version, last=last) for interval in self.schedule.validations)
-        if self.validate is None or not due:
+        return self.validate is not None and due
+
+    async def _measure(self, version: int) -> None:
+        if self.validate is None or not self._is_due(version):
             return
         async with self._pause():
             with during("validation", "validate"):
