@@ -291,6 +291,16 @@ def test_a_resumed_run_has_the_coefficient_that_it_had(model: str, tmp_path: Pat
     assert same(straight, resumed)
 
 
+@pytest.mark.long
+def test_a_coefficient_that_is_set_anew_for_a_resume_counts(model: str, tmp_path: Path) -> None:
+    first = TorchTrainer(setup(model, loss={**HELD, "entropy_target": 4.7}))
+    first.step(batch(ragged()))
+    save(first, tmp_path)
+    loss = {**HELD, "entropy_target": 4.7, "entropy_coefficient": 0.2}
+    resumed = TorchTrainer(setup(model, loss=loss, resume_from=tmp_path))
+    assert resumed.step(batch(ragged(), 1)).metrics["entropy_coefficient"] == pytest.approx(0.2)
+
+
 # ---------------------------------------------------------------------------------- the reference model
 
 

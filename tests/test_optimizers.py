@@ -25,8 +25,9 @@ from grpo_core.models import shapes_in
 from grpo_core.plugins.host import PluginHost
 from grpo_core.training import narrow
 from grpo_core.training.microbatch import collate
-from grpo_core.training.optimization import divided, flat, schedule
+from grpo_core.training.optimization import divided, flat
 from grpo_core.training.optimizers import state_bytes, state_of
+from grpo_core.training.schedule import schedule
 from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.trainer import TorchTrainer
 

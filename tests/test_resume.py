@@ -506,6 +506,77 @@ def test_a_resealed_state_is_one_error(tmp_path, change):
 
 # ---------------------------------------------------------------------------------- samplers
 
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ([], ""),
+        (["trainer.deadline=60"], ""),
+        (
+            ["trainer.steps=20"],
+            "the learning rate has another schedule now (trainer.steps: 9 -> 20): step 7 has 0.000407 "
+            "instead of 0.000163; step 6 had 0.000236",
+        ),
+        (["trainer.updates_per_step=2", "trainer.warmup_updates=100"], "trainer.updates_per_step: 1 -> 2, "),
+        (
+            ["trainer.lr_schedule=constant"],
+            "step 7 has 0.0005 instead of 0.000163;",
+        ),
+        (["trainer.lr=1e-3"], "(trainer.lr: 0.0005 -> 0.001)"),
+        (["trainer.warmup_updates=5"], "(trainer.warmup_updates: 0 -> 5)"),
+    ],
+)
+def test_a_learning_rate_that_a_resume_changes_is_said_with_both_values(tmp_path, settings, said):
+    given = [
+        "trainer.lr=5e-4",
+        "trainer.updates_per_step=1",
+        "trainer.lr_schedule=cosine",
+        "trainer.warmup_updates=0",
+    ]
+    directory = a_run(tmp_path / "run", settings=given)
+    found = checkpoint.Found(directory=directory, step=6, passed_over=())
+    config = resumed(tmp_path / "run", *settings).config
+    message = continuing.changed_schedule(found, config.trainer)
+    assert said in message
+    assert bool(message) == bool(said)
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "template.jinja"])
+def test_a_tokenizer_or_a_chat_template_that_has_changed_is_said(tmp_path, file):
+    model, template = tmp_path / "model", tmp_path / "template.jinja"
+    make_tiny_model(model, (), width=16, layers=1, warm_start_steps=0)
+    template.write_text("{{ messages[0]['content'] }}")
+    settings = [f"model.path={model}", f"model.chat_template={template}"]
+    a_run(tmp_path / "run", settings=settings)
+    assert len(resumed(tmp_path / "run").notes) == 1
+    changed = (model if "json" in file else tmp_path) / file
+    changed.write_text(changed.read_text() + " ")
+    assert (
+        f"warning: {changed} has changed since the checkpoint was written" in resumed(tmp_path / "run").notes
+    )
+
+
+def test_a_teacher_with_other_weights_is_said(tmp_path):
+    teacher = tmp_path / "teacher"
+    make_tiny_model(teacher, (), width=16, layers=1, warm_start_steps=0)
+    a_run(tmp_path / "run", settings=["loss.name=distillation", f"teacher.path={teacher}"])
+    assert len(resumed(tmp_path / "run").notes) == 1
+    shutil.rmtree(teacher)
+    make_tiny_model(teacher, (), width=16, layers=1, warm_start_steps=0, seed=1)
+    notes = resumed(tmp_path / "run").notes
+    assert f"warning: the weights of the teacher {teacher} have changed since the checkpoint" in notes
+
+
+def test_a_time_limit_and_a_reference_that_act_otherwise_than_before_are_said(tmp_path):
+    a_run(tmp_path / "run", settings=["trainer.time_limit=60", "trainer.reference_every=2"])
+    notes = resumed(tmp_path / "run", "trainer.reference_every=0").notes
+    assert any(
+        note.startswith("the reference is the model that the run started from again") for note in notes
+    )
+    assert any(note.startswith("this start ends within 60 s as well") for note in notes)
+    assert not any("this start" in note for note in resumed(tmp_path / "run", "trainer.time_limit=30").notes)
+
+
 SAMPLERS = (
     ENVIRONMENTS
     + """
@@ -791,7 +862,9 @@ def test_a_last_validation_that_a_kill_has_prevented_is_made_and_nothing_is_trai
 
 @pytest.mark.long
 def test_a_run_that_has_reached_its_goal_trains_nothing_when_it_is_resumed(here):
-    settings = options("trainer.steps=9", "trainer.stop_when=reward/digits >= 0")
+    settings = options(
+        "trainer.steps=9", "trainer.stop_when=reward/digits >= 0", "trainer.lr_schedule=cosine"
+    )
     done = grpo(here, "train", "--env", "./envs.py:Digits", *QUICK, *settings, "--output", "run")
     assert done.returncode == 0, done.stderr
     run = here / "run"
@@ -808,3 +881,5 @@ def test_a_run_that_has_reached_its_goal_trains_nothing_when_it_is_resumed(here)
     done = grpo(here, "train", "--resume", "run", *options("trainer.steps=2", "trainer.stop_when="))
     assert done.returncode == 0, done.stderr
     assert [event["step"] for event in events(run, "StepEnded")] == [1, 2]
+    said = "warning, step 1: the learning rate has another schedule now (trainer.steps: 9 -> 2): step 2 has "
+    assert said in done.stdout

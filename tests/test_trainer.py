@@ -50,8 +50,8 @@ from grpo_core.training import microbatch
 from grpo_core.training.budget import token_budget
 from grpo_core.training.logprobs import KEEP_BYTES
 from grpo_core.training.model import FullModel, ModelSource, compute_dtype
-from grpo_core.training.optimization import schedule
 from grpo_core.training.process import ProcessTrainer, thread_count
+from grpo_core.training.schedule import schedule
 from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.trainer import TorchTrainer, create
 from grpo_core.weights.reading import read_weights

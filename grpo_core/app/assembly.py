@@ -46,7 +46,7 @@ from grpo_core.app.parts import (
     with_steps,
 )
 from grpo_core.app.placement import Placement
-from grpo_core.app.resume import identity
+from grpo_core.app.resume import changed_schedule, identity
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config, EngineConfig, TeacherConfig
 from grpo_core.data.loaders import TaskLoader
@@ -135,6 +135,8 @@ async def assemble(config: Config, run: RunContext) -> tuple[Config, Pipeline]:
     prompts, held_out, opinion = started.found.prompts, started.found.held_out, started.opinion
     run.warnings.extend(await assembly.first_look(prompts, held_out, renderer))
     run.warnings.extend(await asyncio.to_thread(leaks, assembly.step, prompts, held_out))
+    if run.resume is not None and (changed := changed_schedule(run.resume, config.trainer)):
+        run.warnings.append(WarningRaised(step=run.resume.step, cause="schedule", message=changed))
     loaders = assembly.loaders(prompts)
     stream = PromptStream(sampler=assembly.sampler(), loaders=loaders, name=config.sampler.name)
     _restore(run, checkpoint.restore, started.buffer, loaders, stream)

@@ -5,24 +5,27 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from math import isclose
 from pathlib import Path
 from typing import Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 import grpo_core
 from grpo_core.app.parts import intervals
 from grpo_core.app.paths import plugin_files, with_absolute_paths
-from grpo_core.config import Config, as_table, build, replace_parts
+from grpo_core.config import Config, TrainerConfig, as_table, build, replace_parts
 from grpo_core.disk import fingerprint
 from grpo_core.errors import ConfigError
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import BufferStatistics
 from grpo_core.loop.endings import GOAL_REACHED, Goal
 from grpo_core.loss import needs_of
-from grpo_core.models import directory_here
+from grpo_core.models import directory_here, text_files
 from grpo_core.plugins.host import NO_OFFERS, Offers, PluginHost
 from grpo_core.run_directory import RunDirectory
+from grpo_core.training.schedule import KEYS as SCHEDULE
+from grpo_core.training.schedule import rate
 from grpo_core.validation.target import check_start, start_digest
 
 FIXED = (
@@ -126,6 +129,7 @@ def _found(
             _check_staleness(path, state["buffer"]["ready"], config.pipeline.max_staleness)
             notes += _warnings(path, saved, config)
         if over is None:
+            notes += _consequences(before, config, changes)
             notes.append(f"continuing {path} after step {found.step}")
         else:
             notes += [over.told, "completing its end: its page, and what else its trackers write then"]
@@ -144,7 +148,8 @@ def _over(path: Path, found: checkpoint.Found, config: Config, directory: RunDir
     """Return the end of a run if it has nothing left to train, and to validate, after its checkpoint."""
     with checkpoint.reading(found.directory):
         state = checkpoint.read_pipeline(found.directory)
-        planned, epochs = state.get("run", {}).get("steps", (found.step, 0.0))
+        saved = state.get("run", {}).get("schedule", {})
+        planned, epochs = saved.get("steps", found.step), saved.get("epochs", 0.0)
         buffer = checkpoint.statistics(state["buffer"], config.trainer.prompts_per_step)
         measured, goals = state.get("measured", found.step), state.get("goal", {})
     chosen = config.trainer
@@ -190,10 +195,37 @@ def identity(config: Config) -> dict[str, Any]:
     return {
         "grpo_core": grpo_core.__version__,
         "fixed": _fixed(config),
-        "steps": [config.trainer.steps, config.trainer.epochs],
+        "schedule": _schedule(config.trainer),
         "start": start_digest(directory_here(config.model.path)),
+        "teacher": _teacher_digest(config),
         "files": _hashes(config),
     }
+
+
+def changed_schedule(found: checkpoint.Found, trainer: TrainerConfig) -> str:
+    """Return a message if later steps have other learning rates than they had before the resume, or "".
+
+    Args:
+        trainer: the section with the number of steps, which may follow from the number of prompts.
+    """
+    with checkpoint.reading(found.directory):
+        saved = checkpoint.read_pipeline(found.directory).get("run", {}).get("schedule", {})
+        before, step = evolve(trainer, **saved), found.step
+        later = range(step, max(before.steps, trainer.steps)) if before != trainer else ()
+        if all(isclose(rate(before, each), rate(trainer, each)) for each in later):
+            return ""
+        last, old, new = rate(before, step - 1), rate(before, step), rate(trainer, step)
+    keys = [
+        f"trainer.{key}: {shown(a)} -> {shown(b)}" for key, a, b in differences(saved, _schedule(trainer))
+    ]
+    return (
+        f"the learning rate has another schedule now ({', '.join(keys)}): step {step + 1} has {new:.3g} "
+        f"instead of {old:.3g}; step {step} had {last:.3g}"
+    )
+
+
+def _schedule(trainer: TrainerConfig) -> dict[str, Any]:
+    return {key: getattr(trainer, key) for key in SCHEDULE}
 
 
 def _fixed(config: Config) -> dict[str, Any]:
@@ -240,10 +272,24 @@ def _warnings(path: Path, saved: Mapping[str, Any], config: Config) -> Iterator[
             f"warning: {path} was written by grpo-core {version}, this is {grpo_core.__version__}: its next "
             "steps may differ from those of an unbroken run"
         )
+    if saved.get("teacher") and saved["teacher"] != _teacher_digest(config):
+        yield f"warning: the weights of the teacher {config.teacher.path} have changed since the checkpoint"
     was, now = saved.get("files", {}), _hashes(config)
     for file in sorted(was.keys() & now.keys()):
         if was[file] != now[file]:
             yield f"warning: {file} has changed since the checkpoint was written"
+
+
+def _consequences(before: Config, config: Config, changes: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what follows from a key that is not obvious from its value."""
+    if before.trainer.reference_every and not config.trainer.reference_every:
+        yield "the reference is the model that the run started from again, instead of the one it had moved to"
+    limit = config.trainer.time_limit
+    if limit and "time_limit" not in changes.get("trainer", {}):
+        yield (
+            f"this start ends within {limit:g} s as well: trainer.time_limit is kept, also that of --until; "
+            "--set trainer.time_limit=0 takes it away"
+        )
 
 
 def _value(config: Config, key: str) -> Any:
@@ -256,7 +302,16 @@ def _value(config: Config, key: str) -> Any:
 
 
 def _hashes(config: Config) -> dict[str, str]:
-    return {str(path): fingerprint(path)["sha256"] for path in plugin_files(config) if path.is_file()}
+    """Return the sha256 of plugin files, and of what the prompts are written with."""
+    model = directory_here(config.model.path)
+    files = {*plugin_files(config), Path(config.model.chat_template)} | (
+        text_files(model) if model else set()
+    )
+    return {str(path): fingerprint(path)["sha256"] for path in files if path.is_file()}
+
+
+def _teacher_digest(config: Config) -> str:
+    return start_digest(directory_here(config.teacher.path)) if config.teacher.path else ""
 
 
 def differences(old: Any, new: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -35,7 +35,7 @@ from grpo_core.training.digest import Digests
 from grpo_core.training.loss_output import checked
 from grpo_core.training.microbatch import MicroBatch, collate, without_rows
 from grpo_core.training.model import BuildModel, Model, ModelSource, compute_dtype, published_dtype
-from grpo_core.training.optimization import Optimization, divided, schedule
+from grpo_core.training.optimization import Optimization, divided
 from grpo_core.training.packing import PackingError
 from grpo_core.training.passes import Passes
 from grpo_core.training.plan import Layout, Share, shares, with_tokens
@@ -44,6 +44,7 @@ from grpo_core.training.profiling import StepProfiler, part, taken_parts
 from grpo_core.training.ranks import Alone, Ranks
 from grpo_core.training.resting import Resting
 from grpo_core.training.saving import Saving
+from grpo_core.training.schedule import schedule
 from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.teacher import Teacher, check_vocabulary
 from grpo_core.training.totals import Totals, off_policy
