@@ -444,6 +444,8 @@ class RunInfo:
     """The resolved configuration, as tables."""
     resumed_from: int | None = None
     """The step that the run continues from; None for a new run."""
+    measured: int | None = None
+    """The newest version that was validated before that step was saved; a later one is validated again."""
 
 
 # ---------------------------------------------------------------------------------- rollouts and training

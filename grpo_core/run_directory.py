@@ -210,13 +210,14 @@ class RunDirectory:
             )
         return max(runs, key=lambda run: max(p.stat().st_mtime for p in run.iterdir()))
 
-    def info(self, config: Config, resumed_from: int | None) -> RunInfo:
+    def info(self, config: Config, resumed_from: int | None, measured: int | None = None) -> RunInfo:
         """Return the run's description for trackers."""
         return RunInfo(
             name=self.path.resolve().name,
             directory=self.path,
             config=as_table(config),
             resumed_from=resumed_from,
+            measured=measured,
         )
 
     def events(self) -> Iterator[dict[str, Any]]:
@@ -235,12 +236,23 @@ class RunDirectory:
                 raise ConfigError(f"{path}, line {line.number}: is no event; somebody has changed this file")
             yield line.value
 
-    def forget_after(self, step: int, disk: Disk | None = None) -> None:
-        """Remove the records after the step from which a run continues; events are kept."""
+    def forget_after(self, step: int, measured: int, disk: Disk | None = None) -> None:
+        """Remove the records after the step from which a run continues; events are kept.
+
+        Args:
+            step: the step.
+            measured: newest version whose validation stays; a later one is made again.
+            disk: holds the files.
+        """
         metrics = self.path / "metrics.jsonl"
         if metrics.exists():
             lines = metrics.read_bytes().splitlines(keepends=True)
-            kept = [line for line in lines if line.endswith(b"\n") and self._step_of(line) <= step]
+            kept = [
+                line
+                for line in lines
+                if line.endswith(b"\n")
+                and self._step_of(line) <= (min(step, measured) if b'"validation/' in line else step)
+            ]
             if len(kept) < len(lines):
                 replace_file(disk or Disk(), metrics, b"".join(kept))
         for folder in (ROLLOUTS, VALIDATION):

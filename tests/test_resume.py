@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from killing import GRPO
 from simulation.disk import Dead, FaultyDisk
-from test_cli import ENVIRONMENTS, events, grpo, refused, start, steps_done, wait_for
+from test_cli import ENVIRONMENTS, events, grpo, metrics, refused, start, steps_done, wait_for
 
 from grpo_core.app import resume as continuing
 from grpo_core.app.resume import identity
@@ -192,9 +192,9 @@ def test_a_resume_that_meets_a_full_disk_keeps_all_metrics(tmp_path):
     size = (run.path / "metrics.jsonl").stat().st_size
     for room in range(0, size // 2, 50):
         with pytest.raises(OSError, match="No space left"):
-            run.forget_after(30, FaultyDisk(run.path, room=room))
+            run.forget_after(30, 30, FaultyDisk(run.path, room=room))
         assert read_metrics(run) == LINES
-    run.forget_after(30, FaultyDisk(run.path))
+    run.forget_after(30, 30, FaultyDisk(run.path))
     assert read_metrics(run) == LINES[:31]
 
 
@@ -206,10 +206,10 @@ def test_a_death_or_a_power_cut_in_a_resume_leaves_the_old_file_or_the_new_one(t
             run = with_metrics(tmp_path / f"{at} {seed}")
             old = build([{"tasks": {"sort": TASK}}])
             new = build([{"tasks": {"sort": TASK}, "trainer": {"steps": 7}}])
-            run.forget_after(40)
+            run.forget_after(40, 40)
             disk = FaultyDisk(run.path, dies_at=at)
             try:
-                run.forget_after(30, disk) if change == "metrics" else run.replace_config(new, disk)
+                run.forget_after(30, 30, disk) if change == "metrics" else run.replace_config(new, disk)
             except Dead:
                 if seed is not None:
                     disk.cut_power(random.Random(seed))
@@ -223,7 +223,7 @@ def test_a_death_or_a_power_cut_in_a_resume_leaves_the_old_file_or_the_new_one(t
 def test_metrics_are_written_only_if_something_is_dropped(tmp_path):
     run = with_metrics(tmp_path / "run")
     before = contents(run.path)
-    run.forget_after(39)
+    run.forget_after(39, 39)
     assert contents(run.path) == before
 
 
@@ -883,3 +883,33 @@ def test_a_run_that_has_reached_its_goal_trains_nothing_when_it_is_resumed(here)
     assert [event["step"] for event in events(run, "StepEnded")] == [1, 2]
     said = "warning, step 1: the learning rate has another schedule now (trainer.steps: 9 -> 2): step 2 has "
     assert said in done.stdout
+
+
+STOPPED = """
+import asyncio, os, signal
+from pathlib import Path
+from grpo_core.validation.strategies import Greedy
+
+class Stopped(Greedy):
+    \"\"\"The run gets a signal after the first validation has been played.\"\"\"
+    async def validate(self, context):
+        results = await super().validate(context)
+        if not Path("signalled").exists():
+            Path("signalled").touch()
+            os.kill(os.getpid(), signal.SIGTERM)
+        return results
+"""
+
+
+@pytest.mark.long
+def test_an_interrupted_first_validation_leaves_one_line_of_version_0(here):
+    (here / "stopped.py").write_text(STOPPED)
+    arguments = ["--env", "./envs.py:Digits", "--validation", "./stopped.py:Stopped", *QUICK, *EXACT]
+    done = grpo(here, "train", *arguments, "--set", "trainer.steps=2", "--output", "run")
+    assert done.returncode == 130, done.stderr
+    assert (here / "run" / "checkpoints" / "step-000000").is_dir()
+    done = grpo(here, "train", "--resume", "run")
+    assert done.returncode == 0, done.stderr
+    measured = [row["step"] for row in metrics(here / "run") if "validation/digits/reward" in row]
+    assert measured == [0, 2]
+    assert grpo(here, "verify", "run").returncode == 0

@@ -125,10 +125,17 @@ def test_records_after_the_resumed_step_are_removed(tmp_path):
     run = recorded(tmp_path)
     with open(run.path / "metrics.jsonl", "a") as file:
         file.write('{"step": 2, "half a li')
-    run.forget_after(0)
+    run.forget_after(0, 0)
     assert [row["step"] for row in lines(run.path / "metrics.jsonl")] == [0]
     assert list((run.path / "rollouts").iterdir()) == []
     assert len(lines(run.path / "events.jsonl")) == WRITTEN, "events are append-only"
+
+
+def test_a_validation_that_ended_after_its_checkpoint_was_cut_is_made_again_and_has_one_line(tmp_path):
+    run = recorded(tmp_path)
+    run.forget_after(1, 0)
+    kept = [(row["step"], "reward/sort" in row) for row in lines(run.path / "metrics.jsonl")]
+    assert kept == [(0, False), (1, True)]
 
 
 def test_a_directory_that_holds_another_run_is_refused(tmp_path):

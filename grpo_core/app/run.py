@@ -226,7 +226,8 @@ def _watched(
         own["retention of checkpoints"] = retention
     if config.trainer.profile:
         own["profile"] = ProfileTracker(run.profile, config.trainer.profile)
-    made = make_trackers(config.tracking, host, run.info(config, resume.step if resume else None))
+    info = run.info(config, *((resume.step, checkpoint.measured(resume)) if resume else (None,)))
+    made = make_trackers(config.tracking, host, info)
     trackers = Trackers({**own, **made, **listeners})
     return _Watched(trackers, scores, retention)
 

@@ -259,10 +259,8 @@ class Laws:
         self._now.saving = None
         self._now.version = step  # a run that leaves saves a version that its engine may not hold yet
         self._expected.clear()
-        if step == 0:  # version 0 is measured again
-            self._now.measured = -1
         fresh = not event["resumed"] and self.terms.due(0)
-        self._now.due = (0,) if fresh else tuple(version for version in cut.due if version == step > 0)
+        self._now.due = (0,) if fresh else tuple(version for version in cut.due if version == step)
         self._now.open = {
             id: slot if slot.ready else evolve(slot, resumed=True) for id, slot in cut.open.items()
         }

@@ -155,8 +155,8 @@ class Pipeline:
     readings: Callable[[], Mapping[str, float]] = dict
     """Returns metrics of what went on beside the loop since its last call, such as incidents."""
     validate: Validate | None = None
-    validate_first: bool = False
-    """The version that a resumed run begins with was not measured, because the run before it was stopped."""
+    validate_first: bool = True
+    """The version that the run begins with was not measured yet: the run is new, or was stopped before."""
     save: Save | None = None
     canary: Sequence[tuple[int, ...]] = ()
     """Prompts (token ids) that check the engine after each sync; see ``grpo_core.loop.canary``."""
@@ -198,8 +198,7 @@ class Pipeline:
         Raises the first error of any task, after the other tasks have been cancelled and have ended.
         """
         self._trained = self.buffer.step
-        first = self._trained == 0 or self.validate_first
-        self._measured = -1 if first else self._trained
+        self._measured = -1 if self.validate_first else self._trained
         with raising_root_cause():
             self._carried = await self._place_carried()
             async with asyncio.TaskGroup() as tasks:
@@ -207,7 +206,7 @@ class Pipeline:
                 stage("first weight sync")
                 weights = await self.trainer.publish(self.canary)
                 await self._unless_leaving(self._update_engine(weights))
-                if first:
+                if self.validate_first:
                     stage("first validation")
                     await self._validate(self._trained)
                 self._meter.begin()
