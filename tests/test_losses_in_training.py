@@ -20,7 +20,7 @@ from grpo_core.errors import ConfigError
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Row
 from grpo_core.training.batching import length
-from grpo_core.training.trainer import TorchTrainer, interpolated
+from grpo_core.training.trainer import TorchTrainer
 
 
 @pytest.fixture(scope="module")
@@ -226,27 +226,6 @@ def test_a_step_whose_rollouts_are_all_left_out_raises_the_version_alone(model: 
 def test_a_limit_that_would_leave_out_everything_is_refused() -> None:
     with pytest.raises(ConfigError, match="more than 1"):
         build([{"loss": {"max_sequence_error": 0.5}}])
-
-
-# ---------------------------------------------------------------------------------- the proximal policy
-
-
-def test_interpolated_proximal_logprobs_follow_the_staleness_of_each_token() -> None:
-    policy, generation = torch.tensor([-1.0, -1.0, -1.0, -1.0]), torch.tensor([-2.0, -2.0, -2.0, -2.0])
-    between = interpolated(policy, generation, torch.tensor([0.0, 1.0, 2.0, 4.0]))
-    assert between.tolist() == pytest.approx([-1.0, -2.0, -1.5, -1.25])
-
-
-@pytest.mark.long
-def test_tokens_of_fresh_weights_need_no_correction_and_old_ones_do(model: str) -> None:
-    rows = [with_tokens(r, logprobs=r.tokens.logprobs - 0.4) for r in scores(model, ragged())]
-    trainer = TorchTrainer(setup(model, proximal="interpolate", lr=1e-9))
-    fresh = trainer.step(batch(rows)).metrics
-    assert fresh["importance_weight_mean"] == pytest.approx(math.exp(0.4), rel=1e-3)
-    one_step_old = trainer.step(batch(rows, 1)).metrics
-    assert one_step_old["importance_weight_mean"] == pytest.approx(1, rel=1e-3)
-    two_steps_old = trainer.step(batch(rows, 2)).metrics
-    assert two_steps_old["importance_weight_mean"] == pytest.approx(math.exp(0.2), rel=1e-3)
 
 
 # ---------------------------------------------------------------------------------- the entropy's target

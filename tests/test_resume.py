@@ -319,10 +319,6 @@ def changed(path, *settings):
         ("model.path=other/model", 'model.path is "tiny" in its checkpoint and "other/model" now; it cannot'),
         ("optimizer.name=muon", 'optimizer.name is "adamw" in its checkpoint and "muon" now; it cannot'),
         ("model.lora.rank=4", "model.lora.rank is (not set) in its checkpoint and 4 now; it cannot change"),
-        (
-            "optimizer.options.moments=bfloat16",
-            'optimizer.options.moments is (not set) in its checkpoint and "bfloat16" now; it cannot',
-        ),
         ("seed=5", "seed is 0 in its checkpoint and 5 now; it cannot change"),
         (
             "pipeline.max_staleness=1",
@@ -365,11 +361,6 @@ def test_a_run_that_needs_the_weights_it_started_from_is_not_continued_with_othe
             resumed(tmp_path / "run")
     else:
         assert resumed(tmp_path / "run")
-
-
-def test_moments_that_are_named_as_they_are_by_default_are_the_same(tmp_path):
-    a_run(tmp_path / "run")
-    assert resumed(tmp_path / "run", "optimizer.options.moments=float32")
 
 
 def test_the_checkpoint_counts_and_not_an_edited_configuration(tmp_path):

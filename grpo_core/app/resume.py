@@ -36,14 +36,11 @@ FIXED = (
     "model.path",
     "model.options",
     "optimizer.name",
-    "optimizer.options.moments",
     "model.lora.rank",
     "model.lora.alpha",
     "model.lora.targets",
 )
 """Keys that keep their values in all starts of a run with a checkpoint."""
-IMPLIED = {"optimizer.options.moments": "float32"}
-"""Values of optional ones that are not set."""
 
 
 @frozen(kw_only=True)
@@ -234,8 +231,8 @@ def _fixed(config: Config) -> dict[str, Any]:
 
 def _check_fixed(path: Path, fixed: Mapping[str, Any], config: Config) -> None:
     for key in FIXED:
-        now, usual = _value(config, key), IMPLIED.get(key)
-        if (fixed.get(key) or usual) != (now or usual):
+        now = _value(config, key)
+        if fixed.get(key) != now:
             raise ConfigError(
                 f"{path}: {key} is {shown(fixed.get(key))} in its checkpoint and {shown(now)} now; it "
                 "cannot change within a run: keep it, or start a new run"
