@@ -758,6 +758,6 @@ def test_bad_input_is_said_before_anything_starts(capsys):
 def test_a_secret_among_the_options_is_refused_and_reaches_no_card(tmp_path):
     card = tmp_path / "card.html"
     arguments = ["audit", "math:sort", "--set", "api_key=sk-1234567890abcdef1234", "--html", str(card)]
-    with pytest.raises(ConfigError, match="api_key: this value looks like a secret"):
+    with pytest.raises(ConfigError, match="api_key: this option is named like a secret"):
         make_app()(arguments, result_action="return_value")
     assert not card.exists()

@@ -15,7 +15,6 @@ from grpo_core.app import memory, preflight
 from grpo_core.app import resume as continuing
 from grpo_core.app.paths import with_absolute_paths
 from grpo_core.config import Config, build, merge, replace_parts
-from grpo_core.credentials import is_secret
 from grpo_core.errors import ConfigError, wrong_input
 from grpo_core.loop import checkpoint
 from grpo_core.model_sources import model_source
@@ -129,11 +128,6 @@ def tasks_of(envs: Sequence[str]) -> dict[str, Any]:
     """Return the table of a task for each environment, named after the last part of its name."""
     tasks: dict[str, Any] = {}
     for env in envs:
-        if is_secret("", env):  # which the task's name would repeat
-            raise ConfigError(
-                "--env: the name of an environment has something that looks like a secret inside, and is "
-                "written to files of the run. Set an environment variable instead"
-            )
         name = task_name(env)
         if name in tasks:
             raise ConfigError(

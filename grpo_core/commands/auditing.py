@@ -62,9 +62,9 @@ def main(
         if file is not None and not file.absolute().parent.is_dir():
             raise ConfigError(f"{file}: there is no directory {file.absolute().parent}; make it first")
     options = parse_settings(settings)
-    if secrets := sorted(set(secrets_in({"set": options, "name": name}))):
+    if secrets := sorted(set(secrets_in({"set": options}))):
         raise ConfigError(
-            f"{', '.join(secrets)}: this value looks like a secret, and a card would show it; let the "
+            f"{', '.join(secrets)}: this option is named like a secret, and a card would show it; let the "
             "environment read a variable (os.environ) instead"
         )
     playing = None
