@@ -54,14 +54,16 @@ def played(tmp_path, agent, n=1, *, spec="./agent.py", options=None, **given):
         engine = given.get("engine", FakeEngine(reply=lambda request, rng: "ab", latency=lambda rng: 0.0))
         server = AgentServer()
         await server.start()
-        process = EnvironmentProcess("task", spec, options or {})
+        process = EnvironmentProcess("task", spec, options or {}, config=given.get("config"))
         process.agents = server
         try:
             await process.start()
             await engine.update_weights(Weights(version=0, location="", nbytes=0, tensors=()))
             requests = [
                 RolloutRequest(
-                    prompt=Prompt(messages=f"{i}", id=f"{i}", environment="task", answer="ab"), seed=i
+                    prompt=Prompt(messages=f"{i}", id=f"{i}", environment="task", answer="ab"),
+                    seed=i,
+                    group=f"{i}",
                 )
                 for i in range(n)
             ]

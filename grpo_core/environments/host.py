@@ -19,6 +19,7 @@ from typing import Any, Literal
 import attrs
 
 from grpo_core import lent
+from grpo_core.agents.apart import played_apart
 from grpo_core.credentials import NOTHING_HIDDEN
 from grpo_core.environments.calls import Begun, Calls, Steps
 from grpo_core.environments.feedback import as_feedback, is_message, not_json
@@ -338,7 +339,8 @@ class EnvironmentHost:
         with _used([] if session is None else [session]):
             value = None if session is None else session.value
             run = self._environment.run(prompt, attrs.evolve(client, session=value))
-            (result,) = yield [run]
+            who = f"{self._who}: prompt {prompt.id!r}"
+            (result,) = yield [played_apart(run, client.api_key, who)]
         if isinstance(result, Exception):
             raise result
         if isinstance(result, BaseException):

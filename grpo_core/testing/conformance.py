@@ -9,11 +9,13 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, Literal
 
 from attrs import define, evolve, field, frozen
 
+from grpo_core.agents.apart import ADVICE
 from grpo_core.config import EnvironmentConfig
 from grpo_core.environments.pool import EnvironmentWorker
 from grpo_core.errors import GrpoError, PluginError
@@ -87,12 +89,14 @@ class Conformance:
         wait: runs a coroutine of the environment to its end, for example ``asyncio.Runner().run``.
         max_batch: number of episodes of the largest call.
         incidents: receives the incidents that are reported (``grpo_core.incidents.reported_to``).
+        side_by_side: whether rollouts of an agent can play at the same time.
     """
 
     make: Callable[[], EnvironmentWorker]
     wait: Callable[[Coroutine[Any, Any, Any]], Any]
     max_batch: int = MAX_BATCH
     incidents: list[Incident] = field(factory=list)
+    side_by_side: bool = True
     environment: EnvironmentWorker = field(init=False)
     some: list[Prompt] = field(factory=list)
     """Some of the prompts to train on."""
@@ -145,6 +149,7 @@ class Conformance:
         if self.environment.runs_agents:
             return (of_prompts if self._has_prompts() else {"prompts": self._stand_in}) | {
                 "its agent plays a rollout": self._agent,
+                "rollouts at the same time ask what they ask alone": self._rollouts_apart,
                 "the same replies get the same reward": self._steady_agent,
                 "a solution gets more than nonsense": self._solving_agent,
             }
@@ -344,6 +349,30 @@ class Conformance:
             f"completions in {' or '.join(map(str, rows))} segments"
         )
 
+    def _rollouts_apart(self) -> str:
+        """Play all at the same time, each call after the same number of calls of the others."""
+        if len(self._plays) < 2:
+            raise Noted("there is only one prompt")
+        if not self.side_by_side:
+            raise Noted("cannot be told in this process; grpo-core check and check_agent can tell")
+        from grpo_core.testing.agents import play_side_by_side
+
+        together, most = self.wait(play_side_by_side(self.environment, self._plays))
+        if most < 2:
+            return "they play one after another"
+        for play, one, other in zip(self._plays, self._played, together, strict=True):
+            alone, others = _talks(one), _talks(other)
+            if alone == others:
+                continue
+            (again,) = self._rollouts([play])
+            if _talks(again) != alone:
+                raise Noted(f"{_said(*play)}: cannot be told, since it asks something else each time")
+            raise Broken(
+                f"{_said(*play)}: alone a conversation ends with {_end(alone - others)}, and next to "
+                f"{most - 1} others with {_end(others - alone)}. {other.error or ADVICE}"
+            )
+        return f"{len(together)} rollouts"
+
     def _steady_agent(self) -> str:
         again = self._rollouts(self._plays)
         for (prompt, reply), one, other in zip(self._plays, self._played, again, strict=True):
@@ -491,6 +520,16 @@ def _text(prompt: Prompt) -> str:
 
 def _said(prompt: Prompt, reply: str) -> str:
     return f"prompt {_text(prompt)!r:.80}, reply {reply!r:.80}"
+
+
+def _talks(rollout: Rollout) -> Counter[str]:
+    """Return the conversations of a rollout with an engine whose tokens are characters."""
+    pieces = ([*segment.prompt_ids.tolist(), *segment.tokens.ids.tolist()] for segment in rollout.segments)
+    return Counter("".join(map(chr, ids)) for ids in pieces)
+
+
+def _end(talks: Counter[str]) -> str:
+    return repr(min(talks)[-80:]) if talks else "nothing"
 
 
 def _given(feedback: Feedback) -> str:
