@@ -39,7 +39,7 @@ ADVICE = (
     "cannot do without, make it a program (agent:COMMAND), or set environment.concurrency = 1, with "
     "environment.workers for several at once"
 )
-"""What to do with an agent whose rollouts are mixed up."""
+"""Advice for the author of an agent whose rollouts are mixed up."""
 
 
 def new_key() -> str:
