@@ -20,6 +20,7 @@ from simulation.disk import Dead, FaultyDisk
 from test_cli import ENVIRONMENTS, events, grpo, metrics, refused, start, steps_done, wait_for
 
 from grpo_core.app import resume as continuing
+from grpo_core.app.launch import continued
 from grpo_core.app.resume import identity
 from grpo_core.config import as_table, build, merge, parse_setting, read_toml
 from grpo_core.data.curriculum import Curriculum
@@ -448,33 +449,71 @@ def test_files_of_a_checkpoint_can_be_read_by_the_same_people(tmp_path):
     assert modes == {(tmp_path / "run" / "config.toml").stat().st_mode & 0o777}
 
 
-def resealed(directory, change):
-    """The checkpoint after a change of its pipeline.json, with a manifest that fits."""
-    state = change(checkpoint.read_pipeline(directory))
-    (directory / "pipeline.json").write_text(json.dumps(state))
-    manifest = json.loads((directory / "manifest.json").read_text())
-    manifest["files"]["pipeline.json"] = checkpoint.fingerprint(directory / "pipeline.json")
-    (directory / "manifest.json").write_text(json.dumps(manifest))
-    assert checkpoint.fault(directory) is None
+def resealed(file, value):
+    """Write other contents into a file of a checkpoint, with a manifest that fits."""
+    file.write_text(json.dumps(value))
+    if file.name != "manifest.json":
+        manifest = json.loads((file.parent / "manifest.json").read_text())
+        manifest["files"][file.name] = checkpoint.fingerprint(file)
+        (file.parent / "manifest.json").write_text(json.dumps(manifest))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda state: [],
-        lambda state: {},
-        lambda state: {**state, "buffer": 3},
-        lambda state: {**state, "buffer": {**state["buffer"], "ready": [7]}},
-        lambda state: {**state, "buffer": {**state["buffer"], "ready": None}},
-        lambda state: {**state, "run": 5},
-        lambda state: {**state, "run": {"fixed": 5}},
-        lambda state: {**state, "run": {"files": 5}},
-    ],
-)
-def test_a_resealed_checkpoint_of_wrong_types_is_one_error(tmp_path, change):
-    resealed(a_run(tmp_path / "run", ready=1), change)
-    with pytest.raises(CheckpointError, match=r"step-000000: its contents cannot be used \("):
-        resumed(tmp_path / "run")
+WRONG = {dict: 3, list: "text", str: 3, bool: "text", int: "text", float: [], type(None): []}
+"""For each type a value of another one."""
+
+
+def wrong_values(value, where=""):
+    """Yield the key of each value inside, and the whole with a value of another type in its place."""
+    yield where, WRONG[type(value)]
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        place = f"{where}[{key}]" if isinstance(value, list) else f"{where}.{key}" if where else key
+        for name, changed in wrong_values(item, place):
+            whole = value.copy()
+            whole[key] = changed
+            yield name, whole
+
+
+def with_all_there_is(state):
+    evidence = {"tolerance": 0.02, "level": 0.1, "groups": 1, "judged": 1, "refused": 0, "alarmed": False}
+    quotas = {"owed": {"sort": 0.5}, "lost": [["sort", 1]]}
+    standard = {"version": 0, "scores": {"1": {"reward": 1.0}}}
+    return {
+        **state,
+        "sampler": {"drawn": 3, "rates": {"sort": [[0, 0.5]]}, "quotas": quotas},
+        "validation": {"": {"strategy": "paired", "state": {"sort": standard}}},
+        "goal": {"reward/sort": 0.5},
+        "second_opinion": {"environment": "x", "evidence": {"sort": {**evidence, "money": [0.5]}}},
+        "measured": 0,
+    }
+
+
+FREE = ("run.fixed.", "messages[0].content")
+"""Parts of keys whose values may have any type: a configuration's, and an environment's."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["pipeline.json", "train_dataloader_sort.json", "manifest.json"])
+def test_a_value_of_another_type_in_a_checkpoint_is_one_error_that_names_file_and_key(tmp_path, name):
+    settings = ["sampler.name=curriculum", "sampler.options.shares=drawn", "validation.name=paired"]
+    directory = a_run(tmp_path / "run", ready=1, settings=settings)
+    whole = with_all_there_is(checkpoint.read_pipeline(directory))
+    resealed(directory / "pipeline.json", whole)
+    assert resumed(tmp_path / "run")
+    right = json.loads((directory / name).read_text())
+    for key, value in wrong_values(right):
+        resealed(directory / name, value)
+        if any(part in key for part in FREE):
+            continue
+        with pytest.raises(CheckpointError) as wrong:
+            continued(tmp_path / "run", {})
+        assert wrong.value.exit_status == 2
+        assert name in str(wrong.value)
+        assert key.partition("sampler.")[2] in str(wrong.value), "a plugin knows its own keys"
+        if not key.startswith(("sampler", "validation..state")):
+            assert f"{name}: {key or 'it'} is " in str(wrong.value)
+    resealed(directory / name, right)
+    assert resumed(tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -487,7 +526,7 @@ def test_a_resealed_checkpoint_of_wrong_types_is_one_error(tmp_path, change):
 )
 def test_a_resealed_state_is_one_error(tmp_path, change):
     directory = a_run(tmp_path / "run", ready=1)
-    resealed(directory, change)
+    resealed(directory / "pipeline.json", change(checkpoint.read_pipeline(directory)))
     loaders = {"sort": TaskLoader("sort", prompts(20, "sort"), seed=0)}
     stream = PromptStream(sampler=RoundRobin(), loaders=loaders, name="mix")
     buffer = Buffer(prompts_per_step=2, max_staleness=2, num_steps=9)

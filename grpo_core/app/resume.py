@@ -12,14 +12,16 @@ from typing import Any
 from attrs import evolve, frozen
 
 import grpo_core
-from grpo_core.app.parts import intervals
+from grpo_core.app.parts import intervals, make_sampler
 from grpo_core.app.paths import plugin_files, with_absolute_paths
 from grpo_core.config import Config, TrainerConfig, as_table, build, replace_parts
+from grpo_core.data.samplers import load_plugin_state
 from grpo_core.disk import fingerprint
 from grpo_core.errors import ConfigError
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import BufferStatistics
 from grpo_core.loop.endings import GOAL_REACHED, Goal
+from grpo_core.loop.saved import SavedPipeline, SavedRun
 from grpo_core.loss import needs_of
 from grpo_core.models import directory_here, text_files
 from grpo_core.plugins.host import NO_OFFERS, Offers, PluginHost
@@ -119,12 +121,13 @@ def _found(
     else:
         with checkpoint.reading(found.directory):
             state = checkpoint.read_pipeline(found.directory)
-            saved = state.get("run", {})
+            saved = state.get("run", SavedRun())
             fixed = {**_fixed(with_absolute_paths(before, host)), **saved.get("fixed", {})}
             _check_fixed(path, fixed, config)
             _check_start(path, saved.get("start", ""), config, host)
             _check_staleness(path, state["buffer"]["ready"], config.pipeline.max_staleness)
             notes += _warnings(path, saved, config)
+            _check_states(found.directory, state, config, host)
         if over is None:
             notes += _consequences(before, config, changes)
             notes.append(f"continuing {path} after step {found.step}")
@@ -145,7 +148,7 @@ def _over(path: Path, found: checkpoint.Found, config: Config, directory: RunDir
     """Return the end of a run if it has nothing left to train, and to validate, after its checkpoint."""
     with checkpoint.reading(found.directory):
         state = checkpoint.read_pipeline(found.directory)
-        saved = state.get("run", {}).get("schedule", {})
+        saved = state.get("run", SavedRun()).get("schedule", {})
         planned, epochs = saved.get("steps", found.step), saved.get("epochs", 0.0)
         buffer = checkpoint.statistics(state["buffer"], config.trainer.prompts_per_step)
         measured, goals = state.get("measured", found.step), state.get("goal", {})
@@ -206,7 +209,7 @@ def changed_schedule(found: checkpoint.Found, trainer: TrainerConfig) -> str:
         trainer: the section with the number of steps, which may follow from the number of prompts.
     """
     with checkpoint.reading(found.directory):
-        saved = checkpoint.read_pipeline(found.directory).get("run", {}).get("schedule", {})
+        saved = checkpoint.read_pipeline(found.directory).get("run", SavedRun()).get("schedule", {})
         before, step = evolve(trainer, **saved), found.step
         later = range(step, max(before.steps, trainer.steps)) if before != trainer else ()
         if all(isclose(rate(before, each), rate(trainer, each)) for each in later):
@@ -249,6 +252,21 @@ def _check_start(path: Path, before: str, config: Config, host: PluginHost) -> N
     else:
         return
     check_start(path, before, directory_here(config.model.path), why)
+
+
+def _check_states(directory: Path, state: SavedPipeline, config: Config, host: PluginHost) -> None:
+    """Raise CheckpointError for a state of a loader, a sampler or a strategy of wrong types."""
+    checkpoint.read_loaders(directory)
+    weights = {name: task.weight for name, task in config.tasks.items()}
+    if state.get("sampler_name", config.sampler.name) == config.sampler.name:
+        sampler = make_sampler(config.sampler, host, seed=config.seed, weights=weights)
+        load_plugin_state(sampler, f"sampler {config.sampler.name!r}", state["sampler"])
+    validation = config.validation
+    for name, saved in state.get("validation", {}).items():
+        chosen = validation.of_set(name) if name in validation.sets else None if name else validation
+        if chosen is not None and chosen.name == saved["strategy"]:
+            strategy = host.make("validation_strategy", chosen.name, **chosen.options)
+            load_plugin_state(strategy, f"validation strategy {chosen.name!r}", saved["state"])
 
 
 def _check_staleness(path: Path, ready: Any, bound: int) -> None:

@@ -29,6 +29,7 @@ from urllib.parse import quote, unquote
 import attrs
 from attrs import define, field, frozen
 
+from grpo_core import typed
 from grpo_core.checks import changed_tensor, tensor_sums
 from grpo_core.data.loaders import TaskLoader
 from grpo_core.data.samplers import PromptStream
@@ -36,6 +37,14 @@ from grpo_core.disk import REPLACED, Disk, files, fingerprint, put, seal
 from grpo_core.errors import CheckpointError, GrpoError, describe
 from grpo_core.incidents import report
 from grpo_core.loop.buffer import Buffer, BufferStatistics, Slot
+from grpo_core.loop.saved import (
+    SavedBuffer,
+    SavedLoader,
+    SavedManifest,
+    SavedPipeline,
+    SavedRollout,
+    SavedSlot,
+)
 from grpo_core.records import Group, Prompt, Rollout, Segment
 
 if TYPE_CHECKING:
@@ -46,6 +55,7 @@ _MANIFEST = "manifest.json"
 _PARTIAL = ".partial"
 _ARRAYS = "pipeline.safetensors"
 _ROLLOUT = tuple(each.name for each in attrs.fields(Rollout))
+_STAMPS = ("id", "generation_version", "target_version", "attempts")
 _NAME = re.compile(rf"step-(\d{{6,}})({re.escape(REPLACED)})?")
 
 
@@ -185,8 +195,7 @@ def _plain(value: Any, arrays: Arrays | None = None) -> Any:
     """Replace prompts by task and id (answers may be any object), and tokens by places in ``arrays``."""
     match value:
         case Slot(prompt=Prompt() as prompt):
-            stamps = ("id", "generation_version", "target_version", "attempts")
-            return {name: getattr(value, name) for name in stamps} | {
+            return {name: getattr(value, name) for name in _STAMPS} | {
                 "prompt": [prompt.environment, prompt.id]
             }
         case Group():
@@ -310,7 +319,7 @@ def fault(directory: Path) -> str | None:
             if path.is_symlink():  # the run writes none, and what it leads to is not the run's
                 name = directory.name if path == directory else path.relative_to(directory)
                 return f"{name} is a symbolic link; put the original in its place"
-        manifest = json.loads((directory / _MANIFEST).read_text(encoding="utf-8"))
+        manifest = typed.read(directory / _MANIFEST, SavedManifest)
         if manifest["format"] != FORMAT:
             return f"written in format {manifest['format']}, this version reads format {FORMAT}"
         there = {str(path.relative_to(directory)) for path in files(directory)}
@@ -324,12 +333,12 @@ def fault(directory: Path) -> str | None:
     except OSError as error:
         name = Path(error.filename).relative_to(directory) if error.filename else _MANIFEST
         return f"{name} cannot be read: {error.strerror or error}"
-    except (ValueError, KeyError, TypeError) as error:
-        return f"{_MANIFEST} cannot be read: {error}"
+    except CheckpointError as error:
+        return str(error)
     return None
 
 
-def _damage(directory: Path, name: str, manifest: Mapping[str, Any]) -> str:
+def _damage(directory: Path, name: str, manifest: SavedManifest) -> str:
     """Say which tensor of a damaged file has changed, if its sums were recorded."""
     recorded = manifest.get("tensors", {}).get(name)
     told = changed_tensor(directory / name, recorded) if recorded else ""
@@ -342,30 +351,33 @@ def manifest_digest(directory: Path) -> str:
     return str(fingerprint(path)["sha256"]) if path.is_file() else ""
 
 
-def read_step(directory: Path) -> object:
+def read_step(directory: Path) -> int:
     """Return the step that an intact checkpoint's manifest names."""
-    return json.loads((directory / _MANIFEST).read_text(encoding="utf-8")).get("step")
+    return typed.read(directory / _MANIFEST, SavedManifest)["step"]
 
 
 def strays(directory: Path) -> list[str]:
     """Return the files in an intact checkpoint that its manifest does not name."""
-    manifest = json.loads((directory / _MANIFEST).read_text(encoding="utf-8"))
+    manifest = typed.read(directory / _MANIFEST, SavedManifest)
     names = {str(path.relative_to(directory)) for path in files(directory)}
     return sorted(names - set(manifest["files"]) - {_MANIFEST})
 
 
-def read_pipeline(directory: Path) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads((directory / "pipeline.json").read_text(encoding="utf-8"))
-    return state
+def read_pipeline(directory: Path) -> SavedPipeline:
+    return typed.read(directory / "pipeline.json", SavedPipeline)
 
 
-def read_loader(directory: Path, task: str) -> dict[str, Any] | None:
+def read_loader(directory: Path, task: str) -> SavedLoader | None:
     """Return the loader's state, or None if the task was not part of the run."""
     path = directory / _loader_file(task)
-    if not path.exists():
-        return None
-    state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return state
+    return typed.read(path, SavedLoader) if path.exists() else None
+
+
+def read_loaders(directory: Path) -> dict[str, SavedLoader]:
+    """Return the state of each loader, by task."""
+    found = directory.glob(_loader_file("*", safe="*"))
+    tasks = [unquote(file.name.removeprefix("train_dataloader_").removesuffix(".json")) for file in found]
+    return {task: state for task in tasks if (state := read_loader(directory, task)) is not None}
 
 
 # ---------------------------------------------------------------------------------- a cut, and back
@@ -427,8 +439,7 @@ def restore(
         state = read_pipeline(directory)
         told = _compare_tasks(directory, loaders, state["buffer"])
         for task, loader in loaders.items():
-            saved = read_loader(directory, task)
-            if saved is not None:
+            if (saved := read_loader(directory, task)) is not None:
                 loader.load_state_dict(saved)
         drew = state.get("sampler_name", stream.name)
         if drew == stream.name:
@@ -450,15 +461,14 @@ def reading(directory: Path) -> Iterator[None]:
     except Exception as error:  # its files may hold anything that has their checksums
         raise CheckpointError(
             f"{directory}: its contents cannot be used ({type(error).__name__}: {error}), although its files "
-            "are those of its manifest: another program or version has written it. Remove it to continue "
+            "are the ones of its manifest: another program or version has written it. Remove it to continue "
             "from the checkpoint before"
         ) from error
 
 
-def _compare_tasks(directory: Path, tasks: Iterable[str], buffer: Mapping[str, Any]) -> list[str]:
+def _compare_tasks(directory: Path, tasks: Iterable[str], buffer: SavedBuffer) -> list[str]:
     """Return messages about added and removed tasks.  Raises CheckpointError if one left prompts behind."""
-    tasks, names = set(tasks), (file.name for file in directory.glob(_loader_file("*", safe="*")))
-    saved = {unquote(name.removeprefix("train_dataloader_").removesuffix(".json")) for name in names}
+    tasks, saved = set(tasks), set(read_loaders(directory))
     slots = [*buffer["retrying"], *(slot for slot, _ in buffer["ready"])]
     for gone in sorted({slot["prompt"][0] for slot in slots} - tasks):
         ids = [repr(slot["prompt"][1]) for slot in slots if slot["prompt"][0] == gone]
@@ -482,15 +492,14 @@ def _compare_tasks(directory: Path, tasks: Iterable[str], buffer: Mapping[str, A
 
 def load_buffer(
     buffer: Buffer[Prompt, Group],
-    state: Mapping[str, Any],
+    state: SavedBuffer,
     arrays: Arrays,
     prompt: Callable[[str, str], Prompt],
 ) -> None:
     """Load a state that was read from JSON into a buffer; ``prompt(task, id)`` looks prompts up."""
 
-    def slot(dumped: Mapping[str, Any]) -> Slot[Prompt]:
-        task, id = dumped["prompt"]
-        return Slot(**{**dumped, "prompt": prompt(task, id)})
+    def slot(dumped: SavedSlot) -> Slot[Prompt]:
+        return Slot(**{name: dumped[name] for name in _STAMPS}, prompt=prompt(*dumped["prompt"]))  # type: ignore[literal-required]
 
     ready = []
     for dumped, rollouts in state["ready"]:
@@ -509,7 +518,7 @@ def load_buffer(
     )
 
 
-def statistics(state: Mapping[str, Any], prompts_per_step: int) -> BufferStatistics:
+def statistics(state: SavedBuffer, prompts_per_step: int) -> BufferStatistics:
     """Return the counts of a buffer's state that was read from JSON."""
     return BufferStatistics(
         reserved=0,
@@ -517,13 +526,17 @@ def statistics(state: Mapping[str, Any], prompts_per_step: int) -> BufferStatist
         retrying=len(state["retrying"]),
         ready=len(state["ready"]),
         trained=state["step"] * prompts_per_step,
-        **{name: state[name] for name in ("dispatched", "skipped", "filtered", "attempts")},
+        dispatched=state["dispatched"],
+        skipped=state["skipped"],
+        filtered=state["filtered"],
+        attempts=state["attempts"],
     )
 
 
-def _rollout(dumped: Mapping[str, Any], arrays: Arrays) -> Rollout:
+def _rollout(dumped: SavedRollout, arrays: Arrays) -> Rollout:
     segments = [
         Segment(prompt_ids=arrays.prompts[prompt], tokens=arrays.tokens[tokens])
         for prompt, tokens in dumped["segments"]
     ]
-    return Rollout(**{**dumped, "messages": tuple(dumped["messages"]), "segments": segments})
+    given: dict[str, Any] = {name: dumped[name] for name in _ROLLOUT}  # type: ignore[literal-required]
+    return Rollout(**given | {"messages": tuple(dumped["messages"]), "segments": segments})

@@ -106,6 +106,8 @@ class Saving:
         """Continue with what was saved in a directory; return the version.  Raises CheckpointError."""
         try:
             return self._resume(directory)
+        except CheckpointError:
+            raise
         except Exception as error:
             raise CheckpointError(
                 f"{directory}: the optimizer's state is missing or is not this model's "
