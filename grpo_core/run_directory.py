@@ -38,6 +38,7 @@ from grpo_core.config import Config, as_table, as_toml, build, read_toml
 from grpo_core.disk import Disk, replace_file
 from grpo_core.errors import ConfigError
 from grpo_core.records import RunInfo
+from grpo_core.typed import Count, checked
 
 CONFIG = "config.toml"
 PARTIAL = ".partial"
@@ -263,24 +264,33 @@ class RunDirectory:
                     rollouts.unlink()
 
     def _step_of(self, line: bytes) -> int:
+        step: int = self._row(line)["step"]
+        return step
+
+    def _row(self, line: bytes) -> dict[str, Any]:
+        """Return a line of ``metrics.jsonl``.  Raises ConfigError if it is something else."""
         try:
-            return int(json.loads(line)["step"])
-        except (ValueError, KeyError, TypeError) as error:
+            row: dict[str, Any] = checked(json.loads(line), dict[str, float | None])
+            return row | {"step": checked(row.get("step"), Count, "step")}
+        except (ValueError, RecursionError) as error:
             raise ConfigError(
-                f"{self.path / 'metrics.jsonl'}: {line[:60]!r} is no line of metrics; somebody has changed "
-                "this file. Remove the line"
+                f"{self.path / 'metrics.jsonl'}: {line[:60]!r} is not a line of metrics: {error}. Somebody "
+                "has changed this file; remove the line"
             ) from error
 
     def first_scores(self) -> dict[str, dict[str, float]]:
-        """Return the metrics of the first validation of each task, from ``metrics.jsonl``."""
+        """Return the metrics of the first validation of each task, from ``metrics.jsonl``.
+
+        Raises ConfigError if a line is something else.
+        """
         found: dict[str, dict[str, float]] = {}
         metrics = self.path / "metrics.jsonl"
         for line in metrics.read_bytes().splitlines(keepends=True) if metrics.exists() else ():
-            row = json.loads(line) if line.endswith(b"\n") and b'"validation/' in line else {}
+            row = self._row(line) if line.endswith(b"\n") and b'"validation/' in line else {}
             scores: dict[str, dict[str, float]] = {}
             for key, value in row.items():
                 _, *names = key.split("/", 2)
-                if key.startswith("validation/") and len(names) == 2:
+                if key.startswith("validation/") and len(names) == 2 and value is not None:
                     scores.setdefault(names[0], {})[names[1]] = value
             found = scores | found
         return found

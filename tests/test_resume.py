@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -226,6 +227,31 @@ def test_metrics_are_written_only_if_something_is_dropped(tmp_path):
     before = contents(run.path)
     run.forget_after(39, 39)
     assert contents(run.path) == before
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong"),
+    [
+        ("[]", "it is []; expected a table"),
+        ("{", "Expecting property name"),
+        ('{"loss": 0.5}', "step is null; expected a whole number"),
+        ('{"step": "7"}', 'step is "7"; expected a finite number or null'),
+        ('{"step": 7.5}', "step is 7.5; expected a whole number"),
+        ('{"step": 1e999}', "step is Infinity; expected a finite number or null"),
+        (
+            '{"step": 2, "validation/sort/accuracy": [1]}',
+            "validation/sort/accuracy is [1]; expected a finite",
+        ),
+    ],
+)
+def test_a_line_of_metrics_of_another_type_is_one_error_that_names_file_and_key(tmp_path, line, wrong):
+    run = with_metrics(tmp_path / "run")
+    (run.path / "metrics.jsonl").write_text(line.replace("}", ', "validation/a/b": 1.0}') + "\n")
+    for read in (lambda: run.forget_after(30, 30), run.first_scores if "}" in line else None):
+        if read is not None:
+            with pytest.raises(ConfigError, match=re.escape(wrong)) as said:
+                read()
+            assert "metrics.jsonl: " in str(said.value)
 
 
 # ---------------------------------------------------------------------------------- what may change
