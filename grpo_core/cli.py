@@ -174,46 +174,6 @@ def validate(
     )
 
 
-def doctor(
-    config: Path | None = None,
-    *,
-    env: Annotated[list[str] | None, Parameter(negative="")] = None,
-    engine: str | None = None,
-    set_: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None,
-    json: bool = False,
-    no_plugin: Annotated[list[str] | None, Parameter(name="--no-plugin", negative="")] = None,
-) -> int:
-    """Look at this machine, and estimate the memory that a run takes; start nothing.
-
-    The exit status is 1 if something would stop a run.
-
-    Parameters
-    ----------
-    config
-        A TOML file, as for "train".  Without it and the options, only the machine is looked at.
-    env
-        Environment to train on, as "math:sort"; may be repeated.
-    engine
-        Engine that generates completions.
-    set_
-        Set a configuration key, as in "trainer.tokens_per_microbatch=4096"; may be repeated.
-    json
-        Print what was found as JSON.
-    no_plugin
-        Do not load this installed plugin; may be repeated.
-    """
-    from grpo_core.commands import doctor as machine
-
-    return machine.main(
-        config,
-        envs=env or [],
-        chosen={} if engine is None else {"engine": engine},
-        settings=set_ or [],
-        as_json=json,
-        block=no_plugin or [],
-    )
-
-
 def plugins(*, json: bool = False) -> int:
     """List the installed plugins with their offers, or with the reason why a plugin is broken.
 
@@ -232,23 +192,6 @@ def plugins(*, json: bool = False) -> int:
     else:
         print("\n".join(_describe(row) for row in rows))
     return 0
-
-
-def config_(
-    *section: str, set_: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None
-) -> int:
-    """Print the keys of the configuration with their defaults and meanings, as a TOML file for `train`.
-
-    Parameters
-    ----------
-    section
-        A section, as in "trainer"; may be repeated.  Default: all.
-    set_
-        Set a configuration key, as in "model.path=my-model", which may change defaults; may be repeated.
-    """
-    from grpo_core.commands import defaults
-
-    return defaults.main(section, set_ or [])
 
 
 def completion(shell: Literal["bash", "zsh", "fish"], /) -> int:

@@ -193,14 +193,12 @@ def test_the_command_prints_a_table_and_json(tmp_path, capsys):
     file = tmp_path / "times.toml"
     file.write_text("[engine]\ntoken = 0.1\n[rollout]\ntokens = 10\nspread = 0\n")
     given = {
-        "config_file": None,
         "settings": ["trainer.prompts_per_step=2", "rollout.group_size=2", "rollout.max_tokens=16"],
-        "times_file": file,
-        "time_settings": ["trainer.step=3"],
+        "times": file,
+        "time": ["trainer.step=3"],
         "sweep": ["pipeline.max_staleness=0,1"],
         "steps": 8,
         "seed": 0,
-        "block": [],
     }
     assert commands.simulate(**given, as_json=False) == 0
     shown = capsys.readouterr().out
@@ -249,14 +247,11 @@ def simulate(capsys):
 
     def simulate(*settings, sweep=(), steps=None, **options):
         commands.simulate(
-            config_file=None,
             settings=["trainer.prompts_per_step=2", "rollout.group_size=2", *settings],
-            times_file=None,
-            time_settings=["engine.token=0.1", "trainer.step=3"],
+            time=["engine.token=0.1", "trainer.step=3"],
             sweep=sweep,
             steps=steps,
             seed=0,
-            block=[],
             as_json=False,
             **options,
         )

@@ -107,15 +107,13 @@ def test_a_name_is_text_however_it_looks(rows):
 
 def simulate(picture, **given):
     defaults = {
-        "config_file": None,
         "settings": SETTINGS,
-        "times_file": None,
-        "time_settings": ["rollout.tokens=10", "trainer.step=3"],
+        "times": None,
+        "time": ["rollout.tokens=10", "trainer.step=3"],
         "sweep": ["pipeline.max_staleness=0"],
         "steps": 6,
         "seed": 0,
         "as_json": False,
-        "block": [],
     }
     return commands.simulate(**(defaults | given), picture=picture)
 
@@ -137,7 +135,7 @@ def test_the_command_writes_the_picture_beside_the_table(tmp_path, capsys):
 def test_a_file_that_cannot_be_written_is_named_before_anything_is_read(tmp_path, name, message):
     (tmp_path / "folder.svg").mkdir()
     with pytest.raises(ConfigError, match=f"--picture .*{message}"):
-        simulate(tmp_path / name, time_settings=["no such time"])
+        simulate(tmp_path / name, time=["no such time"])
     assert [path.name for path in tmp_path.iterdir()] == ["folder.svg"]
 
 
@@ -145,8 +143,8 @@ def test_a_forecast_that_fails_leaves_an_earlier_picture_as_it_was(tmp_path):
     picture = tmp_path / "plan.svg"
     picture.write_text("earlier")
     with pytest.raises(ConfigError, match="service times"):
-        simulate(picture, time_settings=["no such time"])
+        simulate(picture, time=["no such time"])
     assert picture.read_text() == "earlier"
     with pytest.raises(ConfigError, match="service times"):
-        simulate(tmp_path / "new.svg", time_settings=["no such time"])
+        simulate(tmp_path / "new.svg", time=["no such time"])
     assert not (tmp_path / "new.svg").exists()

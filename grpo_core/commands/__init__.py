@@ -16,7 +16,7 @@ def grpo_commands() -> Mapping[str, Command]:
             help="Validate a model, or the newest checkpoint of a run, on held-out prompts.",
         ),
         "export": Command(
-            "grpo_core.cli_finished:export",
+            "grpo_core.commands.export:export",
             help="Write a checkpoint of a run as a directory for transformers or peft, with a model card.",
         ),
         "verify": Command(
@@ -24,7 +24,7 @@ def grpo_commands() -> Mapping[str, Command]:
             help="Check the events of a run: no prompt was lost, trained twice, or trained too late.",
         ),
         "check": Command(
-            "grpo_core.cli_authors:check",
+            "grpo_core.commands.check:check",
             help="Check that an environment, or any other offer of a plugin, keeps its contract.",
         ),
         "plugins": Command(
@@ -32,7 +32,7 @@ def grpo_commands() -> Mapping[str, Command]:
             help="List the installed plugins with their offers, or with the reason why a plugin is broken.",
         ),
         "config": Command(
-            "grpo_core.cli:config_",
+            "grpo_core.commands.defaults:config",
             help="Print the keys of the configuration with their defaults and meanings, as a TOML file for"
             " `train`.",
         ),
@@ -49,11 +49,11 @@ def grpo_commands() -> Mapping[str, Command]:
             help="Show the report of a run in a browser while the run goes on.",
         ),
         "explain": Command(
-            "grpo_core.cli_finished:explain",
+            "grpo_core.explain.command:explain",
             help="Say what is wrong with a run: the likeliest causes, each with its evidence and a fix.",
         ),
         "runs": Command(
-            "grpo_core.cli_runs:runs",
+            "grpo_core.commands.runs:runs",
             help="List the runs of a directory, compare them, free their disk, or write their metrics as "
             "CSV.",
         ),
@@ -72,12 +72,12 @@ def grpo_commands() -> Mapping[str, Command]:
             "happens.",
         ),
         "new": Command(
-            "grpo_core.cli_authors:new",
+            "grpo_core.commands.scaffold:new",
             help="Write a new plugin into the directory grpo-plugin-NAME: code, a test, and what a package"
             " needs.",
         ),
         "doctor": Command(
-            "grpo_core.cli:doctor",
+            "grpo_core.commands.doctor:doctor",
             help="Look at this machine, and estimate the memory that a run takes; start nothing.",
         ),
         "replay": Command(
@@ -91,11 +91,11 @@ def grpo_commands() -> Mapping[str, Command]:
             "what differs.",
         ),
         "bisect": Command(
-            "grpo_core.cli_finished:bisect",
+            "grpo_core.commands.bisect:bisect",
             help="Find the first step, and there the first value, at which two runs differ.",
         ),
         "simulate": Command(
-            "grpo_core.cli_planning:simulate",
+            "grpo_core.planning.commands:simulate",
             help="Forecast the time of a run: the real pipeline on virtual time, with service times that "
             "you give.",
         ),

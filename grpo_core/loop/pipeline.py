@@ -181,7 +181,7 @@ class Pipeline:
     _leaving: bool = field(init=False, default=False)
     """Whether the run ends as soon as it can: everything but a step and a checkpoint is dropped."""
     _droppable: set[asyncio.Task[None]] = field(init=False, factory=set)
-    """What runs now and is dropped when the run leaves."""
+    """Tasks that run now and are dropped when the run ends."""
     _paused: bool = field(init=False, default=False)
     _stepping: asyncio.Lock = field(init=False, factory=asyncio.Lock)
     """Held during a trainer step, and during a validation that pauses training."""

@@ -1,4 +1,4 @@
-"""The command ``grpo-core simulate``, called with parsed arguments."""
+"""The command ``grpo-core simulate``."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from grpo_core.planning.settings import (
 from grpo_core.planning.tables import Row, as_json, best, table, work_differs
 from grpo_core.planning.times import Times, fitting, read_times
 from grpo_core.plugins.host import PluginHost
+from grpo_core.plugins.options import AsJson, Flag, Settings, Words
 
 STEPS = 100
 """Largest number of steps that are simulated unless the user says how many."""
@@ -44,37 +45,65 @@ Variant = tuple[str, Mapping[str, Any]]
 
 
 def simulate(
+    config: Path | None = None,
     *,
-    config_file: Path | None,
-    settings: Sequence[str],
-    times_file: Path | None,
-    time_settings: Sequence[str],
-    sweep: Sequence[str],
-    steps: int | None,
-    seed: int,
-    as_json: bool,
-    block: Sequence[str],
+    times: Path | None = None,
+    time: Words = None,
+    settings: Settings = None,
+    sweep: Words = None,
+    cross: Flag = False,
+    steps: int | None = None,
+    seed: int = 0,
+    as_json: AsJson = False,
     picture: Path | None = None,
-    cross: bool = False,
+    no_plugin: Words = None,
 ) -> int:
-    """Run ``grpo-core simulate``; return the exit status."""
+    """Forecast the time of a run: the real pipeline on virtual time, with service times that you give.
+
+    Parameters
+    ----------
+    config
+        A TOML file as for `train`; engine, trainer and environment are replaced by their service times.
+    times
+        A TOML file with service times, as in "[engine]" and "token = 0.02" below it.
+    time
+        Set a service time, as in "engine.token=0.02" or "trainer.step=30"; may be repeated.
+    settings
+        Set a configuration key, as in "rollout.group_size=16"; may be repeated.
+    sweep
+        Compare values of a configuration key, as in "engine.workers=1,2,4"; may be repeated.  Default:
+        pipeline.max_staleness=0,1,2,4.
+    cross
+        Combine each value of a sweep with each value of the others.
+    steps
+        Number of steps that are simulated.  Default: at most 100, and fewer if they are large.
+    seed
+        Seed of what is drawn.
+    as_json
+        Print the forecasts as JSON.
+    picture
+        Draw the forecasts, and some steps of each simulated run, in this SVG file.
+    no_plugin
+        Do not load this installed plugin; may be repeated.
+    """
     if picture is not None:
         check_writable(picture)
-    tables = [read_toml(config_file)] if config_file else []
-    changes, variants = parse_settings(settings), variants_of(sweep, cross=cross)
+    steps = at_least_one("--steps", steps)
+    tables = [read_toml(config)] if config else []
+    changes, variants = parse_settings(settings or []), variants_of(sweep or [], cross=cross)
     check_comparable(dict.fromkeys(key for _, each in variants for key in flat(each)))
-    config, host = configure(tables, changes, block)
-    times = read_times(times_file, time_settings, fitting(config.rollout.max_tokens))
+    run, host = configure(tables, changes, no_plugin or [])
+    service = read_times(times, time or [], fitting(run.rollout.max_tokens))
     _note_without_effect(changes, variants)
-    if times.rollout.tokens > (limit := config.rollout.max_tokens):
+    if service.rollout.tokens > (limit := run.rollout.max_tokens):
         complain(
-            f"note: completions have {times.rollout.tokens:g} tokens on average (rollout.tokens of the "
+            f"note: completions have {service.rollout.tokens:g} tokens on average (rollout.tokens of the "
             f"service times), and rollout.max_tokens of the configuration cuts them off at {limit}"
         )
-    planner = Planner(config, times, DrawnOutcomes(times.rollout), host, steps=steps, seed=seed)
+    planner = Planner(run, service, DrawnOutcomes(service.rollout), host, steps=steps, seed=seed)
     planner.check([{}, *(each for _, each in variants)])
     rows = [planner.row("as configured", {}), *planner.rows(variants)]
-    _show(rows, len(rows) - 1, times, as_json=as_json)
+    _show(rows, len(rows) - 1, service, as_json=as_json)
     if picture is not None:
         write(picture, rows, len(rows) - 1)
     return 0

@@ -13,6 +13,7 @@ import importlib
 import inspect
 import subprocess
 import sys
+import typing
 from types import ModuleType
 
 from grpo_core.plugins.commands import offered_commands
@@ -46,6 +47,7 @@ def check_commands(module: ModuleType) -> None:
             f"{name}: its documentation begins with {begin!r}, help is {command.help!r}"
         )
         if inspect.isfunction(target):
+            typing.get_type_hints(target)  # as the command line reads them
             signature = inspect.signature(target)
             assert signature.return_annotation in (int, "int"), (
                 f"{name}: {command.target} does not return an int"
