@@ -38,6 +38,7 @@ BY_TYPE = {
     "Any": values,
     "Mapping[str, float]": st.dictionaries(st.text(max_size=5), numbers, max_size=2),
     "Mapping[str, Any]": st.dictionaries(st.text(max_size=5), values, max_size=2),
+    "Mapping[str, str]": st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=2),
     "tuple[str, ...]": st.lists(st.text(max_size=5), max_size=3).map(tuple),
     "tuple[int, ...]": st.lists(st.integers(0, 9), max_size=3).map(tuple),
     "tuple[float, ...]": st.lists(numbers, max_size=3).map(tuple),

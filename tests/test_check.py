@@ -87,6 +87,14 @@ class Silent(Words):
         return float(reply == answer) if reply.strip() else None
 
 
+class Odd(Words):
+    """Divides by the length of a reply, which may be empty."""
+
+    def judge(self, reply, answer):
+        share = 1.0 if reply else float("nan")
+        return grpo.Feedback(reward=float(reply == answer), metrics={"share": share})
+
+
 class Mute(Words):
     def judge(self, reply, answer):
         raise KeyError("gold")
@@ -256,6 +264,7 @@ def test_an_environment_that_keeps_its_contract_passes_every_check(kept):
         (BatchBug, "a full batch is evaluated at once", "RuntimeError: CUDA out of memory"),
         (Gullible, "rubbish does not get full marks", "full marks, as for 8 of 8 prompts"),
         (Fragile, "every reply is scored", "IndexError"),
+        (Odd, "every reply is scored", "reply '': the metric 'share' is nan, expected a finite number"),
         (Silent, "every reply is scored", "reply '': unscored (None)"),
         (Mute, "a reply is scored", "KeyError"),
         (Relative, "the place in the batch makes no difference", "judge each episode by itself"),

@@ -97,8 +97,6 @@ def test_an_exception_whose_text_raises_is_described_by_its_type():
 
 
 ODD = {
-    "a metric without text": Feedback(reward=1.0, metrics={"n": Mute()}),
-    "a metric whose name has no text": Feedback(reward=1.0, metrics={Mute(): 1.0}),
     "an answer without text": Feedback(reward=1.0, answer=Mute()),
     "a state without text": Feedback(reward=1.0, state=Mute()),
     "an error without text": Feedback(error=Mute()),
@@ -120,6 +118,12 @@ ODD = {
 def test_feedback_that_cannot_be_converted_says_whose_it_is(kind):
     with pytest.raises(PluginError, match=r"^mine: evaluate returned "):
         as_feedback([ODD[kind]], 1, "mine")
+
+
+def test_a_metric_without_text_is_left_out():
+    (feedback,) = as_feedback([Feedback(reward=1.0, metrics={"n": Mute(), Mute(): 1.0, "m": 2})], 1, "mine")
+    assert (feedback.reward, feedback.metrics) == (1.0, {"m": 2.0})
+    assert len(feedback.left_out) == 2
 
 
 def test_a_prompt_whose_messages_have_no_end_is_refused():

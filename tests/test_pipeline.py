@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from grpo_core.events import (
     StepEnded,
     Synced,
     Validated,
+    WarningRaised,
 )
 from grpo_core.incidents import reported_to
 from grpo_core.loop.advantages import group as group_advantages
@@ -37,6 +39,7 @@ from grpo_core.loop.buffer import Buffer
 from grpo_core.loop.dynamic import DynamicSampling
 from grpo_core.loop.pipeline import Pipeline, Schedule
 from grpo_core.loop.rollout import SamplingParams
+from grpo_core.loop.shaping import Shaping
 from grpo_core.records import Completion, Feedback
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, FakeTrainer, prompts, run
 from grpo_core.versions import Interval
@@ -105,6 +108,45 @@ class Run:
 
 
 # ---------------------------------------------------------------------------------- the way of the data
+
+
+def undefined(episode):
+    """Feedback with a metric that only failures have."""
+    right = episode.reply == "a"
+    left_out = {"distance": "nan"} if right else {}
+    metrics = {} if right else {"distance": 0.5}
+    return Feedback(reward=float(right), metrics=metrics, left_out=left_out)
+
+
+def test_a_metric_that_only_failures_have_costs_no_success_its_reward():
+    story = Run(environment=FakeEnvironment(undefined))()
+    rewards = [r.reward for event in story.of(GroupsReady) for group in event.groups for r in group.rollouts]
+    assert 0 < sum(rewards) < len(rewards) == 12 * 4 * 4
+    (cause,) = {event.cause for event in story.of(WarningRaised)}
+    assert cause == "left_out/task/distance"
+    message = story.of(WarningRaised)[0].message
+    assert re.fullmatch(
+        r"task 'task': the metric 'distance' is nan for prompt '\d+', expected a finite number; it is left "
+        r"out of \d+ of 16 rollouts, whose rewards stay",
+        message,
+    )
+
+
+def test_a_metric_that_is_paid_is_a_reward_and_without_it_a_rollout_is_played_again():
+    seen = set()
+
+    def once(episode):
+        first = episode.prompt.id not in seen
+        seen.add(episode.prompt.id)
+        return (
+            Feedback(reward=1.0, left_out={"form": "nan"})
+            if first
+            else Feedback(metrics={"form": 1.0}, reward=1.0)
+        )
+
+    story = Run(environment=FakeEnvironment(once), shaping=Shaping(weights={"form": 1.0}))()
+    assert story.result == "finished"
+    assert [slot.attempts for event in story.of(Dispatched) for slot in event.slots].count(1) >= 48
 
 
 class CountingEngine(FakeEngine):

@@ -129,6 +129,8 @@ class _Replay:
             self.fail(feedback.error or "the environment returned no feedback")
             return
         self.turn_rewards[self.turn], self.turn_states[self.turn] = feedback.reward or 0.0, feedback.state
+        for name in feedback.left_out:
+            self.metrics.pop(name, None)
         self.metrics |= feedback.metrics
         self.answer = feedback.answer
         self.train = self.train and feedback.train

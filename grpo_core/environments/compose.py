@@ -222,6 +222,9 @@ class Compose:
             own,
             reward=reward,
             metrics=self._metrics(found),
+            left_out={
+                f"{part}_{name}": text for part, each in found.items() for name, text in each.left_out.items()
+            },
             train=all(feedback.train for feedback in found.values()),
         )
 

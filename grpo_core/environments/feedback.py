@@ -12,8 +12,8 @@ from grpo_core.errors import PluginError, describe, shortened, shown
 from grpo_core.records import Feedback
 from grpo_core.unicode import DEEPEST, well_formed
 
-LARGEST_REWARD = 1e300
-"""Rewards of this magnitude or more are refused: their squares would overflow in an advantage."""
+LARGEST = 1e300
+"""Rewards and metrics of this magnitude or more are none: sums and squares of them would overflow."""
 
 
 def as_feedback(
@@ -21,8 +21,9 @@ def as_feedback(
 ) -> list[Feedback]:
     """Convert the results of ``evaluate`` to feedback; ``mask`` hides secrets in errors.
 
-    Raises PluginError unless there is one float, Feedback or None for each episode.  A reward or a metric
-    that is not a finite number makes only its own episode unscored.  Texts become such as UTF-8 can write.
+    Raises PluginError unless there is one float, Feedback or None for each episode.  A reward that is not a
+    finite number makes only its own episode unscored; a metric that is none is left out, and changes nothing
+    else.  Texts become such as UTF-8 can write.
     """
     if isinstance(results, (str, bytes, Mapping)) or not isinstance(results, Iterable):
         raise PluginError(
@@ -45,18 +46,8 @@ def _feedback(result: Any, who: str, method: str, mask: Callable[[str], str]) ->
         )
     if found := not_json(result.messages):
         raise PluginError(f"{who}: {method} returned a message with {found}, expected values that JSON has")
-    given: Any = result.metrics
-    if not isinstance(given, Mapping):
-        kind = type(given).__name__
-        raise PluginError(f"{who}: {method} returned metrics as {kind}, expected names with their numbers")
-    metrics = {
-        (text := _text(name, "a metric's name", who, method)): _number(value, f"metric {text!r}", who, method)
-        for name, value in given.items()
-    }
+    metrics, left_out = _metrics(result.metrics, mask)
     reward = {} if result.reward is None else _reward(result.reward, who, method)
-    if bad := {name: value for name, value in metrics.items() if not math.isfinite(value)}:
-        name, value = next(iter(bad.items()))
-        reward = {"reward": None, "error": f"{who}: the metric {name!r} is {value}, expected a finite number"}
     if result.error is not None:  # an error is never a reward, whatever reward comes with it
         reward = {"reward": None, "error": shortened(mask(_text(result.error, "an error", who, method)))}
     elif reward.get("error"):
@@ -65,6 +56,7 @@ def _feedback(result: Any, who: str, method: str, mask: Callable[[str], str]) ->
     answer = None if result.answer is None else _text(result.answer, "an answer", who, method)
     known = {
         "metrics": metrics,
+        "left_out": {**result.left_out, **left_out},
         "messages": messages,
         "answer": answer,
         "state": _text(result.state, "a state", who, method),
@@ -72,29 +64,64 @@ def _feedback(result: Any, who: str, method: str, mask: Callable[[str], str]) ->
     return attrs.evolve(result, **{**known, **reward})
 
 
+def _metrics(given: Any, mask: Callable[[str], str]) -> tuple[dict[str, float], dict[str, str]]:
+    """Return the metrics that are numbers, and the values of the others as text."""
+    if not isinstance(given, Mapping):
+        return {}, {"metrics": mask(shown(given))}
+    metrics, left_out = {}, {}
+    for key, value in given.items():
+        try:
+            name = well_formed(str(key))
+        except Exception:  # of an object without a text
+            left_out[shown(key)] = "under a name without a text"
+            continue
+        if (number := as_number(value)) is not None:
+            metrics[name] = number
+        else:
+            left_out[name] = well_formed(mask(_said(value)))
+    return metrics, left_out
+
+
+def _said(value: Any) -> str:
+    try:
+        return f"{_float(value)}"
+    except Exception:
+        return shown(value)
+
+
 def _reward(given: Any, who: str, method: str) -> dict[str, Any]:
-    reward = _number(given, "", who, method)
-    if math.isfinite(reward) and abs(reward) < LARGEST_REWARD:
-        return {"reward": reward}
+    try:
+        reward = _float(given)
+    except Exception:  # a tensor with several values raises RuntimeError
+        said = f"{shown(given)} ({type(given).__name__})"
+        raise PluginError(f"{who}: {method} returned {said}, expected a float, a Feedback or None") from None
+    if (number := as_number(reward)) is not None:
+        return {"reward": number}
     return {
         "reward": None,
-        "error": f"reward is {reward}, expected a number between -{LARGEST_REWARD:g} and {LARGEST_REWARD:g}",
+        "error": f"reward is {reward}, expected a number between -{LARGEST:g} and {LARGEST:g}",
     }
 
 
-def _number(given: Any, what: str, who: str, method: str) -> float:
+def as_number(given: Any) -> float | None:
+    """Return a value of a plugin as a finite number; None if it is none.
+
+    Numbers of other libraries are numbers, and so are bools; texts are none.
+    """
     try:
-        if isinstance(given, (str, bytes)):
-            raise TypeError
+        number = _float(given)
+    except Exception:  # whatever the conversion of another library raises
+        return None
+    return number if math.isfinite(number) and abs(number) < LARGEST else None
+
+
+def _float(given: Any) -> float:
+    if isinstance(given, (str, bytes)):
+        raise TypeError
+    try:
         return float(given)
     except OverflowError:
         return math.inf
-    except Exception:  # a tensor with several values raises RuntimeError
-        said = f"{shown(given)} ({type(given).__name__})"
-        told = f"returned {said}, expected a float, a Feedback or None"
-        if what:
-            told = f"returned {what} = {said}, expected a number"
-        raise PluginError(f"{who}: {method} {told}") from None
 
 
 def _text(given: Any, what: str, who: str, method: str) -> str:

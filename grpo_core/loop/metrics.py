@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from math import ceil
 from statistics import fmean, pstdev
 
@@ -365,6 +366,29 @@ def feedback_means(
         for part, value in rollout.metrics.items():
             parts[f"feedback_{part.replace('/', '_')}"].append(float(value))
     return {f"{before}{name}": of(values) for name, values in sorted(parts.items())}
+
+
+MOST_LEFT_OUT = 10
+"""Largest number of metrics of a step, or of a validation, that are named because they are no numbers."""
+
+
+def left_out(groups: Iterable[Group]) -> dict[str, str]:
+    """Return a message for each metric of the environments that is not a finite number, by a cause."""
+    found: dict[tuple[str, str], list[str]] = {}
+    rollouts: Counter[str] = Counter()
+    for group in groups:
+        task = group.prompt.environment
+        rollouts[task] += len(group.rollouts)
+        for rollout in group.rollouts:
+            for name, value in rollout.left_out.items():
+                found.setdefault((task, name), []).append(f"{value} for prompt {group.prompt.id!r}")
+    return {
+        f"left_out/{task}/{name}": (
+            f"task {task!r}: the metric {name!r} is {told[0]}, expected a finite number; it is left out of "
+            f"{len(told)} of {rollouts[task]} rollouts, whose rewards stay"
+        )
+        for (task, name), told in islice(found.items(), MOST_LEFT_OUT)
+    }
 
 
 def completion_tokens(rollouts: Sequence[Rollout]) -> float:

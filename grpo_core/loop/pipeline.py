@@ -55,7 +55,7 @@ from grpo_core.loop.buffer import Buffer, Slot
 from grpo_core.loop.dynamic import DynamicSampling, Rejection
 from grpo_core.loop.endings import TimeLimit
 from grpo_core.loop.meter import Meter
-from grpo_core.loop.metrics import task_metrics, times
+from grpo_core.loop.metrics import left_out, task_metrics, times
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, cause, derive_seed, play
 from grpo_core.loop.rows import check_staleness, make_batch, with_advantages
 from grpo_core.loop.shaping import Shaping, shaped_rewards
@@ -340,6 +340,8 @@ class Pipeline:
                     sampling=self.sampling,
                     deadline=self.schedule.rollout_deadline,
                 )
+        if self.shaping is not None:
+            rollouts = list(map(self.shaping.checked, rollouts))
         for rollout in rollouts:
             self._meter.count(prompt.environment, rollout)
         self.observe_attempt(prompt.environment, rollouts, slot.attempts)
@@ -464,6 +466,8 @@ class Pipeline:
         self.emit(StepEnded(step=self._trained, metrics=metrics, digest=result.digest))
         if spans:  # somebody takes the timeline down
             self.emit(TimelineExtended(step=self._trained, spans=(*spans, *parts), now=self._meter.now()))
+        for name, message in left_out(groups).items():
+            self.emit(WarningRaised(step=self._trained, cause=name, message=message))
         self._check_health(metrics, carried=any(group.slot in self._carried for group in groups))
         if self._save_is_due():
             await self._synced()

@@ -223,6 +223,7 @@ class Conformance:
         advice = "Correct evaluate, or solve (by default the prompt's answer)"
         success = self.environment.success
         for (prompt, reply), group in ended:
+            _expect_numbers(prompt, reply, group[0])
             reward, said = group[0].reward, f"{_said(prompt, reply)}, its own solution: {_given(group[0])}"
             _expect(
                 reward is not None and (success is None or reward >= success),
@@ -255,6 +256,7 @@ class Conformance:
                 f"{_said(prompt, reply)}: {_given(feedback)}. A model says such things: a reply that cannot "
                 "be read is a wrong one, with a reward as low as others get",
             )
+            _expect_numbers(prompt, reply, feedback)
         return f"{len(plays)} replies that no prompt asks for"
 
     def _rubbish(self) -> str:
@@ -342,6 +344,7 @@ class Conformance:
                 rollout.reward is not None,
                 f"{_said(prompt, reply)}, to everything that it asks: {rollout.error}",
             )
+            _expect_numbers(prompt, reply, rollout)
         asked = sorted({rollout.turns for rollout in self._played})
         rows = sorted({len(rollout.segments) for rollout in self._played})
         return (
@@ -507,6 +510,14 @@ class Conformance:
 def _expect(holds: object, otherwise: str) -> None:
     if not holds:
         raise Broken(otherwise)
+
+
+def _expect_numbers(prompt: Prompt, reply: str, judged: Feedback | Rollout) -> None:
+    for name, value in judged.left_out.items():
+        raise Broken(
+            f"{_said(prompt, reply)}: the metric {name!r} is {value}, expected a finite number. A run leaves "
+            "it out; give a number, or no such metric"
+        )
 
 
 def _is_none(feedback: Feedback) -> bool:
