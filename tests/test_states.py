@@ -66,7 +66,7 @@ def same(one, other):
         case torch.Tensor():
             return one.dtype == other.dtype and torch.equal(one, other)
         case float():
-            return one == other and math.copysign(1, one) == math.copysign(1, other) or one != one != other
+            return (one == other and math.copysign(1, one) == math.copysign(1, other)) or one != one != other
         case list() | tuple():
             return len(one) == len(other) and all(map(same, one, other))
         case dict():
