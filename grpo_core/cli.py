@@ -7,7 +7,6 @@ without a configuration load no torch.
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,6 +14,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import App, CycloptsError, Parameter
 
 from grpo_core import commands
+from grpo_core.interrupts import INTERRUPTED, leave
 from grpo_core.plugins.commands import Found, find_commands
 
 HELP = "Asynchronous GRPO for language models: domains are plugins, async RL is the core."
@@ -38,6 +38,7 @@ def make_app(chosen: str = "", found: Found | None = None) -> App:
         version=lambda: __import__("grpo_core").__version__,
         version_flags=["--version"],
         help_format="plaintext",
+        suppress_keyboard_interrupt=False,
     )
     for name, command in found.commands.items():
         app.command(command.target, name=name, help=None if name == chosen else command.help)
@@ -220,12 +221,13 @@ def _describe(row: dict[str, Any]) -> str:
 
 def main() -> None:
     """Run the command line; print errors as one message and exit with their status."""
-    from grpo_core.complaints import complain, make_log_inert, unexpected
+    from grpo_core.complaints import complain, drop_output, make_log_inert, outlive_terminal, unexpected
     from grpo_core.errors import ConfigError, GrpoError
     from grpo_core.garbage import collect_rarely
 
     collect_rarely()
     make_log_inert()
+    outlive_terminal()
     try:
         arguments = _with_values(sys.argv[1:])
         app = make_app(arguments[0] if arguments else "")
@@ -233,17 +235,16 @@ def main() -> None:
     except CycloptsError:  # it is printed already
         status = ConfigError.exit_status
     except BrokenPipeError:  # who reads the output wants no more of it, as in "| head"
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes what is left
+        drop_output()
         status = 1
     except (GrpoError, OSError) as error:  # OSError: a full disk or a directory without permission
         complain("\n".join([f"grpo-core: {error}", *getattr(error, "__notes__", [])]))
         status = error.exit_status if isinstance(error, GrpoError) else 1
-    except KeyboardInterrupt:
-        print("grpo-core: interrupted", file=sys.stderr)
-        status = 130
     except Exception as error:
         complain(unexpected(error))
         status = 1
+    if status == INTERRUPTED:
+        leave()
     sys.exit(status)
 
 

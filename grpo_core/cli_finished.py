@@ -142,9 +142,10 @@ def watch(directory: Path, /, *, port: int = 0, refresh: int = 15) -> int:
     import asyncio
 
     from grpo_core.commands import watch as live
+    from grpo_core.interrupts import INTERRUPTED
 
     asyncio.run(live.watch(directory, port=port, refresh=refresh))
-    return 130
+    return INTERRUPTED
 
 
 def report(runs: list[Path], /, *, output: Path | None = None) -> int:

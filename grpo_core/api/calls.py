@@ -7,19 +7,19 @@ import contextlib
 import gc
 import os
 import re
-import signal
-import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
+from grpo_core.aio import to_the_end
 from grpo_core.api.given import Given, configuration, given, names, trackers
 from grpo_core.api.run import Run
 from grpo_core.app import measuring, run
 from grpo_core.app.launch import Launch, continued, new_run
 from grpo_core.errors import ConfigError
 from grpo_core.inert import inert
+from grpo_core.interrupts import received
 from grpo_core.plugins.installed import importing_file
 
 T = TypeVar("T")
@@ -198,27 +198,14 @@ def _finished(main: Coroutine[Any, Any, T], stop: Callable[[], None]) -> T:
     """Run a coroutine to its end, on a thread of its own if an event loop is running on this one.
 
     Args:
-        stop: asks the coroutine to end soon; called for each ctrl-C meanwhile.
+        stop: asks the coroutine to end soon; called for each signal meanwhile.
     """
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return run.to_the_end(main)
-    with ThreadPoolExecutor(1, "grpo-core") as thread, _on_ctrl_c(stop):
-        running = thread.submit(run.to_the_end, main)
+        return to_the_end(main)
+    with ThreadPoolExecutor(1, "grpo-core") as thread, received(lambda name: stop()):
+        running = thread.submit(to_the_end, main)
         while not running.done():  # handlers of signals run between two waits, whichever thread got them
             wait([running], timeout=LISTENING)
         return running.result()
-
-
-@contextlib.contextmanager
-def _on_ctrl_c(stop: Callable[[], None]) -> Iterator[None]:
-    """Call ``stop`` for ctrl-C, instead of the handler of asyncio, which waits for the event loop."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, lambda number, frame: stop())
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)

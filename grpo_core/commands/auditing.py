@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import time
 from collections import Counter
@@ -14,6 +13,7 @@ from attrs import evolve
 from rich.console import Console
 from rich.text import Text
 
+from grpo_core.aio import to_the_end
 from grpo_core.app import provenance
 from grpo_core.audit.audit import Audit, Extent
 from grpo_core.audit.card import Card
@@ -79,7 +79,7 @@ def main(
     console.print(Text(inert(str(offer)), style="bold"))
     begin = time.monotonic()
     given = dict(options)
-    found = asyncio.run(_all(host, offer, options, extent, functools.partial(_show, console)))
+    found = to_the_end(_all(host, offer, options, extent, functools.partial(_show, console)))
     failure = None
     if model is not None and playing is not None and not any(one.check == "runtime.startup" for one in found):
         try:
@@ -108,8 +108,7 @@ def main(
 
 def _signal(playing: Playing, model: PlayingModel, console: Console) -> Finding:
     """Return, and print, what groups of a model would teach."""
-    from grpo_core.app.run import to_the_end  # they load torch
-    from grpo_core.commands.signal import signal
+    from grpo_core.commands.signal import signal  # it loads torch
 
     errors = Console(stderr=True)
 

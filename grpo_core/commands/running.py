@@ -11,12 +11,14 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from grpo_core.aio import to_the_end
 from grpo_core.app import measuring, profile, run
 from grpo_core.app.launch import RUNS, configure, continued, new_run, tasks_of
-from grpo_core.complaints import complain, say
+from grpo_core.complaints import complain, say, to_a_reader
 from grpo_core.config import Config, merge, parse_settings, read_toml
 from grpo_core.errors import ConfigError, GrpoError
 from grpo_core.inert import inert
+from grpo_core.interrupts import INTERRUPTED
 from grpo_core.loop.endings import GOAL_REACHED
 from grpo_core.plugins.host import PluginHost
 from grpo_core.reporting import comparison
@@ -24,9 +26,6 @@ from grpo_core.reporting.report import write as write_report
 from grpo_core.reporting.verification import verified
 from grpo_core.run_directory import RunDirectory
 from grpo_core.validation.results import shown, table
-
-INTERRUPTED = 130
-"""Exit status after ctrl-C or SIGTERM."""
 
 
 def train(
@@ -67,11 +66,12 @@ def train(
         directory.unlock()
         return 0
     try:
-        outcome = run.to_the_end(
+        outcome = to_the_end(
             run.train(start.config, directory, host=start.host, resume=start.found, over=over)
         )
     except KeyboardInterrupt:
-        tell(f"interrupted at once; run: {directory.path} (continue with: {again})")
+        with to_a_reader():
+            tell(f"interrupted at once; run: {directory.path} (continue with: {again})")
         return INTERRUPTED
     except (GrpoError, OSError) as error:
         if directory.has_trained():
@@ -79,9 +79,10 @@ def train(
         raise
     finally:
         directory.unlock()
-    if start.config.trainer.profile and over is None:
-        tell(profile.told(directory.profile, start.config.trainer.profile))
-    tell(_summary(outcome, again))
+    with to_a_reader():
+        if start.config.trainer.profile and over is None:
+            tell(profile.told(directory.profile, start.config.trainer.profile))
+        tell(_summary(outcome, again))
     return INTERRUPTED if outcome.reason == "interrupted" else 0
 
 
@@ -128,7 +129,7 @@ def validate(
 
     for note in measurement.target.notes:
         tell(note, "")
-    report = run.to_the_end(measurement.play(tell))
+    report = to_the_end(measurement.play(tell))
     tell(f"results and rollouts: {measurement.directory}", "")
     if as_json:
         print(json.dumps(report, indent=2))

@@ -253,6 +253,11 @@ class Pipeline:
                 task.cancel()
         self._changes.notify()
 
+    @property
+    def in_step(self) -> bool:
+        """Whether the groups of a step are taken, and the step has not ended."""
+        return self.buffer.step > self._trained
+
     async def _unless_leaving(self, work: Coroutine[Any, Any, None]) -> None:
         """Do what a run that leaves does not wait for."""
         task, me = asyncio.create_task(work), asyncio.current_task()
