@@ -21,11 +21,14 @@ LONGEST_ERROR = 20_000
 
 
 def unexpected(error: Exception) -> str:
-    """Return one line if memory is missing, wherever a library noticed it, and else the traceback."""
+    """Return one line if memory is missing, wherever a library noticed it, and else the traceback.
+
+    The notes of the error follow: they say what was saved.
+    """
     if (cause := out_of_memory(error)) is None:
         return "".join(traceback.format_exception(error))
     told = f" ({one_line(cause)})" if str(cause) else ""
-    return f"grpo-core: out of memory{told}: {_memory_limit()}"
+    return "\n".join([f"grpo-core: out of memory{told}: {_memory_limit()}", *getattr(error, "__notes__", [])])
 
 
 def _memory_limit() -> str:

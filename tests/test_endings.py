@@ -78,7 +78,7 @@ def test_a_run_ends_with_a_checkpoint_when_its_goal_is_reached():
     async def validate(version):
         return {"task": {"accuracy": version / 10}}
 
-    async def save(version):
+    async def save(version, failure=None):
         async def written():
             saved.append(version)
             return "there"
@@ -126,7 +126,7 @@ def ended(seed):
         await asyncio.sleep(rng.uniform(0.5, 1.0) * validation)
         return {"task": {"accuracy": 0.0}}
 
-    async def begin(version):
+    async def begin(version, failure=None):
         await asyncio.sleep(rng.uniform(0.0, 0.1) * save)
 
         async def written():

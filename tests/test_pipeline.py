@@ -624,8 +624,13 @@ def test_validation_runs_on_one_version_and_changes_no_training():
 def cut(run_, saved):
     """A ``save`` that keeps the cut in memory, as the checkpoint does on disk."""
 
-    async def save(version):
-        at = version, run_.buffer.state_dict(), run_.stream.position, run_.trainer.version
+    async def save(version, failure=None):
+        at = (
+            version,
+            run_.buffer.state_dict(),
+            run_.stream.position,
+            run_.trainer.version,
+        )
 
         async def written():
             await asyncio.sleep(random.Random(version).uniform(0.0, 5.0))
@@ -696,7 +701,7 @@ def test_a_run_that_is_stopped_begins_no_validation():
 
     run_.pipeline.validate, run_.pipeline.trainer = validate, Stopping()
     assert run_().result == "interrupted"
-    assert run_.buffer.version == 4
+    assert run_.buffer.step == 4
     assert begun == [0, 1, 2, 3]
 
 
@@ -887,7 +892,7 @@ def test_an_update_that_waits_for_running_rollouts_admits_no_others():
 def slow_disk(seconds, fails_at=None):
     """A ``save`` that returns at once, and a checkpoint that takes its time."""
 
-    async def save(version):
+    async def save(version, failure=None):
         async def written():
             await asyncio.sleep(seconds)
             if version == fails_at:
@@ -914,7 +919,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_its_cause():
     done = Run(schedule={"save_every": 2}, save=slow_disk(3.0, fails_at=4))
     with pytest.raises(CheckpointError, match="the disk is full"):
         done()
-    assert [event.step for event in done.of(Saved)] == [2]
+    assert [event.step for event in done.of(Saved)] == [2, 6], "the one that the error leaves can be written"
     assert done.engine.running == 0
 
 

@@ -72,7 +72,8 @@ def train(
     Works inside a running event loop and in Jupyter, where it blocks until the run ends.  Ctrl-C ends the
     run after its step with a checkpoint, and raises KeyboardInterrupt.
 
-    Raises GrpoError, whose message says what is wrong; ConfigError before anything costly has started.
+    Raises GrpoError, whose message says what is wrong; ConfigError before anything costly has started.  A run
+    that an error ends keeps the newest finished step, and notes of the error say so (``__notes__``).
     """
     _not_in_an_import()
     heard = trackers(listeners)
@@ -97,6 +98,10 @@ def train(
             ),
             stop,
         )
+    except Exception as error:
+        if start.directory.has_trained():
+            error.add_note(f"train(resume={str(start.directory.path)!r}) continues the run")
+        raise
     finally:
         start.directory.unlock()
         gc.unfreeze()

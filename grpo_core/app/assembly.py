@@ -55,7 +55,7 @@ from grpo_core.events import Event, StepEnded, Validated, WarningRaised
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import Buffer
 from grpo_core.loop.dynamic import DynamicSampling
-from grpo_core.loop.endings import GOAL_REACHED, Goal, TimeLimit
+from grpo_core.loop.endings import GOAL_REACHED, Failure, Goal, TimeLimit
 from grpo_core.loop.metrics import validation_metrics
 from grpo_core.loop.pipeline import ObserveAttempt, Pipeline, Save, Schedule, Validate, Watch, Written
 from grpo_core.loop.rendering import Renderer
@@ -566,12 +566,12 @@ class Assembly:
         directory, keep = self.run.directory.checkpoints, self.config.checkpoint.keep
         process = identity(self.config)
 
-        async def save(step: int) -> Written:
+        async def save(step: int, failure: Failure | None) -> Written:
             return await checkpoint.begin(
                 directory,
                 step=step,
                 pipeline={
-                    **checkpoint.cut(buffer, stream, validation),
+                    **checkpoint.cut(buffer, stream, validation, failure),
                     "measured": validation.measured,
                     "goal": self.run.goal,
                     "run": process,
@@ -579,7 +579,7 @@ class Assembly:
                 },
                 loaders={task: loader.state_dict() for task, loader in loaders.items()},
                 save_trainer=trainer.save,
-                keep=keep,
+                keep=keep if failure is None else None,
                 spared=self.run.retention.spared,
             )
 

@@ -17,7 +17,7 @@ from grpo_core.app.paths import plugin_files, with_absolute_paths
 from grpo_core.config import Config, TrainerConfig, as_table, build, replace_parts
 from grpo_core.data.samplers import load_plugin_state
 from grpo_core.disk import fingerprint
-from grpo_core.errors import ConfigError
+from grpo_core.errors import ConfigError, cut
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import BufferStatistics
 from grpo_core.loop.endings import GOAL_REACHED, Goal
@@ -43,6 +43,8 @@ FIXED = (
     "model.lora.targets",
 )
 """Keys that keep their values in all starts of a run with a checkpoint."""
+LONGEST_NOTE = 300
+"""Number of characters of an error that a note repeats."""
 
 
 @frozen(kw_only=True)
@@ -126,7 +128,7 @@ def _found(
             _check_fixed(path, fixed, config)
             _check_start(path, saved.get("start", ""), config, host)
             _check_staleness(path, state["buffer"]["ready"], config.pipeline.max_staleness)
-            notes += _warnings(path, saved, config)
+            notes += [*_warnings(path, saved, config), *_failure(found, state)]
             _check_states(found.directory, state, config, host)
         if over is None:
             notes += _consequences(before, config, changes)
@@ -152,6 +154,7 @@ def _over(path: Path, found: checkpoint.Found, config: Config, directory: RunDir
         planned, epochs = saved.get("steps", found.step), saved.get("epochs", 0.0)
         buffer = checkpoint.statistics(state["buffer"], config.trainer.prompts_per_step)
         measured, goals = state.get("measured", found.step), state.get("goal", {})
+        failed = "failure" in state
     chosen = config.trainer
     if chosen.epochs and chosen.epochs != epochs:
         steps = sys.maxsize  # known when the environments have started and their prompts are counted
@@ -159,7 +162,7 @@ def _over(path: Path, found: checkpoint.Found, config: Config, directory: RunDir
         steps = planned if chosen.epochs else chosen.steps
     last = found.step == planned == steps
     due = any(each.due(found.step, last=steps) for each in intervals(config.validation))
-    if last and due and measured < found.step:
+    if last and (failed or (due and measured < found.step)):  # failed: perhaps before the last weight sync
         return None
     if found.step >= steps:
         reason, did = "finished", f"{'all of its ' if found.step == steps else ''}{found.step} steps"
@@ -304,6 +307,16 @@ def _consequences(before: Config, config: Config, changes: Mapping[str, Any]) ->
         yield (
             f"this start ends within {limit:g} s as well: trainer.time_limit is kept, also that of --until; "
             "--set trainer.time_limit=0 takes it away"
+        )
+
+
+def _failure(found: checkpoint.Found, state: SavedPipeline) -> Iterator[str]:
+    """Yield the error that ended the start before, if the checkpoint was made because of it."""
+    if failure := state.get("failure"):
+        error, proved = cut(" ".join(failure["error"].split()), LONGEST_NOTE), failure["proved"]
+        yield (
+            f"the run ended after step {found.step} by an error: {error} (the canary had proved the engine's "
+            f"weights up to version {proved})"
         )
 
 

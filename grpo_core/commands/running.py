@@ -16,7 +16,7 @@ from grpo_core.app import measuring, profile, run
 from grpo_core.app.launch import RUNS, configure, continued, new_run, tasks_of
 from grpo_core.complaints import complain, say, to_a_reader
 from grpo_core.config import Config, merge, parse_settings, read_toml
-from grpo_core.errors import ConfigError, GrpoError
+from grpo_core.errors import ConfigError
 from grpo_core.inert import inert
 from grpo_core.interrupts import INTERRUPTED
 from grpo_core.loop.endings import GOAL_REACHED
@@ -73,7 +73,7 @@ def train(
         with to_a_reader():
             tell(f"interrupted at once; run: {directory.path} (continue with: {again})")
         return INTERRUPTED
-    except (GrpoError, OSError) as error:
+    except Exception as error:
         if directory.has_trained():
             error.add_note(f"run: {directory.path} (continue with: {again})")
         raise

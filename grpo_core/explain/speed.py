@@ -79,7 +79,7 @@ def publishing_is_slow(facts: Facts) -> Evidence | None:
 def validation_blocks(facts: Facts) -> Evidence | None:
     """Training waits for validation."""
     share = facts.lane("validation", "validate")
-    waits = facts.stage("wait for validation", "wait for the weight sync", "wait for the canary")
+    waits = facts.stage("wait for validation", "wait for the weight sync")
     if not _enough(facts) or share < 0.45 or waits < 0.35:
         return None
     return Evidence(

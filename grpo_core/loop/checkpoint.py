@@ -9,9 +9,9 @@
         train_dataloader_TASK.json    position of each loader
 
 Training waits only for the cut: the state of the pipeline, and the trainer's copy of its own state.  It
-continues while they are written.  A directory whose name ends in ``.partial`` was never finished.  A
-checkpoint is verified before use; a run resumes from the newest intact one, and the damaged ones are reported
-with the reason.
+continues while they are written.  Weights that are not finite are refused.  A directory whose name ends in
+``.partial`` was never finished.  A checkpoint is verified before use; a run resumes from the newest intact
+one, and the damaged ones are reported with the reason.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ import attrs
 from attrs import define, field, frozen
 
 from grpo_core import typed
-from grpo_core.checks import changed_tensor, tensor_sums
+from grpo_core.checks import changed_tensor, not_finite, tensor_sums
 from grpo_core.data.loaders import TaskLoader
 from grpo_core.data.samplers import PromptStream
 from grpo_core.disk import REPLACED, Disk, files, fingerprint, put, seal
 from grpo_core.errors import CheckpointError, GrpoError, describe
 from grpo_core.incidents import report
 from grpo_core.loop.buffer import Buffer, BufferStatistics, Slot
+from grpo_core.loop.endings import Failure
 from grpo_core.loop.saved import (
     SavedBuffer,
     SavedLoader,
@@ -69,15 +70,15 @@ async def begin(
     pipeline: Mapping[str, Any],
     loaders: Mapping[str, Mapping[str, Any]],
     save_trainer: Callable[[Path], Awaitable[Callable[[], Awaitable[None]]]],
-    keep: int,
+    keep: int | None,
     spared: Callable[[Collection[int]], Collection[int]] = lambda steps: (),
     disk: Disk | None = None,
 ) -> Callable[[], Awaitable[Path]]:
     """Begin ``parent/step-NNNNNN``; return when training may go on.  The returned function writes the rest.
 
     The checkpoint is written completely or not at all; then all but the newest ``keep`` and those that
-    ``spared`` names are removed.  Both functions raise CheckpointError, and leave older checkpoints
-    untouched.
+    ``spared`` names are removed, or none if ``keep`` is None.  Both functions raise CheckpointError, and
+    leave older checkpoints untouched.
 
     Args:
         pipeline: the result of ``cut``.
@@ -95,9 +96,15 @@ async def begin(
     async def finish() -> Path:
         try:
             await written()
+            await disk.run(lambda: _check_weights(partial))
             await disk.run(lambda: _write(disk, partial, step, pipeline, streams))
             await disk.run(lambda: put(disk, partial, final))
-        except (OSError, TypeError, ValueError) as error:  # the last two: a value that JSON does not have
+        except (
+            OSError,
+            TypeError,
+            ValueError,
+            CheckpointError,
+        ) as error:  # two of them: a value without JSON
             raise await failed(error) from error
         try:
             left = await disk.run(lambda: _tidy(disk, parent, step, keep, spared))
@@ -116,6 +123,15 @@ async def begin(
     except OSError as error:
         raise await failed(error) from error
     return finish
+
+
+def _check_weights(partial: Path) -> None:
+    """Raise CheckpointError for weights with which nothing can be continued: they would outlive good ones."""
+    for path in sorted((partial / "trainer").rglob("*.safetensors")):
+        if tensor := not_finite(path):
+            raise CheckpointError(
+                f"the weights are not finite: {tensor} in {path.relative_to(partial)} has NaN or an infinity"
+            )
 
 
 def _write(
@@ -145,7 +161,11 @@ def _write(
 
 
 def _tidy(
-    disk: Disk, parent: Path, step: int, keep: int, spared: Callable[[Collection[int]], Collection[int]]
+    disk: Disk,
+    parent: Path,
+    step: int,
+    keep: int | None,
+    spared: Callable[[Collection[int]], Collection[int]],
 ) -> OSError | None:
     """Remove checkpoints that are too old, were never finished, or are newer than the step.
 
@@ -157,7 +177,7 @@ def _tidy(
     complete = complete_names(parent)
     newer = [path for at, path in complete if at > step]
     kept = spared({at for at, _ in complete if at <= step})
-    old = [(at, path) for at, path in complete if at <= step][:-keep]
+    old = [] if keep is None else [(at, path) for at, path in complete if at <= step][:-keep]
     for path in newer:
         disk.remove(path)
     for path in (*(path for at, path in old if at not in kept), *parent.glob(f"step-*{_PARTIAL}")):
@@ -393,7 +413,10 @@ class Stateful(Protocol):
 
 
 def cut(
-    buffer: Buffer[Prompt, Group], stream: PromptStream, validation: Stateful | None = None
+    buffer: Buffer[Prompt, Group],
+    stream: PromptStream,
+    validation: Stateful | None = None,
+    failure: Failure | None = None,
 ) -> dict[str, Any]:
     """Return the contents of ``pipeline.json`` as of now: immutable records and copies."""
     return {
@@ -401,6 +424,7 @@ def cut(
         "sampler": stream.state_dict(),
         "sampler_name": stream.name,
         **({} if validation is None else {"validation": validation.state_dict()}),
+        **({} if failure is None else {"failure": attrs.asdict(failure)}),
     }
 
 

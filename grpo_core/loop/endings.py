@@ -1,4 +1,4 @@
-"""Ends of a run before its last step: a goal that is reached, or a time that is nearly over."""
+"""Ends of a run before its last step: a goal that is reached, a time that is nearly over, or an error."""
 
 from __future__ import annotations
 
@@ -61,6 +61,15 @@ class Goal:
                 f"trainer.stop_when is about {self.metric!r}, which nothing measures."
                 f"{did_you_mean(self.metric, set(values))} Measured are {', '.join(sorted(values))}"
             )
+
+
+@frozen(kw_only=True)
+class Failure:
+    """An error that ends a run, as the checkpoint that it leaves records it."""
+
+    error: str
+    proved: int
+    """The newest version of which the canary has proved that the engine uses it."""
 
 
 @define

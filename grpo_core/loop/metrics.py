@@ -141,9 +141,6 @@ METRICS: Mapping[str, Mapping[str, Metric]] = {
         "time/wait_for_sync": Metric(
             _SECONDS, "Time in which training waited for the engine to take the weights before."
         ),
-        "time/wait_for_canary": Metric(
-            _SECONDS, "Time in which groups waited for the canary of the weights that sampled them."
-        ),
         "time/wait_for_validation": Metric(
             _SECONDS, "Time in which training waited for a validation. Only with `validation.pause`."
         ),
@@ -411,7 +408,6 @@ def validation_metrics(results: Mapping[str, Mapping[str, float]]) -> dict[str, 
 TIMES = {
     (LOOP, "publish"): "time/publish",
     (LOOP, "wait for the weight sync"): "time/wait_for_sync",
-    (LOOP, "wait for the canary"): "time/wait_for_canary",
     (LOOP, "wait for validation"): "time/wait_for_validation",
     (LOOP, "wait for the checkpoint"): "time/checkpoint",
     (LOOP, "cut of the checkpoint"): "time/checkpoint",

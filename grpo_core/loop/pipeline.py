@@ -15,6 +15,10 @@
 
 All waiting goes through ``_when``, and every change of state is followed by ``_changes.notify()``.  The
 buffer decides, the pipeline waits.  An error anywhere ends the run; nothing is caught and only logged.
+
+An error of one part must not cost what the trainer has learnt.  The training and the writing of a checkpoint
+are therefore not cancelled with the others: the step that runs is finished, and then the newest finished step
+is saved, as after ctrl-C.
 """
 
 from __future__ import annotations
@@ -30,8 +34,16 @@ from typing import Any, TypeVar
 
 from attrs import define, evolve, field, frozen
 
-from grpo_core.aio import UNLIMITED, Changes, Slots, deadline, gather, raising_root_cause
-from grpo_core.errors import DeadlineExceeded, GrpoError, TrainerError, WeightSyncError
+from grpo_core.aio import UNLIMITED, Changes, Slots, cancel, deadline, gather, raising_root_cause, root_cause
+from grpo_core.errors import (
+    DeadlineExceeded,
+    GrpoError,
+    TrainerError,
+    WeightSyncError,
+    describe,
+    one_line,
+    shortened,
+)
 from grpo_core.events import (
     Dispatched,
     Event,
@@ -53,7 +65,7 @@ from grpo_core.incidents import report
 from grpo_core.loop import canary, health
 from grpo_core.loop.buffer import Buffer, Slot
 from grpo_core.loop.dynamic import DynamicSampling, Rejection
-from grpo_core.loop.endings import TimeLimit
+from grpo_core.loop.endings import Failure, TimeLimit
 from grpo_core.loop.meter import Meter
 from grpo_core.loop.metrics import left_out, task_metrics, times
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, cause, derive_seed, play
@@ -68,7 +80,7 @@ from grpo_core.protocols import (
     Renderer,
     Trainer,
 )
-from grpo_core.records import Group, Prompt, Rollout, SampleRequest, StepResult, Weights
+from grpo_core.records import Batch, Group, Prompt, Rollout, SampleRequest, StepResult, Weights
 from grpo_core.restarts import DEATH_IS_SEEN
 from grpo_core.timeline import during, stage, taken
 from grpo_core.tokens import sampled_versions
@@ -85,8 +97,11 @@ Written = Callable[[], Awaitable[Path]]
 ObserveAttempt = Callable[[str, Sequence[Rollout], int], None]
 """Receives the task, the rollouts of an attempt at a group, and the number of attempts that failed before."""
 
-Save = Callable[[int], Awaitable[Written]]
-"""Takes the cut at a version before its first await, and returns when training may go on."""
+Save = Callable[[int, Failure | None], Awaitable[Written]]
+"""Takes the cut at a version before its first await, and returns when training may go on.
+
+A checkpoint that is made because of a failure removes no other.
+"""
 
 Watch = Callable[[], Coroutine[Any, Any, None]]
 """Raises if a part that runs beside the pipeline has died."""
@@ -107,6 +122,8 @@ class Schedule:
     stall: float = 86400.0
     """Seconds that a wait may last before the run ends: the backstop behind all other deadlines."""
     rollout_deadline: float | None = None
+    ending: float = 7200.0
+    """Seconds that a run which an error ends may take to finish its step and to save it."""
     sync_deadline: float | None = None
     """Seconds that an engine may take to load new weights, and again to answer their canary."""
     in_flight_updates: bool = True
@@ -171,9 +188,14 @@ class Pipeline:
 
     _changes: Changes = field(init=False, factory=Changes)
     _published: Weights | None = field(init=False, default=None)
-    _taken: tuple[int, Written] | None = field(init=False, default=None)
-    """The version of the cut that is being written, and how to wait for it."""
+    _training: asyncio.Task[None] | None = field(init=False, default=None)
+    _writing: asyncio.Task[None] | None = field(init=False, default=None)
+    """Writes the newest cut."""
+    _failing: bool = field(init=False, default=False)
+    """Whether another part has failed, so that training ends after its step."""
     _trained: int = field(init=False, default=0)
+    _kept: int = field(init=False, default=0)
+    """Step of the newest complete checkpoint, or the step that the run began with."""
     _measured: int = field(init=False, default=-1)
     """The newest version that was validated, as far as it was due."""
     _stopping: str = field(init=False, default="")
@@ -195,41 +217,54 @@ class Pipeline:
     async def run(self) -> str:
         """Train until the last step or until ``stop``; return "finished", or the reason of the stop.
 
-        Raises the first error of any task, after the other tasks have been cancelled and have ended.
+        Raises the first error of any task, after the other tasks have been cancelled and have ended, and the
+        newest finished step has been saved, if that is possible; a note of the error says so.
         """
-        self._trained = self.buffer.step
-        self._measured = -1 if self.validate_first else self._trained
+        began = self._trained = self._kept = self.buffer.step
         with raising_root_cause():
             self._carried = await self._place_carried()
-            async with asyncio.TaskGroup() as tasks:
-                watches = [tasks.create_task(died(), name="watch") for died in self.watch]
-                stage("first weight sync")
-                weights = await self.trainer.publish(self.canary)
-                await self._unless_leaving(self._update_engine(weights))
-                if self.validate_first:
-                    stage("first validation")
-                    await self._validate(self._trained)
-                self._meter.begin()
-                sync = tasks.create_task(self._sync(), name="sync")
-                background = [
-                    tasks.create_task(self._collect(), name="collect"),
-                    sync,
-                    tasks.create_task(self._write(), name="write"),
-                    tasks.create_task(self._stop_in_time(), name="time limit"),
-                    *watches,
-                ]
-                await self._train()
-                await self._synced()
-                last = self.buffer.num_steps
-                held = self.buffer.version == last
-                if self._leaving:
-                    sync.cancel()
-                    self._forget_engine()
-                await self._save_at_the_end()
-                for task in background:
-                    task.cancel()
-        complete = held and (self._measured == last or not self._is_due(last))
+            try:
+                await self._run()
+            except ExceptionGroup as group:
+                await self._keep_work(root_cause(group), began)
+                raise
+            finally:
+                await cancel([task for task in (self._training, self._writing) if task is not None])
+        last = self.buffer.num_steps
+        complete = self.buffer.version == last and (self._measured == last or not self._is_due(last))
         return "finished" if complete else self._stopping
+
+    async def _run(self) -> None:
+        self._measured = -1 if self.validate_first else self._trained
+        async with asyncio.TaskGroup() as tasks:
+            watches = [tasks.create_task(died(), name="watch") for died in self.watch]
+            stage("first weight sync")
+            weights = await self.trainer.publish(self.canary)
+            await self._unless_leaving(self._update_engine(weights))
+            if self.validate_first:
+                stage("first validation")
+                await self._validate(self._trained)
+            self._meter.begin()
+            background = [
+                tasks.create_task(self._collect(), name="collect"),
+                tasks.create_task(self._sync(), name="sync"),
+                tasks.create_task(self._write(), name="write"),
+                tasks.create_task(self._stop_in_time(), name="time limit"),
+                *watches,
+            ]
+            self._training = asyncio.create_task(self._train(), name="train")
+            try:
+                await asyncio.shield(self._training)
+            except asyncio.CancelledError:  # another part has failed
+                self._failing = True
+                self.stop("failed")
+                raise
+            if self._trained == self.buffer.num_steps > self._measured:
+                stage("last validation")
+                await self._unless_leaving(self._measure(self._trained))
+            stage("end")
+            for task in background:
+                task.cancel()
 
     async def _place_carried(self) -> frozenset[int]:
         """Put the groups of a checkpoint into the data plane; return their slots."""
@@ -271,11 +306,6 @@ class Pipeline:
                 raise
         finally:
             self._droppable.discard(task)
-
-    def _forget_engine(self) -> None:
-        """Let the buffer be at the trainer's version, as it is when the run is resumed."""
-        while self.buffer.version < self.buffer.step:
-            self.buffer.advance()
 
     async def _stop_in_time(self) -> None:
         """Stop when a step, a weight sync and a checkpoint would take what is left of the time limit."""
@@ -352,6 +382,7 @@ class Pipeline:
         self.observe_attempt(prompt.environment, rollouts, slot.attempts)
         finished = (*slot.partial_rollouts, *(rollout for rollout in rollouts if rollout.error is None))
         if len(finished) == self.group_size:
+            await self._confirmed(finished)
             group = Group(
                 prompt=prompt,
                 rollouts=finished,
@@ -367,6 +398,17 @@ class Pipeline:
         kept = () if self.environments[prompt.environment].needs_group else finished  # compared: all or none
         self._fail(slot, prompt, kept, next(rollout for rollout in rollouts if rollout.error is not None))
         self._changes.notify()
+
+    async def _confirmed(self, rollouts: Sequence[Rollout]) -> None:
+        """Wait until the canary agrees with all weights that sampled these rollouts.
+
+        Until then their group is in flight, so that a checkpoint holds only what good weights have sampled.
+        """
+        newest = sampled_versions(rollouts).max(initial=0)
+        if self.buffer.version < newest <= self._trained:  # a version that was never published is an error
+            await self._when(
+                lambda: True if newest <= self.buffer.version else None, "the canary", patience=None
+            )
 
     def _fail(self, slot: Slot[Prompt], prompt: Prompt, kept: Sequence[Rollout], first: Rollout) -> None:
         """Offer the prompt again, or skip it; ``first`` is the first of its unscored rollouts."""
@@ -412,22 +454,14 @@ class Pipeline:
             groups = await self._when(self._take, "ready groups", patience=self.schedule.stall)
             if not groups:
                 break
-            stage("wait for the canary")
-            await self._confirmed(groups)
             await self._train_step(groups, started)
-
-    async def _save_at_the_end(self) -> None:
-        """Save the last version, and validate it if that is due and all steps are trained."""
+        await self._synced()
         await self._save(self._trained)
         stage("wait for the checkpoint")
         await self._saved()
-        if self._trained == self.buffer.num_steps > self._measured:
-            stage("last validation")
-            await self._unless_leaving(self._measure(self._trained))
-        stage("end")
 
     def _take(self) -> list[Group] | None:
-        """Return the next groups with their advantages, ``[]`` when stopping, None if they are not ready."""
+        """Return the next groups with their advantages, ``[]`` at an end, None if they are not ready."""
         groups = [] if self._stopping else self.buffer.take()
         if groups:
             step = self.buffer.step - 1
@@ -435,11 +469,6 @@ class Pipeline:
             groups = with_advantages(groups, self.advantages, shaping=self.shaping, all_rows=self.all_rows)
             self.emit(GroupsReady(step=step, groups=tuple(groups)))
         return groups
-
-    async def _confirmed(self, groups: Sequence[Group]) -> None:
-        """Wait until the canary agrees with all weights that sampled these groups."""
-        newest = sampled_versions(each for group in groups for each in group.rollouts).max(initial=0)
-        await self._when(lambda: True if newest <= self.buffer.version else None, "the canary", patience=None)
 
     async def _train_step(self, groups: Sequence[Group], started: float) -> None:
         step = self._trained
@@ -455,38 +484,56 @@ class Pipeline:
             parts = _parts_of_step(result, began, self._meter.now())
             self._trained = result.version
             await self._synced()  # the engine may still be reading what was published before
-            if not self._leaving:
-                await self._publish(step)
-        stage("account")
-        self.observe(groups)
-        spans = taken()
-        metrics = task_metrics(groups, step=step) | times(spans)
-        metrics["rows"] = float(len(batch.rows))
-        metrics |= {f"masked/{task}": float(count) for task, count in batch.masked.items()}
-        metrics |= shaped_rewards(self.shaping(groups)) if self.shaping is not None else {}
-        metrics |= self.dynamic.read() if self.dynamic is not None else {}
-        metrics |= result.metrics
-        metrics |= self._meter.read(self.buffer.statistics(), trained=result.metrics, waited=waited)
-        metrics |= self.readings()
-        self.emit(StepEnded(step=self._trained, metrics=metrics, digest=result.digest))
-        if spans:  # somebody takes the timeline down
-            self.emit(TimelineExtended(step=self._trained, spans=(*spans, *parts), now=self._meter.now()))
-        for name, message in left_out(groups).items():
-            self.emit(WarningRaised(step=self._trained, cause=name, message=message))
+            try:
+                await self._publish(step + 1)
+            finally:  # the step is done, whatever becomes of its weights
+                metrics = self._account(groups, batch, result, parts, waited)
         self._check_health(metrics, carried=any(group.slot in self._carried for group in groups))
         if self._save_is_due():
             await self._synced()
             if not self._leaving:
                 await self._save(self._trained)
 
-    async def _publish(self, step: int) -> None:
+    async def _publish(self, version: int) -> None:
+        """Publish the trainer's weights, unless the run leaves: then nobody reads them any more."""
+        if self._leaving:
+            return
         stage("publish")
         with during("trainer", "publish"):
             weights = await self.trainer.publish(self.canary)
-        if weights.version != step + 1:
-            raise GrpoError(f"the trainer published version {weights.version} after step {step}")
+        if weights.version != version:
+            raise GrpoError(f"the trainer published version {weights.version} after step {version - 1}")
         self._published = weights
         self._changes.notify()
+
+    def _account(
+        self,
+        groups: Sequence[Group],
+        batch: Batch,
+        result: StepResult,
+        parts: Sequence[Span],
+        waited: float,
+    ) -> dict[str, float]:
+        """Let the sampler and the trackers know of a step that the trainer has made; return its metrics."""
+        stage("account")
+        spans = taken()
+        metrics = task_metrics(groups, step=batch.step) | times(spans)
+        metrics["rows"] = float(len(batch.rows))
+        metrics |= {f"masked/{task}": float(count) for task, count in batch.masked.items()}
+        metrics |= shaped_rewards(self.shaping(groups)) if self.shaping is not None else {}
+        metrics |= self.dynamic.read() if self.dynamic is not None else {}
+        metrics |= result.metrics
+        metrics |= self._meter.read(self.buffer.statistics(), trained=result.metrics, waited=waited)
+        try:  # these are of plugins
+            self.observe(groups)
+            metrics |= self.readings()
+        finally:
+            self.emit(StepEnded(step=self._trained, metrics=metrics, digest=result.digest))
+        if spans:  # somebody takes the timeline down
+            self.emit(TimelineExtended(step=self._trained, spans=(*spans, *parts), now=self._meter.now()))
+        for name, message in left_out(groups).items():
+            self.emit(WarningRaised(step=self._trained, cause=name, message=message))
+        return metrics
 
     def _check_health(self, metrics: Mapping[str, float], *, carried: bool) -> None:
         """Warn about metrics beyond their soft limit; raise TrainerError beyond the hard limit.
@@ -519,32 +566,88 @@ class Pipeline:
         last = self._stopping or self._trained >= self.buffer.num_steps  # saved when the loop has ended
         return bool(every) and self._trained % every == 0 and not last
 
-    async def _save(self, version: int) -> None:
-        """Take a cut once the one before is written; return when training may go on."""
-        if self.save is not None:
-            stage("wait for the checkpoint")
-            await self._saved()
-            stage("cut of the checkpoint")
-            self.emit(Saving(step=version))
-            with self._timed("cut"):
-                written = await self.save(version)
-            self._taken = (version, written)
-            self._changes.notify()
+    async def _save(self, version: int, failure: Failure | None = None) -> None:
+        """Take a cut once the one before is written; return when training may go on.
+
+        Raises TrainerError if a step was begun and is not finished: the trainer may hold a part of it.
+        """
+        if self.save is None:
+            return
+        stage("wait for the checkpoint")
+        await self._saved()
+        if self._failing and failure is None:  # ``_keep_work`` saves, and says why
+            return
+        stage("cut of the checkpoint")
+        if self.buffer.step > version:
+            raise TrainerError(f"the trainer may hold a part of step {self.buffer.step}, which failed")
+        reason = failure.error if failure is not None else self._stopping if self._leaving else ""
+        self.emit(Saving(step=version, reason=reason))
+        with self._timed("cut"):
+            written = await self.save(version, failure)
+        self._writing = asyncio.create_task(self._complete(version, written), name="write")
+        self._changes.notify()
 
     async def _saved(self) -> None:
-        await self._when(lambda: True if self._taken is None else None, "the checkpoint", patience=None)
+        if self._writing is not None:
+            await asyncio.shield(self._writing)
 
     # ------------------------------------------------------------------------------ write
 
     async def _write(self) -> None:
+        """Raise the error of a checkpoint that cannot be written while training goes on."""
         while True:
-            version, written = await self._when(lambda: self._taken, "a cut", patience=None)
-            with self._timed("save"), during("checkpoint", "write"):
-                await self.flush()
-                directory = await written()
-            self.emit(Saved(step=version, directory=str(directory)))
-            self._taken = None
-            self._changes.notify()
+            writing = await self._when(lambda: self._writing, "a cut", patience=None)
+            await asyncio.shield(writing)
+            if self._writing is writing:  # no other cut was taken at once
+                self._writing = None
+
+    async def _complete(self, version: int, written: Written) -> None:
+        """Write a checkpoint whose cut was taken."""
+        with self._timed("save"), during("checkpoint", "write"):
+            await self.flush()
+            directory = await written()
+        self._kept = version
+        self.emit(Saved(step=version, directory=str(directory)))
+
+    # ------------------------------------------------------------------------------ an end by an error
+
+    async def _keep_work(self, error: BaseException, began: int) -> None:
+        """Save the newest finished step of a run that an error ends; a note of the error says how that went.
+
+        What goes wrong here does not hide the error.  ``began`` is the step that the run began with.
+        """
+        if self._training is None or self.save is None:
+            return
+        failure = Failure(error=shortened(describe(error)), proved=self.buffer.version)
+        seconds, why = self.schedule.ending, ""
+        try:
+            async with deadline(seconds, lambda: DeadlineExceeded(f"that has taken more than {seconds:g} s")):
+                await self._save_newest(failure)
+        except asyncio.CancelledError:
+            why = "that was interrupted"
+        except Exception as second:
+            why = one_line(second)
+        if self._trained > began:
+            error.add_note(self._told_of_work(why))
+
+    async def _save_newest(self, failure: Failure) -> None:
+        """Save the newest finished step, once a step that runs is finished and a cut before it is written."""
+        assert self._training is not None
+        await asyncio.gather(self._training, return_exceptions=True)
+        if self._writing is not None:
+            await asyncio.gather(self._writing, return_exceptions=True)
+            self._writing = None
+        if self._kept < self._trained:
+            await self._save(self._trained, failure)
+            await self._saved()
+
+    def _told_of_work(self, why: str) -> str:
+        """Say which steps a run that an error ends has saved, or ``why`` some are lost."""
+        last, kept = self._trained, self._kept
+        if kept == last:
+            return f"step {last}, the newest that was finished, is saved"
+        lost = f"step {last} is lost" if kept == last - 1 else f"steps {kept + 1} to {last} are lost"
+        return f"{lost}, since step {last} could not be saved: {why}"
 
     # ------------------------------------------------------------------------------ sync
 

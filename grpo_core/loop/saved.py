@@ -124,6 +124,13 @@ class SavedOpinion(TypedDict):
     evidence: dict[str, SavedEvidence]
 
 
+class SavedFailure(TypedDict):
+    """A ``Failure``."""
+
+    error: str
+    proved: Count
+
+
 class SavedPipeline(TypedDict):
     """``pipeline.json``."""
 
@@ -136,6 +143,7 @@ class SavedPipeline(TypedDict):
     measured: NotRequired[int]
     goal: NotRequired[dict[str, float]]
     second_opinion: NotRequired[SavedOpinion]
+    failure: NotRequired[SavedFailure]
     run: NotRequired[SavedRun]
 
 
