@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 
 import pytest
 import torch
@@ -27,7 +28,9 @@ from grpo_core.events import GroupsReady, Saved, Saving, StepEnded, Synced
 from grpo_core.loop import checkpoint
 from grpo_core.loop.endings import Goal
 from grpo_core.loop.health import Limits
+from grpo_core.protocols import Tracker
 from grpo_core.records import Canary, Completion, StepResult, Weights
+from grpo_core.reporting.trackers import Trackers
 from grpo_core.testing import FakeEngine, FakeTrainer, run
 from grpo_core.versions import Interval
 
@@ -267,6 +270,66 @@ def test_what_weights_sampled_that_the_canary_disproves_is_generated_again():
     assert not {slot.id for slot, _ in buffer["ready"]} & set(map(int, told))
     assert {slot.id for slot in buffer["retrying"]} >= set(map(int, told))
     assert goes_on(run_, max_staleness=3) == list(range(48))
+
+
+class Needed(Tracker):
+    """A tracker that the run needs, and that fails at a step."""
+
+    required = True
+
+    def __init__(self, fails=False, hangs=None):
+        self.fails, self.hangs, self.steps = fails, hangs, []
+
+    def metrics(self, step, values):
+        if self.fails and step >= AT:
+            if self.hangs is not None:
+                self.hangs.wait()
+            raise OSError(28, "No space left on device")
+        self.steps.append(step)
+
+
+def tracked(run_, **trackers):
+    """Play a run with trackers; return the notes of the error that ends it."""
+
+    async def story():
+        running = Trackers(trackers)
+        run_.pipeline.emit, run_.pipeline.flush = running.emit, running.flush
+        run_.pipeline.watch = [running.watch]
+        try:
+            with pytest.raises(TrackingError, match="tracker 'bad'") as caught:
+                await run_.pipeline.run()
+        finally:
+            await running.close()
+        return getattr(caught.value, "__notes__", [])
+
+    return asyncio.run(story())
+
+
+def quick(**changes):
+    engine = FakeEngine(latency=lambda rng: rng.uniform(0.0, 0.01), update_seconds=0.0)
+    return saving(engine=engine, trainer=FakeTrainer(seconds=0.01), steps=500, **changes)
+
+
+def test_a_tracker_that_fails_costs_no_step_and_the_others_have_all_events():
+    run_, good = quick(), Needed()
+    (note,) = tracked(run_, bad=Needed(fails=True), good=good)
+    ((version, *_),) = run_.saved
+    assert note == f"step {version}, the newest that was finished, is saved"
+    assert good.steps == list(range(1, version + 1))
+
+
+def test_a_tracker_that_hangs_is_waited_for_once_and_costs_no_step(monkeypatch):
+    monkeypatch.setattr("grpo_core.reporting.trackers.REQUIRED_PATIENCE", 0.3)
+    monkeypatch.setattr("grpo_core.reporting.trackers.PATIENCE", 0.1)
+    monkeypatch.setattr("grpo_core.reporting.trackers.BACKLOG", 50)
+    run_, good, end = quick(), Needed(), threading.Event()
+    try:
+        (note,) = tracked(run_, bad=Needed(fails=True, hangs=end), good=good)
+    finally:
+        end.set()
+    ((version, *_),) = run_.saved
+    assert note == f"step {version}, the newest that was finished, is saved"
+    assert good.steps == list(range(1, version + 1))
 
 
 # ---------------------------------------------------------------------------------- what cannot be saved

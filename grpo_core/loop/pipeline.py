@@ -38,6 +38,7 @@ from grpo_core.aio import UNLIMITED, Changes, Slots, cancel, deadline, gather, r
 from grpo_core.errors import (
     DeadlineExceeded,
     GrpoError,
+    TrackingError,
     TrainerError,
     WeightSyncError,
     describe,
@@ -584,7 +585,8 @@ class Pipeline:
         self.emit(Saving(step=version, reason=reason))
         with self._timed("cut"):
             written = await self.save(version, failure)
-        self._writing = asyncio.create_task(self._complete(version, written), name="write")
+        work = self._complete(version, written, fails=failure is not None)
+        self._writing = asyncio.create_task(work, name="write")
         self._changes.notify()
 
     async def _saved(self) -> None:
@@ -601,10 +603,11 @@ class Pipeline:
             if self._writing is writing:  # no other cut was taken at once
                 self._writing = None
 
-    async def _complete(self, version: int, written: Written) -> None:
-        """Write a checkpoint whose cut was taken."""
+    async def _complete(self, version: int, written: Written, *, fails: bool) -> None:
+        """Write a checkpoint whose cut was taken; a run that ``fails`` may have lost a tracker."""
         with self._timed("save"), during("checkpoint", "write"):
-            await self.flush()
+            with contextlib.suppress(TrackingError) if fails else contextlib.nullcontext():
+                await self.flush()
             directory = await written()
         self._kept = version
         self.emit(Saved(step=version, directory=str(directory)))
