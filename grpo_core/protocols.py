@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, runtime_check
 
 from attrs import field, frozen
 
+from grpo_core.messages import without_nulls
 from grpo_core.records import (
     AgentClient,
     AgentRollout,
@@ -63,8 +64,9 @@ class Tool:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The tool as chat templates take it."""
-        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        """The tool as chat templates take it, without the keys that a table has filled with null."""
+        parameters = without_nulls(dict(self.parameters), but=("default", "const"))
+        function = {"name": self.name, "description": self.description, "parameters": parameters}
         return {"type": "function", "function": function}
 
 

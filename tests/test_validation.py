@@ -103,6 +103,22 @@ def test_a_strategy_may_take_any_number_of_sets_of_rollouts_that_each_keep_the_d
     assert validated(Patient(), FakeEnvironment(right), engine=slow, deadline=60.0)["task"]["accuracy"] == 1.0
 
 
+def test_a_strategy_may_play_prompts_of_its_own_which_are_read_as_all_others():
+    class Asks:
+        def __init__(self, content):
+            said = [{"role": "user", "content": content}]
+            self.prompt = Prompt(messages=said, answer="7", id="own", environment="task")
+
+        async def validate(self, context):
+            (rollout,) = await context.rollout([self.prompt])
+            return {"task": {"accuracy": rollout.reward}}
+
+    parts = [{"type": "text", "text": "7"}, {"type": "text", "text": "="}]
+    assert validated(Asks(parts), FakeEnvironment(right))["task"]["accuracy"] == 1.0
+    with pytest.raises(PluginError, match=r"prompt 'own': message 1 \(user\): its content is 7"):
+        validated(Asks(7), FakeEnvironment(right))
+
+
 # ---------------------------------------------------------------------------------- calls of the environment
 
 

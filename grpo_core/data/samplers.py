@@ -13,30 +13,16 @@ import math
 import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NotRequired, TypedDict, get_args
+from typing import Any, Literal, get_args
 
 from attrs import define, field
 
-from grpo_core.data.quotas import Quotas, SavedQuotas
-from grpo_core.errors import (
-    CheckpointError,
-    ConfigError,
-    GrpoError,
-    PluginError,
-    describe,
-    did_you_mean,
-)
+from grpo_core.data.quotas import Quotas
+from grpo_core.errors import CheckpointError, ConfigError, GrpoError, PluginError, did_you_mean
 from grpo_core.events import PromptsPassedOver
+from grpo_core.messages import readable
 from grpo_core.protocols import Loader, Sampler
 from grpo_core.records import Group, Prompt, SampleRequest
-from grpo_core.typed import Count, checked
-
-
-class SavedDraws(TypedDict):
-    """The state of a ``TaskSampler``, which may have more keys."""
-
-    drawn: Count
-    quotas: NotRequired[SavedQuotas]
 
 
 class TaskSampler:
@@ -64,7 +50,7 @@ class TaskSampler:
         return {"drawn": self.drawn}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.drawn = checked(state, SavedDraws)["drawn"]
+        self.drawn = state["drawn"]
 
     def known(self, given: Iterable[str], tasks: Sequence[str], to_do: str) -> None:
         """Raise ConfigError for an unknown task."""
@@ -250,16 +236,20 @@ class PromptStream:
         self.passed_over += [event for loader in self._watched.values() for event in loader.told(self.name)]
         lost = _ids(prompt for loader in self._watched.values() for prompt in loader.taken) - _ids(prompts)
         if lost:
-            (task, id), *more = lost
+            (task, name), *more = lost
             others = f" and {len(more)} others" if more else ""
             raise PluginError(
-                f"sampler {self.name!r} took prompt {id!r} of task {task!r}{others} from a loader and did "
+                f"sampler {self.name!r} took prompt {name!r} of task {task!r}{others} from a loader and did "
                 "not return it; take exactly as many as are returned, or the rest is never trained"
             )
         if not self._drawn:
             self._drawn = True
             self.state_dict()  # a state that cannot be saved is an error now, and not at the first checkpoint
-        return prompts
+        known = {id(prompt) for loader in self._watched.values() for prompt in loader.taken}
+        return [
+            prompt if id(prompt) in known else readable(prompt, f"sampler {self.name!r}")
+            for prompt in prompts
+        ]
 
     def observe(self, groups: Sequence[Group]) -> None:
         """Pass finished groups to the sampler, if it observes them."""
@@ -377,7 +367,7 @@ def load_plugin_state(part: Any, who: str, state: Any) -> None:
         raise
     except Exception as error:
         raise CheckpointError(
-            f"{who} cannot continue from its state in the checkpoint (pipeline.json): {describe(error)}"
+            f"{who} cannot continue from its state in the checkpoint: {type(error).__name__}: {error}"
         ) from error
 
 

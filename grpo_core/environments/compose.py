@@ -89,7 +89,7 @@ class Compose:
         rounds = [math.ceil((self.concurrency or 0) / (part.limit or math.inf)) or 1 for part in self._parts]
         deadlines = [getattr(each, "deadline", None) for each in environments]
         self.deadline = (
-            sum(turns * (each or DEADLINE) for turns, each in zip(rounds, deadlines, strict=True))
+            sum(turns * (each or DEADLINE) for turns, each in zip(rounds, deadlines))
             if any(deadlines) or max(rounds) > 1
             else None
         )
@@ -177,9 +177,9 @@ class Compose:
         answers = [self._asked(part, [episodes[i] for i in places]) for part, places in questions]
         if self._is_async:
             waiting = {i: answer for i, answer in enumerate(answers) if inspect.isawaitable(answer)}
-            for i, answer in zip(waiting, await asyncio.gather(*waiting.values()), strict=True):
+            for i, answer in zip(waiting, await asyncio.gather(*waiting.values())):
                 answers[i] = answer
-        for (part, places), answer in zip(questions, answers, strict=True):
+        for (part, places), answer in zip(questions, answers):
             _keep(found, part, places, answer)
 
     def _asked(self, part: Part, episodes: list[Episode]) -> Any:
@@ -195,7 +195,8 @@ class Compose:
 
         async def one(unit: list[Episode]) -> list[Feedback]:
             async with gate:
-                return as_feedback(await part.environment.evaluate(unit), len(unit), who)
+                answer = await part.environment.evaluate(unit)
+                return as_feedback(answer, len(unit), who, ids=[each.prompt.id for each in unit])
 
         whole_groups = bool(getattr(part.environment, "needs_group", False))
         found = await asyncio.gather(*map(one, units(episodes, whole_groups=whole_groups)))
@@ -222,9 +223,6 @@ class Compose:
             own,
             reward=reward,
             metrics=self._metrics(found),
-            left_out={
-                f"{part}_{name}": text for part, each in found.items() for name, text in each.left_out.items()
-            },
             train=all(feedback.train for feedback in found.values()),
         )
 
@@ -242,7 +240,7 @@ class Compose:
 
 def _keep(found: list[dict[str, Feedback]], part: Part, places: Sequence[int], answer: Any) -> None:
     feedback = as_feedback(answer, len(places), _who(part))
-    for place, each in zip(places, feedback, strict=True):
+    for place, each in zip(places, feedback):
         found[place][part.name] = each
 
 

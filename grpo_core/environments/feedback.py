@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
 
-from grpo_core.errors import PluginError, describe, shortened, shown
+from grpo_core.errors import PluginError, shortened
+from grpo_core.messages import MessageError, check_turn, normalised
 from grpo_core.records import Feedback
-from grpo_core.unicode import DEEPEST, well_formed
+from grpo_core.unicode import well_formed
 
-LARGEST = 1e300
-"""Rewards and metrics of this magnitude or more are none: sums and squares of them would overflow."""
+LARGEST_REWARD = 1e300
+"""Rewards of this magnitude or more are refused: their squares would overflow in an advantage."""
 
 
 def as_feedback(
-    results: Any, expected: int, who: str, method: str = "evaluate", *, mask: Callable[[str], str] = str
+    results: Any,
+    expected: int,
+    who: str,
+    method: str = "evaluate",
+    *,
+    mask: Callable[[str], str] = str,
+    ids: Sequence[str] = (),
 ) -> list[Feedback]:
-    """Convert the results of ``evaluate`` to feedback; ``mask`` hides secrets in errors.
+    """Convert the results of ``evaluate`` to feedback.
 
-    Raises PluginError unless there is one float, Feedback or None for each episode.  A reward that is not a
-    finite number makes only its own episode unscored; a metric that is none is left out, and changes nothing
-    else.  Texts become such as UTF-8 can write.
+    Args:
+        mask: hides secrets in errors.
+        ids: of the prompts, for errors.
+
+    Raises PluginError unless there is one float, Feedback or None for each episode.  A reward or a metric
+    that is not a finite number makes only its own episode unscored.  Texts become such as UTF-8 can write.
     """
     if isinstance(results, (str, bytes, Mapping)) or not isinstance(results, Iterable):
         raise PluginError(
@@ -32,7 +42,21 @@ def as_feedback(
     results = list(results)
     if len(results) != expected:
         raise PluginError(f"{who}: {method} returned {len(results)} results for {expected} episodes")
-    return [_feedback(result, who, method, mask) for result in results]
+    places = [f"{who}: {method} of prompt {id!r}" for id in ids] or [f"{who}: {method}"] * expected
+    return [_feedback(_readable(result, place), who, method, mask) for result, place in zip(results, places)]
+
+
+def _readable(result: Any, place: str) -> Any:
+    """Return a result whose messages are in the form that models read.  Raises PluginError."""
+    if not isinstance(result, Feedback) or not result.messages:
+        return result
+    try:
+        messages = normalised(result.messages)
+        if not result.done:
+            check_turn(messages)
+    except MessageError as error:
+        raise PluginError(f"{place} returned messages that no model reads: {error}") from None
+    return attrs.evolve(result, messages=messages)
 
 
 def _feedback(result: Any, who: str, method: str, mask: Callable[[str], str]) -> Feedback:
@@ -40,115 +64,54 @@ def _feedback(result: Any, who: str, method: str, mask: Callable[[str], str]) ->
         return Feedback()
     if not isinstance(result, Feedback):
         return Feedback(**_reward(result, who, method))
-    if not all(is_message(message) for message in result.messages):
-        raise PluginError(
-            f"{who}: {method} returned messages {shown(result.messages)}, expected role and content"
-        )
-    if found := not_json(result.messages):
-        raise PluginError(f"{who}: {method} returned a message with {found}, expected values that JSON has")
-    metrics, left_out = _metrics(result.metrics, mask)
+    given: Any = result.metrics
+    if not isinstance(given, Mapping):
+        kind = type(given).__name__
+        raise PluginError(f"{who}: {method} returned metrics as {kind}, expected names with their numbers")
+    metrics = {
+        well_formed(str(name)): _number(value, f"metric {name!r}", who, method)
+        for name, value in given.items()
+    }
     reward = {} if result.reward is None else _reward(result.reward, who, method)
+    if bad := {name: value for name, value in metrics.items() if not math.isfinite(value)}:
+        name, value = next(iter(bad.items()))
+        reward = {"reward": None, "error": f"{who}: the metric {name!r} is {value}, expected a finite number"}
     if result.error is not None:  # an error is never a reward, whatever reward comes with it
-        reward = {"reward": None, "error": shortened(mask(_text(result.error, "an error", who, method)))}
+        reward = {"reward": None, "error": shortened(mask(well_formed(str(result.error))))}
     elif reward.get("error"):
         reward |= {"done": True, "messages": ()}
     messages = tuple(map(well_formed, result.messages))
-    answer = None if result.answer is None else _text(result.answer, "an answer", who, method)
+    answer = None if result.answer is None else well_formed(result.answer)
     known = {
         "metrics": metrics,
-        "left_out": {**result.left_out, **left_out},
         "messages": messages,
         "answer": answer,
-        "state": _text(result.state, "a state", who, method),
+        "state": well_formed(str(result.state)),
     }
     return attrs.evolve(result, **{**known, **reward})
 
 
-def _metrics(given: Any, mask: Callable[[str], str]) -> tuple[dict[str, float], dict[str, str]]:
-    """Return the metrics that are numbers, and the values of the others as text."""
-    if not isinstance(given, Mapping):
-        return {}, {"metrics": mask(shown(given))}
-    metrics, left_out = {}, {}
-    for key, value in given.items():
-        try:
-            name = well_formed(str(key))
-        except Exception:  # of an object without a text
-            left_out[shown(key)] = "under a name without a text"
-            continue
-        if (number := as_number(value)) is not None:
-            metrics[name] = number
-        else:
-            left_out[name] = well_formed(mask(_said(value)))
-    return metrics, left_out
-
-
-def _said(value: Any) -> str:
-    try:
-        return f"{_float(value)}"
-    except Exception:
-        return shown(value)
-
-
 def _reward(given: Any, who: str, method: str) -> dict[str, Any]:
-    try:
-        reward = _float(given)
-    except Exception:  # a tensor with several values raises RuntimeError
-        said = f"{shown(given)} ({type(given).__name__})"
-        raise PluginError(f"{who}: {method} returned {said}, expected a float, a Feedback or None") from None
-    if (number := as_number(reward)) is not None:
-        return {"reward": number}
+    reward = _number(given, "", who, method)
+    if math.isfinite(reward) and abs(reward) < LARGEST_REWARD:
+        return {"reward": reward}
     return {
         "reward": None,
-        "error": f"reward is {reward}, expected a number between -{LARGEST:g} and {LARGEST:g}",
+        "error": f"reward is {reward}, expected a number between -{LARGEST_REWARD:g} and {LARGEST_REWARD:g}",
     }
 
 
-def as_number(given: Any) -> float | None:
-    """Return a value of a plugin as a finite number; None if it is none.
-
-    Numbers of other libraries are numbers, and so are bools; texts are none.
-    """
+def _number(given: Any, what: str, who: str, method: str) -> float:
     try:
-        number = _float(given)
-    except Exception:  # whatever the conversion of another library raises
-        return None
-    return number if math.isfinite(number) and abs(number) < LARGEST else None
-
-
-def _float(given: Any) -> float:
-    if isinstance(given, (str, bytes)):
-        raise TypeError
-    try:
+        if isinstance(given, (str, bytes)):
+            raise TypeError
         return float(given)
     except OverflowError:
         return math.inf
-
-
-def _text(given: Any, what: str, who: str, method: str) -> str:
-    """Return the text of a value.  Raises PluginError if it has none."""
-    try:
-        text: str = well_formed(given if isinstance(given, str) else str(given))
-    except Exception as error:
-        raise PluginError(f"{who}: {method} returned {what} without a text: {describe(error)}") from None
-    return text
-
-
-def not_json(value: Any, *, deepest: int = DEEPEST) -> str:
-    """Return what in a value JSON does not have, or an empty text: messages are written to files."""
-    if value is None or isinstance(value, (str, bool, int)):
-        return ""
-    if isinstance(value, float):
-        return "" if math.isfinite(value) else f"the number {value}"
-    if isinstance(value, (Mapping, list, tuple)) and not deepest:
-        return f"lists and objects more than {DEEPEST} deep"
-    if isinstance(value, Mapping):
-        names = (f"the key {shown(key)}" for key in value if not isinstance(key, str))
-        parts = (not_json(part, deepest=deepest - 1) for part in value.values())
-        return next(names, "") or next(filter(None, parts), "")
-    if isinstance(value, (list, tuple)):
-        return next(filter(None, (not_json(part, deepest=deepest - 1) for part in value)), "")
-    return f"a value of the type {type(value).__name__}"
-
-
-def is_message(message: Any) -> bool:
-    return isinstance(message, Mapping) and isinstance(message.get("role"), str)
+    except Exception:  # a tensor with several values raises RuntimeError
+        shown, kind = repr(given), type(given).__name__
+        shown = shown if len(shown) <= 200 else f"{shown[:200]}..."
+        told = f"returned {shown} ({kind}), expected a float, a Feedback or None"
+        if what:
+            told = f"returned {what} = {shown} ({kind}), expected a number"
+        raise PluginError(f"{who}: {method} {told}") from None

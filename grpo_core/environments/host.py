@@ -19,12 +19,12 @@ from typing import Any, Literal
 import attrs
 
 from grpo_core import lent
-from grpo_core.agents.apart import played_apart
 from grpo_core.credentials import NOTHING_HIDDEN
 from grpo_core.environments.calls import Begun, Calls, Steps
-from grpo_core.environments.feedback import as_feedback, is_message, not_json
+from grpo_core.environments.feedback import as_feedback
 from grpo_core.environments.tools import Toolbox, message, tools_of
-from grpo_core.errors import GrpoError, PluginError, Unavailable, describe, shown
+from grpo_core.errors import GrpoError, PluginError, Unavailable, describe
+from grpo_core.messages import readable
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.selection import ALL_PLUGINS, PluginSelection
 from grpo_core.processes import Call, Connection
@@ -218,7 +218,7 @@ class EnvironmentHost:
             return None
         made = []
         results = yield from _each(self._environment.from_source, prompts)
-        for prompt, given in zip(prompts, results, strict=True):
+        for prompt, given in zip(prompts, results):
             where = f"{self._who}: from_source of prompt {prompt.id!r}"
             if isinstance(given, BaseException):
                 raise PluginError(f"{where} raised {self._told(given)}") from given
@@ -229,16 +229,9 @@ class EnvironmentHost:
         """Return a reply with a full reward for each prompt, or None where it is not known."""
         solve = getattr(self._environment, "solve", None)
         try:
-            replies = [well_formed(solve(prompt)) for prompt in prompts] if solve else [None] * len(prompts)
+            return [well_formed(solve(prompt)) for prompt in prompts] if solve else [None] * len(prompts)
         except (Exception, SystemExit) as error:
             raise PluginError(f"{self._who}: solve raised {self._told(error)}") from error
-        for reply in replies:
-            if not isinstance(reply, (str, type(None))):
-                raise PluginError(
-                    f"{self._who}: solve returned {shown(reply)} ({type(reply).__name__}), expected text or "
-                    "None"
-                )
-        return replies
 
     # ------------------------------------------------------------------------------ sessions
 
@@ -265,7 +258,7 @@ class EnvironmentHost:
         try:
             values = yield from _each(self._environment.open, [prompt for _, prompt in prompts])
             starts: list[SessionStart] = []
-            for name, value in zip(names, values, strict=True):
+            for name, value in zip(names, values):
                 starts.append((yield from self._opened(name, value)))
             return starts
         finally:
@@ -304,12 +297,10 @@ class EnvironmentHost:
             return SessionStart(error=f"open raised {self._told(value)}")
         try:
             tools = self._toolbox([*getattr(self._environment, "tools", ()), *tools_of(value)])
-        except Exception as error:
+        except PluginError:
             if close := getattr(self._environment, "close", None):
                 _print_errors((yield from _each(close, [value])))
-            if isinstance(error, PluginError):
-                raise
-            return SessionStart(error=f"the tools of the session cannot be read: {self._told(error)}")
+            raise
         self._sessions[name] = Session(value, tools, self._calls.event())
         return SessionStart(tools=tools.schemas)
 
@@ -339,15 +330,14 @@ class EnvironmentHost:
         with _used([] if session is None else [session]):
             value = None if session is None else session.value
             run = self._environment.run(prompt, attrs.evolve(client, session=value))
-            who = f"{self._who}: prompt {prompt.id!r}"
-            (result,) = yield [played_apart(run, client.api_key, who)]
+            (result,) = yield [run]
         if isinstance(result, Exception):
             raise result
         if isinstance(result, BaseException):
             raise GrpoError(f"{self._who}: run raised {self._told(result)}") from result
         if result is None:
             return None
-        return as_feedback([result], 1, self._who, method="run", mask=self._mask)[0]
+        return as_feedback([result], 1, self._who, method="run", mask=self._mask, ids=[prompt.id])[0]
 
     def ping(self) -> None:
         """Do nothing: the answer shows that no call holds up the others."""
@@ -382,13 +372,13 @@ class EnvironmentHost:
     def _answered(self, found: Sequence[Episode | Feedback]) -> Steps[list[Feedback]]:
         tools = not self._runs_agents  # an agent has answered its calls by itself
         calling = [tools and isinstance(e, Episode) and calls_of(e) != () for e in found]
-        judged = [e for e, calls in zip(found, calling, strict=True) if isinstance(e, Episode) and not calls]
-        called = [e for e, calls in zip(found, calling, strict=True) if isinstance(e, Episode) and calls]
+        judged = [e for e, calls in zip(found, calling) if isinstance(e, Episode) and not calls]
+        called = [e for e, calls in zip(found, calling) if isinstance(e, Episode) and calls]
         judgements = iter((yield from self._judged(judged)))
         answers = iter((yield from self._answers(called)))
         return [
             e if isinstance(e, Feedback) else next(answers if calls else judgements)
-            for e, calls in zip(found, calling, strict=True)
+            for e, calls in zip(found, calling)
         ]
 
     def _with_session(self, episode: Episode) -> Episode | Feedback:
@@ -410,7 +400,8 @@ class EnvironmentHost:
             raise results
         if isinstance(results, BaseException):  # sys.exit(), or a library's timeout
             raise GrpoError(f"{self._who}: evaluate raised {self._told(results)}") from results
-        return as_feedback(results, len(episodes), self._who, mask=self._mask)
+        ids = [episode.prompt.id for episode in episodes]
+        return as_feedback(results, len(episodes), self._who, mask=self._mask, ids=ids)
 
     def _told(self, error: BaseException) -> str:
         """Describe an error without secrets."""
@@ -429,8 +420,8 @@ class EnvironmentHost:
             ]
             calls = [calls_of(episodes[i])[place] for i in here]
             boxes = [self._tools if (s := episodes[i].session) is None else s.tools for i in here]
-            results = yield from _each(_run, list(zip(boxes, calls, strict=True)))
-            for i, call, result in zip(here, calls, results, strict=True):
+            results = yield from _each(_run, list(zip(boxes, calls)))
+            for i, call, result in zip(here, calls, results):
                 if isinstance(result, Unavailable):
                     failed[i] = Feedback(error=self._told(result))
                 answers[i].append(message(call, result, self._mask))
@@ -480,16 +471,11 @@ class EnvironmentHost:
     def _complete(self, prompt: Any, id: str, where: str) -> Prompt:
         if not isinstance(prompt, Prompt):
             raise PluginError(f"{where} is {type(prompt).__name__}, expected grpo_core.Prompt")
-        if not prompt.messages or not all(is_message(message) for message in prompt.messages):
-            raise PluginError(
-                f"{where}: messages is {shown(prompt.messages)}, expected text or at least one message "
-                "such as {'role': 'user', 'content': '...'}"
-            )
-        if found := not_json(prompt.messages):
-            raise PluginError(f"{where}: a message has {found}, expected values that JSON has")
-        if found := lone_surrogate([prompt.id, prompt.messages]):
-            raise PluginError(f"{where}: prompt {prompt.id or id!r} {unreadable(found)}")
-        return attrs.evolve(prompt, id=prompt.id or id, environment=self._task)
+        named = attrs.evolve(prompt, id=prompt.id or id, environment=self._task)
+        complete = readable(named, where)
+        if found := lone_surrogate([complete.id, complete.messages]):
+            raise PluginError(f"{where}: prompt {complete.id!r} {unreadable(found)}")
+        return complete
 
 
 @contextlib.contextmanager
@@ -540,7 +526,7 @@ def _each(function: Callable[[Any], Any], items: Sequence[Any]) -> Steps[list[An
     waiting = [i for i, result in enumerate(results) if inspect.isawaitable(result)]
     if waiting:
         awaited = yield [results[i] for i in waiting]
-        for i, result in zip(waiting, awaited, strict=True):
+        for i, result in zip(waiting, awaited):
             results[i] = result
     return results
 

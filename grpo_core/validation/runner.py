@@ -18,6 +18,7 @@ from grpo_core.aio import UNLIMITED, Slots, raising_root_cause
 from grpo_core.errors import DeadlineExceeded, PluginError, WeightSyncError
 from grpo_core.incidents import report
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, cause, derive_seed, play
+from grpo_core.messages import readable
 from grpo_core.protocols import Engine, EnvironmentClient, Renderer, ValidationStrategy
 from grpo_core.records import Group, Prompt, Rollout
 from grpo_core.tokens import sampled_versions
@@ -94,9 +95,9 @@ class Context:
 
         Their seeds are a function of the run's seed, the prompt, and how many rollouts of it were asked for
         before: the same for every version that is measured.  Raises WeightSyncError if a token was sampled
-        by another version.
+        by another version, and PluginError for a prompt that no model could read.
         """
-        measured = [self._requests(prompt, n) for prompt in prompts]
+        measured = [self._requests(readable(prompt, "validation strategy"), n) for prompt in prompts]
         requests = [each for own in measured for each in (*own, *self._companions(own))]
         given: dict[str, Any] = {
             "max_tokens": max_tokens or None,

@@ -16,7 +16,7 @@ class AnthropicMessages:
     def read(self, body: Mapping[str, Any], history: History) -> ChatRequest:
         messages: list[dict[str, Any]] = []
         if system := body.get("system"):
-            messages.append({"role": "system", "content": reading.text(system, "system")})
+            messages.append({"role": "system", "content": system})
         for given in reading.objects(body, "messages"):
             messages += _anthropic_messages(given)
         choice = body.get("tool_choice")
@@ -82,7 +82,7 @@ def _anthropic_messages(given: dict[str, Any]) -> Iterable[dict[str, Any]]:
     if role not in ("user", "assistant", "system"):
         raise BadRequest(f"a message has the role {reading.short(role)}; expected user or assistant")
     if not isinstance(content, list):
-        return [{"role": role, "content": reading.text(content, f"a message of {role}")}]
+        return [{"role": role, "content": content}]
     if not all(isinstance(block, dict) for block in content):
         raise BadRequest(f"a message of {role} has a block that is no object")
     results = [_result(block) for block in content if block.get("type") == "tool_result"]
@@ -93,15 +93,14 @@ def _anthropic_messages(given: dict[str, Any]) -> Iterable[dict[str, Any]]:
     ]
     thoughts = ("thinking", "redacted_thinking")
     rest = [block for block in content if block.get("type") not in ("tool_result", "tool_use", *thoughts)]
-    message: dict[str, Any] = {"role": role, "content": reading.text(rest, f"a message of {role}")}
+    message: dict[str, Any] = {"role": role, "content": rest}
     if calls:
         message["tool_calls"] = calls
     return [*results, *([message] if rest or calls or not results else [])]
 
 
 def _result(block: dict[str, Any]) -> dict[str, Any]:
-    content = reading.text(block.get("content"), "a tool_result")
-    return {"role": "tool", "tool_call_id": str(block.get("tool_use_id") or ""), "content": content}
+    return {"role": "tool", "content": block.get("content"), "tool_call_id": block.get("tool_use_id")}
 
 
 def _blocks(answer: Answer) -> list[dict[str, Any]]:

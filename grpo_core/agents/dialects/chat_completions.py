@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from grpo_core.agents.dialects import openai, reading
-from grpo_core.agents.dialects.requests import Answer, BadRequest, ChatRequest, History
+from grpo_core.agents.dialects.requests import Answer, ChatRequest, History
+from grpo_core.thoughts import THOUGHT_KEYS
 
 
 class ChatCompletions:
@@ -15,7 +16,7 @@ class ChatCompletions:
     def read(self, body: Mapping[str, Any], history: History) -> ChatRequest:
         options = body.get("stream_options")
         tools = [reading.tool(tool.get("function")) for tool in reading.objects(body, "tools")]
-        messages = [chat_message(message) for message in reading.objects(body, "messages")]
+        messages = [message_of(message) for message in reading.objects(body, "messages")]
         return ChatRequest(
             messages=reading.checked(messages),
             tools=() if body.get("tool_choice") == "none" else tuple(tools),
@@ -68,34 +69,19 @@ class ChatCompletions:
         }
 
 
-def chat_message(given: dict[str, Any]) -> dict[str, Any]:
-    role = {"developer": "system", "function": "tool"}.get(str(given.get("role")), given.get("role"))
-    if role not in ("system", "user", "assistant", "tool"):
-        raise BadRequest(f"a message has the role {reading.short(given.get('role'))}; expected system, user, "
-                         "assistant or tool")  # fmt: skip
-    message: dict[str, Any] = {
-        "role": role,
-        "content": reading.text(given.get("content"), f"a message of {role}"),
-    }
-    if role == "assistant":
-        message |= {
-            key: given[key] for key in ("reasoning_content", "reasoning") if isinstance(given.get(key), str)
-        }
-        if calls := [_chat_call(call) for call in reading.objects(given, "tool_calls")]:
-            message["tool_calls"] = calls
-    if role == "tool":
-        message |= {
-            "tool_call_id": str(given.get("tool_call_id") or ""),
-            "name": str(given.get("name") or ""),
-        }
-    return message
+_KEPT: Mapping[str, tuple[str, ...]] = {
+    "assistant": ("tool_calls", "function_call", "reasoning_content", "reasoning"),
+    "tool": ("tool_call_id", "name"),
+    "function": ("name",),
+}
+"""Keys beside role and content that a model may read, by role; clients send others with them."""
 
 
-def _chat_call(call: dict[str, Any]) -> dict[str, Any]:
-    function = call.get("function")
-    if not isinstance(function, dict):
-        raise BadRequest(f"{reading.short(call)} is no call of a function")
-    return reading.call(call.get("id"), function.get("name"), function.get("arguments"))
+def message_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a model may read of a message of OpenAI's."""
+    kept = ("role", "content", *_KEPT.get(str(given.get("role")), ()))
+    message = {key: given[key] for key in kept if given.get(key) is not None}
+    return {key: part for key, part in message.items() if key not in THOUGHT_KEYS or isinstance(part, str)}
 
 
 def _chat_reply(answer: Answer) -> dict[str, Any]:

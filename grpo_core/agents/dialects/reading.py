@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo_core.agents.dialects.requests import BadRequest
-from grpo_core.agents.recorder import parsed
+from grpo_core.messages import MessageError, normalised
 from grpo_core.records import Message
 from grpo_core.unicode import well_formed
 
@@ -28,27 +28,6 @@ def as_object(body: bytes) -> Mapping[str, Any]:
     clean = well_formed(read)
     assert isinstance(clean, dict)
     return clean
-
-
-def text(content: Any, where: str) -> str:
-    """Join the texts of a message's content."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise BadRequest(f"{where}: content is {short(content)}; expected text or a list of parts")
-    return "".join(_part(part, where) for part in content)
-
-
-def _part(part: Any, where: str) -> str:
-    if isinstance(part, str):
-        return part
-    if isinstance(part, dict):
-        for key in ("text", "refusal"):
-            if isinstance(part.get(key), str):
-                return str(part[key])
-    raise BadRequest(f"{where}: {short(part)} is no text; the model reads text alone")
 
 
 def number(body: Mapping[str, Any], *keys: str) -> int | None:
@@ -76,13 +55,7 @@ def objects(body: Mapping[str, Any], key: str) -> list[Any]:
 
 
 def call(id: Any, name: Any, arguments: Any) -> dict[str, Any]:
-    if not isinstance(name, str):
-        raise BadRequest(f"the name of a tool call is {short(name)}; expected text")
-    return {
-        "type": "function",
-        "id": str(id or ""),
-        "function": {"name": name, "arguments": parsed("{}" if arguments in (None, "") else arguments)},
-    }
+    return {"id": id, "function": {"name": name, "arguments": arguments}}
 
 
 def tool(function: Any, schema: str = "parameters") -> dict[str, Any]:
@@ -97,17 +70,6 @@ def tool(function: Any, schema: str = "parameters") -> dict[str, Any]:
             "parameters": function.get(schema) or {"type": "object", "properties": {}},
         },
     }
-
-
-def _named(messages: Sequence[dict[str, Any]]) -> tuple[Message, ...]:
-    """Give each answer of a tool the name of the call that it answers."""
-    names: dict[str, str] = {}
-    for message in messages:
-        for call in message.get("tool_calls") or ():
-            names[call["id"]] = call["function"]["name"]
-        if message["role"] == "tool" and not message.get("name"):
-            message["name"] = names.get(message.get("tool_call_id", ""), "")
-    return tuple(messages)
 
 
 def ignored_fields(body: Mapping[str, Any]) -> tuple[str, ...]:
@@ -149,10 +111,14 @@ def _kind(choice: Any) -> Any:
     return choice.get("type") if isinstance(choice, dict) else choice
 
 
-def checked(messages: Sequence[dict[str, Any]]) -> tuple[Message, ...]:
+def checked(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
+    """Return messages as chat templates know them.  Raises BadRequest."""
     if not messages:
         raise BadRequest("there are no messages")
-    return _named(messages)
+    try:
+        return normalised(messages, sampled=True)
+    except MessageError as error:
+        raise BadRequest(str(error)) from None
 
 
 def short(value: Any) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from grpo_core.agents.dialects import openai, reading
-from grpo_core.agents.dialects.chat_completions import chat_message
+from grpo_core.agents.dialects.chat_completions import message_of
 from grpo_core.agents.dialects.requests import Answer, BadRequest, ChatRequest, History
 
 
@@ -23,7 +23,7 @@ class Responses:
                 )
             messages += [dict(message) for message in earlier if message["role"] != "system"]
         if instructions := body.get("instructions"):
-            messages.insert(0, {"role": "system", "content": reading.text(instructions, "instructions")})
+            messages.insert(0, {"role": "system", "content": instructions})
         given = body.get("input")
         items = (
             [{"role": "user", "content": given}] if isinstance(given, str) else reading.objects(body, "input")
@@ -102,18 +102,17 @@ def _add_item(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
     """Add an item of ``input``; the calls of one reply are one message."""
     kind = item.get("type", "message")
     if kind == "message":
-        message = chat_message(item)
-        if message["role"] == "tool":
+        if item.get("role") in ("tool", "function"):
             raise BadRequest("an item has the role tool; expected function_call_output")
-        messages.append(message)
+        messages.append(message_of(item))
     elif kind == "function_call":
         call = reading.call(item.get("call_id"), item.get("name"), item.get("arguments"))
-        if not messages or messages[-1]["role"] != "assistant":
+        if not messages or messages[-1].get("role") != "assistant":
             messages.append({"role": "assistant", "content": ""})
         messages[-1] = {**messages[-1], "tool_calls": [*(messages[-1].get("tool_calls") or ()), call]}
     elif kind == "function_call_output":
-        content = reading.text(item.get("output"), "a function_call_output")
-        messages.append({"role": "tool", "tool_call_id": str(item.get("call_id") or ""), "content": content})
+        answer = {"role": "tool", "content": item.get("output"), "tool_call_id": item.get("call_id")}
+        messages.append(answer)
     elif kind != "reasoning":  # a reply's own tokens have it
         raise BadRequest(f"an item has the type {reading.short(kind)}; expected message, function_call, "
                          "function_call_output or reasoning")  # fmt: skip
