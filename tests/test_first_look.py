@@ -75,7 +75,7 @@ def letters(template=None, *, eos=True):
     return Renderer(made)
 
 
-def looked(environment, renderer, *, prompts=None, **rollout):
+def looked(environment, renderer, *, prompts=None, held=(), **rollout):
     """The warnings, by cause."""
 
     async def story():
@@ -87,6 +87,7 @@ def looked(environment, renderer, *, prompts=None, **rollout):
             {"sums": pool},
             {"sums": prompts or await pool.prompts("train")},
             renderer,
+            held,
         )
         assert {warning.step for warning in found} <= {3}
         return {warning.cause: warning.message for warning in found}
@@ -146,7 +147,17 @@ def test_rows_without_an_answer_are_counted(tmp_path):
     source = Source("sums", str(tmp_path / "rows.jsonl"), SourceConfig())
     source.open()
     (message,) = looked(Sums(), letters(), prompts=source).values()
-    assert message.startswith("task 'sums': 2 of the 3 rows of its source have no field for the answer")
+    assert message.startswith("task 'sums': 2 of its 3 prompts have no answer to compare a reply with")
+
+
+def test_held_out_prompts_without_an_answer_are_counted():
+    known, unknown = (
+        [Prompt(messages=text, answer=answer, id=text) for text in "ab"] for answer in ("2", None)
+    )
+    for measured in ([known[0], unknown[1]], unknown):
+        told = looked(Sums(), letters(), prompts=known, held=[held_out(measured)])
+        assert list(told) == ["no_answer_held_out/sums"]
+    assert looked(Sums(), letters(), prompts=unknown, held=[held_out(unknown)]) == {}, "it needs none"
 
 
 def test_an_environment_that_cannot_be_asked_is_left_to_the_run():
@@ -154,8 +165,9 @@ def test_an_environment_that_cannot_be_asked_is_left_to_the_run():
 
 
 def held_out(prompts, name="", most=100):
-    config = ValidationConfig(prompts=most)
-    return HeldOut(name=name, config=config, prompts={name or "sums": prompts}, environments={})
+    config, task = ValidationConfig(prompts=most), name or "sums"
+    environments = {task: HostedEnvironment(Sums(), task=task)}
+    return HeldOut(name=name, config=config, prompts={task: prompts}, environments=environments)
 
 
 def asked(*texts):

@@ -63,12 +63,13 @@ def test_a_field_of_answers_that_no_row_has_is_an_error_and_a_missing_answer_is_
     with pytest.raises(ConfigError) as raised:
         source(file(rows), answer="answr").open()
     assert str(raised.value).endswith(
-        "no row has the field 'answr', which source.answer names; the first row has 'prompt', 'gold'"
+        "no row has a value in the field 'answr', which source.answer names; the first row has 'prompt', "
+        "'gold'"
     )
     some = source(file(rows), answer="gold")
     some.open()
-    assert some.without_answer == 1
-    assert pickle.loads(pickle.dumps(some)).without_answer == 1
+    assert some.without_answer == 2, "null is no answer either"
+    assert pickle.loads(pickle.dumps(some)).without_answer == 2
     nobody_asked = source(file(rows))
     assert [prompt.answer for prompt in nobody_asked] == [None] * 3
 
@@ -76,7 +77,7 @@ def test_a_field_of_answers_that_no_row_has_is_an_error_and_a_missing_answer_is_
 def test_a_field_of_ids_that_no_row_has_is_an_error(file):
     rows = [{"prompt": "a", "name": "x"}, {"prompt": "b", "name": "y"}]
     with pytest.raises(
-        ConfigError, match=r"no row has the field 'nme', which source\.id names; the first row"
+        ConfigError, match=r"no row has a value in the field 'nme', which source\.id names; the first row"
     ):
         source(file(rows), id="nme").open()
     assert [prompt.id for prompt in source(file(rows), id="name")] == ["x", "y"]
@@ -107,7 +108,8 @@ def test_splits_belong_to_the_path_that_is_a_data_set(file):
 
 
 def test_messages_stay_messages(file):
-    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes?"}]
+    said = [("user", "hi"), ("assistant", "yes?"), ("user", "no")]
+    messages = [{"role": role, "content": text} for role, text in said]
     (prompt,) = source(file([{"messages": messages}]))
     assert list(prompt.messages) == messages
 
@@ -135,11 +137,11 @@ def test_blank_lines_and_other_line_ends_do_not_count(file):
         ([{"prompt": ""}], "row 1: 'prompt' is '', expected text"),
         (
             [{"messages": [{"role": "user", "content": 3}]}],
-            "row 1: the content of a message is 3, expected text",
+            "row 1: message 1 (user): its content is 3; expected text",
         ),
         (
             [{"messages": [{"role": "user", "content": True}]}],
-            "row 1: the content of a message is True, expected",
+            "row 1: message 1 (user): its content is True; expected",
         ),
         ([{"prompt": "a", "id": 1}, {"prompt": "b", "id": 1}], "row 2: has the id '1', as row 1; ids are"),
     ],

@@ -161,6 +161,11 @@ def _splits(data: Any) -> dict[str, Any]:
     if unknown := [split for split in by_split if split not in SPLITS]:
         raise ConfigError(f"data has {unknown[0]!r}; expected the keys 'train' and 'validation'")
     for split, given in by_split.items():
+        if hasattr(given, "iloc"):  # iterating a DataFrame gives the names of its columns
+            raise ConfigError(
+                f"data[{split!r}] is a {type(given).__name__}; give its rows, as in "
+                "data=frame.to_dict('records')"
+            )
         if not isinstance(given, str | os.PathLike | Iterable):
             raise ConfigError(
                 f"data[{split!r}] is {type(given).__name__}; expected a list of prompts, or a file's path"

@@ -9,7 +9,7 @@ from typing import overload
 from grpo_core.app.lengths import Tools, shown_tools, unplayable
 from grpo_core.config import RolloutConfig
 from grpo_core.data.leakage import digest, leaked, nearly_leaked, text_of
-from grpo_core.data.sources import Source
+from grpo_core.data.sources import Source, missing
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.errors import GrpoError, ModelError
 from grpo_core.events import WarningRaised
@@ -55,9 +55,36 @@ async def first_look(
                 told[f"{cause}/{task}"] = f"task {task!r}: {message}"
         except GrpoError:
             continue
+    told |= _no_answers(prompts, held_out)
     asking = {task: part for task, part in prompts.items() if environments[task].agents is None}
     told |= await _long_prompts(rollout, asking, held_out, renderer, tools)
     return [WarningRaised(step=step, cause=cause, message=message) for cause, message in told.items()]
+
+
+def _no_answers(prompts: Mapping[str, Sequence[Prompt]], held_out: Sequence[HeldOut]) -> dict[str, str]:
+    """Return the messages about prompts without an answer where others of their task have one, by cause."""
+    told = {}
+    answered = {name for name, own in prompts.items() if _without_answer(own) < len(own)}
+    trained = [(f"no_answer/{name}", f"task {name!r}", name, own) for name, own in prompts.items()]
+    measured = [
+        (f"no_answer_held_out/{name}", f"validation of {name!r}", name, own[: part.config.prompts])
+        for part in held_out
+        for name, own in part.prompts.items()
+    ]
+    for cause, what, name, own in (*trained, *measured):
+        without = _without_answer(own)
+        if without and (without < len(own) or name in answered):
+            told[cause] = (
+                f"{what}: {without:,} of its {len(own):,} prompts have no answer to compare a reply with "
+                "(source.answer names the field of a row)"
+            )
+    return told
+
+
+def _without_answer(prompts: Sequence[Prompt]) -> int:
+    if isinstance(prompts, Source):
+        return prompts.without_answer
+    return sum(missing(prompt.answer) for prompt in prompts)
 
 
 async def _long_prompts(
@@ -170,12 +197,6 @@ async def _look(
     tools: dict[str, Tools],
 ) -> AsyncIterator[tuple[str, str]]:
     """Yield cause and message of each warning about a task, and remember its tools."""
-    if isinstance(prompts, Source) and 0 < prompts.without_answer < len(prompts):
-        yield (
-            "no_answer",
-            f"{prompts.without_answer:,} of the {len(prompts):,} rows of its source have no field for the "
-            "answer (source.answer); their answer is None",
-        )
     if isinstance(prompts, Source) and prompts.left_out + prompts.repeated:
         yield (
             "rows_left_out",

@@ -1,8 +1,13 @@
-"""Reads the rows of files and data sets; those of long tables stay on disk."""
+"""Reads the rows of files and data sets; those of long tables stay on disk.
+
+Tables have one type for all rows of a column, so that an object has the keys of all objects, and null for
+those that it never had.  Below its columns, a row has no such keys.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import tempfile
 from array import array
@@ -11,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from grpo_core.errors import ConfigError
+from grpo_core.messages import without_nulls
 
 LINES = (".jsonl", ".ndjson")
 TABLES = (".csv", ".tsv", ".parquet", ".arrow", ".feather", ".ipc")
@@ -97,6 +103,11 @@ class JsonLines:
                 yield end
 
 
+def is_null(value: Any) -> bool:
+    """Return whether a field has no value: null, or NaN, which pandas writes for it."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
 def _is_deep(value: Any) -> bool:
     """Return whether lists and objects are nested more than ``DEEPEST`` deep."""
     level = [value] if isinstance(value, dict | list) else []
@@ -110,6 +121,27 @@ def _is_deep(value: Any) -> bool:
     return bool(level)
 
 
+class _DataSet:
+    """The rows of a data set of ``datasets``."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        return _own_keys(self._rows[index])
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        return map(_own_keys, self._rows)
+
+
+def _own_keys(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row without the keys of its objects that are null."""
+    return {column: without_nulls(value) for column, value in row.items()}
+
+
 class _Table:
     """The rows of a pyarrow table."""
 
@@ -120,13 +152,13 @@ class _Table:
         return int(self._table.num_rows)
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
-        (row,) = self._table.slice(index, 1).to_pylist()
-        return dict(row)
+        (row,) = self._table.slice(index, 1).to_pylist(maps_as_pydicts="lossy")
+        return _own_keys(row)
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         """Yield all rows, of which a part is converted at once: that takes a tenth of the time."""
         for batch in self._table.to_batches(max_chunksize=PART):
-            yield from batch.to_pylist()
+            yield from map(_own_keys, batch.to_pylist(maps_as_pydicts="lossy"))
 
 
 def _table(path: str, suffix: str, who: str) -> Rows:
@@ -232,4 +264,4 @@ def _data_set(path: str, subset: str, split: str, who: str) -> Rows:
         raise ConfigError(
             f"{who} {named}, split {split!r}: cannot be loaded: {type(error).__name__}: {error}"
         ) from error
-    return rows
+    return _DataSet(rows)

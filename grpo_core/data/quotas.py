@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from typing import Any
 
 from attrs import define, field
 
 DIGITS = 6
 """Decimals by which tasks are compared: those that are owed the same are equal in spite of rounding."""
-
-
-class SavedQuotas(TypedDict):
-    """The state of ``Quotas``."""
-
-    owed: dict[str, float]
-    lost: list[tuple[str, int]]
 
 
 @define
@@ -54,12 +47,12 @@ class Quotas:
         self.owed = owed
         return _mixed(counts)
 
-    def state(self) -> SavedQuotas:
+    def state(self) -> dict[str, Any]:
         """Return everything that decides the next requests."""
         return {"owed": self.owed, "lost": self.lost}
 
     @classmethod
-    def of(cls, state: SavedQuotas) -> Quotas:
+    def of(cls, state: Mapping[str, Any]) -> Quotas:
         return cls(owed=dict(state["owed"]), lost=[(task, target) for task, target in state["lost"]])
 
 

@@ -13,15 +13,16 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, overload
+from typing import Any, overload
 
 from grpo_core.config import SourceConfig
-from grpo_core.data.files import Rows, is_file, read
+from grpo_core.data.files import Rows, is_file, is_null, read
 from grpo_core.data.leakage import digest
 from grpo_core.data.loaders import fingerprint
 from grpo_core.data.sizes import size
 from grpo_core.errors import ConfigError
-from grpo_core.records import Prompt
+from grpo_core.messages import MessageError, prompt_messages
+from grpo_core.records import Message, Prompt
 from grpo_core.unicode import lone_surrogate, unreadable
 
 PROMPT_FIELDS = ("prompt", "messages", "question")
@@ -45,7 +46,7 @@ class Source(Sequence[Prompt]):
         self._task, self._path, self._config, self._split = task, path, config, split
         self._rows: Rows | None = None
         self.without_answer = 0
-        """Number of rows without the field of the answer; set by ``open``."""
+        """Number of prompts without an answer; set by ``open``."""
         self.fingerprint = ""
         """Hash of all ids and messages, in order; set by ``open``."""
         self.left_out = self.repeated = 0
@@ -118,17 +119,19 @@ class Source(Sequence[Prompt]):
                 f"task {self._task!r}: source {self._path!r}: source.where = {self._config.where!r} leaves "
                 f"out all of its {len(rows):,} rows"
             )
-        if self.without_answer == len(rows) and answer != SourceConfig().answer:
-            self._refuse_field("answer", answer, rows)
-        if self._config.id != SourceConfig().id and not any(self._config.id in row for row in rows):
-            self._refuse_field("id", self._config.id, rows)
+        if self._answer is None and answer != SourceConfig().answer:
+            self._refuse_empty("answer", answer, rows)
+        if self._config.id != SourceConfig().id:
+            self._refuse_empty("id", self._config.id, rows)
         return found
 
-    def _refuse_field(self, key: str, name: str, rows: Rows) -> NoReturn:
-        raise ConfigError(
-            f"task {self._task!r}: source {self._path!r}: no row has the field {name!r}, which "
-            f"source.{key} names; the first row has {', '.join(map(repr, rows[0]))}"
-        )
+    def _refuse_empty(self, key: str, name: str, rows: Rows) -> None:
+        """Raise ConfigError if no row has a value in a field."""
+        if all(missing(row.get(name)) for row in rows):
+            raise ConfigError(
+                f"task {self._task!r}: source {self._path!r}: no row has a value in the field {name!r}, "
+                f"which source.{key} names; the first row has {', '.join(map(repr, rows[0]))}"
+            )
 
     def _kept_of(self, rows: Rows) -> Iterator[tuple[int, Prompt]]:
         """Yield the prompts that are kept with their places, and count those without an answer."""
@@ -149,7 +152,7 @@ class Source(Sequence[Prompt]):
             self._kept.append(place)
             self.digests.append(found)
             self.sizes.append(size(prompt))
-            self.without_answer += self._answer is None and self._config.answer not in row
+            self.without_answer += missing(prompt.answer)
             yield place, prompt
 
     def _unique(self, rows: Rows, prompts: Iterator[tuple[int, Prompt]]) -> Iterator[Prompt]:
@@ -177,43 +180,47 @@ class Source(Sequence[Prompt]):
         if self._answer is not None:
             answer = self._answer.render(row, place)
         field = "template" if self._template is not None else self._field(given, place)
-        messages = given.pop(field) if self._template is None else self._template.render(row, place)
-        if not _is_prompt(messages):
-            raise ConfigError(
-                f"{self._place(place)}: {field!r} is {messages!r:.80}, expected text or messages such as "
-                "{'role': 'user', 'content': '...'}"
-            )
-        for message in messages if not isinstance(messages, str) else ():
-            if not isinstance(content := message.get("content"), str | list | None):
-                raise ConfigError(
-                    f"{self._place(place)}: the content of a message is {content!r:.80}, expected text"
-                )
-        if config.system:
-            text = messages if not isinstance(messages, str) else [{"role": "user", "content": messages}]
-            messages = [{"role": "system", "content": config.system}, *text]
-        id = given.pop(config.id, None)
-        if found := lone_surrogate([id, messages]):
-            name = str(place) if id is None else str(id)
-            raise ConfigError(f"{self._place(place)}: prompt {name!r} {unreadable(found)}")
+        found = given.pop(field) if self._template is None else self._template.render(row, place)
+        messages = self._messages(found, field, place)
+        named = given.pop(config.id, None)
+        id = str(place) if missing(named) else str(named)
+        if surrogate := lone_surrogate([id, messages]):
+            raise ConfigError(f"{self._place(place)}: prompt {id!r} {unreadable(surrogate)}")
         return Prompt(
             messages=messages,
-            answer=answer,
-            id=str(place) if id is None else str(id),
+            answer=None if is_null(answer) else answer,
+            id=id,
             environment=self._task,
-            info=given,
+            info={name: value for name, value in given.items() if not is_null(value)},
         )
+
+    def _messages(self, given: Any, field: str, place: int) -> tuple[Message, ...]:
+        """Return the messages of a prompt's field.  Raises ConfigError if it is no prompt."""
+        given = given.tolist() if hasattr(given, "tolist") else given  # numpy's, in rows of pandas
+        if not isinstance(given, (str, list, tuple)) or not given:
+            raise ConfigError(
+                f"{self._place(place)}: {field!r} is {given!r:.80}, expected text or messages such as "
+                "{'role': 'user', 'content': '...'}"
+            )
+        messages: tuple[Message, ...] = ({"role": "user", "content": given},)
+        try:
+            messages = messages if isinstance(given, str) else prompt_messages(given)
+        except MessageError as error:
+            raise ConfigError(f"{self._place(place)}: {error}") from None
+        system = self._config.system
+        return ({"role": "system", "content": system}, *messages) if system else messages
 
     def _field(self, given: Mapping[str, Any], place: int) -> str:
         """Return the field of the prompt.  Raises ConfigError if there is none."""
         config = self._config
         wanted = (config.prompt,) if config.prompt else PROMPT_FIELDS
-        field = next((name for name in wanted if name in given), None)
-        if field is None:
+        there = [name for name in wanted if name in given]
+        if not there:
             raise ConfigError(
                 f"{self._place(place)}: has no field {' or '.join(map(repr, wanted))}, only "
                 f"{', '.join(map(repr, given)) or 'nothing'}; source.prompt names the field of the prompt"
             )
-        return field
+        return next((name for name in there if not is_null(given[name])), there[0])
 
     def _place(self, place: int) -> str:
         return f"task {self._task!r}: source {self._path!r}, row {place + 1}"
@@ -231,14 +238,9 @@ def _repeated(hashes: array[int]) -> list[int]:
     return [int(nth) for nth in np.flatnonzero(np.isin(found, twice))] if len(twice) else []
 
 
-def _is_prompt(given: Any) -> bool:
-    if isinstance(given, str):
-        return bool(given)
-    return (
-        isinstance(given, list | tuple)
-        and bool(given)
-        and all(isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in given)
-    )
+def missing(value: Any) -> bool:
+    """Return whether an answer or id is null, or an empty text, as in a table of texts."""
+    return is_null(value) or (isinstance(value, str) and not value)
 
 
 def find_source(task: str, config: SourceConfig, split: str) -> Source | None:

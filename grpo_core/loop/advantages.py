@@ -187,8 +187,7 @@ def gdpo(
 ) -> Scores:
     """Normalise each part of the reward by itself, then their sum (GDPO); see ``grpo_core.advantages.gdpo``.
 
-    The parts are what the environment returns as ``Feedback.metrics``.  A rollout with a part that is no
-    finite number is not trained.
+    The parts are what the environment returns as ``Feedback.metrics``.
 
     Args:
         groups: the groups of a step.
@@ -215,8 +214,8 @@ def gdpo(
 
 
 def _parts(rollout: Rollout, its: Group, weights: Mapping[str, float] | None) -> Mapping[str, float]:
-    if rollout.reward is None or rollout.left_out.keys() & (weights or rollout.left_out).keys():
-        return {}  # a part that is no number is a reward that is missing
+    if rollout.reward is None:
+        return {}
     missing = sorted(set(weights or ()) - set(rollout.metrics))
     if missing or not rollout.metrics:
         raise ValueError(

@@ -69,6 +69,7 @@ class Pass:
             advantages=numbers,
             sequences=places,
             correct=places > 0,
+            staleness=numbers,
             weights=numbers,
         )
 
