@@ -147,6 +147,10 @@ class Player:
                 raise grpo.PluginError(
                     f"inspect: {self._name} is refused: sample {state.sample_id!r} has more than text"
                 )
+            if message.role == "tool" or getattr(message, "tool_calls", None):
+                raise grpo.PluginError(
+                    f"inspect: {self._name} is refused: sample {state.sample_id!r} has calls of tools"
+                )
             told.append({"role": message.role, "content": message.text})
         return told
 

@@ -60,7 +60,9 @@ class Rubric:
         if len(scale) != 2 or not scale[0] < scale[1]:
             raise grpo.ConfigError(f"judge: scale is {list(scale)!r}; expected [lowest, highest]")
         self._rubric, (self._lowest, self._highest) = rubric, scale
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined)
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            undefined=jinja2.StrictUndefined, finalize=_written
+        )
         try:
             self._template = environment.from_string(template)
         except jinja2.TemplateError as error:
@@ -101,6 +103,13 @@ class Rubric:
         if not self._lowest <= score <= self._highest or math.isnan(score):
             return None
         return (score - self._lowest) / (self._highest - self._lowest)
+
+
+def _written(value: Any) -> Any:
+    """Return a value that is written into the message.  Raises ValueError for an answer that there is not."""
+    if value is None:
+        raise ValueError("a value is None; write another text for it, as in {{ answer or 'unknown' }}")
+    return value
 
 
 def _spoken(messages: Sequence[Mapping[str, Any]]) -> str:

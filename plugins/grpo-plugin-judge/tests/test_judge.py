@@ -379,6 +379,9 @@ def test_a_template_is_sandboxed_and_says_what_it_misses():
     environment = Judge(rubric="", model="kind", url="http://127.0.0.1:1/v1", template="{{ nothing }}")
     with pytest.raises(grpo.PluginError, match="'nothing' is undefined"):
         asyncio.run(environment.evaluate([episode("please")]))
+    environment = Judge(rubric="", model="kind", url="http://127.0.0.1:1/v1", template="{{ answer }}")
+    with pytest.raises(grpo.PluginError, match="a value is None; write another text for it"):
+        asyncio.run(environment.evaluate([grpo.Episode(prompt=grpo.Prompt(messages="x"), messages="x")]))
     steals = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
     environment = Judge(rubric="", model="kind", url="http://127.0.0.1:1/v1", template=steals)
     with pytest.raises(grpo.PluginError, match="unsafe"):

@@ -15,7 +15,7 @@ from attrs import define, field
 
 import grpo_core as grpo
 from grpo_plugin_nemo_gym.client import Client, Refused, Session
-from grpo_plugin_nemo_gym.responses import messages_of, response_of, tools_of
+from grpo_plugin_nemo_gym.responses import items_of, messages_of, response_of, tools_of
 
 SPARE = 10.0
 """Seconds of a call beyond those of its requests."""
@@ -113,8 +113,7 @@ class NeMoGym(grpo.Environment):
         if prompt.answer is not None:
             row[self._answer] = prompt.answer
         if "responses_create_params" not in row:
-            items = [{"role": m["role"], "content": m.get("content") or ""} for m in prompt.messages]
-            row = {"responses_create_params": {"input": items}, **row}
+            row = {"responses_create_params": {"input": items_of(prompt.messages)}, **row}
         return _prompt(row, await _begins(self._client, row) if self._steps else "")
 
     def solve(self, prompt: grpo.Prompt) -> str | None:

@@ -8,9 +8,6 @@ from typing import Any
 
 import grpo_core as grpo
 
-ROLES = {"developer": "system"}
-"""Roles of the Responses API that chat templates do not know."""
-
 
 def messages_of(params: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return ``responses_create_params`` as messages.  Raises ConfigError for what is no text."""
@@ -24,21 +21,33 @@ def messages_of(params: Mapping[str, Any]) -> list[dict[str, Any]]:
     if params.get("instructions"):
         messages.append({"role": "system", "content": str(params["instructions"])})
     for item in items:
-        messages += _as_messages(item)
+        _add_item(messages, item)
     return messages
 
 
-def _as_messages(item: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def items_of(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages of a prompt as items."""
+    return [item for number, message in enumerate(messages) for item in _items(message, str(number), "")]
+
+
+def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
+    """Add an item; the calls of one reply are one message."""
     kind = item.get("type") or "message"
     if kind == "message":
-        role = str(item.get("role"))
-        yield {"role": ROLES.get(role, role), "content": _text(item.get("content"))}
+        messages.append({"role": str(item.get("role")), "content": _text(item.get("content"))})
     elif kind == "function_call":
-        function = {"name": item["name"], "arguments": json.loads(item.get("arguments") or "{}")}
-        call = {"id": item.get("call_id", ""), "type": "function", "function": function}
-        yield {"role": "assistant", "content": "", "tool_calls": [call]}
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": ""})
+        calls = messages[-1].setdefault("tool_calls", [])
+        calls.append({"id": item.get("call_id", ""), "type": "function", "function": function})
     elif kind == "function_call_output":
-        yield {"role": "tool", "tool_call_id": item.get("call_id", ""), "content": _text(item.get("output"))}
+        answer = {
+            "role": "tool",
+            "tool_call_id": item.get("call_id", ""),
+            "content": _text(item.get("output")),
+        }
+        messages.append(answer)
     elif kind != "reasoning":  # reasoning of earlier turns is no part of a prompt
         raise grpo.ConfigError(f"nemo_gym: the prompt has an item of the type {kind!r}, which is no text")
 

@@ -308,7 +308,9 @@ def test_any_other_row_of_a_source_becomes_a_row():
     with serving(Server().app) as url, hosted(url, answer="expected_count") as host:
         prompt = of_source(host, grpo.Prompt(messages="Say 7.", answer=7, info={"initial_count": 7}))
         assert prompt.info["row"] == {
-            "responses_create_params": {"input": [{"role": "user", "content": "Say 7."}]},
+            "responses_create_params": {
+                "input": [{"type": "message", "role": "user", "content": "Say 7."}]
+            },
             "initial_count": 7, "expected_count": 7,
         }  # fmt: skip
         assert played(host, prompt, "7")[2].reward == 1.0
@@ -323,11 +325,25 @@ def test_a_prompt_may_have_instructions_history_and_tool_calls():
         {"type": "reasoning", "summary": []},
     ]  # fmt: skip
     messages = messages_of({"instructions": "Short.", "input": items})
-    assert [message["role"] for message in messages] == ["system", "system", "assistant", "tool"]
+    assert [message["role"] for message in messages] == ["system", "developer", "assistant", "tool"]
     assert (messages[0]["content"], messages[1]["content"]) == ("Short.", "Be\nkind.")
-    assert messages[2]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
+    assert messages[2]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1}'}
     output = response_of(messages[2:], {}, id="r", truncated=False, thought="")["output"]
     assert [item["type"] for item in output] == ["function_call", "function_call_output"]
+
+
+def test_calls_in_the_messages_of_a_source_are_items_and_those_of_one_reply_stay_one_message():
+    calls = [{"id": id, "type": "function", "function": {"name": "f", "arguments": {"a": id}}} for id in "12"]
+    said = [
+        {"role": "user", "content": "Go."},
+        {"role": "assistant", "content": "Both.", "tool_calls": calls},
+        *({"role": "tool", "tool_call_id": id, "content": id, "name": "f"} for id in "12"),
+    ]
+    with serving(Server().app) as url, hosted(url) as host:
+        prompt = of_source(host, grpo.Prompt(messages=said, info={"initial_count": 7}))
+    kinds = [item["type"] for item in prompt.info["row"]["responses_create_params"]["input"]]
+    assert kinds == ["message"] * 2 + ["function_call"] * 2 + ["function_call_output"] * 2
+    assert list(prompt.messages) == said
 
 
 def test_a_prompt_with_an_image_is_refused():

@@ -37,6 +37,7 @@ class TRLEnvironment(grpo.Environment):
     ) -> None:
         self._name, self._factory = name, factory
         self._conversational, self._answer = conversational, answer
+        self._columns: dict[str, None] = {}
         self._session = _session_class(probe := factory(), name)
         self.max_turns = max_turns if _tools(type(probe)) else 1
         own = getattr(probe, "get_reward", None)
@@ -81,6 +82,7 @@ class TRLEnvironment(grpo.Environment):
             [_as_row(episode) for episode in episodes],
             conversational=self._conversational,
             answer=self._answer,
+            columns=self._columns,
             environments=environments,
         )
         return combined(self._functions, await asked(self._functions, call), call)

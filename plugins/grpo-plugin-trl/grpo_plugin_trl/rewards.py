@@ -84,13 +84,19 @@ class Call:
         *,
         conversational: bool,
         answer: str,
+        columns: dict[str, None],
         environments: Sequence[Any] | None = None,
     ) -> Call:
-        """Make what TRL's trainer would pass for these episodes."""
+        """Make what TRL's trainer would pass for these episodes.
+
+        Args:
+            columns: columns of earlier calls, to which those of these rows are added: TRL passes every
+                column of a data set, and prompts have no fields that are null.
+        """
         prompts = [_messages(e.prompt.messages) for e in episodes]
         completions = [_messages(e.messages[len(e.prompt.messages) :]) for e in episodes]
         rows = [row_of(e.prompt, answer) for e in episodes]
-        columns = [key for key in rows[0] if key not in NOT_PASSED] if rows else []
+        columns |= dict.fromkeys(key for row in rows for key in row if key not in NOT_PASSED)
         call = cls({}, len(episodes))
         arguments: dict[str, Any] = {
             **{key: [row.get(key) for row in rows] for key in columns},
@@ -170,6 +176,7 @@ class Rewards(grpo.Environment):
     ) -> None:
         self._functions = named(functions)
         self._conversational, self._answer, self._solution = conversational, answer, solution
+        self._columns: dict[str, None] = {}
         self.needs_group = whole_groups
 
     def prompts(self, split: str) -> Sequence[grpo.Prompt]:
@@ -184,7 +191,8 @@ class Rewards(grpo.Environment):
         Raises ConfigError if there is no such column.
         """
         row = row_of(prompt, self._answer)
-        if self._solution and self._solution not in row:
+        self._columns |= dict.fromkeys(key for key in row if key not in NOT_PASSED)
+        if self._solution and self._solution not in {**self._columns, **row}:
             raise grpo.ConfigError(
                 f"trl: solution = {self._solution!r} is no column of the data, which has "
                 f"{', '.join(sorted(row)) or 'none'}"
@@ -198,7 +206,9 @@ class Rewards(grpo.Environment):
         )
 
     def _call(self, episodes: Sequence[grpo.Episode]) -> Call:
-        return Call.of(episodes, conversational=self._conversational, answer=self._answer)
+        return Call.of(
+            episodes, conversational=self._conversational, answer=self._answer, columns=self._columns
+        )
 
 
 class AsyncRewards(Rewards):

@@ -111,6 +111,16 @@ def test_columns_of_the_data_set_are_keywords_and_none_is_unscored():
     assert rewards(ours("matches"), episodes) == [2.0, 0.0, None]
 
 
+def test_a_column_without_a_value_in_any_row_of_a_call_is_passed_once_it_is_known():
+    """A prompt has no fields that are null; TRL passes None for them."""
+    first = [episode("5", level=1.0), episode("4", solution="4", level=2.0)]
+    with hosting(ours("matches")) as host:
+        assert [feedback.reward for feedback in host.evaluate(first)] == [None, 2.0]
+        assert [feedback.reward for feedback in host.evaluate([episode("5", level=1.0)])] == [None]
+        with pytest.raises(TypeError, match="'solution'"):
+            judged(ours("matches"), [episode("4", level=1.0)])
+
+
 def test_the_answer_of_a_prompt_is_passed_by_the_name_that_the_function_wants():
     environment = ours("matches", answer="solution")
     assert rewards(environment, [episode("4", answer="4", level=1.0)]) == [1.0]

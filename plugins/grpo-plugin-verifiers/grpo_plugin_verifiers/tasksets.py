@@ -121,6 +121,9 @@ class Tasks:
         base = imported("verifiers.v1.task").Task
         if task.data.prompt is None:
             return "a task has no prompt, and a simulated user begins"
+        given = () if isinstance(task.data.prompt, str) else task.data.prompt
+        if any(each.role == "tool" or getattr(each, "tool_calls", None) for each in given):
+            return "the prompt of a task has calls of tools"
         if task.toolsets(task.config):
             return "its tasks have tools"
         hooks = ("setup", "finalize")
