@@ -218,7 +218,7 @@ def test_an_environment_an_agent_and_a_sampler_say_the_same(renderer, form):
         assert [renderer.text(renderer.prompt_ids(one.messages)) for one in each] == READ
         assert [one.messages for one in each] == [one.messages for one in prompts]
     drawn[1] = Prompt(messages=[{"role": "user", "content": [{"type": "image"}]}], id="p1", environment="a")
-    with pytest.raises(PluginError, match=r"sampler 'own' : prompt 'p1': message 1 \(user\): "):
+    with pytest.raises(PluginError, match=r"sampler 'own': prompt 'p1': message 1 \(user\): "):
         stream.draw(request)
 
 
