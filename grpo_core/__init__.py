@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from grpo_core.errors import Unavailable as Unavailable
     from grpo_core.errors import WeightSyncError as WeightSyncError
     from grpo_core.errors import did_you_mean as did_you_mean
+    from grpo_core.hookspecs import Command as Command
     from grpo_core.hookspecs import hookimpl as hookimpl
     from grpo_core.loading import load_object as load_object
     from grpo_core.loss import LossInputs as LossInputs
@@ -92,96 +93,4 @@ if TYPE_CHECKING:
     from grpo_core.validation.estimates import pass_at_k as pass_at_k
     from grpo_core.validation.strategies import ScoringStrategy as ScoringStrategy
 
-__getattr__, __dir__, __all__ = attach(
-    __name__,
-    {
-        "grpo_core": [
-            "advantages",
-            "errors",
-            "events",
-            "rewards",
-        ],
-        "grpo_core._version": ["__version__"],
-        "grpo_core.addresses": ["checked_url", "fetch_json"],
-        "grpo_core.api.calls": ["train", "validate"],
-        "grpo_core.api.run": ["Run"],
-        "grpo_core.data.samplers": [
-            "TaskSampler",
-            "WeightedTaskSampler",
-            "take_prompts",
-        ],
-        "grpo_core.environments.tools": ["tools_of"],
-        "grpo_core.errors": [
-            "ChildDied",
-            "ConfigError",
-            "DataPlaneError",
-            "DeadlineExceeded",
-            "EngineError",
-            "GrpoError",
-            "ModelError",
-            "PluginError",
-            "TrainerError",
-            "Unavailable",
-            "WeightSyncError",
-            "did_you_mean",
-        ],
-        "grpo_core.hookspecs": ["hookimpl"],
-        "grpo_core.loading": ["load_object"],
-        "grpo_core.loss": ["LossInputs", "needs"],
-        "grpo_core.plugins.host": ["make_environment"],
-        "grpo_core.protocols": [
-            "AdvantageFunction",
-            "Engine",
-            "Environment",
-            "Filter",
-            "Loader",
-            "LossFunction",
-            "OptimizerFunction",
-            "ParameterGroup",
-            "Sampler",
-            "Tool",
-            "Tracker",
-            "Trainer",
-            "ValidationContext",
-            "ValidationStrategy",
-        ],
-        "grpo_core.records": [
-            "AgentClient",
-            "Batch",
-            "Canary",
-            "Completion",
-            "EndReason",
-            "EngineLoad",
-            "EngineSetup",
-            "Episode",
-            "Feedback",
-            "FinishReason",
-            "GenerationRequest",
-            "Group",
-            "MemoryPart",
-            "Message",
-            "Prompt",
-            "Rollout",
-            "Segment",
-            "Row",
-            "RunInfo",
-            "SampleRequest",
-            "SessionStart",
-            "StateDigest",
-            "StepResult",
-            "TensorInfo",
-            "TensorPart",
-            "Weights",
-        ],
-        "grpo_core.reporting.stored": ["stored_rollouts"],
-        "grpo_core.thoughts": ["split_thought"],
-        "grpo_core.tokens": ["Tokens"],
-        "grpo_core.training.setup": ["TrainerSetup"],
-        "grpo_core.validation.estimates": [
-            "majority_score",
-            "mean_with_interval",
-            "pass_at_k",
-        ],
-        "grpo_core.validation.strategies": ["ScoringStrategy"],
-    },
-)
+__getattr__, __dir__, __all__ = attach(__name__)

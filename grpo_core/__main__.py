@@ -1,5 +1,23 @@
-"""The command line as ``python -m grpo_core``."""
+"""The command line as a program: ``grpo-core`` and ``python -m grpo_core``."""
 
-from grpo_core.cli import main
+from __future__ import annotations
 
-main()
+import sys
+
+from grpo_core import interrupts
+
+
+def main() -> None:
+    """Run the command line."""
+    try:
+        interrupts.handle()  # the imports take long enough for a ctrl-C
+        from grpo_core import cli
+
+        cli.main()
+    except KeyboardInterrupt:
+        print("grpo-core: interrupted", file=sys.stderr)
+        interrupts.leave()
+
+
+if __name__ == "__main__":
+    main()

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import inspect
 import sys
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any
 
 
-def attach(
-    package: str, homes: Mapping[str, Sequence[str]], *, renamed: Mapping[str, str] = MappingProxyType({})
-) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """The functions ``__getattr__`` and ``__dir__`` and the list ``__all__`` of a package.
+def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Make the functions ``__getattr__`` and ``__dir__`` and the list ``__all__`` of a package.
+
+    Its names are those that it imports below ``if TYPE_CHECKING``, so that they are written once.
 
     Args:
         package: its ``__name__``.
-        homes: the names that come from each module; those of the package itself are its submodules.
-        renamed: deprecated names with those that replace them; their use gives a DeprecationWarning.
     """
-    home_of = {name: home for home, names in homes.items() for name in names}
+    home_of = {
+        alias.asname: str(statement.module)
+        for block in ast.parse(inspect.getsource(sys.modules[package])).body
+        if isinstance(block, ast.If)
+        for statement in block.body
+        if isinstance(statement, ast.ImportFrom)
+        for alias in statement.names
+        if alias.asname
+    }
 
     def load(name: str) -> Any:
-        if (new := renamed.get(name)) is not None:
-            message = f"{package}.{name} is deprecated and will be removed; use {package}.{new}"
-            warnings.warn(message, DeprecationWarning, stacklevel=2)
-            return getattr(sys.modules[package], new)
         if name not in home_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         home = home_of[name]

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from grpo_core.credentials import is_secret
 from grpo_core.errors import ConfigError, Unavailable
 
 LARGEST = 1 << 24
@@ -36,16 +35,13 @@ def checked_url(
         option: key of the configuration that allows it.
         example: address that is right, for messages.
 
-    Raises ConfigError for an invalid URL, for one with a secret inside, or for one of another machine without
+    Raises ConfigError for an invalid URL, for one with a password, or for one of another machine without
     ``remote``.
     """
-    if is_secret("", url):  # a message with it would be written to the run's files
-        raise ConfigError(
-            f"{who}: the url has something that looks like a secret inside, and would be written to files of "
-            "the run; give the key as an environment variable"
-        )
     try:
         parts = urlsplit(url)
+        if parts.password is not None:  # this message is written to the run's files
+            raise ConfigError(f"{who}: the url has a password; give it as an environment variable")
         valid = url.startswith(("http://", "https://")) and bool(parts.hostname) and (parts.port or 1) > 0
     except ValueError:
         valid = False

@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from attrs import define
 
+from grpo_core import interrupts
 from grpo_core.errors import GrpoError
 
 T = TypeVar("T")
@@ -62,6 +64,38 @@ async def cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def to_the_end(main: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine in an event loop of its own, which a signal ends at once.
+
+    Raises KeyboardInterrupt if the coroutine is cancelled.  Its threads are left behind then.
+    """
+
+    async def interruptible() -> T:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        asked = False
+
+        def end(name: str) -> None:
+            nonlocal asked
+            if not asked:
+                asked = True
+                loop.call_soon_threadsafe(task.cancel)
+            elif name != "SIGHUP":  # a terminal that is closed may send it twice
+                raise KeyboardInterrupt(name)
+
+        try:
+            with interrupts.received(end):
+                return await main
+        except asyncio.CancelledError:
+            loop.set_default_executor(ThreadPoolExecutor(1))  # asyncio waits for the threads of the loop's
+            raise
+
+    try:
+        return asyncio.run(interruptible())
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
 
 
 class Changes:

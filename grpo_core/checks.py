@@ -86,6 +86,35 @@ def tensor_sums(path: Path) -> dict[str, list[int]]:
         return {}
 
 
+_EXPONENTS = {
+    "F64": ("<u8", 0x7FF0 << 48),
+    "F32": ("<u4", 0x7F80 << 16),
+    "F16": ("<u2", 0x7C00),
+    "BF16": ("<u2", 0x7F80),
+}
+"""Words of the types of numbers, and the bits that are all set in an infinity and in NaN."""
+_AT_ONCE = 1 << 20
+"""Number of words that are looked at together."""
+
+
+def not_finite(path: Path) -> str:
+    """Return the name of a tensor with a number that is not finite; "" if a file of safetensors has none."""
+    import numpy as np
+
+    try:
+        found = _tensors(path)
+    except ValueError:  # the file is something else
+        return ""
+    for name, about, data in found:
+        if (kind := _EXPONENTS.get(about["dtype"])) is None:
+            continue
+        words, bits = data.view(kind[0]), np.array(kind[1], kind[0])
+        for start in range(0, len(words), _AT_ONCE):
+            if ((words[start : start + _AT_ONCE] & bits) == bits).any():
+                return name
+    return ""
+
+
 def changed_tensor(path: Path, recorded: Mapping[str, Any]) -> str:
     """Say which tensor of a file of safetensors differs from the recorded sums; "" if none does."""
     try:

@@ -7,46 +7,44 @@ without a configuration load no torch.
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 
-from grpo_core import cli_authors, cli_finished, cli_planning, cli_runs
+from grpo_core import commands
+from grpo_core.interrupts import INTERRUPTED, leave
+from grpo_core.plugins.commands import Found, find_commands
+
+HELP = "Asynchronous GRPO for language models: domains are plugins, async RL is the core."
 
 ALONE = {"--resume": "latest", "--ray": ""}
 """Values of options that are given without one."""
-app = App(
-    name="grpo-core",
-    help="Asynchronous GRPO for language models: domains are plugins, async RL is the core.",
-    version=lambda: __import__("grpo_core").__version__,
-    version_flags=["--version"],
-    help_format="plaintext",
-)
-app.command(cli_runs.runs)
-for _command in (
-    cli_planning.simulate,
-    cli_planning.whatif,
-    cli_finished.export,
-    cli_finished.score,
-    cli_finished.verify,
-    cli_finished.explain,
-    cli_finished.replay,
-    cli_finished.fork,
-    cli_finished.bisect,
-    cli_finished.watch,
-    cli_finished.report,
-    cli_authors.check,
-    cli_authors.audit,
-    cli_authors.new,
-):
-    app.command(_command)
-app.command(cli_authors.try_, name="try")
 
 
-@app.command
+def make_app(chosen: str = "", found: Found | None = None) -> App:
+    """Make the command line.
+
+    Args:
+        chosen: the command that is going to run: its help is its whole docstring, not one line.
+        found: the commands; default: those that are installed.
+    """
+    found = found or find_commands(commands)
+    broken = [f"{plugin} is broken: {plugin.error}" for plugin in found.plugins if plugin.fault]
+    app = App(
+        name="grpo-core",
+        help="\n\n".join([HELP, *broken]),
+        version=lambda: __import__("grpo_core").__version__,
+        version_flags=["--version"],
+        help_format="plaintext",
+        suppress_keyboard_interrupt=False,
+    )
+    for name, command in found.commands.items():
+        app.command(command.target, name=name, help=None if name == chosen else command.help)
+    return app
+
+
 def train(
     config: Path | None = None,
     *,
@@ -124,7 +122,6 @@ def train(
     )
 
 
-@app.command
 def validate(
     model: str,
     /,
@@ -178,48 +175,6 @@ def validate(
     )
 
 
-@app.command
-def doctor(
-    config: Path | None = None,
-    *,
-    env: Annotated[list[str] | None, Parameter(negative="")] = None,
-    engine: str | None = None,
-    set_: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None,
-    json: bool = False,
-    no_plugin: Annotated[list[str] | None, Parameter(name="--no-plugin", negative="")] = None,
-) -> int:
-    """Look at this machine, and estimate the memory that a run takes; start nothing.
-
-    The exit status is 1 if something would stop a run.
-
-    Parameters
-    ----------
-    config
-        A TOML file, as for "train".  Without it and the options, only the machine is looked at.
-    env
-        Environment to train on, as "math:sort"; may be repeated.
-    engine
-        Engine that generates completions.
-    set_
-        Set a configuration key, as in "trainer.tokens_per_microbatch=4096"; may be repeated.
-    json
-        Print what was found as JSON.
-    no_plugin
-        Do not load this installed plugin; may be repeated.
-    """
-    from grpo_core.commands import doctor as machine
-
-    return machine.main(
-        config,
-        envs=env or [],
-        chosen={} if engine is None else {"engine": engine},
-        settings=set_ or [],
-        as_json=json,
-        block=no_plugin or [],
-    )
-
-
-@app.command
 def plugins(*, json: bool = False) -> int:
     """List the installed plugins with their offers, or with the reason why a plugin is broken.
 
@@ -230,7 +185,7 @@ def plugins(*, json: bool = False) -> int:
     """
     from grpo_core.plugins.host import PluginHost, listing
 
-    rows = listing(PluginHost.discover())
+    rows = listing(PluginHost.discover(), find_commands(commands))
     if json:
         import json as dumper
 
@@ -240,25 +195,6 @@ def plugins(*, json: bool = False) -> int:
     return 0
 
 
-@app.command(name="config")
-def config_(
-    *section: str, set_: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None
-) -> int:
-    """Print the keys of the configuration with their defaults and meanings, as a TOML file for `train`.
-
-    Parameters
-    ----------
-    section
-        A section, as in "trainer"; may be repeated.  Default: all.
-    set_
-        Set a configuration key, as in "model.path=my-model", which may change defaults; may be repeated.
-    """
-    from grpo_core.commands import defaults
-
-    return defaults.main(section, set_ or [])
-
-
-@app.command
 def completion(shell: Literal["bash", "zsh", "fish"], /) -> int:
     """Print the completion of commands and options for a shell.
 
@@ -267,7 +203,7 @@ def completion(shell: Literal["bash", "zsh", "fish"], /) -> int:
     shell
         The shell that reads it.
     """
-    print(app.generate_completion(prog_name="grpo-core", shell=shell))
+    print(make_app().generate_completion(prog_name="grpo-core", shell=shell))
     return 0
 
 
@@ -285,29 +221,30 @@ def _describe(row: dict[str, Any]) -> str:
 
 def main() -> None:
     """Run the command line; print errors as one message and exit with their status."""
-    from grpo_core.complaints import complain, make_log_inert, unexpected
+    from grpo_core.complaints import complain, drop_output, make_log_inert, outlive_terminal, unexpected
     from grpo_core.errors import ConfigError, GrpoError
     from grpo_core.garbage import collect_rarely
 
     collect_rarely()
     make_log_inert()
+    outlive_terminal()
     try:
         arguments = _with_values(sys.argv[1:])
+        app = make_app(arguments[0] if arguments else "")
         status = app(arguments, exit_on_error=False, print_error=True, result_action="return_value")
     except CycloptsError:  # it is printed already
         status = ConfigError.exit_status
     except BrokenPipeError:  # who reads the output wants no more of it, as in "| head"
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes what is left
+        drop_output()
         status = 1
     except (GrpoError, OSError) as error:  # OSError: a full disk or a directory without permission
         complain("\n".join([f"grpo-core: {error}", *getattr(error, "__notes__", [])]))
         status = error.exit_status if isinstance(error, GrpoError) else 1
-    except KeyboardInterrupt:
-        print("grpo-core: interrupted", file=sys.stderr)
-        status = 130
     except Exception as error:
         complain(unexpected(error))
         status = 1
+    if status == INTERRUPTED:
+        leave()
     sys.exit(status)
 
 

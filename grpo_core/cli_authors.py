@@ -8,37 +8,6 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 
-def check(
-    name: str,
-    /,
-    *,
-    kind: str | None = None,
-    set_: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None,
-    task: Annotated[list[str] | None, Parameter(negative="")] = None,
-    no_plugin: Annotated[list[str] | None, Parameter(name="--no-plugin", negative="")] = None,
-) -> int:
-    """Check that an environment, or any other offer of a plugin, keeps its contract.
-
-    Parameters
-    ----------
-    name
-        Name of the offer, as "math:sort" or "./file.py:Class".
-    kind
-        Kind of the offer, if the name is ambiguous: environment, sampler, validation_strategy, engine,
-        loss, advantage, filter, tracker, trainer, optimizer, model, data_plane or placement.
-    set_
-        Set an option of the offer, as in "length=3", or the source of an environment's prompts, as in
-        "source.path=train.jsonl"; may be repeated.
-    task
-        Name of a task for a sampler; may be repeated.
-    no_plugin
-        Do not load this installed plugin; may be repeated.
-    """
-    from grpo_core.commands import check
-
-    return check.main(name, kind=kind, settings=set_ or [], tasks=task or [], block=no_plugin or [])
-
-
 def audit(
     name: str,
     /,
@@ -162,42 +131,3 @@ def try_(
         settings=set_ or [],
         block=no_plugin or [],
     )
-
-
-def new(
-    kind: Literal[
-        "environment",
-        "agent",
-        "sampler",
-        "validation",
-        "engine",
-        "loss",
-        "advantage",
-        "filter",
-        "tracker",
-    ],
-    name: str,
-    /,
-    *,
-    multi_turn: Annotated[bool, Parameter(negative="")] = False,
-    tools: Annotated[bool, Parameter(negative="")] = False,
-    judge: Annotated[bool, Parameter(negative="")] = False,
-) -> int:
-    """Write a new plugin into the directory grpo-plugin-NAME: code, a test, and what a package needs.
-
-    Parameters
-    ----------
-    kind
-        Kind of the offer that the plugin makes.
-    name
-        Name of the plugin and of what it offers, as in "caesar" or "word_count".
-    multi_turn
-        Make an environment of several turns.
-    tools
-        Make an environment with a tool.
-    judge
-        Make an environment whose replies another model judges.
-    """
-    from grpo_core.commands import scaffold
-
-    return scaffold.main(kind, name, {"multi_turn": multi_turn, "tools": tools, "judge": judge})

@@ -8,35 +8,6 @@ from typing import Annotated
 from cyclopts import Parameter
 
 
-def export(
-    run: Path,
-    /,
-    *,
-    step: int | None = None,
-    output: Path | None = None,
-    merged: Annotated[bool, Parameter(negative="")] = False,
-    adapters: Annotated[bool, Parameter(negative="")] = False,
-) -> int:
-    """Write a checkpoint of a run as a directory for transformers or peft, with a model card.
-
-    Parameters
-    ----------
-    run
-        Directory of the run.
-    step
-        Step of the checkpoint.  Default: the newest one.
-    output
-        Directory that is written, which must not exist.  Default: RUN/exported/step-STEP.
-    merged
-        Add the adapters of a run with LoRA to the weights of its model.
-    adapters
-        Write the adapters of a run with LoRA alone; this is the default for such a run.
-    """
-    from grpo_core.commands import export as exporting
-
-    return exporting.main(run, step=step, output=output, merged=merged, adapters=adapters)
-
-
 def score(
     stored: Path,
     /,
@@ -100,23 +71,6 @@ def verify(run: Path, /) -> int:
     return running.verify(directory=run)
 
 
-def explain(run: Path, /, *, json: bool = False) -> int:
-    """Say what is wrong with a run: the likeliest causes, each with its evidence and a fix.
-
-    The exit status is 0 also if a cause is found; it is 2 if the directory holds no run.
-
-    Parameters
-    ----------
-    run
-        Directory of a run that has ended, was killed, or goes on.
-    json
-        Print all causes that were found as JSON.
-    """
-    from grpo_core.explain import command
-
-    return command.explain(run, as_json=json)
-
-
 def replay(
     run: Path,
     /,
@@ -171,23 +125,6 @@ def fork(
     return forking.main(run, step=step, settings=set_ or [], scored=scored, block=no_plugin or [])
 
 
-def bisect(run_a: Path, run_b: Path, /) -> int:
-    """Find the first step, and there the first value, at which two runs differ.
-
-    It reads what both runs have stored and computes nothing.  The exit status is 1 if they differ.
-
-    Parameters
-    ----------
-    run_a
-        Directory of one run.
-    run_b
-        Directory of the other run.
-    """
-    from grpo_core.commands import bisect as comparing
-
-    return comparing.main(run_a, run_b)
-
-
 def watch(directory: Path, /, *, port: int = 0, refresh: int = 15) -> int:
     """Show the report of a run in a browser while the run goes on.
 
@@ -205,9 +142,10 @@ def watch(directory: Path, /, *, port: int = 0, refresh: int = 15) -> int:
     import asyncio
 
     from grpo_core.commands import watch as live
+    from grpo_core.interrupts import INTERRUPTED
 
     asyncio.run(live.watch(directory, port=port, refresh=refresh))
-    return 130
+    return INTERRUPTED
 
 
 def report(runs: list[Path], /, *, output: Path | None = None) -> int:

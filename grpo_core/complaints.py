@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import io
 import logging
+import os
 import resource
 import sys
 import traceback
+from collections.abc import Iterator
+from typing import Any
 
 from grpo_core.errors import one_line, out_of_memory, shortened
 from grpo_core.inert import inert
@@ -15,11 +21,14 @@ LONGEST_ERROR = 20_000
 
 
 def unexpected(error: Exception) -> str:
-    """Return one line if memory is missing, wherever a library noticed it, and else the traceback."""
+    """Return one line if memory is missing, wherever a library noticed it, and else the traceback.
+
+    The notes of the error follow: they say what was saved.
+    """
     if (cause := out_of_memory(error)) is None:
         return "".join(traceback.format_exception(error))
     told = f" ({one_line(cause)})" if str(cause) else ""
-    return f"grpo-core: out of memory{told}: {_memory_limit()}"
+    return "\n".join([f"grpo-core: out of memory{told}: {_memory_limit()}", *getattr(error, "__notes__", [])])
 
 
 def _memory_limit() -> str:
@@ -38,6 +47,47 @@ def say(text: str) -> None:
 def complain(text: str) -> None:
     """Print an error; it may quote what a model said, and all of it."""
     print(inert(shortened(text, LONGEST_ERROR)), file=sys.stderr)
+
+
+class _Terminal(io.FileIO):
+    """A terminal.  What is written after it was closed is dropped: the program may have work to save."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return len(data)
+
+
+def outlive_terminal() -> None:
+    """Let standard output and standard error outlive the terminal that they are."""
+    sys.stdout, sys.stderr = (
+        io.TextIOWrapper(
+            io.BufferedWriter(_Terminal(stream.fileno(), "wb", closefd=False)),
+            stream.encoding,
+            stream.errors,
+            line_buffering=True,
+        )
+        if stream.isatty()
+        else stream
+        for stream in (sys.stdout, sys.stderr)
+    )
+
+
+@contextlib.contextmanager
+def to_a_reader() -> Iterator[None]:
+    """Drop what is printed if nobody reads standard output any more, as after ``| head`` or a lost ssh."""
+    try:
+        yield
+    except BrokenPipeError:
+        drop_output()
+
+
+def drop_output() -> None:
+    """Drop what is printed from now on, and what Python has not flushed yet."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def make_log_inert() -> None:

@@ -95,46 +95,4 @@ if TYPE_CHECKING:
     from grpo_core.weights.reading import read_weights as read_weights
     from grpo_core.weights.shm import SharedMemoryWriter as SharedMemoryWriter
 
-__getattr__, __dir__, __all__ = attach(
-    __name__,
-    {
-        "grpo_core.config": ["EngineConfig", "EnvironmentConfig", "TrainerConfig"],
-        "grpo_core.engines.child": ["ChildEngine"],
-        "grpo_core.engines.decoding_server": ["DecodingServer", "check_request"],
-        "grpo_core.engines.transports": ["Transport", "takes_weights_by"],
-        "grpo_core.engines.wire": [
-            "Packed",
-            "pack_completions",
-            "pack_requests",
-            "unpack_completions",
-            "unpack_requests",
-        ],
-        "grpo_core.environments.spec": ["EnvironmentSpec"],
-        "grpo_core.environments.pool": ["EnvironmentWorker"],
-        "grpo_core.environments.process": ["EnvironmentProcess"],
-        "grpo_core.app.gpus": ["Devices"],
-        "grpo_core.app.placement": ["Placement", "Retain"],
-        "grpo_core.incidents": ["Incident", "report", "reported_to"],
-        "grpo_core.interpreters": ["from_here", "variables_of"],
-        "grpo_core.loss": ["needs_of"],
-        "grpo_core.planes": ["RemotePlane"],
-        "grpo_core.plugins.host": ["PluginHost"],
-        "grpo_core.plugins.offers": ["Offer"],
-        "grpo_core.plugins.selection": ["PluginSelection"],
-        "grpo_core.processes": [
-            "Call",
-            "Child",
-            "Connection",
-            "RemoteTraceback",
-            "die_with",
-            "scratch_directory",
-        ],
-        "grpo_core.protocols": ["DataPlane"],
-        "grpo_core.tokens": ["TokenReader", "fetched"],
-        "grpo_core.training.process": ["ProcessTrainer", "RankProcess"],
-        "grpo_core.weights": ["COLLECTIVE"],
-        "grpo_core.weights.copies": ["Copies", "WeightsLease", "mapped"],
-        "grpo_core.weights.reading": ["read_buckets", "read_weights"],
-        "grpo_core.weights.shm": ["SharedMemoryWriter"],
-    },
-)
+__getattr__, __dir__, __all__ = attach(__name__)

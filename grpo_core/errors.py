@@ -25,8 +25,10 @@ input is wrong.
 from __future__ import annotations
 
 import builtins
+import reprlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from grpo_core.unicode import well_formed
 
@@ -112,9 +114,30 @@ def wrong_input() -> Iterator[None]:
 
 def describe(error: BaseException) -> str:
     """The message of a GrpoError; of any other exception its type and the ends of its message."""
-    text = str(error) if isinstance(error, GrpoError) else shortened(f"{type(error).__name__}: {error}")
-    said: str = well_formed(text)
-    return said
+    said = message_of(error)
+    text = said if isinstance(error, GrpoError) else shortened(f"{type(error).__name__}: {said}")
+    described: str = well_formed(text)
+    return described
+
+
+def message_of(error: BaseException) -> str:
+    """The message of an exception, also of one whose ``__str__`` raises."""
+    try:
+        return str(error)
+    except Exception as failure:
+        return f"(its __str__ raised {type(failure).__name__})"
+
+
+def shown(value: Any) -> str:
+    """A value of a plugin in a message: the beginning of its ``repr``, which may be long, or may raise."""
+    try:
+        return cut(_SHORT.repr(value), 200)
+    except Exception as failure:
+        return f"<{type(value).__name__}: its repr raised {type(failure).__name__}>"
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 200
 
 
 def shortened(text: str, most: int = 2000) -> str:

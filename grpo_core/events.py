@@ -176,6 +176,9 @@ class Validated(Event):
 class Saving(Event):
     """The state that the checkpoint of ``step`` will hold is fixed; ``Saved`` may follow some steps later."""
 
+    reason: str = ""
+    """The reason for which the run ends at once, if it does; the engine may hold older weights then."""
+
 
 @frozen(kw_only=True)
 class Saved(Event):

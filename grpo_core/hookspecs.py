@@ -22,6 +22,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import pluggy
+from attrs import field, frozen
+from attrs.validators import matches_re
 
 if TYPE_CHECKING:
     from grpo_core.app.placement import Placement
@@ -46,6 +48,26 @@ PROJECT = "grpo_core"
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
 """Marks the functions of a plugin that implement a hook."""
+
+
+@frozen
+class Command:
+    """A command of the command line."""
+
+    target: str = field(validator=matches_re(r"[\w.]+:\w+"))
+    """The function as ``"module:function"``, or a ``cyclopts.App`` with subcommands.  The module is imported
+    when the command runs or its own help is printed."""
+    help: str = field(kw_only=True, validator=matches_re(r"\S[^\n]*"))
+    """The sentence with which the function's docstring begins; ``grpo-core --help`` prints it."""
+
+
+@hookspec
+def grpo_commands() -> Mapping[str, Command]:  # type: ignore[empty-body]
+    """Offer commands: ``{name: Command("module:function", help=...)}``.
+
+    The hook stands in a module that an entry point of the group ``grpo_core.commands`` names.
+    ``grpo-core --help`` imports this module, so it should import little.
+    """
 
 
 @hookspec

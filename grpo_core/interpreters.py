@@ -25,7 +25,7 @@ from grpo_core._version import __version__
 from grpo_core.credentials import REFERENCE
 from grpo_core.errors import ConfigError
 
-OLDEST = (3, 9)
+OLDEST = (3, 11)
 """The first version of Python that grpo-core's part of an environment runs in."""
 
 LENT: Mapping[str, tuple[int, ...]] = {"attrs": (23, 1), "pluggy": (1, 0), "packaging": (21, 0)}

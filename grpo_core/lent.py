@@ -16,7 +16,6 @@ import sys
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec
-from pathlib import Path
 
 TEMPLATES = "transformers.utils.chat_template_utils"
 """The module with ``get_json_schema``, which writes the schemas of tools."""
@@ -74,10 +73,7 @@ def _alone(file: str) -> types.ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     with _in_place_of("numpy"):  # some versions import it, and do not need it for schemas
-        if sys.version_info >= (3, 10):
-            spec.loader.exec_module(module)
-        else:  # compile() passes on this module's `annotations`: those of the file, as X | Y, stay text
-            exec(compile(Path(file).read_bytes(), file, "exec"), vars(module))
+        spec.loader.exec_module(module)
     sys.modules[name] = module
     return module
 

@@ -153,7 +153,7 @@ class LossInputs:
     """Logprobs by the weights that are being updated."""
     proximal_logprobs: Tensor
     """Logprobs by the trainer's weights before the step's first update (``trainer.proximal = "recompute"``),
-    by the engine (``"generation"``), or between them and the policy's (``"interpolate"``)."""
+    or by the engine (``"generation"``)."""
     generation_logprobs: Tensor
     """Logprobs by the engine when it sampled the token: the behaviour policy."""
     reference_logprobs: Tensor | None = None

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import evolve
 
-from grpo_core.errors import PluginError
+from grpo_core.errors import PluginError, shown
 from grpo_core.thoughts import THOUGHT_KEYS
 from grpo_core.unicode import DEEPEST
 
@@ -56,7 +56,7 @@ def normalised(given: Any, *, sampled: bool = False) -> tuple[dict[str, Any], ..
     """
     listed = given if sampled else _plain(given)
     if not isinstance(listed, (list, tuple)):
-        raise MessageError(f"the messages are {given!r:.80}; expected a list")
+        raise MessageError(f"the messages are {shown(given)}; expected a list")
     messages = [_message(message, f"message {place}", sampled) for place, message in enumerate(listed, 1)]
     names: dict[str, str] = {}
     for message in messages:
@@ -154,30 +154,30 @@ def _plain(value: Any, *, nulls: bool = False, deepest: int = DEEPEST) -> Any:
         return [_plain(part, nulls=nulls, deepest=deepest - 1) for part in value]
     if isinstance(value, Mapping):
         if odd := [key for key in value if not isinstance(key, str)]:
-            raise MessageError(f"a message has the key {odd[0]!r:.80}; expected values that JSON has")
+            raise MessageError(f"a message has the key {shown(odd[0])}; expected values that JSON has")
         nulls = nulls or isinstance(value, Arguments)
         kept = {key: part for key, part in value.items() if nulls or part is not None}
         plain = {key: _plain(part, nulls=nulls, deepest=deepest - 1) for key, part in kept.items()}
         return Arguments(plain) if isinstance(value, Arguments) else plain
     kind = "number" if isinstance(value, float) else type(value).__name__
-    raise MessageError(f"a message has the {kind} {value!r:.80}; expected values that JSON has")
+    raise MessageError(f"a message has the {kind} {shown(value)}; expected values that JSON has")
 
 
 def _message(given: Any, where: str, sampled: bool) -> dict[str, Any]:
     if not isinstance(given, Mapping):
         example = "{'role': 'user', 'content': '...'}"
-        raise MessageError(f"{where} is {given!r:.80}; expected one such as {example}")
+        raise MessageError(f"{where} is {shown(given)}; expected one such as {example}")
     named = given.get("role")
     role = _OTHER_NAMES.get(str(named), named)
     if role not in ROLES:
-        raise MessageError(f"{where} has the role {named!r:.80}; expected system, user, assistant or tool")
+        raise MessageError(f"{where} has the role {shown(named)}; expected system, user, assistant or tool")
     where = f"{where} ({role})"
     if given.get("content") is None and role in ("system", "user"):
         raise MessageError(f"{where} has no content; expected text")
     message: dict[str, Any] = {"role": role, "content": _text(given.get("content"), where)}
     for key, part in given.items():
         if key in THOUGHT_KEYS and not isinstance(part, (str, type(None))):
-            raise MessageError(f"{where}: its {key} is {part!r:.80}; expected text")
+            raise MessageError(f"{where}: its {key} is {shown(part)}; expected text")
         if key not in _OWN_FORM and part is not None:
             message[key] = part
     if (id := given.get("tool_call_id")) is not None:
@@ -196,7 +196,7 @@ def _text(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, (list, tuple)):
-        raise MessageError(f"{where}: its content is {content!r:.80}; expected text, or a list of its parts")
+        raise MessageError(f"{where}: its content is {shown(content)}; expected text, or a list of its parts")
     return "".join(_part(part, where) for part in content)
 
 
@@ -207,7 +207,7 @@ def _part(part: Any, where: str) -> str:
         for key in ("text", "refusal"):
             if isinstance(part.get(key), str):
                 return str(part[key])
-    raise MessageError(f"{where}: its content has the part {part!r:.80}, and the model reads text alone")
+    raise MessageError(f"{where}: its content has the part {shown(part)}, and the model reads text alone")
 
 
 def _calls(given: Mapping[str, Any], where: str, sampled: bool) -> list[dict[str, Any]]:
@@ -215,7 +215,7 @@ def _calls(given: Mapping[str, Any], where: str, sampled: bool) -> list[dict[str
     if calls is None:
         calls = [] if legacy is None else [{"function": legacy}]
     if not isinstance(calls, (list, tuple)):
-        raise MessageError(f"{where}: its tool_calls are {calls!r:.80}; expected a list of calls")
+        raise MessageError(f"{where}: its tool_calls are {shown(calls)}; expected a list of calls")
     return [_call(call, where, sampled) for call in calls]
 
 
@@ -224,11 +224,11 @@ def _call(given: Any, where: str, sampled: bool) -> dict[str, Any]:
     function = call.get("function") or call
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or not (name or sampled):
-        raise MessageError(f"{where}: the tool call {given!r:.80} has no function with a name")
+        raise MessageError(f"{where}: the tool call {shown(given)} has no function with a name")
     written = function.get("arguments")
     arguments = {} if written in (None, "", "null") else parsed(written)
     if not sampled and not isinstance(arguments, dict):
-        raise MessageError(f"{where}: the arguments of {name} are {written!r:.80}; expected a JSON object")
+        raise MessageError(f"{where}: the arguments of {name} are {shown(written)}; expected a JSON object")
     if not sampled and isinstance(written, str):
         arguments = _plain(Arguments(arguments))
     id = call.get("id")

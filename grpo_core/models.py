@@ -117,6 +117,17 @@ def weight_files(directory: Path) -> list[Path]:
     return files
 
 
+def text_files(directory: Path) -> set[Path]:
+    """Return the files of a model beside its weights: the configuration, the tokenizer, the chat template."""
+    return {
+        path
+        for pattern in _PATTERNS
+        if pattern not in ("*.safetensors", "*.py")
+        for path in directory.glob(pattern)
+        if not path.name.endswith(".index.json")
+    }
+
+
 _SAMPLES, _SAMPLE = 64, 4096
 """Number of the places in a file that a digest reads, and bytes of each."""
 

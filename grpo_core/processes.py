@@ -3,7 +3,7 @@
 The child is a new process (``subprocess``, never ``fork``: no inherited threads, locks or CUDA).  It makes
 its object by name and answers calls on its main thread, so that signals and event loops work there.  Parent
 and child exchange length-prefixed pickles over a private socket pair that no other process can open.  The
-child dies with its parent, leaves ctrl-C to the parent, and prints to its log.
+child dies with its parent, leaves the signals that end a run to the parent, and prints to its log.
 
     parent                                      child
     Child("module:factory", kwargs)   ------>   target = factory(**kwargs)
@@ -474,6 +474,7 @@ class Connection:
         if ends or (self._own_errors_only and not isinstance(error, errors.GrpoError)):
             error = errors.GrpoError(errors.describe(error))
         try:
+            str(error)
             frame = _frame(Answer(id, error=error, traceback=text))
             pickle.loads(frame[_LENGTH.size :])
         except Exception:
@@ -524,7 +525,7 @@ def main(fd: int, parent: int, *, own_errors_only: bool = False) -> None:
     die_with(parent)
     collect_rarely()
     sys.stdout, sys.stderr = _Log(1, NOTHING_HIDDEN), _Log(2, NOTHING_HIDDEN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_signals_to_parent()
     connection = Connection(socket.socket(fileno=fd), own_errors_only=own_errors_only)
     os.register_at_fork(after_in_child=connection.close)  # or the parent would not see this process end
     try:
@@ -551,6 +552,27 @@ def main(fd: int, parent: int, *, own_errors_only: bool = False) -> None:
         traceback.print_exc()
         _leave(1)
     _leave(0)
+
+
+def leave_signals_to_parent() -> None:
+    """Survive what ends a run, which may be sent to all its processes at once; a child ends with its parent.
+
+    What a child starts does not: SIGTERM ends it, by which its own code may end it.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _stay)  # a program does not inherit this, as it would inherit SIG_IGN
+    os.register_at_fork(after_in_child=_stay_no_more)
+
+
+def _stay(number: int, frame: object) -> None:
+    """Do nothing."""
+
+
+def _stay_no_more() -> None:
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is _stay:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def scratch_directory() -> tempfile.TemporaryDirectory[str]:

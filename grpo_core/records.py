@@ -148,7 +148,7 @@ class Feedback:
     it.  A ``str`` is one user message."""
     metrics: Mapping[str, float] = field(factory=dict)
     """Named numbers beside the reward, such as its parts; the run reports their means as
-    ``feedback_NAME/TASK``."""
+    ``feedback_NAME/TASK``.  What is not a finite number is left out, and changes nothing else."""
     answer: str | None = None
     """The reply's answer, in a form in which equal answers are equal texts: a majority votes on it."""
     train: bool = True
@@ -160,6 +160,8 @@ class Feedback:
     """Why the episode is unscored."""
     lost: bool = False
     """Whether the session died with its process, through no fault of its own; only the core sets it."""
+    left_out: Mapping[str, str] = field(factory=dict)
+    """Metrics that are not finite numbers, as text; only the core sets it."""
 
 
 @frozen(kw_only=True)
@@ -444,6 +446,8 @@ class RunInfo:
     """The resolved configuration, as tables."""
     resumed_from: int | None = None
     """The step that the run continues from; None for a new run."""
+    measured: int | None = None
+    """The newest version that was validated before that step was saved; a later one is validated again."""
 
 
 # ---------------------------------------------------------------------------------- rollouts and training
@@ -524,7 +528,9 @@ class Rollout:
     success: bool | None = None
     """Whether the reward is a success; None if it is unscored, or its environment declares no ``success``."""
     metrics: Mapping[str, float] = field(factory=dict)
-    """``Feedback.metrics`` of all its turns; of each name the last value."""
+    """``Feedback.metrics`` of all its turns; of each name the last value.  One may be missing."""
+    left_out: Mapping[str, str] = field(factory=dict)
+    """Values, as text, of the metrics whose last value is not a finite number."""
     turn_rewards: tuple[float, ...] = field(default=(), converter=_tuple)
     """Reward of each of its turns."""
     turn_tokens: tuple[int, ...] = field(default=(), converter=_tuple)

@@ -15,6 +15,7 @@ runs/NAME/
     profile/                       traces of some steps, and where their time went
     checkpoints/                   see grpo_core.loop.checkpoint
     .lock                          held by the process that runs here; names it
+    .ended                         how the run ended, and the files that it left; written last
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import shutil
 import socket
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +38,12 @@ from grpo_core.config import Config, as_table, as_toml, build, read_toml
 from grpo_core.disk import Disk, replace_file
 from grpo_core.errors import ConfigError
 from grpo_core.records import RunInfo
+from grpo_core.typed import Count, checked
 
 CONFIG = "config.toml"
 PARTIAL = ".partial"
 """Suffix of a file of rollouts while it is written."""
-LOCK = ".lock"
+LOCK, ENDED = ".lock", ".ended"
 PROVENANCE = "provenance.jsonl"
 """The programs of each start, see grpo_core.app.provenance."""
 ROLLOUTS, VALIDATION = "rollouts", "validation"
@@ -140,6 +143,26 @@ class RunDirectory:
             os.close(descriptor)
         return False
 
+    def mark_ended(self, reason: str, step: int) -> None:
+        """Record that the run has ended, and that its trackers have written all they had to."""
+        files = sorted(path.name for path in self.path.iterdir())
+        ended = {"reason": reason, "step": step, "files": files}
+        with suppress(OSError):  # the disk is full: a resume completes the end once more
+            replace_file(Disk(), self.path / ENDED, json.dumps(ended).encode())
+
+    def has_ended(self, reason: str, step: int) -> bool:
+        """Whether the run has ended for this reason at this step, and what it left is still there."""
+        try:
+            ended = json.loads((self.path / ENDED).read_text(encoding="utf-8"))
+            there = {path.name for path in self.path.iterdir()}
+            return (ended["reason"], ended["step"]) == (reason, step) and there.issuperset(ended["files"])
+        except (OSError, ValueError, KeyError, TypeError):  # it was never written, or by somebody else
+            return False
+
+    def forget_end(self) -> None:
+        """Record that the run goes on."""
+        (self.path / ENDED).unlink(missing_ok=True)
+
     def _check_free(self) -> None:
         """Raise ConfigError if the directory holds anything but the rest of a start that failed."""
         found = {path.name for path in self.path.iterdir()} if self.path.exists() else set()
@@ -188,13 +211,14 @@ class RunDirectory:
             )
         return max(runs, key=lambda run: max(p.stat().st_mtime for p in run.iterdir()))
 
-    def info(self, config: Config, resumed_from: int | None) -> RunInfo:
+    def info(self, config: Config, resumed_from: int | None, measured: int | None = None) -> RunInfo:
         """Return the run's description for trackers."""
         return RunInfo(
             name=self.path.resolve().name,
             directory=self.path,
             config=as_table(config),
             resumed_from=resumed_from,
+            measured=measured,
         )
 
     def events(self) -> Iterator[dict[str, Any]]:
@@ -213,12 +237,23 @@ class RunDirectory:
                 raise ConfigError(f"{path}, line {line.number}: is no event; somebody has changed this file")
             yield line.value
 
-    def forget_after(self, step: int, disk: Disk | None = None) -> None:
-        """Remove the records after the step from which a run continues; events are kept."""
+    def forget_after(self, step: int, measured: int, disk: Disk | None = None) -> None:
+        """Remove the records after the step from which a run continues; events are kept.
+
+        Args:
+            step: the step.
+            measured: newest version whose validation stays; a later one is made again.
+            disk: holds the files.
+        """
         metrics = self.path / "metrics.jsonl"
         if metrics.exists():
             lines = metrics.read_bytes().splitlines(keepends=True)
-            kept = [line for line in lines if line.endswith(b"\n") and self._step_of(line) <= step]
+            kept = [
+                line
+                for line in lines
+                if line.endswith(b"\n")
+                and self._step_of(line) <= (min(step, measured) if b'"validation/' in line else step)
+            ]
             if len(kept) < len(lines):
                 replace_file(disk or Disk(), metrics, b"".join(kept))
         for folder in (ROLLOUTS, VALIDATION):
@@ -229,24 +264,33 @@ class RunDirectory:
                     rollouts.unlink()
 
     def _step_of(self, line: bytes) -> int:
+        step: int = self._row(line)["step"]
+        return step
+
+    def _row(self, line: bytes) -> dict[str, Any]:
+        """Return a line of ``metrics.jsonl``.  Raises ConfigError if it is something else."""
         try:
-            return int(json.loads(line)["step"])
-        except (ValueError, KeyError, TypeError) as error:
+            row: dict[str, Any] = checked(json.loads(line), dict[str, float | None])
+            return row | {"step": checked(row.get("step"), Count, "step")}
+        except (ValueError, RecursionError) as error:
             raise ConfigError(
-                f"{self.path / 'metrics.jsonl'}: {line[:60]!r} is no line of metrics; somebody has changed "
-                "this file. Remove the line"
+                f"{self.path / 'metrics.jsonl'}: {line[:60]!r} is not a line of metrics: {error}. Somebody "
+                "has changed this file; remove the line"
             ) from error
 
     def first_scores(self) -> dict[str, dict[str, float]]:
-        """Return the metrics of the first validation of each task, from ``metrics.jsonl``."""
+        """Return the metrics of the first validation of each task, from ``metrics.jsonl``.
+
+        Raises ConfigError if a line is something else.
+        """
         found: dict[str, dict[str, float]] = {}
         metrics = self.path / "metrics.jsonl"
         for line in metrics.read_bytes().splitlines(keepends=True) if metrics.exists() else ():
-            row = json.loads(line) if line.endswith(b"\n") and b'"validation/' in line else {}
+            row = self._row(line) if line.endswith(b"\n") and b'"validation/' in line else {}
             scores: dict[str, dict[str, float]] = {}
             for key, value in row.items():
                 _, *names = key.split("/", 2)
-                if key.startswith("validation/") and len(names) == 2:
+                if key.startswith("validation/") and len(names) == 2 and value is not None:
                     scores.setdefault(names[0], {})[names[1]] = value
             found = scores | found
         return found

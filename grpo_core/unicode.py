@@ -12,10 +12,16 @@ DEEPEST = 100
 def well_formed(value: Any, *, deepest: int = DEEPEST) -> Any:
     """Return plain data with U+FFFD in place of each lone surrogate of its texts.
 
+    Texts and numbers of other classes, such as a plugin's enumeration, become those of Python.
+
     Raises ValueError if lists and objects are nested more than ``deepest`` deep.
     """
     if isinstance(value, str):
         return _text(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
     if not isinstance(value, (Mapping, list, tuple)):
         return value
     if not deepest:
@@ -43,6 +49,7 @@ def unreadable(surrogate: str) -> str:
 
 
 def _text(text: str) -> str:
+    text = str.__str__(text)
     if text.isascii():
         return text
     try:

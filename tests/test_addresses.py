@@ -28,9 +28,9 @@ def test_what_is_no_address_says_what_one_looks_like(url):
         checked(url)
 
 
-@pytest.mark.parametrize("url", ["http://me:SECRET1@127.0.0.1:1", "http://127.0.0.1:1/?api_key=SECRET1"])
+@pytest.mark.parametrize("url", ["http://me:SECRET1@127.0.0.1:1", "http://:SECRET1@127.0.0.1:1"])
 def test_an_address_with_a_secret_is_refused_and_not_repeated(url):
-    with pytest.raises(ConfigError, match="judge: the url has something that looks like a secret") as refused:
+    with pytest.raises(ConfigError, match="judge: the url has a password") as refused:
         checked(url)
     assert "SECRET1" not in str(refused.value)
 

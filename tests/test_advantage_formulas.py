@@ -314,6 +314,15 @@ def test_gdpo_sees_the_parts_of_the_reward() -> None:
         advantages.gdpo([its], weights={"left": 1.0})
 
 
+def test_gdpo_masks_a_rollout_whose_part_is_no_number() -> None:
+    its = with_parts([1.0, 1.0, 2.0], right=[0.0, 1.0, 1.0])
+    odd = evolve(its.rollouts[1], metrics={}, left_out={"right": "nan"})
+    its = evolve(its, rollouts=(its.rollouts[0], odd, its.rollouts[2]))
+    for weights in (None, {"right": 1.0}):
+        first, second, third = advantages.gdpo([its], weights=weights)[0]
+        assert (first, second, third) == (pytest.approx(-third), None, pytest.approx(-first))
+
+
 def test_max_rl_masks_a_rollout_without_a_reward() -> None:
     its = a_group([1.0, 0.0, 1.0])
     first, *rest = its.rollouts

@@ -18,7 +18,7 @@ from grpo_core.audit.player import Player
 from grpo_core.audit.records import Finding, Rate, Reply, Solution, Trial, bare
 from grpo_core.audit.training import training_signal
 from grpo_core.audit.watch import Watch
-from grpo_core.cli import app
+from grpo_core.cli import make_app
 from grpo_core.commands import auditing
 from grpo_core.errors import ConfigError, ModelError
 from grpo_core.testing.hosted import HostedEnvironment
@@ -186,11 +186,6 @@ def pays_by_the_word(self, reply, prompt):
 @paid("reward.foreign_solution", "failed")
 def accepts_any_number(self, reply, prompt):
     return float(reply.strip().isdigit())
-
-
-@paid("statistical.gameability_gap", "failed")
-def likes_to_be_thanked(self, reply, prompt):
-    return float("thank you" in reply or reply.strip() == prompt.answer)
 
 
 @paid("semantic.floor_gap", "failed")
@@ -688,7 +683,7 @@ def test_every_check_of_the_page_exists_and_every_check_is_on_it():
 
 def test_a_model_that_does_not_exist_is_an_error_before_the_audit(capsys):
     with pytest.raises(ModelError, match="no-such-model"):
-        app(["audit", "math:sort", "--model", "./no-such-model"], result_action="return_value")
+        make_app()(["audit", "math:sort", "--model", "./no-such-model"], result_action="return_value")
     assert "prompts" not in capsys.readouterr().out
 
 
@@ -697,7 +692,9 @@ def test_the_page_shows_what_the_program_prints(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(ROOT)
     card, page = tmp_path / "card.json", tmp_path / "card.html"
     name = "./examples/capitals.py:Capitals"
-    status = app(["audit", name, "--json", str(card), "--html", str(page)], result_action="return_value")
+    status = make_app()(
+        ["audit", name, "--json", str(card), "--html", str(page)], result_action="return_value"
+    )
     assert status == 1
     shown = re.search(
         r"\$ grpo-core audit \./examples/capitals.*?\n(.*?)```", (ROOT / "docs/audit.md").read_text(), re.S
@@ -723,7 +720,7 @@ def test_files_that_an_environment_writes_are_seen_in_its_process(tmp_path, caps
         "        open('seen.txt', 'a').write('x')\n"
         "        return [float(e.reply == e.prompt.answer) for e in episodes]\n"
     )
-    assert app(["audit", "./writes.py:Writes", "--prompts", "4"], result_action="return_value") == 1
+    assert make_app()(["audit", "./writes.py:Writes", "--prompts", "4"], result_action="return_value") == 1
     assert "seen.txt" in capsys.readouterr().out
 
 
@@ -739,16 +736,18 @@ def test_a_model_shows_how_many_groups_would_teach_it(tmp_path, monkeypatch, cap
     }
     sets = [word for key, value in small.items() for word in ("--set", f"{key}={value}")]
     train = ["train", "--env", "math:sort", *sets, "--output", "run"]
-    assert app(train, result_action="return_value") == 0
+    assert make_app()(train, result_action="return_value") == 0
     capsys.readouterr()
-    status = app(["audit", "math:sort", "--model", "run", "--prompts", "4"], result_action="return_value")
+    status = make_app()(
+        ["audit", "math:sort", "--model", "run", "--prompts", "4"], result_action="return_value"
+    )
     assert status == 0
     assert re.search(r"groups that would teach .*: \d of 4 ", capsys.readouterr().out)
 
 
 def test_bad_input_is_said_before_anything_starts(capsys):
     with pytest.raises(grpo.ConfigError, match="--prompts is 0"):
-        app(["audit", "x", "--prompts", "0"], result_action="return_value")
+        make_app()(["audit", "x", "--prompts", "0"], result_action="return_value")
     with pytest.raises(grpo.ConfigError, match="there is no directory"):
         auditing.main(
             "x", extent=Extent(), settings=[], json_file=Path("/nowhere/card.json"), html_file=None, block=[]
@@ -759,6 +758,6 @@ def test_bad_input_is_said_before_anything_starts(capsys):
 def test_a_secret_among_the_options_is_refused_and_reaches_no_card(tmp_path):
     card = tmp_path / "card.html"
     arguments = ["audit", "math:sort", "--set", "api_key=sk-1234567890abcdef1234", "--html", str(card)]
-    with pytest.raises(ConfigError, match="api_key: this value looks like a secret"):
-        app(arguments, result_action="return_value")
+    with pytest.raises(ConfigError, match="api_key: this option is named like a secret"):
+        make_app()(arguments, result_action="return_value")
     assert not card.exists()

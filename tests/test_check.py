@@ -14,7 +14,7 @@ import attrs
 import pytest
 
 import grpo_core as grpo
-from grpo_core.cli import app
+from grpo_core.cli import make_app
 from grpo_core.commands import check
 from grpo_core.errors import ConfigError, PluginError, SelectionError
 from grpo_core.plugins.host import Kind, PluginHost
@@ -85,6 +85,14 @@ class Fragile(Words):
 class Silent(Words):
     def judge(self, reply, answer):
         return float(reply == answer) if reply.strip() else None
+
+
+class Odd(Words):
+    """Divides by the length of a reply, which may be empty."""
+
+    def judge(self, reply, answer):
+        share = 1.0 if reply else float("nan")
+        return grpo.Feedback(reward=float(reply == answer), metrics={"share": share})
 
 
 class Mute(Words):
@@ -256,6 +264,7 @@ def test_an_environment_that_keeps_its_contract_passes_every_check(kept):
         (BatchBug, "a full batch is evaluated at once", "RuntimeError: CUDA out of memory"),
         (Gullible, "rubbish does not get full marks", "full marks, as for 8 of 8 prompts"),
         (Fragile, "every reply is scored", "IndexError"),
+        (Odd, "every reply is scored", "reply '': the metric 'share' is nan, expected a finite number"),
         (Silent, "every reply is scored", "reply '': unscored (None)"),
         (Mute, "a reply is scored", "KeyError"),
         (Relative, "the place in the batch makes no difference", "judge each episode by itself"),
@@ -307,7 +316,7 @@ def test_held_out_prompts_that_are_trained_on_are_noted():
 
 def checked(capsys, *arguments):
     """The status and what was printed."""
-    status = app(["check", *map(str, arguments)], result_action="return_value")
+    status = make_app()(["check", *map(str, arguments)], result_action="return_value")
     return status, capsys.readouterr().out
 
 

@@ -9,6 +9,9 @@ import os
 from pathlib import Path
 
 import pytest
+from any_records import any_groups
+from attrs import evolve
+from hypothesis import given, settings
 
 from grpo_core.data.loaders import TaskLoader
 from grpo_core.data.samplers import PromptStream, RoundRobin
@@ -304,6 +307,26 @@ def test_the_buffer_survives_its_files(tmp_path):
     offered = [again.reserve()[0] for _ in range(3)]
     assert sorted(slot.prompt.id for slot in offered) == ["0", "2", "3"]
     assert {slot.prompt.id: slot.attempts for slot in offered} == {"0": 0, "2": 1, "3": 0}
+
+
+@pytest.mark.long
+@settings(deadline=None)
+@given(any_groups())
+def test_every_field_of_a_ready_group_survives_its_checkpoint(tmp_path_factory, group):
+    path = tmp_path_factory.mktemp("any") / "arrays"
+    buffer = Buffer(prompts_per_step=1, max_staleness=0, num_steps=5)
+    (slot,) = buffer.assign(buffer.reserve(), [group.prompt])
+    stamps = {"generation_version": slot.generation_version, "target_version": slot.target_version}
+    untrained = [evolve(each, token_advantages=None) for each in group.rollouts]  # it was not trained yet
+    group = evolve(group, slot=slot.id, rollouts=tuple(untrained), **stamps)
+    buffer.complete(slot, group)
+    arrays = checkpoint.Arrays()
+    state = json.loads(checkpoint.as_json(buffer.state_dict(), arrays))
+    path.write_bytes(arrays.to_bytes())
+
+    again = Buffer(prompts_per_step=1, max_staleness=0, num_steps=5)
+    checkpoint.load_buffer(again, state, checkpoint.Arrays.read(path), lambda task, id: group.prompt)
+    assert again.take() == buffer.take() == [group]
 
 
 # ---------------------------------------------------------------------------------- tasks that come and go

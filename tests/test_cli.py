@@ -47,6 +47,12 @@ class Digits(Words):
 class Declared(Digits):
     success = 0.5
 
+class Undefined(Words):
+    success = 0.0
+    def judge(self, e):
+        undefined = {"distance": float("nan"), "size": None}
+        return grpo.Feedback(reward=float(e.reply[:1] == "1"), metrics=undefined)
+
 class Raises(Words):
     def judge(self, e):
         return {}["gold"]
@@ -360,11 +366,12 @@ def test_a_run_that_fails_says_where_it_is_and_how_to_go_on(here):
 @pytest.mark.long
 def test_a_finished_run_says_how_to_go_on(trained):
     run, _ = trained
-    assert "finished all of its 4 steps; for more, add --set trainer.steps=8" in refused(
-        run.parent, "train", "--resume", "run"
-    )
-    fewer = refused(run.parent, "train", "--resume", "run", "--set", "trainer.steps=2")
-    assert "run: finished 4 steps; for more, add --set trainer.steps=8" in fewer
+    for more, said in [
+        ([], "run: finished all of its 4 steps; for more, add --set trainer.steps=8\n"),
+        (["--set", "trainer.steps=2"], "run: finished 4 steps; for more, add --set trainer.steps=8\n"),
+    ]:
+        done = grpo(run.parent, "train", "--resume", "run", *more)
+        assert (done.returncode, done.stdout, done.stderr) == (0, said, "")
 
 
 @pytest.mark.long
@@ -619,6 +626,20 @@ def test_an_environment_that_never_gives_a_reward_stops_the_run_with_its_words(h
     assert f"task '{env.lower()}':" in text
     assert message in text
     assert events(here / "run", "ErrorRaised")
+
+
+@pytest.mark.long
+def test_a_metric_that_only_wrong_replies_have_is_said_once_and_costs_no_reward(here):
+    """The metric of right replies was NaN, their rewards were dropped with it, and the accuracy was 0."""
+    done = grpo(here, "train", "--env", "./envs.py:Undefined", *SMALL, "--output", "run")
+    assert done.returncode == 0, done.stderr
+    results = [event["results"]["undefined"] for event in events(here / "run", "Validated")]
+    assert all(each["accuracy"] == 1.0 and each["errors"] == 0.0 for each in results)
+    said = [line for line in done.stdout.splitlines() if "distance" in line]
+    (warned,) = [line for line in said if line.startswith("warning")]
+    assert "task 'undefined': the metric 'distance' is nan for prompt '" in warned
+    measured = grpo(here, "validate", "run")
+    assert "warning: task 'undefined': the metric 'distance' is nan" in measured.stderr
 
 
 @pytest.mark.slow

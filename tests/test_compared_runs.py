@@ -14,7 +14,7 @@ import pytest
 import recording
 import webdriver
 
-from grpo_core.cli import app
+from grpo_core.cli import make_app
 from grpo_core.config import Config, TaskConfig, TrackingConfig, TrainerConfig
 from grpo_core.errors import ConfigError
 from grpo_core.events import GroupsReady, RunEnded, StepEnded, Validated, ValidationPlayed
@@ -68,9 +68,8 @@ def story(*tasks, steps=3, learnt=0.5, question="question p", reply="so"):
         yield GroupsReady(
             step=step, groups=tuple(group(t, question, {reply: 1.0, "no": 0.0}, step) for t in tasks)
         )
-        by_task = {
-            f"{name}/{task}": learnt * (step + 1) / steps for name in ("reward", "groups") for task in tasks
-        }
+        by_task = {f"reward/{task}": learnt * (step + 1) / steps for task in tasks}
+        by_task |= {f"groups/{task}": 4.0 for task in tasks}
         yield StepEnded(step=step + 1, metrics={"time/step": 2.0, "entropy": 1.0, **by_task})
     for version in (0, steps) if steps else ():
         value = learnt * version / steps
@@ -265,6 +264,14 @@ def test_results_are_of_versions_and_steps_that_all_runs_have(tmp_path):
     assert found.rows[0].reward.mean == pytest.approx(0.2)
 
 
+def test_a_step_with_few_groups_of_a_task_counts_for_few_in_the_mean_of_a_run():
+    rows = [{"step": 1, "groups/a": 1.0, "reward/a": 0.0}, {"step": 2, "groups/a": 31.0, "reward/a": 1.0}]
+    (found,) = overlay.results(
+        arms.grouped([[{}]], ["a"]), [Run(name="a", steps=rows, validations=[])], "a"
+    ).rows
+    assert found.reward.mean == 31 / 32
+
+
 def _arms_and_runs(*paths):
     files = [Files.read(path) for path in paths]
     runs = [Run(name=each.path.name, steps=each.steps, validations=each.validations) for each in files]
@@ -362,7 +369,7 @@ def test_hostile_texts_stay_texts(tmp_path, html):
 
 
 def told(*arguments):
-    return app(["report", *map(str, arguments)], result_action="return_value")
+    return make_app()(["report", *map(str, arguments)], result_action="return_value")
 
 
 def test_the_command_writes_one_page_of_several_runs(tmp_path, paths, capsys):

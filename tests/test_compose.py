@@ -34,6 +34,10 @@ PARTS = '''
             asked.extend(e.reply for e in episodes)
             return [1.0 / max(1, len(e.reply)) for e in episodes]
 
+    class Odd(grpo.Environment):
+        def evaluate(self, episodes):
+            return [grpo.Feedback(reward=0.5, metrics={"ratio": float("nan")}) for e in episodes]
+
     class Later(Short):
         concurrency = 4
         deadline = 100.0
@@ -153,6 +157,12 @@ def test_rewards_are_added_with_their_weights_and_are_metrics(parts, short):
     assert wrong.reward == pytest.approx(0.5)
     assert right.metrics == {"right": 1.0, "right_length": 7.0, "short": pytest.approx(1 / 7)}
     assert right.answer == "1 it is", "what votes are counted on is the first part's"
+
+
+def test_a_metric_of_a_part_that_is_no_number_is_left_out_of_the_whole(parts):
+    environment = parts(right={"kind": "Right"}, odd={"kind": "Odd"})
+    (feedback,) = judged(environment, "0")
+    assert (feedback.reward, feedback.left_out) == (0.5, {"odd_ratio": "nan"})
 
 
 def test_a_product_is_zero_if_one_part_is(parts):

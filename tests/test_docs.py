@@ -54,7 +54,6 @@ GENERATED = {
     "metrics": "docs/metrics.md",
     "records": "docs/plugins.md",
     "catalogue": "docs/catalogue.md",
-    "architecture": "ARCHITECTURE.md",
     "learning": "docs/learning.md",
     "selection": "docs/samplers.md",
     "authoring": "docs/new-user.md",
@@ -117,13 +116,6 @@ def test_every_path_that_a_page_names_exists(page):
     )
     assert named
     assert [path for path in named if not (ROOT / path).exists()] == []
-
-
-def test_the_architecture_names_every_module_and_every_package():
-    text = (ROOT / "ARCHITECTURE.md").read_text()
-    for path in (ROOT / "grpo_core").rglob("*.py"):
-        where = path.relative_to(ROOT).as_posix().removesuffix("__init__.py")
-        assert where == "grpo_core/" or f"| `{where}` |" in text
 
 
 def test_the_rooms_of_the_picture_are_there():

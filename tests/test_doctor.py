@@ -161,7 +161,7 @@ def doctor_here(tmp_path, monkeypatch, capsys):
 
 
 def _status(arguments):
-    return cli.app(arguments, exit_on_error=True, result_action="return_value")
+    return cli.make_app()(arguments, exit_on_error=True, result_action="return_value")
 
 
 @pytest.mark.long
@@ -204,7 +204,6 @@ def test_a_large_model_is_a_problem_with_what_to_change(doctor_here, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "gib"),
     [
-        (["optimizer.options.moments=bfloat16", "trainer.betas=[0.9,0.95]"], 8 * 3),
         (["checkpoint.best=validation/sort/accuracy"], 12 * 4),
         (["checkpoint.keep_every=50", "checkpoint.every=20", "trainer.steps=400"], 12 * (3 + 4)),
     ],

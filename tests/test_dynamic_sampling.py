@@ -150,7 +150,7 @@ class Run:
         self.asked[episode.group] += 1
         return Feedback(reward=float(self.asked[episode.group] % 2))
 
-    async def save(self, version):
+    async def save(self, version, failure):
         """The cut as the checkpoint writes it, and the trainer's version."""
         arrays = checkpoint.Arrays()
         state = json.loads(checkpoint.as_json(checkpoint.cut(self.buffer, self.drawn_from), arrays))

@@ -78,7 +78,7 @@ def test_a_run_ends_with_a_checkpoint_when_its_goal_is_reached():
     async def validate(version):
         return {"task": {"accuracy": version / 10}}
 
-    async def save(version):
+    async def save(version, failure=None):
         async def written():
             saved.append(version)
             return "there"
@@ -86,10 +86,11 @@ def test_a_run_ends_with_a_checkpoint_when_its_goal_is_reached():
         return written
 
     run_.pipeline.validate, run_.pipeline.save = validate, save
-    receive = stop_at(Goal.parse("validation/task/accuracy >= 0.6"), run_.pipeline)
+    receive = stop_at(Goal.parse("validation/task/accuracy >= 0.6"), run_.pipeline, seen := {})
     run_.pipeline.emit = lambda event: (run_.events.append(event), receive(event))
     assert run_().result == "goal reached"
     assert run_.of(Validated)[-1].version == 6
+    assert seen == {"validation/task/accuracy": 0.6}
     assert saved == [run_.of(StepEnded)[-1].step]
     assert 6 <= saved[0] <= 8, "a step that runs is ended"
 
@@ -125,7 +126,7 @@ def ended(seed):
         await asyncio.sleep(rng.uniform(0.5, 1.0) * validation)
         return {"task": {"accuracy": 0.0}}
 
-    async def begin(version):
+    async def begin(version, failure=None):
         await asyncio.sleep(rng.uniform(0.0, 0.1) * save)
 
         async def written():

@@ -115,7 +115,7 @@ def unclear_keys() -> list[str]:
 # ---------------------------------------------------------------------------------- command line
 
 
-def commands(app: App = cli.app, name: str = "grpo-core") -> dict[str, Callable[..., Any]]:
+def commands(app: App, name: str = "grpo-core") -> dict[str, Callable[..., Any]]:
     """Return the function of each command, also of those below a command, by what the user types."""
     found = {}
     for below in app.subapps:
@@ -127,7 +127,7 @@ def commands(app: App = cli.app, name: str = "grpo-core") -> dict[str, Callable[
 
 def unclear_options() -> list[str]:
     found = []
-    for command, function in commands().items():
+    for command, function in commands(cli.make_app()).items():
         parsed = docstring_parser.parse(function.__doc__ or "")
         said = {parameter.arg_name: parameter.description or "" for parameter in parsed.params}
         texts = {"": parsed.short_description or ""}
@@ -155,8 +155,8 @@ def test_every_key_and_every_command_is_looked_at():
     names = {name for name, _ in explanations()}
     assert {"Config", "Config.seed", "TrainerConfig.lr", "PipelineConfig.max_staleness"} <= names
     assert len(names) > 80
-    assert {"grpo-core train", "grpo-core audit", "grpo-core runs compare", "grpo-core whatif"} <= set(
-        commands()
+    assert {"grpo-core train", "grpo-core audit", "grpo-core runs compare", "grpo-core simulate"} <= set(
+        commands(cli.make_app())
     )
 
 

@@ -7,9 +7,12 @@ import pickle
 import signal
 import textwrap
 from datetime import date
+from decimal import Decimal
+from fractions import Fraction
 
 import numpy as np
 import pytest
+import torch
 from killing import left_after
 
 from grpo_core.config import EnvironmentConfig
@@ -219,14 +222,6 @@ def test_an_error_with_a_reward_is_unscored():
         ([[1.0, 2.0]] * 2, "who: evaluate returned [1.0, 2.0] (list), expected a float, a Feedback or None"),
         ([np.ones(2)] * 2, "who: evaluate returned array([1., 1.]) (ndarray), expected a float, a Feedback"),
         (
-            [Feedback(reward=1.0, metrics={"form": "good"})] * 2,
-            "who: evaluate returned metric 'form' = 'good' (str), expected a number",
-        ),
-        (
-            [Feedback(reward=1.0, metrics=None)] * 2,
-            "who: evaluate returned metrics as NoneType, expected names with their numbers",
-        ),
-        (
             [Feedback(done=False, messages=[{"role": "user", "content": "on", "at": date(2026, 1, 1)}])] * 2,
             "who: evaluate returned messages that no model reads: a message has the date datetime.date(2026,",
         ),
@@ -248,6 +243,59 @@ def test_an_invalid_result_is_an_error_that_shows_it(results, message):
     with pytest.raises(PluginError) as caught:
         as_feedback(results, 2, "who")
     assert str(caught.value).startswith(message)
+
+
+NUMBERS = {
+    "numpy's float": (np.float32(0.25), 0.25),
+    "numpy's whole number": (np.int64(3), 3.0),
+    "numpy's bool": (np.bool_(True), 1.0),
+    "a bool": (True, 1.0),
+    "a decimal": (Decimal("0.25"), 0.25),
+    "a fraction": (Fraction(1, 4), 0.25),
+    "torch's number": (torch.tensor(0.25), 0.25),
+}
+NO_NUMBERS = {
+    "NaN": (math.nan, "nan"),
+    "infinite": (-math.inf, "-inf"),
+    "numpy's NaN": (np.float32("nan"), "nan"),
+    "a decimal NaN": (Decimal("sNaN"), "Decimal('sNaN')"),
+    "too large for a mean": (1e308, "1e+308"),
+    "too large for a float": (10**400, "inf"),
+    "None": (None, "None"),
+    "a text": ("good", "'good'"),
+    "complex": (1j, "1j"),
+    "several numbers": (torch.ones(2), "tensor([1., 1.])"),
+    "an array": (np.ones(3), "array([1., 1., 1.])"),
+    "a list": ([0.5], "[0.5]"),
+}
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_a_metric_and_a_reward_may_be_any_kind_of_number(kind):
+    given, number = NUMBERS[kind]
+    first, second = as_feedback([Feedback(reward=1.0, metrics={"speed": given}), given], 2, "who")
+    assert first == Feedback(reward=1.0, metrics={"speed": number})
+    assert second == Feedback(reward=number)
+    assert {type(first.metrics["speed"]), type(second.reward)} == {float}
+
+
+@pytest.mark.parametrize("kind", NO_NUMBERS)
+def test_a_metric_that_is_no_number_is_left_out_and_its_reward_stays(kind):
+    """A description of a reply must not decide whether the reply counts."""
+    given, shown = NO_NUMBERS[kind]
+    metrics = {"speed": given, "form": 1.0}
+    again = Feedback(reward=0.5, done=False, messages="go on", metrics=metrics)
+    first, second = as_feedback([Feedback(reward=1.0, metrics=metrics), again], 2, "who")
+    assert (first.reward, first.error, first.metrics) == (1.0, None, {"form": 1.0})
+    assert (second.reward, second.done, second.metrics) == (0.5, False, {"form": 1.0})
+    assert list(first.left_out) == ["speed"]
+    assert first.left_out["speed"].startswith(shown)
+
+
+@pytest.mark.parametrize("given", [None, [1.0], 0.5])
+def test_metrics_without_names_are_left_out_as_a_whole(given):
+    (feedback,) = as_feedback([Feedback(reward=1.0, metrics=given)], 1, "who")
+    assert feedback == Feedback(reward=1.0, left_out={"metrics": repr(given)})
 
 
 # ---------------------------------------------------------------------------------- prompts

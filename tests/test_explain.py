@@ -331,6 +331,16 @@ def test_a_fix_that_was_applied_is_not_asked_for_again(run: Path, capsys: pytest
     assert named(run) == []
 
 
+def test_a_task_of_short_answers_that_joins_is_no_collapse_of_the_policy() -> None:
+    """The entropy is a mean over the tokens of all tasks: it falls although no task has changed."""
+    collapsed = {"entropy": [1.0] * 5 + [0.1] * 5, "time/step": [1.0] * 10}
+    assert "entropy_collapsed" in causes(of(**collapsed, groups__words=[8.0] * 10, reward__words=[0.3] * 10))
+    facts = of(**collapsed, groups__words=[8.0] * 5 + [1.0] * 5, reward__words=[0.3] * 10)
+    for step in range(6, 11):  # a task has no metrics in a step that does not train it
+        facts.series.setdefault("groups/sums", Series()).add(step, 7.0)
+    assert "entropy_collapsed" not in causes(facts)
+
+
 def test_most_rewards_that_are_nan_are_named_whatever_was_said_last() -> None:
     facts = of(time__step=[1.0] * 10, **{"buffer/attempts": [100.0]})
     tell(facts.incidents, ("unscored", "rollouts of task sort"), 1, "reward is nan; it must be finite", 90)

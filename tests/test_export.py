@@ -75,7 +75,7 @@ def adapted(model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
 
 def exported(run: Path, output: Path, **chosen: bool) -> Path:
     given = {"step": None, "merged": False, "adapters": False, **chosen}
-    assert export.main(run, output=output, **given) == 0
+    assert export.export(run, output=output, **given) == 0
     return output
 
 
@@ -131,8 +131,8 @@ def test_a_step_is_chosen_and_the_newest_is_the_default(model, tmp_path) -> None
         for _, parameter in trainer.model.trainable():
             parameter.mul_(1.5)
     saved_run(run, trainer, config, step=7)
-    assert export.main(run, step=3, output=None, merged=False, adapters=False) == 0
-    assert export.main(run, step=None, output=None, merged=False, adapters=False) == 0
+    assert export.export(run, step=3, output=None, merged=False, adapters=False) == 0
+    assert export.export(run, step=None, output=None, merged=False, adapters=False) == 0
     for step, expected in ((3, early), (7, logits(trainer.model.policy.module))):
         found = transformers.AutoModelForCausalLM.from_pretrained(run / "exported" / f"step-00000{step}")
         assert torch.equal(logits(found), expected)
@@ -174,7 +174,7 @@ def test_a_newer_checkpoint_that_is_damaged_is_named_when_an_older_one_is_export
     saved_run(run, trainer, config, step=7)
     weights = next((run / "checkpoints" / "step-000007" / "trainer").glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:-4] + b"\0\1\2\3")
-    assert export.main(run, step=None, output=tmp_path / "out", merged=False, adapters=False) == 0
+    assert export.export(run, step=None, output=tmp_path / "out", merged=False, adapters=False) == 0
     said = capsys.readouterr().err
     assert "note: passed over step-000007: trainer/model.safetensors is not what was written" in said
     assert "step 3" in (tmp_path / "out" / "README.md").read_text()

@@ -123,7 +123,7 @@ def resumed_with(engine):
     """A run that continues from a checkpoint that holds groups of the wrong engine."""
     kept = []
 
-    async def save(step):
+    async def save(step, failure):
         kept.append((step, first.buffer.state_dict()))
 
         async def written():

@@ -121,20 +121,6 @@ def test_feedback_has_only_texts_that_can_be_written():
     assert failed.error == "\ufffd"
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_a_metric_that_is_no_finite_number_makes_its_episode_unscored(value):
-    first, second = as_feedback(
-        [Feedback(reward=1.0, metrics={"speed": value}), Feedback(reward=1.0, metrics={"speed": 1.0})],
-        2,
-        "environment 'e'",
-    )
-    assert (first.reward, first.done) == (None, True)
-    assert re.fullmatch(
-        r"environment 'e': the metric 'speed' is -?(nan|inf), expected a finite number", first.error
-    )
-    assert second.reward == 1.0
-
-
 @pytest.mark.long
 def test_an_error_of_any_length_is_told_in_a_few_lines():
     told = describe(ValueError("E" * 50_000_000 + "!"))

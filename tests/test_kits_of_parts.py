@@ -15,7 +15,7 @@ from file_plane import FilePlane
 
 import grpo_core as grpo
 from grpo_core.app.placement import LocalPlacement
-from grpo_core.cli import app
+from grpo_core.cli import make_app
 from grpo_core.demo.tiny import make_tiny_model
 from grpo_core.errors import PluginError
 from grpo_core.model_sources import StartModel
@@ -481,7 +481,7 @@ def test_a_placement_that_breaks_a_clause_is_found(placement, told):
 
 @pytest.mark.long
 def test_the_command_checks_parts_by_name_and_shows_what_is_broken(tmp_path, capsys):
-    assert app(["check", "memory"], result_action="return_value") == 0
+    assert make_app()(["check", "memory"], result_action="return_value") == 0
     assert capsys.readouterr().out.splitlines()[-1] == "6 passed, 0 failed"
     file = tmp_path / "mine.py"
     file.write_text(
@@ -490,7 +490,7 @@ def test_the_command_checks_parts_by_name_and_shows_what_is_broken(tmp_path, cap
         "    return torch.optim.SGD([{'params': list(g.parameters.values()), 'lr': g.lr} for g in "
         "parameter_groups], maximize=True)\n"
     )
-    assert app(["check", f"{file}:uphill"], result_action="return_value") == 1
+    assert make_app()(["check", f"{file}:uphill"], result_action="return_value") == 1
     assert "FAILED  it lowers the loss: after 60 updates" in capsys.readouterr().out
     with pytest.raises(PluginError, match="has no option 'slower'"):
-        app(["check", f"{file}:uphill", "--set", "slower=1"], result_action="return_value")
+        make_app()(["check", f"{file}:uphill", "--set", "slower=1"], result_action="return_value")

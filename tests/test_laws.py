@@ -280,6 +280,34 @@ def test_after_a_resume_only_unfinished_prompts_are_repeated():
     assert violated([*known, {**cut, "manifest": "b"}, *rest[1:]])[0] == ["resume"]
 
 
+def test_a_run_that_fails_may_be_saved_before_its_last_weight_sync():
+    failing = [
+        *a_run()[: FINISHED_0 - 5],
+        {"event": "Saving", "step": 1, "reason": "the canary failed"},
+        {"event": "Saved", "step": 1},
+        {"event": "RunEnded", "step": 1, "reason": "failed"},
+    ]
+    assert [event["event"] for event in failing[-5:-3]] == ["GroupsReady", "StepEnded"]
+    rest = [
+        started(1, dispatched=4, trained=2, skipped=0, filtered=0, ready=0),
+        validated(1),
+        {"event": "Dispatched", "step": 1, "slots": [slot(0, version=1, attempt=1), slot(3, version=1)]},
+        {"event": "GroupFinished", "step": 1, "slot": 0},
+        {"event": "GroupFinished", "step": 1, "slot": 3},
+        {"event": "GroupsReady", "step": 1, "groups": [group(0, version=1), group(3, version=1)]},
+        ended(2, 0.0, attempts=7.0),
+        {"event": "Synced", "step": 2},
+        validated(2),
+        *saved(2),
+        {"event": "RunEnded", "step": 2, "reason": "finished"},
+    ]
+    assert violated([*failing, *rest])[0] == []
+    without_reason = [*failing[:-3], *saved(1), failing[-1]]
+    assert "resume" in violated([*without_reason, *rest])[0]
+    early = [*failing[:-4], *failing[-3:]]
+    assert "checkpoint" in violated([*early, *rest])[0], "its step has not ended"
+
+
 @pytest.mark.parametrize("sampler", ["mix", "schedule", "curriculum", "chosen", "./mine.py:Sampler"])
 def test_a_resumed_run_draws_the_same_prompts_of_a_task_whatever_the_sampler(sampler):
     """The loader decides which prompt of a task is the next; the sampler only decides how many are drawn."""

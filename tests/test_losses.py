@@ -212,9 +212,6 @@ def test_an_update_without_trained_tokens_has_the_loss_0(aggregation: str, empty
         (losses.dppo, {"correction": "token_mask"}, {}, "expected 'off'"),
         (losses.reinforce, {"kl_coefficient": 0.1, "kl_weight": "ratio"}, {}, "has no ratio to weight"),
         (losses.reinforce, {}, {"updates_per_step": 4}, "nothing would bound 4 updates"),
-        (losses.dppo, {}, {"proximal": "interpolate"}, "does not look at proximal logprobs"),
-        (losses.grpo, {"on_policy": True}, {"proximal": "interpolate"}, "on_policy puts the policy"),
-        (losses.reinforce, {"correction": "off"}, {"proximal": "interpolate"}, "does not look at proximal"),
     ],
 )
 def test_options_that_make_no_sense_together_are_refused(
@@ -284,9 +281,6 @@ def test_an_option_of_a_loss_is_a_finite_number(loss: Any) -> None:
         (losses.grpo, {"clip_low": 0.0, "clip_high": 0, "kl_coefficient": 0}, {}),
         (losses.cispo, {"clip_low": 1, "clip_high": inf}, {}),
         (losses.dppo, {"mask_low": 0.0, "mask_high": 1.0, "drift_coefficient": 0.0}, {}),
-        (losses.dppo, {"teacher_coefficient": 0.5}, {"proximal": "interpolate"}),
-        (losses.dppo, {"kl_coefficient": 0.5, "kl_in": "reward"}, {"proximal": "interpolate"}),
-        (losses.reinforce, {}, {"proximal": "interpolate"}),
         (losses.reinforce, {"kl_coefficient": 0.1, "kl_weight": "generation"}, {}),
     ],
 )

@@ -20,7 +20,7 @@ from grpo_core.errors import ConfigError
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Row
 from grpo_core.training.batching import length
-from grpo_core.training.trainer import TorchTrainer, interpolated
+from grpo_core.training.trainer import TorchTrainer
 
 
 @pytest.fixture(scope="module")
@@ -228,27 +228,6 @@ def test_a_limit_that_would_leave_out_everything_is_refused() -> None:
         build([{"loss": {"max_sequence_error": 0.5}}])
 
 
-# ---------------------------------------------------------------------------------- the proximal policy
-
-
-def test_interpolated_proximal_logprobs_follow_the_staleness_of_each_token() -> None:
-    policy, generation = torch.tensor([-1.0, -1.0, -1.0, -1.0]), torch.tensor([-2.0, -2.0, -2.0, -2.0])
-    between = interpolated(policy, generation, torch.tensor([0.0, 1.0, 2.0, 4.0]))
-    assert between.tolist() == pytest.approx([-1.0, -2.0, -1.5, -1.25])
-
-
-@pytest.mark.long
-def test_tokens_of_fresh_weights_need_no_correction_and_old_ones_do(model: str) -> None:
-    rows = [with_tokens(r, logprobs=r.tokens.logprobs - 0.4) for r in scores(model, ragged())]
-    trainer = TorchTrainer(setup(model, proximal="interpolate", lr=1e-9))
-    fresh = trainer.step(batch(rows)).metrics
-    assert fresh["importance_weight_mean"] == pytest.approx(math.exp(0.4), rel=1e-3)
-    one_step_old = trainer.step(batch(rows, 1)).metrics
-    assert one_step_old["importance_weight_mean"] == pytest.approx(1, rel=1e-3)
-    two_steps_old = trainer.step(batch(rows, 2)).metrics
-    assert two_steps_old["importance_weight_mean"] == pytest.approx(math.exp(0.2), rel=1e-3)
-
-
 # ---------------------------------------------------------------------------------- the entropy's target
 
 HELD = {"entropy_target": 4.0, "entropy_coefficient": 0.05, "entropy_delta": 0.01}
@@ -289,6 +268,16 @@ def test_a_resumed_run_has_the_coefficient_that_it_had(model: str, tmp_path: Pat
     coefficients = [each["entropy_coefficient"] for each in metrics]
     assert coefficients == pytest.approx([0.08, 0.09, 0.10])
     assert same(straight, resumed)
+
+
+@pytest.mark.long
+def test_a_coefficient_that_is_set_anew_for_a_resume_counts(model: str, tmp_path: Path) -> None:
+    first = TorchTrainer(setup(model, loss={**HELD, "entropy_target": 4.7}))
+    first.step(batch(ragged()))
+    save(first, tmp_path)
+    loss = {**HELD, "entropy_target": 4.7, "entropy_coefficient": 0.2}
+    resumed = TorchTrainer(setup(model, loss=loss, resume_from=tmp_path))
+    assert resumed.step(batch(ragged(), 1)).metrics["entropy_coefficient"] == pytest.approx(0.2)
 
 
 # ---------------------------------------------------------------------------------- the reference model

@@ -240,17 +240,17 @@ def test_linear_layers_that_adapters_leave_in_bfloat16_take_two_bytes_on_a_gpu(
     assert linear_parameters({"layers.0.mlp.experts.0.up_proj.weight": (64, 64)}) == 0
 
 
-def test_moments_of_bfloat16_and_weights_that_rest_on_the_host_are_counted(tmp_path, two_gpus, monkeypatch):
+def test_weights_that_rest_on_the_host_are_counted(tmp_path, two_gpus, monkeypatch):
     monkeypatch.setattr(machine, "build_of_torch", lambda: "cuda")
     model = eight_billion(tmp_path / "model")
-    settings = [f"model.path={model}", "optimizer.options.moments=bfloat16", "trainer.offload=true",
+    settings = [f"model.path={model}", "trainer.offload=true",
                 "pipeline.max_staleness=0", "trainer.device=cuda"]  # fmt: skip
     config, host = configured(None, envs=["math:sort"], chosen={}, settings=settings, block=[])
     (trainer, *_) = memory.certain_parts(config, host, str(model), shapes_in(model), machine.gpus())
     found = sizes(trainer.parts)
     p = EIGHT_PARAMETERS
-    assert found["optimizer"] == (4 * p, "cuda:0")
-    assert found["weights between steps"] == (4 * p + 4 * p, "host")
+    assert found["optimizer"] == (8 * p, "cuda:0")
+    assert found["weights between steps"] == (4 * p + 8 * p, "host")
 
 
 @pytest.mark.long

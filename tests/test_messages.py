@@ -114,7 +114,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
         ([{"role": "alien", "content": "hi"}], "message 1 has the role 'alien'"),
         (
             [TEA, {"role": "user", "content": [IMAGE]}],
-            "message 2 (user): its content has the part {'type': 'image",
+            "message 2 (user): its content has the part {'image_url",
         ),
         ([{"role": "user", "content": 3}], "message 1 (user): its content is 3; expected text"),
         ([{"role": "user", "content": None}], "message 1 (user) has no content"),

@@ -163,7 +163,7 @@ def test_variants_are_those_of_an_environment(sort, variants, tmp_path):
 
 def test_the_command_says_what_comes_next(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert scaffold.main("sampler", "word_count", {"tools": False}) == 0
+    assert scaffold.new("sampler", "word_count") == 0
     told = capsys.readouterr().out
     assert "pip install -e './grpo-plugin-word-count[dev]'" in told
     assert "grpo-core train --env math:sort --sampler word_count" in told

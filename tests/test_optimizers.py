@@ -23,15 +23,14 @@ from grpo_core.demo import tiny
 from grpo_core.errors import CheckpointError, ConfigError, PluginError
 from grpo_core.models import shapes_in
 from grpo_core.plugins.host import PluginHost
-from grpo_core.training import narrow
 from grpo_core.training.microbatch import collate
-from grpo_core.training.optimization import divided, flat, schedule
+from grpo_core.training.optimization import divided, flat
 from grpo_core.training.optimizers import state_bytes, state_of
+from grpo_core.training.schedule import schedule
 from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.trainer import TorchTrainer
 
 NAMES = ("adamw", "adamw_8bit", "muon")
-NARROW = {"moments": "bfloat16"}
 TORCHAO = pytest.param(
     OptimizerConfig(name="adamw_torchao"),
     marks=pytest.mark.skipif(not find_spec("torchao"), reason="needs torchao: pip install torchao"),
@@ -39,7 +38,6 @@ TORCHAO = pytest.param(
 )
 CHOICES = [
     *(pytest.param(OptimizerConfig(name=name), id=name) for name in NAMES),
-    pytest.param(OptimizerConfig(name="adamw", options=NARROW), id="adamw with bfloat16 moments"),
     TORCHAO,
 ]
 """Each optimizer as it is, and with another state."""
@@ -177,35 +175,6 @@ def test_on_a_gpu_each_optimizer_trains_and_continues_with_its_state(
 
 
 @pytest.mark.long
-def test_moments_of_bfloat16_are_those_of_adamw_rounded_after_each_update(
-    model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The updates are those of an AdamW whose moments are rounded by hand; pieces of a parameter change
-    nothing."""
-    monkeypatch.setattr(narrow, "CHUNK", 1000)
-    trainer = TorchTrainer(
-        setup(model, OptimizerConfig(name="adamw", options=NARROW), lr=1e-2, weight_decay=0.1)
-    )
-    twins = {name: parameter.detach().clone().requires_grad_() for name, parameter in trainer._named}
-    parts = [
-        {"params": [twin for twin in twins.values() if (twin.dim() > 1) is decays], "weight_decay": decay}
-        for decays, decay in ((True, 0.1), (False, 0.0))
-    ]
-    adamw = torch.optim.AdamW(parts, lr=1e-2, betas=(0.9, 0.95), fused=True)
-
-    def narrowed() -> None:
-        adamw.step()
-        for state in adamw.state.values():
-            for moment in ("exp_avg", "exp_avg_sq"):
-                state[moment].copy_(state[moment].bfloat16())
-
-    train_beside(trainer, twins, narrowed)
-    for name, parameter in trainer._named:
-        torch.testing.assert_close(parameter, twins[name], rtol=0, atol=1e-7)
-        assert trainer._optimizers.state(parameter)["exp_avg"].dtype is torch.bfloat16
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("chosen", [TORCHAO])
 def test_moments_of_torchao_are_nearly_those_of_torch(model: str, chosen: OptimizerConfig) -> None:
     trainer = TorchTrainer(setup(model, chosen, weight_decay=0.1))
@@ -221,22 +190,6 @@ def test_moments_of_torchao_are_nearly_those_of_torch(model: str, chosen: Optimi
         torch.testing.assert_close(parameter.detach(), twins[name], rtol=0, atol=tolerance)
         moment = trainer._optimizers.state(parameter)["exp_avg"]
         assert (moment.__class__.__name__ == "OptimState8bit") == of_8_bits
-
-
-@pytest.mark.long
-def test_moments_of_bfloat16_are_refused_where_they_would_not_decay(model: str) -> None:
-    chosen = OptimizerConfig(name="adamw", options=NARROW)
-    with pytest.raises(PluginError, match=r"trainer\.betas = \[0\.9, 0\.999\]"):
-        TorchTrainer(setup(model, chosen, betas=(0.9, 0.999)))
-
-
-def test_a_checkpoint_with_other_moments_is_refused(model: str, tmp_path: Path) -> None:
-    first = TorchTrainer(setup(model, OptimizerConfig(name="adamw")))
-    first.step(batch(ragged()))
-    save(first, tmp_path)
-    chosen = OptimizerConfig(name="adamw", options=NARROW)
-    with pytest.raises(CheckpointError, match=r"float32, .*expected.*bfloat16"):
-        TorchTrainer(setup(model, chosen, resume_from=tmp_path))
 
 
 def test_muon_trains_hidden_matrices_and_adamw_the_rest_as_torch_does(model: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from grpo_core.events import (
     StepEnded,
     Synced,
     Validated,
+    WarningRaised,
 )
 from grpo_core.incidents import reported_to
 from grpo_core.loop.advantages import group as group_advantages
@@ -37,6 +39,7 @@ from grpo_core.loop.buffer import Buffer
 from grpo_core.loop.dynamic import DynamicSampling
 from grpo_core.loop.pipeline import Pipeline, Schedule
 from grpo_core.loop.rollout import SamplingParams
+from grpo_core.loop.shaping import Shaping
 from grpo_core.records import Completion, Feedback
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, FakeTrainer, prompts, run
 from grpo_core.versions import Interval
@@ -105,6 +108,45 @@ class Run:
 
 
 # ---------------------------------------------------------------------------------- the way of the data
+
+
+def undefined(episode):
+    """Feedback with a metric that only failures have."""
+    right = episode.reply == "a"
+    left_out = {"distance": "nan"} if right else {}
+    metrics = {} if right else {"distance": 0.5}
+    return Feedback(reward=float(right), metrics=metrics, left_out=left_out)
+
+
+def test_a_metric_that_only_failures_have_costs_no_success_its_reward():
+    story = Run(environment=FakeEnvironment(undefined))()
+    rewards = [r.reward for event in story.of(GroupsReady) for group in event.groups for r in group.rollouts]
+    assert 0 < sum(rewards) < len(rewards) == 12 * 4 * 4
+    (cause,) = {event.cause for event in story.of(WarningRaised)}
+    assert cause == "left_out/task/distance"
+    message = story.of(WarningRaised)[0].message
+    assert re.fullmatch(
+        r"task 'task': the metric 'distance' is nan for prompt '\d+', expected a finite number; it is left "
+        r"out of \d+ of 16 rollouts, whose rewards stay",
+        message,
+    )
+
+
+def test_a_metric_that_is_paid_is_a_reward_and_without_it_a_rollout_is_played_again():
+    seen = set()
+
+    def once(episode):
+        first = episode.prompt.id not in seen
+        seen.add(episode.prompt.id)
+        return (
+            Feedback(reward=1.0, left_out={"form": "nan"})
+            if first
+            else Feedback(metrics={"form": 1.0}, reward=1.0)
+        )
+
+    story = Run(environment=FakeEnvironment(once), shaping=Shaping(weights={"form": 1.0}))()
+    assert story.result == "finished"
+    assert [slot.attempts for event in story.of(Dispatched) for slot in event.slots].count(1) >= 48
 
 
 class CountingEngine(FakeEngine):
@@ -582,8 +624,13 @@ def test_validation_runs_on_one_version_and_changes_no_training():
 def cut(run_, saved):
     """A ``save`` that keeps the cut in memory, as the checkpoint does on disk."""
 
-    async def save(version):
-        at = version, run_.buffer.state_dict(), run_.stream.position, run_.trainer.version
+    async def save(version, failure=None):
+        at = (
+            version,
+            run_.buffer.state_dict(),
+            run_.stream.position,
+            run_.trainer.version,
+        )
 
         async def written():
             await asyncio.sleep(random.Random(version).uniform(0.0, 5.0))
@@ -654,7 +701,7 @@ def test_a_run_that_is_stopped_begins_no_validation():
 
     run_.pipeline.validate, run_.pipeline.trainer = validate, Stopping()
     assert run_().result == "interrupted"
-    assert run_.buffer.version == 4
+    assert run_.buffer.step == 4
     assert begun == [0, 1, 2, 3]
 
 
@@ -679,11 +726,18 @@ def stopped_in(step, reason="interrupted", **changes):
     return run_().result, saved, begun
 
 
-def test_a_run_that_is_stopped_in_its_last_step_still_validates_it():
-    result, (last,), begun = stopped_in(11)
-    assert (result, last[0], begun) == ("finished", 12, [0, 4, 8, 12])
-    _, (last,), begun = stopped_in(11, "out of time")
-    assert (last[0], begun) == (12, [0, 4, 8]), "but not if its time is over"
+def test_a_run_that_is_stopped_in_its_last_step_leaves_its_validation_to_a_resume():
+    result, (at,), begun = stopped_in(11)
+    assert (result, at[0], begun) == ("interrupted", 12, [0, 4, 8])
+    again, begun = resumed(at, schedule={"validations": [Interval(4)]}), []
+
+    async def validate(version):
+        begun.append(version)
+        return {"task": {"accuracy": 0.5}}
+
+    again.pipeline.validate, again.pipeline.validate_first = validate, True
+    assert again().result == "finished"
+    assert begun == [12]
 
 
 def test_a_resumed_run_validates_the_version_that_was_due_when_it_was_stopped():
@@ -698,6 +752,98 @@ def test_a_resumed_run_validates_the_version_that_was_due_when_it_was_stopped():
     again.pipeline.validate, again.pipeline.validate_first = validate, True
     again()
     assert begun == [8, 12]
+
+
+def stopped_at(moment, run_, **how):
+    """Stop a run at a moment; return its result, the second in which it ended, and what it saved."""
+    saved = []
+    run_.pipeline.save = cut(run_, saved)
+
+    async def story():
+        running = asyncio.create_task(run_.pipeline.run())
+        await asyncio.sleep(moment)
+        run_.pipeline.stop(**how)
+        return await running, asyncio.get_running_loop().time()
+
+    result, at = run(story())
+    return result, at, saved
+
+
+def validates(seconds, begun):
+    async def validate(version):
+        begun.append(version)
+        await asyncio.sleep(seconds)
+        return {"task": {"accuracy": 0.5}}
+
+    return validate
+
+
+@pytest.mark.parametrize("pause", [False, True])
+@pytest.mark.parametrize(("moment", "version"), [(5.0, 0), (1030.0, 4), (3050.0, 12)])
+def test_a_validation_is_dropped_when_the_run_is_stopped_and_made_when_it_is_resumed(moment, version, pause):
+    begun, schedule = [], {"validations": [Interval(4)], "pause_to_validate": pause}
+    first = Run(schedule=schedule)
+    first.pipeline.validate = validates(1000.0, begun)
+    result, at, saved = stopped_at(moment, first)
+    assert (result, begun[-1]) == ("interrupted", version)
+    assert at < moment + 10, "a step and a checkpoint, and not the rest of a validation"
+    assert [event.version for event in first.of(Validated)] == begun[:-1]
+    if saved[-1][0] > version:  # training went on meanwhile
+        return
+    again, begun = resumed(saved[-1], schedule=schedule), []
+    again.pipeline.validate, again.pipeline.validate_first = validates(1.0, begun), True
+    assert again().result == "finished"
+    assert begun == list(range(version, 13, 4))
+    assert sorted(map(int, first.trained[: saved[-1][0] * 4] + again.trained)) == list(range(48))
+
+
+def test_a_goal_lets_a_validation_that_runs_come_to_its_end():
+    run_, begun = Run(schedule={"validations": [Interval(4)]}), []
+    run_.pipeline.validate = validates(1000.0, begun)
+    result, _, _ = stopped_at(1030.0, run_, reason="goal reached", at_leisure=True)
+    assert (result, begun) == ("goal reached", [0, 4])
+    assert [event.version for event in run_.of(Validated)] == [0, 4]
+
+
+class SlowToUpdate(FakeEngine):
+    """Takes an hour for the weights of one version."""
+
+    def __init__(self, version):
+        super().__init__()
+        self.slow = version
+
+    async def update_weights(self, weights):
+        if weights.version == self.slow:
+            await asyncio.sleep(3600.0)
+        await super().update_weights(weights)
+
+
+@pytest.mark.parametrize("save_every", [0, 3])
+@pytest.mark.parametrize(("policy", "in_flight_updates"), [("deadline", True), ("in_order", False)])
+@pytest.mark.parametrize("version", [0, 3, 12])
+def test_a_run_that_is_stopped_waits_for_no_weight_sync(version, in_flight_updates, policy, save_every):
+    """Neither for an engine that starts, nor for one that hangs; a resumed run trains what is left."""
+    schedule = {"in_flight_updates": in_flight_updates, "save_every": save_every}
+    changes = {"policy": policy, "schedule": schedule}
+    first = Run(engine=SlowToUpdate(version), **changes)
+    result, at, saved = stopped_at(60.0, first)
+    assert result == "interrupted"
+    assert at < 66.0
+    trained = saved[-1][0]
+    assert version <= trained <= version + 1
+    assert trained == first.trainer.version
+    again = resumed(saved[-1], **changes)()
+    assert sorted(map(int, first.trained + again.trained)) == list(range(48))
+
+
+def test_a_run_that_is_stopped_waits_for_no_group():
+    first = Run(
+        environment=FakeEnvironment(seconds=50_000.0), schedule={"rollout_deadline": 1e5, "stall": 1e5}
+    )
+    result, at, saved = stopped_at(60.0, first)
+    assert (result, saved[-1][0]) == ("interrupted", 0)
+    assert at < 66.0
+    assert sorted(map(int, resumed(saved[-1])().trained)) == list(range(48))
 
 
 def test_without_a_schedule_only_the_end_is_saved_and_nothing_is_validated():
@@ -746,7 +892,7 @@ def test_an_update_that_waits_for_running_rollouts_admits_no_others():
 def slow_disk(seconds, fails_at=None):
     """A ``save`` that returns at once, and a checkpoint that takes its time."""
 
-    async def save(version):
+    async def save(version, failure=None):
         async def written():
             await asyncio.sleep(seconds)
             if version == fails_at:
@@ -773,7 +919,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_its_cause():
     done = Run(schedule={"save_every": 2}, save=slow_disk(3.0, fails_at=4))
     with pytest.raises(CheckpointError, match="the disk is full"):
         done()
-    assert [event.step for event in done.of(Saved)] == [2]
+    assert [event.step for event in done.of(Saved)] == [2, 6], "the one that the error leaves can be written"
     assert done.engine.running == 0
 
 

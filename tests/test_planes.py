@@ -13,6 +13,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
+from any_records import any_rows
 from file_plane import FilePlane
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -206,6 +207,11 @@ def test_advantages_of_tokens_arrive_as_they_were_sent(values):
     assert arrived.token_advantages.tobytes() == row.token_advantages.tobytes(), "to the last bit"
     of_list = pickle.loads(pickle.dumps(attrs.evolve(row, token_advantages=values)))
     assert of_list == row
+
+
+@given(any_rows())
+def test_every_field_of_a_row_arrives_as_it_was_sent(row):
+    assert pickle.loads(pickle.dumps(row)) == row
 
 
 def test_a_step_is_divided_in_the_same_way_with_every_plane(tmp_path):

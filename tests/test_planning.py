@@ -14,7 +14,7 @@ from grpo_core.errors import ConfigError
 from grpo_core.planning import commands
 from grpo_core.planning.forecast import forecast
 from grpo_core.planning.outcomes import DrawnOutcomes
-from grpo_core.planning.tables import best, cost, table
+from grpo_core.planning.tables import best, table
 from grpo_core.planning.times import Times, read_times
 from grpo_core.plugins.host import PluginHost
 
@@ -193,14 +193,12 @@ def test_the_command_prints_a_table_and_json(tmp_path, capsys):
     file = tmp_path / "times.toml"
     file.write_text("[engine]\ntoken = 0.1\n[rollout]\ntokens = 10\nspread = 0\n")
     given = {
-        "config_file": None,
         "settings": ["trainer.prompts_per_step=2", "rollout.group_size=2", "rollout.max_tokens=16"],
-        "times_file": file,
-        "time_settings": ["trainer.step=3"],
+        "times": file,
+        "time": ["trainer.step=3"],
         "sweep": ["pipeline.max_staleness=0,1"],
         "steps": 8,
         "seed": 0,
-        "block": [],
     }
     assert commands.simulate(**given, as_json=False) == 0
     shown = capsys.readouterr().out
@@ -249,14 +247,11 @@ def simulate(capsys):
 
     def simulate(*settings, sweep=(), steps=None, **options):
         commands.simulate(
-            config_file=None,
             settings=["trainer.prompts_per_step=2", "rollout.group_size=2", *settings],
-            times_file=None,
-            time_settings=["engine.token=0.1", "trainer.step=3"],
+            time=["engine.token=0.1", "trainer.step=3"],
             sweep=sweep,
             steps=steps,
             seed=0,
-            block=[],
             as_json=False,
             **options,
         )
@@ -328,9 +323,9 @@ def test_steps_that_train_more_rollouts_are_compared_by_their_rollouts(simulate)
 
 
 @pytest.mark.long
-def test_sweeps_of_two_keys_are_crossed_on_request_and_have_a_price(simulate):
+def test_sweeps_of_two_keys_are_crossed_on_request(simulate):
     keys = ["pipeline.max_staleness=0,1", "engine.workers=1,2"]
-    apart, crossed = (simulate(sweep=keys, cross=cross, price=3.6).out for cross in (False, True))
+    apart, crossed = (simulate(sweep=keys, cross=cross).out for cross in (False, True))
     assert [line.split("  ")[0] for line in apart.splitlines()[2:6]] == [
         *("pipeline.max_staleness=0", "pipeline.max_staleness=1", "engine.workers=1", "engine.workers=2")
     ]
@@ -339,16 +334,6 @@ def test_sweeps_of_two_keys_are_crossed_on_request_and_have_a_price(simulate):
         for staleness in (0, 1)
         for workers in (1, 2)
     ]
-    assert crossed.splitlines()[0].endswith("cost/1,000 rollouts")
-
-
-def test_rollouts_cost_the_hours_of_all_gpus(host):
-    """Eight rollouts in 4 s, on two engines and a trainer, at 3.60 an hour: 500 s of three GPUs."""
-    setting = config(0, loss={"all_rows": True}, engine={"workers": 2})
-    doubled = times(engine={"rows": 0})
-    row = commands.Planner(setting, doubled, DrawnOutcomes(doubled.rollout), host, seed=0).row("", {})
-    assert row.gpus == 3
-    assert cost(row, 3.6) == pytest.approx(1.5)
 
 
 @pytest.mark.long

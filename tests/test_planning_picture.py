@@ -96,12 +96,6 @@ def test_a_run_that_is_in_two_lines_of_the_table_is_drawn_once(rows):
     assert sum("max_staleness=1" in words for words in texts(drawn(rows, 2))) == 1
 
 
-def test_what_a_run_has_recorded_has_a_bar_and_no_simulated_steps(rows):
-    recorded = Row(name="recorded", settings={}, forecast=rows[0].forecast, recorded=True)
-    assert "Steps of the simulated runs" not in texts(drawn([recorded], 0))
-    assert texts(drawn([recorded, rows[1]], 1)).count("recorded") == 1
-
-
 def test_a_name_is_text_however_it_looks(rows):
     hostile = Row(
         name='</text><script>alert("1")</script>' + "x" * 99, settings={}, forecast=rows[0].forecast
@@ -113,15 +107,13 @@ def test_a_name_is_text_however_it_looks(rows):
 
 def simulate(picture, **given):
     defaults = {
-        "config_file": None,
         "settings": SETTINGS,
-        "times_file": None,
-        "time_settings": ["rollout.tokens=10", "trainer.step=3"],
+        "times": None,
+        "time": ["rollout.tokens=10", "trainer.step=3"],
         "sweep": ["pipeline.max_staleness=0"],
         "steps": 6,
         "seed": 0,
         "as_json": False,
-        "block": [],
     }
     return commands.simulate(**(defaults | given), picture=picture)
 
@@ -143,19 +135,7 @@ def test_the_command_writes_the_picture_beside_the_table(tmp_path, capsys):
 def test_a_file_that_cannot_be_written_is_named_before_anything_is_read(tmp_path, name, message):
     (tmp_path / "folder.svg").mkdir()
     with pytest.raises(ConfigError, match=f"--picture .*{message}"):
-        simulate(tmp_path / name, time_settings=["no such time"])
-    with pytest.raises(ConfigError, match=f"--picture .*{message}"):
-        commands.whatif(
-            directory=tmp_path / "no run",
-            settings=[],
-            time_settings=[],
-            sweep=[],
-            steps=None,
-            seed=0,
-            as_json=False,
-            block=[],
-            picture=tmp_path / name,
-        )
+        simulate(tmp_path / name, time=["no such time"])
     assert [path.name for path in tmp_path.iterdir()] == ["folder.svg"]
 
 
@@ -163,8 +143,8 @@ def test_a_forecast_that_fails_leaves_an_earlier_picture_as_it_was(tmp_path):
     picture = tmp_path / "plan.svg"
     picture.write_text("earlier")
     with pytest.raises(ConfigError, match="service times"):
-        simulate(picture, time_settings=["no such time"])
+        simulate(picture, time=["no such time"])
     assert picture.read_text() == "earlier"
     with pytest.raises(ConfigError, match="service times"):
-        simulate(tmp_path / "new.svg", time_settings=["no such time"])
+        simulate(tmp_path / "new.svg", time=["no such time"])
     assert not (tmp_path / "new.svg").exists()

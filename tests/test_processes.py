@@ -91,6 +91,20 @@ class Target:
     def leave(self):
         os._exit(1)
 
+    def ended_by(self, number, how):
+        """Start something; return the status with which it ends by a signal."""
+        if how == "a program":
+            started = subprocess.Popen(["sleep", "1234"])
+            started.send_signal(number)
+            return started.wait()
+        ready, begun = os.pipe()
+        if (pid := os.fork()) == 0:
+            os.write(begun, b".")
+            signal.pause()
+        os.read(ready, 1)
+        os.kill(pid, number)
+        return -os.WTERMSIG(os.waitpid(pid, 0)[1])
+
 
 class Poison:
     """An object that only the process that made it can unpickle."""
@@ -343,6 +357,20 @@ def test_nothing_that_a_child_has_started_outlives_a_parent_that_is_killed():
         os.killpg(parent.pid, signal.SIGKILL)
         parent.wait()
     assert [pid for pid in pids if not _is_gone(pid)] == []
+
+
+@pytest.mark.long
+def test_what_ends_a_run_from_outside_ends_no_child_but_what_the_child_has_started():
+    async def use(c):
+        await c.started(seconds=20)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            os.kill(c.pid, number)
+        assert await c.call("greet", "you", seconds=20) == "hello you"
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            for how in ("a program", "a fork"):
+                assert await c.call("ended_by", number, how, seconds=20) == -number
+
+    story(closing(child(), use))
 
 
 @pytest.mark.long

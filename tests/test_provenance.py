@@ -14,7 +14,7 @@ import pytest
 import grpo_core
 from grpo_core.api.given import given
 from grpo_core.app import provenance
-from grpo_core.cli import app
+from grpo_core.cli import make_app
 from grpo_core.config import build
 from grpo_core.plugins.host import PluginHost
 
@@ -111,7 +111,10 @@ def test_a_run_and_what_it_is_validated_by_have_their_provenance(tmp_path, monke
     settings = {"trainer.steps": 1, "trainer.prompts_per_step": 2, "rollout.group_size": 2}
     settings |= {"validation.every": 0, "model.options.warm_start_steps": 1, "validation.prompts": 2}
     sets = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-    assert app(["train", "--env", "math:sort", "--output", "run", *sets], result_action="return_value") == 0
-    assert app(["validate", "run", "--output", "measured"], result_action="return_value") == 0
+    assert (
+        make_app()(["train", "--env", "math:sort", "--output", "run", *sets], result_action="return_value")
+        == 0
+    )
+    assert make_app()(["validate", "run", "--output", "measured"], result_action="return_value") == 0
     lines = [json.loads((tmp_path / d / "provenance.jsonl").read_text()) for d in ("run", "measured")]
     assert lines[0]["grpo_core"] == lines[1]["grpo_core"]

@@ -226,7 +226,7 @@ def test_a_template_that_cannot_render_a_conversation_is_refused_before_generati
         "{{ 1 // 0 }}",
     ],
 )
-def test_a_template_that_does_not_end_or_leaves_its_sandbox_is_refused(merging, template):
+def test_a_template_that_fails_or_leaves_its_sandbox_is_refused(merging, template):
     with pytest.raises(ModelError, match="the chat template cannot render messages of user"):
         chat(merging, template).prompt_ids([user("x")])
 

@@ -102,7 +102,7 @@ def test_two_runs_with_the_same_seed_have_the_same_weights_to_the_last_bit(runs,
     for pattern in ("rollouts/*.safetensors", "checkpoints/**/*.safetensors"):
         assert arrays(first, pattern) == arrays(second, pattern)
         assert arrays(first, pattern)
-    assert bisect.main(first, second) == 0
+    assert bisect.bisect(first, second) == 0
     assert "steps 1 to 4 are the same" in capsys.readouterr().out
     assert not verified(first).findings
 
@@ -111,7 +111,7 @@ def test_bisect_notes_once_for_each_run_that_its_rollouts_are_not_stored(runs, t
     bare = tmp_path / "bare"
     shutil.copytree(runs[1], bare)
     shutil.rmtree(bare / "rollouts")
-    assert bisect.main(runs[0], bare) == 0
+    assert bisect.bisect(runs[0], bare) == 0
     (note,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
     assert f"{bare}: has not stored the rollouts of step 1;" in note
     assert note.endswith("more of its steps cannot be compared either)")

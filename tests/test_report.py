@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from logged import Logged
 from tracked_run import a_run
 
-from grpo_core.cli import app
+from grpo_core.cli import make_app
 from grpo_core.config import Config, TaskConfig, TrackingConfig
 from grpo_core.errors import ConfigError
 from grpo_core.events import (
@@ -342,11 +342,11 @@ def test_a_full_disk_leaves_no_part_of_a_report(tmp_path, monkeypatch):
 def test_the_command_makes_it_at_any_time(tmp_path, capsys):
     record(tmp_path / "run", run_of("sort"))
     (tmp_path / "run" / report.REPORT).unlink()
-    assert app(["report", str(tmp_path / "run")], result_action="return_value") == 0
+    assert make_app()(["report", str(tmp_path / "run")], result_action="return_value") == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "run" / report.REPORT)
     assert (tmp_path / "run" / report.REPORT).is_file()
     with pytest.raises(ConfigError, match="holds no run"):
-        app(["report", str(tmp_path)], result_action="return_value")
+        make_app()(["report", str(tmp_path)], result_action="return_value")
 
 
 def test_a_task_of_any_name_is_found_in_the_metrics():
@@ -354,6 +354,12 @@ def test_a_task_of_any_name_is_found_in_the_metrics():
     (task,) = tasks_of(rows, [{"step": 0, "validation/a/b/pass@4": 0.25}], {})
     assert (task.name, task.metric, task.groups) == ("a/b", "pass@4", 2)
     assert (task.rewards, task.validation) == ([(1, 0.5)], [(0, 0.25)])
+
+
+def test_a_step_with_few_groups_of_a_task_counts_for_few_in_its_mean():
+    rows = [{"step": 1, "groups/a": 1.0, "reward/a": 0.0}, {"step": 2, "groups/a": 31.0, "reward/a": 1.0}]
+    (task,) = tasks_of(rows, [], {})
+    assert task.numbers["reward"] == 31 / 32
 
 
 # ---------------------------------------------------------------------------------- charts

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -17,9 +18,10 @@ from pathlib import Path
 import pytest
 from killing import GRPO
 from simulation.disk import Dead, FaultyDisk
-from test_cli import ENVIRONMENTS, events, grpo, refused, start, steps_done, wait_for
+from test_cli import ENVIRONMENTS, events, grpo, metrics, refused, start, steps_done, wait_for
 
 from grpo_core.app import resume as continuing
+from grpo_core.app.launch import continued
 from grpo_core.app.resume import identity
 from grpo_core.config import as_table, build, merge, parse_setting, read_toml
 from grpo_core.data.curriculum import Curriculum
@@ -134,7 +136,7 @@ def test_a_running_run_can_be_looked_at_and_is_not_started_twice(here):
     process.kill()
     process.communicate()
     done = grpo(here, "train", "--resume", "run", "--set", "trainer.steps=4")
-    assert done.returncode in (0, 2), done.stderr
+    assert done.returncode == 0, done.stderr
     assert "is running in it" not in done.stderr
 
 
@@ -192,9 +194,9 @@ def test_a_resume_that_meets_a_full_disk_keeps_all_metrics(tmp_path):
     size = (run.path / "metrics.jsonl").stat().st_size
     for room in range(0, size // 2, 50):
         with pytest.raises(OSError, match="No space left"):
-            run.forget_after(30, FaultyDisk(run.path, room=room))
+            run.forget_after(30, 30, FaultyDisk(run.path, room=room))
         assert read_metrics(run) == LINES
-    run.forget_after(30, FaultyDisk(run.path))
+    run.forget_after(30, 30, FaultyDisk(run.path))
     assert read_metrics(run) == LINES[:31]
 
 
@@ -206,10 +208,10 @@ def test_a_death_or_a_power_cut_in_a_resume_leaves_the_old_file_or_the_new_one(t
             run = with_metrics(tmp_path / f"{at} {seed}")
             old = build([{"tasks": {"sort": TASK}}])
             new = build([{"tasks": {"sort": TASK}, "trainer": {"steps": 7}}])
-            run.forget_after(40)
+            run.forget_after(40, 40)
             disk = FaultyDisk(run.path, dies_at=at)
             try:
-                run.forget_after(30, disk) if change == "metrics" else run.replace_config(new, disk)
+                run.forget_after(30, 30, disk) if change == "metrics" else run.replace_config(new, disk)
             except Dead:
                 if seed is not None:
                     disk.cut_power(random.Random(seed))
@@ -223,8 +225,33 @@ def test_a_death_or_a_power_cut_in_a_resume_leaves_the_old_file_or_the_new_one(t
 def test_metrics_are_written_only_if_something_is_dropped(tmp_path):
     run = with_metrics(tmp_path / "run")
     before = contents(run.path)
-    run.forget_after(39)
+    run.forget_after(39, 39)
     assert contents(run.path) == before
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong"),
+    [
+        ("[]", "it is []; expected a table"),
+        ("{", "Expecting property name"),
+        ('{"loss": 0.5}', "step is null; expected a whole number"),
+        ('{"step": "7"}', 'step is "7"; expected a finite number or null'),
+        ('{"step": 7.5}', "step is 7.5; expected a whole number"),
+        ('{"step": 1e999}', "step is Infinity; expected a finite number or null"),
+        (
+            '{"step": 2, "validation/sort/accuracy": [1]}',
+            "validation/sort/accuracy is [1]; expected a finite",
+        ),
+    ],
+)
+def test_a_line_of_metrics_of_another_type_is_one_error_that_names_file_and_key(tmp_path, line, wrong):
+    run = with_metrics(tmp_path / "run")
+    (run.path / "metrics.jsonl").write_text(line.replace("}", ', "validation/a/b": 1.0}') + "\n")
+    for read in (lambda: run.forget_after(30, 30), run.first_scores if "}" in line else None):
+        if read is not None:
+            with pytest.raises(ConfigError, match=re.escape(wrong)) as said:
+                read()
+            assert "metrics.jsonl: " in str(said.value)
 
 
 # ---------------------------------------------------------------------------------- what may change
@@ -319,10 +346,6 @@ def changed(path, *settings):
         ("model.path=other/model", 'model.path is "tiny" in its checkpoint and "other/model" now; it cannot'),
         ("optimizer.name=muon", 'optimizer.name is "adamw" in its checkpoint and "muon" now; it cannot'),
         ("model.lora.rank=4", "model.lora.rank is (not set) in its checkpoint and 4 now; it cannot change"),
-        (
-            "optimizer.options.moments=bfloat16",
-            'optimizer.options.moments is (not set) in its checkpoint and "bfloat16" now; it cannot',
-        ),
         ("seed=5", "seed is 0 in its checkpoint and 5 now; it cannot change"),
         (
             "pipeline.max_staleness=1",
@@ -365,11 +388,6 @@ def test_a_run_that_needs_the_weights_it_started_from_is_not_continued_with_othe
             resumed(tmp_path / "run")
     else:
         assert resumed(tmp_path / "run")
-
-
-def test_moments_that_are_named_as_they_are_by_default_are_the_same(tmp_path):
-    a_run(tmp_path / "run")
-    assert resumed(tmp_path / "run", "optimizer.options.moments=float32")
 
 
 def test_the_checkpoint_counts_and_not_an_edited_configuration(tmp_path):
@@ -457,33 +475,71 @@ def test_files_of_a_checkpoint_can_be_read_by_the_same_people(tmp_path):
     assert modes == {(tmp_path / "run" / "config.toml").stat().st_mode & 0o777}
 
 
-def resealed(directory, change):
-    """The checkpoint after a change of its pipeline.json, with a manifest that fits."""
-    state = change(checkpoint.read_pipeline(directory))
-    (directory / "pipeline.json").write_text(json.dumps(state))
-    manifest = json.loads((directory / "manifest.json").read_text())
-    manifest["files"]["pipeline.json"] = checkpoint.fingerprint(directory / "pipeline.json")
-    (directory / "manifest.json").write_text(json.dumps(manifest))
-    assert checkpoint.fault(directory) is None
+def resealed(file, value):
+    """Write other contents into a file of a checkpoint, with a manifest that fits."""
+    file.write_text(json.dumps(value))
+    if file.name != "manifest.json":
+        manifest = json.loads((file.parent / "manifest.json").read_text())
+        manifest["files"][file.name] = checkpoint.fingerprint(file)
+        (file.parent / "manifest.json").write_text(json.dumps(manifest))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda state: [],
-        lambda state: {},
-        lambda state: {**state, "buffer": 3},
-        lambda state: {**state, "buffer": {**state["buffer"], "ready": [7]}},
-        lambda state: {**state, "buffer": {**state["buffer"], "ready": None}},
-        lambda state: {**state, "run": 5},
-        lambda state: {**state, "run": {"fixed": 5}},
-        lambda state: {**state, "run": {"files": 5}},
-    ],
-)
-def test_a_resealed_checkpoint_of_wrong_types_is_one_error(tmp_path, change):
-    resealed(a_run(tmp_path / "run", ready=1), change)
-    with pytest.raises(CheckpointError, match=r"step-000000: its contents cannot be used \("):
-        resumed(tmp_path / "run")
+WRONG = {dict: 3, list: "text", str: 3, bool: "text", int: "text", float: [], type(None): []}
+"""For each type a value of another one."""
+
+
+def wrong_values(value, where=""):
+    """Yield the key of each value inside, and the whole with a value of another type in its place."""
+    yield where, WRONG[type(value)]
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        place = f"{where}[{key}]" if isinstance(value, list) else f"{where}.{key}" if where else key
+        for name, changed in wrong_values(item, place):
+            whole = value.copy()
+            whole[key] = changed
+            yield name, whole
+
+
+def with_all_there_is(state):
+    evidence = {"tolerance": 0.02, "level": 0.1, "groups": 1, "judged": 1, "refused": 0, "alarmed": False}
+    quotas = {"owed": {"sort": 0.5}, "lost": [["sort", 1]]}
+    standard = {"version": 0, "scores": {"1": {"reward": 1.0}}}
+    return {
+        **state,
+        "sampler": {"drawn": 3, "rates": {"sort": [[0, 0.5]]}, "quotas": quotas},
+        "validation": {"": {"strategy": "paired", "state": {"sort": standard}}},
+        "goal": {"reward/sort": 0.5},
+        "second_opinion": {"environment": "x", "evidence": {"sort": {**evidence, "money": [0.5]}}},
+        "measured": 0,
+    }
+
+
+FREE = ("run.fixed.", "messages[0].content")
+"""Parts of keys whose values may have any type: a configuration's, and an environment's."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["pipeline.json", "train_dataloader_sort.json", "manifest.json"])
+def test_a_value_of_another_type_in_a_checkpoint_is_one_error_that_names_file_and_key(tmp_path, name):
+    settings = ["sampler.name=curriculum", "sampler.options.shares=drawn", "validation.name=paired"]
+    directory = a_run(tmp_path / "run", ready=1, settings=settings)
+    whole = with_all_there_is(checkpoint.read_pipeline(directory))
+    resealed(directory / "pipeline.json", whole)
+    assert resumed(tmp_path / "run")
+    right = json.loads((directory / name).read_text())
+    for key, value in wrong_values(right):
+        resealed(directory / name, value)
+        if any(part in key for part in FREE):
+            continue
+        with pytest.raises(CheckpointError) as wrong:
+            continued(tmp_path / "run", {})
+        assert wrong.value.exit_status == 2
+        assert name in str(wrong.value)
+        assert key.partition("sampler.")[2] in str(wrong.value), "a plugin knows its own keys"
+        if not key.startswith(("sampler", "validation..state")):
+            assert f"{name}: {key or 'it'} is " in str(wrong.value)
+    resealed(directory / name, right)
+    assert resumed(tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -496,7 +552,7 @@ def test_a_resealed_checkpoint_of_wrong_types_is_one_error(tmp_path, change):
 )
 def test_a_resealed_state_is_one_error(tmp_path, change):
     directory = a_run(tmp_path / "run", ready=1)
-    resealed(directory, change)
+    resealed(directory / "pipeline.json", change(checkpoint.read_pipeline(directory)))
     loaders = {"sort": TaskLoader("sort", prompts(20, "sort"), seed=0)}
     stream = PromptStream(sampler=RoundRobin(), loaders=loaders, name="mix")
     buffer = Buffer(prompts_per_step=2, max_staleness=2, num_steps=9)
@@ -505,6 +561,77 @@ def test_a_resealed_state_is_one_error(tmp_path, change):
 
 
 # ---------------------------------------------------------------------------------- samplers
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ([], ""),
+        (["trainer.deadline=60"], ""),
+        (
+            ["trainer.steps=20"],
+            "the learning rate has another schedule now (trainer.steps: 9 -> 20): step 7 has 0.000407 "
+            "instead of 0.000163; step 6 had 0.000236",
+        ),
+        (["trainer.updates_per_step=2", "trainer.warmup_updates=100"], "trainer.updates_per_step: 1 -> 2, "),
+        (
+            ["trainer.lr_schedule=constant"],
+            "step 7 has 0.0005 instead of 0.000163;",
+        ),
+        (["trainer.lr=1e-3"], "(trainer.lr: 0.0005 -> 0.001)"),
+        (["trainer.warmup_updates=5"], "(trainer.warmup_updates: 0 -> 5)"),
+    ],
+)
+def test_a_learning_rate_that_a_resume_changes_is_said_with_both_values(tmp_path, settings, said):
+    given = [
+        "trainer.lr=5e-4",
+        "trainer.updates_per_step=1",
+        "trainer.lr_schedule=cosine",
+        "trainer.warmup_updates=0",
+    ]
+    directory = a_run(tmp_path / "run", settings=given)
+    found = checkpoint.Found(directory=directory, step=6, passed_over=())
+    config = resumed(tmp_path / "run", *settings).config
+    message = continuing.changed_schedule(found, config.trainer)
+    assert said in message
+    assert bool(message) == bool(said)
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "template.jinja"])
+def test_a_tokenizer_or_a_chat_template_that_has_changed_is_said(tmp_path, file):
+    model, template = tmp_path / "model", tmp_path / "template.jinja"
+    make_tiny_model(model, (), width=16, layers=1, warm_start_steps=0)
+    template.write_text("{{ messages[0]['content'] }}")
+    settings = [f"model.path={model}", f"model.chat_template={template}"]
+    a_run(tmp_path / "run", settings=settings)
+    assert len(resumed(tmp_path / "run").notes) == 1
+    changed = (model if "json" in file else tmp_path) / file
+    changed.write_text(changed.read_text() + " ")
+    assert (
+        f"warning: {changed} has changed since the checkpoint was written" in resumed(tmp_path / "run").notes
+    )
+
+
+def test_a_teacher_with_other_weights_is_said(tmp_path):
+    teacher = tmp_path / "teacher"
+    make_tiny_model(teacher, (), width=16, layers=1, warm_start_steps=0)
+    a_run(tmp_path / "run", settings=["loss.name=distillation", f"teacher.path={teacher}"])
+    assert len(resumed(tmp_path / "run").notes) == 1
+    shutil.rmtree(teacher)
+    make_tiny_model(teacher, (), width=16, layers=1, warm_start_steps=0, seed=1)
+    notes = resumed(tmp_path / "run").notes
+    assert f"warning: the weights of the teacher {teacher} have changed since the checkpoint" in notes
+
+
+def test_a_time_limit_and_a_reference_that_act_otherwise_than_before_are_said(tmp_path):
+    a_run(tmp_path / "run", settings=["trainer.time_limit=60", "trainer.reference_every=2"])
+    notes = resumed(tmp_path / "run", "trainer.reference_every=0").notes
+    assert any(
+        note.startswith("the reference is the model that the run started from again") for note in notes
+    )
+    assert any(note.startswith("this start ends within 60 s as well") for note in notes)
+    assert not any("this start" in note for note in resumed(tmp_path / "run", "trainer.time_limit=30").notes)
+
 
 SAMPLERS = (
     ENVIRONMENTS
@@ -643,7 +770,9 @@ def test_a_run_that_is_moved_and_resumed_from_elsewhere_is_the_unbroken_run(here
     for command in (["verify"], ["report"], ["validate"]):
         looked = grpo(elsewhere, *command, "../b/moved run")
         assert looked.returncode == 0, looked.stderr
-    assert "finished all of its 4 steps" in refused(elsewhere, "train", "--resume", "../b/moved run")
+    done = grpo(elsewhere, "train", "--resume", "../b/moved run")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "finished all of its 4 steps" in done.stdout
 
 
 @pytest.mark.long
@@ -712,3 +841,131 @@ def test_a_signal_during_the_start_is_one_line(here, how):
         out.splitlines()[-1] == "interrupted at once; run: run (continue with: grpo-core train --resume run)"
     )
     assert [event["reason"] for event in events(here / "run", "RunEnded")] == ["interrupted"]
+
+
+# ---------------------------------------------------------------------------------- after the last step
+
+KILLERS = """
+import os, signal
+import grpo_core as grpo
+
+class AfterTheCheckpoint(grpo.Tracker):
+    def __init__(self, run): ...
+    def event(self, event):
+        if isinstance(event, grpo.events.Saved):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+class InTheLastStep(AfterTheCheckpoint):
+    # its version is validated after its checkpoint then
+    def event(self, event):
+        if isinstance(event, grpo.events.GroupsReady) and event.step == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        super().event(event)
+
+class AtTheClose(grpo.Tracker):
+    def __init__(self, run): ...
+    def close(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+TRACKERS = ["files", "terminal", "report"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("killer", ["AfterTheCheckpoint", "AtTheClose"])
+def test_a_run_that_was_killed_after_its_last_step_ends_as_if_it_had_not_been(here, killer):
+    """Its page and the end of its records are made, without a process for that; a repeat does nothing."""
+    (here / "killers.py").write_text(KILLERS)
+    trackers = json.dumps([f"./killers.py:{killer}", *TRACKERS])
+    settings = options("trainer.steps=2", "checkpoint.every=0", f"tracking.trackers={trackers}")
+    done = grpo(here, "train", "--env", "./envs.py:Digits", *QUICK, *settings, "--output", "run")
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    run = here / "run"
+    log, saved = run / "logs" / "trainer.log", run / "checkpoints" / "step-000002"
+    before = contents(saved), log.stat().st_mtime_ns
+    assert not (run / "report.html").exists()
+    again = ["train", "--resume", "run", *options(f"tracking.trackers={json.dumps(TRACKERS)}")]
+    done = grpo(here, *again)
+    assert done.returncode == 0, done.stderr
+    assert "finished all of its 2 steps" in done.stdout
+    assert (run / "report.html").exists()
+    assert events(run, "RunEnded")[-1]["reason"] == "finished"
+    assert (contents(saved), log.stat().st_mtime_ns) == before
+    assert grpo(here, "verify", "run").returncode == 0
+    before = of_the_main_process(run)
+    del before[str(run / ".lock")]
+    done = grpo(here, *again)
+    assert done.returncode == 0, done.stderr
+    assert "run: finished all of its 2 steps; for more, add --set trainer.steps=4" in done.stdout
+    after = of_the_main_process(run)
+    del after[str(run / ".lock")]
+    assert after == before
+
+
+@pytest.mark.long
+def test_a_last_validation_that_a_kill_has_prevented_is_made_and_nothing_is_trained(here):
+    (here / "killers.py").write_text(KILLERS)
+    trackers = json.dumps(["./killers.py:InTheLastStep", *TRACKERS])
+    settings = options("trainer.steps=2", "checkpoint.every=0", f"tracking.trackers={trackers}")
+    done = grpo(here, "train", "--env", "./envs.py:Digits", *QUICK, *settings, "--output", "run")
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert [event["version"] for event in events(here / "run", "Validated")] == [0]
+    done = grpo(here, "train", "--resume", "run", *options(f"tracking.trackers={json.dumps(TRACKERS)}"))
+    assert done.returncode == 0, done.stderr
+    assert [event["version"] for event in events(here / "run", "Validated")] == [0, 2]
+    assert [event["step"] for event in events(here / "run", "StepEnded")] == [1, 2]
+    assert grpo(here, "verify", "run").returncode == 0
+
+
+@pytest.mark.long
+def test_a_run_that_has_reached_its_goal_trains_nothing_when_it_is_resumed(here):
+    settings = options(
+        "trainer.steps=9", "trainer.stop_when=reward/digits >= 0", "trainer.lr_schedule=cosine"
+    )
+    done = grpo(here, "train", "--env", "./envs.py:Digits", *QUICK, *settings, "--output", "run")
+    assert done.returncode == 0, done.stderr
+    run = here / "run"
+    assert [event["reason"] for event in events(run, "RunEnded")] == ["goal reached"]
+    trained = [event["step"] for event in events(run, "StepEnded")]
+    for more in ([], options("trainer.steps=12"), options("trainer.stop_when=reward/digits >= -1")):
+        done = grpo(here, "train", "--resume", "run", *more)
+        assert done.returncode == 0, done.stderr
+        assert (
+            f"run: reached its goal reward/digits >= {'-1' if '-1' in str(more) else '0'} with "
+            in done.stdout
+        )
+        assert [event["step"] for event in events(run, "StepEnded")] == trained
+    done = grpo(here, "train", "--resume", "run", *options("trainer.steps=2", "trainer.stop_when="))
+    assert done.returncode == 0, done.stderr
+    assert [event["step"] for event in events(run, "StepEnded")] == [1, 2]
+    said = "warning, step 1: the learning rate has another schedule now (trainer.steps: 9 -> 2): step 2 has "
+    assert said in done.stdout
+
+
+STOPPED = """
+import asyncio, os, signal
+from pathlib import Path
+from grpo_core.validation.strategies import Greedy
+
+class Stopped(Greedy):
+    \"\"\"The run gets a signal after the first validation has been played.\"\"\"
+    async def validate(self, context):
+        results = await super().validate(context)
+        if not Path("signalled").exists():
+            Path("signalled").touch()
+            os.kill(os.getpid(), signal.SIGTERM)
+        return results
+"""
+
+
+@pytest.mark.long
+def test_an_interrupted_first_validation_leaves_one_line_of_version_0(here):
+    (here / "stopped.py").write_text(STOPPED)
+    arguments = ["--env", "./envs.py:Digits", "--validation", "./stopped.py:Stopped", *QUICK, *EXACT]
+    done = grpo(here, "train", *arguments, "--set", "trainer.steps=2", "--output", "run")
+    assert done.returncode == 130, done.stderr
+    assert (here / "run" / "checkpoints" / "step-000000").is_dir()
+    done = grpo(here, "train", "--resume", "run")
+    assert done.returncode == 0, done.stderr
+    measured = [row["step"] for row in metrics(here / "run") if "validation/digits/reward" in row]
+    assert measured == [0, 2]
+    assert grpo(here, "verify", "run").returncode == 0

@@ -159,21 +159,21 @@ def test_metrics_that_are_not_there_are_no_empty_table(made):
     run = made("r")
     (run.path / "metrics.jsonl").unlink()
     with pytest.raises(ConfigError, match=r"has no metrics\.jsonl, so there is nothing to export"):
-        runs.export(run.path, None)
+        runs.export(run.path)
 
 
 def test_metrics_are_exported_with_a_column_for_each(made, tmp_path, capsys):
     run, output = made("r"), tmp_path / "metrics.csv"
-    runs.export(run.path, output)
+    runs.export(run.path, output=output)
     rows = list(csv.DictReader(io.StringIO(output.read_text())))
     assert [row["step"] for row in rows] == ["0", "1", "2", "2"]
     assert [row["reward/sort"] for row in rows] == ["", "0.5", "0.75", ""]
-    runs.export(run.path, None)
+    runs.export(run.path)
     assert capsys.readouterr().out.splitlines() == output.read_text().splitlines()
     with pytest.raises(ConfigError, match="exists; give another name"):
-        runs.export(run.path, output)
+        runs.export(run.path, output=output)
     with pytest.raises(ConfigError, match=r"^--output .*nowhere.*: cannot be written: No such file or dir"):
-        runs.export(run.path, tmp_path / "nowhere" / "metrics.csv")
+        runs.export(run.path, output=tmp_path / "nowhere" / "metrics.csv")
 
 
 def test_what_is_no_run_is_named(tmp_path, made, capsys):

@@ -12,7 +12,7 @@ from recording import record
 
 import grpo_core as grpo
 from grpo_core.app.rejudging import judge
-from grpo_core.cli import app
+from grpo_core.cli import make_app
 from grpo_core.commands import score
 from grpo_core.config import Config, TaskConfig, ValidationConfig, ValidationSetConfig
 from grpo_core.errors import ConfigError
@@ -50,7 +50,8 @@ class Game(grpo.Environment):
         counted = sum(said == episode.prompt.info["counts"] for said in episode.session.said)
         done = self.stops or episode.turn == 2
         reward = self.factor * (counted - 1) / 2 + episode.completion_tokens / 1000
-        return grpo.Feedback(reward=reward if done else 0.0, done=done,
+        return grpo.Feedback(reward=reward if done else 0.0, done=done, metrics={"counted": counted},
+                             state=f"room {episode.turn}", answer=episode.reply[:1],
                              messages=() if done else ({"role": "user", "content": self.word},))
 
 class Seen:
@@ -162,7 +163,7 @@ def a_run(tmp_path, game):
 
 
 def scored(capsys, *arguments, status=0):
-    assert app([*map(str, ("score", *arguments, "--json"))], result_action="return_value") == status
+    assert make_app()([*map(str, ("score", *arguments, "--json"))], result_action="return_value") == status
     return json.loads(capsys.readouterr().out)
 
 
@@ -177,6 +178,27 @@ def test_an_environment_that_did_not_change_gives_the_same_rewards_in_training_a
         assert 0 < found["groups_with_different_rewards"]["after"] <= 6
     assert {path: path.read_bytes() for path in before} == before
     assert set(a_run.rglob("step-*")) == set(before), "nothing is written among the run's rollouts"
+
+
+@pytest.mark.long
+def test_an_environment_that_counts_tokens_judges_rollouts_whose_tokens_are_not_stored(a_run, capsys):
+    for path in (a_run / "rollouts").glob("*.safetensors"):
+        path.unlink()
+    (found,) = scored(capsys, a_run)["tasks"].values()
+    assert (found["judged"], found["changed"]) == (24, 0)
+
+
+@pytest.mark.long
+def test_all_that_an_environment_says_of_a_rollout_is_in_the_line_that_a_fork_reads(a_run, tmp_path, capsys):
+    scored(capsys, a_run, "--output", tmp_path / "out")
+    lines = [json.loads(line) for line in (tmp_path / "out" / "rollouts.jsonl").read_text().splitlines()]
+    groups = [g for step in (1, 2) for g in grpo.stored_rollouts(a_run, step)]
+    stored = [rollout for g in groups for rollout in g.rollouts]
+    assert any(len(each.turn_rewards) > 1 for each in stored)
+    for line, rollout in zip(lines, stored, strict=True):
+        for name in ("reward", "success", "metrics", "turn_rewards", "turn_states", "answer", "train"):
+            its = line["reply_answer" if name == "answer" else name]
+            assert (tuple(its) if isinstance(its, list) else its) == getattr(rollout, name), name
 
 
 @pytest.mark.long
@@ -211,7 +233,7 @@ def test_prompts_that_are_gone_or_have_another_text_are_named_and_not_judged(a_r
     (found,) = scored(capsys, a_run, "--env", f"{game}:Fewer")["tasks"].values()
     assert (found["prompts_missing"], found["prompts_with_other_text"]) == (["1"], ["0"])
     assert found["judged"] == 16
-    app(["score", str(a_run), "--env", f"{game}:Fewer"], result_action="return_value")
+    make_app()(["score", str(a_run), "--env", f"{game}:Fewer"], result_action="return_value")
     said = capsys.readouterr().out
     assert "not judged: 1 prompt (1) no longer in the task" in said
     assert "not judged: 1 prompt (0) with another text now" in said
@@ -222,7 +244,7 @@ def test_an_environment_that_fails_ends_with_its_error_and_status_one(a_run, gam
     (found,) = scored(capsys, a_run, "--step", 1, "--env", f"{game}:Broken", status=1)["tasks"].values()
     assert (found["failed"], found["now_unscored"], found["reward"]["after"]) == (12, 12, None)
     assert found["errors"] == {"RuntimeError: the judge is out": 12}
-    assert app(["score", str(a_run), "--env", f"{game}:Broken"], result_action="return_value") == 1
+    assert make_app()(["score", str(a_run), "--env", f"{game}:Broken"], result_action="return_value") == 1
     assert "24 times: RuntimeError: the judge is out" in capsys.readouterr().out
 
 

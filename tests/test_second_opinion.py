@@ -122,6 +122,7 @@ def group(number, replies, task="double"):
             reward=1.0,
             success=reply != "wrong",
             turns=1,
+            turn_tokens=(0,),
             finish_reason="stop",
         )
         for reply in replies

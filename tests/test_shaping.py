@@ -71,6 +71,16 @@ def test_the_reward_may_be_a_weighted_sum_of_its_parts() -> None:
         Shaping(weights={"polite": 1.0})([given])
 
 
+def test_a_rollout_whose_paid_part_is_no_number_is_unscored_and_another_metric_changes_nothing() -> None:
+    one = evolve(a_group([0.5]).rollouts[0], metrics={"right": 1.0}, left_out={"short": "nan"})
+    found = Shaping(weights={"right": 1.0, "short": -1.0}).checked(one)
+    assert (found.reward, found.error) == (
+        None,
+        "shaping.weights pays 'short', which is nan, expected a finite number",
+    )
+    assert Shaping(weights={"right": 1.0}).checked(one) is one
+
+
 def test_an_unscored_rollout_stays_unscored() -> None:
     given = a_group([1.0, 0.0])
     given = evolve(given, rollouts=(evolve(given.rollouts[0], reward=None), given.rollouts[1]))

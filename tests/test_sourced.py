@@ -7,7 +7,7 @@ import json
 import pytest
 
 import grpo_core as grpo
-from grpo_core.cli import app
+from grpo_core.cli import make_app
 from grpo_core.errors import ConfigError
 from grpo_core.testing import EnvironmentContract
 
@@ -49,7 +49,7 @@ def here(tmp_path, monkeypatch):
 
 
 def ran(capsys, *arguments):
-    status = app([*map(str, arguments)], result_action="return_value")
+    status = make_app()([*map(str, arguments)], result_action="return_value")
     return status, capsys.readouterr().out
 
 

@@ -7,6 +7,8 @@ import os
 
 import numpy as np
 import pytest
+from any_records import any_groups
+from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from recording import record
@@ -210,26 +212,68 @@ def test_advantages_of_single_tokens_are_read_back_and_make_the_same_batch(tmp_p
     assert arrays["turn_lengths"].tolist() == [5, 4, 1]
 
 
+# ---------------------------------------------------------------------------------- no field is lost
+
+
+def read_back(groups, folder):
+    """Write the groups of a step, as the tracker does, and read them."""
+    path = folder / "rollouts"
+    path.mkdir(exist_ok=True)
+    (path / "step-000001.jsonl").write_bytes(stored.texts(groups))
+    (path / "step-000001.safetensors").write_bytes(stored.tokens(groups))
+    return grpo.stored_rollouts(folder, 1)
+
+
 @pytest.mark.long
 @settings(deadline=None)
-@given(st.lists(st.lists(st.lists(st.integers(0, 4), max_size=3), min_size=1, max_size=3), max_size=3))
-def test_any_rollouts_are_read_back_as_they_were(tmp_path_factory, shapes):
-    given = [
-        group(
-            *(
-                Rollout(
-                    segments=[Segment(prompt_ids=range(n), tokens=tokens(n, context=n % 3)) for n in lengths],
-                    messages=({"role": "user", "content": "2+2="},),
-                    reward=float(len(lengths)),
-                )
-                for lengths in shape
-            ),
-            slot=slot,
-        )
-        for slot, shape in enumerate(shapes)
-    ]
-    path = tmp_path_factory.mktemp("any") / "rollouts"
-    path.mkdir()
-    (path / "step-000001.jsonl").write_bytes(stored.texts(given))
-    (path / "step-000001.safetensors").write_bytes(stored.tokens(given))
-    assert grpo.stored_rollouts(path.parent, 1) == given
+@given(st.lists(any_groups(), max_size=3))
+def test_every_field_of_a_group_survives_its_file(tmp_path_factory, groups):
+    assert read_back(groups, tmp_path_factory.mktemp("any")) == groups
+
+
+def test_the_rewards_tokens_and_states_of_turns_are_read_back(tmp_path):
+    turns = {"turn_rewards": (0.0, 1.0), "turn_tokens": (2, 3), "turn_states": ("", "hall")}
+    given = group(rollout(1.0, **turns))
+    assert read_back([given], tmp_path) == [given]
+    assert read_back([given], tmp_path)[0].rollouts[0].turn_rewards == (0.0, 1.0)
+
+
+class Solver:
+    """It is its own answer."""
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        ((3, 4), "is of the type tuple, which JSON does not give back"),
+        ({3: "three"}, "is of the type dict, which JSON does not give back"),
+        ({3, 4}, "is of the type set"),
+        (float("nan"), "is of the type float"),
+        (Solver(), "is of the type Solver"),
+        ("7" * stored.LARGEST, "has 100,002 characters, so it is not stored"),
+    ],
+    ids=["tuple", "number as key", "set", "nan", "object", "large"],
+)
+def test_what_computes_with_an_answer_that_is_not_stored_is_refused(answer, why, tmp_path):
+    given = evolve(group(rollout(1.0)), prompt=Prompt(messages="2+2=", answer=answer, info={"of": answer}))
+    ((read, *_),) = (read_back([given], tmp_path),)
+    assert why in repr(read.prompt.answer)
+    for use in (lambda held: held == answer, str, bool, lambda held: answer == held, lambda held: held[0]):
+        with pytest.raises(grpo.ConfigError, match=f"Prompt.answer of a stored rollout {why}.* nothing can"):
+            use(read.prompt.answer)
+    with pytest.raises(grpo.ConfigError, match=r"Prompt\.info\['of'\] of a stored rollout"):
+        float(read.prompt.info["of"])
+
+
+def test_the_info_of_a_prompt_is_stored_once(tmp_path):
+    given = evolve(group(rollout(1.0), rollout(0.0)), prompt=Prompt(messages="2+2=", info={"level": "hard"}))
+    assert read_back([given], tmp_path) == [given]
+    assert stored.texts([given]).count(b"hard") == 1
+
+
+def test_a_file_without_a_field_is_refused(tmp_path):
+    read_back([group(rollout(1.0))], tmp_path)
+    path = tmp_path / "rollouts" / "step-000001.jsonl"
+    path.write_text(path.read_text().replace('"turn_rewards"', '"other"'))
+    with pytest.raises(grpo.ConfigError, match="cannot be read: KeyError: 'turn_rewards'"):
+        grpo.stored_rollouts(tmp_path, 1)

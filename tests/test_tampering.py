@@ -389,7 +389,7 @@ TAMPERINGS = {
 @pytest.mark.parametrize("what", TAMPERINGS)
 def test_it_is_noticed(run, what, capsys):
     TAMPERINGS[what](run)
-    assert cli.app(["verify", str(run)], exit_on_error=True, result_action="return_value") == 1
+    assert cli.make_app()(["verify", str(run)], exit_on_error=True, result_action="return_value") == 1
     said = capsys.readouterr().out
     assert said.strip()
     assert "Traceback" not in said

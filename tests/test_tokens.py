@@ -9,6 +9,7 @@ import sys
 import attrs
 import numpy as np
 import pytest
+from any_records import any_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -149,6 +150,11 @@ def test_requests_and_completions_cross_between_processes_as_they_are():
     ]
     back = wire.unpack_completions(pickle.loads(pickle.dumps(wire.pack_completions(said))))
     assert back == said
+
+
+@given(any_of(GenerationRequest, prompt_ids=st.lists(ids, max_size=3)))
+def test_every_field_of_a_request_reaches_the_engine(request):
+    assert wire.unpack_requests(wire.pack_requests([request])) == [request]
 
 
 def test_short_commands_and_environments_load_no_numpy():

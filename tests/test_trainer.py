@@ -1,8 +1,10 @@
 """The trainer: what a step does to the weights, what it may not depend on, and how it continues."""
 
 import asyncio
+import json
 import math
 import os
+import pickle
 import random
 import re
 import shutil
@@ -50,8 +52,8 @@ from grpo_core.training import microbatch
 from grpo_core.training.budget import token_budget
 from grpo_core.training.logprobs import KEEP_BYTES
 from grpo_core.training.model import FullModel, ModelSource, compute_dtype
-from grpo_core.training.optimization import schedule
 from grpo_core.training.process import ProcessTrainer, thread_count
+from grpo_core.training.schedule import schedule
 from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.trainer import TorchTrainer, create
 from grpo_core.weights.reading import read_weights
@@ -872,6 +874,26 @@ def test_a_damaged_optimizer_state_is_refused(model: str, tmp_path: Path, harm: 
         save_file({key.replace("layers.0", "layers.7"): v for key, v in load_file(state).items()}, state)
     with pytest.raises(CheckpointError, match="resume from another checkpoint"):
         TorchTrainer(setup(model, resume_from=tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("version", "3", 'state.json: version is "3"; expected a whole number of at least 0'),
+        ("files", None, "state.json: files is null; expected a whole number of at least 0"),
+        ("twins", [], "state.json: twins is []; expected a table"),
+        ("entropy", [0.1, "x", 0.1], 'state.json: entropy[1] is "x"; expected a finite number or null'),
+    ],
+)
+def test_a_trainer_state_of_wrong_types_is_wrong_input(
+    model: str, tmp_path: Path, key: str, value: object, message: str
+) -> None:
+    save(TorchTrainer(setup(model)), tmp_path)
+    file = tmp_path / "optimizer" / "state.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    with pytest.raises(CheckpointError, match=re.escape(message)) as raised:
+        TorchTrainer(setup(model, resume_from=tmp_path))
+    assert pickle.loads(pickle.dumps(raised.value)).exit_status == 2, "as the parent process gets it"
 
 
 def test_tied_weights_are_published_once(model: str) -> None:

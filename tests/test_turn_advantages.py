@@ -137,6 +137,15 @@ def test_the_discount_is_checked() -> None:
 # ---------------------------------------------------------------------------------- rows
 
 
+def test_one_advantage_of_a_rollout_replaces_those_of_its_turns() -> None:
+    """The groups of a stored step have advantages already."""
+    groups = [group_of(a_rollout([1.0, 0.0], [2, 3]), a_rollout([0.0, 0.0], [1, 1]))]
+    by_turn = with_advantages(groups, advantages.turns)
+    assert by_turn[0].rollouts[0].token_advantages is not None
+    assert with_advantages(by_turn, advantages.group) == with_advantages(groups, advantages.group)
+    assert with_advantages(by_turn, lambda groups: [[None, None]])[0].rollouts[0].token_advantages is None
+
+
 def test_each_token_of_a_row_has_the_advantage_of_its_turn() -> None:
     first, second = a_rollout([1.0, 0.0], [2, 3]), a_rollout([0.0, 0.0], [1, 2])
     one, other = rows_of(group_of(first, second), scale="none")

@@ -199,6 +199,20 @@ def test_metrics_of_all_turns_are_kept_and_the_last_value_of_each_counts():
     assert rollout.metrics == {"turn 0": 1.0, "turn 1": 1.0, "turn 2": 1.0, "last": 2.0}
 
 
+def test_a_metric_whose_last_value_is_no_number_has_none():
+    """An earlier turn's value would pass for the last one."""
+
+    def feedback(episode):
+        given = ({"speed": 1.0, "form": 1.0}, {"form": 2.0})[episode.turn]
+        left_out = ({}, {"speed": "nan"})[episode.turn]
+        return Feedback(
+            reward=0.0, done=episode.turn == 1, messages="go on", metrics=given, left_out=left_out
+        )
+
+    (rollout,) = played(FakeEnvironment(feedback, max_turns=2), FakeEngine())
+    assert (rollout.metrics, rollout.left_out) == ({"form": 2.0}, {"speed": "nan"})
+
+
 @pytest.mark.parametrize(("said", "ended"), [("ab", False), ("a.", True), ("", False)])
 def test_the_renderer_is_told_whether_the_model_has_ended_its_turn_itself(said, ended):
     """After a stop string the template's end of turn is missing in the row, and must be added."""

@@ -30,6 +30,7 @@ from typing import Any
 
 from attrs import define, evolve, field, frozen
 
+from grpo_core.errors import PluginError, shortened
 from grpo_core.limits import Limits
 from grpo_core.messages import parsed
 from grpo_core.protocols import Renderer
@@ -109,10 +110,37 @@ class Turn:
 
 
 @define(eq=False)
+class Talks:
+    """The conversations of the rollouts that play now: who has sampled their ends."""
+
+    _groups: dict[bytes, list[str]] = field(init=False, factory=dict)
+
+    def add(self, key: bytes, group: str) -> None:
+        self._groups.setdefault(key, []).append(group)
+
+    def remove(self, key: bytes, group: str) -> None:
+        self._groups[key].remove(group)
+        if not self._groups[key]:
+            del self._groups[key]
+
+    def is_of_others(self, key: bytes, group: str) -> bool:
+        """Whether only rollouts of other groups have sampled the end of a conversation."""
+        groups = self._groups.get(key)
+        return groups is not None and group not in groups
+
+
+@define(eq=False)
 class Recorder:
-    """The completions of one rollout of an agent."""
+    """The completions of one rollout of an agent.
+
+    Args:
+        group: that of the rollout.
+        talks: those of all rollouts.
+    """
 
     limits: Limits
+    group: str = ""
+    talks: Talks = field(factory=Talks)
     turns: int = 0
     tool_calls: int = 0
     limit: EndReason | None = None
@@ -126,13 +154,22 @@ class Recorder:
     """Number of completions that were asked for after the same tokens."""
     _sent: dict[bytes, Message] = field(init=False, factory=dict)
     """Messages of requests that continue nothing, by the conversation that ends with them."""
+    _completed: set[bytes] = field(init=False, factory=set)
+    """Conversations after which it has sampled."""
+    _said: list[bytes] = field(init=False, factory=list)
+    """Conversations that end with what it has sampled, until it ends."""
 
     def turn(self, messages: Sequence[Message], tools: Tools, renderer: Renderer) -> Turn:
-        """Encode what is new in a request.  Raises ModelError if the chat template cannot render it."""
+        """Encode what is new in a request.
+
+        Raises ModelError if the chat template cannot render it, PluginError if it continues the conversation
+        of another prompt's rollout.
+        """
         conversation, keys = tuple(messages), _keys(messages, tools)
+        self._check_talk(conversation, keys)
         for place in range(len(conversation) - 1, 0, -1):
             nodes = self._known.get(keys[place])
-            if nodes and conversation[place - 1]["role"] == "assistant":
+            if nodes and _is_reply(conversation[place - 1]):
                 node = _nearest(nodes, conversation[place - 1])
                 if (turn := _continued(node, conversation[place:], tools, renderer)) is not None:
                     return evolve(turn, key=keys[-1])
@@ -140,6 +177,28 @@ class Recorder:
         ids = as_ids(renderer.prompt_ids(conversation, tools))
         added = tuple(map(self._once, keys[1:], conversation))
         return Turn(added=added, tools=tools, key=keys[-1], context=ids)
+
+    def _check_talk(self, conversation: Sequence[Message], keys: Sequence[bytes]) -> None:
+        """Raise PluginError if another prompt's rollout has sampled a reply in it.
+
+        One that has asked for a reply in the same place may have edited its own.
+        """
+        for place in range(len(conversation), 0, -1):
+            if not _is_reply(conversation[place - 1]):
+                continue
+            if keys[place] in self._known or keys[place - 1] in self._completed:
+                return
+            if self.talks.is_of_others(keys[place], self.group):
+                reply = shortened(str(conversation[place - 1].get("content") or ""), 80)
+                raise PluginError(
+                    "agents: a rollout goes on with a reply that another prompt's rollout has sampled: "
+                    f"{reply!r}"
+                )
+
+    def end(self) -> None:
+        """End the rollout: those of other prompts may say what it has said."""
+        while self._said:
+            self.talks.remove(self._said.pop(), self.group)
 
     def _once(self, key: bytes, message: Message) -> Message:
         """Return the object that is kept for a message, which may be sent with each request."""
@@ -189,7 +248,11 @@ class Recorder:
             finish_reason="tokens" if reason == "length" and room <= 0 else reason,
         )
         row.tip = self._last = node
-        self._known.setdefault(_key(turn.key, said), []).append(node)
+        key = _key(turn.key, said)
+        self._known.setdefault(key, []).append(node)
+        self._completed.add(turn.key)
+        self._said.append(key)
+        self.talks.add(key, self.group)
         return node
 
     def _row(self, turn: Turn) -> _Row:
@@ -217,6 +280,10 @@ class Recorder:
             limited=self.limit is not None,
             error=error,
         )
+
+
+def _is_reply(message: Message) -> bool:
+    return bool(message["role"] == "assistant")
 
 
 def _continued(node: Node, messages: Sequence[Message], tools: Tools, renderer: Renderer) -> Turn | None:

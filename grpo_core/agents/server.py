@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from hashlib import sha256
 from ipaddress import ip_address
 
 from aiohttp import web
 
+from grpo_core.agents.apart import new_key
 from grpo_core.agents.dialects import ANTHROPIC, CHAT, DIALECTS, Dialect
+from grpo_core.agents.recorder import Talks
 from grpo_core.agents.repeats import Attempt
 from grpo_core.agents.session import PING, Refused, Reply, Session, attempt_digest, refusal
 from grpo_core.errors import ConfigError, GrpoError
@@ -43,6 +44,7 @@ class AgentServer:
         self._host = host
         self._ping = ping
         self._sessions: dict[bytes, Session] = {}
+        self._talks = Talks()
         self._runner: web.AppRunner | None = None
         self._url = ""
         self._warned: set[str] = set()
@@ -85,7 +87,7 @@ class AgentServer:
         """Begin the session of a rollout."""
         if self._runner is None:
             raise GrpoError("the endpoint for agents is not started")
-        key = secrets.token_urlsafe(32)
+        key = new_key()
         digest = _digest(key)
         session = Session(
             client=AgentClient(base_url=self._url, api_key=key, model=MODEL),
@@ -94,6 +96,7 @@ class AgentServer:
             renderer=renderer,
             ended=lambda: self._end(digest),
             ignored=self._ignored,
+            talks=self._talks,
         )
         self._sessions[digest] = session
         return session

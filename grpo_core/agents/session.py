@@ -15,12 +15,13 @@ from typing import Any
 
 from attrs import define, field, frozen
 
+from grpo_core.agents.apart import ADVICE
 from grpo_core.agents.dialects import Answer, BadRequest, ChatRequest, Dialect, as_object, encoded, event
-from grpo_core.agents.recorder import Node, Recorder, Turn
+from grpo_core.agents.recorder import Node, Recorder, Talks, Turn
 from grpo_core.agents.repeats import Attempt, Call, KeyReused, Repeats
 from grpo_core.aio import cancel
 from grpo_core.completions import check_completions
-from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError, ModelError, describe
+from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError, ModelError, PluginError, describe
 from grpo_core.loop.turns import derive_seed
 from grpo_core.protocols import Engine, Renderer
 from grpo_core.records import AgentClient, AgentRollout, Completion, GenerationRequest, Message, Recording
@@ -83,6 +84,7 @@ class Session:
         client: what the agent gets to know.
         ended: called once, when the session ends.
         ignored: called with the names of a request's fields that have no effect.
+        talks: the conversations of all sessions.
     """
 
     client: AgentClient
@@ -91,6 +93,7 @@ class Session:
     renderer: Renderer
     ended: Callable[[], None] = lambda: None
     ignored: Callable[[Sequence[str]], None] = lambda names: None
+    talks: Talks = field(factory=Talks)
     recorder: Recorder = field(init=False)
     _repeats: Repeats[Asked] = field(init=False, factory=Repeats)
     _replies: dict[str, Node] = field(init=False, factory=dict)
@@ -103,7 +106,7 @@ class Session:
     _closed: bool = field(init=False, default=False)
 
     def __attrs_post_init__(self) -> None:
-        self.recorder = Recorder(self.rollout.limits)
+        self.recorder = Recorder(self.rollout.limits, self.rollout.group, self.talks)
 
     async def broken(self) -> Exception:
         """Wait until a request fails by no fault of the agent, such as a broken engine; return the error."""
@@ -117,6 +120,7 @@ class Session:
             self._closed = True
             self.ended()
         await cancel(list(self._running))
+        self.recorder.end()
         return await self.renderer.run(lambda: self.recorder.recording(self._error), 0)
 
     # ------------------------------------------------------------------------------ requests
@@ -192,10 +196,12 @@ class Session:
             return refusal(dialect, Refused(500, describe(error), "internal"))
 
     def _read(self, dialect: Dialect, body: bytes) -> _Read:
-        """Read a request and encode what is new in it.  Raises Refused."""
+        """Read a request and encode what is new in it.  Raises Refused, and PluginError as the recorder."""
         try:
             request = dialect.read(as_object(body), self._history)
             turn = self.recorder.turn(request.messages, request.tools, self.renderer)
+        except PluginError as error:
+            raise PluginError(f"{error}. {ADVICE}") from error
         except (BadRequest, ModelError, ValueError, RecursionError) as error:
             told = (
                 str(error)

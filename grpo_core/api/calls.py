@@ -7,19 +7,19 @@ import contextlib
 import gc
 import os
 import re
-import signal
-import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
+from grpo_core.aio import to_the_end
 from grpo_core.api.given import Given, configuration, given, names, trackers
 from grpo_core.api.run import Run
 from grpo_core.app import measuring, run
 from grpo_core.app.launch import Launch, continued, new_run
 from grpo_core.errors import ConfigError
 from grpo_core.inert import inert
+from grpo_core.interrupts import received
 from grpo_core.plugins.installed import importing_file
 
 T = TypeVar("T")
@@ -72,14 +72,18 @@ def train(
     Works inside a running event loop and in Jupyter, where it blocks until the run ends.  Ctrl-C ends the
     run after its step with a checkpoint, and raises KeyboardInterrupt.
 
-    Raises GrpoError, whose message says what is wrong; ConfigError before anything costly has started.
+    Raises GrpoError, whose message says what is wrong; ConfigError before anything costly has started.  A run
+    that an error ends keeps the newest finished step, and notes of the error say so (``__notes__``).
     """
     _not_in_an_import()
     heard = trackers(listeners)
     with _as_arguments():
         start = _launch(config, given(env, data, settings), output, resume, names("no_plugins", no_plugins))
     for note in start.notes:
-        print(inert(note), flush=True)
+        print(inert(_as_argument(note)), flush=True)
+    if start.over is not None and start.over.complete:
+        start.directory.unlock()
+        return Run(start.directory.path)
     stop = run.Stop()
     try:
         outcome = _finished(
@@ -88,11 +92,16 @@ def train(
                 start.directory,
                 host=start.host,
                 resume=start.found,
+                over=start.over,
                 listeners=heard,
                 stop=stop,
             ),
             stop,
         )
+    except Exception as error:
+        if start.directory.has_trained():
+            error.add_note(f"train(resume={str(start.directory.path)!r}) continues the run")
+        raise
     finally:
         start.directory.unlock()
         gc.unfreeze()
@@ -165,10 +174,13 @@ def _as_arguments() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        told = OPTION.sub(lambda found: f"{found[1]}={found[2]}" if found[2] else found[1], str(error))
-        told = told.replace("--set ", "")
-        error.args = (told,)
+        error.args = (_as_argument(str(error)),)
         raise
+
+
+def _as_argument(text: str) -> str:
+    named = OPTION.sub(lambda found: f"{found[1]}={found[2]}" if found[2] else found[1], text)
+    return named.replace("--set ", "")
 
 
 def _not_in_an_import() -> None:
@@ -191,27 +203,14 @@ def _finished(main: Coroutine[Any, Any, T], stop: Callable[[], None]) -> T:
     """Run a coroutine to its end, on a thread of its own if an event loop is running on this one.
 
     Args:
-        stop: asks the coroutine to end soon; called for each ctrl-C meanwhile.
+        stop: asks the coroutine to end soon; called for each signal meanwhile.
     """
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return run.to_the_end(main)
-    with ThreadPoolExecutor(1, "grpo-core") as thread, _on_ctrl_c(stop):
-        running = thread.submit(run.to_the_end, main)
+        return to_the_end(main)
+    with ThreadPoolExecutor(1, "grpo-core") as thread, received(lambda name: stop()):
+        running = thread.submit(to_the_end, main)
         while not running.done():  # handlers of signals run between two waits, whichever thread got them
             wait([running], timeout=LISTENING)
         return running.result()
-
-
-@contextlib.contextmanager
-def _on_ctrl_c(stop: Callable[[], None]) -> Iterator[None]:
-    """Call ``stop`` for ctrl-C, instead of the handler of asyncio, which waits for the event loop."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, lambda number, frame: stop())
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ from grpo_core.app.parts import (
     with_steps,
 )
 from grpo_core.app.placement import Placement
-from grpo_core.app.resume import identity
+from grpo_core.app.resume import changed_schedule, identity
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config, EngineConfig, TeacherConfig
 from grpo_core.data.loaders import TaskLoader
@@ -54,7 +55,7 @@ from grpo_core.events import Event, StepEnded, Validated, WarningRaised
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import Buffer
 from grpo_core.loop.dynamic import DynamicSampling
-from grpo_core.loop.endings import Goal, TimeLimit
+from grpo_core.loop.endings import GOAL_REACHED, Failure, Goal, TimeLimit
 from grpo_core.loop.metrics import validation_metrics
 from grpo_core.loop.pipeline import ObserveAttempt, Pipeline, Save, Schedule, Validate, Watch, Written
 from grpo_core.loop.rendering import Renderer
@@ -95,6 +96,8 @@ class RunContext:
     """Each is called with each event that the trackers have received."""
     warnings: list[WarningRaised] = field(factory=list)
     """Found while the run was assembled; raised when it has started."""
+    goal: dict[str, float] = field(factory=dict)
+    """Value of the metric of ``trainer.stop_when``, by its name; each checkpoint contains it."""
 
     @property
     def emit(self) -> Callable[[Event], None]:
@@ -132,6 +135,8 @@ async def assemble(config: Config, run: RunContext) -> tuple[Config, Pipeline]:
     prompts, held_out, opinion = started.found.prompts, started.found.held_out, started.opinion
     run.warnings.extend(await assembly.first_look(prompts, held_out, renderer))
     run.warnings.extend(await asyncio.to_thread(leaks, assembly.step, prompts, held_out))
+    if run.resume is not None and (changed := changed_schedule(run.resume, config.trainer)):
+        run.warnings.append(WarningRaised(step=run.resume.step, cause="schedule", message=changed))
     loaders = assembly.loaders(prompts)
     stream = PromptStream(sampler=assembly.sampler(), loaders=loaders, name=config.sampler.name)
     _restore(run, checkpoint.restore, started.buffer, loaders, stream)
@@ -177,9 +182,9 @@ async def assemble(config: Config, run: RunContext) -> tuple[Config, Pipeline]:
         watch=assembly.watched(trainer, validate),
     )
     if opinion is not None:
-        opinion.stop = pipeline.stop
+        opinion.stop = partial(pipeline.stop, at_leisure=True)
     if config.trainer.stop_when:
-        run.after.append(stop_at(Goal.parse(config.trainer.stop_when), pipeline))
+        run.after.append(stop_at(Goal.parse(config.trainer.stop_when), pipeline, run.goal))
     return config, pipeline
 
 
@@ -190,10 +195,11 @@ def _restore(run: RunContext, restore: Callable[..., Iterable[str]], *parts: Any
             run.trackers.status(f"resuming: {told}")
 
 
-def stop_at(goal: Goal, pipeline: Pipeline) -> Callable[[Event], None]:
+def stop_at(goal: Goal, pipeline: Pipeline, seen: dict[str, float]) -> Callable[[Event], None]:
     """Return a receiver of events that stops the pipeline when the goal is reached.
 
-    It raises ConfigError if nothing measures the goal's metric.
+    It keeps the metric's value in ``seen``: the newest one, or the first that reaches the goal.  It raises
+    ConfigError if nothing measures the metric.
     """
 
     def receive(event: Event) -> None:
@@ -205,8 +211,10 @@ def stop_at(goal: Goal, pipeline: Pipeline) -> Callable[[Event], None]:
             else {}
         )
         goal.check(values)
+        if goal.metric in values and not goal.reached(seen):
+            seen[goal.metric] = values[goal.metric]
         if goal.reached(values):
-            pipeline.stop("goal reached")
+            pipeline.stop(GOAL_REACHED, at_leisure=True)
 
     return receive
 
@@ -558,19 +566,20 @@ class Assembly:
         directory, keep = self.run.directory.checkpoints, self.config.checkpoint.keep
         process = identity(self.config)
 
-        async def save(step: int) -> Written:
+        async def save(step: int, failure: Failure | None) -> Written:
             return await checkpoint.begin(
                 directory,
                 step=step,
                 pipeline={
-                    **checkpoint.cut(buffer, stream, validation),
+                    **checkpoint.cut(buffer, stream, validation, failure),
                     "measured": validation.measured,
+                    "goal": self.run.goal,
                     "run": process,
                     **({} if opinion is None else {"second_opinion": opinion.state_dict()}),
                 },
                 loaders={task: loader.state_dict() for task, loader in loaders.items()},
                 save_trainer=trainer.save,
-                keep=keep,
+                keep=keep if failure is None else None,
                 spared=self.run.retention.spared,
             )
 

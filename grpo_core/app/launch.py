@@ -15,7 +15,6 @@ from grpo_core.app import memory, preflight
 from grpo_core.app import resume as continuing
 from grpo_core.app.paths import with_absolute_paths
 from grpo_core.config import Config, build, merge, replace_parts
-from grpo_core.credentials import is_secret
 from grpo_core.errors import ConfigError, wrong_input
 from grpo_core.loop import checkpoint
 from grpo_core.model_sources import model_source
@@ -36,6 +35,8 @@ class Launch:
     directory: RunDirectory
     found: checkpoint.Found | None = None
     """The checkpoint from which it continues."""
+    over: continuing.Over | None = None
+    """Set if nothing is left to train."""
     notes: tuple[str, ...] = ()
     """Messages to the user."""
 
@@ -70,8 +71,9 @@ def continued(
     with wrong_input():
         resumed, host = continuing.find(path, changes, block, offers)
     try:
-        check(resumed.config, host)
-        check_memory(resumed.config, host)
+        if resumed.over is None:  # otherwise no part is started
+            check(resumed.config, host)
+            check_memory(resumed.config, host)
         continuing.begin(resumed)
     except BaseException:
         resumed.directory.unlock()
@@ -81,6 +83,7 @@ def continued(
         host=host,
         directory=resumed.directory,
         found=resumed.found,
+        over=resumed.over,
         notes=resumed.notes,
     )
 
@@ -125,11 +128,6 @@ def tasks_of(envs: Sequence[str]) -> dict[str, Any]:
     """Return the table of a task for each environment, named after the last part of its name."""
     tasks: dict[str, Any] = {}
     for env in envs:
-        if is_secret("", env):  # which the task's name would repeat
-            raise ConfigError(
-                "--env: the name of an environment has something that looks like a secret inside, and is "
-                "written to files of the run. Set an environment variable instead"
-            )
         name = task_name(env)
         if name in tasks:
             raise ConfigError(

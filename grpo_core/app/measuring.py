@@ -14,7 +14,7 @@ from grpo_core.app import provenance, run
 from grpo_core.app.launch import RUNS, check, configure, new_directory, unused
 from grpo_core.config import Config
 from grpo_core.errors import ConfigError, wrong_input
-from grpo_core.events import ValidationPlayed
+from grpo_core.events import Event, ValidationPlayed, WarningRaised
 from grpo_core.plugins.host import NO_OFFERS, Offers, PluginHost
 from grpo_core.reporting.stored import write_validation
 from grpo_core.run_directory import CONFIG
@@ -40,6 +40,13 @@ class Measurement:
         The rollouts are written also if the strategy fails.
         """
         played: list[ValidationPlayed] = []
+
+        def receive(event: Event) -> None:
+            if isinstance(event, ValidationPlayed):
+                played.append(event)
+            elif isinstance(event, WarningRaised):
+                status(f"warning: {event.message}")
+
         try:
             results = await run.validate(
                 self.config,
@@ -49,7 +56,7 @@ class Measurement:
                 host=self.host,
                 only=self.only,
                 status=status,
-                emit=lambda event: played.append(event) if isinstance(event, ValidationPlayed) else None,
+                emit=receive,
             )
         finally:
             for event in played:

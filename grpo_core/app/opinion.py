@@ -142,7 +142,7 @@ async def _tried(
 
 def _group(prompt: Prompt, text: str) -> Group:
     message: Message = {"role": "assistant", "content": text}
-    said = Rollout(messages=(*prompt.messages, message), turns=1, finish_reason="stop")
+    said = Rollout(messages=(*prompt.messages, message), turns=1, turn_tokens=(0,), finish_reason="stop")
     return Group(prompt=prompt, rollouts=(said,), generation_version=0, target_version=0)
 
 

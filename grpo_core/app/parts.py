@@ -337,10 +337,7 @@ def make_schedule(
         groups = (pipeline.max_staleness + 1) * trainer.prompts_per_step
         rounds = -(-groups // max(1, rollout.max_in_flight // rollout.group_size))
     return Schedule(
-        validations=[
-            _interval(validation),
-            *(_interval(validation.of_set(name)) for name in validation.sets),
-        ],
+        validations=intervals(validation),
         save_every=checkpoint.every,
         rollout_deadline=rollout.deadline,
         sync_deadline=SYNC_ATTEMPTS * engine.deadline + SYNC_GRACE,
@@ -351,6 +348,11 @@ def make_schedule(
         + SYNC_ATTEMPTS * engine.deadline
         + validation.longest_deadline * validation.measures,
     )
+
+
+def intervals(config: ValidationConfig) -> list[Interval]:
+    """Return when the tasks and each set are measured."""
+    return [_interval(config), *(_interval(config.of_set(name)) for name in config.sets)]
 
 
 def _interval(config: ValidationConfig) -> Interval:

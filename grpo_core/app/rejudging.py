@@ -42,6 +42,10 @@ class Judged:
     reward: float | None = None
     success: bool | None = None
     metrics: Mapping[str, float] = field(factory=dict)
+    turn_rewards: tuple[float, ...] = ()
+    turn_states: tuple[str, ...] = ()
+    answer: str | None = None
+    train: bool = True
     error: str | None = None
     """Why it has no reward now."""
     answers_differ: bool = False
@@ -76,8 +80,12 @@ class _Replay:
     """Number of tokens of all completions up to each."""
     session: str = field(init=False, factory=lambda: f"again {next(_SESSIONS)}")
     turn: int = 0
-    reward: float = 0.0
+    turn_rewards: list[float] = field(init=False)
+    """Rewards and states of the turns; an environment may end before the last one."""
+    turn_states: list[str] = field(init=False)
     metrics: dict[str, float] = field(factory=dict)
+    answer: str | None = None
+    train: bool = True
     error: str | None = None
     differs: bool = False
     unfinished: bool = False
@@ -87,8 +95,9 @@ class _Replay:
         said = self.stored.messages
         first = len(self.prompt.messages)
         self.ends = [i + 1 for i in range(first, len(said)) if said[i]["role"] == "assistant"]
-        self.tokens = _tokens_of_turns(self.stored, len(self.ends))
-        if not self.ends or len(self.ends) != self.stored.turns:
+        self.tokens = list(itertools.accumulate(self.stored.turn_tokens))
+        self.turn_rewards, self.turn_states = [0.0] * len(self.ends), [""] * len(self.ends)
+        if not self.ends or not len(self.ends) == len(self.tokens) == self.stored.turns:
             self.fail(f"its {self.stored.turns} turns cannot be found in its {len(said)} messages")
 
     def episode(self) -> Episode:
@@ -119,8 +128,12 @@ class _Replay:
         if feedback.error is not None or (feedback.done and feedback.reward is None):
             self.fail(feedback.error or "the environment returned no feedback")
             return
-        self.reward += feedback.reward or 0.0
+        self.turn_rewards[self.turn], self.turn_states[self.turn] = feedback.reward or 0.0, feedback.state
+        for name in feedback.left_out:
+            self.metrics.pop(name, None)
         self.metrics |= feedback.metrics
+        self.answer = feedback.answer
+        self.train = self.train and feedback.train
         last = self.turn == len(self.ends) - 1
         if not last:
             answer = self.stored.messages[self.ends[self.turn] : self.ends[self.turn + 1] - 1]
@@ -134,7 +147,7 @@ class _Replay:
         self.done, self.error = True, error
 
     def judged(self, threshold: float | None) -> Judged:
-        reward = None if self.error is not None else self.reward
+        reward = None if self.error is not None else sum(self.turn_rewards)
         return Judged(
             prompt=self.prompt,
             group=self.group,
@@ -142,6 +155,10 @@ class _Replay:
             reward=reward,
             success=None if threshold is None or reward is None else reward >= threshold,
             metrics=self.metrics,
+            turn_rewards=tuple(self.turn_rewards),
+            turn_states=tuple(self.turn_states) if any(self.turn_states) else (),
+            answer=self.answer,
+            train=self.train and (self.stored.train or not self.stored.truncated),
             error=self.error,
             answers_differ=self.differs,
             unfinished=self.unfinished,
@@ -216,20 +233,6 @@ def _to_show(replays: Sequence[_Replay], whole_groups: bool) -> list[_Replay]:
 
 def _said(messages: Sequence[Message]) -> list[tuple[str, str]]:
     return [(message["role"], str(message.get("content") or "")) for message in messages]
-
-
-def _tokens_of_turns(rollout: Rollout, turns: int) -> list[int]:
-    """Return the number of sampled tokens up to each turn, or of the whole rollout where that is unknown.
-
-    A completion is an unbroken run of sampled tokens.
-    """
-    runs = [
-        sum(1 for _ in run)
-        for segment in rollout.segments
-        for sampled, run in itertools.groupby(segment.tokens.sampled.tolist())
-        if sampled
-    ]
-    return list(itertools.accumulate(runs)) if len(runs) == turns else [rollout.n_sampled] * turns
 
 
 # ---------------------------------------------------------------------------------- prompts

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from math import isclose
 from pathlib import Path
 from typing import Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 import grpo_core
+from grpo_core.app.parts import intervals, make_sampler
 from grpo_core.app.paths import plugin_files, with_absolute_paths
-from grpo_core.config import Config, as_table, build, replace_parts
+from grpo_core.config import Config, TrainerConfig, as_table, build, replace_parts
+from grpo_core.data.samplers import load_plugin_state
 from grpo_core.disk import fingerprint
-from grpo_core.errors import ConfigError
+from grpo_core.errors import ConfigError, cut
 from grpo_core.loop import checkpoint
+from grpo_core.loop.buffer import BufferStatistics
+from grpo_core.loop.endings import GOAL_REACHED, Goal
+from grpo_core.loop.saved import SavedPipeline, SavedRun
 from grpo_core.loss import needs_of
-from grpo_core.models import directory_here
+from grpo_core.models import directory_here, text_files
 from grpo_core.plugins.host import NO_OFFERS, Offers, PluginHost
 from grpo_core.run_directory import RunDirectory
+from grpo_core.training.schedule import KEYS as SCHEDULE
+from grpo_core.training.schedule import rate
 from grpo_core.validation.target import check_start, start_digest
 
 FIXED = (
@@ -29,14 +38,29 @@ FIXED = (
     "model.path",
     "model.options",
     "optimizer.name",
-    "optimizer.options.moments",
     "model.lora.rank",
     "model.lora.alpha",
     "model.lora.targets",
 )
 """Keys that keep their values in all starts of a run with a checkpoint."""
-IMPLIED = {"optimizer.options.moments": "float32"}
-"""Values of optional ones that are not set."""
+LONGEST_NOTE = 300
+"""Number of characters of an error that a note repeats."""
+
+
+@frozen(kw_only=True)
+class Over:
+    """The end of a run that has nothing left to train."""
+
+    reason: str
+    """As in ``RunEnded``."""
+    steps: int
+    """Number of steps of the whole run."""
+    buffer: BufferStatistics
+    """The buffer in the checkpoint."""
+    told: str
+    """Message to the user."""
+    complete: bool
+    """Whether the run has ended with all that belongs to it."""
 
 
 @frozen(kw_only=True)
@@ -48,6 +72,8 @@ class Resumed:
     changed: bool
     """Whether the configuration differs from the one of the start before."""
     found: checkpoint.Found | None
+    over: Over | None
+    """Set if nothing is left to train."""
     notes: tuple[str, ...]
     """Messages to the user: where the run continues, and what is different now."""
 
@@ -59,8 +85,8 @@ def find(
 
     ``offers`` are objects of the program that continues it.
 
-    Raises ConfigError if the run has finished, another process uses it, or a change cannot be made, and
-    CheckpointError if no checkpoint can be used.
+    Raises ConfigError if another process uses the run, or a change cannot be made, and CheckpointError if no
+    checkpoint can be used.
     """
     directory, before = RunDirectory.open(path)
     directory.lock()
@@ -81,13 +107,14 @@ def _found(
 ) -> tuple[Resumed, PluginHost]:
     config = build([replace_parts(as_table(before), changes), changes])
     found = checkpoint.newest(directory.checkpoints)
-    if found is not None and found.step >= config.trainer.steps and not config.trainer.epochs:
-        all_of = "all of its " if found.step == config.trainer.steps else ""
-        raise ConfigError(
-            f"{path}: finished {all_of}{found.step} steps; for more, add --set trainer.steps={2 * found.step}"
-        )
     host = PluginHost.discover(config.plugins, block)
     host.add(offers)
+    over = None if found is None else _over(path, found, config, directory)
+    if over is not None and over.complete:
+        resumed = Resumed(
+            directory=directory, config=before, changed=False, found=found, over=over, notes=(over.told,)
+        )
+        return resumed, host
     config = with_absolute_paths(config, host)
     edits = differences(as_table(before), as_table(config))
     notes = [f"{key}: {shown(old)} -> {shown(new)}" for key, old, new in edits]
@@ -96,17 +123,66 @@ def _found(
     else:
         with checkpoint.reading(found.directory):
             state = checkpoint.read_pipeline(found.directory)
-            saved = state.get("run", {})
+            saved = state.get("run", SavedRun())
             fixed = {**_fixed(with_absolute_paths(before, host)), **saved.get("fixed", {})}
             _check_fixed(path, fixed, config)
             _check_start(path, saved.get("start", ""), config, host)
             _check_staleness(path, state["buffer"]["ready"], config.pipeline.max_staleness)
-            notes += _warnings(path, saved, config)
-        notes.append(f"continuing {path} after step {found.step}")
+            notes += [*_warnings(path, saved, config), *_failure(found, state)]
+            _check_states(found.directory, state, config, host)
+        if over is None:
+            notes += _consequences(before, config, changes)
+            notes.append(f"continuing {path} after step {found.step}")
+        else:
+            notes += [over.told, "completing its end: its page, and what else its trackers write then"]
     resumed = Resumed(
-        directory=directory, config=config, changed=config != before, found=found, notes=tuple(notes)
+        directory=directory,
+        config=config,
+        changed=config != before,
+        found=found,
+        over=over,
+        notes=tuple(notes),
     )
     return resumed, host
+
+
+def _over(path: Path, found: checkpoint.Found, config: Config, directory: RunDirectory) -> Over | None:
+    """Return the end of a run if it has nothing left to train, and to validate, after its checkpoint."""
+    with checkpoint.reading(found.directory):
+        state = checkpoint.read_pipeline(found.directory)
+        saved = state.get("run", SavedRun()).get("schedule", {})
+        planned, epochs = saved.get("steps", found.step), saved.get("epochs", 0.0)
+        buffer = checkpoint.statistics(state["buffer"], config.trainer.prompts_per_step)
+        measured, goals = state.get("measured", found.step), state.get("goal", {})
+        failed = "failure" in state
+    chosen = config.trainer
+    if chosen.epochs and chosen.epochs != epochs:
+        steps = sys.maxsize  # known when the environments have started and their prompts are counted
+    else:
+        steps = planned if chosen.epochs else chosen.steps
+    last = found.step == planned == steps
+    due = any(each.due(found.step, last=steps) for each in intervals(config.validation))
+    if last and (failed or (due and measured < found.step)):  # failed: perhaps before the last weight sync
+        return None
+    if found.step >= steps:
+        reason, did = "finished", f"{'all of its ' if found.step == steps else ''}{found.step} steps"
+        told = f"finished {did}; for more, add --set trainer.steps={2 * found.step}"
+    elif (goal := chosen.stop_when) and Goal.parse(goal).reached(goals):
+        (value,) = goals.values()
+        reason, last = GOAL_REACHED, True
+        told = (
+            f"reached its goal {goal} with {value:.6g} before step {found.step + 1}; for more steps, change "
+            "the goal, or add --set trainer.stop_when='' to train without one"
+        )
+    else:
+        return None
+    return Over(
+        reason=reason,
+        steps=steps,
+        buffer=buffer,
+        told=f"{path}: {told}",
+        complete=not last or directory.has_ended(reason, found.step),
+    )
 
 
 def begin(resumed: Resumed) -> None:
@@ -122,9 +198,37 @@ def identity(config: Config) -> dict[str, Any]:
     return {
         "grpo_core": grpo_core.__version__,
         "fixed": _fixed(config),
+        "schedule": _schedule(config.trainer),
         "start": start_digest(directory_here(config.model.path)),
+        "teacher": _teacher_digest(config),
         "files": _hashes(config),
     }
+
+
+def changed_schedule(found: checkpoint.Found, trainer: TrainerConfig) -> str:
+    """Return a message if later steps have other learning rates than they had before the resume, or "".
+
+    Args:
+        trainer: the section with the number of steps, which may follow from the number of prompts.
+    """
+    with checkpoint.reading(found.directory):
+        saved = checkpoint.read_pipeline(found.directory).get("run", SavedRun()).get("schedule", {})
+        before, step = evolve(trainer, **saved), found.step
+        later = range(step, max(before.steps, trainer.steps)) if before != trainer else ()
+        if all(isclose(rate(before, each), rate(trainer, each)) for each in later):
+            return ""
+        last, old, new = rate(before, step - 1), rate(before, step), rate(trainer, step)
+    keys = [
+        f"trainer.{key}: {shown(a)} -> {shown(b)}" for key, a, b in differences(saved, _schedule(trainer))
+    ]
+    return (
+        f"the learning rate has another schedule now ({', '.join(keys)}): step {step + 1} has {new:.3g} "
+        f"instead of {old:.3g}; step {step} had {last:.3g}"
+    )
+
+
+def _schedule(trainer: TrainerConfig) -> dict[str, Any]:
+    return {key: getattr(trainer, key) for key in SCHEDULE}
 
 
 def _fixed(config: Config) -> dict[str, Any]:
@@ -133,8 +237,8 @@ def _fixed(config: Config) -> dict[str, Any]:
 
 def _check_fixed(path: Path, fixed: Mapping[str, Any], config: Config) -> None:
     for key in FIXED:
-        now, usual = _value(config, key), IMPLIED.get(key)
-        if (fixed.get(key) or usual) != (now or usual):
+        now = _value(config, key)
+        if fixed.get(key) != now:
             raise ConfigError(
                 f"{path}: {key} is {shown(fixed.get(key))} in its checkpoint and {shown(now)} now; it "
                 "cannot change within a run: keep it, or start a new run"
@@ -151,6 +255,21 @@ def _check_start(path: Path, before: str, config: Config, host: PluginHost) -> N
     else:
         return
     check_start(path, before, directory_here(config.model.path), why)
+
+
+def _check_states(directory: Path, state: SavedPipeline, config: Config, host: PluginHost) -> None:
+    """Raise CheckpointError for a state of a loader, a sampler or a strategy of wrong types."""
+    checkpoint.read_loaders(directory)
+    weights = {name: task.weight for name, task in config.tasks.items()}
+    if state.get("sampler_name", config.sampler.name) == config.sampler.name:
+        sampler = make_sampler(config.sampler, host, seed=config.seed, weights=weights)
+        load_plugin_state(sampler, f"sampler {config.sampler.name!r}", state["sampler"])
+    validation = config.validation
+    for name, saved in state.get("validation", {}).items():
+        chosen = validation.of_set(name) if name in validation.sets else None if name else validation
+        if chosen is not None and chosen.name == saved["strategy"]:
+            strategy = host.make("validation_strategy", chosen.name, **chosen.options)
+            load_plugin_state(strategy, f"validation strategy {chosen.name!r}", saved["state"])
 
 
 def _check_staleness(path: Path, ready: Any, bound: int) -> None:
@@ -171,10 +290,34 @@ def _warnings(path: Path, saved: Mapping[str, Any], config: Config) -> Iterator[
             f"warning: {path} was written by grpo-core {version}, this is {grpo_core.__version__}: its next "
             "steps may differ from those of an unbroken run"
         )
+    if saved.get("teacher") and saved["teacher"] != _teacher_digest(config):
+        yield f"warning: the weights of the teacher {config.teacher.path} have changed since the checkpoint"
     was, now = saved.get("files", {}), _hashes(config)
     for file in sorted(was.keys() & now.keys()):
         if was[file] != now[file]:
             yield f"warning: {file} has changed since the checkpoint was written"
+
+
+def _consequences(before: Config, config: Config, changes: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what follows from a key that is not obvious from its value."""
+    if before.trainer.reference_every and not config.trainer.reference_every:
+        yield "the reference is the model that the run started from again, instead of the one it had moved to"
+    limit = config.trainer.time_limit
+    if limit and "time_limit" not in changes.get("trainer", {}):
+        yield (
+            f"this start ends within {limit:g} s as well: trainer.time_limit is kept, also that of --until; "
+            "--set trainer.time_limit=0 takes it away"
+        )
+
+
+def _failure(found: checkpoint.Found, state: SavedPipeline) -> Iterator[str]:
+    """Yield the error that ended the start before, if the checkpoint was made because of it."""
+    if failure := state.get("failure"):
+        error, proved = cut(" ".join(failure["error"].split()), LONGEST_NOTE), failure["proved"]
+        yield (
+            f"the run ended after step {found.step} by an error: {error} (the canary had proved the engine's "
+            f"weights up to version {proved})"
+        )
 
 
 def _value(config: Config, key: str) -> Any:
@@ -187,7 +330,16 @@ def _value(config: Config, key: str) -> Any:
 
 
 def _hashes(config: Config) -> dict[str, str]:
-    return {str(path): fingerprint(path)["sha256"] for path in plugin_files(config) if path.is_file()}
+    """Return the sha256 of plugin files, and of what the prompts are written with."""
+    model = directory_here(config.model.path)
+    files = {*plugin_files(config), Path(config.model.chat_template)} | (
+        text_files(model) if model else set()
+    )
+    return {str(path): fingerprint(path)["sha256"] for path in files if path.is_file()}
+
+
+def _teacher_digest(config: Config) -> str:
+    return start_digest(directory_here(config.teacher.path)) if config.teacher.path else ""
 
 
 def differences(old: Any, new: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:

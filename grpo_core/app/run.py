@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from attrs import asdict, evolve, frozen
 
@@ -33,13 +32,16 @@ from grpo_core.app.parts import (
 )
 from grpo_core.app.placement import Placement
 from grpo_core.app.profile import ProfileTracker
+from grpo_core.app.resume import Over
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config, as_table
 from grpo_core.errors import ConfigError, describe
 from grpo_core.events import ErrorRaised, Event, RunEnded, RunStarted, Validated
 from grpo_core.garbage import spare_the_collector
 from grpo_core.incidents import Incident, Lines, report, reported_to
+from grpo_core.interrupts import handle, received
 from grpo_core.loop import checkpoint
+from grpo_core.loop.buffer import BufferStatistics
 from grpo_core.loop.metrics import headline
 from grpo_core.loop.pipeline import Pipeline
 from grpo_core.loop.rendering import Renderer
@@ -109,37 +111,52 @@ class Stop:
             self._ask = None
 
 
-def to_the_end(main: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine in an event loop of its own.  Raises KeyboardInterrupt if it ended itself at once."""
-    try:
-        return asyncio.run(main)
-    except asyncio.CancelledError:  # a second ctrl-C
-        raise KeyboardInterrupt from None
-
-
 async def train(
     config: Config,
     run: RunDirectory,
     *,
     host: PluginHost,
     resume: checkpoint.Found | None = None,
+    over: Over | None = None,
     listeners: Mapping[str, Tracker] = MappingProxyType({}),
     stop: Stop | None = None,
 ) -> Outcome:
     """Train until the last step, a signal, or an error.
 
-    On the main thread, SIGINT and SIGTERM end the run after its step with a checkpoint; a second one ends it
-    at once.  Raises the root cause of what failed; children are gone then, and checkpoints are complete.
+    On the main thread, SIGINT, SIGTERM and SIGHUP end the run after its step with a checkpoint; a second one
+    ends it at once.  Raises the root cause of what failed; children are gone then, and checkpoints complete.
 
     Args:
+        over: the end of a run that has nothing left to train; then only its trackers start.
         listeners: trackers besides those of the configuration, by name.
         stop: does what signals do.
     """
     began = time.monotonic()
+    run.forget_end()
     await asyncio.to_thread(
         provenance.write, run.path, config, host, resumed_from=resume.step if resume else None
     )
     watched = _watched(config, run, host, resume, listeners)
+    with _interrupts(watched.trackers.status, stop or Stop()) as interruptible:
+        return await _train(config, run, host, resume, over, watched, interruptible, began)
+
+
+async def _train(
+    config: Config,
+    run: RunDirectory,
+    host: PluginHost,
+    resume: checkpoint.Found | None,
+    over: Over | None,
+    watched: _Watched,
+    interruptible: Callable[[Pipeline], None],
+    began: float,
+) -> Outcome:
+    """Train with trackers that have started, and end them.
+
+    Args:
+        interruptible: is called with the pipeline.
+        began: start of the program.
+    """
     trackers, emit = watched.trackers, watched.trackers.emit
     timeline = Timeline(tell=trackers.stage)
     step = resume.step if resume else 0
@@ -148,7 +165,6 @@ async def train(
             stack.enter_context(reported_to(trackers.report))
             stack.enter_context(taken_down(timeline))
             timeline.stage("start")
-            interruptible = stack.enter_context(_interrupts(trackers.status, stop or Stop()))
             around = RunContext(
                 directory=run,
                 plugins=host,
@@ -159,11 +175,16 @@ async def train(
                 began=began,
                 stack=stack,
             )
-            pipeline = await _start(config, around)
-            interruptible(pipeline)
-            spare_the_collector()
-            reason = await pipeline.run()
-        step = pipeline.buffer.step
+            if over is None:
+                pipeline = await _start(config, around)
+                interruptible(pipeline)
+                spare_the_collector()
+                reason, steps = await pipeline.run(), pipeline.buffer.num_steps
+                step = pipeline.buffer.step
+            else:
+                reason, steps = over.reason, over.steps
+                config = evolve(config, trainer=evolve(config.trainer, steps=steps))
+                emit(_started(config, around, over.buffer))
     except BaseException as error:
         emit(timeline.extended(step))
         _report(error, emit, max(step, trackers.step))
@@ -174,10 +195,12 @@ async def train(
     finally:
         await trackers.close()
     trackers.check()
+    if trackers.ended:
+        run.mark_ended(reason, step)
     return Outcome(
         reason=reason,
         step=step,
-        steps=pipeline.buffer.num_steps,
+        steps=steps,
         directory=run.path,
         first=watched.scores.first,
         last=watched.scores.last,
@@ -214,7 +237,8 @@ def _watched(
         own["retention of checkpoints"] = retention
     if config.trainer.profile:
         own["profile"] = ProfileTracker(run.profile, config.trainer.profile)
-    made = make_trackers(config.tracking, host, run.info(config, resume.step if resume else None))
+    info = run.info(config, *((resume.step, checkpoint.measured(resume)) if resume else (None,)))
+    made = make_trackers(config.tracking, host, info)
     trackers = Trackers({**own, **made, **listeners})
     return _Watched(trackers, scores, retention)
 
@@ -413,7 +437,7 @@ async def _start(config: Config, run: RunContext) -> Pipeline:
     except BaseException:
         run.directory.take_back_config()  # a resumed run does not keep changes with which it cannot start
         raise
-    run.emit(_started(config, run, pipeline))
+    run.emit(_started(config, run, pipeline.buffer.statistics()))
     for warning in run.warnings:
         run.emit(warning)
     for reason in run.resume.passed_over if run.resume else ():
@@ -437,13 +461,13 @@ async def started_tasks(
             yield tasks
 
 
-def _started(config: Config, context: RunContext, pipeline: Pipeline) -> RunStarted:
+def _started(config: Config, context: RunContext, buffer: BufferStatistics) -> RunStarted:
     return RunStarted(
         step=context.resume.step if context.resume else 0,
         directory=str(context.directory.path),
         config=as_table(config),
         resumed=context.resume is not None,
-        buffer=asdict(pipeline.buffer.statistics()),
+        buffer=asdict(buffer),
         manifest=checkpoint.manifest_digest(context.resume.directory) if context.resume else "",
     )
 
@@ -475,34 +499,35 @@ class Scores(Tracker):
 
 @contextlib.contextmanager
 def _interrupts(status: Callable[[str], None], stop: Stop) -> Iterator[Callable[[Pipeline], None]]:
-    """End the run on SIGINT, SIGTERM and ``stop``: after its step once its pipeline is known, else at once.
+    """End the run on a signal and on ``stop``: after its step once its pipeline is known, else at once.
 
-    A second one ends it at once.  Yields a function that takes the pipeline.
+    A second one ends it at once, unless one of them is SIGHUP: a terminal that is closed may send it twice,
+    and a session that ends sends SIGTERM with it.  Yields a function that takes the pipeline.
     """
     loop = asyncio.get_running_loop()
     main = asyncio.current_task()
     assert main is not None
     running: list[Pipeline] = []
-    stops: list[Pipeline] = []
+    asked: list[str] = []
 
     def end(why: str) -> None:
-        if stops or not running:
+        asked.append(why)
+        again = len(asked) > 1
+        if again and (why == "SIGHUP" or set(asked[:-1]) == {"SIGHUP"}):
+            return
+        if again or not running:
             main.cancel()
             return
-        status(f"{why}: ending after this step, with a checkpoint (once more: at once)")
-        stops.append(running[0])
+        when = "after this step" if running[0].in_step else "now"
+        status(f"{why}: ending {when}, with a checkpoint (once more: at once)")
         running[0].stop()
 
-    # Python delivers signals to the main thread alone
-    here = threading.current_thread() is threading.main_thread()
-    received = (signal.SIGINT, signal.SIGTERM) if here else ()
-    before = {each: signal.getsignal(each) for each in received}
-    for each in received:
-        loop.add_signal_handler(each, end, each.name)
-    try:
-        with stop.heard(partial(end, "interrupted")):
-            yield running.append
-    finally:
-        for each, handler in before.items():
-            loop.remove_signal_handler(each)
-            signal.signal(each, handler)  # those of the program that called
+    def take(pipeline: Pipeline) -> None:
+        running.append(pipeline)
+        handle()  # a library that was imported meanwhile may have handlers of its own
+
+    def receive(name: str) -> None:
+        loop.call_soon_threadsafe(end, name)
+
+    with stop.heard(partial(end, "interrupted")), received(receive):
+        yield take

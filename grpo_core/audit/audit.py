@@ -16,7 +16,6 @@ from grpo_core.audit import behaviour, misses, replies, rewards, texts
 from grpo_core.audit.player import Player
 from grpo_core.audit.records import Finding, Reply, Solution, Trial, spread
 from grpo_core.audit.rewards import Scale, not_applicable
-from grpo_core.audit.search import Search
 from grpo_core.environments.pool import EnvironmentWorker
 from grpo_core.errors import GrpoError
 from grpo_core.incidents import Incident
@@ -28,15 +27,12 @@ ALONE = 16
 """Replies that are played one by one."""
 ROUNDS = 5
 """Times that the same replies are played, in different moments."""
-SEARCHED = 8
-"""Prompts on which a reply is searched that is always paid; it is judged by others."""
-SEARCH_ROUNDS = 8
 AT_ONCE = 8
 """Number of calls that are made at the same time."""
 FEWEST_ROUNDS = 2
 """Times that the same replies are played in any case: once is no comparison."""
 PANELS_UNTIL, FORMS_UNTIL, MISSES_UNTIL = 0.25, 0.35, 0.45
-SEARCH_UNTIL, ROUNDS_UNTIL, COMPANY_UNTIL, LATENCY_UNTIL = 0.5, 0.6, 0.7, 0.8
+ROUNDS_UNTIL, COMPANY_UNTIL, LATENCY_UNTIL = 0.6, 0.7, 0.8
 """Shares of the audit's seconds after which a stage plays no more prompts, or repeats nothing more, so that
 the others have time: the machine may become slower than the first calls have shown."""
 LEAST = 0.25
@@ -60,7 +56,7 @@ class Extent:
     Attributes:
         prompts: largest number of prompts; fewer if the environment is slow.
         seconds: time that the audit takes at most, about.
-        seed: draws prompts, and the replies of the search.
+        seed: draws prompts.
     """
 
     prompts: int = 24
@@ -132,7 +128,6 @@ class Audit:
             self._panels,
             self._forms,
             self._misses,
-            self._search,
             self._repeat,
             self._company,
             self._elsewhere,
@@ -295,33 +290,6 @@ class Audit:
             misses.numbers(of(numbers), self.scale),
             misses.moves(of(moves), self.scale),
         ]
-
-    async def _search(self) -> list[Finding]:
-        check, title = "statistical.gameability_gap", "a search for a reply that is always paid"
-        few, others = self.some[:SEARCHED], self.some[SEARCHED:]
-        if self._agent:
-            return [not_applicable(check, title, "an agent plays by itself")]
-        if len(others) < FEWEST:
-            why = f"it needs {SEARCHED + FEWEST} prompts, and has {len(self.some)}"
-            return [not_applicable(check, title, why)]
-        unknown = [Solution(prompt=p, text=None) for p in self.some]
-        search = Search(self.solutions or unknown, self.extent.seed)
-        rounds = 0
-        while rounds < SEARCH_ROUNDS and not (rounds and self._late(SEARCH_UNTIL)):
-            rounds += 1
-            tried = search.round()
-            trials = await self._play([Reply(prompt=p, text=t, kind="search") for t in tried for p in few])
-            search.tell({text: self._score([t for t in trials if t.reply.text == text]) for text in tried})
-        best = [Reply(prompt=p, text=t, kind="found by search") for t in search.best(3) for p in others]
-        trials = await self._play(best)
-        advice = "look at how this reply is judged: a policy finds it as well"
-        found = rewards.panel(check, title, trials, self.scale, lambda trial: trial.said, advice)
-        told = f"{found.told} ({len(search.scores)} replies tried)"
-        return [evolve(found, told=told + _left_out(rounds, SEARCH_ROUNDS, "rounds"))]
-
-    def _score(self, trials: Sequence[Trial]) -> float:
-        """Return the mean share of a solution's reward for prompts that a reply does not answer."""
-        return fmean(0.0 if self.scale.deserves(t) else self.scale.share(t) for t in trials)
 
     # ------------------------------------------------------------------------------ behaviour
 

@@ -1,1 +1,102 @@
-"""Holds the commands of ``grpo-core``: each is a module, beside what several of them share."""
+"""The commands of ``grpo-core``: each is a module, beside what several of them share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from grpo_core.hookspecs import Command, hookimpl
+
+
+@hookimpl
+def grpo_commands() -> Mapping[str, Command]:
+    return {
+        "train": Command("grpo_core.cli:train", help="Train a model with asynchronous GRPO."),
+        "validate": Command(
+            "grpo_core.cli:validate",
+            help="Validate a model, or the newest checkpoint of a run, on held-out prompts.",
+        ),
+        "export": Command(
+            "grpo_core.commands.export:export",
+            help="Write a checkpoint of a run as a directory for transformers or peft, with a model card.",
+        ),
+        "verify": Command(
+            "grpo_core.cli_finished:verify",
+            help="Check the events of a run: no prompt was lost, trained twice, or trained too late.",
+        ),
+        "check": Command(
+            "grpo_core.commands.check:check",
+            help="Check that an environment, or any other offer of a plugin, keeps its contract.",
+        ),
+        "plugins": Command(
+            "grpo_core.cli:plugins",
+            help="List the installed plugins with their offers, or with the reason why a plugin is broken.",
+        ),
+        "config": Command(
+            "grpo_core.commands.defaults:config",
+            help="Print the keys of the configuration with their defaults and meanings, as a TOML file for"
+            " `train`.",
+        ),
+        "completion": Command(
+            "grpo_core.cli:completion", help="Print the completion of commands and options for a shell."
+        ),
+        "report": Command(
+            "grpo_core.cli_finished:report",
+            help="Write report.html for a finished, running or killed run, or one page that compares "
+            "several runs.",
+        ),
+        "watch": Command(
+            "grpo_core.cli_finished:watch",
+            help="Show the report of a run in a browser while the run goes on.",
+        ),
+        "explain": Command(
+            "grpo_core.explain.command:explain",
+            help="Say what is wrong with a run: the likeliest causes, each with its evidence and a fix.",
+        ),
+        "runs": Command(
+            "grpo_core.commands.runs:runs",
+            help="List the runs of a directory, compare them, free their disk, or write their metrics as "
+            "CSV.",
+        ),
+        "audit": Command(
+            "grpo_core.cli_authors:audit",
+            help="Find out whether the rewards of an environment mean anything: what is paid, and what "
+            "should not be.",
+        ),
+        "score": Command(
+            "grpo_core.cli_finished:score",
+            help="Judge stored rollouts again, as after a correction of a reward, and show what changes.",
+        ),
+        "try": Command(
+            "grpo_core.cli_authors:try_",
+            help="Play against an environment in the terminal, or let a model play and show all that "
+            "happens.",
+        ),
+        "new": Command(
+            "grpo_core.commands.scaffold:new",
+            help="Write a new plugin into the directory grpo-plugin-NAME: code, a test, and what a package"
+            " needs.",
+        ),
+        "doctor": Command(
+            "grpo_core.commands.doctor:doctor",
+            help="Look at this machine, and estimate the memory that a run takes; start nothing.",
+        ),
+        "replay": Command(
+            "grpo_core.cli_finished:replay",
+            help="Compute a step of a run again from its files, and compare it bit for bit with what the "
+            "run recorded.",
+        ),
+        "fork": Command(
+            "grpo_core.cli_finished:fork",
+            help="Compute a step of a run again with another loss, learning rate or advantage, and show "
+            "what differs.",
+        ),
+        "bisect": Command(
+            "grpo_core.commands.bisect:bisect",
+            help="Find the first step, and there the first value, at which two runs differ.",
+        ),
+        "simulate": Command(
+            "grpo_core.planning.commands:simulate",
+            help="Forecast the time of a run: the real pipeline on virtual time, with service times that "
+            "you give.",
+        ),
+    }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import time
 from collections import Counter
@@ -14,6 +13,7 @@ from attrs import evolve
 from rich.console import Console
 from rich.text import Text
 
+from grpo_core.aio import to_the_end
 from grpo_core.app import provenance
 from grpo_core.audit.audit import Audit, Extent
 from grpo_core.audit.card import Card
@@ -62,9 +62,9 @@ def main(
         if file is not None and not file.absolute().parent.is_dir():
             raise ConfigError(f"{file}: there is no directory {file.absolute().parent}; make it first")
     options = parse_settings(settings)
-    if secrets := sorted(set(secrets_in({"set": options, "name": name}))):
+    if secrets := sorted(set(secrets_in({"set": options}))):
         raise ConfigError(
-            f"{', '.join(secrets)}: this value looks like a secret, and a card would show it; let the "
+            f"{', '.join(secrets)}: this option is named like a secret, and a card would show it; let the "
             "environment read a variable (os.environ) instead"
         )
     playing = None
@@ -79,7 +79,7 @@ def main(
     console.print(Text(inert(str(offer)), style="bold"))
     begin = time.monotonic()
     given = dict(options)
-    found = asyncio.run(_all(host, offer, options, extent, functools.partial(_show, console)))
+    found = to_the_end(_all(host, offer, options, extent, functools.partial(_show, console)))
     failure = None
     if model is not None and playing is not None and not any(one.check == "runtime.startup" for one in found):
         try:
@@ -108,8 +108,7 @@ def main(
 
 def _signal(playing: Playing, model: PlayingModel, console: Console) -> Finding:
     """Return, and print, what groups of a model would teach."""
-    from grpo_core.app.run import to_the_end  # they load torch
-    from grpo_core.commands.signal import signal
+    from grpo_core.commands.signal import signal  # it loads torch
 
     errors = Console(stderr=True)
 

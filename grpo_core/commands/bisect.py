@@ -28,12 +28,22 @@ ELSEWHERE = ("engine", "environment", "placement", "checkpoint", "tracking", "va
 """Sections whose differences are not shown: they say where and how a run was computed and written."""
 
 
-def main(first: Path, second: Path) -> int:
-    """Run ``grpo-core bisect``; return the exit status, 1 if the runs differ."""
-    one, other = read(first), read(second)
+def bisect(run_a: Path, run_b: Path, /) -> int:
+    """Find the first step, and there the first value, at which two runs differ.
+
+    It reads what both runs have stored and computes nothing.  The exit status is 1 if they differ.
+
+    Parameters
+    ----------
+    run_a
+        Directory of one run.
+    run_b
+        Directory of the other run.
+    """
+    one, other = read(run_a), read(run_b)
     last = min(max(one.steps, default=0), max(other.steps, default=0))
     if not last:
-        raise ConfigError(f"{first} and {second}: one of them has made no step yet")
+        raise ConfigError(f"{run_a} and {run_b}: one of them has made no step yet")
     mine, its = (as_table(each.step(last).config) for each in (one, other))
     for key, a, b in differences(mine, its):
         if key.partition(".")[0] not in ELSEWHERE:

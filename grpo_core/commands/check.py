@@ -23,6 +23,7 @@ from grpo_core.inert import inert
 from grpo_core.loss import needs_of
 from grpo_core.plugins.host import Kind, PluginHost
 from grpo_core.plugins.offers import FROM_THE_CORE, Offer, Plugin, signature_of
+from grpo_core.plugins.options import Settings, Words
 from grpo_core.plugins.selection import PluginSelection
 from grpo_core.processes import scratch_directory
 from grpo_core.testing.conformance import Finding
@@ -48,12 +49,34 @@ recognised."""
 STYLES = {"passed": ("ok    ", "green"), "failed": ("FAILED", "bold red"), "noted": ("note  ", "yellow")}
 
 
-def main(
-    name: str, *, kind: str | None, settings: Sequence[str], tasks: Sequence[str], block: Sequence[str]
+def check(
+    name: str,
+    /,
+    *,
+    kind: str | None = None,
+    settings: Settings = None,
+    task: Words = None,
+    no_plugin: Words = None,
 ) -> int:
-    """Print each finding; return the exit status, which is 1 if a check failed."""
-    options = parse_settings(settings)
-    host = PluginHost.discover(block=block)
+    """Check that an environment, or any other offer of a plugin, keeps its contract.
+
+    Parameters
+    ----------
+    name
+        Name of the offer, as "math:sort" or "./file.py:Class".
+    kind
+        Kind of the offer, if the name is ambiguous: environment, sampler, validation_strategy, engine,
+        loss, advantage, filter, tracker, trainer, optimizer, model, data_plane or placement.
+    settings
+        Set an option of the offer, as in "length=3", or the source of an environment's prompts, as in
+        "source.path=train.jsonl"; may be repeated.
+    task
+        Name of a task for a sampler; may be repeated.
+    no_plugin
+        Do not load this installed plugin; may be repeated.
+    """
+    options = parse_settings(settings or [])
+    host = PluginHost.discover(block=no_plugin or [])
     section = options.get("environment")
     python = section.get("python") if isinstance(section, Mapping) else None
     offer = elsewhere(name, python) if python else find(host, name, kind)
@@ -63,7 +86,7 @@ def main(
     console = Console(highlight=False, soft_wrap=True)
     console.print(Text(inert(str(offer)), style="bold"))
     counts = {"passed": 0, "failed": 0, "noted": 0}
-    for finding in findings(host, offer, options, tasks, sections):
+    for finding in findings(host, offer, options, task or [], sections):
         mark, style = STYLES[finding.outcome]
         console.print(
             Text.assemble(

@@ -17,6 +17,7 @@ from grpo_core import config as configuration
 from grpo_core.app.launch import configure
 from grpo_core.config import Config, parse_settings
 from grpo_core.errors import ConfigError, did_you_mean
+from grpo_core.plugins.options import Settings
 
 WIDTH = 100
 """Columns of the comments."""
@@ -35,9 +36,17 @@ HEADER = (
 )
 
 
-def main(sections: Sequence[str], settings: Sequence[str]) -> int:
-    """Print the sections, or all of them; the arguments are those of ``grpo-core config``."""
-    print(text(sections, settings), end="")
+def config(*sections: str, settings: Settings = None) -> int:
+    """Print the keys of the configuration with their defaults and meanings, as a TOML file for `train`.
+
+    Parameters
+    ----------
+    sections
+        A section, as in "trainer"; may be repeated.  Default: all.
+    settings
+        Set a configuration key, as in "model.path=my-model", which may change defaults; may be repeated.
+    """
+    print(text(sections, settings or []), end="")
     return 0
 
 

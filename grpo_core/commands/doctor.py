@@ -27,6 +27,7 @@ from grpo_core.inert import inert
 from grpo_core.model_sources import model_source
 from grpo_core.models import directory_here
 from grpo_core.plugins.host import PluginHost
+from grpo_core.plugins.options import AsJson, Settings, Words
 from grpo_core.processes import scratch_directory
 
 FORMAT = 1
@@ -54,28 +55,52 @@ class Check:
     """Advice to the user; empty if nothing is wrong."""
 
 
-def main(
-    config_file: Path | None,
+def doctor(
+    config: Path | None = None,
     *,
-    envs: Sequence[str],
-    chosen: Mapping[str, str],
-    settings: Sequence[str],
-    as_json: bool,
-    block: Sequence[str],
+    env: Words = None,
+    engine: str | None = None,
+    settings: Settings = None,
+    as_json: AsJson = False,
+    no_plugin: Words = None,
 ) -> int:
-    """Print what is found; return the exit status, which is 1 if something would stop a run."""
+    """Look at this machine, and estimate the memory that a run takes; start nothing.
+
+    The exit status is 1 if something would stop a run.
+
+    Parameters
+    ----------
+    config
+        A TOML file, as for "train".  Without it and the options, only the machine is looked at.
+    env
+        Environment to train on, as "math:sort"; may be repeated.
+    engine
+        Engine that generates completions.
+    settings
+        Set a configuration key, as in "trainer.tokens_per_microbatch=4096"; may be repeated.
+    as_json
+        Print what was found as JSON.
+    no_plugin
+        Do not load this installed plugin; may be repeated.
+    """
     python = machine.resident()
-    config: Config | None = None
-    if config_file or envs or chosen or settings:
-        config, host = configured(config_file, envs=envs, chosen=chosen, settings=settings, block=block)
+    run: Config | None = None
+    if config or env or engine or settings:
+        run, host = configured(
+            config,
+            envs=env or [],
+            chosen={} if engine is None else {"engine": engine},
+            settings=settings or [],
+            block=no_plugin or [],
+        )
     else:
-        host = PluginHost.discover(block=block)
+        host = PluginHost.discover(block=no_plugin or [])
     gpus = machine.gpus()
     checks = [*of_machine(gpus), *_of_plugins(host)]
     footprint: memory.Footprint | None = None
-    if config is not None:
-        checks += _of_configuration(config, host, gpus)
-        footprint, more = _of_memory(config, host, gpus, python)
+    if run is not None:
+        checks += _of_configuration(run, host, gpus)
+        footprint, more = _of_memory(run, host, gpus, python)
         checks += more
     if as_json:
         print(json.dumps(as_data(checks, footprint, gpus), indent=2))

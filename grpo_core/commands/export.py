@@ -19,6 +19,7 @@ from grpo_core.credentials import secrets_in
 from grpo_core.errors import CheckpointError, ConfigError
 from grpo_core.inert import inert
 from grpo_core.loop import checkpoint
+from grpo_core.plugins.options import Flag
 from grpo_core.run_directory import RunDirectory, planned_steps
 from grpo_core.validation.target import ADAPTERS, check_adapters, started_from
 
@@ -51,12 +52,34 @@ class Export:
         return "-".join(filter(None, (f"step-{self.step:06}", self.form)))
 
 
-def main(directory: Path, *, step: int | None, output: Path | None, merged: bool, adapters: bool) -> int:
-    """Export a checkpoint; return the exit status."""
+def export(
+    run: Path,
+    /,
+    *,
+    step: int | None = None,
+    output: Path | None = None,
+    merged: Flag = False,
+    adapters: Flag = False,
+) -> int:
+    """Write a checkpoint of a run as a directory for transformers or peft, with a model card.
+
+    Parameters
+    ----------
+    run
+        Directory of the run.
+    step
+        Step of the checkpoint.  Default: the newest one.
+    output
+        Directory that is written, which must not exist.  Default: RUN/exported/step-STEP.
+    merged
+        Add the adapters of a run with LoRA to the weights of its model.
+    adapters
+        Write the adapters of a run with LoRA alone; this is the default for such a run.
+    """
     if merged and adapters:
         raise ConfigError("--merged and --adapters are two forms: give one of them")
-    chosen = find(directory, step, "merged" if merged else "adapters" if adapters else None)
-    target = output or directory / "exported" / chosen.name
+    chosen = find(run, step, "merged" if merged else "adapters" if adapters else None)
+    target = output or run / "exported" / chosen.name
     write(chosen, target)
     print(inert(str(target)), flush=True)
     return 0

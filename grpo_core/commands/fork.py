@@ -12,9 +12,9 @@ from attrs import evolve, frozen
 from rich.console import Console
 from rich.table import Table
 
+from grpo_core.aio import to_the_end
 from grpo_core.app.parts import make_advantages, make_shaping
 from grpo_core.app.paths import with_absolute_paths
-from grpo_core.app.run import to_the_end
 from grpo_core.checks import differing_element
 from grpo_core.commands.history import StepRecord, compared, read
 from grpo_core.commands.replay import Replayer, batch_of

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import signal
-import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TextIO
 
+from grpo_core.interrupts import raise_interrupt, received
 from grpo_core.protocols import Engine
 from grpo_core.records import Completion, GenerationRequest, Message, Weights
 from grpo_core.testing.fakes import FakeRenderer
@@ -123,24 +122,11 @@ class Replies:
             if not line:
                 raise InputEnded("the input has ended")
             return line.rstrip("\r\n")
-        with _ctrl_c():
+        with received(raise_interrupt):  # the event loop waits for input()
             try:
                 return input(prompt)
             except EOFError:
                 raise InputEnded("the input has ended") from None
-
-
-class _ctrl_c:  # noqa: N801 - reads as what it allows
-    """Let ctrl-C end the waiting for a line: asyncio's handler would only ask the event loop, which waits."""
-
-    def __enter__(self) -> None:
-        self._before: Any = None
-        if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def __exit__(self, *_: object) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
 
 
 def _call(text: str) -> str | None:

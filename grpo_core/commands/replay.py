@@ -15,8 +15,8 @@ from typing import Self
 
 from attrs import define, evolve, field, frozen
 
+from grpo_core.aio import to_the_end
 from grpo_core.app.parts import trainer_here
-from grpo_core.app.run import to_the_end
 from grpo_core.commands.history import History, StepRecord, first_metric, first_tensor, read
 from grpo_core.complaints import say
 from grpo_core.config import Config, TrainerConfig

@@ -11,21 +11,21 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from grpo_core.aio import to_the_end
 from grpo_core.app import measuring, profile, run
 from grpo_core.app.launch import RUNS, configure, continued, new_run, tasks_of
-from grpo_core.complaints import complain, say
+from grpo_core.complaints import complain, say, to_a_reader
 from grpo_core.config import Config, merge, parse_settings, read_toml
-from grpo_core.errors import ConfigError, GrpoError
+from grpo_core.errors import ConfigError
 from grpo_core.inert import inert
+from grpo_core.interrupts import INTERRUPTED
+from grpo_core.loop.endings import GOAL_REACHED
 from grpo_core.plugins.host import PluginHost
 from grpo_core.reporting import comparison
 from grpo_core.reporting.report import write as write_report
 from grpo_core.reporting.verification import verified
 from grpo_core.run_directory import RunDirectory
 from grpo_core.validation.results import shown, table
-
-INTERRUPTED = 130
-"""Exit status after ctrl-C or SIGTERM."""
 
 
 def train(
@@ -61,21 +61,28 @@ def train(
     tell = complain if view == "json" else say  # standard output has JSON and nothing else
     for note in start.notes:
         tell(note)
-    directory, again = start.directory, start.again(block)
+    directory, again, over = start.directory, start.again(block), start.over
+    if over is not None and over.complete:
+        directory.unlock()
+        return 0
     try:
-        outcome = run.to_the_end(run.train(start.config, directory, host=start.host, resume=start.found))
+        outcome = to_the_end(
+            run.train(start.config, directory, host=start.host, resume=start.found, over=over)
+        )
     except KeyboardInterrupt:
-        tell(f"interrupted at once; run: {directory.path} (continue with: {again})")
+        with to_a_reader():
+            tell(f"interrupted at once; run: {directory.path} (continue with: {again})")
         return INTERRUPTED
-    except (GrpoError, OSError) as error:
+    except Exception as error:
         if directory.has_trained():
             error.add_note(f"run: {directory.path} (continue with: {again})")
         raise
     finally:
         directory.unlock()
-    if start.config.trainer.profile:
-        tell(profile.told(directory.profile, start.config.trainer.profile))
-    tell(_summary(outcome, again))
+    with to_a_reader():
+        if start.config.trainer.profile and over is None:
+            tell(profile.told(directory.profile, start.config.trainer.profile))
+        tell(_summary(outcome, again))
     return INTERRUPTED if outcome.reason == "interrupted" else 0
 
 
@@ -122,7 +129,7 @@ def validate(
 
     for note in measurement.target.notes:
         tell(note, "")
-    report = run.to_the_end(measurement.play(tell))
+    report = to_the_end(measurement.play(tell))
     tell(f"results and rollouts: {measurement.directory}", "")
     if as_json:
         print(json.dumps(report, indent=2))
@@ -186,6 +193,8 @@ def _summary(outcome: run.Outcome, again: str) -> str:
     )
     did = f"{outcome.step} of {outcome.steps} steps in {outcome.seconds:.0f} s"
     line = f"{outcome.reason}: {learnt + '; ' if learnt else ''}{did}; run: {outcome.directory}"
+    if outcome.reason == GOAL_REACHED:
+        again += " --set trainer.stop_when=''"
     if outcome.reason != "finished":
         line += f" (continue with: {again})"
     return line

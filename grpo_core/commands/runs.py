@@ -18,6 +18,7 @@ from statistics import median
 from typing import Any, Literal
 
 from attrs import field, frozen
+from cyclopts import App
 
 from grpo_core import chain
 from grpo_core.app.launch import RUNS
@@ -28,6 +29,7 @@ from grpo_core.errors import ConfigError
 from grpo_core.loop import checkpoint
 from grpo_core.loop.metrics import headline
 from grpo_core.loop.retention import Retention
+from grpo_core.plugins.options import AsJson, Flag
 from grpo_core.run_directory import CONFIG, RunDirectory, planned_steps
 from grpo_core.validation import results
 
@@ -60,8 +62,24 @@ class Summary:
 # ---------------------------------------------------------------------------------- commands
 
 
-def list_(directories: Sequence[Path], *, as_json: bool = False) -> int:
-    """Print a line for each run, the newest last; return the exit status."""
+runs = App(
+    name="runs",
+    help="List the runs of a directory, compare them, free their disk, or write their metrics as CSV.",
+)
+
+
+@runs.default
+@runs.command(name="list")
+def list_(directories: list[Path] | None = None, /, *, as_json: AsJson = False) -> int:
+    """Print a line for each run: its state, steps, scores, start and size.
+
+    Parameters
+    ----------
+    directories
+        Runs, or directories of runs.  Default: runs.
+    as_json
+        Print the list as JSON.
+    """
     directories = directories or [RUNS]
     found = sorted((_listed(path, named=path in directories) for path in _runs(directories)), key=_age)
     if as_json:
@@ -75,8 +93,15 @@ def list_(directories: Sequence[Path], *, as_json: bool = False) -> int:
     return 0
 
 
-def compare(directories: Sequence[Path]) -> int:
-    """Print what differs between runs: settings and results, a column for each; return the exit status."""
+@runs.command
+def compare(directories: list[Path], /) -> int:
+    """Print the settings in which runs differ, and their results, side by side.
+
+    Parameters
+    ----------
+    directories
+        Directories of two or more runs.
+    """
     if len(directories) < 2:
         raise ConfigError("runs compare: expected the directories of two or more runs")
     found = [summary(RunDirectory.existing(path).path) for path in directories]
@@ -95,11 +120,18 @@ def compare(directories: Sequence[Path]) -> int:
     return 0
 
 
-def prune(directories: Sequence[Path], *, keep: int, yes: bool) -> int:
-    """Remove all but the newest checkpoints and the best one of each run; return the exit status.
+@runs.command
+def prune(directories: list[Path], /, *, keep: int = 1, yes: Flag = False) -> int:
+    """Remove old checkpoints of runs; the newest ones and the best one stay, and all records.
 
-    Without ``yes`` it only prints what it would remove.  Of a directory of runs, those that go on are left
-    out.  Raises ConfigError, before anything is removed, if a run that is named goes on.
+    Parameters
+    ----------
+    directories
+        Runs, or directories of runs.  A run that goes on is refused.
+    keep
+        Number of the newest checkpoints that stay.
+    yes
+        Remove the checkpoints.  Without this option, they are only listed.
     """
     if keep < 1:
         raise ConfigError(f"--keep is {keep}; expected at least 1, without which a run cannot be continued")
@@ -134,8 +166,17 @@ def _locked(path: Path, stack: contextlib.ExitStack, *, named: bool) -> RunDirec
     return run
 
 
-def export(directory: Path, output: Path | None) -> int:
-    """Write the metrics of a run as CSV: a row for each step and each validation; return the exit status."""
+@runs.command
+def export(directory: Path, /, *, output: Path | None = None) -> int:
+    """Write the metrics of a run as CSV, with a row for each step and each validation.
+
+    Parameters
+    ----------
+    directory
+        Directory of the run.
+    output
+        File that is written.  Default: standard output.
+    """
     path = RunDirectory.existing(directory).path
     if not (path / METRICS).is_file():
         raise ConfigError(f"{path}: has no {METRICS}, so there is nothing to export")

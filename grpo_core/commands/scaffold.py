@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from string import Template
+from typing import Literal
 
 from attrs import frozen
 
@@ -22,6 +23,7 @@ from grpo_core.errors import ConfigError
 from grpo_core.inert import inert
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.offers import HOOKS, Kind
+from grpo_core.plugins.options import Flag
 
 TEMPLATES = Path(grpo_core.__file__).parent / "scaffold"
 LONGEST_NAME = 32
@@ -79,15 +81,48 @@ VARIANTS: Mapping[str, tuple[str, ...]] = {"multi_turn": (), "tools": (), "judge
 """Variants of an environment, with the distributions that they import."""
 
 
-def main(sort: str, name: str, variants: Mapping[str, bool]) -> int:
-    """Write the plugin into the working directory, and print what to do next."""
+def new(
+    kind: Literal[
+        "environment",
+        "agent",
+        "sampler",
+        "validation",
+        "engine",
+        "loss",
+        "advantage",
+        "filter",
+        "tracker",
+    ],
+    name: str,
+    /,
+    *,
+    multi_turn: Flag = False,
+    tools: Flag = False,
+    judge: Flag = False,
+) -> int:
+    """Write a new plugin into the directory grpo-plugin-NAME: code, a test, and what a package needs.
+
+    Parameters
+    ----------
+    kind
+        Kind of the offer that the plugin makes.
+    name
+        Name of the plugin and of what it offers, as in "caesar" or "word_count".
+    multi_turn
+        Make an environment of several turns.
+    tools
+        Make an environment with a tool.
+    judge
+        Make an environment whose replies another model judges.
+    """
+    variants = {"multi_turn": multi_turn, "tools": tools, "judge": judge}
     chosen = [variant for variant, wanted in variants.items() if wanted]
-    directory = write(sort, name, chosen, Path())
-    train = SORTS[sort].trains.replace("NAME", name)
-    print(inert(f"{directory}: a plugin with the {sort} {name!r}. Install it, and train at once:\n"))
+    directory = write(kind, name, chosen, Path())
+    train = SORTS[kind].trains.replace("NAME", name)
+    print(inert(f"{directory}: a plugin with the {kind} {name!r}. Install it, and train at once:\n"))
     print(inert(f"    pip install -e './{directory}[dev]'"))
     print(inert(f"    grpo-core train {train}\n"))
-    print(inert(f"Its code is {directory}/{_package(name)}/{sort}.py; {directory}/README.md says more."))
+    print(inert(f"Its code is {directory}/{_package(name)}/{kind}.py; {directory}/README.md says more."))
     return 0
 
 

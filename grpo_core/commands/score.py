@@ -14,11 +14,12 @@ from attrs import evolve, field, frozen
 from rich.console import Console
 from rich.text import Text
 
+from grpo_core.aio import to_the_end
 from grpo_core.app import preflight
 from grpo_core.app.launch import configure, new_directory, tasks_of, unused
 from grpo_core.app.placement import LocalPlacement
 from grpo_core.app.rejudging import Judged, KnownPrompts, judge, look_up
-from grpo_core.app.run import lines_of_incidents, to_the_end
+from grpo_core.app.run import lines_of_incidents
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config, TaskConfig, as_table, parse_settings
 from grpo_core.errors import ConfigError, GrpoError, cut, wrong_input
@@ -263,6 +264,10 @@ def _line(step: int, judged: Judged) -> dict[str, Any]:
         "reward": judged.reward,
         "success": judged.success,
         "metrics": dict(judged.metrics),
+        "turn_rewards": judged.turn_rewards,
+        "turn_states": judged.turn_states,
+        "reply_answer": judged.answer,
+        "train": judged.train,
         "stored_reward": judged.stored.reward,
         "stored_success": judged.stored.success,
         "changed": judged.changed,

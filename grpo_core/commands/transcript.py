@@ -76,6 +76,8 @@ class Transcript:
         self.line(f"{reward}{success}", f"bold {'green' if good else 'red'}")
         for name, value in rollout.metrics.items():
             self.line(f"  {name}: {value:.4g}")
+        for name, text in rollout.left_out.items():
+            self.line(f"  {name}: {text}, left out: it is not a finite number", "yellow")
         if len(rollout.turn_rewards) > 1 and any(rollout.turn_rewards):
             self.line("  by turn: " + ", ".join(f"{reward:.4g}" for reward in rollout.turn_rewards))
         if rollout.answer is not None:

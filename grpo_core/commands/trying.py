@@ -10,11 +10,12 @@ from typing import Any, TextIO
 from attrs import evolve, frozen
 from rich.console import Console
 
+from grpo_core.aio import to_the_end
 from grpo_core.app import preflight
 from grpo_core.app.launch import check, configure, task_name
 from grpo_core.app.parts import make_placement, sampling_params
 from grpo_core.app.placement import LocalPlacement
-from grpo_core.app.run import lines_of_incidents, start_engine, started_tasks, to_the_end
+from grpo_core.app.run import lines_of_incidents, start_engine, started_tasks
 from grpo_core.app.tasks import Tasks
 from grpo_core.commands.person import InputEnded, Person, Replies, TextRenderer
 from grpo_core.commands.transcript import ShownEnvironment, Transcript

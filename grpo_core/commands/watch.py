@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import hmac
 import secrets
-import signal
 from pathlib import Path
 
 from aiohttp import web
 
 from grpo_core.complaints import say
 from grpo_core.errors import ConfigError
+from grpo_core.interrupts import received
 from grpo_core.reporting.report import Files, render
 from grpo_core.run_directory import RunDirectory
 
@@ -100,7 +100,7 @@ class WatchServer:
 
 
 async def watch(directory: Path, *, port: int, refresh: int) -> None:
-    """Serve the report of a run until SIGINT or SIGTERM."""
+    """Serve the report of a run until a signal comes."""
     run = RunDirectory.existing(directory)
     if refresh < 0:
         raise ConfigError(f"--refresh is {refresh}; expected a number of seconds, or 0 for never")
@@ -109,9 +109,8 @@ async def watch(directory: Path, *, port: int, refresh: int) -> None:
     server = WatchServer(Page(run), port=port, refresh=refresh)
     say(f"{await server.start()}\nthe report of {directory}; ctrl-C ends this, and not the run")
     ended, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, ended.set)
     try:
-        await ended.wait()
+        with received(lambda name: loop.call_soon_threadsafe(ended.set)):
+            await ended.wait()
     finally:
         await server.aclose()

@@ -119,9 +119,9 @@ def structured(
 
 def _refuse_secret(key: str) -> str:
     return (
-        f"configuration key {key!r}: looks like a secret, and the configuration is written to config.toml, "
-        "events.jsonl and report.html of the run. Set an environment variable instead, and let the plugin "
-        "read it (os.environ): child processes have the variables of grpo-core"
+        f"configuration key {key!r}: is named like a secret, and the configuration is written into the "
+        "run's files. Set an environment variable instead, and let the plugin read it (os.environ): child "
+        "processes have the variables of grpo-core"
     )
 
 

@@ -160,7 +160,7 @@ class EnvironmentConfig:
     rollouts.  A prompt's first failure is tried again and does not count, unless `rollout.max_retries` is
     0."""
     python: str = ""
-    """Environments run in this Python interpreter (3.9 or newer), or in this directory of a virtual
+    """Environments run in this Python interpreter (3.11 or newer), or in this directory of a virtual
     environment, with the packages and plugins that are installed there.  If it is empty, they run in the
     interpreter of grpo-core."""
     agent_host: str = "127.0.0.1"

@@ -109,10 +109,9 @@ class TrainerConfig(PluginChoice):
     """Weight decay of matrices; `optimizer.decay` extends it to all parameters."""
     max_grad_norm: float = field(default=1.0, validator=gt(0))
     """Gradients are clipped to this norm."""
-    proximal: Literal["recompute", "generation", "interpolate"] = "recompute"
+    proximal: Literal["recompute", "generation"] = "recompute"
     """Proximal logprobs are recomputed with the trainer's weights at the start of the step (one more forward
-    pass if there are several updates), taken from generation, or interpolated between generation and policy
-    by the staleness of each token, without a forward pass (A-3PO)."""
+    pass if there are several updates), or taken from generation."""
     reference_every: int = field(default=0, validator=ge(0))
     """The reference model of a KL term takes the trained weights every this many steps; with 0 it keeps the
     weights that the run started from."""

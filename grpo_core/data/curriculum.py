@@ -6,11 +6,12 @@ import bisect
 import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import Any
+from typing import Any, TypedDict
 
 from grpo_core.data.samplers import Shares, WeightedTaskSampler
 from grpo_core.errors import ConfigError
 from grpo_core.records import Group, SampleRequest
+from grpo_core.typed import Count, checked
 
 
 class Schedule(WeightedTaskSampler):
@@ -72,6 +73,12 @@ def interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
         return points[min(after, len(points) - 1)][1]
     (x0, y0), (x1, y1) = points[after - 1], points[after]
     return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+
+
+class SavedRates(TypedDict):
+    """The state of a ``Curriculum``, besides its draws."""
+
+    rates: dict[str, list[tuple[Count, float]]]
 
 
 class Curriculum(WeightedTaskSampler):
@@ -162,4 +169,5 @@ class Curriculum(WeightedTaskSampler):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self._rates = {task: dict(map(tuple, rates)) for task, rates in state["rates"].items()}
+        found = checked(state, SavedRates)["rates"]
+        self._rates = {task: dict(map(tuple, rates)) for task, rates in found.items()}

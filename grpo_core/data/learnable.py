@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 from attrs import define, field
@@ -15,6 +15,7 @@ from grpo_core.data.samplers import Mix, Shares
 from grpo_core.errors import ConfigError
 from grpo_core.protocols import Loader
 from grpo_core.records import Group, Prompt, SampleRequest
+from grpo_core.typed import Count, checked
 
 
 @define(eq=False)
@@ -78,7 +79,7 @@ class Rates:
         n = a + prior[1] + self.failures[at] * fade
         return list(zip((a / n).tolist(), (4.0 * a * (n - a) / (n * (n + 1.0))).tolist(), strict=True))
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> SavedEvidence:
         """Return the evidence as JSON values; prompts that were never heard of take no room."""
         seen = np.flatnonzero(self.successes + self.failures).astype(np.int32)
         arrays = (seen, self.successes[seen], self.failures[seen], self.at[seen])
@@ -86,7 +87,7 @@ class Rates:
         return {"size": self.size, "evidence": packed, "total": self.total}
 
     @classmethod
-    def of(cls, state: Mapping[str, Any], half_life: float) -> Rates:
+    def of(cls, state: SavedEvidence, half_life: float) -> Rates:
         rates = cls(state["size"], half_life)
         kinds = (np.int32, np.float32, np.float32, np.int32)
         seen, *evidence = (
@@ -94,8 +95,24 @@ class Rates:
             for each, kind in zip(state["evidence"], kinds, strict=True)
         )
         rates.successes[seen], rates.failures[seen], rates.at[seen] = evidence
-        rates.total = list(state["total"])
+        successes, failures, at = state["total"]
+        rates.total = [successes, failures, at]
         return rates
+
+
+class SavedEvidence(TypedDict):
+    """The state of ``Rates``."""
+
+    size: Count
+    evidence: list[str]
+    total: list[float]
+
+
+class SavedPrompts(TypedDict):
+    """The state of ``LearnablePrompts``, besides its draws."""
+
+    rates: dict[str, SavedEvidence]
+    drawn_at: dict[str, dict[str, tuple[Count, Count]]]
 
 
 class LearnablePrompts(Mix):
@@ -216,7 +233,8 @@ class LearnablePrompts(Mix):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self._rates = {task: Rates.of(its, self._half_life) for task, its in state["rates"].items()}
+        found = checked(state, SavedPrompts)
+        self._rates = {task: Rates.of(its, self._half_life) for task, its in found["rates"].items()}
         self._drawn_at = {
-            task: {id: list(entry) for id, entry in its.items()} for task, its in state["drawn_at"].items()
+            task: {id: list(entry) for id, entry in its.items()} for task, its in found["drawn_at"].items()
         }

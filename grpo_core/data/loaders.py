@@ -10,12 +10,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import random
 import warnings
-from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from grpo_core.data.permutation import Permutation
 from grpo_core.errors import CheckpointError, PluginError
 from grpo_core.records import Prompt
 
@@ -32,7 +31,7 @@ class ShuffledIndices:
         self.position = 0
         self._n = n
         self._key = f"{seed}/{task}"
-        self._order: Sequence[int] = ()
+        self._order: Permutation | None = None
 
     def __iter__(self) -> Iterator[list[int]]:
         return self
@@ -41,10 +40,11 @@ class ShuffledIndices:
         indices: list[int] = []
         while len(indices) < self.want:
             if self.position == self._n:
-                self.epoch, self.position, self._order = self.epoch + 1, 0, ()
-            self._order = self._order or self._permutation()
+                self.epoch, self.position, self._order = self.epoch + 1, 0, None
+            if self._order is None:
+                self._order = Permutation(self._n, f"{self._key}/{self.epoch}")
             end = min(self.position + self.want - len(indices), self._n)
-            indices += self._order[self.position : end]
+            indices += [self._order[place] for place in range(self.position, end)]
             self.position = end
         return indices
 
@@ -52,12 +52,7 @@ class ShuffledIndices:
         return {"epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self.epoch, self.position, self._order = state["epoch"], state["position"], ()
-
-    def _permutation(self) -> Sequence[int]:
-        order = list(range(self._n))
-        random.Random(f"{self._key}/{self.epoch}").shuffle(order)
-        return array("q", order)
+        self.epoch, self.position, self._order = state["epoch"], state["position"], None
 
 
 class _Rows:

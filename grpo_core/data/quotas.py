@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TypedDict
 
 from attrs import define, field
 
 DIGITS = 6
 """Decimals by which tasks are compared: those that are owed the same are equal in spite of rounding."""
+
+
+class SavedQuotas(TypedDict):
+    """The state of ``Quotas``."""
+
+    owed: dict[str, float]
+    lost: list[tuple[str, int]]
 
 
 @define
@@ -47,12 +54,12 @@ class Quotas:
         self.owed = owed
         return _mixed(counts)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> SavedQuotas:
         """Return everything that decides the next requests."""
         return {"owed": self.owed, "lost": self.lost}
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> Quotas:
+    def of(cls, state: SavedQuotas) -> Quotas:
         return cls(owed=dict(state["owed"]), lost=[(task, target) for task, target in state["lost"]])
 
 

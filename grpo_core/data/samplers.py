@@ -13,16 +13,31 @@ import math
 import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NotRequired, TypedDict, get_args
 
 from attrs import define, field
 
-from grpo_core.data.quotas import Quotas
-from grpo_core.errors import CheckpointError, ConfigError, GrpoError, PluginError, did_you_mean
+from grpo_core.data.quotas import Quotas, SavedQuotas
+from grpo_core.errors import (
+    CheckpointError,
+    ConfigError,
+    GrpoError,
+    PluginError,
+    describe,
+    did_you_mean,
+)
 from grpo_core.events import PromptsPassedOver
 from grpo_core.messages import readable
 from grpo_core.protocols import Loader, Sampler
 from grpo_core.records import Group, Prompt, SampleRequest
+from grpo_core.typed import Count, checked
+
+
+class SavedDraws(TypedDict):
+    """The state of a ``TaskSampler``, which may have more keys."""
+
+    drawn: Count
+    quotas: NotRequired[SavedQuotas]
 
 
 class TaskSampler:
@@ -50,7 +65,7 @@ class TaskSampler:
         return {"drawn": self.drawn}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.drawn = state["drawn"]
+        self.drawn = checked(state, SavedDraws)["drawn"]
 
     def known(self, given: Iterable[str], tasks: Sequence[str], to_do: str) -> None:
         """Raise ConfigError for an unknown task."""
@@ -367,7 +382,7 @@ def load_plugin_state(part: Any, who: str, state: Any) -> None:
         raise
     except Exception as error:
         raise CheckpointError(
-            f"{who} cannot continue from its state in the checkpoint: {type(error).__name__}: {error}"
+            f"{who} cannot continue from its state in the checkpoint (pipeline.json): {describe(error)}"
         ) from error
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Generator, Sequence
@@ -19,11 +18,6 @@ from attrs import define, field, frozen
 
 from grpo_core.errors import DeadlineExceeded
 from grpo_core.processes import Call, Connection
-
-if sys.version_info >= (3, 11):
-    from asyncio import Runner
-else:
-    from grpo_core.environments.runner import Runner
 
 T = TypeVar("T")
 
@@ -72,7 +66,7 @@ class Calls:
 
     def __init__(self, who: str, at_once: int = 0) -> None:
         self._who, self._at_once = who, at_once
-        self._runner = Runner()
+        self._runner = asyncio.Runner()
         self._running: dict[int, _Running] = {}
         self._ended: deque[_Running] = deque()
         """Calls whose awaitables are done, so that their next steps may run."""
@@ -129,7 +123,6 @@ class Calls:
 
     def event(self) -> asyncio.Event:
         """Make an event for which calls may wait."""
-        self._make_current()
         return asyncio.Event()
 
     def cancel_all(self) -> list[Awaitable[Any]]:
@@ -174,13 +167,7 @@ class Calls:
 
     def _next(self, steps: Steps[T], results: list[Any] | None) -> Sequence[Awaitable[Any]]:
         """Run a call's next steps, or its first ones if there are no results yet."""
-        self._make_current()
         return steps.send(results)  # type: ignore[arg-type]
-
-    def _make_current(self) -> None:
-        """Make locks belong to the event loop, which an environment's ``asyncio.run`` takes away."""
-        if sys.version_info < (3, 10):  # the others belong to the event loop that first waits for them
-            asyncio.set_event_loop(self._runner.get_loop())
 
     def _await(self, running: _Running, awaitables: Sequence[Awaitable[Any]], connection: Connection) -> None:
         loop = self._runner.get_loop()

@@ -89,7 +89,7 @@ class Compose:
         rounds = [math.ceil((self.concurrency or 0) / (part.limit or math.inf)) or 1 for part in self._parts]
         deadlines = [getattr(each, "deadline", None) for each in environments]
         self.deadline = (
-            sum(turns * (each or DEADLINE) for turns, each in zip(rounds, deadlines))
+            sum(turns * (each or DEADLINE) for turns, each in zip(rounds, deadlines, strict=True))
             if any(deadlines) or max(rounds) > 1
             else None
         )
@@ -177,9 +177,9 @@ class Compose:
         answers = [self._asked(part, [episodes[i] for i in places]) for part, places in questions]
         if self._is_async:
             waiting = {i: answer for i, answer in enumerate(answers) if inspect.isawaitable(answer)}
-            for i, answer in zip(waiting, await asyncio.gather(*waiting.values())):
+            for i, answer in zip(waiting, await asyncio.gather(*waiting.values()), strict=True):
                 answers[i] = answer
-        for (part, places), answer in zip(questions, answers):
+        for (part, places), answer in zip(questions, answers, strict=True):
             _keep(found, part, places, answer)
 
     def _asked(self, part: Part, episodes: list[Episode]) -> Any:
@@ -223,6 +223,9 @@ class Compose:
             own,
             reward=reward,
             metrics=self._metrics(found),
+            left_out={
+                f"{part}_{name}": text for part, each in found.items() for name, text in each.left_out.items()
+            },
             train=all(feedback.train for feedback in found.values()),
         )
 
@@ -240,7 +243,7 @@ class Compose:
 
 def _keep(found: list[dict[str, Feedback]], part: Part, places: Sequence[int], answer: Any) -> None:
     feedback = as_feedback(answer, len(places), _who(part))
-    for place, each in zip(places, feedback):
+    for place, each in zip(places, feedback, strict=True):
         found[place][part.name] = each
 
 

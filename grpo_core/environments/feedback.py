@@ -8,13 +8,13 @@ from typing import Any
 
 import attrs
 
-from grpo_core.errors import PluginError, shortened
+from grpo_core.errors import PluginError, describe, shortened, shown
 from grpo_core.messages import MessageError, check_turn, normalised
 from grpo_core.records import Feedback
 from grpo_core.unicode import well_formed
 
-LARGEST_REWARD = 1e300
-"""Rewards of this magnitude or more are refused: their squares would overflow in an advantage."""
+LARGEST = 1e300
+"""Rewards and metrics of this magnitude or more are none: sums and squares of them would overflow."""
 
 
 def as_feedback(
@@ -32,8 +32,9 @@ def as_feedback(
         mask: hides secrets in errors.
         ids: of the prompts, for errors.
 
-    Raises PluginError unless there is one float, Feedback or None for each episode.  A reward or a metric
-    that is not a finite number makes only its own episode unscored.  Texts become such as UTF-8 can write.
+    Raises PluginError unless there is one float, Feedback or None for each episode.  A reward that is not a
+    finite number makes only its own episode unscored; a metric that is none is left out, and changes nothing
+    else.  Texts become such as UTF-8 can write.
     """
     if isinstance(results, (str, bytes, Mapping)) or not isinstance(results, Iterable):
         raise PluginError(
@@ -43,7 +44,10 @@ def as_feedback(
     if len(results) != expected:
         raise PluginError(f"{who}: {method} returned {len(results)} results for {expected} episodes")
     places = [f"{who}: {method} of prompt {id!r}" for id in ids] or [f"{who}: {method}"] * expected
-    return [_feedback(_readable(result, place), who, method, mask) for result, place in zip(results, places)]
+    return [
+        _feedback(_readable(result, place), who, method, mask)
+        for result, place in zip(results, places, strict=True)
+    ]
 
 
 def _readable(result: Any, place: str) -> Any:
@@ -64,54 +68,88 @@ def _feedback(result: Any, who: str, method: str, mask: Callable[[str], str]) ->
         return Feedback()
     if not isinstance(result, Feedback):
         return Feedback(**_reward(result, who, method))
-    given: Any = result.metrics
-    if not isinstance(given, Mapping):
-        kind = type(given).__name__
-        raise PluginError(f"{who}: {method} returned metrics as {kind}, expected names with their numbers")
-    metrics = {
-        well_formed(str(name)): _number(value, f"metric {name!r}", who, method)
-        for name, value in given.items()
-    }
+    metrics, left_out = _metrics(result.metrics, mask)
     reward = {} if result.reward is None else _reward(result.reward, who, method)
-    if bad := {name: value for name, value in metrics.items() if not math.isfinite(value)}:
-        name, value = next(iter(bad.items()))
-        reward = {"reward": None, "error": f"{who}: the metric {name!r} is {value}, expected a finite number"}
     if result.error is not None:  # an error is never a reward, whatever reward comes with it
-        reward = {"reward": None, "error": shortened(mask(well_formed(str(result.error))))}
+        reward = {"reward": None, "error": shortened(mask(_text(result.error, "an error", who, method)))}
     elif reward.get("error"):
         reward |= {"done": True, "messages": ()}
     messages = tuple(map(well_formed, result.messages))
-    answer = None if result.answer is None else well_formed(result.answer)
+    answer = None if result.answer is None else _text(result.answer, "an answer", who, method)
     known = {
         "metrics": metrics,
+        "left_out": {**result.left_out, **left_out},
         "messages": messages,
         "answer": answer,
-        "state": well_formed(str(result.state)),
+        "state": _text(result.state, "a state", who, method),
     }
     return attrs.evolve(result, **{**known, **reward})
 
 
+def _metrics(given: Any, mask: Callable[[str], str]) -> tuple[dict[str, float], dict[str, str]]:
+    """Return the metrics that are numbers, and the values of the others as text."""
+    if not isinstance(given, Mapping):
+        return {}, {"metrics": mask(shown(given))}
+    metrics, left_out = {}, {}
+    for key, value in given.items():
+        try:
+            name = well_formed(str(key))
+        except Exception:  # of an object without a text
+            left_out[shown(key)] = "under a name without a text"
+            continue
+        if (number := as_number(value)) is not None:
+            metrics[name] = number
+        else:
+            left_out[name] = well_formed(mask(_said(value)))
+    return metrics, left_out
+
+
+def _said(value: Any) -> str:
+    try:
+        return f"{_float(value)}"
+    except Exception:
+        return shown(value)
+
+
 def _reward(given: Any, who: str, method: str) -> dict[str, Any]:
-    reward = _number(given, "", who, method)
-    if math.isfinite(reward) and abs(reward) < LARGEST_REWARD:
-        return {"reward": reward}
+    try:
+        reward = _float(given)
+    except Exception:  # a tensor with several values raises RuntimeError
+        said = f"{shown(given)} ({type(given).__name__})"
+        raise PluginError(f"{who}: {method} returned {said}, expected a float, a Feedback or None") from None
+    if (number := as_number(reward)) is not None:
+        return {"reward": number}
     return {
         "reward": None,
-        "error": f"reward is {reward}, expected a number between -{LARGEST_REWARD:g} and {LARGEST_REWARD:g}",
+        "error": f"reward is {reward}, expected a number between -{LARGEST:g} and {LARGEST:g}",
     }
 
 
-def _number(given: Any, what: str, who: str, method: str) -> float:
+def as_number(given: Any) -> float | None:
+    """Return a value of a plugin as a finite number; None if it is none.
+
+    Numbers of other libraries are numbers, and so are bools; texts are none.
+    """
     try:
-        if isinstance(given, (str, bytes)):
-            raise TypeError
+        number = _float(given)
+    except Exception:  # whatever the conversion of another library raises
+        return None
+    return number if math.isfinite(number) and abs(number) < LARGEST else None
+
+
+def _float(given: Any) -> float:
+    if isinstance(given, (str, bytes)):
+        raise TypeError
+    try:
         return float(given)
     except OverflowError:
         return math.inf
-    except Exception:  # a tensor with several values raises RuntimeError
-        shown, kind = repr(given), type(given).__name__
-        shown = shown if len(shown) <= 200 else f"{shown[:200]}..."
-        told = f"returned {shown} ({kind}), expected a float, a Feedback or None"
-        if what:
-            told = f"returned {what} = {shown} ({kind}), expected a number"
-        raise PluginError(f"{who}: {method} {told}") from None
+
+
+def _text(given: Any, what: str, who: str, method: str) -> str:
+    """Return the text of a value.  Raises PluginError if it has none."""
+    try:
+        text: str = well_formed(given if isinstance(given, str) else str(given))
+    except Exception as error:
+        raise PluginError(f"{who}: {method} returned {what} without a text: {describe(error)}") from None
+    return text

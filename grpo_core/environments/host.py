@@ -19,11 +19,12 @@ from typing import Any, Literal
 import attrs
 
 from grpo_core import lent
+from grpo_core.agents.apart import played_apart
 from grpo_core.credentials import NOTHING_HIDDEN
 from grpo_core.environments.calls import Begun, Calls, Steps
 from grpo_core.environments.feedback import as_feedback
 from grpo_core.environments.tools import Toolbox, message, tools_of
-from grpo_core.errors import GrpoError, PluginError, Unavailable, describe
+from grpo_core.errors import GrpoError, PluginError, Unavailable, describe, shown
 from grpo_core.messages import readable
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.selection import ALL_PLUGINS, PluginSelection
@@ -218,7 +219,7 @@ class EnvironmentHost:
             return None
         made = []
         results = yield from _each(self._environment.from_source, prompts)
-        for prompt, given in zip(prompts, results):
+        for prompt, given in zip(prompts, results, strict=True):
             where = f"{self._who}: from_source of prompt {prompt.id!r}"
             if isinstance(given, BaseException):
                 raise PluginError(f"{where} raised {self._told(given)}") from given
@@ -229,9 +230,16 @@ class EnvironmentHost:
         """Return a reply with a full reward for each prompt, or None where it is not known."""
         solve = getattr(self._environment, "solve", None)
         try:
-            return [well_formed(solve(prompt)) for prompt in prompts] if solve else [None] * len(prompts)
+            replies = [well_formed(solve(prompt)) for prompt in prompts] if solve else [None] * len(prompts)
         except (Exception, SystemExit) as error:
             raise PluginError(f"{self._who}: solve raised {self._told(error)}") from error
+        for reply in replies:
+            if not isinstance(reply, (str, type(None))):
+                raise PluginError(
+                    f"{self._who}: solve returned {shown(reply)} ({type(reply).__name__}), expected text or "
+                    "None"
+                )
+        return replies
 
     # ------------------------------------------------------------------------------ sessions
 
@@ -258,7 +266,7 @@ class EnvironmentHost:
         try:
             values = yield from _each(self._environment.open, [prompt for _, prompt in prompts])
             starts: list[SessionStart] = []
-            for name, value in zip(names, values):
+            for name, value in zip(names, values, strict=True):
                 starts.append((yield from self._opened(name, value)))
             return starts
         finally:
@@ -297,10 +305,12 @@ class EnvironmentHost:
             return SessionStart(error=f"open raised {self._told(value)}")
         try:
             tools = self._toolbox([*getattr(self._environment, "tools", ()), *tools_of(value)])
-        except PluginError:
+        except Exception as error:
             if close := getattr(self._environment, "close", None):
                 _print_errors((yield from _each(close, [value])))
-            raise
+            if isinstance(error, PluginError):
+                raise
+            return SessionStart(error=f"the tools of the session cannot be read: {self._told(error)}")
         self._sessions[name] = Session(value, tools, self._calls.event())
         return SessionStart(tools=tools.schemas)
 
@@ -330,7 +340,8 @@ class EnvironmentHost:
         with _used([] if session is None else [session]):
             value = None if session is None else session.value
             run = self._environment.run(prompt, attrs.evolve(client, session=value))
-            (result,) = yield [run]
+            who = f"{self._who}: prompt {prompt.id!r}"
+            (result,) = yield [played_apart(run, client.api_key, who)]
         if isinstance(result, Exception):
             raise result
         if isinstance(result, BaseException):
@@ -372,13 +383,13 @@ class EnvironmentHost:
     def _answered(self, found: Sequence[Episode | Feedback]) -> Steps[list[Feedback]]:
         tools = not self._runs_agents  # an agent has answered its calls by itself
         calling = [tools and isinstance(e, Episode) and calls_of(e) != () for e in found]
-        judged = [e for e, calls in zip(found, calling) if isinstance(e, Episode) and not calls]
-        called = [e for e, calls in zip(found, calling) if isinstance(e, Episode) and calls]
+        judged = [e for e, calls in zip(found, calling, strict=True) if isinstance(e, Episode) and not calls]
+        called = [e for e, calls in zip(found, calling, strict=True) if isinstance(e, Episode) and calls]
         judgements = iter((yield from self._judged(judged)))
         answers = iter((yield from self._answers(called)))
         return [
             e if isinstance(e, Feedback) else next(answers if calls else judgements)
-            for e, calls in zip(found, calling)
+            for e, calls in zip(found, calling, strict=True)
         ]
 
     def _with_session(self, episode: Episode) -> Episode | Feedback:
@@ -420,8 +431,8 @@ class EnvironmentHost:
             ]
             calls = [calls_of(episodes[i])[place] for i in here]
             boxes = [self._tools if (s := episodes[i].session) is None else s.tools for i in here]
-            results = yield from _each(_run, list(zip(boxes, calls)))
-            for i, call, result in zip(here, calls, results):
+            results = yield from _each(_run, list(zip(boxes, calls, strict=True)))
+            for i, call, result in zip(here, calls, results, strict=True):
                 if isinstance(result, Unavailable):
                     failed[i] = Feedback(error=self._told(result))
                 answers[i].append(message(call, result, self._mask))
@@ -526,7 +537,7 @@ def _each(function: Callable[[Any], Any], items: Sequence[Any]) -> Steps[list[An
     waiting = [i for i, result in enumerate(results) if inspect.isawaitable(result)]
     if waiting:
         awaited = yield [results[i] for i in waiting]
-        for i, result in zip(waiting, awaited):
+        for i, result in zip(waiting, awaited, strict=True):
             results[i] = result
     return results
 

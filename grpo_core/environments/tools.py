@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from grpo_core import lent
-from grpo_core.errors import PluginError
+from grpo_core.errors import PluginError, describe, message_of, shortened
 from grpo_core.protocols import Tool
 from grpo_core.records import Message
 from grpo_core.unicode import well_formed
@@ -24,6 +24,9 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "array": (list,),
     "object": (dict,),
 }
+
+LONGEST_RESULT = 1_000_000
+"""Largest number of characters of a tool's result: more fits no model, and takes long to encode."""
 
 # ---------------------------------------------------------------------------------- running it
 
@@ -87,24 +90,35 @@ class ToolError(Exception):
 def message(call: Mapping[str, Any], result: Any, mask: Callable[[str], str] = str) -> Message:
     """Make the answer to a call: text as it is, other values as JSON, an exception as "error: ...".
 
+    A result that is too long, or that cannot be written as JSON, is an error as well.
+
     Args:
         mask: hides secrets in the text of an exception.
     """
+    name = call["function"]["name"]
     if isinstance(result, ToolError):
         content = f"error: {mask(str(result))}"
     elif isinstance(result, BaseException):
-        content = f"error: {type(result).__name__}: {mask(str(result))}"
-    elif isinstance(result, str):
-        content = result
+        content = f"error: {type(result).__name__}: {shortened(mask(message_of(result)))}"
     else:
-        content = json.dumps(result, ensure_ascii=False, default=str)
-    name = call["function"]["name"]
+        content = _written(name, result, mask)
     return {
         "role": "tool",
         "tool_call_id": call.get("id", ""),
         "name": name,
         "content": well_formed(content),
     }
+
+
+def _written(name: str, result: Any, mask: Callable[[str], str]) -> str:
+    """Return a tool's result as text, or why it has none."""
+    try:
+        text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+    except (Exception, SystemExit) as error:
+        return f"error: {name}: the result cannot be written as JSON: {mask(describe(error))}"
+    if len(text) <= LONGEST_RESULT:
+        return text
+    return f"error: {name}: the result has {len(text):,} characters, expected at most {LONGEST_RESULT:,}"
 
 
 def tools_of(session: Any) -> list[Callable[..., Any] | Tool]:

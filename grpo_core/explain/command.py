@@ -1,4 +1,4 @@
-"""The command ``grpo-core explain``, called with parsed arguments."""
+"""The command ``grpo-core explain``."""
 
 from __future__ import annotations
 
@@ -12,18 +12,26 @@ from grpo_core.complaints import complain, say
 from grpo_core.explain.causes import Finding
 from grpo_core.explain.decisions import CAUSES, explained
 from grpo_core.explain.facts import Facts
+from grpo_core.plugins.options import AsJson
 
 PAGE = "https://github.com/grpo-core/grpo-core/blob/main/docs/explain.md"
 SHOWN = 3
 """Number of causes that are shown."""
 
 
-def explain(directory: Path, *, as_json: bool) -> int:
-    """Print what is wrong with a run; return the exit status.
+def explain(run: Path, /, *, as_json: AsJson = False) -> int:
+    """Say what is wrong with a run: the likeliest causes, each with its evidence and a fix.
 
-    Raises ConfigError if the directory holds no run.
+    The exit status is 0 also if a cause is found; it is 2 if the directory holds no run.
+
+    Parameters
+    ----------
+    run
+        Directory of a run that has ended, was killed, or goes on.
+    as_json
+        Print all causes that were found as JSON.
     """
-    facts = Facts.read(directory)
+    facts = Facts.read(run)
     found = explained(facts)
     if as_json:
         print(json.dumps(_table(facts, found), indent=2))

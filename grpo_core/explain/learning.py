@@ -25,6 +25,21 @@ def _rewards(facts: Facts) -> str:
     return f"mean reward: {'; '.join(told)}"
 
 
+def _mixture_moved(facts: Facts) -> bool:
+    """Whether a task's share of the groups has changed by a fifth: means over all tokens move with it."""
+    groups = {task: facts.of(f"groups/{task}") for task in facts.tasks}
+    last = max((step for series in groups.values() for step in series.steps), default=0)
+
+    def shares(first: float, end: float) -> list[float]:
+        sizes = [
+            sum(size for step, size in zip(series.steps, series.values, strict=True) if first < step <= end)
+            for series in groups.values()
+        ]
+        return [size / (sum(sizes) or 1.0) for size in sizes]
+
+    return any(abs(a - b) > 0.2 for a, b in zip(shares(0, last / 5), shares(last * 0.8, last), strict=True))
+
+
 def _lr(facts: Facts) -> str:
     return (
         f"trainer.lr = {facts.setting('trainer.lr')}, trainer.updates_per_step = "
@@ -101,7 +116,7 @@ def staleness_too_high(facts: Facts) -> Evidence | None:
             f"{facts.of('effective_sample_size').least:.3g}",
             f"training waits for groups in {percent(facts.stage('wait for groups'))} of the time",
         ),
-        "set pipeline.max_staleness = 2; grpo-core whatif RUN shows what it costs",
+        "set pipeline.max_staleness = 2",
     )
 
 
@@ -173,7 +188,7 @@ def learning_rate_too_low(facts: Facts) -> Evidence | None:
 def entropy_collapsed(facts: Facts) -> Evidence | None:
     """The policy became certain before it was right."""
     entropy = facts.of("entropy")
-    if len(entropy) < 8 or not entropy.last < 0.25 * entropy.first:
+    if len(entropy) < 8 or not entropy.last < 0.25 * entropy.first or _mixture_moved(facts):
         return None
     best = [facts.of(f"accuracy/{task}") for task in facts.tasks]
     right = max((series.last for series in best if len(series)), default=None)

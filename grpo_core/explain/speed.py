@@ -79,7 +79,7 @@ def publishing_is_slow(facts: Facts) -> Evidence | None:
 def validation_blocks(facts: Facts) -> Evidence | None:
     """Training waits for validation."""
     share = facts.lane("validation", "validate")
-    waits = facts.stage("wait for validation", "wait for the weight sync", "wait for the canary")
+    waits = facts.stage("wait for validation", "wait for the weight sync")
     if not _enough(facts) or share < 0.45 or waits < 0.35:
         return None
     return Evidence(
@@ -187,7 +187,7 @@ def no_overlap(facts: Facts) -> Evidence | None:
             f"training waits for groups in {percent(waits)} of the time, and computes in {percent(trains)}",
             f"{_step(facts)}; with overlap about {facts.of('time/step').median * max(waits, trains):.3g} s",
         ),
-        "set pipeline.max_staleness = 1; grpo-core whatif RUN shows what it saves",
+        "set pipeline.max_staleness = 1",
     )
 
 
@@ -207,8 +207,7 @@ def engine_is_the_bottleneck(facts: Facts) -> Evidence | None:
             f"{facts.of('tokens_per_second/generation').median:.3g} tokens/s with engine.workers = "
             f"{facts.setting('engine.workers')}",
         ),
-        'raise engine.workers or use a faster engine (engine.name = "vllm"), or lower rollout.max_tokens; '
-        "grpo-core whatif RUN --sweep engine.workers=1,2,4 forecasts it",
+        'raise engine.workers or use a faster engine (engine.name = "vllm"), or lower rollout.max_tokens',
     )
 
 

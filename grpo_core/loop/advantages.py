@@ -187,7 +187,8 @@ def gdpo(
 ) -> Scores:
     """Normalise each part of the reward by itself, then their sum (GDPO); see ``grpo_core.advantages.gdpo``.
 
-    The parts are what the environment returns as ``Feedback.metrics``.
+    The parts are what the environment returns as ``Feedback.metrics``.  A rollout with a part that is no
+    finite number is not trained.
 
     Args:
         groups: the groups of a step.
@@ -214,8 +215,8 @@ def gdpo(
 
 
 def _parts(rollout: Rollout, its: Group, weights: Mapping[str, float] | None) -> Mapping[str, float]:
-    if rollout.reward is None:
-        return {}
+    if rollout.reward is None or rollout.left_out.keys() & (weights or rollout.left_out).keys():
+        return {}  # a part that is no number is a reward that is missing
     missing = sorted(set(weights or ()) - set(rollout.metrics))
     if missing or not rollout.metrics:
         raise ValueError(

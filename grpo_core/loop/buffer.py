@@ -263,12 +263,12 @@ class Buffer(Generic[PromptT, GroupT]):
     # ------------------------------------------------------------------------------ saving
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a consistent cut.  Prompts in flight are saved as prompts to retry."""
-        if self._reserved or self.step != self.version:
-            raise SlotError(
-                f"no consistent cut here: {len(self._reserved)} slots without a prompt, step {self.step}, "
-                f"engine at version {self.version}"
-            )
+        """Return a consistent cut.  Prompts in flight are saved as prompts to retry.
+
+        The engine may hold older weights: a run that continues from the cut begins with those of ``step``.
+        """
+        if self._reserved:
+            raise SlotError(f"no consistent cut here: {len(self._reserved)} slots have no prompt")
         unfinished = {**self._in_flight, **self._retrying}
         return {
             "step": self.step,

@@ -1,4 +1,4 @@
-"""Ends of a run before its last step: a goal that is reached, or a time that is nearly over."""
+"""Ends of a run before its last step: a goal that is reached, a time that is nearly over, or an error."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from grpo_core.errors import ConfigError, did_you_mean
 from grpo_core.loop.metrics import COMPARED, documented
 
 PARTS = ("step", "sync", "save", "cut", "save")
-"""A run that stops may have to end all of these: a step with its publication, a weight sync with its
-validation, the checkpoint that is being written, and the last one with its cut."""
+"""A run that stops may have to end all of these: a step with its publication, a weight sync, the checkpoint
+that is being written, and the last one with its cut."""
 
 MARGIN = 1.5
 """Steps and checkpoints may take this many times longer than the longest so far."""
@@ -22,6 +22,10 @@ SHORTEST = 0.01
 
 UNKNOWN = 0.03
 """Share of the time limit that is set aside for each of them that has not been measured yet."""
+
+
+GOAL_REACHED = "goal reached"
+"""Reason of an end by ``trainer.stop_when``."""
 
 
 @frozen
@@ -57,6 +61,15 @@ class Goal:
                 f"trainer.stop_when is about {self.metric!r}, which nothing measures."
                 f"{did_you_mean(self.metric, set(values))} Measured are {', '.join(sorted(values))}"
             )
+
+
+@frozen(kw_only=True)
+class Failure:
+    """An error that ends a run, as the checkpoint that it leaves records it."""
+
+    error: str
+    proved: int
+    """The newest version of which the canary has proved that the engine uses it."""
 
 
 @define

@@ -245,7 +245,8 @@ class Laws:
         step, found = event["step"], event["buffer"]
         cuts = self._cuts[step] if event["resumed"] else [_Account()]
         known = [name for name in _RESTORED if name in found]
-        cut = next((cut for cut in cuts if all(getattr(cut, n) == found[n] for n in known)), None)
+        fits = [cut for cut in cuts if all(getattr(cut, n) == found[n] for n in known)]
+        cut = fits[-1] if fits else None  # one that was saved again was replaced
         if cut is None:
             saved = [{n: getattr(cut, n) for n in known} for cut in cuts]
             self._broken("resume", f"continues at step {step} with {found}; saved were {saved}")
@@ -257,25 +258,28 @@ class Laws:
         self._law("resume", same, f"continues from a checkpoint of step {step} that the run did not save")
         self._now = cut.copy()
         self._now.saving = None
+        self._now.version = step  # a run that leaves saves a version that its engine may not hold yet
         self._expected.clear()
-        if step == 0:  # version 0 is measured again
-            self._now.measured = -1
         fresh = not event["resumed"] and self.terms.due(0)
-        self._now.due = (0,) if fresh else tuple(version for version in cut.due if version == step > 0)
+        unsynced = cut.version < step and self.terms.due(step)  # then it was not validated before the cut
+        due = {*cut.due, *([step] if unsynced else [])}
+        self._now.due = (0,) if fresh else tuple(version for version in due if version == step)
         self._now.open = {
             id: slot if slot.ready else evolve(slot, resumed=True) for id, slot in cut.open.items()
         }
 
     def _on_Saving(self, event: Mapping[str, Any]) -> None:  # noqa: N802
-        now = self._now
+        now, leaves = self._now, bool(event.get("reason"))
+        # the engine of a run that leaves gets no weights any more; a cut before may be why it has failed
+        synced = now.step - now.version <= (2 if leaves else 0)
         self._law(
             "resume",
-            event["step"] == now.step == now.version,
+            event["step"] == now.step and synced,
             f"a cut of step {event['step']} after {now.step} steps, with the engine at {now.version}",
         )
         self._law(
             "checkpoint",
-            now.saving is None and now.ended == now.step,
+            (now.saving is None or leaves) and now.ended == now.step,
             f"a cut of step {event['step']} after {now.ended} ends of steps; being written: {now.saving}",
         )
         now.cut = now.saving = event["step"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from math import ceil
 from statistics import fmean, pstdev
 
@@ -139,9 +140,6 @@ METRICS: Mapping[str, Mapping[str, Metric]] = {
         ),
         "time/wait_for_sync": Metric(
             _SECONDS, "Time in which training waited for the engine to take the weights before."
-        ),
-        "time/wait_for_canary": Metric(
-            _SECONDS, "Time in which groups waited for the canary of the weights that sampled them."
         ),
         "time/wait_for_validation": Metric(
             _SECONDS, "Time in which training waited for a validation. Only with `validation.pause`."
@@ -367,6 +365,29 @@ def feedback_means(
     return {f"{before}{name}": of(values) for name, values in sorted(parts.items())}
 
 
+MOST_LEFT_OUT = 10
+"""Largest number of metrics of a step, or of a validation, that are named because they are no numbers."""
+
+
+def left_out(groups: Iterable[Group]) -> dict[str, str]:
+    """Return a message for each metric of the environments that is not a finite number, by a cause."""
+    found: dict[tuple[str, str], list[str]] = {}
+    rollouts: Counter[str] = Counter()
+    for group in groups:
+        task = group.prompt.environment
+        rollouts[task] += len(group.rollouts)
+        for rollout in group.rollouts:
+            for name, value in rollout.left_out.items():
+                found.setdefault((task, name), []).append(f"{value} for prompt {group.prompt.id!r}")
+    return {
+        f"left_out/{task}/{name}": (
+            f"task {task!r}: the metric {name!r} is {told[0]}, expected a finite number; it is left out of "
+            f"{len(told)} of {rollouts[task]} rollouts, whose rewards stay"
+        )
+        for (task, name), told in islice(found.items(), MOST_LEFT_OUT)
+    }
+
+
 def completion_tokens(rollouts: Sequence[Rollout]) -> float:
     """Return the mean number of sampled tokens."""
     return fmean([rollout.n_sampled for rollout in rollouts])
@@ -387,7 +408,6 @@ def validation_metrics(results: Mapping[str, Mapping[str, float]]) -> dict[str, 
 TIMES = {
     (LOOP, "publish"): "time/publish",
     (LOOP, "wait for the weight sync"): "time/wait_for_sync",
-    (LOOP, "wait for the canary"): "time/wait_for_canary",
     (LOOP, "wait for validation"): "time/wait_for_validation",
     (LOOP, "wait for the checkpoint"): "time/checkpoint",
     (LOOP, "cut of the checkpoint"): "time/checkpoint",

@@ -15,6 +15,10 @@
 
 All waiting goes through ``_when``, and every change of state is followed by ``_changes.notify()``.  The
 buffer decides, the pipeline waits.  An error anywhere ends the run; nothing is caught and only logged.
+
+An error of one part must not cost what the trainer has learnt.  The training and the writing of a checkpoint
+are therefore not cancelled with the others: the step that runs is finished, and then the newest finished step
+is saved, as after ctrl-C.
 """
 
 from __future__ import annotations
@@ -30,8 +34,17 @@ from typing import Any, TypeVar
 
 from attrs import define, evolve, field, frozen
 
-from grpo_core.aio import UNLIMITED, Changes, Slots, deadline, gather, raising_root_cause
-from grpo_core.errors import DeadlineExceeded, GrpoError, TrainerError, WeightSyncError
+from grpo_core.aio import UNLIMITED, Changes, Slots, cancel, deadline, gather, raising_root_cause, root_cause
+from grpo_core.errors import (
+    DeadlineExceeded,
+    GrpoError,
+    TrackingError,
+    TrainerError,
+    WeightSyncError,
+    describe,
+    one_line,
+    shortened,
+)
 from grpo_core.events import (
     Dispatched,
     Event,
@@ -53,9 +66,9 @@ from grpo_core.incidents import report
 from grpo_core.loop import canary, health
 from grpo_core.loop.buffer import Buffer, Slot
 from grpo_core.loop.dynamic import DynamicSampling, Rejection
-from grpo_core.loop.endings import TimeLimit
+from grpo_core.loop.endings import Failure, TimeLimit
 from grpo_core.loop.meter import Meter
-from grpo_core.loop.metrics import task_metrics, times
+from grpo_core.loop.metrics import left_out, task_metrics, times
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, cause, derive_seed, play
 from grpo_core.loop.rows import check_staleness, make_batch, with_advantages
 from grpo_core.loop.shaping import Shaping, shaped_rewards
@@ -68,7 +81,7 @@ from grpo_core.protocols import (
     Renderer,
     Trainer,
 )
-from grpo_core.records import Group, Prompt, Rollout, SampleRequest, StepResult, Weights
+from grpo_core.records import Batch, Group, Prompt, Rollout, SampleRequest, StepResult, Weights
 from grpo_core.restarts import DEATH_IS_SEEN
 from grpo_core.timeline import during, stage, taken
 from grpo_core.tokens import sampled_versions
@@ -85,8 +98,11 @@ Written = Callable[[], Awaitable[Path]]
 ObserveAttempt = Callable[[str, Sequence[Rollout], int], None]
 """Receives the task, the rollouts of an attempt at a group, and the number of attempts that failed before."""
 
-Save = Callable[[int], Awaitable[Written]]
-"""Takes the cut at a version before its first await, and returns when training may go on."""
+Save = Callable[[int, Failure | None], Awaitable[Written]]
+"""Takes the cut at a version before its first await, and returns when training may go on.
+
+A checkpoint that is made because of a failure removes no other.
+"""
 
 Watch = Callable[[], Coroutine[Any, Any, None]]
 """Raises if a part that runs beside the pipeline has died."""
@@ -107,6 +123,8 @@ class Schedule:
     stall: float = 86400.0
     """Seconds that a wait may last before the run ends: the backstop behind all other deadlines."""
     rollout_deadline: float | None = None
+    ending: float = 7200.0
+    """Seconds that a run which an error ends may take to finish its step and to save it."""
     sync_deadline: float | None = None
     """Seconds that an engine may take to load new weights, and again to answer their canary."""
     in_flight_updates: bool = True
@@ -155,8 +173,8 @@ class Pipeline:
     readings: Callable[[], Mapping[str, float]] = dict
     """Returns metrics of what went on beside the loop since its last call, such as incidents."""
     validate: Validate | None = None
-    validate_first: bool = False
-    """The version that a resumed run begins with was not measured, because the run before it was stopped."""
+    validate_first: bool = True
+    """The version that the run begins with was not measured yet: the run is new, or was stopped before."""
     save: Save | None = None
     canary: Sequence[tuple[int, ...]] = ()
     """Prompts (token ids) that check the engine after each sync; see ``grpo_core.loop.canary``."""
@@ -171,13 +189,22 @@ class Pipeline:
 
     _changes: Changes = field(init=False, factory=Changes)
     _published: Weights | None = field(init=False, default=None)
-    _taken: tuple[int, Written] | None = field(init=False, default=None)
-    """The version of the cut that is being written, and how to wait for it."""
+    _training: asyncio.Task[None] | None = field(init=False, default=None)
+    _writing: asyncio.Task[None] | None = field(init=False, default=None)
+    """Writes the newest cut."""
+    _failing: bool = field(init=False, default=False)
+    """Whether another part has failed, so that training ends after its step."""
     _trained: int = field(init=False, default=0)
+    _kept: int = field(init=False, default=0)
+    """Step of the newest complete checkpoint, or the step that the run began with."""
     _measured: int = field(init=False, default=-1)
     """The newest version that was validated, as far as it was due."""
     _stopping: str = field(init=False, default="")
     """Reason for which the run ends before its last step."""
+    _leaving: bool = field(init=False, default=False)
+    """Whether the run ends as soon as it can: everything but a step and a checkpoint is dropped."""
+    _droppable: set[asyncio.Task[None]] = field(init=False, factory=set)
+    """Tasks that run now and are dropped when the run ends."""
     _paused: bool = field(init=False, default=False)
     _stepping: asyncio.Lock = field(init=False, factory=asyncio.Lock)
     """Held during a trainer step, and during a validation that pauses training."""
@@ -191,32 +218,54 @@ class Pipeline:
     async def run(self) -> str:
         """Train until the last step or until ``stop``; return "finished", or the reason of the stop.
 
-        Raises the first error of any task, after the other tasks have been cancelled and have ended.
+        Raises the first error of any task, after the other tasks have been cancelled and have ended, and the
+        newest finished step has been saved, if that is possible; a note of the error says so.
         """
-        self._trained = self.buffer.step
-        first = self._trained == 0 or self.validate_first
-        self._measured = -1 if first else self._trained
+        began = self._trained = self._kept = self.buffer.step
         with raising_root_cause():
             self._carried = await self._place_carried()
-            async with asyncio.TaskGroup() as tasks:
-                watches = [tasks.create_task(died(), name="watch") for died in self.watch]
-                stage("first weight sync")
-                await self._update_engine(await self.trainer.publish(self.canary))
-                if first:
-                    stage("first validation")
-                    await self._validate(self._trained)
-                self._meter.begin()
-                background = [
-                    tasks.create_task(self._collect(), name="collect"),
-                    tasks.create_task(self._sync(), name="sync"),
-                    tasks.create_task(self._write(), name="write"),
-                    tasks.create_task(self._stop_in_time(), name="time limit"),
-                    *watches,
-                ]
-                await self._train()
-                for task in background:
-                    task.cancel()
-        return self._stopping if self._trained < self.buffer.num_steps else "finished"
+            try:
+                await self._run()
+            except ExceptionGroup as group:
+                await self._keep_work(root_cause(group), began)
+                raise
+            finally:
+                await cancel([task for task in (self._training, self._writing) if task is not None])
+        last = self.buffer.num_steps
+        complete = self.buffer.version == last and (self._measured == last or not self._is_due(last))
+        return "finished" if complete else self._stopping
+
+    async def _run(self) -> None:
+        self._measured = -1 if self.validate_first else self._trained
+        async with asyncio.TaskGroup() as tasks:
+            watches = [tasks.create_task(died(), name="watch") for died in self.watch]
+            stage("first weight sync")
+            weights = await self.trainer.publish(self.canary)
+            await self._unless_leaving(self._update_engine(weights))
+            if self.validate_first:
+                stage("first validation")
+                await self._validate(self._trained)
+            self._meter.begin()
+            background = [
+                tasks.create_task(self._collect(), name="collect"),
+                tasks.create_task(self._sync(), name="sync"),
+                tasks.create_task(self._write(), name="write"),
+                tasks.create_task(self._stop_in_time(), name="time limit"),
+                *watches,
+            ]
+            self._training = asyncio.create_task(self._train(), name="train")
+            try:
+                await asyncio.shield(self._training)
+            except asyncio.CancelledError:  # another part has failed
+                self._failing = True
+                self.stop("failed")
+                raise
+            if self._trained == self.buffer.num_steps > self._measured:
+                stage("last validation")
+                await self._unless_leaving(self._measure(self._trained))
+            stage("end")
+            for task in background:
+                task.cancel()
 
     async def _place_carried(self) -> frozenset[int]:
         """Put the groups of a checkpoint into the data plane; return their slots."""
@@ -227,10 +276,37 @@ class Pipeline:
             self.buffer.exchange(slot, await self.plane.put(group))
         return frozenset(slot.id for slot, _ in ready)
 
-    def stop(self, reason: str = "interrupted") -> None:
-        """End the run after the current step, with a checkpoint."""
+    def stop(self, reason: str = "interrupted", *, at_leisure: bool = False) -> None:
+        """End the run after the step that runs, with a checkpoint.
+
+        Whatever else runs is dropped, such as a validation or a weight sync, and a resumed run does it again.
+        With ``at_leisure`` it is ended.
+        """
         self._stopping = self._stopping or reason
+        if not at_leisure:
+            self._leaving = True
+            for task in self._droppable:
+                task.cancel()
         self._changes.notify()
+
+    @property
+    def in_step(self) -> bool:
+        """Whether the groups of a step are taken, and the step has not ended."""
+        return self.buffer.step > self._trained
+
+    async def _unless_leaving(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do what a run that leaves does not wait for."""
+        task, me = asyncio.create_task(work), asyncio.current_task()
+        self._droppable.add(task)
+        if self._leaving:
+            task.cancel()
+        try:
+            await task
+        except (asyncio.CancelledError, Exception):
+            if not self._leaving or (me is not None and me.cancelling()):
+                raise
+        finally:
+            self._droppable.discard(task)
 
     async def _stop_in_time(self) -> None:
         """Stop when a step, a weight sync and a checkpoint would take what is left of the time limit."""
@@ -262,7 +338,7 @@ class Pipeline:
 
     def _reserve(self) -> list[Slot[Prompt]] | None:
         """Reserve slots first, draw prompts second; nothing awaits in between, so every cut is consistent."""
-        if self._paused:
+        if self._paused or self._leaving:
             return None
         slots = self.buffer.reserve()
         if slots is None:
@@ -300,11 +376,14 @@ class Pipeline:
                     sampling=self.sampling,
                     deadline=self.schedule.rollout_deadline,
                 )
+        if self.shaping is not None:
+            rollouts = list(map(self.shaping.checked, rollouts))
         for rollout in rollouts:
             self._meter.count(prompt.environment, rollout)
         self.observe_attempt(prompt.environment, rollouts, slot.attempts)
         finished = (*slot.partial_rollouts, *(rollout for rollout in rollouts if rollout.error is None))
         if len(finished) == self.group_size:
+            await self._confirmed(finished)
             group = Group(
                 prompt=prompt,
                 rollouts=finished,
@@ -320,6 +399,17 @@ class Pipeline:
         kept = () if self.environments[prompt.environment].needs_group else finished  # compared: all or none
         self._fail(slot, prompt, kept, next(rollout for rollout in rollouts if rollout.error is not None))
         self._changes.notify()
+
+    async def _confirmed(self, rollouts: Sequence[Rollout]) -> None:
+        """Wait until the canary agrees with all weights that sampled these rollouts.
+
+        Until then their group is in flight, so that a checkpoint holds only what good weights have sampled.
+        """
+        newest = sampled_versions(rollouts).max(initial=0)
+        if self.buffer.version < newest <= self._trained:  # a version that was never published is an error
+            await self._when(
+                lambda: True if newest <= self.buffer.version else None, "the canary", patience=None
+            )
 
     def _fail(self, slot: Slot[Prompt], prompt: Prompt, kept: Sequence[Rollout], first: Rollout) -> None:
         """Offer the prompt again, or skip it; ``first`` is the first of its unscored rollouts."""
@@ -365,21 +455,14 @@ class Pipeline:
             groups = await self._when(self._take, "ready groups", patience=self.schedule.stall)
             if not groups:
                 break
-            stage("wait for the canary")
-            await self._confirmed(groups)
             await self._train_step(groups, started)
         await self._synced()
         await self._save(self._trained)
         stage("wait for the checkpoint")
         await self._saved()
-        # stopped in its last step, the run is finished: none that goes on would measure this version
-        if self._trained == self.buffer.num_steps > self._measured and self._stopping != "out of time":
-            stage("last validation")
-            await self._measure(self._trained)
-        stage("end")
 
     def _take(self) -> list[Group] | None:
-        """Return the next groups with their advantages, ``[]`` when stopping, None if they are not ready."""
+        """Return the next groups with their advantages, ``[]`` at an end, None if they are not ready."""
         groups = [] if self._stopping else self.buffer.take()
         if groups:
             step = self.buffer.step - 1
@@ -387,11 +470,6 @@ class Pipeline:
             groups = with_advantages(groups, self.advantages, shaping=self.shaping, all_rows=self.all_rows)
             self.emit(GroupsReady(step=step, groups=tuple(groups)))
         return groups
-
-    async def _confirmed(self, groups: Sequence[Group]) -> None:
-        """Wait until the canary agrees with all weights that sampled these groups."""
-        newest = sampled_versions(each for group in groups for each in group.rollouts).max(initial=0)
-        await self._when(lambda: True if newest <= self.buffer.version else None, "the canary", patience=None)
 
     async def _train_step(self, groups: Sequence[Group], started: float) -> None:
         step = self._trained
@@ -407,31 +485,56 @@ class Pipeline:
             parts = _parts_of_step(result, began, self._meter.now())
             self._trained = result.version
             await self._synced()  # the engine may still be reading what was published before
-            stage("publish")
-            with during("trainer", "publish"):
-                weights = await self.trainer.publish(self.canary)
-        stage("account")
-        if weights.version != step + 1:
-            raise GrpoError(f"the trainer published version {weights.version} after step {step}")
+            try:
+                await self._publish(step + 1)
+            finally:  # the step is done, whatever becomes of its weights
+                metrics = self._account(groups, batch, result, parts, waited)
+        self._check_health(metrics, carried=any(group.slot in self._carried for group in groups))
+        if self._save_is_due():
+            await self._synced()
+            if not self._leaving:
+                await self._save(self._trained)
+
+    async def _publish(self, version: int) -> None:
+        """Publish the trainer's weights, unless the run leaves: then nobody reads them any more."""
+        if self._leaving:
+            return
+        stage("publish")
+        with during("trainer", "publish"):
+            weights = await self.trainer.publish(self.canary)
+        if weights.version != version:
+            raise GrpoError(f"the trainer published version {weights.version} after step {version - 1}")
         self._published = weights
         self._changes.notify()
-        self.observe(groups)
+
+    def _account(
+        self,
+        groups: Sequence[Group],
+        batch: Batch,
+        result: StepResult,
+        parts: Sequence[Span],
+        waited: float,
+    ) -> dict[str, float]:
+        """Let the sampler and the trackers know of a step that the trainer has made; return its metrics."""
+        stage("account")
         spans = taken()
-        metrics = task_metrics(groups, step=step) | times(spans)
+        metrics = task_metrics(groups, step=batch.step) | times(spans)
         metrics["rows"] = float(len(batch.rows))
         metrics |= {f"masked/{task}": float(count) for task, count in batch.masked.items()}
         metrics |= shaped_rewards(self.shaping(groups)) if self.shaping is not None else {}
         metrics |= self.dynamic.read() if self.dynamic is not None else {}
         metrics |= result.metrics
         metrics |= self._meter.read(self.buffer.statistics(), trained=result.metrics, waited=waited)
-        metrics |= self.readings()
-        self.emit(StepEnded(step=self._trained, metrics=metrics, digest=result.digest))
+        try:  # these are of plugins
+            self.observe(groups)
+            metrics |= self.readings()
+        finally:
+            self.emit(StepEnded(step=self._trained, metrics=metrics, digest=result.digest))
         if spans:  # somebody takes the timeline down
             self.emit(TimelineExtended(step=self._trained, spans=(*spans, *parts), now=self._meter.now()))
-        self._check_health(metrics, carried=any(group.slot in self._carried for group in groups))
-        if self._save_is_due():
-            await self._synced()
-            await self._save(self._trained)
+        for name, message in left_out(groups).items():
+            self.emit(WarningRaised(step=self._trained, cause=name, message=message))
+        return metrics
 
     def _check_health(self, metrics: Mapping[str, float], *, carried: bool) -> None:
         """Warn about metrics beyond their soft limit; raise TrainerError beyond the hard limit.
@@ -451,40 +554,103 @@ class Pipeline:
             )
 
     async def _synced(self) -> None:
+        """Wait until the engine has what was published, unless the run leaves without it."""
         stage("wait for the weight sync")
-        await self._when(lambda: True if self._published is None else None, "the weight sync", patience=None)
+        await self._when(
+            lambda: True if self._published is None or self._leaving else None,
+            "the weight sync",
+            patience=None,
+        )
 
     def _save_is_due(self) -> bool:
         every = self.schedule.save_every
         last = self._stopping or self._trained >= self.buffer.num_steps  # saved when the loop has ended
         return bool(every) and self._trained % every == 0 and not last
 
-    async def _save(self, version: int) -> None:
-        """Take a cut once the one before is written; return when training may go on."""
-        if self.save is not None:
-            stage("wait for the checkpoint")
-            await self._saved()
-            stage("cut of the checkpoint")
-            self.emit(Saving(step=version))
-            with self._timed("cut"):
-                written = await self.save(version)
-            self._taken = (version, written)
-            self._changes.notify()
+    async def _save(self, version: int, failure: Failure | None = None) -> None:
+        """Take a cut once the one before is written; return when training may go on.
+
+        Raises TrainerError if a step was begun and is not finished: the trainer may hold a part of it.
+        """
+        if self.save is None:
+            return
+        stage("wait for the checkpoint")
+        await self._saved()
+        if self._failing and failure is None:  # ``_keep_work`` saves, and says why
+            return
+        stage("cut of the checkpoint")
+        if self.buffer.step > version:
+            raise TrainerError(f"the trainer may hold a part of step {self.buffer.step}, which failed")
+        reason = failure.error if failure is not None else self._stopping if self._leaving else ""
+        self.emit(Saving(step=version, reason=reason))
+        with self._timed("cut"):
+            written = await self.save(version, failure)
+        work = self._complete(version, written, fails=failure is not None)
+        self._writing = asyncio.create_task(work, name="write")
+        self._changes.notify()
 
     async def _saved(self) -> None:
-        await self._when(lambda: True if self._taken is None else None, "the checkpoint", patience=None)
+        if self._writing is not None:
+            await asyncio.shield(self._writing)
 
     # ------------------------------------------------------------------------------ write
 
     async def _write(self) -> None:
+        """Raise the error of a checkpoint that cannot be written while training goes on."""
         while True:
-            version, written = await self._when(lambda: self._taken, "a cut", patience=None)
-            with self._timed("save"), during("checkpoint", "write"):
+            writing = await self._when(lambda: self._writing, "a cut", patience=None)
+            await asyncio.shield(writing)
+            if self._writing is writing:  # no other cut was taken at once
+                self._writing = None
+
+    async def _complete(self, version: int, written: Written, *, fails: bool) -> None:
+        """Write a checkpoint whose cut was taken; a run that ``fails`` may have lost a tracker."""
+        with self._timed("save"), during("checkpoint", "write"):
+            with contextlib.suppress(TrackingError) if fails else contextlib.nullcontext():
                 await self.flush()
-                directory = await written()
-            self.emit(Saved(step=version, directory=str(directory)))
-            self._taken = None
-            self._changes.notify()
+            directory = await written()
+        self._kept = version
+        self.emit(Saved(step=version, directory=str(directory)))
+
+    # ------------------------------------------------------------------------------ an end by an error
+
+    async def _keep_work(self, error: BaseException, began: int) -> None:
+        """Save the newest finished step of a run that an error ends; a note of the error says how that went.
+
+        What goes wrong here does not hide the error.  ``began`` is the step that the run began with.
+        """
+        if self._training is None or self.save is None:
+            return
+        failure = Failure(error=shortened(describe(error)), proved=self.buffer.version)
+        seconds, why = self.schedule.ending, ""
+        try:
+            async with deadline(seconds, lambda: DeadlineExceeded(f"that has taken more than {seconds:g} s")):
+                await self._save_newest(failure)
+        except asyncio.CancelledError:
+            why = "that was interrupted"
+        except Exception as second:
+            why = one_line(second)
+        if self._trained > began:
+            error.add_note(self._told_of_work(why))
+
+    async def _save_newest(self, failure: Failure) -> None:
+        """Save the newest finished step, once a step that runs is finished and a cut before it is written."""
+        assert self._training is not None
+        await asyncio.gather(self._training, return_exceptions=True)
+        if self._writing is not None:
+            await asyncio.gather(self._writing, return_exceptions=True)
+            self._writing = None
+        if self._kept < self._trained:
+            await self._save(self._trained, failure)
+            await self._saved()
+
+    def _told_of_work(self, why: str) -> str:
+        """Say which steps a run that an error ends has saved, or ``why`` some are lost."""
+        last, kept = self._trained, self._kept
+        if kept == last:
+            return f"step {last}, the newest that was finished, is saved"
+        lost = f"step {last} is lost" if kept == last - 1 else f"steps {kept + 1} to {last} are lost"
+        return f"{lost}, since step {last} could not be saved: {why}"
 
     # ------------------------------------------------------------------------------ sync
 
@@ -498,7 +664,7 @@ class Pipeline:
                         await self._no_group_runs()
                 await self._update_engine(weights)
                 self._advance()
-                await self._validate(weights.version)
+            await self._validate(weights.version)
             self._published = None
             self._changes.notify()
 
@@ -547,12 +713,16 @@ class Pipeline:
         ``pause_to_validate`` is set.
         """
         if not self._stopping:
-            await self._measure(version)
+            await self._unless_leaving(self._measure(version))
 
-    async def _measure(self, version: int) -> None:
+    def _is_due(self, version: int) -> bool:
+        """Whether the version is to be validated."""
         last = self.buffer.num_steps
         due = any(interval.due(version, last=last) for interval in self.schedule.validations)
-        if self.validate is None or not due:
+        return self.validate is not None and due
+
+    async def _measure(self, version: int) -> None:
+        if self.validate is None or not self._is_due(version):
             return
         async with self._pause():
             with during("validation", "validate"):

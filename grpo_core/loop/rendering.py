@@ -19,8 +19,6 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from jinja2.exceptions import SecurityError
-
 from grpo_core.errors import ConfigError, ModelError
 from grpo_core.loop.templates import ChatTemplate, Rendered
 from grpo_core.models import UNKNOWN_SIZE, size_of
@@ -114,7 +112,7 @@ class Renderer:
             tokenizer = _load_tokenizer(Path(directory), trust_remote_code)
             if chat_template is not None:
                 tokenizer.chat_template = chat_template
-            renderer = cls(
+            return cls(
                 tokenizer,
                 chat_template_kwargs=chat_template_kwargs,
                 response_format=response_format,
@@ -122,8 +120,6 @@ class Renderer:
                 context=size_of(directory, "max_position_embeddings"),
                 vocabulary=size_of(directory, "vocab_size"),
             )
-            renderer.check_time()
-            return renderer
         except (ConfigError, ModelError):
             raise
         except Exception as error:
@@ -146,14 +142,6 @@ class Renderer:
                 return work()
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, alone)
-
-    def check_time(self) -> None:
-        """Raise ModelError if the chat template computes for ever; what else it refuses is found later."""
-        try:
-            self._text([_ASKED], generation=True)
-        except ModelError as error:
-            if isinstance(error.__cause__, SecurityError):
-                raise
 
     def check_turns(self, *, tools: bool) -> None:
         """Check that the template can render several turns, with tools or without.

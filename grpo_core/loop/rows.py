@@ -60,10 +60,10 @@ def with_advantages(
 
 def _scored(rollout: Rollout, score: float | Advantages | None, *, all_rows: bool) -> Rollout:
     if score is None or not rollout.train:
-        return _changed(rollout, advantage=None, trained=False)
+        return _changed(rollout, advantage=None, token_advantages=None, trained=False)
     if isinstance(score, float):
-        taught = all_rows or score != 0.0
-        return _changed(rollout, advantage=score, trained=taught and rollout.n_sampled > 0)
+        trained = (all_rows or score != 0.0) and rollout.n_sampled > 0
+        return _changed(rollout, advantage=score, token_advantages=None, trained=trained)
     return _changed(rollout, advantage=float(score.mean()), token_advantages=score, trained=True)
 
 

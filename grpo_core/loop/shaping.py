@@ -45,6 +45,16 @@ class Shaping:
             for group in groups
         ]
 
+    def checked(self, rollout: Rollout) -> Rollout:
+        """Return a rollout, unscored if a part that is paid is no number: it is as good as a reward."""
+        bad = sorted(self.weights.keys() & rollout.left_out.keys())
+        if rollout.reward is None or not bad:
+            return rollout
+        error = (
+            f"shaping.weights pays {bad[0]!r}, which is {rollout.left_out[bad[0]]}, expected a finite number"
+        )
+        return evolve(rollout, reward=None, success=None, error=error)
+
     def _rollout(self, rollout: Rollout, its: Group) -> Rollout:
         if rollout.reward is None:
             return rollout

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import operator
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from datetime import datetime
+from typing import Any, NoReturn
 
-from jinja2 import Template
+from jinja2 import nodes
+from jinja2.exceptions import TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from grpo_core.loop.sandbox import Sandbox
 from grpo_core.records import Message
 
 Tools = Sequence[Mapping[str, Any]]
@@ -19,16 +24,51 @@ MOST_CHARACTERS = 16_000_000
 
 
 class ChatTemplate:
-    """A compiled chat template.  Raises jinja2's TemplateError if it is none."""
+    """A compiled chat template, in the sandbox of transformers' ``apply_chat_template``.
+
+    It has the same options, filters and functions.  Raises jinja2's TemplateError if it is none.
+    """
 
     def __init__(self, source: str) -> None:
-        self._environment = Sandbox()
-        self._template: Template = self._environment.from_string(source)
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
+        self._template = environment.from_string(source)
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """Raises what the template raises, and SecurityError if it takes too much time or memory."""
-        self._environment.begin()
+        """Raises what the template raises, and jinja2's SecurityError if it leaves the sandbox."""
         return self._template.render(variables)
+
+
+class _Generation(Extension):
+    """The block ``{% generation %}``, by which some templates mark what a model says."""
+
+    tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)  # what is set within is not seen outside
+
+
+def _tojson(
+    x: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _now(format: str) -> str:
+    return datetime.now().strftime(format)
 
 
 class Rendered:

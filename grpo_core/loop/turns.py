@@ -121,6 +121,7 @@ class RolloutState:
     context: int = 0
     reward: float | None = None
     metrics: dict[str, float] = field(factory=dict)
+    left_out: dict[str, str] = field(factory=dict)
     answer: str | None = None
     turns: int = 0
     turn_rewards: list[float] = field(factory=list)
@@ -304,7 +305,12 @@ class RolloutState:
         self.reward = (self.reward or 0.0) + (feedback.reward or 0.0)
         self.turn_rewards[-1] = feedback.reward or 0.0
         self.turn_states[-1] = feedback.state
+        for name in feedback.left_out:
+            self.metrics.pop(name, None)
+        for name in feedback.metrics:
+            self.left_out.pop(name, None)
         self.metrics |= feedback.metrics
+        self.left_out |= feedback.left_out
         self.answer = feedback.answer
         self.train = self.train and feedback.train
         if not feedback.done and self.finish_reason == "stop":
@@ -341,6 +347,7 @@ class RolloutState:
             reward=self.reward,
             success=self.success,
             metrics=self.metrics,
+            left_out=self.left_out,
             turn_rewards=self.turn_rewards,
             turn_tokens=self.turn_tokens,
             turn_states=self.turn_states if any(self.turn_states) else (),

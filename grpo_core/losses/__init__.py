@@ -48,35 +48,4 @@ if TYPE_CHECKING:
     from grpo_core.losses.terms import Terms as Terms
     from grpo_core.losses.terms import composed as composed
 
-__getattr__, __dir__, __all__ = attach(
-    __name__,
-    {
-        "grpo_core.losses.aggregation": ["Aggregation", "row_weights", "total"],
-        "grpo_core.losses.corrections": ["importance_weights", "off_policy_kept", "sequence_errors"],
-        "grpo_core.losses.entropy": ["EntropyControl"],
-        "grpo_core.losses.inputs": ["padded"],
-        "grpo_core.losses.kl": ["kl_estimate", "reference_kl", "score_weights"],
-        "grpo_core.losses.named": [
-            "cispo",
-            "distillation",
-            "dppo",
-            "grpo",
-            "gspo",
-            "reinforce",
-            "sapo",
-            "vespo",
-        ],
-        "grpo_core.losses.objectives": [
-            "cispo_loss",
-            "clipped_loss",
-            "dppo_kept",
-            "reinforce_loss",
-            "sapo_loss",
-            "vespo_loss",
-            "vespo_weights",
-        ],
-        "grpo_core.losses.ranges": ["Range"],
-        "grpo_core.losses.ratios": ["policy_ratio"],
-        "grpo_core.losses.terms": ["Objective", "Terms", "composed"],
-    },
-)
+__getattr__, __dir__, __all__ = attach(__name__)

@@ -43,7 +43,6 @@ def problems(
     yield from _out_of_range(given, declared)
     yield from _of_correction(given, full, setting)
     yield from _of_updates(full, setting, declared)
-    yield from _of_proximal(full, setting, declared)
     yield from _of_kl(given, full, declared)
     yield from _of_teacher(given, full)
     yield from _of_entropy(given, full)
@@ -80,27 +79,6 @@ def _of_updates(full: Mapping[str, Any], setting: LossSetting, declared: Declare
         yield (
             f"{why}, and nothing would bound {setting.updates_per_step} updates of a "
             "step: set trainer.updates_per_step = 1"
-        )
-
-
-def _of_proximal(full: Mapping[str, Any], setting: LossSetting, declared: Declared) -> Iterator[str]:
-    if setting.proximal != "interpolate":
-        return
-    used = (
-        "proximal" not in declared.lacks
-        or full["correction"] != "off"
-        or (full["teacher_coefficient"] and full["teacher_in"] == "advantage")
-        or (full["kl_coefficient"] and full["kl_in"] == "reward")
-    )
-    if full["on_policy"] or not used:
-        why = (
-            "on_policy puts the policy in the place of what it computes"
-            if full["on_policy"]
-            else "this loss does not look at proximal logprobs with these options"
-        )
-        yield (
-            f"trainer.proximal = 'interpolate' does nothing, since {why}: set it to 'generation', which "
-            "needs no forward pass either"
         )
 
 

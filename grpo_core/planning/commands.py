@@ -1,39 +1,35 @@
-"""The commands ``grpo-core simulate`` and ``grpo-core whatif``, called with parsed arguments."""
+"""The command ``grpo-core simulate``."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import json
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
-from attrs import define, evolve, field
+from attrs import define, field
 
 from grpo_core.app.launch import configure
 from grpo_core.complaints import complain, say
 from grpo_core.config import Config, as_table, build, merge, parse_setting, parse_settings, read_toml
 from grpo_core.errors import ConfigError
-from grpo_core.planning.fitting import calibrated, fit, has_queue, without_rows
-from grpo_core.planning.forecast import Forecast, fewest_steps, for_steps, forecast, summarise
+from grpo_core.planning.forecast import Forecast, fewest_steps, for_steps, forecast
 from grpo_core.planning.moments import Moments
 from grpo_core.planning.outcomes import DrawnOutcomes, Outcomes
 from grpo_core.planning.picture import check_writable, write
-from grpo_core.planning.recorded import Recorded, read
 from grpo_core.planning.settings import (
     DRAWN,
     check_comparable,
-    check_lengths,
     idle,
     unknown,
-    without_effect,
 )
-from grpo_core.planning.tables import Row, as_json, best, gpus_of, table, work_differs
+from grpo_core.planning.tables import Row, as_json, best, table, work_differs
 from grpo_core.planning.times import Times, fitting, read_times
 from grpo_core.plugins.host import PluginHost
+from grpo_core.plugins.options import AsJson, Flag, Settings, Words
 
 STEPS = 100
 """Largest number of steps that are simulated unless the user says how many."""
@@ -49,89 +45,67 @@ Variant = tuple[str, Mapping[str, Any]]
 
 
 def simulate(
+    config: Path | None = None,
     *,
-    config_file: Path | None,
-    settings: Sequence[str],
-    times_file: Path | None,
-    time_settings: Sequence[str],
-    sweep: Sequence[str],
-    steps: int | None,
-    seed: int,
-    as_json: bool,
-    block: Sequence[str],
+    times: Path | None = None,
+    time: Words = None,
+    settings: Settings = None,
+    sweep: Words = None,
+    cross: Flag = False,
+    steps: int | None = None,
+    seed: int = 0,
+    as_json: AsJson = False,
     picture: Path | None = None,
-    cross: bool = False,
-    price: float | None = None,
+    no_plugin: Words = None,
 ) -> int:
-    """Run ``grpo-core simulate``; return the exit status."""
+    """Forecast the time of a run: the real pipeline on virtual time, with service times that you give.
+
+    Parameters
+    ----------
+    config
+        A TOML file as for `train`; engine, trainer and environment are replaced by their service times.
+    times
+        A TOML file with service times, as in "[engine]" and "token = 0.02" below it.
+    time
+        Set a service time, as in "engine.token=0.02" or "trainer.step=30"; may be repeated.
+    settings
+        Set a configuration key, as in "rollout.group_size=16"; may be repeated.
+    sweep
+        Compare values of a configuration key, as in "engine.workers=1,2,4"; may be repeated.  Default:
+        pipeline.max_staleness=0,1,2,4.
+    cross
+        Combine each value of a sweep with each value of the others.
+    steps
+        Number of steps that are simulated.  Default: at most 100, and fewer if they are large.
+    seed
+        Seed of what is drawn.
+    as_json
+        Print the forecasts as JSON.
+    picture
+        Draw the forecasts, and some steps of each simulated run, in this SVG file.
+    no_plugin
+        Do not load this installed plugin; may be repeated.
+    """
     if picture is not None:
         check_writable(picture)
-    tables = [read_toml(config_file)] if config_file else []
-    changes, variants = parse_settings(settings), variants_of(sweep, cross=cross)
+    steps = at_least_one("--steps", steps)
+    tables = [read_toml(config)] if config else []
+    changes, variants = parse_settings(settings or []), variants_of(sweep or [], cross=cross)
     check_comparable(dict.fromkeys(key for _, each in variants for key in flat(each)))
-    config, host = configure(tables, changes, block)
-    times = read_times(times_file, time_settings, fitting(config.rollout.max_tokens))
+    run, host = configure(tables, changes, no_plugin or [])
+    service = read_times(times, time or [], fitting(run.rollout.max_tokens))
     _note_without_effect(changes, variants)
-    if times.rollout.tokens > (limit := config.rollout.max_tokens):
+    if service.rollout.tokens > (limit := run.rollout.max_tokens):
         complain(
-            f"note: completions have {times.rollout.tokens:g} tokens on average (rollout.tokens of the "
+            f"note: completions have {service.rollout.tokens:g} tokens on average (rollout.tokens of the "
             f"service times), and rollout.max_tokens of the configuration cuts them off at {limit}"
         )
-    planner = Planner(config, times, DrawnOutcomes(times.rollout), host, steps=steps, seed=seed)
+    planner = Planner(run, service, DrawnOutcomes(service.rollout), host, steps=steps, seed=seed)
     planner.check([{}, *(each for _, each in variants)])
     rows = [planner.row("as configured", {}), *planner.rows(variants)]
-    _show(rows, len(rows) - 1, times, as_json=as_json, price=price)
+    _show(rows, len(rows) - 1, service, as_json=as_json)
     if picture is not None:
         write(picture, rows, len(rows) - 1)
-    return 0
-
-
-def whatif(
-    *,
-    directory: Path,
-    settings: Sequence[str],
-    time_settings: Sequence[str],
-    sweep: Sequence[str],
-    steps: int | None,
-    seed: int,
-    as_json: bool,
-    block: Sequence[str],
-    picture: Path | None = None,
-    cross: bool = False,
-    price: float | None = None,
-) -> int:
-    """Run ``grpo-core whatif``; return the exit status."""
-    if picture is not None:
-        check_writable(picture)
-    recorded = read(directory)
-    changes = parse_settings(settings)
-    variants = [(name, merge(changes, each)) for name, each in variants_of(sweep, cross=cross)]
-    unused = set().union(*(without_effect(flat(each)) for _, each in variants))
-    for _, each in variants:
-        check_lengths(recorded, flat(each))
-    present = evolve(recorded.config, validation=evolve(recorded.config.validation, sets={}))
-    host = PluginHost.discover(present.plugins, block)
-    times = _times_of(recorded, present, host, time_settings)
-    planner = Planner(
-        present, times, recorded.outcomes, host, steps=steps, seed=seed, held_out=len(recorded.validated)
-    )
-    planner.check([{}, changes, *(each for _, each in variants)])
-    rows = [
-        Row(
-            name="recorded",
-            settings={},
-            forecast=summarise(recorded.steps),
-            gpus=gpus_of(present),
-            recorded=True,
-        ),
-        planner.row("the same, forecast", {}),
-        *([planner.row("with --set", changes)] if changes else []),
-    ]
-    rows += planner.rows(variants)
-    _note_idle(unused)
-    _show(rows, len(variants), times, as_json=as_json, price=price)
-    if picture is not None:
-        write(picture, rows, len(variants))
     return 0
 
 
@@ -149,19 +123,6 @@ def _note_without_effect(changes: Mapping[str, Any], variants: Sequence[Variant]
 def _note_idle(keys: Collection[str]) -> None:
     if keys:
         complain(f"note: no time depends on {', '.join(sorted(keys))}")
-
-
-def _times_of(recorded: Recorded, present: Config, host: PluginHost, settings: Sequence[str]) -> Times:
-    """Return the service times of a run; settings give some of them."""
-    fitted = fit(recorded, read_times(None, settings).machine.slowdown)
-    times = read_times(None, settings, fitted)
-    if not has_queue(recorded, times):
-        return times
-    times = read_times(None, settings, without_rows(recorded, fitted))
-    if any(setting.startswith("engine.token=") for setting in settings):
-        return times
-    steps = for_steps(present, enough_steps(present))
-    return calibrated(recorded, times, steps, host, len(recorded.validated))
 
 
 def refuse_unknown_parts(config: Config) -> None:
@@ -188,8 +149,6 @@ class Planner:
     host: PluginHost
     seed: int
     steps: int | None = None
-    held_out: int | None = None
-    """Number of rollouts of a validation, if it is not that of the configuration."""
     _made: list[tuple[Config, Forecast, Moments]] = field(init=False, factory=list)
 
     def check(self, variants: Iterable[Mapping[str, Any]]) -> None:
@@ -201,7 +160,7 @@ class Planner:
         """Return the forecast for the configuration with changes, which are a table."""
         config = self._configured(changes)
         found, moments = self._forecast(config)
-        return Row(name=name, settings=flat(changes), forecast=found, gpus=gpus_of(config), moments=moments)
+        return Row(name=name, settings=flat(changes), forecast=found, moments=moments)
 
     def rows(self, variants: Iterable[Variant]) -> list[Row]:
         """Return a forecast for each variant."""
@@ -223,9 +182,7 @@ class Planner:
             if known == config:
                 return found, moments
         moments = Moments()
-        held_out = self.held_out
-        if held_out is None:
-            held_out = config.validation.prompts * max(1, len(config.tasks))
+        held_out = config.validation.prompts * max(1, len(config.tasks))
         found = forecast(
             for_steps(config, self.steps or enough_steps(config)),
             self.times,
@@ -250,13 +207,6 @@ def at_least_one(option: str, value: int | None) -> int | None:
     """Return the value of an option.  Raises ConfigError if it is given and below 1."""
     if value is not None and value < 1:
         raise ConfigError(f"{option} is {value}; expected 1 or more")
-    return value
-
-
-def at_least_zero(option: str, value: float | None) -> float | None:
-    """Return the value of an option.  Raises ConfigError if it is given and below 0, or no number."""
-    if value is not None and not 0 <= value < math.inf:
-        raise ConfigError(f"{option} is {value}; expected a number that is not below 0")
     return value
 
 
@@ -294,21 +244,16 @@ def flat(changes: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _show(
-    rows: Sequence[Row], compared: int, times: Times, *, as_json: bool, price: float | None = None
-) -> None:
-    """Print the rows; the last ``compared`` ones are alternatives, and an hour of the run has a price."""
+def _show(rows: Sequence[Row], compared: int, times: Times, *, as_json: bool) -> None:
+    """Print the rows; the last ``compared`` ones are alternatives."""
     choice = best(rows[len(rows) - compared :]) if compared else None
     if as_json:
-        _print_json(rows, choice, times, price)
+        _print_json(rows, choice, times)
         return
-    say(f"{table(rows, price)}\n")
-    if rows[0].recorded:
-        recorded, same = (row.forecast.seconds_per_step for row in rows[:2])
-        say(f"the forecast of the run as it was differs from the run by {same / recorded - 1:+.0%}")
+    say(f"{table(rows)}\n")
     if choice is not None:
         say(f"best: {choice.name}, {_why(choice, rows[len(rows) - compared :])}")
-    skipped = [row.name for row in rows if row.forecast.skipped and not row.recorded]
+    skipped = [row.name for row in rows if row.forecast.skipped]
     if skipped:
         say(f"prompts are skipped with {', '.join(skipped)}: rollouts are longer than rollout.deadline")
 
@@ -324,9 +269,9 @@ def _why(choice: Row, among: Sequence[Row]) -> str:
     return f"{its.seconds_per_step:.3g} s/step (the first that is within 2% of the fastest)"
 
 
-def _print_json(rows: Sequence[Row], choice: Row | None, times: Times, price: float | None) -> None:
+def _print_json(rows: Sequence[Row], choice: Row | None, times: Times) -> None:
     found = {
-        "rows": [as_json(row, price) for row in rows],
+        "rows": [as_json(row) for row in rows],
         "best": None if choice is None else choice.name,
         "times": attrs.asdict(times),
     }

@@ -29,6 +29,7 @@ from grpo_core.engines.pool import EnginePool
 from grpo_core.errors import ConfigError, GrpoError
 from grpo_core.events import Event, StepEnded
 from grpo_core.incidents import reported_to
+from grpo_core.loop.endings import Failure
 from grpo_core.loop.pipeline import Pipeline, Written
 from grpo_core.loop.rollout import LostBudget, RolloutRequest, derive_seed, play
 from grpo_core.planning.outcomes import Outcomes
@@ -233,7 +234,7 @@ class _World:
         for rollout in rollouts:
             self._lost.observe(rollout)
 
-    async def _save(self, step: int) -> Written:
+    async def _save(self, step: int, failure: Failure | None) -> Written:
         await asyncio.sleep(self._times.checkpoint.cut)
 
         async def written() -> Path:

@@ -1,13 +1,12 @@
-"""The lengths and rewards of rollouts in a simulated run: drawn, or as they were recorded."""
+"""The lengths and rewards of rollouts in a simulated run."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
 from typing import Protocol
 
-from attrs import field, frozen
+from attrs import frozen
 
 from grpo_core.planning.times import RolloutTimes
 
@@ -69,40 +68,6 @@ class DrawnOutcomes:
         its = self.times
         lengths = tuple(max(1, round(log_normal(rng, its.tokens, its.spread))) for _ in range(its.turns))
         return Outcome(lengths, float(rng.random() < its.pass_rate))
-
-
-@frozen
-class RecordedOutcomes:
-    """Rollouts of a run that was recorded.
-
-    A group is one that was trained when about the same share of the recorded steps was over.
-    """
-
-    groups: Sequence[tuple[int, Sequence[Outcome]]]
-    """The recorded groups with their steps, in the order of the steps."""
-    prompt_tokens: int
-    validated: Sequence[Outcome] = ()
-    """Recorded rollouts of validations; if there are none, those of training stand for them."""
-    max_turns: int = field(init=False)
-
-    @max_turns.default
-    def _most_turns(self) -> int:
-        everything = [*(each for _, group in self.groups for each in group), *self.validated]
-        return max(len(each.turn_tokens) for each in everything)
-
-    def group(self, progress: float, size: int, rng: random.Random) -> list[Outcome]:
-        first, last = self.groups[0][0], self.groups[-1][0]
-        window = max(2, (last - first + 1) // 10)
-        at = first + progress * (last - first)
-        near = [group for known, group in self.groups if abs(known - at) <= window]
-        chosen = list(rng.choice(near or [group for _, group in self.groups]))
-        rng.shuffle(chosen)
-        return [*chosen[:size], *(rng.choice(chosen) for _ in range(size - len(chosen)))]
-
-    def validation(self, place: int, rng: random.Random) -> Outcome:
-        if self.validated:
-            return self.validated[place % len(self.validated)]
-        return rng.choice([each for _, group in self.groups for each in group])
 
 
 def log_normal(rng: random.Random, mean: float, spread: float) -> float:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
-from typing import Any
 
 from grpo_core.errors import ConfigError
-from grpo_core.planning.recorded import Recorded
 
 SIMULATED = (
     "checkpoint.every",
@@ -53,7 +51,7 @@ DRAWN = (
     "validation.deadline",
     "validation.prompts",
 )
-"""Patterns of keys that the simulated pipeline obeys, too, where rollouts are drawn and not recorded."""
+"""Patterns of keys that the simulated pipeline obeys because rollouts are drawn."""
 
 
 def unknown(changes: Iterable[str], *patterns: str) -> list[str]:
@@ -67,20 +65,6 @@ def idle(changes: Iterable[str]) -> list[str]:
     return [key for key in changes if _fits(key, WITHOUT_EFFECT)]
 
 
-def without_effect(changes: Iterable[str]) -> list[str]:
-    """Return the keys among these changes of a recorded run that no time depends on.
-
-    Raises ConfigError for keys whose effect on the times is not known.
-    """
-    if found := unknown(changes):
-        raise ConfigError(
-            f"{', '.join(found)}: nobody knows from the records of this run how this changes its times; "
-            "make a run of some steps with it, and ask that one. A forecast can change "
-            f"{', '.join(SIMULATED)}"
-        )
-    return idle(changes)
-
-
 def check_comparable(keys: Iterable[str]) -> None:
     """Raise ConfigError for keys whose values a simulation with given service times cannot compare."""
     if found := unknown(keys, *DRAWN):
@@ -88,20 +72,6 @@ def check_comparable(keys: Iterable[str]) -> None:
             f"{', '.join(found)}: the simulation does not know what this changes, because the service times "
             "are the same for all of its values; give those of each value with --time, one command for "
             f"each. A sweep can change {', '.join(sorted((*SIMULATED, *DRAWN)))}"
-        )
-
-
-def check_lengths(recorded: Recorded, changes: Mapping[str, Any]) -> None:
-    """Raise ConfigError if completions may become longer than all that were recorded."""
-    present, wanted = recorded.config.rollout.max_tokens, changes.get("rollout.max_tokens", 0)
-    if wanted <= present:
-        return
-    lengths = [tokens for group in recorded.groups for each in group.outcomes for tokens in each.turn_tokens]
-    cut = sum(tokens >= present for tokens in lengths)
-    if cut:
-        raise ConfigError(
-            f"rollout.max_tokens={wanted}: {cut} of {len(lengths)} recorded completions were cut off at "
-            f"{present} tokens, and nobody knows how long they would have become"
         )
 
 

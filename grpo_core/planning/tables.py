@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import attrs
 from attrs import frozen
 
-from grpo_core.config import Config
 from grpo_core.planning.forecast import Forecast
 from grpo_core.planning.moments import Moments
 from grpo_core.planning.settings import idle
@@ -30,24 +28,16 @@ class Row:
     settings: Mapping[str, Any]
     """Configuration keys in which it differs from the present configuration."""
     forecast: Forecast
-    recorded: bool = False
-    """Whether it is no forecast but what a run has recorded."""
-    gpus: float = 0.0
-    """Number of GPUs of the engines and the trainer."""
     moments: Moments | None = None
     """When the simulated run generated and trained."""
 
 
 HEADS = ("", "s/step", "overlap", "generating", "training", "waiting", "staleness", "tokens/s")
-PRICE = "cost/1,000 rollouts"
 
 
-def table(rows: Sequence[Row], price: float | None = None) -> str:
-    """Return a table with a line for each row, with what rollouts cost at a price of an hour of a GPU."""
-    if price is None:
-        lines = [HEADS, *(_cells(row) for row in rows)]
-    else:
-        lines = [(*HEADS, PRICE), *((*_cells(row), f"{cost(row, price):.3g}") for row in rows)]
+def table(rows: Sequence[Row]) -> str:
+    """Return a table with a line for each row."""
+    lines = [HEADS, *(_cells(row) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(
@@ -56,19 +46,6 @@ def table(rows: Sequence[Row], price: float | None = None) -> str:
         ).rstrip()
         for line in lines
     )
-
-
-def cost(row: Row, price: float) -> float:
-    """Return the cost of 1,000 trained rollouts at a price of an hour of a GPU."""
-    rate = row.forecast.rollouts_per_second
-    return 1000 / rate / 3600 * row.gpus * price if rate else math.inf
-
-
-def gpus_of(config: Config) -> float:
-    """Return the number of GPUs of a run: one for each engine and for each rank, unless it says otherwise."""
-    engine = config.engine
-    generating = len(engine.gpus) or engine.workers * (engine.gpus_per_worker or 1.0)
-    return generating + config.trainer.ranks
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -118,13 +95,10 @@ def _varied(rows: Sequence[Row]) -> set[str]:
     return {key for key in keys if any(row.settings.get(key) != rows[0].settings.get(key) for row in rows)}
 
 
-def as_json(row: Row, price: float | None = None) -> dict[str, Any]:
+def as_json(row: Row) -> dict[str, Any]:
     """Return a row as JSON values."""
-    costs = {} if price is None or not row.forecast.rollouts_per_second else {"cost": cost(row, price)}
     return {
         "name": row.name,
-        "recorded": row.recorded,
         "settings": dict(row.settings),
         **attrs.asdict(row.forecast),
-        **costs,
     }

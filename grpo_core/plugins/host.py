@@ -32,6 +32,7 @@ import pluggy
 import grpo_core
 from grpo_core import hookspecs
 from grpo_core.errors import ConfigError, PluginError, SelectionError, describe, did_you_mean, one_line
+from grpo_core.plugins.commands import Found
 from grpo_core.plugins.hints import install_command
 from grpo_core.plugins.installed import (
     import_file,
@@ -433,21 +434,28 @@ class PluginHost:
         return SelectionError("; ".join(parts))
 
 
-def listing(host: PluginHost) -> list[dict[str, Any]]:
+def listing(host: PluginHost, commands: Found | None = None) -> list[dict[str, Any]]:
     """The plugins as plain data, as ``grpo-core plugins --json`` prints them."""
-    return [
-        {
-            "name": plugin.name,
-            "distribution": plugin.distribution,
-            "version": plugin.version,
-            "module": plugin.module,
-            "offers": {kind: sorted(offers) for kind, offers in plugin.offers.items()},
-            "error": plugin.error,
-            "note": plugin.note,
-            "seconds": round(plugin.seconds, 4),
-        }
-        for plugin in host.plugins
-    ]
+    rows = {plugin.name: _row(plugin) for plugin in host.plugins}
+    found = commands or Found({})
+    for plugin in found.plugins:
+        row = rows.setdefault(plugin.name, _row(plugin))
+        row["offers"]["command"] = sorted(found.offered.get(plugin.name, ()))
+        row["error"] = row["error"] or plugin.error
+    return list(rows.values())
+
+
+def _row(plugin: Plugin) -> dict[str, Any]:
+    return {
+        "name": plugin.name,
+        "distribution": plugin.distribution,
+        "version": plugin.version,
+        "module": plugin.module,
+        "offers": {kind: sorted(offers) for kind, offers in plugin.offers.items()},
+        "error": plugin.error,
+        "note": plugin.note,
+        "seconds": round(plugin.seconds, 4),
+    }
 
 
 def _check_known(names: Iterable[str], known: set[str], source: str) -> None:

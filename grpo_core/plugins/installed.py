@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable
 from contextvars import ContextVar
-from importlib.metadata import Distribution, EntryPoint, distributions, entry_points
+from importlib.metadata import Distribution, EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,8 @@ def installed(reserved: Iterable[str]) -> list[Installed]:
 
     ``reserved`` names are in use already.
     """
-    entries = [_described(entry, owner) for entry, owner in _entries()]
+    found = entry_points(group=hookspecs.PROJECT)
+    entries = [_described(entry, entry.dist) for entry in found if entry.dist is not None]
     uses = Counter([*reserved, *(each.entry.name for each in entries)])
     for each in entries:
         plugin, name = each.plugin, f"{each.plugin.distribution}/{each.entry.name}"
@@ -49,20 +50,6 @@ def installed(reserved: Iterable[str]) -> list[Installed]:
             plugin.note = f"another distribution has a plugin {each.entry.name!r} too, so this is {name!r}"
             plugin.name = name
     return sorted(entries, key=lambda each: (each.entry.name, each.plugin.distribution))
-
-
-def _entries() -> list[tuple[EntryPoint, Distribution]]:
-    """Return the entry points of the group, each with its distribution."""
-    group = hookspecs.PROJECT
-    if sys.version_info >= (3, 10):
-        return [(entry, entry.dist) for entry in entry_points(group=group) if entry.dist is not None]
-    else:  # where entry points do not tell their distributions
-        found: dict[tuple[str, str], tuple[EntryPoint, Distribution]] = {}
-        for owner in distributions():
-            for entry in owner.entry_points:
-                if entry.group == group:  # a distribution hides those of its name later on sys.path
-                    found.setdefault((owner.metadata["Name"], entry.name), (entry, owner))
-        return list(found.values())
 
 
 def _described(entry: EntryPoint, owner: Distribution) -> Installed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.util
 import inspect
@@ -251,31 +250,11 @@ def hint_of(factory: Factory, parameter: inspect.Parameter) -> Any:
         module = sys.modules.get(getattr(factory, "__module__", ""))
         try:
             # what typing.get_type_hints does; many modules import Path for type checkers only
-            return _meaning(hint, {"Path": Path, **(vars(module) if module else {})})
+            return eval(hint, {"Path": Path, **(vars(module) if module else {})})
         except Exception:
             return Any
     return hint
 
-
-def _meaning(hint: str, names: dict[str, Any]) -> Any:
-    """Evaluate the text of an annotation, which may have ``X | Y`` also in Python 3.9."""
-    if sys.version_info >= (3, 10):
-        return eval(hint, names)
-    else:
-        text = ast.unparse(_Unions().visit(ast.parse(hint, mode="eval")))
-        return eval(text, {**names, "_Union": typing.Union})
-
-
-class _Unions(ast.NodeTransformer):
-    """Writes ``X | Y`` as ``_Union[X, Y]``."""
-
-    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
-        sides = ast.Tuple([self.visit(node.left), self.visit(node.right)], ast.Load())
-        return ast.Subscript(ast.Name("_Union", ast.Load()), sides, ast.Load())
-
-
-UNIONS: tuple[Any, ...] = (typing.Union, getattr(types, "UnionType", typing.Union))
-"""Origins of unions: since Python 3.10 ``X | Y`` has one of its own."""
 
 _SCALARS: Mapping[Any, tuple[type, ...]] = {bool: (bool,), str: (str,), int: (int,), float: (int, float)}
 
@@ -285,7 +264,7 @@ def fits(hint: Any, value: Any) -> bool:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is None or hint is type(None):
         return value is None
-    if origin in UNIONS:
+    if origin in (typing.Union, types.UnionType):
         return any(fits(each, value) for each in arguments)
     if origin is Literal:
         return value in arguments

@@ -11,12 +11,13 @@ import ast
 import importlib.util
 import os
 import pathlib
+import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_core.plugins.offers import UNIONS, Factory, Offer, hint_of, signature_of
+from grpo_core.plugins.offers import Factory, Offer, hint_of, signature_of
 
 _NAMES: Mapping[str, Any] = {
     "Path": Path,
@@ -81,7 +82,7 @@ def _mapped(hint: Any, value: Any, change: Callable[[str], Any]) -> Any:
     arguments = typing.get_args(hint)
     if hint is Path and isinstance(value, (str, os.PathLike)):
         return change(os.fspath(value))
-    if typing.get_origin(hint) in UNIONS:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
         several = [each for each in arguments if each is not type(None)]
         return _mapped(several[0], value, change) if len(several) == 1 else value
     if arguments and typing.get_origin(hint) in (list, tuple, Sequence) and isinstance(value, (list, tuple)):

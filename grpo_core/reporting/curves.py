@@ -84,8 +84,7 @@ def _task(
     metric = headline(measured) or "reward"
     means = {}
     for column, metric_name in NUMBERS.items():
-        recent = [y for _, y in points(steps[-RECENT:], metric_name.format(name)) if math.isfinite(y)]
-        means[column] = sum(recent) / len(recent) if recent else None
+        means[column] = mean_over_groups(name, steps[-RECENT:], metric_name.format(name))
     return Task(
         name=name,
         colour=place % GREY,
@@ -307,6 +306,14 @@ def points(rows: Sequence[Row], metric: str) -> list[Point]:
         for row in rows
         if metric in row and isinstance(row.get("step"), int) and isinstance(row[metric], int | float | None)
     ]
+
+
+def mean_over_groups(task: str, rows: Sequence[Row], metric: str) -> float | None:
+    """Return the mean of a task's metric over the groups of some steps: a step may have few or many."""
+    groups = dict(points(rows, f"groups/{task}"))
+    found = [(groups.get(step, 1.0), y) for step, y in points(rows, metric) if math.isfinite(y)]
+    whole = sum(weight for weight, _ in found)
+    return sum(weight * y for weight, y in found) / whole if whole else None
 
 
 def _sum(steps: Sequence[Row], metric: str) -> float:

@@ -1,7 +1,8 @@
 """The tracker ``files``: writes the files of a run that every tool reads, as it goes.
 
 Besides the events of the run, events.jsonl has two kinds of lines about the files themselves: ``Opened``,
-when a process begins to write (what came after its ``step`` is forgotten), and ``Recorded``, with the digest
+when a process begins to write (what came after its ``step``, and validations after the version ``measured``,
+are forgotten), and ``Recorded``, with the digest
 of a file of rollouts.
 """
 
@@ -71,14 +72,16 @@ class FilesTracker(Tracker):
             (run.directory / folder).mkdir(exist_ok=True)
         self._events = _ChainedFile(run.directory / "events.jsonl")
         cut = -1 if run.resumed_from is None else run.resumed_from
+        measured = cut if run.measured is None else run.measured
         config = run.directory / CONFIG
         self._record(
             "Opened",
             step=cut,
+            measured=measured,
             config=digest(config.read_bytes()) if config.is_file() else "",
             version=__version__,
         )
-        RunDirectory(run.directory).forget_after(cut)
+        RunDirectory(run.directory).forget_after(cut, measured)
         self._metrics = _appending(run.directory / "metrics.jsonl")
         self._timeline = _appending(run.directory / "timeline.jsonl")
         self._time = 0.0

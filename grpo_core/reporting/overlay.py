@@ -11,7 +11,7 @@ from attrs import field, frozen
 from grpo_core.loop.metrics import headline
 from grpo_core.reporting.arms import Arm, Estimate, difference, estimate
 from grpo_core.reporting.charts import LARGEST, Chart, Point, Series, chart
-from grpo_core.reporting.curves import RECENT, Row, points
+from grpo_core.reporting.curves import RECENT, Row, mean_over_groups, points
 from grpo_core.validation.results import SHARES
 
 PARTS = 60
@@ -89,7 +89,9 @@ def results(arms: Sequence[Arm], runs: Sequence[Run], task: str) -> Results:
                 last=_validated(arm, runs, task, metric, versions and versions[1]),
                 over="" if not versions else "seeds" if len(arm.runs) > 1 else "prompts",
                 gain=difference(last, base) if arm is not arms[0] else None,
-                reward=estimate([fmean(_within(rewards[run], steps)) for run in arm.runs]) if steps else None,
+                reward=estimate([y for run in arm.runs for y in _reward(runs[run], task, steps)])
+                if steps
+                else None,
             )
         )
     return Results(
@@ -137,6 +139,14 @@ def _validated(
 def _own_intervals(run: Run, task: str, metric: str) -> list[tuple[float, float, float]]:
     low, high = (dict(_validations(run, task, f"{metric}_{end}")) for end in ("low", "high"))
     return [(x, low[x], high[x]) for x in low if x in high]
+
+
+def _reward(run: Run, task: str, steps: tuple[int, int]) -> list[float]:
+    """Return the mean reward of a task over the groups of these steps, if there is one."""
+    metric = f"reward/{task}"
+    within = {step for step, _ in points(run.steps, metric) if steps[0] <= step <= steps[1]}
+    found = mean_over_groups(task, [row for row in run.steps if row.get("step") in within], metric)
+    return [] if found is None else [found]
 
 
 def _recent(rewards: Sequence[Mapping[float, float]]) -> tuple[int, int] | None:

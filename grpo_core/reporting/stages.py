@@ -29,7 +29,6 @@ WORDS = {
     "start": "starting",
     "first weight sync": "giving the engine the weights of version {version}",
     "first validation": "validating version {version} before the first step",
-    "wait for the canary": "waiting until the engine's new weights are checked",
     "wait for validation": "training waits for a validation",
     "step": "training step {next}",
     "publish": "publishing the weights of step {next}",

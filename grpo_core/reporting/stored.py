@@ -31,11 +31,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from attrs import fields
 
 from grpo_core import checks
 from grpo_core.disk import Disk, replace_file
-from grpo_core.errors import ConfigError, shortened
+from grpo_core.errors import ConfigError, cut, shortened
 from grpo_core.records import Group, Prompt, Rollout, Segment
 from grpo_core.run_directory import PARTIAL, ROLLOUTS, VALIDATION, rollouts_step
 
@@ -52,15 +54,24 @@ OF_TOKENS = ("ids", "sampled", "logprobs", "versions")
 """Arrays with a number for each token after the prompts."""
 BLOCK = 1024
 """Number of tokens with sums of their own: several changes are found if they are not in one block."""
+LARGEST = 100_000
+"""Number of characters of JSON from which an answer, or a value of ``Prompt.info``, is not stored."""
+OF_ROLLOUT = {
+    each.name: "reply_answer" if each.name == "answer" else each.name  # "answer" is that of the prompt
+    for each in fields(Rollout)
+    if each.name not in ("segments", "token_advantages")
+}
+"""Fields of a rollout that a line of texts has, with their names there; the arrays have the others."""
 
 
 def texts(groups: Sequence[Group]) -> bytes:
     """Return the lines of a file of texts."""
-    lines = (
-        as_json(_line(place, group, rollout)) + "\n"
-        for place, group in enumerate(groups)
-        for rollout in group.rollouts
-    )
+    lines = []
+    for place, group in enumerate(groups):
+        of_prompt = _of_prompt(group.prompt)
+        for rollout in group.rollouts:
+            lines.append(as_json(_line(place, group, rollout, of_prompt)) + "\n")
+            of_prompt = {"answer": of_prompt["answer"]}  # info may be large, and is there once
     return "".join(lines).encode(errors="replace")
 
 
@@ -90,7 +101,8 @@ def stored_rollouts(run: Path | str, step: int, *, validation: bool = False) -> 
     """Read what a run has stored about the groups that trained version ``step``.
 
     The rollouts have their texts, rewards, advantages and, unless ``tracking.files.tokens`` was false, their
-    segments with the tokens as they were trained.  Not stored are ``Prompt.info`` and ``Rollout.lost``.
+    segments with the tokens as they were trained.  An answer, or a value of ``Prompt.info``, that JSON does
+    not have or that is very large is not stored: ``NotStored`` stands for it.
 
     Args:
         run: directory of the run, or a directory that ``grpo-core validate`` made.
@@ -127,7 +139,7 @@ def groups_in(file: Path) -> list[Group]:
 
 
 def prompts_in(file: Path) -> list[Prompt]:
-    """Read the prompts of a file of texts, without ``info``, one for each group.
+    """Read the prompts of a file of texts, one for each group.
 
     Raises ConfigError if it is not there, or is damaged.
     """
@@ -177,32 +189,49 @@ def write_validation(directory: Path, step: int, groups: Sequence[Group]) -> Non
     replace_file(Disk(), folder / f"step-{step:06d}{TOKENS}", tokens(groups))
 
 
-def _line(place: int, group: Group, rollout: Rollout) -> dict[str, Any]:
+def _line(place: int, group: Group, rollout: Rollout, of_prompt: Mapping[str, Any]) -> dict[str, Any]:
+    of_rollout = {name: getattr(rollout, field) for field, name in OF_ROLLOUT.items()}
     return {
         "task": group.prompt.environment,
         "prompt": group.prompt.id,
-        "answer": _jsonable(group.prompt.answer),
-        "messages": list(rollout.messages),
-        "reward": rollout.reward,
-        "success": rollout.success,
-        "metrics": dict(rollout.metrics),
-        "finish_reason": rollout.finish_reason,
-        "turns": rollout.turns,
-        "tool_calls": rollout.tool_calls,
+        **of_prompt,
+        **of_rollout,
+        "error": None if rollout.error is None else shortened(rollout.error),
         "segments": len(rollout.segments),
         "tokens": rollout.n_sampled,
-        "seed": rollout.seed,
-        "advantage": rollout.advantage,
-        "trained": rollout.trained,
         "group": place,
         "slot": group.slot,
         "prompt_messages": len(group.prompt.messages),
         "generation_version": group.generation_version,
         "target_version": group.target_version,
-        **({} if rollout.train else {"train": False}),
-        **({} if rollout.answer is None else {"reply_answer": rollout.answer}),
-        **({} if rollout.error is None else {"error": shortened(rollout.error)}),
     }
+
+
+def _of_prompt(prompt: Prompt) -> dict[str, Any]:
+    """Return the answer and the info of a prompt, and the names of what JSON does not give back."""
+    info, lacks = {}, {}
+    for name, value in prompt.info.items():
+        if why := _not_json(value):
+            lacks[name] = why
+        else:
+            info[name] = value
+    why = _not_json(prompt.answer)
+    return {
+        "answer": cut(str(prompt.answer), LARGEST) if why else prompt.answer,
+        "info": info,
+        **({"not_stored": {"answer": why, "info": lacks}} if why or lacks else {}),
+    }
+
+
+def _not_json(value: Any) -> str:
+    """Say why a value is not stored, or return an empty text."""
+    try:
+        text = json.dumps(value)
+        if json.loads(text) == value:
+            return f"has {len(text):,} characters" if len(text) > LARGEST else ""
+    except Exception:  # JSON does not have it, or its own methods fail
+        pass
+    return f"is of the type {type(value).__name__}, which JSON does not give back"
 
 
 def _arrays(rollouts: Sequence[Rollout]) -> Arrays:
@@ -279,14 +308,6 @@ def _offsets(lengths: Sequence[int]) -> NDArray[np.int64]:
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
 
 
-def _jsonable(value: Any) -> Any:
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError):
-        return str(value)
-    return value
-
-
 def _finite(value: Any) -> Any:
     """Replace NaN by None, since JSON has no NaN."""
     if isinstance(value, float):
@@ -361,36 +382,42 @@ def _group(found: Sequence[tuple[Mapping[str, Any], Rollout]]) -> Group:
 
 
 def _prompt(line: Mapping[str, Any]) -> Prompt:
+    """Return the prompt of a group from its first line."""
+    answer, info = line["answer"], line["info"]
+    if lacks := line.get("not_stored"):
+        answer = NotStored("answer", lacks["answer"]) if lacks["answer"] else answer
+        info = info | {name: NotStored(f"info[{name!r}]", why) for name, why in lacks["info"].items()}
     return Prompt(
         messages=line["messages"][: line["prompt_messages"]],
-        answer=line["answer"],
+        answer=answer,
         id=line["prompt"],
         environment=line["task"],
+        info=info,
     )
+
+
+class NotStored:
+    """Stands for a value of a stored prompt that its file does not have; what computes with it is refused."""
+
+    def __init__(self, name: str, why: str) -> None:
+        self._text = f"Prompt.{name} of a stored rollout {why}, so it is not stored"
+
+    def __repr__(self) -> str:
+        return f"<{self._text}>"
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise ConfigError(f"{self._text}, and nothing can be computed from it")
+
+    __eq__ = __lt__ = __le__ = __gt__ = __ge__ = __contains__ = __getitem__ = _refuse
+    __hash__ = __bool__ = __len__ = __iter__ = __int__ = __float__ = __str__ = _refuse
 
 
 def _rollout(
     line: Mapping[str, Any], segments: list[Segment], by_token: NDArray[np.float64] | None
 ) -> Rollout:
-    same = (
-        "reward",
-        "success",
-        "metrics",
-        "finish_reason",
-        "turns",
-        "tool_calls",
-        "seed",
-        "advantage",
-        "trained",
-    )
+    its = {field: line[name] for field, name in OF_ROLLOUT.items()}
     return Rollout(
-        segments=segments,
-        messages=tuple(line["messages"]),
-        answer=line.get("reply_answer"),
-        train=line.get("train", True),
-        error=line.get("error"),
-        token_advantages=by_token,
-        **{name: line[name] for name in same},
+        **its | {"messages": tuple(line["messages"])}, segments=segments, token_advantages=by_token
     )
 
 

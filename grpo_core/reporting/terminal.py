@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
 from typing import Any, Literal, get_args
 
 from rich.cells import cell_len
@@ -34,7 +35,6 @@ from grpo_core.inert import inert
 from grpo_core.loop.metrics import headline
 from grpo_core.protocols import Tracker
 from grpo_core.records import RunInfo
-from grpo_core.reporting.eta import Remaining, remaining
 from grpo_core.reporting.files import plain
 from grpo_core.reporting.stages import Now
 from grpo_core.reporting.stored import as_json
@@ -55,8 +55,12 @@ _WIDE = 80
 """Columns of a terminal from which on names, values and pictures are beside each other."""
 _NARROW = 40
 """Columns of a terminal below which explanations are left out."""
+_PACE = 20
+"""Number of steps that say how long the rest takes."""
 _RECENT = 10
 """Steps that shown rates are averaged over: groups are finished in bursts."""
+_NAMED = 6
+"""Number of tasks whose rewards the line of a step names."""
 
 
 Row = tuple[str, str, Text]
@@ -96,13 +100,12 @@ class TerminalTracker(Tracker):
         """Time of the end of the last step, in seconds since 1970; of the start before the first."""
         self._heard = self._started
         """The same moment on the monotonic clock."""
-        self._seconds: list[float] = []
-        """Seconds of each step so far, from the end of the one before."""
-        self._told: Remaining | None = None
-        """The forecast that was made when the last step ended."""
+        self._seconds: deque[float] = deque(maxlen=_PACE)
+        """Seconds between the ends of the last steps, validations and checkpoints included."""
         self._recent: deque[Mapping[str, float]] = deque(maxlen=_RECENT)
-        self._rewards: list[float] = []
-        self._by_task: dict[str, list[float]] = {}
+        self._tasks = set(run.config.get("tasks", ()))
+        """Names of the tasks; there is no mean over several, which would move when their shares do."""
+        self._rewards: dict[str, list[float]] = {}
         """The rewards of each task so far."""
         self._validation: dict[str, list[tuple[str, float]]] = {}
         """Name and value of the metric that represents each task, by task."""
@@ -177,12 +180,11 @@ class TerminalTracker(Tracker):
         self._step = event.step
         self._seconds.append(event.time - self._ended)
         self._ended, self._heard = event.time, time.monotonic()
-        self._told = remaining(self._seconds, self._steps - event.step)
         self._recent.append(event.metrics)
-        self._rewards.append(_mean_of(event.metrics, "reward/"))
         for task in _tasks_of(event.metrics):
+            self._tasks.add(task)
             if (reward := event.metrics.get(f"reward/{task}")) is not None:
-                self._by_task.setdefault(task, []).append(reward)
+                self._rewards.setdefault(task, []).append(reward)
 
     def _line(self, text: str) -> None:
         """Print what a live view shows by itself, and a quiet one does not show."""
@@ -224,7 +226,7 @@ class TerminalTracker(Tracker):
 
     def _of_step(self) -> str:
         return (
-            f"{self._place}  reward {self._rewards[-1]:.3f}  "
+            f"{self._place}  {_rewards_of(self._recent[-1], several=len(self._tasks) > 1)}"
             f"staleness {self._recent[-1].get('staleness_mean', 0):.2f}  "
             f"{self._mean('tokens_per_second/generation'):,.0f} tok/s generated, "
             f"{self._mean('tokens_per_second/training'):,.0f} trained  "
@@ -232,18 +234,16 @@ class TerminalTracker(Tracker):
         )
 
     def _left(self, *, since: float) -> str:
-        """Say how long the run will go on, as an interval if there are enough steps to tell.
+        """Return about how long the rest of the run takes, by the mean of the last steps.
 
         Args:
             since: seconds since the last step ended.
         """
         left = max(0, self._steps - self._step)
-        if (told := self._told) is not None:
-            low, high = (_clock(max(0.0, seconds - since)) for seconds in (told.low, told.high))
-            return f", {low} to {high} left" if low != high else f", about {low} left"
-        if not self._seconds or not left:
+        seconds = list(self._seconds)  # another thread draws
+        if not seconds or not left:
             return ""
-        return f", about {_clock(max(0.0, sum(self._seconds) / len(self._seconds) * left - since))} left"
+        return f", about {_clock(max(0.0, fmean(seconds) * left - since))} left"
 
     def _draw(self) -> RenderableType:
         wide = self.console.width >= _WIDE
@@ -292,8 +292,8 @@ class TerminalTracker(Tracker):
             values = [value for _, value in results]
             picture = Text(sparkline(values, width=width), style="green")
             rows.append((f"validation {task}", shown(*results[-1]), picture))
-        if self._rewards:
-            rows += [self._reward("reward", self._rewards, width), *self._tasks(width), *self._speeds()]
+        if self._recent:
+            rows += [*self._learning(width), *self._speeds()]
         if self._survived:
             rows.append(("survived", f"{self._survived.total()}", Text(by_kind(self._survived), style="dim")))
         if self._sample:
@@ -323,18 +323,22 @@ class TerminalTracker(Tracker):
             ("tokens/s", f"{self._mean('tokens_per_second/generation'):,.0f}", Text(told, style="dim")),
         ]
 
-    def _tasks(self, width: int) -> list[Row]:
-        """Return a line for each task, if there are several."""
+    def _learning(self, width: int) -> list[Row]:
+        """Return a line about the rewards of each task; of several, with its other numbers."""
         recent = list(self._recent)  # another thread draws
         tasks = sorted({task for metrics in recent for task in _tasks_of(metrics)})
+        if len(self._tasks) < 2:
+            return [
+                self._reward("reward", self._rewards[task], width) for task in tasks if task in self._rewards
+            ]
         rows: list[Row] = []
-        for task in tasks if len(tasks) > 1 else ():
+        for task in tasks:
             last = next(metrics for metrics in reversed(recent) if f"groups/{task}" in metrics)
             told = Text(_told_of(task, last), style="dim")
-            if not (rewards := self._by_task.get(task)):
-                rows.append((task, "", told))
+            if not (rewards := self._rewards.get(task)):
+                rows.append((f"reward {task}", "", told))
                 continue
-            name, value, picture = self._reward(task, rewards, min(width, _TASK_WIDTH))
+            name, value, picture = self._reward(f"reward {task}", rewards, min(width, _TASK_WIDTH))
             if self.console.width >= _WIDE:
                 picture = Text.assemble(picture.plain.ljust(_TASK_WIDTH), "  ", told)
             rows.append((name, value, picture))
@@ -378,9 +382,22 @@ def _with_interval(name: str, metrics: Mapping[str, float]) -> str:
     return f"{name} {shown(name, metrics[name])}" + (f" ({bounds})" if bounds else "")
 
 
-def _mean_of(metrics: Mapping[str, float], prefix: str) -> float:
-    values: list[Any] = [v for k, v in metrics.items() if k.startswith(prefix)]
-    return sum(values) / len(values) if values else 0.0
+def _rewards_of(metrics: Mapping[str, float], *, several: bool) -> str:
+    """Say the mean reward of a step's task, or those of its largest tasks with their numbers of groups."""
+    by_size = sorted(_tasks_of(metrics), key=lambda task: (-metrics[f"groups/{task}"], task))
+    named, others = sorted(by_size[:_NAMED]), by_size[_NAMED:]
+    told = []
+    for task in named:
+        reward, filtered = metrics.get(f"reward/{task}"), metrics.get(f"filtered_fraction/{task}")
+        value = "none" if reward is None else f"{reward:.3f}"
+        size = f" x {metrics[f'groups/{task}']:.0f}"
+        told.append(
+            (f"{task} {value}{size}" if several else value)
+            + (f" ({filtered:.0%} filtered)" if filtered else "")
+        )
+    if others:
+        told.append(f"and {len(others)} tasks more x {sum(metrics[f'groups/{task}'] for task in others):.0f}")
+    return f"reward {', '.join(told)}  " if told else ""
 
 
 def _clock(seconds: float) -> str:

@@ -68,14 +68,15 @@ class Trackers:
         """Send an event to all trackers; returns at once.
 
         Only a tracker that the run needs is waited for when it is far behind.  Raises TrackingError if that
-        takes longer than ``REQUIRED_PATIENCE``.
+        takes longer than ``REQUIRED_PATIENCE``; the others have the event then, and this one gets no more.
         """
         if isinstance(event, RunEnded):
             self.incidents.flush()
         self._step = max(self._step, event.step)
         event = evolve(event, time=time.time(), **_long_texts(event))
-        for thread in self._threads:
-            thread.put(event)
+        stuck = [error for thread in self._threads if (error := thread.put(event)) is not None]
+        if stuck:
+            raise stuck[0]
 
     @property
     def step(self) -> int:
@@ -95,11 +96,13 @@ class Trackers:
         self.incidents.receive(incident)
 
     async def flush(self) -> None:
-        """Return when the required trackers have handled every event until now.
+        """Return when the required trackers that still work have handled every event until now.
 
         Raises TrackingError if one of them failed, or did not come to its end within ``REQUIRED_PATIENCE``.
         """
         for thread in self._required():
+            if thread.dropped:
+                continue
             written = asyncio.Event()
             thread.put(partial(self._in_loop, written.set))
             try:
@@ -126,6 +129,11 @@ class Trackers:
             for thread in threads:
                 thread.put(None)
             await asyncio.to_thread(_join, threads)
+
+    @property
+    def ended(self) -> bool:
+        """Whether all trackers have handled everything, and were closed."""
+        return all(thread.ended for thread in self._threads)
 
     def _tell(self, incident: Incident, count: int) -> None:
         self.emit(IncidentReported(step=self._step, count=count, **asdict(incident)))
@@ -171,10 +179,10 @@ class TrackerThread:
         self._thread = threading.Thread(target=self._run, name=self._who, daemon=True)
         self._thread.start()
 
-    def put(self, item: Item) -> None:
-        """Add an item; a tracker that is too far behind is dropped, unless the run needs it."""
+    def put(self, item: Item) -> TrackingError | None:
+        """Add an item; a tracker that is too far behind is dropped, which is an error if the run needs it."""
         if isinstance(item, Event) and not self._hears(item):
-            return
+            return None
         with self._change:
             patience = REQUIRED_PATIENCE if self.required else 0.0
             room = not isinstance(item, Event) or self._change.wait_for(self._has_room, patience)
@@ -182,10 +190,17 @@ class TrackerThread:
                 self._waiting.append(item)
                 self._tokens += _tokens(item)
                 self._change.notify_all()
-        if not room and self.required:
-            raise self.is_stuck()
-        if not room:
-            self._drop(TrackingError(f"{self._who} is too far behind the run, in {self._doing}"))
+        if room:
+            return None
+        behind = TrackingError(f"{self._who} is too far behind the run, in {self._doing}")
+        error = self.is_stuck() if self.required else behind
+        self._drop(error)
+        return error if self.required else None
+
+    @property
+    def dropped(self) -> bool:
+        """Whether it has failed, so that it is called no more."""
+        return self._dropped
 
     @property
     def ended(self) -> bool:

@@ -80,6 +80,8 @@ class _Expected:
     digest: str
     optional: bool = False
     """Whether it may be missing: a later life forgot it, or its process was killed before writing it."""
+    validation: bool = False
+    """Whether it is the line of a validation."""
 
 
 @define
@@ -108,7 +110,7 @@ class Files:
         match name:
             case "Opened":
                 self._config = event["config"]
-                self._forget(event["step"])
+                self._forget(event["step"], event["measured"])
             case "RunStarted":
                 if event["manifest"]:  # saved by a process that was killed before it could say so
                     self._saved(event["step"], event["manifest"])
@@ -123,7 +125,7 @@ class Files:
                 self._expect(event["step"], event, event["metrics"])
             case "Validated":
                 values = validation_metrics(event["results"])
-                self._expect(event["version"], event, values)
+                self._expect(event["version"], event, values, validation=True)
                 self._measured.setdefault(event["version"], []).append(values)
             case "Saving":
                 self._saving = event["step"]
@@ -151,18 +153,23 @@ class Files:
         ]
         return "as the run wrote them: " + ", ".join(f"{count:,} {what}" for count, what in counts)
 
-    def _forget(self, step: int) -> None:
-        """Expect nothing any more of what came after the step from which the run continues."""
+    def _forget(self, step: int, measured: int) -> None:
+        """Expect nothing any more of what came after the step from which the run continues.
+
+        A validation of a version after ``measured`` is made again.
+        """
         saved = [each for found in self._checkpoints.values() for each in found]
         for expected in (*self._rollouts.values(), *self._metrics, *saved):
-            expected.optional |= expected.step > step
+            expected.optional |= expected.step > (min(step, measured) if expected.validation else step)
 
     def _saved(self, step: int, manifest: str) -> None:
         self._checkpoints.setdefault(step, []).append(_Expected(step, manifest))
 
-    def _expect(self, step: int, event: Mapping[str, Any], values: Mapping[str, float]) -> None:
+    def _expect(
+        self, step: int, event: Mapping[str, Any], values: Mapping[str, float], *, validation: bool = False
+    ) -> None:
         line = metrics_line(step, event["time"], values)
-        self._metrics.append(_Expected(step, digest(line.encode())))
+        self._metrics.append(_Expected(step, digest(line.encode()), validation=validation))
         self._written = False
 
     def _compare_config(self) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
     check_environment, check_sampler, check_validation_strategy   each is a whole test
     check_loss, check_advantage, check_filter, check_tracker, check_agent   likewise
+    check_commands                           the commands that a module offers
     check_trainer, check_optimizer, check_model_source, check_data_plane, check_placement   likewise
     EnvironmentContract                      the same as a test class, whose attributes name the environment
     check_decoding                           the same for an engine
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from grpo_core.demo.demonstrations import demonstrations as demonstrations
     from grpo_core.testing.clock import Deadlock as Deadlock
     from grpo_core.testing.clock import run as run
+    from grpo_core.testing.commands import check_commands as check_commands
     from grpo_core.testing.contracts import MemoryLoader as MemoryLoader
     from grpo_core.testing.contracts import check_sampler as check_sampler
     from grpo_core.testing.decoding import ENGINE_LAWS as ENGINE_LAWS
@@ -61,56 +63,4 @@ if TYPE_CHECKING:
     from grpo_core.weights.collective import CollectiveWriter as CollectiveWriter
     from grpo_core.weights.shm import SharedMemoryWriter as SharedMemoryWriter
 
-__getattr__, __dir__, __all__ = attach(
-    __name__,
-    {
-        "grpo_core.demo.demonstrations": ["demonstrations"],
-        "grpo_core.testing.clock": [
-            "Deadlock",
-            "run",
-        ],
-        "grpo_core.testing.contracts": [
-            "MemoryLoader",
-            "check_sampler",
-        ],
-        "grpo_core.testing.environments": [
-            "EnvironmentContract",
-            "check_agent",
-            "check_environment",
-        ],
-        "grpo_core.testing.decoding": [
-            "ENGINE_LAWS",
-            "EngineUnderTest",
-            "check_decoding",
-            "make_test_model",
-            "start_engine",
-        ],
-        "grpo_core.testing.engines": ["check_engine"],
-        "grpo_core.testing.fakes": [
-            "FakeEngine",
-            "FakeEnvironment",
-            "FakeRenderer",
-            "FakeTrainer",
-            "prompts",
-        ],
-        "grpo_core.testing.filters": ["check_filter"],
-        "grpo_core.testing.hosted": ["HostedEnvironment", "finished"],
-        "grpo_core.testing.objectives": [
-            "check_advantage",
-            "check_loss",
-        ],
-        "grpo_core.testing.offers": [
-            "find_offer",
-            "make_offer",
-        ],
-        "grpo_core.testing.model_sources": ["check_model_source"],
-        "grpo_core.testing.optimizers": ["check_optimizer"],
-        "grpo_core.testing.placements": ["check_placement"],
-        "grpo_core.testing.planes": ["check_data_plane"],
-        "grpo_core.testing.trainers": ["check_trainer"],
-        "grpo_core.testing.strategies": ["check_validation_strategy"],
-        "grpo_core.testing.trackers": ["a_run", "check_tracker"],
-        "grpo_core.weights.collective": ["CollectiveWriter"],
-        "grpo_core.weights.shm": ["SharedMemoryWriter"],
-    },
-)
+__getattr__, __dir__, __all__ = attach(__name__)

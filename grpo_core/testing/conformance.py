@@ -9,11 +9,13 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, Literal
 
 from attrs import define, evolve, field, frozen
 
+from grpo_core.agents.apart import ADVICE
 from grpo_core.config import EnvironmentConfig
 from grpo_core.environments.pool import EnvironmentWorker
 from grpo_core.errors import GrpoError, PluginError
@@ -87,12 +89,14 @@ class Conformance:
         wait: runs a coroutine of the environment to its end, for example ``asyncio.Runner().run``.
         max_batch: number of episodes of the largest call.
         incidents: receives the incidents that are reported (``grpo_core.incidents.reported_to``).
+        side_by_side: whether rollouts of an agent can play at the same time.
     """
 
     make: Callable[[], EnvironmentWorker]
     wait: Callable[[Coroutine[Any, Any, Any]], Any]
     max_batch: int = MAX_BATCH
     incidents: list[Incident] = field(factory=list)
+    side_by_side: bool = True
     environment: EnvironmentWorker = field(init=False)
     some: list[Prompt] = field(factory=list)
     """Some of the prompts to train on."""
@@ -145,6 +149,7 @@ class Conformance:
         if self.environment.runs_agents:
             return (of_prompts if self._has_prompts() else {"prompts": self._stand_in}) | {
                 "its agent plays a rollout": self._agent,
+                "rollouts at the same time ask what they ask alone": self._rollouts_apart,
                 "the same replies get the same reward": self._steady_agent,
                 "a solution gets more than nonsense": self._solving_agent,
             }
@@ -218,6 +223,7 @@ class Conformance:
         advice = "Correct evaluate, or solve (by default the prompt's answer)"
         success = self.environment.success
         for (prompt, reply), group in ended:
+            _expect_numbers(prompt, reply, group[0])
             reward, said = group[0].reward, f"{_said(prompt, reply)}, its own solution: {_given(group[0])}"
             _expect(
                 reward is not None and (success is None or reward >= success),
@@ -250,6 +256,7 @@ class Conformance:
                 f"{_said(prompt, reply)}: {_given(feedback)}. A model says such things: a reply that cannot "
                 "be read is a wrong one, with a reward as low as others get",
             )
+            _expect_numbers(prompt, reply, feedback)
         return f"{len(plays)} replies that no prompt asks for"
 
     def _rubbish(self) -> str:
@@ -337,12 +344,37 @@ class Conformance:
                 rollout.reward is not None,
                 f"{_said(prompt, reply)}, to everything that it asks: {rollout.error}",
             )
+            _expect_numbers(prompt, reply, rollout)
         asked = sorted({rollout.turns for rollout in self._played})
         rows = sorted({len(rollout.segments) for rollout in self._played})
         return (
             f"{len(self._played)} of {len(self._played)}, each with {' or '.join(map(str, asked))} "
             f"completions in {' or '.join(map(str, rows))} segments"
         )
+
+    def _rollouts_apart(self) -> str:
+        """Play all at the same time, each call after the same number of calls of the others."""
+        if len(self._plays) < 2:
+            raise Noted("there is only one prompt")
+        if not self.side_by_side:
+            raise Noted("cannot be told in this process; grpo-core check and check_agent can tell")
+        from grpo_core.testing.agents import play_side_by_side
+
+        together, most = self.wait(play_side_by_side(self.environment, self._plays))
+        if most < 2:
+            return "they play one after another"
+        for play, one, other in zip(self._plays, self._played, together, strict=True):
+            alone, others = _talks(one), _talks(other)
+            if alone == others:
+                continue
+            (again,) = self._rollouts([play])
+            if _talks(again) != alone:
+                raise Noted(f"{_said(*play)}: cannot be told, since it asks something else each time")
+            raise Broken(
+                f"{_said(*play)}: alone a conversation ends with {_end(alone - others)}, and next to "
+                f"{most - 1} others with {_end(others - alone)}. {other.error or ADVICE}"
+            )
+        return f"{len(together)} rollouts"
 
     def _steady_agent(self) -> str:
         again = self._rollouts(self._plays)
@@ -480,6 +512,14 @@ def _expect(holds: object, otherwise: str) -> None:
         raise Broken(otherwise)
 
 
+def _expect_numbers(prompt: Prompt, reply: str, judged: Feedback | Rollout) -> None:
+    for name, value in judged.left_out.items():
+        raise Broken(
+            f"{_said(prompt, reply)}: the metric {name!r} is {value}, expected a finite number. A run leaves "
+            "it out; give a number, or no such metric"
+        )
+
+
 def _is_none(feedback: Feedback) -> bool:
     """It ends the rollout, and without a reward."""
     return feedback.error is not None or (feedback.done and feedback.reward is None)
@@ -491,6 +531,16 @@ def _text(prompt: Prompt) -> str:
 
 def _said(prompt: Prompt, reply: str) -> str:
     return f"prompt {_text(prompt)!r:.80}, reply {reply!r:.80}"
+
+
+def _talks(rollout: Rollout) -> Counter[str]:
+    """Return the conversations of a rollout with an engine whose tokens are characters."""
+    pieces = ([*segment.prompt_ids.tolist(), *segment.tokens.ids.tolist()] for segment in rollout.segments)
+    return Counter("".join(map(chr, ids)) for ids in pieces)
+
+
+def _end(talks: Counter[str]) -> str:
+    return repr(min(talks)[-80:]) if talks else "nothing"
 
 
 def _given(feedback: Feedback) -> str:

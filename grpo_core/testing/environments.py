@@ -81,7 +81,9 @@ def environment_findings(make: Callable[[], Any]) -> list[Finding]:
         def wait(coroutine: Coroutine[Any, Any, Any]) -> Any:  # an agent asks a server, which needs a loop
             return runner.run(coroutine) if conformance.environment.runs_agents else finished(coroutine)
 
-        conformance = Conformance(lambda: HostedEnvironment(make()), wait, incidents=incidents)
+        conformance = Conformance(
+            lambda: HostedEnvironment(make()), wait, incidents=incidents, side_by_side=False
+        )
         conformance.start()
         try:
             return list(conformance.run())

@@ -69,7 +69,6 @@ class Pass:
             advantages=numbers,
             sequences=places,
             correct=places > 0,
-            staleness=numbers,
             weights=numbers,
         )
 

@@ -40,8 +40,6 @@ class MicroBatch:
     """Rollout [N] of each sampled token, numbered from 0 in this micro-batch."""
     correct: Tensor
     """Whether the rollout of each sampled token is right: bool [N]."""
-    staleness: Tensor
-    """Steps [N] between the weights that sampled a token and those that the step starts from."""
     weights: Tensor
     """Factor [N] of each token's loss in the update's, float64."""
     proximal_logprobs: Tensor | None = None
@@ -66,7 +64,6 @@ def collate(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
     *,
-    step: int = 0,
     weights: Sequence[float] | None = None,
     packed: bool = False,
 ) -> MicroBatch:
@@ -76,7 +73,6 @@ def collate(
         rows: what is laid out.
         device: of all tensors.
         dtype: of the logprobs and advantages.
-        step: version of the weights that the step starts from.
         weights: factor of the losses of each row's tokens; None is 0.
         packed: whether rows stand one after the other, instead of side by side with padding.
 
@@ -105,7 +101,6 @@ def collate(
         advantages=joined([_advantages(row, n) for row, n in zip(rows, counts, strict=True)], dtype),
         sequences=repeated([numbers[rollout] for rollout in rollouts(rows)], torch.int64),
         correct=repeated([row.correct for row in rows], torch.bool),
-        staleness=joined([step - row.tokens.versions[row.tokens.sampled] for row in rows], dtype),
         weights=repeated(weights or [0.0] * len(rows), torch.float64),
         packed=parts,
     )

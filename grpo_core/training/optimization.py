@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -17,20 +16,6 @@ from grpo_core.protocols import ParameterGroup
 from grpo_core.training.optimizers import state_of
 
 Named = Sequence[tuple[str, nn.Parameter]]
-
-
-def schedule(config: TrainerConfig, update: int) -> float:
-    """Return the factor of an update's learning rates, counted from 0 over all steps: warm-up, then shape."""
-    total = config.steps * config.updates_per_step
-    done = min(1.0, max(0, update - config.warmup_updates) / max(1, total - config.warmup_updates))
-    shape = {
-        "constant": 1.0,
-        "linear": 1 - done,
-        "cosine": (1 + math.cos(math.pi * done)) / 2,
-    }[config.lr_schedule]
-    scheduled = shape if config.lr_schedule == "constant" else config.lr_end + (1 - config.lr_end) * shape
-    warm = min(1.0, (update + 1) / (config.warmup_updates + 1))
-    return scheduled * warm
 
 
 def divided(named: Named, optimizer: OptimizerConfig, trainer: TrainerConfig) -> list[ParameterGroup]:

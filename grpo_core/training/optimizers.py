@@ -7,6 +7,7 @@ with what its checkpoint holds.  torch is imported when an optimizer is made.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from math import inf, prod
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -21,8 +22,6 @@ State = Mapping[str, tuple[tuple[int, ...], str]]
 StateOf = Callable[..., State]
 """A function of (name, shape) of a parameter and the optimizer's options."""
 
-LARGEST_BETA2 = 0.99
-"""Largest decay rate of a second moment of bfloat16, which with 0.996 and more rounds its decay away."""
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "int": 0}
 EMBEDDINGS = ("*embed*", "*lm_head*", "*wte*", "*wpe*")
 """Names of the matrices that are no hidden layers, in the models of transformers."""
@@ -66,35 +65,21 @@ def state_bytes(
     return sum(ITEMSIZE[dtype] * prod(shape) for state in known for shape, dtype in state.values() if shape)
 
 
-def _of_adamw(name: str, shape: tuple[int, ...], *, moments: str = "float32", **options: Any) -> State:
-    return {"step": ((), "float32"), "exp_avg": (shape, moments), "exp_avg_sq": (shape, moments)}
+def _of_adamw(name: str, shape: tuple[int, ...], **options: Any) -> State:
+    return {"step": ((), "float32"), "exp_avg": (shape, "float32"), "exp_avg_sq": (shape, "float32")}
 
 
 @kept_state(_of_adamw)
-def adamw(
-    groups: Sequence[ParameterGroup],
-    *,
-    moments: Literal["float32", "bfloat16"] = "float32",
-    eps: float = 1e-8,
-) -> list[Optimizer]:
+def adamw(groups: Sequence[ParameterGroup], *, eps: float = 1e-8) -> list[Optimizer]:
     """AdamW with two moments for each parameter (arXiv 1711.05101), fused, by torch.
 
     Args:
         groups: parameters with their learning rates.
-        moments: numbers in which both moments are stored; "bfloat16" halves their memory, for a second of
-            ``trainer.betas`` of at most 0.99. Updates are computed in float32 in any case.
         eps: number that is added to the root of the second moment.
     """
-    given = [_with_betas(group) for group in groups]
-    if moments == "bfloat16":
-        for group in groups:
-            _check_adamw(moments=moments, eps=eps, betas=group.betas)
-        from grpo_core.training.narrow import NarrowAdamW
-
-        return [NarrowAdamW(given, eps=eps)]
     import torch
 
-    return [torch.optim.AdamW(given, eps=eps, fused=True)]
+    return [torch.optim.AdamW([_with_betas(group) for group in groups], eps=eps, fused=True)]
 
 
 def _of_adamw_8bit(name: str, shape: tuple[int, ...], **options: Any) -> State:
@@ -157,9 +142,18 @@ def adamw_torchao(groups: Sequence[ParameterGroup], *, eps: float = 1e-8) -> lis
         groups: parameters with their learning rates.
         eps: number that is added to the root of the second moment.
     """
-    from grpo_core.training.narrow import torchao_adamw
+    import torch
+    from torchao.optim import AdamW8bit
 
-    return [torchao_adamw([_with_betas(group) for group in groups], eps=eps)]
+    class OnAnyDevice(AdamW8bit):  # type: ignore[misc]  # torchao has no types
+        @torch.no_grad()
+        def step(self, closure: None = None) -> None:
+            on_cpu = all(each.device.type == "cpu" for group in self.param_groups for each in group["params"])
+            # compiling takes a C++ compiler and 20 seconds for each shape, and gains little on a CPU
+            with torch.compiler.set_stance("force_eager") if on_cpu else nullcontext():
+                super().step()
+
+    return [OnAnyDevice([_with_betas(group) for group in groups], eps=eps)]
 
 
 def _restored_torchao(slot: str, parts: Mapping[str, Any]) -> Any:
@@ -234,17 +228,6 @@ def muon(
     return made
 
 
-def _check_adamw(
-    *, moments: str = "float32", betas: Sequence[float] = (0.9, 0.95), eps: float = 1e-8
-) -> None:
-    _check_eps(eps=eps)
-    if moments == "bfloat16" and betas[1] > LARGEST_BETA2:
-        raise ValueError(
-            f"trainer.betas = {list(betas)}: moments of bfloat16 would not decay with more than "
-            f"{LARGEST_BETA2}; lower it, or leave out optimizer.options.moments"
-        )
-
-
 def _check_muon(*, momentum: float = 0.95, ns_steps: int = 5, **options: Any) -> None:
     if not 0 <= momentum < 1:
         raise ValueError(f"momentum is {momentum}; expected at least 0 and less than 1")
@@ -260,8 +243,7 @@ def _check_eps(*, eps: float = 1e-8, **options: Any) -> None:
 
 adamw.takes_parts = True  # type: ignore[attr-defined]  # with trainer.ranks each holds parts of parameters
 muon.check_options = _check_muon  # type: ignore[attr-defined]
-adamw.check_options = _check_adamw  # type: ignore[attr-defined]
-for _adamw in (adamw_8bit, adamw_torchao):
+for _adamw in (adamw, adamw_8bit, adamw_torchao):
     _adamw.check_options = _check_eps  # type: ignore[attr-defined]
 
 

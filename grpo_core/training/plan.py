@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, Literal, TypeVar
 
 from attrs import evolve, frozen
 
 from grpo_core.records import Batch, Row
 from grpo_core.tokens import digest_of, fetched
 from grpo_core.training.batching import Costs, layout_cost, length, rollouts, split_updates
-from grpo_core.training.dealing import Packable, dealt
 
-CLOSE = 1.01
-"""Ranks that differ by less from the best conceivable division are not balanced any further."""
+T = TypeVar("T")
 
 
 @frozen(kw_only=True)
@@ -66,8 +65,8 @@ class Share:
 def shares(batch: Batch, *, updates: int, ranks: int = 1, layout: Layout = PADDED) -> list[Share]:
     """Divide a batch into optimizer updates of whole groups, and each update among the ranks.
 
-    The rows of a rollout go to one rank.  The ranks get about as many tokens of each update; where rows are
-    packed, a prompt that rollouts of a rank share counts once.
+    The rows of a rollout go to one rank.  Where rows are packed, a prompt that rows of a rank share is
+    computed once, so whole groups go to one rank; they are divided if there are fewer groups than ranks.
     """
     rows = [row for row in batch.rows if row.tokens.n_sampled]
     places = {id(row): place for place, row in enumerate(rows)}
@@ -78,10 +77,9 @@ def shares(batch: Batch, *, updates: int, ranks: int = 1, layout: Layout = PADDE
     packed = [False] * len(rows)
     mine: list[dict[int, Row]] = [{} for _ in range(ranks)]
     for update in divided:
-        units: dict[int, list[int]] = {}
-        for place in update:
-            units.setdefault(of_rollouts[place], []).append(place)
-        parts, packs = _dealt(list(units.values()), lengths, prompts, ranks, layout)
+        one_rank = _together(update, [of_rollouts[place] for place in update])
+        groups = _together(one_rank, [rows[first].group for first, *_ in one_rank])
+        parts, packs = _dealt(groups, lengths, prompts, ranks, layout)
         for rank, part in enumerate(parts):
             mine[rank] |= {place: rows[place] for place in part}
         for place in update:
@@ -123,27 +121,34 @@ def _prompts(
     ]
 
 
+def _together(things: Iterable[T], keys: Iterable[int]) -> list[list[T]]:
+    """Return the things with equal keys, in the order in which the keys occur."""
+    found: dict[int, list[T]] = {}
+    for thing, key in zip(things, keys, strict=True):
+        found.setdefault(key, []).append(thing)
+    return list(found.values())
+
+
 def _dealt(
-    units: Sequence[Sequence[int]],
+    groups: Sequence[list[list[int]]],
     lengths: Sequence[int],
     prompts: Sequence[tuple[Hashable, int]],
     ranks: int,
     layout: Layout,
 ) -> tuple[list[list[int]], bool]:
-    """Deal the rows of an update to the ranks; return whether they are packed.
+    """Deal the rows of an update to the ranks: whole groups if they are packed, else rollouts.
 
-    ``"auto"`` takes the way in which the rank that has the most to compute has less.
+    ``"auto"`` packs if the rank that has the most to compute has less then.
+
+    Args:
+        groups: the rollouts of each group, each with the places of its rows.
+
+    Returns the places of each rank's rows, and whether they are packed.
     """
-    ways = []
-    for packed in (False, True) if layout.packing == "auto" else (layout.packing,):
-        if packed:
-            chosen = dealt(_packables(units, lengths, prompts, layout.costs.budget), ranks)
-        else:
-            chosen = balanced([sum(lengths[place] for place in unit) for unit in units], ranks)
-        parts = [[place for number in numbers for place in units[number]] for numbers in chosen]
-        ways.append((parts, packed))
-    if len(ways) == 1:
-        return ways[0]
+
+    def tokens(places: Sequence[int], packed: bool) -> int:
+        shared = sum(prompts[i][1] for i in places) - sum(n for _, n in {prompts[i] for i in places})
+        return sum(lengths[i] for i in places) - (shared if packed else 0)
 
     def cost(way: tuple[list[list[int]], bool]) -> float:
         parts, packed = way
@@ -152,35 +157,22 @@ def _dealt(
             for part in parts
         )
 
-    return min(ways, key=cost)
+    ways = []
+    for packed in (False, True) if layout.packing == "auto" else (layout.packing,):
+        units = [[*chain(*part)] for part in _enough(groups, ranks)] if packed else [*chain(*groups)]
+        chosen = balanced([tokens(unit, packed) for unit in units], ranks)
+        parts = [[place for number in numbers for place in units[number]] for numbers in chosen]
+        ways.append((parts, packed))
+    return ways[0] if len(ways) == 1 else min(ways, key=cost)
 
 
-def _packables(
-    units: Sequence[Sequence[int]],
-    lengths: Sequence[int],
-    prompts: Sequence[tuple[Hashable, int]],
-    budget: int,
-) -> list[Packable]:
-    """Return each rollout as packed micro-batches compute it.
-
-    A rollout shares with others the prompt of its rows that most rollouts have.  Rollouts share a prompt as
-    far as they are together in a micro-batch: what goes beyond the budget has it once more.
-    """
-    counts = Counter(prompt for unit in units for prompt in {prompts[place] for place in unit})
-    made: list[Packable] = []
-    filled: dict[Hashable, tuple[int, int]] = {}
-    for unit in units:
-        of_unit = {prompts[place] for place in unit}
-        tokens = sum(lengths[place] - prompts[place][1] for place in unit) + sum(n for _, n in of_unit)
-        prompt, shared = max(
-            (prompts[place] for place in unit), key=lambda each: (counts[each] > 1, each[1], counts[each])
-        )
-        number, room = filled.get(prompt, (0, budget - shared))
-        if room < tokens - shared:
-            number, room = number + 1, budget - shared
-        filled[prompt] = number, room - (tokens - shared)
-        made.append(Packable(prompt=(prompt, number), shared=shared, own=tokens - shared))
-    return made
+def _enough(groups: Sequence[list[T]], ranks: int) -> list[list[T]]:
+    """Divide groups, the largest first, until there is a part for each rank."""
+    parts = list(groups)
+    while len(parts) < ranks and len(largest := max(parts, key=len, default=[])) > 1:
+        parts.remove(largest)
+        parts += [largest[::2], largest[1::2]]
+    return parts
 
 
 def with_tokens(share: Share) -> Share:
@@ -197,10 +189,9 @@ def with_tokens(share: Share) -> Share:
 
 
 def balanced(costs: Sequence[int], parts: int) -> list[list[int]]:
-    """Divide things among ``parts`` so that the largest sum of costs is small; return their places.
+    """Divide things among ``parts``, the costliest first, each to the part with the least so far.
 
-    The costliest goes first, to the part with the least so far (LPT, Graham 1969: at most 4/3 of the
-    optimum); then things move out of the fullest part, or are exchanged for cheaper ones, while that helps.
+    The largest sum is at most 4/3 of the smallest that is possible (Graham 1969).  Returns their places.
     """
     divided: list[list[int]] = [[] for _ in range(parts)]
     sums = [0] * parts
@@ -208,36 +199,4 @@ def balanced(costs: Sequence[int], parts: int) -> list[list[int]]:
         least = min(range(parts), key=sums.__getitem__)
         divided[least].append(place)
         sums[least] += costs[place]
-    enough = CLOSE * max(max(costs, default=0), sum(costs) / parts)
-    while max(sums) > enough and (better := _improvement(costs, divided, sums)) is not None:
-        fullest, other, out, back = better
-        divided[fullest].remove(out)
-        divided[other].append(out)
-        if back is not None:
-            divided[other].remove(back)
-            divided[fullest].append(back)
-        moved = costs[out] - (0 if back is None else costs[back])
-        sums[fullest] -= moved
-        sums[other] += moved
     return divided
-
-
-def _improvement(
-    costs: Sequence[int], divided: Sequence[Sequence[int]], sums: Sequence[int]
-) -> tuple[int, int, int, int | None] | None:
-    """Find what to move out of the fullest part, and what to take for it, so that both sums get smaller.
-
-    Of all such moves it is the one whose larger sum is smallest.
-    """
-    fullest = max(range(len(sums)), key=sums.__getitem__)
-    best, found = sums[fullest], None
-    for other in range(len(sums)):
-        if other == fullest:
-            continue
-        for back in (None, *divided[other]):
-            for out in divided[fullest]:
-                moved = costs[out] - (0 if back is None else costs[back])
-                larger = max(sums[fullest] - moved, sums[other] + moved)
-                if larger < best:
-                    best, found = larger, (fullest, other, out, back)
-    return found

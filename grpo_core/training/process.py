@@ -22,9 +22,6 @@ from grpo_core.training.memory import trainer_parts
 from grpo_core.training.plan import PADDED, Layout, shares
 from grpo_core.training.setup import TrainerSetup
 
-RESUME = (
-    "The steps since the newest checkpoint are lost; continue from there with grpo-core train --resume RUN"
-)
 MEMORY = "look for a lack of memory: lower trainer.tokens_per_microbatch"
 
 
@@ -129,7 +126,7 @@ class ProcessTrainer(Trainer):
 
     async def _call(self, method: str, *args: Sequence[Any]) -> Any:
         """Call a method of all ranks, each with its arguments; return what rank 0 returns."""
-        with self._explaining(f"{method}() failed", f"{RESUME}. If nothing else explains it, {MEMORY}"):
+        with self._explaining(f"{method}() failed", f"If nothing else explains it, {MEMORY}"):
             calls = [
                 rank.call(method, *its, seconds=self._deadline)
                 for rank, its in zip(self.children, args, strict=True)
@@ -194,7 +191,7 @@ class ProcessTrainer(Trainer):
 def _gone(error: GrpoError) -> GrpoError:
     if not isinstance(error, ChildDied):
         return error
-    return TrainerError(f"{error}\n{RESUME}. If nobody killed it, {MEMORY}")
+    return TrainerError(f"{error}\nIf nobody killed it, {MEMORY}")
 
 
 def _foreign(error: Exception, what: str, log: Path | None, hint: str) -> TrainerError:

@@ -55,6 +55,7 @@ class Saving:
     ) -> None:
         self._model, self._optimizers, self._ranks, self._device = model, optimizers, ranks, device
         self._entropy, self._moves_reference = entropy, moves_reference
+        self._chosen = None if entropy is None else entropy.coefficient
         self._snapshot, self._readable = Snapshot(copies=copies), readable
 
     def save(self, directory: Path, version: int) -> None:
@@ -67,7 +68,7 @@ class Saving:
         state = {name: self._readable(t) for name, t in mine.items()}
         about["version"] = version
         if self._entropy is not None:
-            about["entropy"] = [self._entropy.coefficient, self._entropy.measured]
+            about["entropy"] = [self._entropy.coefficient, self._entropy.measured, self._chosen]
         self._snapshot.save(state, partial(self._write, directory, about))
 
     def _random(self) -> dict[str, Tensor]:
@@ -105,6 +106,8 @@ class Saving:
         """Continue with what was saved in a directory; return the version.  Raises CheckpointError."""
         try:
             return self._resume(directory)
+        except CheckpointError:
+            raise
         except Exception as error:
             raise CheckpointError(
                 f"{directory}: the optimizer's state is missing or is not this model's "
@@ -128,5 +131,7 @@ class Saving:
             self._model.restore_reference(reference)
         self._optimizers.restore(state, about, self._device)
         if self._entropy is not None and "entropy" in about:
-            self._entropy.coefficient, self._entropy.measured = about["entropy"]
+            coefficient, self._entropy.measured, chosen = about["entropy"]
+            if chosen == self._chosen:  # otherwise it begins at what was chosen for this start
+                self._entropy.coefficient = coefficient
         return int(about["version"])

@@ -9,13 +9,27 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from grpo_core import typed
+from grpo_core.typed import Count
+
 ABOUT = "state.json"
+
+
+class About(TypedDict):
+    """What is saved besides tensors."""
+
+    version: Count
+    files: Count
+    optimizer: str
+    numbers: dict[str, float | bool | str | None]
+    twins: dict[str, str]
+    entropy: NotRequired[tuple[float, float | None, float]]
 
 
 def file_of(stem: str, rank: int, ranks: int) -> str:
@@ -34,10 +48,9 @@ def write_state(
         (directory / ABOUT).write_text(json.dumps({**about, "files": ranks}) + "\n")
 
 
-def read_about(directory: Path) -> dict[str, Any]:
-    """Return what was written besides the tensors.  Raises OSError or ValueError."""
-    about: dict[str, Any] = json.loads((directory / ABOUT).read_text())
-    return about
+def read_about(directory: Path) -> About:
+    """Return what was written besides the tensors.  Raises OSError, or CheckpointError for wrong types."""
+    return typed.read(directory / ABOUT, About)
 
 
 def read_state(directory: Path) -> Iterator[tuple[str, Tensor]]:

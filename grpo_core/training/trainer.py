@@ -35,7 +35,7 @@ from grpo_core.training.digest import Digests
 from grpo_core.training.loss_output import checked
 from grpo_core.training.microbatch import MicroBatch, collate, without_rows
 from grpo_core.training.model import BuildModel, Model, ModelSource, compute_dtype, published_dtype
-from grpo_core.training.optimization import Optimization, divided, schedule
+from grpo_core.training.optimization import Optimization, divided
 from grpo_core.training.packing import PackingError
 from grpo_core.training.passes import Passes
 from grpo_core.training.plan import Layout, Share, shares, with_tokens
@@ -44,6 +44,7 @@ from grpo_core.training.profiling import StepProfiler, part, taken_parts
 from grpo_core.training.ranks import Alone, Ranks
 from grpo_core.training.resting import Resting
 from grpo_core.training.saving import Saving
+from grpo_core.training.schedule import schedule
 from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.teacher import Teacher, check_vocabulary
 from grpo_core.training.totals import Totals, off_policy
@@ -71,16 +72,6 @@ def create(setup: TrainerSetup) -> TorchTrainer:
             "where they are there already; leave it out"
         )
     return TorchTrainer(setup)
-
-
-def interpolated(policy: Tensor, generation: Tensor, staleness: Tensor) -> Tensor:
-    """Approximate the proximal logprobs without a forward pass (A-3PO, arXiv 2512.06547).
-
-    They lie between policy and generation: (1 - a) policy + a generation with a = 1 / staleness, and a = 0
-    for a token that the policy's own weights sampled.
-    """
-    share = torch.where(staleness > 0, 1 / staleness.clamp(min=1), 0.0)
-    return torch.lerp(policy, generation, share.to(policy.dtype))
 
 
 class TorchTrainer:
@@ -280,7 +271,6 @@ class TorchTrainer:
             collate(
                 [rows[i] for i in part],
                 self._device,
-                step=self.version,
                 weights=[weights[mine[i]] for i in part],
                 packed=packed,
             )
@@ -437,7 +427,7 @@ class TorchTrainer:
         start = logprobs.detach() if before is None else before
         inputs = losses.LossInputs(
             policy_logprobs=logprobs,
-            proximal_logprobs=self._proximal(about, micro, logprobs.detach(), start),
+            proximal_logprobs=generation if self._config.proximal == "generation" else start,
             generation_logprobs=generation,
             reference_logprobs=micro.reference_logprobs,
             teacher_logprobs=micro.teacher_logprobs,
@@ -465,14 +455,6 @@ class TorchTrainer:
         if about.number == 0 or before is not None:  # both are by the weights that the step starts from
             metrics = {**metrics, **off_policy(start, generation)}
         return per_token, metrics
-
-    def _proximal(self, about: Update, micro: MicroBatch, policy: Tensor, start: Tensor) -> Tensor:
-        """Return the proximal logprobs, as ``trainer.proximal`` chooses them."""
-        if self._config.proximal == "generation":
-            return micro.generation_logprobs
-        if self._config.proximal == "recompute":
-            return start
-        return interpolated(policy, micro.generation_logprobs, micro.staleness + (about.number > 0))
 
     # ------------------------------------------------------------------------------ weights and files
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 from grpo_core.errors import ConfigError
 from grpo_core.loop.turns import derive_seed
 from grpo_core.protocols import ValidationContext
 from grpo_core.records import Prompt, Rollout
+from grpo_core.typed import Count, checked
 from grpo_core.validation.comparison import Comparison
 from grpo_core.validation.estimates import mean_with_interval
 from grpo_core.validation.strategies import Mode, ScoringStrategy
@@ -21,6 +22,13 @@ Scores = Mapping[str, Mapping[str, float]]
 
 SHARES = ("accuracy", "accuracy_low", "accuracy_high")
 OUTCOMES = {"better": 1.0, "equal": 0.0, "worse": -1.0}
+
+
+class SavedStandard(TypedDict):
+    """The standard of a task in the state of ``Paired``."""
+
+    version: Count
+    scores: dict[str, dict[str, float]]
 
 
 class Paired(ScoringStrategy):
@@ -90,7 +98,7 @@ class Paired(ScoringStrategy):
         """Go on with the standards of a run."""
         self._standards = {
             task: (one["version"], {id: dict(scores) for id, scores in one["scores"].items()})
-            for task, one in state.items()
+            for task, one in checked(state, dict[str, SavedStandard]).items()
         }
 
     async def _measure(self, context: ValidationContext, task: str) -> dict[str, float]:

@@ -10,7 +10,8 @@ from attrs import define, evolve, field, frozen
 from grpo_core.aio import gather
 from grpo_core.config import ValidationConfig
 from grpo_core.data.samplers import load_plugin_state, plugin_state
-from grpo_core.events import Event, ValidationPlayed
+from grpo_core.events import Event, ValidationPlayed, WarningRaised
+from grpo_core.loop.metrics import left_out
 from grpo_core.protocols import EnvironmentClient, ValidationStrategy
 from grpo_core.records import Prompt
 from grpo_core.validation.runner import Context, Results, played_groups, run_strategy
@@ -58,7 +59,7 @@ class Validation:
     last: int
     """The last version of the run."""
     emit: Callable[[Event], None] = field(default=lambda event: None)
-    """Receives the rollouts as an event, also if a strategy fails."""
+    """Receives the rollouts as an event, also if a strategy fails, but not if the validation is cancelled."""
     measured: int = -1
     """The newest version that was measured by what was due."""
 
@@ -76,10 +77,17 @@ class Validation:
                 run_strategy(part.name, part.strategy, context)
                 for part, context in zip(parts, contexts, strict=True)
             )
-        finally:
-            groups = tuple(group for context in contexts for group in played_groups(context))
-            self.emit(ValidationPlayed(step=version, version=version, groups=groups))
+        except Exception:
+            self._emit_played(version, contexts)
+            raise
+        self._emit_played(version, contexts)
         return {name: metrics for results in found for name, metrics in results.items()}
+
+    def _emit_played(self, version: int, contexts: Sequence[Context]) -> None:
+        groups = tuple(group for context in contexts for group in played_groups(context))
+        self.emit(ValidationPlayed(step=version, version=version, groups=groups))
+        for cause, message in left_out(groups).items():
+            self.emit(WarningRaised(step=version, cause=cause, message=message))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the strategies, by set.  Raises PluginError if one is not JSON."""

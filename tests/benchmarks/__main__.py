@@ -13,7 +13,6 @@ APART = {
     "bench_openenv",
     "bench_learning",  # these train for hours, into a file that has to be named
     "bench_selection",
-    "bench_eta",
 }
 """Benchmarks that are run by themselves, since they need an argument."""
 

@@ -24,7 +24,7 @@ from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from killing import STEPS, Run, check_accounting, left_after
+from killing import Run, check_accounting, left_after
 
 TARGETS = ["engine", "environment", "trainer", "main", "all"]
 VERDICT = 0.1
@@ -69,8 +69,7 @@ def _kill_until_finished(run: Run, chance: random.Random, killed: Counter[str], 
                 time.sleep(0.005)
         if not run.running or killed.total() >= moments:
             said = run.end(120)
-            # the last kill may have come after the last checkpoint: then there was nothing left to continue
-            assert run.finished or f"finished all of its {STEPS} steps" in said, said
+            assert run.finished, said
             return
         who = chance.choice(TARGETS)
         who = who if who == "all" or who in run.processes() else "main"

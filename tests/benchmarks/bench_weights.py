@@ -24,7 +24,6 @@ VARIANTS = {
     "float32, products in float32": {"weights": "float32", "dtype": "float32"},
     "float32 (autocast)": {"weights": "float32"},
     "bfloat16": {"weights": "bfloat16"},
-    "bfloat16, moments in bfloat16": {"weights": "bfloat16", "moments": "bfloat16"},
 }
 
 
@@ -66,21 +65,19 @@ def here(tensor: Any) -> int:
 def measure(given: argparse.Namespace, options: dict[str, str]) -> dict[str, float]:
     import numpy as np
 
-    from grpo_core.config import ModelConfig, OptimizerConfig, TrainerConfig
+    from grpo_core.config import ModelConfig, TrainerConfig
     from grpo_core.records import Batch, Row
     from grpo_core.tokens import Tokens
     from grpo_core.training.setup import TrainerSetup
     from grpo_core.training.trainer import create
 
     length = given.length
-    chosen = {"moments": options["moments"]} if "moments" in options else {}
     trainer = create(
         TrainerSetup(
             model=ModelConfig(path=given.model, dtype=options.get("dtype", "bfloat16")),
             trainer=TrainerConfig(
                 weights=options["weights"], threads=1, device="cpu", tokens_per_microbatch=given.microbatch
             ),
-            optimizer=OptimizerConfig(options=chosen),
             plugins=(),
         )
     )

@@ -21,6 +21,7 @@ import numpy as np
 from attrs import define, field
 
 from grpo_core.agents.dialects import CHAT
+from grpo_core.agents.recorder import Talks
 from grpo_core.agents.repeats import Attempt
 from grpo_core.agents.session import Refused, Reply, Session, attempt_digest
 from grpo_core.aio import cancel
@@ -170,6 +171,7 @@ class SimulatedEndpoint:
     def __init__(self, ledger: AgentLedger) -> None:
         self._ledger = ledger
         self._keys = itertools.count()
+        self._talks = Talks()
         self.sessions: dict[str, tuple[Session, Play]] = {}
         """The open sessions, by key."""
 
@@ -187,6 +189,7 @@ class SimulatedEndpoint:
             engine=overheard,
             renderer=renderer,
             ended=ended,
+            talks=self._talks,
         )
         self.sessions[key] = session, play
         return session

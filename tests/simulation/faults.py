@@ -130,6 +130,12 @@ ENDS = {
 In a pool the faults of one engine may be survived: another one serves in its place.
 """
 
+DROPPED = (
+    "engine_garbage", "sync_unanswered", "tensor_corrupted", "tensor_dropped", "old_weights",
+    "canary_unanswered", "validation_error", "validation_hang",
+)  # fmt: skip
+"""They end no life that is stopped: it drops weight syncs and validations."""
+
 UNSEEN = ("doubled", "reordered")
 """No part of a run can know them; ``simulation.world.Truth`` does."""
 

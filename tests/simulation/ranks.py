@@ -45,6 +45,8 @@ class SimulatedRanks(ProcessTrainer):
         self.exchange = Exchange(size)
         self.deaths: dict[int, float] = {}
         """Times at which ranks died by themselves."""
+        self._known = False
+        """Whether the run knows that the trainer has failed."""
         config = TrainerConfig(ranks=size, deadline=TRAINER_DEADLINE, updates_per_step=UPDATES)
         super().__init__(TrainerSetup(trainer=config))
 
@@ -86,10 +88,14 @@ class SimulatedRanks(ProcessTrainer):
             raise
 
     def _check(self, error: Exception) -> None:
-        """A death is told with the name of the rank, at once; a rank that hangs, when its time is up."""
+        """A death is told with the name of the rank, at once; a rank that hangs, when its time is up.
+
+        Calls after that, such as to save what is left, find no rank any more.
+        """
         if not isinstance(error, GrpoError):
             self._law(False, f"an error that is none of ours: {error!r}")
-        if not self.deaths or self.together.dice.fatal not in ([], ["rank_death"]):
+        known, self._known = self._known, True
+        if known or not self.deaths or self.together.dice.fatal not in ([], ["rank_death"]):
             return
         named = re.search(r"^trainer rank (\d) died \(killed by SIGKILL\)", str(error))
         self._law(isinstance(error, TrainerError) and named is not None, f"a rank died, but {error!r}")

@@ -44,6 +44,7 @@ from grpo_core.events import (
     StepEnded,
 )
 from grpo_core.incidents import IncidentCounts, reported_to
+from grpo_core.loop.endings import Failure
 from grpo_core.loop.pipeline import Pipeline, Written
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Prompt
@@ -279,7 +280,7 @@ class _Run:
         workers = config.engine.workers
         return make(0) if workers == 1 else EnginePool(make, workers, deadline=config.engine.deadline)
 
-    async def _save(self, step: int) -> Written:
+    async def _save(self, step: int, failure: Failure | None) -> Written:
         await asyncio.sleep(self.world.cut * self._rng.uniform(0.8, 1.2))
 
         async def written() -> Path:

@@ -55,6 +55,7 @@ from grpo_core.loop import checkpoint, filters
 from grpo_core.loop.advantages import group as group_advantages
 from grpo_core.loop.buffer import Buffer, Slot
 from grpo_core.loop.dynamic import DynamicSampling
+from grpo_core.loop.endings import Failure
 from grpo_core.loop.health import Limits
 from grpo_core.loop.laws import Laws, Violation
 from grpo_core.loop.pipeline import Pipeline, Schedule, Written
@@ -68,7 +69,7 @@ from grpo_core.validation.runner import Context, Results
 from grpo_core.validation.sets import Measured, Validation
 from grpo_core.versions import Interval
 from simulation.agents import SimulatedEndpoint
-from simulation.faults import NONE, Dice, Faults
+from simulation.faults import DROPPED, NONE, Dice, Faults
 from simulation.ranks import SimulatedRanks
 from simulation.world import (
     DIFFERENCE,
@@ -480,8 +481,9 @@ class Simulation:
             self.truth.ledger.finished(pipeline.buffer.step)
         if ended not in ("finished", "interrupted"):
             return
-        if self._dice.fatal:
-            self._broken(f"went on after {self._dice.fatal}")
+        dropped = DROPPED if ended == "interrupted" else ()
+        if fatal := [fault for fault in self._dice.fatal if fault not in dropped]:
+            self._broken(f"went on after {fatal}")
         found = checkpoint.newest(self._checkpoints)
         if found is None or found.step != pipeline.buffer.step:
             self._broken(f"{ended} at step {pipeline.buffer.step}, but the newest checkpoint is {found}")
@@ -536,14 +538,17 @@ class Simulation:
         self._measured = -1 if found is None else checkpoint.measured(found)
         self.truth.carried = {slot.id for slot, _ in buffer.state_dict()["ready"]}
 
-        async def save(step: int) -> Written:
+        async def save(step: int, failure: Failure | None) -> Written:
             return await checkpoint.begin(
                 self._checkpoints,
                 step=step,
-                pipeline={**checkpoint.cut(buffer, stream), "measured": self._measured},
+                pipeline={
+                    **checkpoint.cut(buffer, stream, failure=failure),
+                    "measured": self._measured,
+                },
                 loaders={task: loader.state_dict() for task, loader in loaders.items()},
                 save_trainer=trainer.save,
-                keep=2,
+                keep=2 if failure is None else None,
                 disk=disk,
             )
 

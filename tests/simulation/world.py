@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 from attrs import evolve, field, frozen
+from safetensors.numpy import save
 
 from grpo_core.aio import cancel
 from grpo_core.environments.feedback import as_feedback
@@ -788,7 +789,7 @@ class SimulatedTrainer(Trainer):
 
     def _resume(self, directory: Path) -> None:
         """Continue with what one process has saved, or several ranks, of which each has a part."""
-        parts = [json.loads(path.read_bytes()) for path in sorted(directory.iterdir())]
+        parts = [json.loads(path.read_bytes()) for path in sorted(directory.glob("*.json"))]
         self.truth.law(
             len({part["version"] for part in parts}) == 1 and len(parts) == parts[0].get("files", 1),
             parts[0]["version"],
@@ -873,9 +874,12 @@ class SimulatedTrainer(Trainer):
         return {"version": self.version, "digest": self.digest.hex(), "broken": self._broken}
 
     async def write(self, path: Path, data: bytes) -> None:
-        """Write a file while training goes on, steps perhaps."""
+        """Write a file while training goes on, steps perhaps, and one with the weights as numbers."""
+        number = np.array([math.nan if json.loads(data)["broken"] else 1.0], np.float32)
         await asyncio.sleep(self.dice.random.expovariate(1.0))
         await self._disk.run(lambda: self._disk.write(path, data))
+        weights = path.with_suffix(".safetensors")
+        await self._disk.run(lambda: self._disk.write(weights, save({"weights": number})))
 
     async def aclose(self) -> None:
         return None

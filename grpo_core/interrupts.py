@@ -1,0 +1,96 @@
+"""Signals that ask the program to end: ctrl-C, SIGTERM, and SIGHUP, which comes when a terminal is closed.
+
+The innermost receiver gets them.  Where there is none, they raise KeyboardInterrupt.  A library may swallow
+that, so the next receiver gets such a signal as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+INTERRUPTED = 130
+"""Exit status after one of these signals."""
+LEAVING = 5.0
+"""Seconds that threads and libraries have when an interrupted program exits."""
+
+Receive = Callable[[str], object]
+"""Receives the name of a signal on the main thread, between any two of its instructions."""
+
+_receivers: list[Receive] = []
+_raised: list[str] = []
+"""Signals that have raised KeyboardInterrupt."""
+
+
+def handle() -> dict[signal.Signals, Any]:
+    """Handle the signals from now on, and return the handlers before; only the main thread can.
+
+    SIGHUP stays ignored if it is, as ``nohup`` has started the program.  SIGINT does not: shells let what a
+    script starts with ``&`` ignore it, and who sends it to such a program means it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    if before[signal.SIGHUP] is signal.SIG_IGN:
+        del before[signal.SIGHUP]
+    for number in [number for number, handler in before.items() if handler is None]:
+        del before[number]  # Python did not install it, and cannot bring it back
+    for number in before:
+        signal.signal(number, _receive)
+    return before
+
+
+def _receive(number: int, frame: object) -> None:
+    name = signal.Signals(number).name
+    if not _receivers:
+        _raised.append(name)
+        raise KeyboardInterrupt(name)
+    _receivers[-1](name)
+
+
+@contextlib.contextmanager
+def received(receive: Receive) -> Iterator[None]:
+    """Let a function receive the signals, on the main thread; elsewhere do nothing.
+
+    The handlers of the program that calls this come back afterwards.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = handle()
+    _receivers.append(receive)
+    try:
+        while _raised:
+            receive(_raised.pop())
+        yield
+    finally:
+        _receivers.pop()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def raise_interrupt(name: str) -> None:
+    """Receive a signal while the main thread is in a call that blocks, such as ``input``."""
+    raise KeyboardInterrupt(name)
+
+
+def leave() -> NoReturn:
+    """Exit with ``INTERRUPTED``, also if a thread or a library does not come to its end."""
+
+    def end() -> None:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        os._exit(INTERRUPTED)
+
+    import logging  # not before it is needed: ``handle`` is called first of all
+
+    logging.disable()  # tasks that were interrupted are no news
+    watchdog = threading.Timer(LEAVING, end)
+    watchdog.daemon = True
+    watchdog.start()
+    sys.exit(INTERRUPTED)

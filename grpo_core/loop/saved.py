@@ -1,0 +1,157 @@
+"""The contents of a checkpoint's JSON files."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NotRequired, TypedDict
+
+from grpo_core.typed import Count
+
+
+class SavedFile(TypedDict):
+    """A file of the checkpoint."""
+
+    sha256: str
+    size: Count
+
+
+class SavedManifest(TypedDict):
+    """``manifest.json``."""
+
+    format: int
+    step: Count
+    files: dict[str, SavedFile]
+    tensors: NotRequired[dict[str, dict[str, tuple[Count, Count]]]]
+
+
+class SavedSlot(TypedDict):
+    """A ``Slot`` with the task and the id of its prompt."""
+
+    id: Count
+    generation_version: Count
+    target_version: Count
+    attempts: Count
+    prompt: tuple[str, str]
+
+
+class SavedMessage(TypedDict):
+    """A message; what an environment or a tool adds may have any type."""
+
+    role: str
+
+
+class SavedRollout(TypedDict):
+    """A ``Rollout`` with the places of its arrays."""
+
+    segments: list[tuple[Count, Count]]
+    messages: list[SavedMessage]
+    reward: float | None
+    success: bool | None
+    metrics: dict[str, float]
+    turn_rewards: list[float]
+    turn_tokens: list[Count]
+    turn_states: list[str]
+    answer: str | None
+    turns: Count
+    tool_calls: Count
+    train: bool
+    seed: Count
+    advantage: float | None
+    token_advantages: None
+    trained: bool
+    finish_reason: str
+    error: str | None
+    lost: bool
+
+
+class SavedBuffer(TypedDict):
+    """``Buffer.state_dict()``."""
+
+    step: Count
+    dispatched: Count
+    skipped: Count
+    filtered: Count
+    attempts: Count
+    retrying: list[SavedSlot]
+    ready: list[tuple[SavedSlot, list[SavedRollout]]]
+
+
+class SavedSchedule(TypedDict):
+    """The keys of ``[trainer]`` on which the learning rate depends."""
+
+    steps: Count
+    epochs: float
+    updates_per_step: Count
+    lr: float
+    lr_schedule: Literal["constant", "linear", "cosine"]
+    lr_end: float
+    warmup_updates: Count
+
+
+class SavedRun(TypedDict, total=False):
+    """What a later start of the run compares itself with."""
+
+    grpo_core: str
+    fixed: dict[str, Any]
+    schedule: SavedSchedule
+    start: str
+    teacher: str
+    files: dict[str, str]
+
+
+class SavedStrategy(TypedDict):
+    """A validation strategy."""
+
+    strategy: str
+    state: Any
+
+
+class SavedEvidence(TypedDict):
+    """The evidence of a second opinion about a task."""
+
+    tolerance: float
+    level: float
+    groups: Count
+    judged: Count
+    refused: Count
+    alarmed: bool
+    money: list[float]
+
+
+class SavedOpinion(TypedDict):
+    """A second opinion."""
+
+    environment: str
+    evidence: dict[str, SavedEvidence]
+
+
+class SavedFailure(TypedDict):
+    """A ``Failure``."""
+
+    error: str
+    proved: Count
+
+
+class SavedPipeline(TypedDict):
+    """``pipeline.json``."""
+
+    format: int
+    step: Count
+    buffer: SavedBuffer
+    sampler: Any
+    sampler_name: NotRequired[str]
+    validation: NotRequired[dict[str, SavedStrategy]]
+    measured: NotRequired[int]
+    goal: NotRequired[dict[str, float]]
+    second_opinion: NotRequired[SavedOpinion]
+    failure: NotRequired[SavedFailure]
+    run: NotRequired[SavedRun]
+
+
+class SavedLoader(TypedDict):
+    """``train_dataloader_TASK.json``."""
+
+    prompts: Count
+    fingerprint: str
+    seed: Count
+    taken: Count
+    offers: NotRequired[bool]

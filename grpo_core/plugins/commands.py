@@ -1,0 +1,75 @@
+"""Finds the commands of the command line: the core's, and those of installed plugins."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from importlib.metadata import Distribution, entry_points
+from types import ModuleType
+
+from attrs import define, field
+
+from grpo_core.errors import PluginError
+from grpo_core.hookspecs import Command
+from grpo_core.plugins.offers import Plugin
+
+GROUP = "grpo_core.commands"
+"""Group of the entry points that name modules with the hook ``grpo_commands``."""
+
+
+@define
+class Found:
+    """The commands of the core and of the installed plugins."""
+
+    commands: dict[str, Command]
+    plugins: list[Plugin] = field(factory=list)
+    """The plugins that offer commands, or would if they had no fault."""
+    offered: dict[str, Collection[str]] = field(factory=dict)
+    """Names of a plugin's commands, by the plugin's name."""
+
+
+def find_commands(core: ModuleType) -> Found:
+    """Find the commands of the core's module and of the plugins that ``GRPO_PLUGINS`` allows.
+
+    The commands of a plugin are left out if its module cannot be imported, or if a name is in use.
+    """
+    found = Found(offered_commands(core))
+    for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
+        owner = entry.dist
+        if owner is None or not _allowed(entry.name, owner):
+            continue
+        plugin = Plugin(name=entry.name, distribution=owner.name, version=owner.version, module=entry.value)
+        try:
+            offered = offered_commands(entry.load())
+            if taken := sorted(offered.keys() & found.commands.keys()):
+                raise PluginError(f"there is another command {taken[0]!r}")
+        except Exception as error:  # a broken plugin takes no other command down
+            plugin.fault = error
+        else:
+            found.commands |= offered
+            found.offered[plugin.name] = offered.keys()
+        found.plugins.append(plugin)
+    return found
+
+
+def offered_commands(module: ModuleType) -> dict[str, Command]:
+    """Return the commands that a module offers.  Raises PluginError if its hook is missing or wrong."""
+    hook = getattr(module, "grpo_commands", None)
+    if hook is None:
+        raise PluginError(f"module {module.__name__} has no hook grpo_commands")
+    offered = hook()
+    if not isinstance(offered, Mapping) or not all(
+        isinstance(name, str) and isinstance(command, Command) for name, command in offered.items()
+    ):
+        raise PluginError(
+            f"{module.__name__}.grpo_commands() returned {offered!r}; expected {{name: Command}}"
+        )
+    return dict(offered)
+
+
+def _allowed(name: str, owner: Distribution) -> bool:
+    """Return whether ``GRPO_PLUGINS`` names the plugin or its distribution, or is not set."""
+    if "GRPO_PLUGINS" not in os.environ:
+        return True
+    allowed = {each.strip() for each in os.environ["GRPO_PLUGINS"].split(",")}
+    return name in allowed or owner.name in allowed
