@@ -74,6 +74,15 @@ def test_a_checkpoint_that_is_still_being_validated_is_not_removed(tmp_path):
     assert save(tmp_path, 4, retention) == [2, 4]
 
 
+def test_checkpoints_that_are_never_validated_are_removed_like_all_others(tmp_path):
+    """A checkpoint that is due by time comes between validations."""
+    retention = Retention(tmp_path, best=BEST, due=lambda version: version % 10 == 0)
+    validated(retention, 10, 0.5)
+    for step in (10, 13, 17, 20, 24, 28):
+        kept = save(tmp_path, step, retention)
+    assert kept == [10, 20, 28], "version 20 is still being validated"
+
+
 def test_the_best_one_is_known_again_after_a_kill(tmp_path):
     retention = Retention(tmp_path, best=BEST)
     for step, value in ((1, 0.5), (2, 0.9), (3, 0.7)):

@@ -339,6 +339,7 @@ def make_schedule(
     return Schedule(
         validations=intervals(validation),
         save_every=checkpoint.every,
+        save_seconds=60.0 * checkpoint.every_minutes,
         rollout_deadline=rollout.deadline,
         sync_deadline=SYNC_ATTEMPTS * engine.deadline + SYNC_GRACE,
         in_flight_updates=pipeline.in_flight_updates,

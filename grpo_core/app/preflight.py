@@ -197,7 +197,7 @@ def _check_best(config: Config) -> None:
     best = config.checkpoint.best.removeprefix("-")
     if not best:
         return
-    key, every = _interval_of(best, config, "checkpoint.best")
+    key, every = interval_of(best, config, "checkpoint.best")
     if not every or not config.checkpoint.every:
         raise ConfigError(
             f"checkpoint.best compares checkpoints that are validated: checkpoint.every and {key} "
@@ -230,12 +230,12 @@ def _check_goal(config: Config) -> None:
         raise ConfigError(f"trainer.stop_when is {goal!r}, and there is no task {task!r}.{near}")
     if not metric.startswith("validation/"):
         return
-    key, every = _interval_of(metric, config, "trainer.stop_when")
+    key, every = interval_of(metric, config, "trainer.stop_when")
     if not every:
         raise ConfigError(f"trainer.stop_when is {goal!r}, which nothing measures: {key} is 0")
 
 
-def _interval_of(metric: str, config: Config, key: str) -> tuple[str, int]:
+def interval_of(metric: str, config: Config, key: str) -> tuple[str, int]:
     """Return the key of a validation metric's interval, and its value.  Raises ConfigError."""
     validation = config.validation
     intervals = dict.fromkeys(config.tasks, ("validation.every", validation.every)) | {

@@ -31,6 +31,7 @@ from grpo_core.app.parts import (
     trainer_here,
 )
 from grpo_core.app.placement import Placement
+from grpo_core.app.preflight import interval_of
 from grpo_core.app.profile import ProfileTracker
 from grpo_core.app.resume import Over
 from grpo_core.app.tasks import Tasks
@@ -57,6 +58,7 @@ from grpo_core.run_directory import RunDirectory
 from grpo_core.timeline import Timeline, taken_down
 from grpo_core.training.process import thread_count
 from grpo_core.validation.sets import HeldOut
+from grpo_core.versions import Interval
 
 T = TypeVar("T")
 
@@ -229,8 +231,16 @@ def _watched(
     step = resume.step if resume else 0
     scores = Scores(run.first_scores() if resume else {})
     kept = config.checkpoint
-    retention = Retention(run.checkpoints, every=kept.keep_every, best=kept.best, step=step)
     steps = sys.maxsize if config.trainer.epochs else config.trainer.steps
+    best = kept.best.removeprefix("-")
+    measured = Interval(interval_of(best, config, "checkpoint.best")[1]) if best else Interval()
+    retention = Retention(
+        run.checkpoints,
+        every=kept.keep_every,
+        best=kept.best,
+        due=partial(measured.due, last=steps),
+        step=step,
+    )
     room = DiskRoom(run.path, steps, lambda event: trackers.emit(event))
     own: dict[str, Tracker] = {"scores of the run": scores, "room on the disk": room}
     if kept.best:

@@ -16,7 +16,10 @@ class CheckpointConfig:
     """When checkpoints are written, and how many are kept."""
 
     every: int = field(default=20, validator=ge(0))
-    """Save every this many steps; 0 means only at the end."""
+    """Save every this many steps; 0 means none by steps. The end of a run is always saved."""
+    every_minutes: float = field(default=10.0, validator=ge(0))
+    """Save also when this many minutes have passed since the last checkpoint, after the step; 0 means none by
+    time. At least 20 times as long as that checkpoint took has to pass."""
     keep: int = field(default=2, validator=ge(1))
     """Number of newest complete checkpoints that stay on disk."""
     keep_every: int = field(default=0, validator=ge(0))

@@ -71,6 +71,7 @@ from grpo_core.loop.meter import Meter
 from grpo_core.loop.metrics import left_out, task_metrics, times
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, cause, derive_seed, play
 from grpo_core.loop.rows import check_staleness, make_batch, with_advantages
+from grpo_core.loop.saves import Saves
 from grpo_core.loop.shaping import Shaping, shaped_rewards
 from grpo_core.planes import MemoryPlane
 from grpo_core.protocols import (
@@ -119,7 +120,9 @@ class Schedule:
     validations: Sequence[Interval] = ()
     """A version is validated if it is due in one of them."""
     save_every: int = 0
-    """Steps from one checkpoint to the next; 0 is never."""
+    """Steps from one checkpoint to the next; 0 is none by steps."""
+    save_seconds: float = 0.0
+    """Seconds from one checkpoint to the next, which may be more; 0 is none by time."""
     stall: float = 86400.0
     """Seconds that a wait may last before the run ends: the backstop behind all other deadlines."""
     rollout_deadline: float | None = None
@@ -195,6 +198,7 @@ class Pipeline:
     _failing: bool = field(init=False, default=False)
     """Whether another part has failed, so that training ends after its step."""
     _trained: int = field(init=False, default=0)
+    _saves: Saves = field(init=False)
     _kept: int = field(init=False, default=0)
     """Step of the newest complete checkpoint, or the step that the run began with."""
     _measured: int = field(init=False, default=-1)
@@ -212,6 +216,10 @@ class Pipeline:
     _recent: deque[Mapping[str, float]] = field(init=False, factory=lambda: deque(maxlen=health.WINDOW))
     _carried: frozenset[int] = field(init=False, default=frozenset())
     """Slots of the groups that were finished before the run was resumed."""
+
+    @_saves.default
+    def _when_to_save(self) -> Saves:
+        return Saves(self.schedule.save_every, self.schedule.save_seconds)
 
     # ------------------------------------------------------------------------------ public methods
 
@@ -246,6 +254,7 @@ class Pipeline:
                 stage("first validation")
                 await self._validate(self._trained)
             self._meter.begin()
+            self._saves.begin(self._meter.now())
             background = [
                 tasks.create_task(self._collect(), name="collect"),
                 tasks.create_task(self._sync(), name="sync"),
@@ -563,9 +572,8 @@ class Pipeline:
         )
 
     def _save_is_due(self) -> bool:
-        every = self.schedule.save_every
         last = self._stopping or self._trained >= self.buffer.num_steps  # saved when the loop has ended
-        return bool(every) and self._trained % every == 0 and not last
+        return not last and self._saves.due(self._trained, self._meter.now())
 
     async def _save(self, version: int, failure: Failure | None = None) -> None:
         """Take a cut once the one before is written; return when training may go on.
@@ -583,6 +591,7 @@ class Pipeline:
             raise TrainerError(f"the trainer may hold a part of step {self.buffer.step}, which failed")
         reason = failure.error if failure is not None else self._stopping if self._leaving else ""
         self.emit(Saving(step=version, reason=reason))
+        self._saves.saving(self._meter.now())
         with self._timed("cut"):
             written = await self.save(version, failure)
         work = self._complete(version, written, fails=failure is not None)
@@ -610,6 +619,7 @@ class Pipeline:
                 await self.flush()
             directory = await written()
         self._kept = version
+        self._saves.saved(self._meter.now())
         self.emit(Saved(step=version, directory=str(directory)))
 
     # ------------------------------------------------------------------------------ an end by an error

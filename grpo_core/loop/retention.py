@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from grpo_core.disk import Disk, replace_file
@@ -21,6 +21,7 @@ class Retention(Tracker):
 
     Args:
         directory: directory of the checkpoints.
+        due: whether a version is measured by the metric.
         every: checkpoints at multiples of this many steps stay; 0 is none.
         best: name of a metric of validations, as in "validation/TASK/accuracy"; the checkpoint with its
             largest value stays, or with "-" before the name, its smallest.  Empty is none.
@@ -31,9 +32,16 @@ class Retention(Tracker):
     required = True
 
     def __init__(
-        self, directory: Path, *, every: int = 0, best: str = "", step: int = 0, disk: Disk | None = None
+        self,
+        directory: Path,
+        *,
+        every: int = 0,
+        best: str = "",
+        due: Callable[[int], bool] = lambda version: True,
+        step: int = 0,
+        disk: Disk | None = None,
     ) -> None:
-        self._path, self._every = directory / SCORES, every
+        self._path, self._every, self._due = directory / SCORES, every, due
         self._sign, self._metric = (-1.0, best[1:]) if best.startswith("-") else (1.0, best)
         self._disk = disk or Disk()
         self.scores: dict[int, float] = {at: value for at, value in self._read().items() if at <= step}
@@ -58,12 +66,12 @@ class Retention(Tracker):
     def spared(self, steps: Collection[int]) -> set[int]:
         """Return those of the checkpoints at ``steps`` that stay even if they are old.
 
-        One that is newer than the last validation may still turn out to be the best.
+        One that is newer than the last validation may still turn out to be the best, if it is validated.
         """
         stay = {step for step in steps if self._every and step % self._every == 0}
         if self._metric:
             scores = self.scores
-            stay |= {step for step in steps if step > max(scores, default=-1)}
+            stay |= {step for step in steps if step > max(scores, default=-1) and self._due(step)}
             best = self.best(steps)
             stay |= set() if best is None else {best}
         return stay

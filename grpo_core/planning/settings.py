@@ -9,6 +9,7 @@ from grpo_core.errors import ConfigError
 
 SIMULATED = (
     "checkpoint.every",
+    "checkpoint.every_minutes",
     "dynamic_sampling.*",
     "engine.max_requests",
     "engine.workers",
