@@ -263,6 +263,14 @@ class RunDirectory:
                 if unwanted and rollouts.is_file():
                     rollouts.unlink()
 
+    def work_after(self, step: int) -> tuple[int, float]:
+        """Return how many steps ``metrics.jsonl`` has after a step, and how many seconds they took."""
+        metrics = self.path / "metrics.jsonl"
+        lines = metrics.read_bytes().splitlines(keepends=True) if metrics.exists() else []
+        rows = [self._row(line) for line in lines if line.endswith(b"\n") and b'"time/step"' in line]
+        seconds = [row["time/step"] or 0.0 for row in rows if row["step"] > step]
+        return len(seconds), sum(seconds)
+
     def _step_of(self, line: bytes) -> int:
         step: int = self._row(line)["step"]
         return step
@@ -313,6 +321,12 @@ class RunDirectory:
         if self._earlier is not None:
             self._earlier.replace(self.path / CONFIG)
             self._earlier = None
+
+
+def lost(steps: int, seconds: float) -> str:
+    """Say how much work is lost with some steps: "15 steps (14 minutes) are lost"."""
+    time = f"{seconds / 60:.0f} minutes" if seconds >= 120.0 else f"{seconds:.0f} s"
+    return f"{steps} steps ({time}) are lost" if steps > 1 else f"1 step ({time}) is lost"
 
 
 def planned_steps(config: object, started: object = None) -> int:

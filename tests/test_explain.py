@@ -235,9 +235,53 @@ def test_a_run_that_was_killed_has_the_date_of_its_last_metrics_if_it_has_any() 
         facts = of({"trainer": {"steps": 4}}, time__step=[1.0] * len(times), time=times)
         facts.ended = ""
         (killed,) = [finding for finding in explained(facts) if finding.cause == "killed"]
-        assert f"the run made {len(times)} of 4 steps; {told}" in killed.evidence[2]
+        assert f"the run made {len(times)} of 4 steps; there is no checkpoint" in killed.evidence[2]
+        assert told in killed.evidence[2]
     facts.missing.append("events.jsonl")
     assert "killed" not in causes(facts), "nobody knows how it ended"
+
+
+@pytest.mark.parametrize(
+    ("saved", "lost"),
+    [
+        (40, "the newest checkpoint is of step 40: 15 steps (15 minutes) are lost"),
+        (54, "the newest checkpoint is of step 54: 1 step (60 s) is lost"),
+        (55, "the newest checkpoint is of step 55"),
+        (0, "there is no checkpoint: 55 steps (55 minutes) are lost"),
+    ],
+)
+@pytest.mark.parametrize(
+    "error", ["", "ModelError: there is no such file", "OSError: No space left on device"]
+)
+def test_a_run_that_was_killed_or_failed_says_which_work_is_lost(saved: int, lost: str, error: str) -> None:
+    facts = of({"trainer": {"steps": 300}}, time__step=[60.0] * 55)
+    facts.saved, facts.ended = saved, "failed" if error else ""
+    facts.error = Messages(1, 55, 55, error) if error else None
+    (first, *_) = explained(facts)
+    assert first.cause in ("killed", "run_failed", "disk_full")
+    assert f"the run made 55 of 300 steps; {lost}" in first.evidence[2]
+
+
+def test_the_newest_checkpoint_is_what_the_events_say(tmp_path: Path) -> None:
+    events = [
+        {"event": "RunStarted", "step": 0, "config": {}},
+        {"event": "Saving", "step": 7},
+        {"event": "Saved", "step": 7},
+        {"event": "Saving", "step": 9},
+    ]
+    (tmp_path / "config.toml").write_text("")
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(f'{{"step": {i}, "time/step": 2.0}}\n' for i in range(1, 11))
+    )
+
+    def lost(*more: dict[str, object]) -> tuple[int, float]:
+        lines = [json.dumps({"time": 1.0, **event}) for event in (*events, *more)]
+        (tmp_path / "events.jsonl").write_text("\n".join(lines) + "\n")
+        return Facts.read(tmp_path).lost
+
+    assert lost() == (3, 6.0)
+    assert lost({"event": "Saved", "step": 9}) == (1, 2.0)
+    assert lost({"event": "RunStarted", "step": 7, "resumed": True, "config": {}}) == (3, 6.0)
 
 
 def test_a_loss_without_clip_fractions_has_no_cause_with_nan() -> None:

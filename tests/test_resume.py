@@ -438,6 +438,24 @@ def test_differences_are_printed_and_earlier_configurations_kept(tmp_path):
     assert RunDirectory.open(run)[1].trainer.lr == 2e-5
 
 
+@pytest.mark.parametrize(
+    ("steps", "told"),
+    [
+        (0, ""),
+        (1, "; 1 step (100 s) is lost, and trained again"),
+        (6, "; 6 steps (10 minutes) are lost, and"),
+    ],
+)
+def test_a_resume_says_how_much_is_trained_again(tmp_path, steps, told):
+    run = tmp_path / "run"
+    a_run(run)
+    rows = [{"step": step, "time/step": 100.0} for step in range(1, steps + 1)]
+    lines = [json.dumps(row) + "\n" for row in [{"step": 0, "validation/sort/accuracy": 0.5}, *rows]]
+    (run / "metrics.jsonl").write_text("".join(lines) + '{"step": 99, "time/step": 1')
+    (said,) = resumed(run).notes
+    assert said.startswith(f"continuing {run} after step 0{told}")
+
+
 def test_options_of_a_part_that_is_replaced_are_dropped(tmp_path):
     a_run(tmp_path / "run", settings=["sampler.options.weights.sort=2.0"])
     assert resumed(tmp_path / "run", "sampler.name=round_robin").config.sampler.options == {}

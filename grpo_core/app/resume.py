@@ -25,7 +25,7 @@ from grpo_core.loop.saved import SavedPipeline, SavedRun
 from grpo_core.loss import needs_of
 from grpo_core.models import directory_here, text_files
 from grpo_core.plugins.host import NO_OFFERS, Offers, PluginHost
-from grpo_core.run_directory import RunDirectory
+from grpo_core.run_directory import RunDirectory, lost
 from grpo_core.training.schedule import KEYS as SCHEDULE
 from grpo_core.training.schedule import rate
 from grpo_core.validation.target import check_start, start_digest
@@ -132,7 +132,9 @@ def _found(
             _check_states(found.directory, state, config, host)
         if over is None:
             notes += _consequences(before, config, changes)
-            notes.append(f"continuing {path} after step {found.step}")
+            steps, seconds = directory.work_after(found.step)
+            again = f"; {lost(steps, seconds)}, and trained again" if steps else ""
+            notes.append(f"continuing {path} after step {found.step}{again}")
         else:
             notes += [over.told, "completing its end: its page, and what else its trackers write then"]
     resumed = Resumed(

@@ -37,6 +37,7 @@ _WANTED = tuple(
         "Dispatched",
         "RunStarted",
         "RunEnded",
+        "Saved",
         "WarningRaised",
         "ErrorRaised",
         "IncidentReported",
@@ -159,6 +160,8 @@ class Facts:
     """The configuration of the last start, with the number of steps."""
     resumed_at: int = 0
     """Step at which the last start continued the run; 0 if it was started once."""
+    saved: int = 0
+    """Step of the newest checkpoint; 0 if there is none."""
     ended: str = ""
     """Reason of the last end; empty: the last start has no end."""
     running: bool = False
@@ -238,7 +241,9 @@ class Facts:
                 self.warnings.clear()  # each start warns again of what is still so
                 if self.started > 1:
                     self.resumed_at = step
-                self.resolved = row.get("config")
+                self.resolved, self.saved = row.get("config"), step
+            case "Saved":
+                self.saved = step
             case "RunEnded":
                 self.ended = str(row.get("reason"))
             case "ErrorRaised":
@@ -281,6 +286,13 @@ class Facts:
     def steps(self) -> int:
         """Number of steps whose metrics are there."""
         return len(self.of("time/step"))
+
+    @property
+    def lost(self) -> tuple[int, float]:
+        """Number of steps after the newest checkpoint, and how many seconds they took."""
+        made = self.of("time/step")
+        after = [took for step, took in zip(made.steps, made.values, strict=True) if step > self.saved]
+        return len(after), math.fsum(after)
 
     @property
     def planned(self) -> int:

@@ -6,6 +6,7 @@ from datetime import datetime
 
 from grpo_core.explain.causes import Evidence, named, percent
 from grpo_core.explain.facts import Facts, Messages
+from grpo_core.run_directory import lost
 
 SOME = 3
 """Number of incidents below which a run has survived chance."""
@@ -13,6 +14,13 @@ SOME = 3
 
 def _progress(facts: Facts) -> str:
     return f"the run made {facts.steps}{f' of {facts.planned}' if facts.planned else ''} steps"
+
+
+def _kept(facts: Facts) -> str:
+    """Return what is left of the work of a run that has ended."""
+    steps, seconds = facts.lost
+    newest = f"the newest checkpoint is of step {facts.saved}" if facts.saved else "there is no checkpoint"
+    return f"{_progress(facts)}; {newest}{f': {lost(steps, seconds)}' if steps else ''}"
 
 
 def _moment(seconds: float) -> str:
@@ -42,7 +50,7 @@ def out_of_memory(facts: Facts) -> Evidence | None:
             f"the run ended with: {facts.error.message}",
             f"trainer.tokens_per_microbatch = {facts.setting('trainer.tokens_per_microbatch')}, "
             f"rollout.max_tokens = {facts.setting('rollout.max_tokens')}",
-            _progress(facts),
+            _kept(facts),
         ),
         'halve trainer.tokens_per_microbatch, or set trainer.activations = "recompute"; '
         "grpo-core doctor CONFIG estimates what each process takes",
@@ -63,7 +71,7 @@ def disk_full(facts: Facts) -> Evidence | None:
         (
             f"the run ended with: {error.message}",
             f"{warned.count:g} warnings about the disk came before",
-            _progress(facts),
+            _kept(facts),
         ),
         "make room, then continue with --resume and --set tracking.files.keep=20 --set checkpoint.keep=1",
     )
@@ -326,7 +334,7 @@ def killed(facts: Facts) -> Evidence | None:
             if facts.started
             else "events.jsonl tells neither a start nor an end of the run",
             "no process of this machine holds the run",
-            f"{_progress(facts)}; {last}",
+            f"{_kept(facts)}; {last}",
         ),
         f"look for the memory killer (dmesg) or a time limit of the queue, then: grpo-core train --resume "
         f"{facts.path}",
@@ -343,7 +351,7 @@ def run_failed(facts: Facts) -> Evidence | None:
         (
             f"the error: {facts.error.message}",
             f"its class: {facts.error_type or 'unknown'}; the traceback is in events.jsonl (ErrorRaised)",
-            _progress(facts),
+            _kept(facts),
         ),
         f"do what the message says, then: grpo-core train --resume {facts.path}",
     )
