@@ -35,6 +35,7 @@ Kind = Literal[
     "skipped",  # the attempts of a prompt are used up
     "agent_option",  # an agent asked for sampling that the run does not do
     "passed_over",  # a checkpoint was never finished or is damaged, and an older one is used
+    "textless",  # the model sampled a token for which its tokenizer has no text
     "not_removed",  # an old checkpoint cannot be removed
 ]
 

@@ -185,7 +185,7 @@ def shapes_in(directory: Path) -> dict[str, tuple[int, ...]] | None:
     """
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        headers = [_header(path) for path in weight_files(directory)]
+        headers = [header_of(path) for path in weight_files(directory)]
         if {"quantization_config", "text_config"} & config.keys():
             return None
         shapes = {name: info["shape"] for header in headers for name, info in header.items()}
@@ -199,13 +199,13 @@ def shapes_in(directory: Path) -> dict[str, tuple[int, ...]] | None:
 def dtypes_in(directory: Path) -> dict[str, str]:
     """Return the dtype of each tensor in a model's files, such as "BF16"; empty if the files do not tell."""
     try:
-        headers = [_header(path) for path in weight_files(directory)]
+        headers = [header_of(path) for path in weight_files(directory)]
         return {name: info["dtype"] for header in headers for name, info in header.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return {}
 
 
-def _header(path: Path) -> dict[str, Any]:
+def header_of(path: Path) -> dict[str, Any]:
     """Return name, dtype and shape of the tensors in a safetensors file.  Raises ValueError, OSError."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")

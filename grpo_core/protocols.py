@@ -444,6 +444,8 @@ class Renderer(Protocol):
     """Number of positions of the model."""
     vocabulary: int
     """Number of token ids of the model."""
+    tokens: int
+    """Number of token ids of the tokenizer, which are fewer for most models."""
 
     async def run(self, work: Callable[[], T], size: int) -> T:
         """Return ``work()``, which renders or reads about ``size`` characters; the event loop goes on."""

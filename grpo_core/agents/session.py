@@ -22,6 +22,7 @@ from grpo_core.agents.repeats import Attempt, Call, KeyReused, Repeats
 from grpo_core.aio import cancel
 from grpo_core.completions import check_completions
 from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError, ModelError, PluginError, describe
+from grpo_core.loop.rollout import report_textless
 from grpo_core.loop.turns import derive_seed
 from grpo_core.protocols import Engine, Renderer
 from grpo_core.records import AgentClient, AgentRollout, Completion, GenerationRequest, Message, Recording
@@ -229,6 +230,7 @@ class Session:
         try:
             completions = await self.engine.generate(requests)
             check_completions(completions, requests, vocabulary=self.renderer.vocabulary)
+            report_textless(completions, self.renderer.tokens)
             completed = True
         except (EngineError, ChildDied, DeadlineExceeded) as error:
             self._error = describe(error)

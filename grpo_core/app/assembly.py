@@ -61,8 +61,9 @@ from grpo_core.loop.pipeline import ObserveAttempt, Pipeline, Save, Schedule, Va
 from grpo_core.loop.rendering import Renderer
 from grpo_core.loop.retention import Retention
 from grpo_core.loss import needs_of
+from grpo_core.model_files import check_files
 from grpo_core.model_sources import ModelRequest, StartModel, model_source
-from grpo_core.models import local_directory
+from grpo_core.models import chat_template, local_directory
 from grpo_core.plugins.host import PluginHost
 from grpo_core.protocols import DataPlane, Engine, Sampler, Trainer
 from grpo_core.records import Group, Prompt
@@ -313,10 +314,16 @@ class Assembly:
             )
         )
         if start.prepare is None:  # it may have been downloaded just now
-            tight = await asyncio.to_thread(checked, self.config, self.run.plugins, Path(start.path))
-            self.run.warnings.extend(
-                WarningRaised(step=self.step, cause="memory", message=told) for told in tight
-            )
+            path, template = Path(start.path), chat_template(self.config.model.chat_template)
+            odd = await asyncio.to_thread(check_files, path, template)
+            tight = await asyncio.to_thread(checked, self.config, self.run.plugins, path)
+            self.run.warnings += [
+                WarningRaised(step=self.step, cause=cause, message=message)
+                for cause, message in [
+                    *(("model", each) for each in odd),
+                    *(("memory", each) for each in tight),
+                ]
+            ]
         return start
 
     async def second_opinion(self, prompts: Prompts) -> SecondOpinion | None:

@@ -17,8 +17,9 @@ from grpo_core.app.paths import with_absolute_paths
 from grpo_core.config import Config, build, merge, replace_parts
 from grpo_core.errors import ConfigError, wrong_input
 from grpo_core.loop import checkpoint
+from grpo_core.model_files import check_files
 from grpo_core.model_sources import model_source
-from grpo_core.models import directory_here
+from grpo_core.models import chat_template, directory_here
 from grpo_core.plugins.host import NO_OFFERS, Offers, PluginHost
 from grpo_core.run_directory import RunDirectory
 
@@ -57,7 +58,7 @@ def new_run(
     """Prepare a new run.  The arguments are those of ``configure``.  Raises GrpoError for wrong input."""
     config, host = configure(layers, changes, block, offers)
     check(config, host)
-    check_memory(config, host)
+    check_model(config, host)
     config = with_absolute_paths(config, host)
     return Launch(
         config=config, host=host, directory=RunDirectory.create(output or _new_name(config), config)
@@ -73,7 +74,7 @@ def continued(
     try:
         if resumed.over is None:  # otherwise no part is started
             check(resumed.config, host)
-            check_memory(resumed.config, host)
+            check_model(resumed.config, host)
         continuing.begin(resumed)
     except BaseException:
         resumed.directory.unlock()
@@ -118,9 +119,10 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
         preflight.check(config, host, trains=trains)
 
 
-def check_memory(config: Config, host: PluginHost) -> None:
-    """Refuse a run that cannot fit, if its model is on this machine."""
+def check_model(config: Config, host: PluginHost) -> None:
+    """Refuse a model whose files contradict each other or that cannot fit, if it is on this machine."""
     if not host.offers("model", config.model.path) and (directory := directory_here(config.model.path)):
+        check_files(directory, chat_template(config.model.chat_template))
         memory.checked(config, host, directory)
 
 

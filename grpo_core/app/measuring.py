@@ -15,6 +15,8 @@ from grpo_core.app.launch import RUNS, check, configure, new_directory, unused
 from grpo_core.config import Config
 from grpo_core.errors import ConfigError, wrong_input
 from grpo_core.events import Event, ValidationPlayed, WarningRaised
+from grpo_core.model_files import check_files
+from grpo_core.models import chat_template
 from grpo_core.plugins.host import NO_OFFERS, Offers, PluginHost
 from grpo_core.reporting.stored import write_validation
 from grpo_core.run_directory import CONFIG
@@ -113,6 +115,8 @@ def prepare(
     config, host = configure([measured.table], changes, block, offers)
     _check_only(only, config)
     check(config, host, trains=False)
+    if measured.model is not None:
+        check_files(measured.model, chat_template(config.model.chat_template))
     directory = new_directory(output or _name(Path(target), config))
     return Measurement(config=config, host=host, target=measured, only=only, directory=directory)
 

@@ -201,7 +201,7 @@ def canary_prompts(prompts: Mapping[str, Sequence[Prompt]], renderer: Renderer) 
     """Encode the beginnings of some prompts of all tasks."""
     some = [prompt for part in prompts.values() for prompt in part[: max(1, CANARY // len(prompts))]]
     encoded = [renderer.prompt_ids(prompt.messages)[:CANARY_TOKENS] for prompt in some[:CANARY]]
-    return [token_ids for token_ids in encoded if token_ids]
+    return [ids for ids in encoded if ids and max(ids) < renderer.vocabulary]
 
 
 def rollout_places(config: RolloutConfig) -> Slots:

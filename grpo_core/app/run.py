@@ -47,7 +47,9 @@ from grpo_core.loop.metrics import headline
 from grpo_core.loop.pipeline import Pipeline
 from grpo_core.loop.rendering import Renderer
 from grpo_core.loop.retention import Retention
+from grpo_core.model_files import check_files
 from grpo_core.model_sources import ModelRequest, model_source
+from grpo_core.models import chat_template
 from grpo_core.plugins.host import PluginHost
 from grpo_core.processes import scratch_directory
 from grpo_core.protocols import Engine, Tracker
@@ -347,6 +349,8 @@ async def start_engine(
     engines = engines_of(config, trains=False)
     ((key, engine_config),) = engines.items()
     path = model or await _start_model(config, host, tasks, stack, status)
+    for odd in await asyncio.to_thread(check_files, path, chat_template(config.model.chat_template)):
+        status(f"warning: {odd}")
     devices = await asyncio.to_thread(placement.devices, None, engines)
     setup = engine_setup(str(path), config.model, engine_config, seed=config.seed, logs=None, colocated=False)
     engine = workers.make_engine(

@@ -64,6 +64,7 @@ class Renderer:
         extra_stop: Sequence[int] = (),
         context: int = UNKNOWN_SIZE,
         vocabulary: int = UNKNOWN_SIZE,
+        tokens: int = UNKNOWN_SIZE,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         response_format: str = AUTO,
     ) -> None:
@@ -85,6 +86,8 @@ class Renderer:
         """Largest number of tokens of prompt and completions: the model's positions."""
         self.vocabulary = vocabulary
         """Number of token ids of the model."""
+        self.tokens = tokens
+        """Number of token ids that the tokenizer has; most models have some more, which are never sampled."""
         self._checked: set[bool] = set()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rendering")
         self._working = Lock()
@@ -112,14 +115,17 @@ class Renderer:
             tokenizer = _load_tokenizer(Path(directory), trust_remote_code)
             if chat_template is not None:
                 tokenizer.chat_template = chat_template
-            return cls(
+            renderer = cls(
                 tokenizer,
                 chat_template_kwargs=chat_template_kwargs,
                 response_format=response_format,
                 extra_stop=_end_tokens(Path(directory)),
                 context=size_of(directory, "max_position_embeddings"),
                 vocabulary=size_of(directory, "vocab_size"),
+                tokens=len(tokenizer),
             )
+            renderer.check_tokens(directory)
+            return renderer
         except (ConfigError, ModelError):
             raise
         except Exception as error:
@@ -142,6 +148,14 @@ class Renderer:
                 return work()
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, alone)
+
+    def check_tokens(self, directory: str) -> None:
+        """Raise ModelError if the tokenizer has more ids than the model, and its files did not show it."""
+        if self.tokens > self.vocabulary and not Path(directory, "tokenizer.json").exists():
+            raise ModelError(
+                f"model {directory!r}: its tokenizer has {self.tokens} ids, and its embedding "
+                f"{self.vocabulary} rows; resize the embedding, or use the tokenizer that belongs to it"
+            )
 
     def check_turns(self, *, tools: bool) -> None:
         """Check that the template can render several turns, with tools or without.

@@ -29,10 +29,10 @@ from attrs import evolve
 from grpo_core.aio import cancel, gather
 from grpo_core.completions import check_completions
 from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError
-from grpo_core.incidents import Kind
+from grpo_core.incidents import Kind, report
 from grpo_core.loop.turns import RolloutRequest, RolloutState, SamplingParams, derive_seed
 from grpo_core.protocols import AgentEndpoint, Engine, EnvironmentClient, Renderer
-from grpo_core.records import EndReason, Message, Prompt, Rollout, SessionStart
+from grpo_core.records import Completion, EndReason, Message, Prompt, Rollout, SessionStart
 from grpo_core.timeline import during
 from grpo_core.tokens import Ids, as_ids
 
@@ -82,6 +82,18 @@ async def play(
         for player in players:
             await player.close()
     return [state.rollout() for state in states]
+
+
+def report_textless(completions: Sequence[Completion], tokens: int) -> None:
+    """Report a sampled token without a text; ``tokens`` is the number of token ids of the tokenizer."""
+    highest = max((int(each.token_ids.max(initial=0)) for each in completions), default=0)
+    if highest >= tokens:
+        report(
+            "textless",
+            "the model",
+            f"it sampled the token {highest}, and its tokenizer has {tokens} ids: the token is of the "
+            "padding of the embedding, has no text, and is trained like any other",
+        )
 
 
 class _Player:
@@ -195,6 +207,7 @@ class _Player:
         with during("engine", "generate"):
             completions = await self._engine.generate(requests)
         check_completions(completions, requests, vocabulary=renderer.vocabulary)
+        report_textless(completions, renderer.tokens)
 
         def read() -> list[Message]:
             replies = renderer.texts([completion.token_ids.tolist() for completion in completions])

@@ -88,7 +88,7 @@ class SavedSchedule(TypedDict):
 
 
 class SavedRun(TypedDict, total=False):
-    """What a later start of the run compares itself with."""
+    """Values with which a later start of the run is compared."""
 
     grpo_core: str
     fixed: dict[str, Any]

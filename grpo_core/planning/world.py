@@ -354,6 +354,7 @@ class PlannedRenderer:
     stop_token_ids: tuple[int, ...] = ()
     context: int = 2**31
     vocabulary: int = 2**31
+    tokens: int = 2**31
     _ids: Any = field(init=False)
 
     @_ids.default

@@ -42,7 +42,7 @@ class FakeRenderer:
 
     stop_token_ids: tuple[int, ...] = ()
 
-    context = vocabulary = 2**31
+    context = vocabulary = tokens = 2**31
 
     async def run(self, work: Callable[[], T], size: int) -> T:
         return work()

@@ -22,7 +22,7 @@ ABOUT = "state.json"
 
 
 class About(TypedDict):
-    """What is saved besides tensors."""
+    """The saved values besides tensors."""
 
     version: Count
     files: Count

@@ -1,0 +1,301 @@
+"""Whether the files of a model fit together; found without loading weights or a tokenizer.
+
+A tokenizer whose ids the embedding lacks, or an end of sequence that no vocabulary has, is seldom an error of
+the libraries: the model is loaded, and something else is trained than was meant.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from attrs import define, frozen
+
+from grpo_core.errors import ConfigError, ModelError
+from grpo_core.models import header_of, weight_files
+
+ADAPTERS = "adapter_config.json"
+"""A file of peft, which is in every directory of adapters."""
+
+_EMBEDDING = re.compile(r"(.*\.|)(?:embed_tokens|wte|embed_in|word_embeddings|tok_embeddings)\.weight")
+_HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
+_LAYER = re.compile(r"(?:layers|h|blocks)\.(\d+)\.")
+_PLACEHOLDER = re.compile(r"(?:pad|mask|image|audio|video|vision|boi|eoi|boa|eoa)_token")
+"""Names of tokens that stand for padding, or for something else than text; some models lack their rows."""
+_WRITTEN = re.compile(r"<[|\uff5c][^|\uff5c<>\s]+[|\uff5c]>|<(?:start|end)_of_turn>")
+"""Special tokens in the text of a chat template."""
+_PLACES, _BYTES = 64, 4096
+"""Number of places at which two tensors are compared, and bytes of each."""
+
+Table = Mapping[str, Any]
+
+
+def check_files(directory: Path, template: str | None = None) -> list[str]:
+    """Compare the files of a model with each other; return warnings.
+
+    Args:
+        directory: of the model.
+        template: text of the chat template, instead of the tokenizer's.
+
+    Raises ModelError, as wrong input, if they contradict each other, or one of them is not a JSON table.
+    """
+    files = ModelFiles(directory)
+    files.check_adapters()
+    files.check_embedding()
+    files.check_ends()
+    files.check_head()
+    return [*files.layers(), *files.texts(template)]
+
+
+@frozen
+class Tensor:
+    """A tensor in a file of safetensors."""
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: str
+    begin: int
+    end: int
+
+    def differs(self, other: Tensor) -> bool:
+        """Return whether it has another shape, or other bytes at some of many places."""
+        if self.shape != other.shape or self.dtype != other.dtype:
+            return self.shape != other.shape
+        return self._sample() != other._sample()
+
+    def _sample(self) -> list[bytes]:
+        size, found = self.end - self.begin, []
+        with self.path.open("rb") as file:
+            start = 8 + int.from_bytes(file.read(8), "little") + self.begin
+            for place in (nth * size // _PLACES for nth in range(_PLACES)):
+                file.seek(start + place)
+                found.append(file.read(min(_BYTES, size - place)))
+        return found
+
+
+@define(slots=False)
+class ModelFiles:
+    """The files of a model's directory; one that is missing is empty."""
+
+    directory: Path
+
+    @cached_property
+    def config(self) -> Table:
+        """``config.json``, with the part about text."""
+        config = self._table("config.json")
+        text = config.get("text_config")
+        return {**config, **(text if isinstance(text, Mapping) else {})}
+
+    @cached_property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The tensors of the weights by name; empty if the files do not tell."""
+        try:
+            return {
+                name: Tensor(path, tuple(map(int, each["shape"])), each["dtype"], *each["data_offsets"])
+                for path in weight_files(self.directory)
+                for name, each in header_of(path).items()
+            }
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return {}
+
+    @cached_property
+    def embedding(self) -> str:
+        """Name of the embedding; empty if there is none, or several."""
+        found = [name for name in self.tensors if _EMBEDDING.fullmatch(name)]
+        return found[0] if len(found) == 1 and "quantization_config" not in self.config else ""
+
+    @cached_property
+    def rows(self) -> int:
+        """Number of the embedding's rows; 0 if it is not known."""
+        if self.embedding:
+            return self.tensors[self.embedding].shape[0]
+        size = self.config.get("vocab_size")
+        return size if isinstance(size, int) else 0
+
+    @cached_property
+    def tokens(self) -> dict[str, int]:
+        """Id of each token by its text; empty without a ``tokenizer.json`` in a form that is known."""
+        try:
+            vocabulary = self._table("tokenizer.json")["model"]["vocab"]
+            if not isinstance(vocabulary, Mapping):  # of a Unigram model: texts with their scores
+                vocabulary = {text: id for id, (text, _) in enumerate(vocabulary)}
+            return {**vocabulary, **self.added}
+        except (KeyError, ValueError, TypeError, AttributeError):
+            return {}
+
+    @cached_property
+    def added(self) -> dict[str, int]:
+        """The tokens that are added to the vocabulary, the special ones among them."""
+        listed = self.tokenizer.get("added_tokens_decoder") or {}
+        found = {each["content"]: each["id"] for each in self._table("tokenizer.json")["added_tokens"]}
+        return {**{each["content"]: int(id) for id, each in listed.items()}, **found}
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """The ids of ``eos_token_id`` in ``generation_config.json``."""
+        given = self._table("generation_config.json").get("eos_token_id")
+        return [id for id in (given if isinstance(given, list) else [given]) if isinstance(id, int)]
+
+    @cached_property
+    def tokenizer(self) -> Table:
+        """``tokenizer_config.json``."""
+        return self._table("tokenizer_config.json")
+
+    # ------------------------------------------------------------------------------ contradictions
+
+    def check_adapters(self) -> None:
+        """Raise ModelError if there are adapters beside the weights."""
+        if (self.directory / ADAPTERS).exists():
+            raise self._wrong(
+                f"it has a file {ADAPTERS}, so transformers would add adapters to the weights, and engines "
+                "would not. Merge them into the model first, or remove that file"
+            )
+
+    def check_embedding(self) -> None:
+        """Raise ModelError if the tokenizer, or config.json, has more ids than the embedding has rows."""
+        size, rows = self.config.get("vocab_size"), self.rows
+        if self.embedding and isinstance(size, int) and size != rows and "auto_map" not in self.config:
+            raise self._wrong(
+                f"vocab_size is {size} in config.json, and {self.embedding} has {rows} rows in the weights. "
+                "Copy or download the model again"
+            )
+        placeholders = self._placeholders()
+        beyond = {text: id for text, id in self.tokens.items() if id >= rows > 0 and text not in placeholders}
+        if beyond:
+            text, id = min(beyond.items(), key=lambda item: item[1])
+            ids = max(self.tokens.values()) + 1
+            raise self._wrong(
+                f"its tokenizer has {ids} ids, and its embedding {rows} rows: {len(beyond)} tokens have "
+                f"none, such as {text!r} with the id {id}. If tokens were added to the tokenizer, resize the "
+                f"embedding: model.resize_token_embeddings({ids}); otherwise use the tokenizer that belongs "
+                "to the weights"
+            )
+        pad = self.config.get("pad_token_id")
+        if self.embedding.endswith("embed_tokens.weight") and isinstance(pad, int) and pad >= rows:
+            raise self._wrong(
+                f"pad_token_id is {pad} in config.json, and its embedding has {rows} rows, so that it cannot "
+                "be loaded. Write the id of a token, or null"
+            )
+
+    def check_ends(self) -> None:
+        """Raise ModelError if no token can end a completion."""
+        rows, ends = self.rows, self.ends
+        if ends and min(ends) >= rows > 0:
+            raise self._wrong(
+                f"eos_token_id is {ends[0]} in generation_config.json, and its embedding has {rows} rows: no "
+                "completion can end there. Write the id of the token that ends a turn"
+            )
+        end = _text(self.tokenizer.get("eos_token"))
+        if self.tokens and end and end not in self.tokens:
+            raise self._wrong(
+                f"eos_token is {end!r} in tokenizer_config.json, and tokenizer.json has no such token: no "
+                "completion can end there. Write the token that ends a turn"
+            )
+
+    def check_head(self) -> None:
+        """Raise ModelError if the weights have a head where config.json ties it to the embedding, or none."""
+        tied = self.config.get("tie_word_embeddings")
+        head = next((name for name in _HEADS if name in self.tensors), "")
+        if not self.embedding or not isinstance(tied, bool):
+            return
+        if tied and head and self.tensors[head].differs(self.tensors[self.embedding]):
+            raise self._wrong(
+                f"tie_word_embeddings is true in config.json, and {head} differs from {self.embedding} in "
+                "the weights: some libraries would use the one, some the other. Set tie_word_embeddings to "
+                "false, or remove the tensor that does not belong there"
+            )
+        if not tied and not any("head" in name or name in _HEADS for name in self.tensors):
+            raise self._wrong(
+                "tie_word_embeddings is false in config.json, and the weights have no head (lm_head.weight), "
+                "which would be random. Set tie_word_embeddings to true, or copy or download the model again"
+            )
+
+    # ------------------------------------------------------------------------------ warnings
+
+    def layers(self) -> Iterator[str]:
+        """Yield a warning if the weights have more layers than config.json.  Raises ModelError for fewer."""
+        names = ("num_hidden_layers", "n_layer", "num_layers")
+        given = next((self.config[name] for name in names if isinstance(self.config.get(name), int)), 0)
+        prefix = match[1] if (match := _EMBEDDING.fullmatch(self.embedding)) else ""
+        inside = [name.removeprefix(prefix) for name in self.tensors if name.startswith(prefix)]
+        found = {int(layer[1]) for name in inside if (layer := _LAYER.match(name))}
+        if 0 < len(found) < given:
+            raise self._wrong(
+                f"config.json says {given} layers, and the weights have {len(found)}. Copy or download the "
+                "model again"
+            )
+        more = self.config.get("num_nextn_predict_layers") or 0
+        if self.embedding and given and len(found) > given + more:
+            yield (
+                f"the model's weights have {len(found)} layers, and config.json says {given}: the others are "
+                "not used. Copy or download the model again, unless that is meant"
+            )
+
+    def texts(self, template: str | None) -> Iterator[str]:
+        """Yield warnings about special tokens that the tokenizer does not have, or has as ordinary ones."""
+        if not self.tokens:
+            return
+        written = self._template(template)
+        lacking = [text for text in dict.fromkeys(_WRITTEN.findall(written)) if text not in self.tokens]
+        if lacking:
+            yield (
+                f"the chat template writes {', '.join(map(repr, lacking[:3]))}, which the tokenizer does not "
+                "have as tokens: the model reads them as ordinary text. Use the template that belongs to it"
+            )
+        names = {id: text for text, id in self.tokens.items()}
+        special = set(self.added.values())
+        for id in self.ends:
+            if special and id not in special:
+                what = (
+                    f"is the ordinary token {names[id]!r}" if id in names else "has no text in the tokenizer"
+                )
+                yield f"eos_token_id is {id} in generation_config.json, which {what}: completions end there"
+
+    # ------------------------------------------------------------------------------ reading
+
+    def _table(self, name: str) -> Table:
+        path = self.directory / name
+        try:
+            found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        except (OSError, ValueError, RecursionError) as error:
+            raise self._wrong(f"{name} cannot be read: {str(error)[:200]}") from None
+        if not isinstance(found, dict):
+            raise self._wrong(f"{name} is {type(found).__name__}; expected a table")
+        return found
+
+    def _wrong(self, text: str) -> ModelError:
+        error = ModelError(f"model {str(self.directory)!r}: {text}")
+        error.exit_status = ConfigError.exit_status
+        return error
+
+    def _placeholders(self) -> set[str]:
+        """Return the texts of tokens that no prompt has, unless the chat template writes them."""
+        more = self.tokenizer.get("extra_special_tokens") or self.tokenizer.get(
+            "model_specific_special_tokens"
+        )
+        named = {**self.tokenizer, **(more if isinstance(more, Mapping) else {})}
+        found = {_text(value) for name, value in named.items() if _PLACEHOLDER.fullmatch(name)}
+        written = self._template(None)
+        return {text for text in found if text and text not in written}
+
+    def _template(self, given: str | None) -> str:
+        """Return the text of the chat template, without its comments."""
+        path = self.directory / "chat_template.jinja"
+        if given is None:
+            own = self.tokenizer.get("chat_template")
+            given = (
+                path.read_text(encoding="utf-8", errors="replace")
+                if path.exists()
+                else json.dumps(own, ensure_ascii=False)
+            )
+        return re.sub(r"\{#.*?#\}", "", given, flags=re.DOTALL)
+
+
+def _text(token: Any) -> str:
+    """Return the text of a special token, which is a string or a table."""
+    found = token.get("content") if isinstance(token, Mapping) else token
+    return found if isinstance(found, str) else ""
