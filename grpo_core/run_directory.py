@@ -31,6 +31,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from grpo_core import chain
@@ -248,11 +249,11 @@ class RunDirectory:
         metrics = self.path / "metrics.jsonl"
         if metrics.exists():
             lines = metrics.read_bytes().splitlines(keepends=True)
+            whole = [line for line in lines if line.endswith(b"\n")]
             kept = [
                 line
-                for line in lines
-                if line.endswith(b"\n")
-                and self._step_of(line) <= (min(step, measured) if b'"validation/' in line else step)
+                for line, row in zip(whole, metrics_rows(metrics), strict=True)
+                if row["step"] <= (min(step, measured) if b'"validation/' in line else step)
             ]
             if len(kept) < len(lines):
                 replace_file(disk or Disk(), metrics, b"".join(kept))
@@ -265,26 +266,9 @@ class RunDirectory:
 
     def work_after(self, step: int) -> tuple[int, float]:
         """Return how many steps ``metrics.jsonl`` has after a step, and how many seconds they took."""
-        metrics = self.path / "metrics.jsonl"
-        lines = metrics.read_bytes().splitlines(keepends=True) if metrics.exists() else []
-        rows = [self._row(line) for line in lines if line.endswith(b"\n") and b'"time/step"' in line]
+        rows = metrics_rows(self.path / "metrics.jsonl", containing=b'"time/step"')
         seconds = [row["time/step"] or 0.0 for row in rows if row["step"] > step]
         return len(seconds), sum(seconds)
-
-    def _step_of(self, line: bytes) -> int:
-        step: int = self._row(line)["step"]
-        return step
-
-    def _row(self, line: bytes) -> dict[str, Any]:
-        """Return a line of ``metrics.jsonl``.  Raises ConfigError if it is something else."""
-        try:
-            row: dict[str, Any] = checked(json.loads(line), dict[str, float | None])
-            return row | {"step": checked(row.get("step"), Count, "step")}
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(
-                f"{self.path / 'metrics.jsonl'}: {line[:60]!r} is not a line of metrics: {error}. Somebody "
-                "has changed this file; remove the line"
-            ) from error
 
     def first_scores(self) -> dict[str, dict[str, float]]:
         """Return the metrics of the first validation of each task, from ``metrics.jsonl``.
@@ -292,9 +276,7 @@ class RunDirectory:
         Raises ConfigError if a line is something else.
         """
         found: dict[str, dict[str, float]] = {}
-        metrics = self.path / "metrics.jsonl"
-        for line in metrics.read_bytes().splitlines(keepends=True) if metrics.exists() else ():
-            row = self._row(line) if line.endswith(b"\n") and b'"validation/' in line else {}
+        for row in metrics_rows(self.path / "metrics.jsonl", containing=b'"validation/'):
             scores: dict[str, dict[str, float]] = {}
             for key, value in row.items():
                 _, *names = key.split("/", 2)
@@ -327,6 +309,32 @@ def lost(steps: int, seconds: float) -> str:
     """Say how much work is lost with some steps: "15 steps (14 minutes) are lost"."""
     time = f"{seconds / 60:.0f} minutes" if seconds >= 120.0 else f"{seconds:.0f} s"
     return f"{steps} steps ({time}) are lost" if steps > 1 else f"1 step ({time}) is lost"
+
+
+def metrics_rows(file: Path, containing: bytes = b"") -> Iterator[dict[str, Any]]:
+    """Yield the rows of ``metrics.jsonl``; the last line may be half a line while the run goes on.
+
+    Args:
+        containing: bytes that are in each line that is read.
+
+    Raises ConfigError if a line is something else.
+    """
+    for number, line in enumerate(file.read_bytes().splitlines(keepends=True) if file.exists() else (), 1):
+        if not line.endswith(b"\n"):
+            return
+        if containing not in line:
+            continue
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict) or {*map(type, row.values())} - {int, float, NoneType}:
+                checked(row, dict[str, float | None])  # which takes longer, and names the key
+            checked(row.get("step"), Count, "step")
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"{file}, line {number}: {error}; this is not a line of metrics. Somebody has changed the "
+                "file: remove the line"
+            ) from error
+        yield row
 
 
 def planned_steps(config: object, started: object = None) -> int:

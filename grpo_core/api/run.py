@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_core.config import read_toml
-from grpo_core.errors import ConfigError
-from grpo_core.run_directory import CONFIG, ROLLOUTS, VALIDATION, RunDirectory, rollouts_step
+from grpo_core.run_directory import CONFIG, ROLLOUTS, VALIDATION, RunDirectory, metrics_rows, rollouts_step
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -45,12 +43,7 @@ class Run:
 
         ``pandas.DataFrame(run.metrics())`` makes a table of them.
         """
-        file = self.path / METRICS
-        lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
-        try:  # the last line may be half a line while the run goes on
-            return [json.loads(line) for line in lines if line.endswith(b"\n")]
-        except ValueError as error:
-            raise ConfigError(f"{file}: cannot be read: {error}") from error
+        return list(metrics_rows(self.path / METRICS))
 
     def validations(self) -> list[dict[str, Any]]:
         """Return a row for each validation of a task or set: its step, its task and its metrics."""

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from attrs import field, frozen
 from cyclopts import App
@@ -30,7 +30,7 @@ from grpo_core.loop import checkpoint
 from grpo_core.loop.metrics import headline
 from grpo_core.loop.retention import Retention
 from grpo_core.plugins.options import AsJson, Flag
-from grpo_core.run_directory import CONFIG, RunDirectory, planned_steps
+from grpo_core.run_directory import CONFIG, RunDirectory, metrics_rows, planned_steps
 from grpo_core.validation import results
 
 State = Literal["running", "finished", "interrupted", "failed", "killed", "unreadable"]
@@ -181,14 +181,14 @@ def export(directory: Path, /, *, output: Path | None = None) -> int:
     if not (path / METRICS).is_file():
         raise ConfigError(f"{path}: has no {METRICS}, so there is nothing to export")
     names: dict[str, None] = {"step": None}
-    for row in _metrics(path):
+    for row in metrics_rows(path / METRICS):
         names.update(dict.fromkeys(row))
     if output is None:
-        _write_csv(sys.stdout, names, _metrics(path))
+        _write_csv(sys.stdout, names, metrics_rows(path / METRICS))
         return 0
     try:
         with output.open("x", encoding="utf-8", newline="") as file:
-            _write_csv(file, names, _metrics(path))
+            _write_csv(file, names, metrics_rows(path / METRICS))
     except FileExistsError:
         raise ConfigError(f"--output {output}: exists; give another name") from None
     except OSError as error:
@@ -210,7 +210,7 @@ def summary(path: Path) -> Summary:
     config = read_toml(path / CONFIG)
     scores: dict[str, tuple[str, float, float]] = {}
     step, times = 0, []
-    for row in _metrics(path):
+    for row in metrics_rows(path / METRICS):
         step = max(step, int(row["step"]))
         if "time/step" in row:
             times.append(row["time/step"])
@@ -253,23 +253,6 @@ def _runs(directories: Iterable[Path]) -> Iterator[Path]:
             raise ConfigError(f"{directory}: is neither a run nor a directory of runs")
 
 
-def _metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of metrics.jsonl; the last line may be half a line while the run goes on."""
-    file = path / METRICS
-    if not file.is_file():
-        return
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.endswith(b"\n"):
-                return
-            try:
-                row = json.loads(line)
-                int(row["step"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise ConfigError(f"{file}, line {number}: is no line of metrics: {error}") from error
-            yield row
-
-
 def _validated(row: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for key, value in row.items():
@@ -284,8 +267,8 @@ def _state(path: Path) -> State:
     if RunDirectory(path).is_running:
         return "running"
     last = _last_event(path / EVENTS)
-    reason: State = last.get("reason", "killed") if last.get("event") == "RunEnded" else "killed"
-    return reason
+    reason = last.get("reason") if last.get("event") == "RunEnded" else None
+    return cast("State", reason) if isinstance(reason, str) else "killed"
 
 
 def _last_event(file: Path) -> dict[str, Any]:

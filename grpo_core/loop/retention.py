@@ -5,13 +5,22 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import TypedDict
 
 from grpo_core.disk import Disk, replace_file
 from grpo_core.errors import CheckpointError, ConfigError, did_you_mean
 from grpo_core.protocols import Tracker
+from grpo_core.typed import checked
 
 SCORES = "scores.json"
 """File beside the checkpoints: the metric, and its value for each step that was validated."""
+
+
+class Scores(TypedDict):
+    """The contents of ``scores.json``."""
+
+    metric: str
+    scores: dict[str, float]
 
 
 class Retention(Tracker):
@@ -86,10 +95,10 @@ class Retention(Tracker):
         if not self._path.exists():
             return {}
         try:
-            found = json.loads(self._path.read_text(encoding="utf-8"))
-            scores = {int(step): float(value) for step, value in found["scores"].items()}
+            found = checked(json.loads(self._path.read_text(encoding="utf-8")), Scores)
+            scores = {int(step): value for step, value in found["scores"].items()}
             return scores if found["metric"] == self._metric else {}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(
                 f"{self._path}: cannot be read: {error}; remove it to forget which checkpoint was the best"
             ) from error

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from attrs import define, field, frozen
 
@@ -19,10 +19,11 @@ from grpo_core.errors import ConfigError
 from grpo_core.loop import checkpoint
 from grpo_core.loop.laws import Laws, summary
 from grpo_core.loop.metrics import validation_metrics
-from grpo_core.loop.retention import SCORES
+from grpo_core.loop.retention import SCORES, Scores
 from grpo_core.reporting.files import digest, metrics_line
 from grpo_core.reporting.stored import changed
 from grpo_core.run_directory import CONFIG, PARTIAL, ROLLOUTS, VALIDATION, rollouts_step
+from grpo_core.typed import Count, checked
 
 EVENTS, METRICS = "events.jsonl", "metrics.jsonl"
 MOST = 50
@@ -72,6 +73,15 @@ def verified(path: Path) -> Verification:
     return Verification(tuple(found), f"{summary(laws)}\n{told}")
 
 
+class _Known(TypedDict):
+    """The parts of events that files are compared with."""
+
+    event: str
+    step: NotRequired[int]
+    measured: NotRequired[int]
+    manifest: NotRequired[str]
+
+
 @define
 class _Expected:
     """A file or a line that the events mention."""
@@ -103,7 +113,7 @@ class Files:
 
     def observe(self, event: Mapping[str, Any]) -> None:
         """Account for an event."""
-        name = event["event"]
+        name = checked(event, _Known)["event"]
         if not self._written:
             self._written = name != "Opened"
             self._metrics[-1].optional |= not self._written
@@ -125,8 +135,9 @@ class Files:
                 self._expect(event["step"], event, event["metrics"])
             case "Validated":
                 values = validation_metrics(event["results"])
-                self._expect(event["version"], event, values, validation=True)
-                self._measured.setdefault(event["version"], []).append(values)
+                version = checked(event["version"], Count, "version")
+                self._expect(version, event, values, validation=True)
+                self._measured.setdefault(version, []).append(values)
             case "Saving":
                 self._saving = event["step"]
             case "Saved":
@@ -225,9 +236,9 @@ class Files:
         if not path.is_file():
             return
         try:
-            found = json.loads(path.read_bytes())
+            found = checked(json.loads(path.read_bytes()), Scores)
             metric, scores = found["metric"], {int(step): value for step, value in found["scores"].items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, RecursionError) as error:
             yield f"{name}: cannot be read: {error}"
             return
         for step, value in scores.items():
