@@ -151,7 +151,7 @@ class Renderer:
 
     def __init__(self, world: World, tasks: Sequence[Task]) -> None:
         self.stop_token_ids = (0,) if world.stops else ()
-        self.context, self.vocabulary = world.positions, 2**20
+        self.context, self.vocabulary, self.tokens = world.positions, 2**20, 2**20
 
     async def run(self, work: Callable[[], Any], size: int) -> Any:
         return work()
