@@ -7,7 +7,9 @@ import importlib
 import os
 import platform
 import re
+import signal
 import socket
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -53,7 +55,8 @@ def connected(address: str, *, cpus: int) -> Iterator[None]:
         chosen = {"address": "local", "num_cpus": cpus, "include_dashboard": False}
     try:
         _reach(address)
-        ray.init(log_to_driver=False, logging_level="error", **chosen)
+        with _signals_of_the_run():
+            ray.init(log_to_driver=False, logging_level="error", **chosen)
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(
             f"--ray {address}: cannot be joined or started ({error}); start a cluster with "
@@ -63,6 +66,25 @@ def connected(address: str, *, cpus: int) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+@contextlib.contextmanager
+def _signals_of_the_run() -> Iterator[None]:
+    """Start Ray so that the run saves its work: Ray's processes get no SIGHUP, and the run gets SIGTERM.
+
+    A closed terminal sends SIGHUP to all processes of the run's group.  For SIGTERM, Ray sets a handler that
+    exits at once.
+    """
+    before, handler = (
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP]),
+        signal.getsignal(signal.SIGTERM),
+    )
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _reach(address: str) -> None:

@@ -632,6 +632,12 @@ def below(pid: int) -> list[int]:
     return found
 
 
+def blocks(pid: int, number: int) -> bool:
+    """Whether a process blocks a signal."""
+    mask = Path(f"/proc/{pid}/status").read_text().partition("SigBlk:")[2].split()[0]
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
 def command(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/cmdline").read_text()
@@ -654,8 +660,11 @@ def test_a_run_loses_nothing_when_workers_die_and_leaves_no_process_behind(tmp_p
         run.wait(lambda: run.steps >= at + 3)
         run.wait(lambda: len(run.workers()) == 2)
         everybody = below(run.process.pid)
-        os.killpg(run.process.pid, signal.SIGINT)  # ctrl-C reaches all that have the terminal
+        heads = [pid for pid in everybody if re.search("gcs_server|raylet", command(pid).partition("\0")[0])]
+        assert [blocks(pid, signal.SIGHUP) for pid in heads] == [True, True]
+        os.killpg(run.process.pid, signal.SIGHUP)  # a closed terminal reaches all that have it
         said = run.end()
+        assert run.process.returncode == 130, said
         assert "interrupted" in said, said
         assert left_after(everybody, 10.0) == []
         assert verified(run.directory).returncode == 0, verified(run.directory).stdout
