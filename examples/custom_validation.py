@@ -28,17 +28,24 @@ class Reliable:
         results = {}
         for task, prompts in context.prompts.items():  # score each task separately
             rollouts = await context.rollout(prompts, n=self.n, temperature=self.temperature)
-            scores = [self.score(rollouts[i : i + self.n]) for i in range(0, len(rollouts), self.n)]
-            known = [score for score in scores if score is not None]
-            measured = grpo.mean_with_interval(f"pass^{self.k}", known, seed=0)
+            parts = [rollouts[i : i + self.n] for i in range(0, len(rollouts), self.n)]
+            known = [score for score in map(self.score, parts) if score is not None]
+            # an unscored rollout may be wrong or right: the interval holds either way
+            lows, highs = ([self.score(part, each) or 0.0 for part in parts] for each in (False, True))
+            measured = grpo.mean_with_interval(f"pass^{self.k}", known, seed=0, lows=lows, highs=highs)
             results[task] = {**measured, "prompts": len(known)}
         return results
 
-    def score(self, rollouts: Sequence[grpo.Rollout]) -> float | None:
-        """Return the score of one prompt, or None if too few of its rollouts are scored."""
-        judged = [r.reward for r in rollouts if r.reward is not None]
-        correct = sum(reward >= 1 for reward in judged)
-        return comb(correct, self.k) / comb(len(judged), self.k) if len(judged) >= self.k else None
+    def score(self, rollouts: Sequence[grpo.Rollout], unscored: bool | None = None) -> float | None:
+        """Return the score of one prompt, or None if too few of its rollouts count.
+
+        Args:
+            rollouts: of the prompt.
+            unscored: whether a rollout without a reward is right; None: it does not count.
+        """
+        found = [unscored if r.reward is None else r.reward >= 1 for r in rollouts]
+        counted = [each for each in found if each is not None]
+        return comb(sum(counted), self.k) / comb(len(counted), self.k) if len(counted) >= self.k else None
 
 
 @grpo.hookimpl

@@ -7,6 +7,7 @@ import random
 
 import numpy as np
 import pytest
+from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -158,6 +159,58 @@ def test_the_standard_survives_as_json_and_the_next_version_is_compared_with_it(
     assert found == expected
     assert found["standard"] == 1.0
     assert resumed.state_dict() == first.state_dict()
+
+
+class Lacking(Context):
+    """A judge times out for most of the wrong replies of later versions."""
+
+    lacks = 0.8
+
+    async def rollout(self, prompts, **asked):
+        rollouts = await super().rollout(prompts, **asked)
+        gone = [random.Random(f"gone {prompt.id}").random() < self.lacks for prompt in prompts]
+        return [
+            Rollout(error="judge: timeout") if self.version and each.reward == 0.0 and lost else each
+            for each, lost in zip(rollouts, gone, strict=True)
+        ]
+
+
+def test_missing_scores_make_no_version_better():
+    """The share of successes among the scores rises from 70% to 92%; the others may be failures, and are."""
+    strategy, context = Paired(until="all"), Lacking([0.7, 0.7, 0.95], n=600)
+    validated(strategy, context, 0)
+    same = validated(strategy, context, 1)
+    assert "outcome" not in same
+    assert same["difference_low"] < 0 < 0.2 < same["difference_high"]
+    assert "accuracy" not in same
+    assert same["accuracy_low"] < 0.7 < same["accuracy_high"]
+    assert strategy.state_dict()["sort"]["version"] == 0
+    context.lacks = 0.3  # of a much better version 2% are missing
+    better = validated(strategy, context, 2)
+    assert (better["outcome"], better["standard"]) == (1.0, 0.0)
+    state = json.loads(json.dumps(strategy.state_dict()))["sort"]
+    assert state["version"] == 2
+    assert set(state["missing"].values()) == {1.0}
+    assert 0 < len(state["missing"]) < 30
+
+
+def test_the_first_version_is_no_standard_if_it_lacks_many_scores():
+    strategy, context = Paired(), Lacking([0.7, 0.7], n=100)
+    context.lacks = 1.0
+    assert "accuracy" not in validated(strategy, context, 1)
+    assert strategy.state_dict() == {}
+
+
+def test_without_a_declared_success_a_missing_reward_may_be_anything_within_the_bound():
+    class Rewards(Lacking):
+        async def rollout(self, prompts, **asked):
+            return [evolve(each, success=None) for each in await super().rollout(prompts, **asked)]
+
+    strategy, context = Paired(until="all"), Rewards([0.7, 0.7], n=300)
+    validated(strategy, context, 0)
+    found = validated(strategy, context, 1)
+    assert "outcome" not in found
+    assert found["difference_low"] < -0.1 < 0.1 < found["difference_high"]
 
 
 def test_all_prompts_are_played_if_one_wants_them():

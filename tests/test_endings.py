@@ -59,6 +59,8 @@ def test_a_goal_whose_metric_nothing_measures_ends_the_run_when_that_is_seen(met
         ("reward/sort", VALIDATION),
         ("validation/other/accuracy", VALIDATION),  # a set that is measured at other steps
         ("validation/sort/outcome", VALIDATION),  # undecided
+        ("validation/sort/unscored", VALIDATION),  # all have a score
+        ("validation/sort/reward", {"validation/sort/errors": 9.0, "validation/sort/unscored": 0.9}),
     ],
 )
 def test_a_goal_waits_for_a_metric_that_is_not_always_there(metric, values):

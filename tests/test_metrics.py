@@ -274,3 +274,5 @@ def test_accuracy_stands_for_a_validation_or_else_its_first_metric():
     assert headline(["pass@4", "accuracy"]) == "accuracy"
     assert headline(["pass@4", "reward"]) == "pass@4"
     assert headline([]) is None
+    assert headline(["pass@4_low", "pass@4_high", "accuracy_low", "accuracy_high"]) == "accuracy"
+    assert headline(["feedback_form", "completion_tokens", "truncated", "errors", "unscored"]) is None

@@ -253,6 +253,33 @@ def test_intervals_and_reward_parts_are_drawn(tmp_path):
     assert re.search(r"\d+% \(\d+(\.\d)?% to \d+(\.\d)?%\)", learning), "the cursor reads the interval"
 
 
+def test_a_validation_that_lacks_scores_has_a_band_and_no_point(tmp_path):
+    """A missing score has a reason, so that a mean of the others would be of something else."""
+    lacking = {"accuracy_low": 0.2, "accuracy_high": 0.75, "unscored": 0.55}
+    whole = {"accuracy": 0.5, "accuracy_low": 0.4, "accuracy_high": 0.6}
+    *begun, _, ended = run_of("sort")
+    events = [
+        *begun,
+        *(
+            Validated(
+                step=step, version=step, results={"sort": results, "essay": {"errors": 3.0, "unscored": 0.3}}
+            )
+            for step, results in ((1, whole), (2, lacking), (3, whole), (4, lacking))
+        ),
+        ended,
+    ]
+    html = record(tmp_path / "run", events)
+    text = Page(html).text
+    assert "20.0% to 75.0% 55% unscored" in " ".join(text.split())
+    assert "no score 30% unscored" in " ".join(text.split())
+    assert "20% to 75%, no score" in html, "the cursor reads the interval"
+    (task,) = (t for t in tasks_of([], [{"step": 0, "validation/a/accuracy": 0.5}, {"step": 4, **{
+        f"validation/a/{name}": value for name, value in lacking.items()}}], {}))  # fmt: skip
+    assert task.validation[0] == (0, 0.5)
+    assert math.isnan(task.validation[1][1])
+    assert task.intervals == [(4, 0.2, 0.75)]
+
+
 def test_a_part_that_is_no_share_has_a_chart_of_its_own():
     steps = [{"step": i, "feedback_tries/a": 3.5, "feedback_exact/a": 0.5, "groups/a": 1.0} for i in (1, 2)]
     drawn = dict(curves.charts(tasks_of(steps, [], {}), steps, {}))["Reward parts"]

@@ -109,6 +109,20 @@ def test_a_metric_that_validation_does_not_measure_is_named_at_the_first_validat
         validated(retention, 0, 0.5)
 
 
+def test_a_validation_without_a_score_makes_no_checkpoint_the_best_and_keeps_none(tmp_path):
+    """It lacks scores, so that nobody knows how good the version is."""
+    retention = Retention(tmp_path, best=BEST)
+    lacking = {f"{BEST}_low": 0.2, f"{BEST}_high": 0.9, "validation/sort/unscored": 0.7}
+    validated(retention, 1, 0.5)
+    kept = save(tmp_path, 1, retention)
+    for step in (2, 3):
+        retention.metrics(step, lacking)
+        kept = save(tmp_path, step, retention)
+    assert kept == [1, 3]
+    again = Retention(tmp_path, best=BEST, step=3)
+    assert (again.scores, again.best([1, 3])) == ({1: 0.5, 2: None, 3: None}, 1)
+
+
 @pytest.mark.parametrize("content", ["", "[]", '{"metric": 3}', '{"metric": "x", "scores": {"a": 1}}', "\0"])
 def test_a_damaged_file_of_values_is_one_clear_error(tmp_path, content):
     (tmp_path / SCORES).write_text(content)

@@ -179,6 +179,28 @@ def test_without_a_terminal_there_is_a_line_for_each_thing_that_happens():
     assert "step 1/10  reward 0.250" in text
 
 
+LACKING = [
+    Validated(version=0, results={"sort": {"accuracy": 0.4, "accuracy_low": 0.3, "accuracy_high": 0.5}}),
+    Validated(
+        version=1,
+        results={
+            "sort": {"accuracy_low": 0.2, "accuracy_high": 0.75, "errors": 11.0, "unscored": 0.55},
+            "essay": {"completion_tokens": 20.0, "errors": 11.0, "unscored": 0.55},
+        },
+    ),
+]
+
+
+def test_a_validation_that_lacks_scores_shows_bounds_or_no_score():
+    assert shown(terminal=False, events=LACKING).splitlines()[1:] == [
+        "validation of version 1: sort: accuracy 20.0% to 75.0% (no score), errors 11, unscored 55.0%",
+        "validation of version 1: essay: no score, completion_tokens 20, errors 11, unscored 55.0%",
+    ]
+    text = " ".join(shown(terminal=True, events=LACKING).split())
+    assert "validation sort 20.0% to 75.0% (55% unscored) ▄" in text
+    assert "validation essay no score (55% unscored)" in text
+
+
 def test_in_a_terminal_the_view_shows_progress_reward_validation_and_a_sample():
     text = shown(terminal=True)
     for part in (

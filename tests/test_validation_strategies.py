@@ -9,7 +9,8 @@ from functools import partial
 from statistics import fmean
 
 import pytest
-from hypothesis import given
+from attrs import evolve
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from grpo_core.errors import ConfigError
@@ -110,6 +111,7 @@ class Given:
         self.success = success
         self.prompts = {"task": list(range(len(rewards)))}
         self.rewards, self.answers, self.replies = rewards, answers, replies
+        self.lost = ()
 
     async def rollout(self, prompts, *, n, temperature, max_tokens, mode):
         self.asked = n, temperature, max_tokens, mode
@@ -123,6 +125,7 @@ class Given:
                 messages=({"role": "assistant", "content": self.replies[p][i] if self.replies else ""},),
                 metrics={"fluent": 0.5},
                 finish_reason="stop" if i else "length",
+                lost=p in self.lost,
             )
             for p in prompts
             for i, reward in enumerate(self.rewards[p])
@@ -134,11 +137,89 @@ def measured(strategy, *args, **options):
 
 
 def test_each_prompt_weighs_the_same_however_many_of_its_rollouts_have_a_reward():
-    metrics = measured(Batched(n=4), [[1.0, None, None, None], [0.0, 0.0, 0.0, 0.0], [None] * 4])
-    assert (metrics["accuracy"], metrics["prompts"], metrics["errors"]) == (0.5, 2, 7)
-    assert (metrics["accuracy_low"], metrics["accuracy_high"]) == (0.0, 1.0)
+    metrics = measured(Batched(n=4), [[1.0, None, 1.0, 1.0], *[[0.0, 0.0, 0.0, 0.0]] * 11])
+    assert (metrics["accuracy"], metrics["prompts"], metrics["errors"]) == (1 / 12, 12, 1)
     assert (metrics["feedback_fluent"], metrics["completion_tokens"]) == (0.5, 2.0)
-    assert metrics["truncated"] == pytest.approx(2 / 5)
+    assert metrics["truncated"] == pytest.approx(1 / 4)
+
+
+# ---------------------------------------------------------------------------------- missing scores
+
+SAID = st.sampled_from(["right", "a", "b", None])
+LACKING = [Batched(n=4), PassAtK(k=2, n=4), Majority(n=4)]
+
+
+@pytest.mark.parametrize("strategy", LACKING, ids=lambda each: type(each).__name__)
+@given(st.lists(st.lists(SAID, min_size=4, max_size=4), min_size=1, max_size=3), st.data())
+def test_bounds_hold_whatever_the_missing_scores_are(strategy, said, data):
+    """Missing scores have reasons: judges that time out on long replies leave out the long ones."""
+
+    def told(answers):
+        rewards = [[None if a is None else float(a == "right") for a in each] for each in answers]
+        return measured(strategy, rewards, answers)
+
+    assume(any(answer for each in said for answer in each))
+    bounds = told(said)
+    full = [[a or data.draw(st.sampled_from(["right", "a", "b", "c"])) for a in each] for each in said]
+    for name, value in told(full).items():
+        if name.startswith(("accuracy", "pass@", "maj@")) and not name.endswith(("_low", "_high")):
+            assert bounds[f"{name}_low"] - 1e-9 <= value <= bounds[f"{name}_high"] + 1e-9, name
+
+
+def test_few_missing_scores_widen_the_interval_and_many_leave_nothing_else():
+    few = [[1.0]] * 50 + [[0.0]] * 47 + [[None]] * 3
+    complete = [[1.0]] * 50 + [[0.0]] * 50
+    metrics, fine = measured(Greedy(), few), measured(Greedy(), complete)
+    assert metrics["accuracy"] == metrics["reward"] == 50 / 97
+    assert metrics["accuracy_low"] == fine["accuracy_low"]
+    assert metrics["accuracy_high"] == pytest.approx(fine["accuracy_high"] + 0.03, abs=0.01)
+    assert metrics["reward_low"] == fine["reward_low"]
+    many = measured(Greedy(), [[0.0]] * 9 + [[None]] * 11)
+    assert many.keys() == {
+        *("accuracy_low", "accuracy_high", "completion_tokens", "truncated", "prompts", "errors")
+    }
+    assert (many["accuracy_low"], many["errors"]) == (0.0, 11.0)
+    assert many["accuracy_high"] >= 0.55
+    assert headline(many) == "accuracy", "it has bounds, and no value"
+
+
+def test_a_reward_has_no_bounds_and_is_left_out_if_many_scores_are_missing():
+    metrics = measured(Greedy(), [[7.0]] * 9 + [[None]] * 11, success=None)
+    assert "reward" not in metrics
+    assert "reward_low" not in metrics
+    assert headline(metrics) is None
+
+
+def test_lengths_are_those_of_all_replies_that_were_played_to_their_end():
+    """A judge that times out on long replies leaves out the long ones."""
+
+    class Lengths(Given):
+        async def rollout(self, prompts, **asked):
+            played = await super().rollout(prompts, **asked)
+            return [
+                evolve(
+                    one,
+                    segments=[
+                        Segment(prompt_ids=(1,), tokens=Tokens.generated([2] * n, [-1.0] * n, [0] * n))
+                    ],
+                )
+                for one, n in zip(played, (10, 10, 40, 5), strict=True)
+            ]
+
+    context = Lengths([[1.0], [0.0], [None], [None]])
+    context.lost = {3}
+    assert asyncio.run(Greedy().validate(context))["task"]["completion_tokens"] == 20.0
+
+
+def test_a_prompt_with_less_than_k_rewards_is_in_the_bounds_of_pass_at_k():
+    rewards = [[1.0, None, None, None], [0.0, None, None, None], *[[1.0, 0.0, 0.0, 0.0]] * 2]
+    metrics = measured(PassAtK(k=2, n=4), rewards)
+    assert "pass@2" not in metrics
+    assert metrics["pass@2_low"] <= fmean([0.5, 0.0, 0.5, 0.5])
+    assert metrics["pass@2_high"] >= fmean([1.0, 1.0, 0.5, 0.5])
+
+
+# ---------------------------------------------------------------------------------- what each measures
 
 
 def test_partial_rewards_are_not_full_rewards():
@@ -174,18 +255,12 @@ def test_pass_at_k_per_prompt_then_over_prompts():
     assert headline(metrics) == "accuracy"
 
 
-def test_a_prompt_with_less_than_k_rewards_does_not_count_for_pass_at_k():
-    metrics = measured(PassAtK(k=2, n=3), [[1.0, None, None], [0.0, 0.0, None], [0.0, 1.0, 0.0]])
-    assert (metrics["prompts"], metrics["errors"]) == (2, 3)
-    assert metrics["pass@2"] == pytest.approx(fmean([0.0, 2 / 3]))
-
-
 def test_a_majority_votes_on_the_answers_that_the_environment_names():
-    rewards = [[1.0, 1.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, None, 0.0]]
-    answers = [["4", "4", "5", "6", None], ["7", "8", "8", "7", None]]
+    rewards = [[1.0, 1.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0, 0.0]]
+    answers = [["4", "4", "5", "6", None], ["7", "8", "8", "6", None]]
     metrics = measured(Majority(n=5), rewards, answers, [["all", "the", "same", "", ""]] * 2)
     assert metrics["maj@5"] == pytest.approx(0.5)
-    assert metrics["accuracy"] == pytest.approx(fmean([2 / 5, 1 / 4]))
+    assert metrics["accuracy"] == pytest.approx(fmean([2 / 5, 1 / 5]))
 
 
 def test_replies_are_compared_where_no_answer_is_named():
@@ -362,12 +437,15 @@ def test_results_are_shown_with_their_intervals():
     results = {
         "sort": {"pass@8": 0.9, "pass@8_low": 0.85, "pass@8_high": 0.955, "reward": 0.25, "prompts": 200.0},
         "gsm8k": {"accuracy": 1.0, "kl_low": 0.5},
+        "essay": {"accuracy_low": 0.2, "accuracy_high": 0.75, "unscored": 0.55},
     }
     assert table(results).splitlines() == [
-        "task   metric     value        interval",
-        "sort   pass@8     90.0%  85.0% to 95.5%",
-        "       reward      0.25",
-        "       prompts      200",
-        "gsm8k  accuracy  100.0%",
-        "       kl_low       0.5",
+        "task   metric       value        interval",
+        "sort   pass@8       90.0%  85.0% to 95.5%",
+        "       reward        0.25",
+        "       prompts        200",
+        "gsm8k  accuracy    100.0%",
+        "       kl_low         0.5",
+        "essay  accuracy  no score  20.0% to 75.0%",
+        "       unscored     55.0%",
     ]

@@ -23,8 +23,9 @@ METRICS_JSONL = "metrics.jsonl"
 
 
 def feedback(episode: Episode) -> Feedback:
-    """Right if the reply begins with a, and unscored once in a while."""
-    if episode.reply.startswith("z"):
+    """Right if the reply begins with a, and unscored once in a while; in validations for one prompt alone."""
+    odd = episode.prompt.id == "3" or not episode.group.startswith("validation/")
+    if episode.reply.startswith("z") and odd:
         return Feedback(error="odd")
     right = float(episode.reply.startswith(tuple("aeiou")))
     return Feedback(reward=right, metrics={"exact": right, "format/tags": 0.5}, answer=episode.reply[:1])

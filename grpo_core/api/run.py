@@ -141,7 +141,8 @@ class Run:
 
 def _html_row(task: str, first: dict[str, Any], last: dict[str, Any]) -> str:
     from grpo_core.loop.metrics import headline
+    from grpo_core.validation.results import score
 
     metric = headline({key: value for key, value in last.items() if key not in ("step", "task")}) or ""
-    cells = [task, metric, *(f"{row[metric]:.4g}" if metric in row else "" for row in (first, last))]
+    cells = [task, metric, *(score(metric, row) for row in (first, last))]
     return "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"

@@ -43,7 +43,6 @@ from grpo_core.incidents import Incident, Lines, report, reported_to
 from grpo_core.interrupts import handle, received
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import BufferStatistics
-from grpo_core.loop.metrics import headline
 from grpo_core.loop.pipeline import Pipeline
 from grpo_core.loop.rendering import Renderer
 from grpo_core.loop.retention import Retention
@@ -74,12 +73,10 @@ class Outcome:
     steps: int
     """Number of steps of the whole run."""
     directory: Path
-    first: Mapping[str, float]
-    """Validation accuracy, or else the strategy's first metric, by task, in the first validation of the run,
-    which an earlier process may have made."""
-    last: Mapping[str, float]
-    measured: Mapping[str, str]
-    """Name of that metric, by task."""
+    first: Mapping[str, Mapping[str, float]]
+    """Metrics of each task in the first validation of the run, which an earlier process may have made."""
+    last: Mapping[str, Mapping[str, float]]
+    """Metrics of each task in the last one."""
     seconds: float
 
 
@@ -208,7 +205,6 @@ async def _train(
         directory=run.path,
         first=watched.scores.first,
         last=watched.scores.last,
-        measured=watched.scores.measured,
         seconds=time.monotonic() - began,
     )
 
@@ -487,28 +483,20 @@ def _started(config: Config, context: RunContext, buffer: BufferStatistics) -> R
 
 
 class Scores(Tracker):
-    """The first and the last validation score of each task.
+    """The metrics of each task in the first and the last validation.
 
     Args:
         first: metrics of the run's first validation by task, if an earlier process made it.
     """
 
     def __init__(self, first: Mapping[str, Mapping[str, float]]) -> None:
-        self.first: dict[str, float] = {}
-        self.last: dict[str, float] = {}
-        self.measured: dict[str, str] = {}
-        self._take(first)
-        self.last.clear()
+        self.first: dict[str, Mapping[str, float]] = dict(first)
+        self.last: dict[str, Mapping[str, float]] = {}
 
     def event(self, event: Event) -> None:
         if isinstance(event, Validated):
-            self._take(event.results)
-
-    def _take(self, results: Mapping[str, Mapping[str, float]]) -> None:
-        for task, metrics in results.items():
-            if (name := headline(metrics)) is not None:
-                self.first.setdefault(task, metrics[name])
-                self.last[task], self.measured[task] = metrics[name], name
+            self.first = {**event.results, **self.first}
+            self.last |= event.results
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from grpo_core.reporting import comparison
 from grpo_core.reporting.report import write as write_report
 from grpo_core.reporting.verification import verified
 from grpo_core.run_directory import RunDirectory
-from grpo_core.validation.results import shown, table
+from grpo_core.validation.results import progress, table
 
 
 def train(
@@ -186,11 +186,8 @@ def _changes(envs: Sequence[str], chosen: Mapping[str, str], settings: Sequence[
 
 def _summary(outcome: run.Outcome, again: str) -> str:
     """Summarise a run in one line: its scores, steps, seconds and directory; ``again`` continues it."""
-    learnt = ", ".join(
-        f"{task}: validation {metric} {shown(metric, outcome.first[task])} -> {shown(metric, value)}"
-        for task, value in outcome.last.items()
-        for metric in (outcome.measured[task],)
-    )
+    scores = [(task, progress(outcome.first[task], last)) for task, last in outcome.last.items()]
+    learnt = ", ".join(f"{task}: validation {told}" for task, told in scores if told)
     did = f"{outcome.step} of {outcome.steps} steps in {outcome.seconds:.0f} s"
     line = f"{outcome.reason}: {learnt + '; ' if learnt else ''}{did}; run: {outcome.directory}"
     if outcome.reason == GOAL_REACHED:

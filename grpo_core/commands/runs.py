@@ -51,8 +51,8 @@ class Summary:
     """Number of its last step."""
     steps: int
     """Number of steps that it is configured to make; 0 if epochs say when it ends."""
-    scores: Mapping[str, tuple[str, float, float]] = field(factory=dict)
-    """The headline of each validated task: its name, its first and its last value."""
+    scores: Mapping[str, tuple[Mapping[str, float], Mapping[str, float]]] = field(factory=dict)
+    """The metrics of each validated task, in its first and in its last validation."""
     seconds: float | None = None
     """Median time of a step."""
     started: datetime | None = None
@@ -208,16 +208,14 @@ def _write_csv(file: Any, names: Iterable[str], rows: Iterable[Mapping[str, Any]
 def summary(path: Path) -> Summary:
     """Read what a run has come to.  Raises ConfigError if its files cannot be read."""
     config = read_toml(path / CONFIG)
-    scores: dict[str, tuple[str, float, float]] = {}
+    scores: dict[str, tuple[Mapping[str, float], Mapping[str, float]]] = {}
     step, times = 0, []
     for row in metrics_rows(path / METRICS):
         step = max(step, int(row["step"]))
         if "time/step" in row:
             times.append(row["time/step"])
         for task, metrics in _validated(row).items():
-            if (name := headline(metrics)) is not None:
-                _, before, _ = scores.get(task, ("", metrics[name], 0.0))
-                scores[task] = name, before, metrics[name]
+            scores[task] = scores.get(task, (metrics,))[0], metrics
     return Summary(
         path=path,
         state=_state(path),
@@ -329,14 +327,13 @@ def _steps(each: Summary) -> str:
 
 
 def _learnt(each: Summary) -> str:
-    return ", ".join(f"{task} {_score(each, task)}" for task in each.scores)
+    return ", ".join(f"{task} {score}" for task in each.scores if (score := _score(each, task)))
 
 
 def _score(each: Summary, task: str) -> str:
     if task not in each.scores:
         return ""
-    name, first, last = each.scores[task]
-    return f"{name} {results.shown(name, first)} -> {results.shown(name, last)}"
+    return results.progress(*each.scores[task])
 
 
 def _value(config: Mapping[str, Any], key: str) -> Any:
@@ -383,8 +380,9 @@ def _as_json(each: Summary) -> dict[str, Any]:
         "step": each.step,
         "steps": each.steps,
         "scores": {
-            task: {"metric": name, "first": first, "last": last}
-            for task, (name, first, last) in each.scores.items()
+            task: {"metric": name, "first": first.get(headline(first) or ""), "last": last.get(name)}
+            for task, (first, last) in each.scores.items()
+            for name in (headline(last) or "",)
         },
         "seconds_per_step": each.seconds,
         "started": each.started.isoformat(timespec="seconds") if each.started else None,

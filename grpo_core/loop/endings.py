@@ -8,7 +8,7 @@ from attrs import define, field, frozen
 
 from grpo_core.config import GOAL
 from grpo_core.errors import ConfigError, did_you_mean
-from grpo_core.loop.metrics import COMPARED, documented
+from grpo_core.loop.metrics import COMPARED, documented, lacks_scores
 
 PARTS = ("step", "sync", "save", "cut", "save")
 """A run that stops may have to end all of these: a step with its publication, a weight sync, the checkpoint
@@ -50,7 +50,7 @@ class Goal:
     def check(self, values: Mapping[str, float]) -> None:
         """Raise ConfigError if the values of a step or a validation show that nothing measures the metric."""
         part, _, name = self.metric.rpartition("/")
-        if self.metric in values or name in COMPARED:
+        if self.metric in values or name in (*COMPARED, "unscored") or lacks_scores(self.metric, values):
             return
         if self.metric.startswith("validation/"):
             absent = any(other.startswith(f"{part}/") for other in values)

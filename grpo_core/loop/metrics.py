@@ -300,7 +300,12 @@ METRICS: Mapping[str, Mapping[str, Metric]] = {
         "validation/TASK/prompts": Metric(
             "prompts", "Prompts that count: enough of their rollouts have a reward."
         ),
-        "validation/TASK/errors": Metric("rollouts", "Unscored rollouts; they do not count."),
+        "validation/TASK/errors": Metric("rollouts", "Unscored rollouts."),
+        "validation/TASK/unscored": Metric(
+            _SHARE,
+            "Unscored rollouts. The intervals of shares hold whatever their scores would have been; if these "
+            "could move a metric by more than 5%, it has an interval alone. Absent if all have a reward.",
+        ),
     },
 }
 """All metrics that the core writes, in sections.  A part of a name in capitals stands for any text."""
@@ -336,10 +341,32 @@ def _pattern(entry: str) -> re.Pattern[str]:
     return re.compile("".join(re.escape(t) + p for t, p in zip(texts, [*parts, ""], strict=True)))
 
 
+DESCRIPTIONS = ("completion_tokens", "truncated", "prompts", "errors", "unscored")
+"""Metrics of a validation that measure how it went, and not how good the model is."""
+
+
+def measured(metrics: Iterable[str]) -> list[str]:
+    """Return the names of what was measured, one for a metric and its interval; some have nothing else."""
+    names = dict.fromkeys(metrics)
+    with_ends = {name.removesuffix("_low") for name in names if name.endswith("_low")}
+    with_ends = {name for name in with_ends if f"{name}_high" in names}
+    ends = {f"{name}_{end}": name for name in with_ends for end in ("low", "high")}
+    return list(dict.fromkeys(ends.get(name, name) for name in names))
+
+
 def headline(metrics: Iterable[str]) -> str | None:
-    """Return the metric that represents a task: accuracy, or else the first; None without metrics."""
-    names = list(metrics)
+    """Return the metric that represents a task: accuracy, or else the first; None without one.
+
+    It may have no value in these metrics, but an interval.
+    """
+    names = [name for name in measured(metrics) if name not in DESCRIPTIONS]
+    names = [name for name in names if not name.startswith("feedback_")]
     return "accuracy" if "accuracy" in names else next(iter(names), None)
+
+
+def lacks_scores(metric: str, values: Mapping[str, float]) -> bool:
+    """Return whether a validation, which these values are of, has no value of a metric for want of scores."""
+    return metric not in values and f"{metric.rpartition('/')[0]}/unscored" in values
 
 
 def accuracy(rollouts: Iterable[Rollout]) -> dict[str, float]:

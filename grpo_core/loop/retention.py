@@ -9,6 +9,7 @@ from typing import TypedDict
 
 from grpo_core.disk import Disk, replace_file
 from grpo_core.errors import CheckpointError, ConfigError, did_you_mean
+from grpo_core.loop.metrics import lacks_scores
 from grpo_core.protocols import Tracker
 from grpo_core.typed import checked
 
@@ -20,7 +21,7 @@ class Scores(TypedDict):
     """The contents of ``scores.json``."""
 
     metric: str
-    scores: dict[str, float]
+    scores: dict[str, float | None]
 
 
 class Retention(Tracker):
@@ -53,20 +54,20 @@ class Retention(Tracker):
         self._path, self._every, self._due = directory / SCORES, every, due
         self._sign, self._metric = (-1.0, best[1:]) if best.startswith("-") else (1.0, best)
         self._disk = disk or Disk()
-        self.scores: dict[int, float] = {at: value for at, value in self._read().items() if at <= step}
-        """Value of the metric by step."""
+        self.scores: dict[int, float | None] = {at: value for at, value in self._read().items() if at <= step}
+        """Value of the metric by step; None if the validation lacked too many scores to have one."""
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         part = self._metric.rpartition("/")[0] + "/"  # of other sets, which are measured at other steps
         if not self._metric or not any(name.startswith(part) for name in values):
             return
-        if self._metric not in values:
+        if self._metric not in values and not lacks_scores(self._metric, values):
             known = ", ".join(sorted(name for name in values if name.startswith("validation/")))
             raise ConfigError(
                 f"checkpoint.best is {self._metric!r}, which validation does not measure."
                 f"{did_you_mean(self._metric, set(values))} It measures {known}"
             )
-        scores = {**self.scores, step: values[self._metric]}
+        scores = {**self.scores, step: values.get(self._metric)}
         data = {"metric": self._metric, "scores": {str(at): value for at, value in scores.items()}}
         self._path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(self._disk, self._path, json.dumps(data).encode())
@@ -87,10 +88,10 @@ class Retention(Tracker):
 
     def best(self, steps: Collection[int]) -> int | None:
         """Return the best of the checkpoints at ``steps``, the newest of equal ones; None without a value."""
-        scored = [step for step in steps if step in self.scores]
-        return max(scored, key=lambda step: (self._sign * self.scores[step], step), default=None)
+        known = {step: value for step in steps if (value := self.scores.get(step)) is not None}
+        return max(known, key=lambda step: (self._sign * known[step], step), default=None)
 
-    def _read(self) -> dict[int, float]:
+    def _read(self) -> dict[int, float | None]:
         """Return the values on disk; those of another metric do not count."""
         if not self._path.exists():
             return {}

@@ -84,11 +84,11 @@ def readings(chart: Chart) -> dict[str, Any]:
         "series": [
             (
                 inert(one.name),
-                [round(p[0]) for p in one.points if _finite(p)],
-                [_reading(p, one, chart.percent) for p in one.points if _finite(p)],
+                [round(p[0]) for p in known],
+                [_reading(p, one, chart.percent) for p in known],
             )
             for one in chart.series
-            if one.style != "thin" and any(map(_finite, one.points))
+            if one.style != "thin" and (known := [p for p in one.points if _known(p, one)])
         ],
     }
 
@@ -113,12 +113,12 @@ def chart(
         clipped: bands may end at the edge of the chart; otherwise, the range of ``y`` holds them.
     """
     series = [shortened(one) for one in series]
-    series = [one for one in series if any(map(_finite, one.points))]
+    series = [one for one in series if any(_known(p, one) for p in one.points)]
     if not series:
         return None
     xs = [x for one in series for x, _ in one.points]
     ys = [p[1] for one in series for p in one.points if _finite(p)]
-    ys += [] if clipped else [y for one in series for _, *ends in one.band for y in ends]
+    ys += [] if clipped and ys else [y for one in series for _, *ends in one.band for y in ends]
     ys += [y for y in (low, high) if y is not None]
     x_ticks = ticks(min(xs), max(xs), 6, whole=True)
     y_ticks = ticks(min(ys), max(ys), 4)
@@ -160,7 +160,7 @@ def _letters(series: Sequence[Series], place: Callable[[Point], Point]) -> tuple
     ends = [
         (place(next(point for point in reversed(one.points) if _finite(point))), one.mark, one.colour)
         for one in series
-        if one.mark
+        if one.mark and any(map(_finite, one.points))
     ]
     ends.sort(key=lambda end: end[0][1])
     heights, height = [], min(MARK_HEIGHT, (HEIGHT - TOP - BOTTOM) / max(1, len(ends)))
@@ -253,8 +253,15 @@ def _area(ends: Sequence[tuple[Point, Point]]) -> str:
 def _reading(point: Point, series: Series, percent: bool) -> str:
     """Return a point's value as text, with its interval if it has one."""
     ends = next(((low, high) for x, low, high in series.band if x == point[0]), None)
-    interval = f" ({label(ends[0], percent)} to {label(ends[1], percent)})" if ends else ""
-    return label(point[1], percent) + interval
+    interval = f"{label(ends[0], percent)} to {label(ends[1], percent)}" if ends else ""
+    if not _finite(point):
+        return f"{interval}, no score"
+    return label(point[1], percent) + (f" ({interval})" if interval else "")
+
+
+def _known(point: Point, series: Series) -> bool:
+    """Whether a point has a value or an interval."""
+    return _finite(point) or any(x == point[0] for x, *_ in series.band)
 
 
 def _finite(point: Point) -> bool:

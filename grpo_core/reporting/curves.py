@@ -36,7 +36,9 @@ class Task:
     in_percent: bool
     """Whether that metric is a share."""
     validation: Sequence[Point]
-    """Results of the validations, by version."""
+    """Results of the validations, by version; NaN for one that lacked too many scores to have one."""
+    unscored: Mapping[float, float]
+    """Share of the rollouts without a score, by version, of the validations that have some."""
     intervals: Sequence[tuple[float, float, float]]
     """Version, lower and upper end of the interval of each result that has one."""
     parts: Mapping[str, tuple[Sequence[Point], Sequence[Point]]]
@@ -82,6 +84,8 @@ def _task(
     name: str, place: int, steps: Sequence[Row], validations: Sequence[Row], measured: Sequence[str]
 ) -> Task:
     metric = headline(measured) or "reward"
+    unscored = dict(points(validations, f"validation/{name}/unscored"))
+    validation = dict(points(validations, f"validation/{name}/{metric}"))
     means = {}
     for column, metric_name in NUMBERS.items():
         means[column] = mean_over_groups(name, steps[-RECENT:], metric_name.format(name))
@@ -90,7 +94,8 @@ def _task(
         colour=place % GREY,
         metric=metric,
         in_percent=metric.startswith(SHARES),
-        validation=points(validations, f"validation/{name}/{metric}"),
+        validation=sorted((dict.fromkeys(unscored, math.nan) | validation).items()),
+        unscored=unscored,
         intervals=_intervals(validations, f"validation/{name}/{metric}"),
         parts=_parts(name, steps, validations),
         rewards=points(steps, f"reward/{name}"),

@@ -36,7 +36,14 @@ def rendered(template: str, **values: Any) -> str:
         finalize=lambda value: inert(value) if type(value) is str else value,  # not what is markup already
     )
     script = Markup(loader.get_source(environment, "report.js")[0])
-    shown = {"number": number, "share": share, "readings": readings, "measure": measure}
+    shown = {
+        "number": number,
+        "share": share,
+        "readings": readings,
+        "measure": measure,
+        "result": result,
+        "lacking": lacking,
+    }
     environment.filters |= shown | {"percent": percent, "signed": signed}
     return environment.get_template(template).render(
         script=script,
@@ -99,6 +106,22 @@ def number(value: Any) -> str:
 def measure(task: Task, value: Any) -> str:
     """Format what stands for a task: a share in percent, any other number in a few digits."""
     return share(value) if task.in_percent else number(value)
+
+
+def result(task: Task, place: int) -> str:
+    """Format the result of a validation of a task: its value, or its interval if it has none."""
+    version, value = task.validation[place]
+    ends = {x: (low, high) for x, low, high in task.intervals}
+    text = measure(task, value)
+    if not is_number(value):
+        text = " to ".join(measure(task, end) for end in ends[version]) if version in ends else "no score"
+    return text
+
+
+def lacking(task: Task) -> str:
+    """Say how many rollouts of the last validation of a task have no score; empty if all have one."""
+    missing = task.unscored.get(task.validation[-1][0]) if task.validation else None
+    return f"{missing:.0%} unscored" if missing else ""
 
 
 def share(value: Any) -> str:

@@ -31,12 +31,13 @@ from grpo_core.reporting.curves import Task, charts, tasks_of
 from grpo_core.reporting.pages import (
     check_output,
     is_number,
-    measure,
+    lacking,
     number,
     plain,
     rendered,
     replace,
     replace_output,
+    result,
 )
 from grpo_core.reporting.stored import TEXTS
 from grpo_core.run_directory import ROLLOUTS, VALIDATION, planned_steps, rollouts_step
@@ -279,15 +280,17 @@ def state(files: Files) -> str:
     return str(last[0].get("reason")) if last and last[0]["event"] == "RunEnded" else "unfinished"
 
 
-def headline(tasks: Sequence[Task]) -> list[tuple[str, str, str, str]]:
-    """Return for each task its name, the measured metric, and its values before and after."""
+def headline(tasks: Sequence[Task]) -> list[tuple[str, str, str, str, str]]:
+    """Return for each task its name, the measured metric, its values before and after, and what it lacks."""
     told = []
     for task in tasks:
-        curve, what = (
-            (task.validation, f"validation {task.metric}") if task.validation else (task.rewards, "reward")
-        )
-        if curve:
-            told.append((task.name, what, measure(task, curve[0][1]), measure(task, curve[-1][1])))
+        if task.validation:
+            told.append(
+                (task.name, f"validation {task.metric}", result(task, 0), result(task, -1), lacking(task))
+            )
+        elif task.rewards:
+            first, last = (number(task.rewards[place][1]) for place in (0, -1))
+            told.append((task.name, "reward", first, last, ""))
     return told
 
 

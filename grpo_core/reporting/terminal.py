@@ -39,7 +39,7 @@ from grpo_core.reporting.files import plain
 from grpo_core.reporting.stages import Now
 from grpo_core.reporting.stored import as_json
 from grpo_core.run_directory import planned_steps
-from grpo_core.validation.results import interval, measured, shown
+from grpo_core.validation.results import as_line, score
 
 View = Literal["live", "lines", "quiet", "json"]
 _AS_JSON = (
@@ -67,11 +67,13 @@ Row = tuple[str, str, Text]
 """A line of the live view: its name, its value, and a picture or an explanation."""
 
 
-def sparkline(values: Sequence[float], low: float = 0.0, high: float = 1.0, width: int = _WIDTH) -> str:
-    """Draw the last values, at most ``width``, as bars between ``low`` and ``high``."""
+def sparkline(
+    values: Sequence[float | None], low: float = 0.0, high: float = 1.0, width: int = _WIDTH
+) -> str:
+    """Draw the last values, at most ``width``, as bars between ``low`` and ``high``; None is a gap."""
     span = (high - low) or 1.0
-    places = [min(max((value - low) / span, 0.0), 1.0) for value in values[-width:]]
-    return "".join(_BARS[round(place * (len(_BARS) - 1))] for place in places)
+    places = [None if v is None else min(max((v - low) / span, 0.0), 1.0) for v in values[-width:]]
+    return "".join(" " if place is None else _BARS[round(place * (len(_BARS) - 1))] for place in places)
 
 
 class TerminalTracker(Tracker):
@@ -107,8 +109,10 @@ class TerminalTracker(Tracker):
         """Names of the tasks; there is no mean over several, which would move when their shares do."""
         self._rewards: dict[str, list[float]] = {}
         """The rewards of each task so far."""
-        self._validation: dict[str, list[tuple[str, float]]] = {}
-        """Name and value of the metric that represents each task, by task."""
+        self._validation: dict[str, list[float | None]] = {}
+        """Values of the metric that represents each task, by task; None where a validation has none."""
+        self._scores: dict[str, str] = {}
+        """The last of them as text."""
         self._step = 0
         self._warned: set[str] = set()
         self._survived: Counter[str] = Counter()
@@ -152,7 +156,10 @@ class TerminalTracker(Tracker):
                 self._started = self._heard = time.monotonic()
                 self._ended = event.time
             case GroupsReady():
-                best = max(event.groups[0].rollouts, key=lambda r: r.reward or 0.0)
+                scored = [r for r in event.groups[0].rollouts if r.reward is not None]
+                if not scored:
+                    return
+                best = max(scored, key=lambda r: r.reward or 0.0)
                 prompt = " ".join(str(m.get("content", "")) for m in event.groups[0].prompt.messages)
                 reply = str(best.messages[-1].get("content", "")) if best.messages else ""
                 self._sample = (prompt, reply, best.reward or 0.0)
@@ -161,10 +168,8 @@ class TerminalTracker(Tracker):
                 self._line(self._of_step())
             case Validated():
                 for task, metrics in event.results.items():
-                    if (name := headline(metrics)) is not None:
-                        self._validation.setdefault(task, []).append((name, metrics[name]))
-                    text = ", ".join(_with_interval(name, metrics) for name in measured(metrics))
-                    self._line(f"validation of version {event.version}: {task}: {text}")
+                    self._validate(task, metrics)
+                    self._line(f"validation of version {event.version}: {task}: {as_line(metrics)}")
             case Saved():
                 self._line(f"saved {event.directory}")
             case WarningRaised() if event.cause not in self._warned:
@@ -185,6 +190,13 @@ class TerminalTracker(Tracker):
             self._tasks.add(task)
             if (reward := event.metrics.get(f"reward/{task}")) is not None:
                 self._rewards.setdefault(task, []).append(reward)
+
+    def _validate(self, task: str, metrics: Mapping[str, float]) -> None:
+        """Keep the score of a task, if there is one."""
+        name = headline(metrics)
+        if name is not None or "unscored" in metrics:
+            self._validation.setdefault(task, []).append(metrics.get(name or ""))
+            self._scores[task] = score(name or "", metrics)
 
     def _line(self, text: str) -> None:
         """Print what a live view shows by itself, and a quiet one does not show."""
@@ -288,10 +300,9 @@ class TerminalTracker(Tracker):
             rows.append(("now", told, Text()))
         if told := self._now.checkpoint():
             rows.append(("checkpoint", told, Text()))
-        for task, results in sorted(self._validation.items()):
-            values = [value for _, value in results]
+        for task, values in sorted(self._validation.items()):
             picture = Text(sparkline(values, width=width), style="green")
-            rows.append((f"validation {task}", shown(*results[-1]), picture))
+            rows.append((f"validation {task}", self._scores[task], picture))
         if self._recent:
             rows += [*self._learning(width), *self._speeds()]
         if self._survived:
@@ -375,11 +386,6 @@ def _told_of(task: str, metrics: Mapping[str, float]) -> str:
 def _tasks_of(metrics: Mapping[str, Any]) -> list[str]:
     """Return the tasks that were trained."""
     return [name.removeprefix("groups/") for name in metrics if name.startswith("groups/")]
-
-
-def _with_interval(name: str, metrics: Mapping[str, float]) -> str:
-    bounds = interval(name, metrics)
-    return f"{name} {shown(name, metrics[name])}" + (f" ({bounds})" if bounds else "")
 
 
 def _rewards_of(metrics: Mapping[str, float], *, several: bool) -> str:

@@ -105,7 +105,12 @@ class Comparison:
     @property
     def decision(self) -> Decision | None:
         """Whether the one version is better or worse than the other, or equal; None is undecided."""
-        low, high = self.interval
-        if self.margin and -self.margin < low and high < self.margin:
-            return "equal"
-        return "better" if low > 0 else "worse" if high < 0 else None
+        return decided(self.interval, self.margin)
+
+
+def decided(interval: tuple[float, float], margin: float) -> Decision | None:
+    """Return the decision to which an interval of the difference, and a margin of equality, come."""
+    low, high = interval
+    if margin and -margin < low and high < margin:
+        return "equal"
+    return "better" if low > 0 else "worse" if high < 0 else None

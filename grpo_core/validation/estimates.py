@@ -11,6 +11,8 @@ from statistics import fmean
 
 from attrs import frozen
 
+MANY = 0.05
+"""Missing scores that could move a measurement by more than this leave it without a value."""
 RESAMPLES = 1000
 """Number of bootstrap resamples: enough for two digits of a 95 % interval."""
 
@@ -77,11 +79,36 @@ def interval(
 
 
 def mean_with_interval(
-    name: str, values: Sequence[float], *, seed: int, confidence: float = 0.95
+    name: str,
+    values: Sequence[float],
+    *,
+    seed: int,
+    confidence: float = 0.95,
+    lows: Sequence[float] = (),
+    highs: Sequence[float] = (),
+    limit: float = MANY,
 ) -> Mapping[str, float]:
-    """Return ``{name: mean, name_low: ..., name_high: ...}``, or ``{}`` if there are no values."""
-    if not values:
+    """Return ``{name: mean, name_low: ..., name_high: ...}``, or ``{}`` if there are no values.
+
+    Where scores are missing, the interval holds whatever they are, and there is no mean if they could move it
+    by more than ``limit``: what is missing has reasons, so that it is not like the rest.
+
+    Args:
+        name: of the measurement.
+        values: one value for each independent unit (a prompt, not a rollout) whose score is known.
+        seed: seed of the resampling.
+        confidence: share of the resampled means inside the interval.
+        lows: value of every unit, if each missing score is the worst; empty if none is missing.
+        highs: value of every unit, if each missing score is the best.
+        limit: the most by which missing scores may move the mean.
+    """
+    if not (values or lows):
         return {}
-    mean = fmean(values)
-    bounds = interval(values, seed=seed, confidence=confidence)
-    return {name: mean, f"{name}_low": min(bounds.low, mean), f"{name}_high": max(bounds.high, mean)}
+    lows, highs = lows or values, highs or values
+    least, most = fmean(lows), fmean(highs)
+    low = interval(lows, seed=seed, confidence=confidence).low
+    high = interval(highs, seed=seed, confidence=confidence).high
+    ends = {f"{name}_low": min(low, least), f"{name}_high": max(high, most)}
+    if not values or most - least > limit:
+        return ends
+    return {name: min(max(fmean(values), least), most), **ends}

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from math import inf
 from statistics import fmean
 from typing import Any, Literal, TypedDict, get_args
+
+from attrs import asdict, define, field
 
 from grpo_core.errors import ConfigError
 from grpo_core.loop.turns import derive_seed
 from grpo_core.protocols import ValidationContext
 from grpo_core.records import Prompt, Rollout
 from grpo_core.typed import Count, checked
-from grpo_core.validation.comparison import Comparison
-from grpo_core.validation.estimates import mean_with_interval
+from grpo_core.validation.comparison import Comparison, Decision, decided
+from grpo_core.validation.estimates import MANY, mean_with_interval
 from grpo_core.validation.strategies import Mode, ScoringStrategy
 
 Until = Literal["decided", "all"]
@@ -29,6 +32,61 @@ class SavedStandard(TypedDict):
 
     version: Count
     scores: dict[str, dict[str, float]]
+    missing: dict[str, float]
+
+
+@define(eq=False)
+class Scored:
+    """The scores of a version by prompt."""
+
+    version: int
+    scores: dict[str, dict[str, float]] = field(factory=dict)
+    """Scores of each prompt that has a scored rollout."""
+    missing: dict[str, float] = field(factory=dict)
+    """Share of the rollouts that are unscored, of each prompt that lacks some."""
+
+    def ends(self, prompt: str) -> tuple[float, float]:
+        """Return the lowest and the highest score that a prompt may have, whatever is missing."""
+        own, missing = self.scores.get(prompt), self.missing.get(prompt, 0.0)
+        if not missing:
+            assert own is not None
+            return _score(own), _score(own)
+        if not any("accuracy" in each for each in self.scores.values()):  # nobody knows the range of a reward
+            return -inf, inf
+        known = 0.0 if own is None else _score(own) * (1 - missing)
+        return known, known + missing
+
+    @property
+    def share_missing(self) -> float:
+        """Share of all rollouts that is unscored."""
+        return sum(self.missing.values()) / (len({*self.scores, *self.missing}) or 1)
+
+
+@define(eq=False)
+class Bounds:
+    """A comparison as if each missing score spoke against a version, and one as if each spoke for it."""
+
+    low: Comparison
+    high: Comparison
+
+    def add(self, one: Scored, other: Scored, prompts: Iterable[str]) -> None:
+        """Take the differences of more prompts.  Raises ValueError if one exceeds the bound."""
+        bound = self.low.bound
+        for prompt in prompts:
+            ends, its = one.ends(prompt), other.ends(prompt)
+            low, high = ends[0] - its[1], ends[1] - its[0]
+            self.low.add([-bound if low == -inf else low])
+            self.high.add([bound if high == inf else high])
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Smallest and largest mean difference that is not ruled out, whatever is missing."""
+        return self.low.interval[0], self.high.interval[1]
+
+    @property
+    def decision(self) -> Decision | None:
+        """Whether the one version is better or worse than the other, or equal; None is undecided."""
+        return decided(self.interval, self.low.margin)
 
 
 class Paired(ScoringStrategy):
@@ -43,6 +101,9 @@ class Paired(ScoringStrategy):
     Where prompts are left out, ``accuracy`` and ``reward`` are estimates for all prompts: the standard's
     mean, plus the mean difference on the prompts that were played.  So they can be compared between versions,
     which a mean over other prompts could not.  All other metrics are of the rollouts that were played.
+
+    A missing score speaks against a version for its lower end, and for it for the upper one.  A version that
+    lacks more than 5% of its scores is no standard.
 
     Metrics of each task, besides those of any strategy: ``difference`` to the standard with
     ``difference_low`` and ``difference_high``, an interval that may be looked at as often as one likes;
@@ -84,77 +145,85 @@ class Paired(ScoringStrategy):
             Comparison(confidence=confidence, **self._limits)
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        self._standards: dict[str, tuple[int, dict[str, dict[str, float]]]] = {}
-        """Version of the standard and its scores by prompt, by task."""
+        self._standards: dict[str, Scored] = {}
+        """The standard of each task."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the standard of each task."""
-        return {
-            task: {"version": version, "scores": scores}
-            for task, (version, scores) in self._standards.items()
-        }
+        return {task: asdict(standard) for task, standard in self._standards.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the standards of a run."""
         self._standards = {
-            task: (one["version"], {id: dict(scores) for id, scores in one["scores"].items()})
+            task: Scored(
+                one["version"], {id: dict(scores) for id, scores in one["scores"].items()}, one["missing"]
+            )
             for task, one in checked(state, dict[str, SavedStandard]).items()
         }
 
     async def _measure(self, context: ValidationContext, task: str) -> dict[str, float]:
         prompts = sorted(context.prompts[task], key=lambda prompt: derive_seed("paired", task, prompt.id))
-        version, standard = self._standards.get(task, (context.version, {}))
-        comparison = Comparison(confidence=self.confidence, **self._limits)
+        standard, scored = self._standards.get(task), Scored(context.version)
+        one, other = (Comparison(confidence=self.confidence, **self._limits) for _ in range(2))
+        comparison = Bounds(one, other)
         played: list[Rollout] = []
-        scores: dict[str, dict[str, float]] = {}
         for begin in range(0, len(prompts), self._batch):
             part = prompts[begin : begin + self._batch]
             rollouts = await self._played(context, part)
-            found = self._scores(part, rollouts)
             played += rollouts
-            scores |= found
-            self._compare(comparison, task, found, standard)
-            if self._until == "decided" and comparison.decision in ("worse", "equal"):
-                break
-        if not standard or comparison.decision == "better":
-            self._standards[task] = (context.version, scores)
+            self._take(scored, part, rollouts)
+            if standard is not None:
+                self._compare(comparison, task, scored, standard, part)
+                if self._until == "decided" and comparison.decision in ("worse", "equal"):
+                    break
+        few = scored.share_missing <= MANY
+        if few and (standard is None or comparison.decision == "better"):
+            self._standards[task] = scored
         summary = self._summary(task, played)
-        if not standard:
+        if standard is None:
             return summary
-        if len(played) < len(prompts) * self.n:
-            summary |= self._estimates(task, scores, standard)
-        return summary | _described(comparison, version)
+        if few and len(played) < len(prompts) * self.n:
+            summary |= self._estimates(task, scored, standard)
+        return summary | _described(comparison, standard.version)
 
     async def _played(self, context: ValidationContext, prompts: Sequence[Prompt]) -> list[Rollout]:
         return await context.rollout(
             prompts, n=self.n, temperature=self.temperature, max_tokens=self.max_tokens, mode=self.mode
         )
 
-    def _scores(self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> dict[str, dict[str, float]]:
-        """Return the scores of each prompt that has a scored rollout."""
-        found = {}
+    def _take(self, scored: Scored, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> None:
+        """Keep the scores of more prompts, and what they lack."""
         for place, prompt in enumerate(prompts):
             own = rollouts[place * self.n : (place + 1) * self.n]
-            if scored := [rollout for rollout in own if rollout.reward is not None]:
-                found[prompt.id] = dict(self.scores(scored))
-        return found
+            known = [rollout for rollout in own if rollout.reward is not None]
+            if known:
+                scored.scores[prompt.id] = dict(self.scores(known))
+            if len(known) < len(own):
+                scored.missing[prompt.id] = 1 - len(known) / len(own)
 
-    def _compare(self, comparison: Comparison, task: str, found: Scores, standard: Scores) -> None:
+    def _compare(
+        self, comparison: Bounds, task: str, scored: Scored, standard: Scored, prompts: Sequence[Prompt]
+    ) -> None:
+        known = standard.scores.keys() | standard.missing.keys()
         try:
-            comparison.add(_score(found[id]) - _score(standard[id]) for id in found if id in standard)
+            comparison.add(scored, standard, (prompt.id for prompt in prompts if prompt.id in known))
         except ValueError as error:
             raise ConfigError(f"task {task!r}: {error}; set validation.options.bound") from None
 
-    def _estimates(self, task: str, found: Scores, standard: Scores) -> dict[str, float]:
+    def _estimates(self, task: str, scored: Scored, standard: Scored) -> dict[str, float]:
         """Estimate the means over all prompts from the scores of some of them, with their intervals."""
         seed = derive_seed("bootstrap", task)
         estimates: dict[str, float] = {}
-        both = [(scores, standard[id]) for id, scores in found.items() if id in standard]
+        both = [(own, standard.scores[id]) for id, own in scored.scores.items() if id in standard.scores]
         for name in both[0][0] if both else ():
-            mean = fmean([scores[name] for scores in standard.values()])
-            differences = [scores[name] - its[name] for scores, its in both]
+            mean = fmean([scores[name] for scores in standard.scores.values()])
+            differences = [own[name] - its[name] for own, its in both]
             moved = mean_with_interval(name, differences, seed=seed, confidence=self.confidence)
             estimates |= {each: mean + value for each, value in moved.items()}
+        lacks = scored.share_missing + standard.share_missing
+        for name, sign in (("accuracy_low", -1), ("accuracy_high", 1)):
+            if name in estimates:
+                estimates[name] += sign * lacks
         return {name: _share(value) if name in SHARES else value for name, value in estimates.items()}
 
 
@@ -167,9 +236,10 @@ def _share(value: float) -> float:
     return min(max(value, 0.0), 1.0)
 
 
-def _described(comparison: Comparison, version: int) -> dict[str, Any]:
+def _described(comparison: Bounds, version: int) -> dict[str, Any]:
     low, high = comparison.interval
-    told = {"difference": comparison.mean, "difference_low": low, "difference_high": high}
+    mean = (comparison.low.mean + comparison.high.mean) / 2
+    told = {"difference": mean, "difference_low": low, "difference_high": high}
     decision = comparison.decision
     return {
         **told,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-SHARES = ("accuracy", "pass@", "pass^", "maj@", "truncated")
+from grpo_core.loop.metrics import headline, measured
+
+SHARES = ("accuracy", "pass@", "pass^", "maj@", "truncated", "unscored")
 """Beginnings of the names of metrics that are shown in percent."""
 COUNTS = ("prompts", "errors", "rollouts")
 
@@ -15,21 +17,43 @@ def table(results: Mapping[str, Mapping[str, float]]) -> str:
     for task, metrics in results.items():
         name = task
         for metric in measured(metrics):
-            rows.append((name, metric, shown(metric, metrics[metric]), interval(metric, metrics)))
+            value = shown(metric, metrics[metric]) if metric in metrics else "no score"
+            rows.append((name, metric, value, interval(metric, metrics)))
             name = ""
     return _aligned(rows)
-
-
-def measured(metrics: Mapping[str, float]) -> list[str]:
-    """Return the metrics without the ends of other metrics' intervals."""
-    ends = {f"{name}_{end}" for name in metrics for end in ("low", "high")}
-    return [name for name in metrics if name not in ends]
 
 
 def interval(metric: str, metrics: Mapping[str, float]) -> str:
     """The interval of a metric, as text; empty if it has no interval."""
     bounds = [metrics.get(f"{metric}_{bound}") for bound in ("low", "high")]
     return " to ".join(shown(metric, bound) for bound in bounds if bound is not None)
+
+
+def as_line(metrics: Mapping[str, float]) -> str:
+    """The metrics of a task in one line, each with its interval."""
+    told = [] if headline(metrics) or "unscored" not in metrics else ["no score"]
+    for metric in measured(metrics):
+        bounds = interval(metric, metrics)
+        if metric in metrics:
+            told.append(f"{metric} {shown(metric, metrics[metric])}" + (f" ({bounds})" if bounds else ""))
+        else:
+            told.append(f"{metric} {bounds} (no score)")
+    return ", ".join(told)
+
+
+def score(metric: str, metrics: Mapping[str, float]) -> str:
+    """The value of a metric that stands for a task, or its interval, with the share that is unscored."""
+    value, missing = metrics.get(metric), metrics.get("unscored")
+    text = (interval(metric, metrics) or "no score") if value is None else shown(metric, value)
+    return f"{text} ({missing:.0%} unscored)" if missing else text
+
+
+def progress(first: Mapping[str, float], last: Mapping[str, float]) -> str:
+    """The metric that stands for a task, in a first and in a last validation; empty if there is none."""
+    name = headline(last) or headline(first) or ""
+    if not name and "unscored" not in {*first, *last}:
+        return ""
+    return f"{name} {score(headline(first) or name, first)} -> {score(name, last)}".strip()
 
 
 def shown(metric: str, value: float) -> str:

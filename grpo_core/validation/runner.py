@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Literal
@@ -15,6 +14,7 @@ from typing import Any, Literal
 from attrs import define, evolve, field
 
 from grpo_core.aio import UNLIMITED, Slots, raising_root_cause
+from grpo_core.environments.feedback import as_number
 from grpo_core.errors import DeadlineExceeded, PluginError, WeightSyncError
 from grpo_core.incidents import report
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, cause, derive_seed, play
@@ -40,6 +40,11 @@ class Tally:
     """Number of unscored rollouts."""
     first: str = ""
     """The first of them."""
+
+    def counts(self) -> dict[str, float]:
+        """Return the metrics of what is missing."""
+        unscored = {"unscored": self.errors / self.rollouts} if self.errors else {}
+        return {"errors": float(self.errors), **unscored}
 
 
 @define(kw_only=True, eq=False)
@@ -292,7 +297,7 @@ def _report_again(again: Sequence[tuple[RolloutRequest, Rollout]]) -> None:
 async def run_strategy(
     name: str, strategy: ValidationStrategy, context: Context
 ) -> dict[str, dict[str, float]]:
-    """Run a strategy and check what it returns; ``errors`` of each task are counted for it.
+    """Run a strategy and check what it returns; unscored rollouts of each task are counted for it.
 
     Raises PluginError that names the strategy, the task and the metric, or says that no rollout of a task
     received feedback: there is nothing to report then, least of all an accuracy of 0.  Raises
@@ -316,9 +321,9 @@ async def run_strategy(
                 f"task {task!r}: none of the {tally.rollouts} rollouts of the validation strategy {name!r} "
                 f"received feedback; the first one: {tally.first}"
             )
-    errors = {task: {"errors": float(tally.errors)} for task, tally in context.tallies.items()}
+    counts = {task: tally.counts() for task, tally in context.tallies.items()}
     return {
-        task: {metric: float(value) for metric, value in part.items()} | errors.get(task, {})
+        task: {metric: float(value) for metric, value in part.items()} | counts.get(task, {})
         for task, part in results.items()
     }
 
@@ -334,7 +339,7 @@ def _check(name: str, results: object, tasks: Mapping[str, object]) -> None:
         for metric, value in part.items():
             if "/" in metric:
                 raise PluginError(f"{who} the metric {metric!r} of task {task!r}; a name contains no slash")
-            if not isinstance(value, int | float) or not math.isfinite(value):
+            if as_number(value) is None:
                 raise PluginError(
                     f"{who} {value!r} as {metric!r} of task {task!r}; expected a finite number (leave out "
                     "what cannot be measured)"

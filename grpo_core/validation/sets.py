@@ -13,9 +13,28 @@ from grpo_core.data.samplers import load_plugin_state, plugin_state
 from grpo_core.events import Event, ValidationPlayed, WarningRaised
 from grpo_core.loop.metrics import left_out
 from grpo_core.protocols import EnvironmentClient, ValidationStrategy
-from grpo_core.records import Prompt
+from grpo_core.records import Group, Prompt, Rollout
+from grpo_core.validation.estimates import MANY
 from grpo_core.validation.runner import Context, Results, played_groups, run_strategy
 from grpo_core.versions import Interval
+
+
+def lacking(groups: Sequence[Group]) -> dict[str, str]:
+    """Return a message, by a cause, for each task of which many rollouts have no score."""
+    found: dict[str, list[Rollout]] = {}
+    for group in groups:
+        found.setdefault(group.prompt.environment, []).extend(group.rollouts)
+    told = {}
+    for task, rollouts in found.items():
+        unscored = [rollout for rollout in rollouts if rollout.reward is None]
+        if len(unscored) > MANY * len(rollouts):
+            told[f"unscored/{task}"] = (
+                f"validation of {task!r}: {len(unscored)} of {len(rollouts)} rollouts have no score; what "
+                f"they could move by more than {MANY:.0%} has bounds, or nothing, in place of a value. The "
+                "first error: "
+                f"{unscored[0].error or 'unscored'}"
+            )
+    return told
 
 
 @frozen(kw_only=True, eq=False)
@@ -86,7 +105,7 @@ class Validation:
     def _emit_played(self, version: int, contexts: Sequence[Context]) -> None:
         groups = tuple(group for context in contexts for group in played_groups(context))
         self.emit(ValidationPlayed(step=version, version=version, groups=groups))
-        for cause, message in left_out(groups).items():
+        for cause, message in (left_out(groups) | lacking(groups)).items():
             self.emit(WarningRaised(step=version, cause=cause, message=message))
 
     def state_dict(self) -> dict[str, Any]:

@@ -7,17 +7,21 @@ over its prompts with a bootstrap interval.
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from math import inf
 from statistics import fmean
 from typing import Any, Literal, get_args
+
+from attrs import evolve
 
 from grpo_core.errors import ConfigError
 from grpo_core.loop.metrics import accuracy, completion_tokens, feedback_means, truncated
 from grpo_core.loop.turns import derive_seed
 from grpo_core.protocols import ValidationContext
 from grpo_core.records import Rollout
-from grpo_core.validation.estimates import majority_score, mean_with_interval, pass_at_k
+from grpo_core.validation.estimates import MANY, majority_score, mean_with_interval, pass_at_k
+from grpo_core.validation.results import SHARES
 
 Mode = Literal["batched", "pipelined"]
 
@@ -28,7 +32,12 @@ class ScoringStrategy:
     Metrics of each task: those of ``scores`` (``accuracy`` only where a success is declared), each with
     ``_low`` and ``_high``; ``feedback_PART`` for each metric that the environment returns;
     ``completion_tokens``; ``truncated``, the share that a token limit cut off; ``prompts``, the number of
-    prompts that count; ``errors``, the number of unscored rollouts, which do not.
+    prompts that count; ``errors``, the number of unscored rollouts.
+
+    Unscored rollouts are not like the others: a judge that times out on long replies leaves out the long
+    ones.  So the interval of a share holds whatever their scores would have been, from all failures to all
+    successes.  If they could move it by more than 5%, the interval is all that is reported; a reward, whose
+    range nobody knows, is not reported then.
 
     Raises ConfigError if an option is out of its range.
 
@@ -85,27 +94,58 @@ class ScoringStrategy:
         return self._summary(task, rollouts)
 
     def _summary(self, task: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
-        of_prompts = [
-            [rollout for rollout in rollouts[i : i + self.n] if rollout.reward is not None]
-            for i in range(0, len(rollouts), self.n)
-        ]
-        counted = [judged for judged in of_prompts if len(judged) >= self.needed]
-        if self.needs_success and any(rollout.success is None for judged in counted for rollout in judged):
+        groups = [rollouts[i : i + self.n] for i in range(0, len(rollouts), self.n)]
+        scored = list(filter(_is_scored, rollouts))
+        counted = [judged for each in groups if len(judged := list(filter(_is_scored, each))) >= self.needed]
+        errors = len(rollouts) - len(scored)
+        few = errors <= MANY * len(rollouts)
+        if self.needs_success and any(rollout.success is None for rollout in scored):
             raise ConfigError(
                 f"task {task!r}: {type(self).__name__} has to know which reward is a success, and its "
                 f"environment declares none; set tasks.{task}.success, or `success` in the environment"
             )
-        values: dict[str, list[float]] = defaultdict(list)
-        for judged in counted:
-            for name, value in self.scores(judged).items():
-                values[name].append(value)
+        values = _by_name(self.scores(judged) for judged in counted)
+        lows, highs = values, values
+        if errors and scored:
+            lows, highs = (
+                _by_name(self.scores(self.supposed(each, scored, success=success)) for each in groups)
+                for success in (False, True)
+            )
         seed = derive_seed("bootstrap", task)
         summary: dict[str, float] = {}
-        for name, those in values.items():
-            summary |= mean_with_interval(name, those, seed=seed, confidence=self.confidence)
-        summary |= _descriptions([rollout for judged in counted for rollout in judged])
-        errors = len(rollouts) - sum(map(len, of_prompts))
+        for name in lows:
+            share = name.startswith(SHARES)
+            if share or few:
+                summary |= mean_with_interval(
+                    name,
+                    values.get(name, ()),
+                    seed=seed,
+                    confidence=self.confidence,
+                    lows=lows[name],
+                    highs=highs[name],
+                    limit=MANY if share else inf,
+                )
+        summary |= feedback_means(scored) if few else {}
+        if ended := [rollout for rollout in rollouts if not rollout.lost]:
+            summary |= {"completion_tokens": completion_tokens(ended), "truncated": truncated(ended)}
         return summary | {"prompts": float(len(counted)), "errors": float(errors)}
+
+    def supposed(
+        self, rollouts: Sequence[Rollout], scored: Sequence[Rollout], *, success: bool
+    ) -> Sequence[Rollout]:
+        """Return the rollouts of a prompt as if each unscored one were a failure, or a success.
+
+        Args:
+            rollouts: of the prompt.
+            scored: all scored rollouts of the task, the worst or the best of which has its reward.
+            success: whether they are successes.
+        """
+        end = (max if success else min)(scored, key=_reward)
+        outcome = None if end.success is None else success
+        return [
+            each if _is_scored(each) else evolve(each, reward=end.reward, success=outcome, error=None)
+            for each in rollouts
+        ]
 
 
 class Batched(ScoringStrategy):
@@ -200,6 +240,26 @@ class Majority(ScoringStrategy):
         votes = votes or [(_normalised(r), _correct(r)) for r in rollouts]
         return {f"maj@{self.n}": majority_score(votes), **super().scores(rollouts)}
 
+    def supposed(
+        self, rollouts: Sequence[Rollout], scored: Sequence[Rollout], *, success: bool
+    ) -> Sequence[Rollout]:
+        """Let each unscored rollout give the answer of most failures, or of most successes."""
+        named = any(each.answer is not None for each in scored)
+        said = [
+            str(each.answer) if named else _normalised(each)
+            for each in rollouts
+            if each.success is success and (each.answer is not None or not named)
+        ]
+        answer = Counter(said).most_common(1)[0][0] if said else "an answer that nobody else gives"
+        vote: dict[str, Any] = (
+            {"answer": answer} if named else {"messages": ({"role": "assistant", "content": answer},)}
+        )
+        supposed = super().supposed(rollouts, scored, success=success)
+        return [
+            each if _is_scored(own) else evolve(each, **vote)
+            for own, each in zip(rollouts, supposed, strict=True)
+        ]
+
 
 # ---------------------------------------------------------------------------------- of rollouts
 
@@ -219,15 +279,17 @@ def _normalised(rollout: Rollout) -> str:
     return " ".join(str(said[-1].get("content") or "").split()).casefold() if said else ""
 
 
-def _descriptions(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Return the means over rollouts that are reported without an interval."""
-    if not rollouts:
-        return {}
-    return {
-        **feedback_means(rollouts),
-        "completion_tokens": completion_tokens(rollouts),
-        "truncated": truncated(rollouts),
-    }
+def _is_scored(rollout: Rollout) -> bool:
+    return rollout.reward is not None
+
+
+def _by_name(scores: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
+    """Return the values of each score, one for each prompt."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for of_prompt in scores:
+        for name, value in of_prompt.items():
+            values[name].append(value)
+    return values
 
 
 # ---------------------------------------------------------------------------------- of options

@@ -53,8 +53,9 @@ class Learnable(grpo.WeightedTaskSampler):
     def observe(self, groups: Sequence[grpo.Group]) -> None:
         """Record the groups' rewards."""
         for group in groups:
-            task = group.prompt.environment
-            now = fmean(map(self._succeeded, group.rollouts))
+            if not (succeeded := group.successes(self._success)):
+                continue
+            task, now = group.prompt.environment, fmean(succeeded)
             before = self._rates.get(task, 0.5)
             self._rates[task] = self._memory * before + (1 - self._memory) * now
 
@@ -68,13 +69,6 @@ class Learnable(grpo.WeightedTaskSampler):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self._rates = dict(state["rates"])
-
-    def _succeeded(self, rollout: grpo.Rollout) -> bool:
-        if self._success is None and rollout.success is not None:
-            return rollout.success
-        return rollout.reward is not None and rollout.reward >= (
-            1.0 if self._success is None else self._success
-        )
 
     def _learnable(self, task: str) -> float:
         rate = self._rates.get(task, 0.5)

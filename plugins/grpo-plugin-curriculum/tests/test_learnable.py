@@ -24,6 +24,13 @@ def test_it_keeps_the_contract(options):
     check_sampler(lambda: Learnable(**options))
 
 
+def test_an_unscored_rollout_is_no_failure():
+    sampler = Learnable(memory=0.0)
+    sampler.observe([group("lacking", 1, None), group("solved", 1, 1), group("unknown", None, None)])
+    lacking, solved, unknown = sampler.weights(["lacking", "solved", "unknown"], REQUEST)
+    assert lacking == solved < unknown
+
+
 def test_a_task_that_is_half_solved_has_the_most_weight():
     sampler = Learnable(floor=0.1, memory=0.0)
     sampler.observe(
