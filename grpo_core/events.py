@@ -46,6 +46,8 @@ class RunStarted(Event):
     """Statistics of the buffer, as a resumed run found them in its checkpoint."""
     manifest: str = ""
     """Digest of the manifest of the checkpoint that a resumed run continues from."""
+    measured: int = -1
+    """The newest version that was validated before the run started, or that checkpoint was taken."""
 
 
 @frozen(kw_only=True)

@@ -17,7 +17,7 @@ from grpo_core.app.paths import plugin_files, with_absolute_paths
 from grpo_core.config import Config, TrainerConfig, as_table, build, replace_parts
 from grpo_core.data.samplers import load_plugin_state
 from grpo_core.disk import fingerprint
-from grpo_core.errors import ConfigError, cut
+from grpo_core.errors import ConfigError, shortened
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import BufferStatistics
 from grpo_core.loop.endings import GOAL_REACHED, Goal
@@ -315,7 +315,7 @@ def _consequences(before: Config, config: Config, changes: Mapping[str, Any]) ->
 def _failure(found: checkpoint.Found, state: SavedPipeline) -> Iterator[str]:
     """Yield the error that ended the start before, if the checkpoint was made because of it."""
     if failure := state.get("failure"):
-        error, proved = cut(" ".join(failure["error"].split()), LONGEST_NOTE), failure["proved"]
+        error, proved = shortened(" ".join(failure["error"].split()), LONGEST_NOTE), failure["proved"]
         yield (
             f"the run ended after step {found.step} by an error: {error} (the canary had proved the engine's "
             f"weights up to version {proved})"

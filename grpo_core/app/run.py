@@ -479,6 +479,7 @@ def _started(config: Config, context: RunContext, buffer: BufferStatistics) -> R
         resumed=context.resume is not None,
         buffer=asdict(buffer),
         manifest=checkpoint.manifest_digest(context.resume.directory) if context.resume else "",
+        measured=checkpoint.measured(context.resume) if context.resume else -1,
     )
 
 

@@ -242,7 +242,8 @@ class Laws:
 
     def _on_RunStarted(self, event: Mapping[str, Any]) -> None:  # noqa: N802 - named as the event
         self.terms = Terms.of(event["config"])
-        step, found = event["step"], event["buffer"]
+        step = event["step"]
+        found = event["buffer"] | ({"measured": event["measured"]} if "measured" in event else {})
         cuts = self._cuts[step] if event["resumed"] else [_Account()]
         known = [name for name in _RESTORED if name in found]
         fits = [cut for cut in cuts if all(getattr(cut, n) == found[n] for n in known)]
@@ -538,7 +539,7 @@ def _metrics(groups: Sequence[Mapping[str, Any]], step: int) -> dict[str, float]
 _UNKNOWN = 2**64 - 1
 """A place of the stream that no event mentions, because another sampler drew there."""
 _STAMPS = ("task", "prompt", "generation_version", "target_version", "attempt")
-_RESTORED = ("dispatched", "trained", "skipped", "filtered", "ready", "attempts")
+_RESTORED = ("dispatched", "trained", "skipped", "filtered", "ready", "attempts", "measured")
 _COUNTED = ("in_flight", "retrying", "ready", "dispatched", "skipped", "filtered", "attempts")
 
 

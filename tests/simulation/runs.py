@@ -358,6 +358,7 @@ class Simulation:
                 config=self._config(),
                 resumed=found is not None,
                 buffer=asdict(pipeline.buffer.statistics()),
+                measured=self._measured,
             )
         )
         dice = self._dice.random
