@@ -79,6 +79,17 @@ def grpo_environments() -> Mapping[str, Callable[..., Environment] | str]:  # ty
 
 
 @hookspec
+def grpo_dataloaders() -> Mapping[str, Callable[..., object] | str]:  # type: ignore[empty-body]
+    """Offer dataloaders: ``{name: factory(split, **options)}``.
+
+    The factory is called with ``"train"`` on a thread of the run's process, and again whenever a stream has
+    ended.  It returns a sequence, a torch ``Dataset``, a torchdata ``StatefulDataLoader`` or
+    ``torchdata.nodes`` pipeline, or an iterable with ``state_dict`` and ``load_state_dict``, of prompts or of
+    mappings.  For ``"validation"`` it may return None: then the environment's held-out prompts are used.
+    """
+
+
+@hookspec
 def grpo_samplers() -> Mapping[str, Callable[..., Sampler] | str]:  # type: ignore[empty-body]
     """Offer samplers: ``{name: factory(**options)}``."""
 

@@ -189,7 +189,8 @@ class Sampler(Protocol):
     trained or filtered (late, out of order, or never); ``untrained(prompt: Prompt, target_version: int) ->
     None``, called at once with each prompt that was filtered or skipped, and the target version of its
     request, since another will be asked for; ``state_dict() -> dict`` of JSON values and
-    ``load_state_dict(state)``.
+    ``load_state_dict(state)``; ``needs_places = True`` if it uses ``offer`` or ``len`` of loaders, which
+    dataloaders that are streams do not have.
     """
 
     def sample(self, loaders: Mapping[str, Loader], request: SampleRequest) -> list[Prompt]: ...

@@ -302,7 +302,7 @@ def test_the_buffer_survives_its_files(tmp_path):
 
     again = Buffer(prompts_per_step=2, max_staleness=1, num_steps=5)
     arrays = checkpoint.Arrays.read(tmp_path / "arrays")
-    checkpoint.load_buffer(again, state, arrays, lambda task, id: source[int(id)])
+    checkpoint.load_buffer(again, state, arrays, lambda task, id, slot: source[int(id)])
     assert again.state_dict() == buffer.state_dict()
     offered = [again.reserve()[0] for _ in range(3)]
     assert sorted(slot.prompt.id for slot in offered) == ["0", "2", "3"]
@@ -325,7 +325,7 @@ def test_every_field_of_a_ready_group_survives_its_checkpoint(tmp_path_factory, 
     path.write_bytes(arrays.to_bytes())
 
     again = Buffer(prompts_per_step=1, max_staleness=0, num_steps=5)
-    checkpoint.load_buffer(again, state, checkpoint.Arrays.read(path), lambda task, id: group.prompt)
+    checkpoint.load_buffer(again, state, checkpoint.Arrays.read(path), lambda task, id, slot: group.prompt)
     assert again.take() == buffer.take() == [group]
 
 

@@ -165,7 +165,7 @@ class Run:
             loader.load_state_dict(loaders[task])
         self.drawn_from.load_state_dict(state["sampler"])
         checkpoint.load_buffer(
-            self.buffer, state["buffer"], arrays, lambda task, id: self.loaders[task].prompt(id)
+            self.buffer, state["buffer"], arrays, lambda task, id, slot: self.loaders[task].prompt(id)
         )
         self.trainer.version, self.trainer.state = version, trained
         return self

@@ -380,8 +380,9 @@ def with_environment(env, path, look, **config):
 
     async def story():
         tasks = {"sums": TaskConfig(env=env, source=SourceConfig(path=path, **config))}
-        placement = LocalPlacement(PluginHost.discover())
-        async with Tasks.start(tasks, EnvironmentConfig(), placement, sets={}, logs=None) as started:
+        host = PluginHost.discover()
+        around = Tasks.start(tasks, EnvironmentConfig(), LocalPlacement(host), sets={}, logs=None, host=host)
+        async with around as started:
             prompts = (await started.prompts("train"))["sums"]
             return await look(prompts, started.environments["sums"])
 

@@ -24,6 +24,7 @@ from grpo_core.app.parts import (
     SYNC_GRACE,
     canary_prompts,
     canary_tolerance,
+    check_dataloaders,
     check_lengths,
     dynamic_sampling,
     engine_dtype,
@@ -49,6 +50,7 @@ from grpo_core.app.placement import Placement
 from grpo_core.app.resume import changed_schedule, identity
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config, EngineConfig, TeacherConfig
+from grpo_core.data.dataloaders import Dataloader
 from grpo_core.data.loaders import TaskLoader
 from grpo_core.data.samplers import PromptStream
 from grpo_core.events import Event, StepEnded, Validated, WarningRaised
@@ -152,6 +154,7 @@ async def assemble(config: Config, run: RunContext) -> tuple[Config, Pipeline]:
     pipeline = Pipeline(
         buffer=started.buffer,
         draw=stream.draw,
+        ready=stream.ready,
         passed_over=stream.passed_over,
         observe=stream.observe,
         untrained=stream.untrained,
@@ -233,7 +236,7 @@ async def choose_devices(config: Config, run: RunContext) -> Devices:
 def _import_what_is_needed_soon(config: Config) -> None:
     """Import modules that take a second, while the trainer starts."""
     modules = ["transformers.tokenization_utils_tokenizers"]
-    if any(task.source.workers for task in config.tasks.values()):
+    if any(task.source.path or task.dataloader for task in config.tasks.values()):
         modules.append("torchdata.stateful_dataloader")
     for module in modules:
         importlib.import_module(module)
@@ -266,9 +269,10 @@ class Assembly:
         """
         config, chosen = self.config, self.config.validation
         found = RunPrompts(
-            prompts=await self.run.tasks.prompts("train"),
+            prompts=await self.run.tasks.prompts("train", config.trainer.prompts_per_step),
             held_out=await self.run.tasks.held_out(chosen, chosen.due_sets, tasks=bool(chosen.every)),
         )
+        check_dataloaders(config, self.run.tasks.dataloaders, self.sampler())
         opinion = await self.second_opinion(found.prompts)
         plane = await self.data_plane()
         start = await self.start_model(found.prompts)
@@ -279,7 +283,8 @@ class Assembly:
         if config.rollout.max_prompt_tokens and has_tokenizer(config, start):
             renderer = await self.renderer(model)
             found = await self.short_enough(found, renderer)
-        config = self.config = with_steps(config, found.prompts)
+        sizes = {name: self.run.tasks.size(name, part) for name, part in found.prompts.items()}
+        config = self.config = with_steps(config, sizes)
         trainer = self.trainer(start, teacher)
         buffer = make_buffer(config.trainer, config.pipeline, config.rollout)
         engine, validation_engine = self.engine(model), self.validation_engine(model)
@@ -493,20 +498,29 @@ class Assembly:
 
     async def short_enough(self, found: RunPrompts, renderer: Renderer) -> RunPrompts:
         """Return the prompts without those that are too long by ``rollout.max_prompt_tokens``."""
+        most = self.config.rollout.max_prompt_tokens
         kept, told = await found.short_enough(
-            self.config.rollout.max_prompt_tokens, self.run.tasks.environments, renderer
+            most, self.run.tasks.environments, renderer, self.run.tasks.dataloaders
         )
         self.run.warnings.extend(
             WarningRaised(step=self.step, cause=cause, message=message) for cause, message in told.items()
         )
         return kept
 
-    def loaders(self, prompts: Prompts) -> dict[str, TaskLoader]:
-        tasks, seed = self.config.tasks, self.config.seed
-        return {
-            name: TaskLoader(name, part, seed=seed, workers=tasks[name].source.workers)
+    def loaders(self, prompts: Prompts) -> dict[str, TaskLoader | Dataloader]:
+        tasks, seed, dataloaders = self.config.tasks, self.config.seed, self.run.tasks.dataloaders
+        read = {
+            name: TaskLoader(
+                name,
+                part,
+                seed=seed,
+                workers=tasks[name].source.workers,
+                torchdata=bool(tasks[name].source.path),
+            )
             for name, part in prompts.items()
+            if name not in dataloaders
         }
+        return {name: dataloaders[name] if name in dataloaders else read[name] for name in prompts}
 
     def sampler(self) -> Sampler:
         config = self.config
@@ -565,7 +579,7 @@ class Assembly:
         self,
         trainer: Trainer,
         buffer: Buffer[Prompt, Group],
-        loaders: Mapping[str, TaskLoader],
+        loaders: Mapping[str, TaskLoader | Dataloader],
         stream: PromptStream,
         validation: Validation,
         opinion: SecondOpinion | None,
@@ -574,17 +588,18 @@ class Assembly:
         process = identity(self.config)
 
         async def save(step: int, failure: Failure | None) -> Written:
+            cut = checkpoint.cut(buffer, stream, validation, failure)
             return await checkpoint.begin(
                 directory,
                 step=step,
                 pipeline={
-                    **checkpoint.cut(buffer, stream, validation, failure),
+                    **cut,
                     "measured": validation.measured,
                     "goal": self.run.goal,
                     "run": process,
                     **({} if opinion is None else {"second_opinion": opinion.state_dict()}),
                 },
-                loaders={task: loader.state_dict() for task, loader in loaders.items()},
+                loaders=checkpoint.loader_states(loaders, cut["buffer"]),
                 save_trainer=trainer.save,
                 keep=keep if failure is None else None,
                 spared=self.run.retention.spared,

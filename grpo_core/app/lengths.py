@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ from attrs import evolve, field, frozen
 from numpy.typing import NDArray
 
 from grpo_core.config import Config, RolloutConfig
+from grpo_core.data.dataloaders import Dataloader
 from grpo_core.data.sizes import sizes
 from grpo_core.data.sources import Source
 from grpo_core.errors import ConfigError, ModelError
@@ -26,6 +29,7 @@ TOGETHER = 64
 _SHORT = {"role": "user", "content": "?"}
 
 Tools = Sequence[Mapping[str, Any]]
+NO_DATALOADERS: Mapping[str, Dataloader] = MappingProxyType({})
 
 
 @frozen(kw_only=True)
@@ -115,9 +119,15 @@ class RunPrompts:
     held_out: Sequence[HeldOut] = ()
 
     async def short_enough(
-        self, most: int, environments: Mapping[str, EnvironmentClient], renderer: Renderer
+        self,
+        most: int,
+        environments: Mapping[str, EnvironmentClient],
+        renderer: Renderer,
+        dataloaders: Mapping[str, Dataloader] = NO_DATALOADERS,
     ) -> tuple[RunPrompts, dict[str, str]]:
         """Return those with at most ``most`` tokens (0: all), and messages about the others, by cause.
+
+        Dataloaders leave out prompts that are too long when they read them.
 
         Raises ConfigError if none are left of a task or set.
         """
@@ -140,7 +150,14 @@ class RunPrompts:
                         told[f"{cause}/{name}"] = f"{who} {name!r}: {message}"
             return left
 
-        prompts = await kept(self.prompts, environments, "task", "prompts_left_out")
+        read = {name: own for name, own in self.prompts.items() if name not in dataloaders}
+        prompts = await kept(read, environments, "task", "prompts_left_out")
+        for name, dataloader in dataloaders.items():
+            prompts[name] = own = self.prompts[name]
+            if environments[name].agents is None:
+                tools = await shown_tools(environments[name], own)
+                dataloader.keep(partial(_fits, most, renderer, tools))
+                prompts[name] = await dataloader.first(len(own))
         held_out = [
             evolve(
                 part,
@@ -149,6 +166,11 @@ class RunPrompts:
             for part in self.held_out
         ]
         return RunPrompts(prompts=prompts, held_out=held_out), told
+
+
+def _fits(most: int, renderer: Renderer, tools: Tools, prompt: Prompt) -> bool:
+    """Return whether a prompt has at most ``most`` tokens."""
+    return len(renderer.prompt_ids(prompt.messages, tools)) <= most
 
 
 def has_tokenizer(config: Config, start: StartModel) -> bool:

@@ -29,6 +29,7 @@ from grpo_core.config import (
     TrainerConfig,
     ValidationConfig,
 )
+from grpo_core.data.dataloaders import Dataloader
 from grpo_core.environments.budget import ErrorBudget, errors_of_calls
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.errors import ConfigError
@@ -209,11 +210,32 @@ def rollout_places(config: RolloutConfig) -> Slots:
     return Slots(config.max_in_flight or UNLIMITED)
 
 
-def with_steps(config: Config, prompts: Mapping[str, Sequence[Prompt]]) -> Config:
-    """Return the configuration with the number of steps that ``trainer.epochs`` stands for."""
+def check_dataloaders(config: Config, dataloaders: Mapping[str, Dataloader], sampler: Sampler) -> None:
+    """Raise ConfigError for streams where the number of prompts has to be known."""
+    streams = [name for name, dataloader in dataloaders.items() if dataloader.size is None]
+    if not streams:
+        return
+    who = f"{dataloaders[streams[0]].who} is a stream, whose number of prompts is not known"
+    if config.trainer.epochs:
+        raise ConfigError(
+            f"{who}, and trainer.epochs = {config.trainer.epochs:g} counts them: set trainer.steps instead"
+        )
+    if getattr(sampler, "needs_places", False):
+        raise ConfigError(
+            f"{who}, and the sampler {config.sampler.name!r} chooses among the places of a task's prompts: "
+            "choose a sampler that only takes the next prompts, such as mix, or let the dataloader return a "
+            "sequence"
+        )
+
+
+def with_steps(config: Config, sizes: Mapping[str, int]) -> Config:
+    """Return the configuration with the number of steps that ``trainer.epochs`` stands for.
+
+    ``sizes``: number of training prompts by task.
+    """
     if not config.trainer.epochs:
         return config
-    drawn = config.trainer.epochs * sum(map(len, prompts.values()))
+    drawn = config.trainer.epochs * sum(sizes.values())
     steps = max(1, math.ceil(drawn / config.trainer.prompts_per_step))
     return evolve(config, trainer=evolve(config.trainer, steps=steps))
 

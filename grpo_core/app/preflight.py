@@ -30,6 +30,7 @@ from grpo_core.config import (
     Config,
     EnvironmentConfig,
     ShapingConfig,
+    SourceConfig,
     TaskConfig,
     TrainerConfig,
     ValidationConfig,
@@ -61,6 +62,7 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
     remote = make_placement(config.placement, host).remote
     for name, task in config.tasks.items():
         _check_environment(f"tasks.{name}", task, config.environment, host, remote=remote)
+        check_dataloader(name, task, host)
     weights = {name: task.weight for name, task in config.tasks.items()}
     sampler = make_sampler(config.sampler, host, seed=config.seed, weights=weights)
     plugin_state(sampler, f"sampler {config.sampler.name!r}")  # it does not fail at the first checkpoint then
@@ -106,6 +108,30 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
 def check_task(name: str, task: TaskConfig, config: Config, host: PluginHost) -> None:
     """Raise ConfigError or PluginError if the environment of a task cannot be made on this machine."""
     _check_environment(f"tasks.{name}", task, config.environment, host, remote=False)
+
+
+_PLACES = ("path", "validation_path", "subset", "split", "validation_split", "deduplicate")
+"""Keys of a source that say which rows are read, or need all of them at once."""
+
+
+def check_dataloader(name: str, task: TaskConfig, host: PluginHost) -> None:
+    """Raise ConfigError or PluginError if a task's dataloader cannot be made."""
+    if not task.dataloader:
+        if task.dataloader_options:
+            raise ConfigError(
+                f"tasks.{name}.dataloader_options does nothing without tasks.{name}.dataloader, the name of "
+                f"a dataloader; options of the environment belong into tasks.{name}.options"
+            )
+        return
+    host.check_options("dataloader", task.dataloader, task.dataloader_options)
+    usual = SourceConfig()
+    given = [key for key in _PLACES if getattr(task.source, key) != getattr(usual, key)]
+    if given:
+        raise ConfigError(
+            f"tasks.{name}.source.{given[0]} = {getattr(task.source, given[0])!r}: the prompts come from "
+            f"tasks.{name}.dataloader = {task.dataloader!r}, which decides what is read; leave one of them "
+            "out"
+        )
 
 
 def _check_loss(config: Config, host: PluginHost) -> None:

@@ -287,7 +287,7 @@ async def validate(
         if only and model is not None:  # otherwise the model may be made from the prompts of all tasks
             needed = {*only, *(config.validation.sets[name].task for name in sets)}
             config = evolve(config, tasks={name: one for name, one in config.tasks.items() if name in needed})
-        tasks = await stack.enter_async_context(started_tasks(config, placement, sets=sets, logs=None))
+        tasks = await stack.enter_async_context(started_tasks(config, placement, host, sets=sets, logs=None))
         held_out = await _held_out(config, tasks, sets, only)
         engine, renderer = await start_engine(
             config,
@@ -439,7 +439,12 @@ async def _start(config: Config, run: RunContext) -> Pipeline:
     run.trackers.status("starting the environments")
     ranks = 0 if trainer_here(config.trainer, run.plugins) else config.trainer.ranks
     around = started_tasks(
-        config, run.placement, sets=config.validation.due_sets, logs=run.directory.logs, more=ranks
+        config,
+        run.placement,
+        run.plugins,
+        sets=config.validation.due_sets,
+        logs=run.directory.logs,
+        more=ranks,
     )
     try:
         run.tasks = await run.stack.enter_async_context(around)
@@ -457,7 +462,13 @@ async def _start(config: Config, run: RunContext) -> Pipeline:
 
 @contextlib.asynccontextmanager
 async def started_tasks(
-    config: Config, placement: Placement, *, sets: Sequence[str], logs: Path | None, more: int = 0
+    config: Config,
+    placement: Placement,
+    host: PluginHost,
+    *,
+    sets: Sequence[str],
+    logs: Path | None,
+    more: int = 0,
 ) -> AsyncIterator[Tasks]:
     """Start the environments of a run, and of some validation sets, while its placement is connected.
 
@@ -467,7 +478,15 @@ async def started_tasks(
     wanted = config.engine.workers + config.environment.workers * (len(config.tasks) + len(of_sets))
     wanted += bool(config.audit.second_opinion) + more
     with placement.connected(wanted):
-        async with Tasks.start(config.tasks, config.environment, placement, sets=of_sets, logs=logs) as tasks:
+        async with Tasks.start(
+            config.tasks,
+            config.environment,
+            placement,
+            sets=of_sets,
+            logs=logs,
+            host=host,
+            seed=config.seed,
+        ) as tasks:
             yield tasks
 
 

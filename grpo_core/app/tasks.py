@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from attrs import evolve, frozen
@@ -14,12 +16,18 @@ from grpo_core.aio import gather
 from grpo_core.app import workers
 from grpo_core.app.placement import Placement
 from grpo_core.config import EnvironmentConfig, SourceConfig, TaskConfig, ValidationConfig
+from grpo_core.data.dataloaders import Adopt, Dataloader
+from grpo_core.data.rows import RowReader, feed, in_order, readable
 from grpo_core.data.sources import find_source
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.environments.sourced import adopted
 from grpo_core.errors import ConfigError, PluginError
+from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Prompt
 from grpo_core.validation.sets import HeldOut
+
+FIRST = 64
+"""Number of prompts of a dataloader that commands look at which train nothing."""
 
 
 @frozen(kw_only=True, eq=False)
@@ -30,6 +38,10 @@ class Tasks:
     of_sets: Mapping[str, EnvironmentPool]
     """The environments of validation sets that have their own, by set."""
     sources: Mapping[str, SourceConfig]
+    dataloaders: Mapping[str, Dataloader]
+    """The dataloaders of tasks whose prompts a plugin gives; each starts when it is first needed."""
+    held_out_of: Mapping[str, Callable[[int], list[Prompt] | None]]
+    """Functions that read held-out prompts of these dataloaders, at most so many."""
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -41,11 +53,15 @@ class Tasks:
         *,
         sets: Mapping[str, TaskConfig],
         logs: Path | None,
+        host: PluginHost,
+        seed: int = 0,
     ) -> AsyncIterator[Tasks]:
         """Start all environments together, and end them with the block.
 
         Args:
             sets: the environments of validation sets, by set.
+            host: the plugins with the dataloaders.
+            seed: seed of the shuffling of sized dataloaders.
         """
         every = {**tasks, **sets}
         environments = {
@@ -54,6 +70,18 @@ class Tasks:
             )
             for name, task in every.items()
         }
+        streamed = {name: task for name, task in tasks.items() if task.dataloader}
+        dataloaders = {
+            name: plugin_dataloader(
+                name,
+                task,
+                host,
+                seed=seed,
+                deadline=config.start_deadline,
+                adopt=environments[name].from_source,
+            )
+            for name, task in streamed.items()
+        }
         try:
             await gather(environment.start() for environment in environments.values())
             async with _agents(environments, config.agent_host, placement):
@@ -61,18 +89,33 @@ class Tasks:
                     environments={name: environments[name] for name in tasks},
                     of_sets={name: environments[name] for name in sets},
                     sources={name: task.source for name, task in every.items()},
+                    dataloaders=dataloaders,
+                    held_out_of={
+                        name: partial(held_out_rows, name, task, host) for name, task in streamed.items()
+                    },
                 )
         finally:
+            for dataloader in dataloaders.values():
+                dataloader.close()
             await asyncio.gather(*(environment.aclose() for environment in environments.values()))
 
-    async def prompts(self, split: str) -> dict[str, Sequence[Prompt]]:
-        """Return each task's prompts, from its source or environment.  Raises PluginError, ConfigError."""
-        found = await gather(self._prompts(*named, split) for named in self.environments.items())
+    async def prompts(self, split: str, first: int = FIRST) -> dict[str, Sequence[Prompt]]:
+        """Return each task's prompts, from its source or environment.  Raises PluginError, ConfigError.
+
+        Args:
+            first: number of prompts of a dataloader, which are the next ones.
+        """
+        found = await gather(self._prompts(*named, split, first) for named in self.environments.items())
         return dict(zip(self.environments, found, strict=True))
 
     async def prompts_of(self, task: str, split: str) -> Sequence[Prompt]:
-        """Return the prompts of one task.  Raises PluginError, ConfigError."""
-        return await self._prompts(task, self.environments[task], split)
+        """Return the prompts of one task; of a dataloader some.  Raises PluginError, ConfigError."""
+        return await self._prompts(task, self.environments[task], split, FIRST)
+
+    def size(self, task: str, prompts: Sequence[Prompt]) -> int:
+        """Return the number of training prompts of a task, as far as it is known."""
+        dataloader = self.dataloaders.get(task)
+        return len(prompts) if dataloader is None else dataloader.size or 0
 
     async def held_out(
         self, validation: ValidationConfig, names: Collection[str], *, tasks: bool
@@ -80,7 +123,7 @@ class Tasks:
         """Return the prompts of all tasks, if they are wanted, and of the sets with these names."""
         plain = HeldOut(
             config=validation,
-            prompts=await self.prompts("validation") if tasks else {},
+            prompts=await self.prompts("validation", validation.prompts) if tasks else {},
             environments=self.environments,
         )
         sets = await gather(self._of_set(name, validation) for name in names)
@@ -91,13 +134,17 @@ class Tasks:
         task = validation.sets[name].task
         environment = self.environments[task] if task else self.of_sets[name]
         config = validation.of_set(name)
-        found = await self._prompts(task or name, environment, "validation")
+        found = await self._prompts(task or name, environment, "validation", config.prompts)
         prompts = [evolve(prompt, environment=name) for prompt in found[: config.prompts]]
         if not prompts:
             raise ConfigError(f"validation.sets.{name}: there are no prompts for validation")
         return HeldOut(name=name, config=config, prompts={name: prompts}, environments={name: environment})
 
-    async def _prompts(self, name: str, environment: EnvironmentPool, split: str) -> Sequence[Prompt]:
+    async def _prompts(
+        self, name: str, environment: EnvironmentPool, split: str, first: int
+    ) -> Sequence[Prompt]:
+        if name in self.dataloaders:
+            return await self._of_dataloader(name, environment, split, first)
         source = find_source(name, self.sources[name], split)
         if source is None and name in self.of_sets:  # all rows of a set's source are held out
             source = find_source(name, self.sources[name], "train")
@@ -106,11 +153,30 @@ class Tasks:
         await asyncio.to_thread(source.open)
         return await adopted(source, environment)
 
+    async def _of_dataloader(
+        self, name: str, environment: EnvironmentPool, split: str, first: int
+    ) -> Sequence[Prompt]:
+        """Return the first prompts of a dataloader; held-out ones of the environment if it has none."""
+        dataloader = self.dataloaders[name]
+        if split == "train":
+            return await dataloader.first(first)
+        found = await dataloader.aside(partial(self.held_out_of[name], first))
+        if found is None:
+            return await self._offered(name, environment, split)
+        made = await environment.from_source(found)
+        return found if made is None else made
+
     async def _offered(self, name: str, environment: EnvironmentPool, split: str) -> Sequence[Prompt]:
         """Return the prompts that an environment has.  Raises PluginError, ConfigError."""
         try:
             prompts = await environment.prompts(split)
         except PluginError as error:
+            if split == "validation" and name in self.dataloaders:
+                raise ConfigError(
+                    f"task {name!r}: it has no held-out prompts: its dataloader returns None for "
+                    "'validation', and its environment offers none. Return some, or set validation.every=0. "
+                    f"({error})"
+                ) from error
             if split == "train" or not self.sources[name].path:
                 raise
             raise ConfigError(
@@ -123,6 +189,47 @@ class Tasks:
                 f"task {name!r}: prompts('train') of its environment is empty; expected at least one prompt"
             )
         return prompts
+
+
+def plugin_dataloader(
+    name: str,
+    task: TaskConfig,
+    host: PluginHost,
+    *,
+    seed: int,
+    deadline: float,
+    adopt: Adopt | None = None,
+) -> Dataloader:
+    """Return the dataloader of a task, which is made when its first prompt is needed.
+
+    Args:
+        adopt: lets the environment make prompts of those of the rows.
+    """
+    return Dataloader(
+        name,
+        lambda: feed(
+            partial(host.make, "dataloader", task.dataloader, "train", **task.dataloader_options),
+            RowReader(name, task.dataloader, task.source),
+            task=name,
+            who=f"task {name!r}: dataloader {task.dataloader!r}",
+            seed=seed,
+            workers=task.source.workers,
+        ),
+        name=task.dataloader,
+        deadline=deadline,
+        adopt=adopt,
+    )
+
+
+def held_out_rows(name: str, task: TaskConfig, host: PluginHost, first: int) -> list[Prompt] | None:
+    """Return the first held-out prompts of a task's dataloader, in order, or None if it offers none."""
+    given = host.make("dataloader", task.dataloader, "validation", **task.dataloader_options)
+    if given is None:
+        return None
+    rows = readable(given, f"task {name!r}: dataloader {task.dataloader!r} for 'validation'")
+    reader = RowReader(name, task.dataloader, task.source)
+    found = (reader.prompt(row, place) for place, row in enumerate(in_order(rows)))
+    return list(islice((prompt for prompt in found if prompt is not None), first))
 
 
 @contextlib.asynccontextmanager

@@ -48,7 +48,7 @@ async def signal(playing: Playing, player: PlayingModel, status: Callable[[str],
         stack.enter_context(reported_to(lines_of_incidents(status)))
         placement = make_placement(config.placement, host)
         status("starting the environment and the model")
-        tasks = await stack.enter_async_context(started_tasks(config, placement, sets=[], logs=None))
+        tasks = await stack.enter_async_context(started_tasks(config, placement, host, sets=[], logs=None))
         engine, renderer = await start_engine(
             config,
             measured.model,

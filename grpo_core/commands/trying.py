@@ -93,7 +93,9 @@ async def _by_hand(
     def tell(text: str) -> None:
         transcript.line(text, "dim")
 
-    around = Tasks.start(config.tasks, config.environment, LocalPlacement(host), sets={}, logs=None)
+    around = Tasks.start(
+        config.tasks, config.environment, LocalPlacement(host), sets={}, logs=None, host=host
+    )
     with reported_to(lines_of_incidents(tell)):
         async with around as tasks:
             environment = tasks.environments[task]
@@ -148,7 +150,7 @@ async def _by_model(
         stack.enter_context(reported_to(lines_of_incidents(tell)))
         placement = make_placement(config.placement, host)
         tell("starting the environment")
-        tasks = await stack.enter_async_context(started_tasks(config, placement, sets=[], logs=None))
+        tasks = await stack.enter_async_context(started_tasks(config, placement, host, sets=[], logs=None))
         decoder, renderer = await start_engine(
             config,
             measured.model,

@@ -67,6 +67,11 @@ class TaskConfig:
     threshold, if it declares one."""
     source: SourceConfig = field(factory=SourceConfig)
     """Prompts can come from a file or data set instead of the environment."""
+    dataloader: str = ""
+    """Prompts come from this dataloader of a plugin, as in "sql:questions" or "./file.py:Questions", instead
+    of the environment.  Of `source`, the keys about the fields of a row count, and `where` and `workers`."""
+    dataloader_options: dict[str, Any] = field(factory=dict)
+    """Options are passed to the dataloader's factory."""
     python: str = ""
     """The environment runs in this Python interpreter or directory of a virtual environment, instead of
     `environment.python`."""

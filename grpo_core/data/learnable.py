@@ -141,6 +141,7 @@ class LearnablePrompts(Mix):
     """
 
     name = "learnable_prompts"
+    needs_places = True
 
     def __init__(
         self,

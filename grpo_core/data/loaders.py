@@ -1,8 +1,9 @@
 """The endless stream of one task's prompts, which is reshuffled each epoch and resumes exactly.
 
 The order of an epoch is a function of (seed, task, epoch), so the state is two numbers and a resumed run
-draws what the uninterrupted run would have drawn, with any number of workers.  Workers, which read ahead,
-are torchdata's and get one index at a time.  Without them torch is not imported, which takes a second.
+draws what the uninterrupted run would have drawn, with any number of workers.  torchdata loads rows of files,
+data sets and plugins, with or without workers, and gets one index at a time.  The prompts of an environment,
+which are a list, are read without it: importing torch takes a second.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import hashlib
 import json
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from grpo_core.data.permutation import Permutation
@@ -78,16 +80,21 @@ class TaskLoader:
         prompts: the prompts, with unique ids.
         seed: seed of the shuffling.
         workers: number of processes that read prompts ahead; 0 reads them in this process.
+        torchdata: whether torchdata reads the prompts, as it does with workers.  A list in memory needs it
+            for nothing, and it imports torch.
 
     Raises:
         PluginError: there are no prompts.
     """
 
-    def __init__(self, task: str, prompts: Sequence[Prompt], *, seed: int, workers: int = 0) -> None:
+    def __init__(
+        self, task: str, prompts: Sequence[Prompt], *, seed: int, workers: int = 0, torchdata: bool = False
+    ) -> None:
         self.task = task
         self._prompts = prompts
         self._seed = seed
         self._workers = workers
+        self._torchdata = torchdata or workers > 0
         self._taken = 0
         self._offers = False
         """Whether a sampler has asked for offers: then no prompts are read ahead."""
@@ -113,7 +120,7 @@ class TaskLoader:
         """Return the next ``n`` prompts."""
         if n < 1:
             return []
-        if self._offers or not self._workers:
+        if self._offers or not self._torchdata:
             return self.prompts_at(self._draw(n))
         if self._dataloader is None:
             self._dataloader = self._open()
@@ -151,8 +158,8 @@ class TaskLoader:
         order.load_state_dict({"epoch": epoch, "position": position})
         return order
 
-    def prompt(self, id: str) -> Prompt:
-        """Return the prompt with this id.  Raises CheckpointError if the task no longer has it."""
+    def prompt(self, id: str, slot: int = 0) -> Prompt:
+        """Return the prompt with this id, in any slot.  Raises CheckpointError if it has gone."""
         try:
             return self._prompts[self._index_of[id]]
         except KeyError:
@@ -162,8 +169,11 @@ class TaskLoader:
                 "options that the run was started with"
             ) from None
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position and a fingerprint of the prompts, as JSON values."""
+    def state_dict(self, unfinished: Mapping[int, Prompt] = MappingProxyType({})) -> dict[str, Any]:
+        """Return the position and a fingerprint of the prompts, as JSON values.
+
+        The ``unfinished`` prompts are not part of it: they are found again by their ids.
+        """
         return {**self._source, "taken": self._taken, **({"offers": True} if self._offers else {})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -189,10 +199,10 @@ class TaskLoader:
                 _Rows(self._prompts),
                 batch_size=None,
                 sampler=self._order_from_here(),
-                collate_fn=_as_it_is,
+                collate_fn=as_it_is,
                 generator=torch.Generator(),  # otherwise it draws from torch's global generator
                 num_workers=self._workers,
-                multiprocessing_context=_context(),
+                multiprocessing_context=_context() if self._workers else None,
             )
 
     @functools.cached_property
@@ -225,5 +235,6 @@ def _context() -> Any:
     return context
 
 
-def _as_it_is(rows: list[Prompt]) -> list[Prompt]:
+def as_it_is(rows: Any) -> Any:
+    """Return what a data set gave; torch would make tensors of its numbers."""
     return rows

@@ -12,11 +12,12 @@ import json
 import math
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NotRequired, TypedDict, get_args
 
 from attrs import define, field
 
+from grpo_core.data.dataloaders import Dataloader
 from grpo_core.data.quotas import Quotas, SavedQuotas
 from grpo_core.errors import (
     CheckpointError,
@@ -238,6 +239,15 @@ class PromptStream:
     @_watched.default
     def _watch(self) -> dict[str, _WatchedLoader]:
         return {task: _WatchedLoader(loader) for task, loader in self.loaders.items()}
+
+    def ready(self, n: int, changed: Callable[[], None]) -> bool:
+        """Return whether each loader has ``n`` prompts at once: the sampler may take them all from one.
+
+        If not, ``changed`` is called on the running event loop when it is worth asking again.
+        """
+        waiting = [each for each in self.loaders.values() if isinstance(each, Dataloader)]
+        ready = [each.ready(n, changed) for each in waiting]  # those that are not begin to read
+        return all(ready)
 
     def draw(self, request: SampleRequest) -> list[Prompt]:
         """Return exactly the expected number of prompts.

@@ -37,12 +37,16 @@ class Source(Sequence[Prompt]):
         path: a file (see ``grpo_core.data.files``), or a data set (a directory or hub id for ``datasets``).
         split: split of the data set.
         config: how rows become prompts.
+        what: what the path names, for messages.
 
     Raises (when it is opened):
         ConfigError: the file cannot be read, or a row is not a prompt.
     """
 
-    def __init__(self, task: str, path: str, config: SourceConfig, *, split: str = "train") -> None:
+    def __init__(
+        self, task: str, path: str, config: SourceConfig, *, split: str = "train", what: str = "source"
+    ) -> None:
+        self._what = what
         self._task, self._path, self._config, self._split = task, path, config, split
         self._rows: Rows | None = None
         self.without_answer = 0
@@ -174,6 +178,12 @@ class Source(Sequence[Prompt]):
                     "a task (source.id names their field)"
                 )
 
+    def prompt_of(self, row: Mapping[str, Any], place: int) -> Prompt | None:
+        """Return the prompt of any row, or None if ``where`` leaves it out.  Raises ConfigError."""
+        if self._where is not None and not self._where.holds(row, place):
+            return None
+        return self._prompt(row, place)
+
     def _prompt(self, row: Mapping[str, Any], place: int) -> Prompt:
         config, given = self._config, dict(row)
         answer = given.pop(config.answer, None)
@@ -223,7 +233,7 @@ class Source(Sequence[Prompt]):
         return next((name for name in there if not is_null(given[name])), there[0])
 
     def _place(self, place: int) -> str:
-        return f"task {self._task!r}: source {self._path!r}, row {place + 1}"
+        return f"task {self._task!r}: {self._what} {self._path!r}, row {place + 1}"
 
 
 def _repeated(hashes: array[int]) -> list[int]:

@@ -251,6 +251,11 @@ class Buffer(Generic[PromptT, GroupT]):
         )
 
     @property
+    def wanted(self) -> int:
+        """Number of prompts that the next ``reserve`` needs; 0 if a slot that failed comes first."""
+        return 0 if self._retrying else max(0, self._room()[1])
+
+    @property
     def outstanding(self) -> int:
         """Number of slots that exist."""
         return len(self._reserved) + len(self._in_flight) + len(self._retrying) + len(self._ready)

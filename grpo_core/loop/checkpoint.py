@@ -6,7 +6,8 @@
         trainer/ optimizer/           the trainer's own files (safetensors, JSON)
         pipeline.json                 buffer, prompts in flight, sampler
         pipeline.safetensors          tokens of the rollouts that wait to be trained, if there are any
-        train_dataloader_TASK.json    position of each loader
+        train_dataloader_TASK.json    position of each loader; of a plugin's dataloader its state, and the
+                                      prompts in use (arrays in train_dataloader_TASK.safetensors)
 
 Training waits only for the cut: the state of the pipeline, and the trainer's copy of its own state.  It
 continues while they are written.  Weights that are not finite are refused.  A directory whose name ends in
@@ -23,7 +24,7 @@ import re
 import shutil
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 from urllib.parse import quote, unquote
 
 import attrs
@@ -31,6 +32,8 @@ from attrs import define, field, frozen
 
 from grpo_core import typed
 from grpo_core.checks import changed_tensor, not_finite, tensor_sums
+from grpo_core.data import states
+from grpo_core.data.dataloaders import Dataloader
 from grpo_core.data.loaders import TaskLoader
 from grpo_core.data.samplers import PromptStream
 from grpo_core.disk import REPLACED, Disk, files, fingerprint, put, seal
@@ -40,6 +43,7 @@ from grpo_core.loop.buffer import Buffer, BufferStatistics, Slot
 from grpo_core.loop.endings import Failure
 from grpo_core.loop.saved import (
     SavedBuffer,
+    SavedDataloader,
     SavedLoader,
     SavedManifest,
     SavedPipeline,
@@ -58,6 +62,10 @@ _ARRAYS = "pipeline.safetensors"
 _ROLLOUT = tuple(each.name for each in attrs.fields(Rollout))
 _STAMPS = ("id", "generation_version", "target_version", "attempts")
 _NAME = re.compile(rf"step-(\d{{6,}})({re.escape(REPLACED)})?")
+
+
+class _Any(TypedDict):
+    """Any table."""
 
 
 # ---------------------------------------------------------------------------------- writing
@@ -86,7 +94,12 @@ async def begin(
         save_trainer: ``Trainer.save`` of the trainer.
     """
     disk = disk or Disk()
-    streams = {_loader_file(task): as_json(state) for task, state in loaders.items()}
+    streams: dict[str, bytes] = {}
+    for task, state in loaders.items():
+        plain, arrays = states.packed(state, f"the state of the loader of task {task!r}")
+        streams[_loader_file(task)] = as_json(plain)
+        if arrays:
+            streams[_loader_file(task, "safetensors")] = states.to_safetensors(arrays)
     final = parent / f"step-{step:06d}"
     partial = final.with_name(final.name + _PARTIAL)
 
@@ -293,8 +306,8 @@ class Arrays:
         )
 
 
-def _loader_file(task: str, *, safe: str = "") -> str:
-    return f"train_dataloader_{quote(task, safe=safe)}.json"
+def _loader_file(task: str, kind: str = "json", *, safe: str = "") -> str:
+    return f"train_dataloader_{quote(task, safe=safe)}.{kind}"
 
 
 # ---------------------------------------------------------------------------------- reading
@@ -387,13 +400,21 @@ def read_pipeline(directory: Path) -> SavedPipeline:
     return typed.read(directory / "pipeline.json", SavedPipeline)
 
 
-def read_loader(directory: Path, task: str) -> SavedLoader | None:
+def read_loader(directory: Path, task: str) -> Mapping[str, Any] | None:
     """Return the loader's state, or None if the task was not part of the run."""
-    path = directory / _loader_file(task)
-    return typed.read(path, SavedLoader) if path.exists() else None
+    path, arrays = directory / _loader_file(task), directory / _loader_file(task, "safetensors")
+    if not path.exists():
+        return None
+    if "dataloader" not in typed.read(path, _Any):
+        return typed.read(path, SavedLoader)
+    found: Mapping[str, Any] = states.unpacked(
+        typed.read(path, SavedDataloader),
+        states.from_safetensors(arrays.read_bytes()) if arrays.exists() else [],
+    )
+    return found
 
 
-def read_loaders(directory: Path) -> dict[str, SavedLoader]:
+def read_loaders(directory: Path) -> dict[str, Mapping[str, Any]]:
     """Return the state of each loader, by task."""
     found = directory.glob(_loader_file("*", safe="*"))
     tasks = [unquote(file.name.removeprefix("train_dataloader_").removesuffix(".json")) for file in found]
@@ -428,6 +449,18 @@ def cut(
     }
 
 
+def loader_states(
+    loaders: Mapping[str, TaskLoader | Dataloader], buffer: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Return the state of each loader, by task, at the cut of a buffer (its ``state_dict``)."""
+    slots: list[Slot[Prompt]] = [*buffer["retrying"], *(slot for slot, _ in buffer["ready"])]
+    unfinished: dict[str, dict[int, Prompt]] = {task: {} for task in loaders}
+    for slot in slots:
+        if slot.prompt is not None and slot.prompt.environment in unfinished:
+            unfinished[slot.prompt.environment][slot.id] = slot.prompt
+    return {task: loader.state_dict(unfinished[task]) for task, loader in loaders.items()}
+
+
 def restore_validation(directory: Path, validation: Stateful) -> list[str]:
     """Continue with what the validation had measured; return messages about what has changed since then."""
     with reading(directory):
@@ -450,7 +483,7 @@ def restore_second_opinion(directory: Path, opinion: Stateful) -> list[str]:
 def restore(
     directory: Path,
     buffer: Buffer[Prompt, Group],
-    loaders: Mapping[str, TaskLoader],
+    loaders: Mapping[str, TaskLoader | Dataloader],
     stream: PromptStream,
 ) -> list[str]:
     """Continue from a checkpoint; return messages about tasks and samplers that were added or removed.
@@ -471,7 +504,7 @@ def restore(
         else:
             told.append(f"sampler {stream.name!r} is new since the checkpoint, where {drew!r} drew")
         arrays = Arrays.read(directory / _ARRAYS)
-        load_buffer(buffer, state["buffer"], arrays, lambda task, id: loaders[task].prompt(id))
+        load_buffer(buffer, state["buffer"], arrays, lambda task, *slot: loaders[task].prompt(*slot))
     return told
 
 
@@ -518,12 +551,13 @@ def load_buffer(
     buffer: Buffer[Prompt, Group],
     state: SavedBuffer,
     arrays: Arrays,
-    prompt: Callable[[str, str], Prompt],
+    prompt: Callable[[str, str, int], Prompt],
 ) -> None:
-    """Load a state that was read from JSON into a buffer; ``prompt(task, id)`` looks prompts up."""
+    """Load a state that was read from JSON into a buffer; ``prompt(task, id, slot)`` looks prompts up."""
 
     def slot(dumped: SavedSlot) -> Slot[Prompt]:
-        return Slot(**{name: dumped[name] for name in _STAMPS}, prompt=prompt(*dumped["prompt"]))  # type: ignore[literal-required]
+        stamps = {name: dumped[name] for name in _STAMPS}  # type: ignore[literal-required]
+        return Slot(**stamps, prompt=prompt(*dumped["prompt"], dumped["id"]))
 
     ready = []
     for dumped, rollouts in state["ready"]:

@@ -1,6 +1,6 @@
 """The pipeline: four tasks that collect, train, sync and write concurrently around one buffer.
 
-    collect   waits for   free slots in the buffer
+    collect   waits for   free slots in the buffer, and prompts for them where a dataloader has to read them
               does        reserves slots, then draws prompts, then plays each group in its own task
               unblocks    train
     train     waits for   prompts_per_step ready groups, and the sync of the weights published before
@@ -142,6 +142,8 @@ class Pipeline:
     buffer: Buffer[Prompt, Group]
     draw: Callable[[SampleRequest], list[Prompt]]
     """Draws exactly the expected number of prompts."""
+    ready: Callable[[int, Callable[[], None]], bool] = lambda n, changed: True
+    """Whether so many prompts can be drawn at once; calls ``changed`` when it is worth asking again."""
     passed_over: list[PromptsPassedOver] = field(factory=list)
     """Events about the prompts that ``draw`` looked at; they are emitted before the dispatch, and removed."""
     engine: Engine
@@ -348,6 +350,8 @@ class Pipeline:
     def _reserve(self) -> list[Slot[Prompt]] | None:
         """Reserve slots first, draw prompts second; nothing awaits in between, so every cut is consistent."""
         if self._paused or self._leaving:
+            return None
+        if (wanted := self.buffer.wanted) and not self.ready(wanted, self._changes.notify):
             return None
         slots = self.buffer.reserve()
         if slots is None:

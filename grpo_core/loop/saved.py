@@ -147,8 +147,18 @@ class SavedPipeline(TypedDict):
     run: NotRequired[SavedRun]
 
 
+class SavedDataloader(TypedDict):
+    """``train_dataloader_TASK.json`` of a plugin's dataloader, as ``grpo_core.data.states`` writes it."""
+
+    dataloader: str
+    rows: Count
+    ahead: list[Any]
+    behind: Any
+    unfinished: dict[str, Any]
+
+
 class SavedLoader(TypedDict):
-    """``train_dataloader_TASK.json``."""
+    """``train_dataloader_TASK.json`` of other prompts."""
 
     prompts: Count
     fingerprint: str

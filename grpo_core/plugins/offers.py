@@ -28,6 +28,7 @@ from grpo_core.errors import (
 
 Kind = Literal[
     "environment",
+    "dataloader",
     "sampler",
     "validation_strategy",
     "engine",
@@ -44,6 +45,7 @@ Kind = Literal[
 
 HOOKS: Mapping[Kind, str] = {
     "environment": "grpo_environments",
+    "dataloader": "grpo_dataloaders",
     "sampler": "grpo_samplers",
     "validation_strategy": "grpo_validation_strategies",
     "engine": "grpo_engines",
@@ -59,6 +61,7 @@ HOOKS: Mapping[Kind, str] = {
 }
 FROM_THE_CORE: Mapping[Kind, int | None] = {
     "environment": 0,
+    "dataloader": 1,
     "sampler": 0,
     "validation_strategy": 0,
     "engine": 1,
