@@ -30,6 +30,7 @@ TUTORIALS = [
         "tools",
         "first-agent",
         "several-tasks",
+        "first-dataloader",
         "first-sampler",
         "one-gpu",
         "first-cluster",

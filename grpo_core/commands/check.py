@@ -16,7 +16,7 @@ from rich.text import Text
 
 from grpo_core.app.parts import make_sampler
 from grpo_core.app.placement import LocalPlacement
-from grpo_core.config import SamplerConfig, parse_settings
+from grpo_core.config import SamplerConfig, SourceConfig, parse_settings
 from grpo_core.environments.sourced import Sections, taken_sections
 from grpo_core.errors import ConfigError, GrpoError, PluginError, describe
 from grpo_core.inert import inert
@@ -31,6 +31,7 @@ from grpo_core.testing.environments import conformance_of
 
 CHECKED: Mapping[Kind, str] = {
     "environment": "evaluate",
+    "dataloader": "split",
     "sampler": "sample",
     "validation_strategy": "validate",
     "engine": "generate",
@@ -65,11 +66,12 @@ def check(
     name
         Name of the offer, as "math:sort" or "./file.py:Class".
     kind
-        Kind of the offer, if the name is ambiguous: environment, sampler, validation_strategy, engine,
-        loss, advantage, filter, tracker, trainer, optimizer, model, data_plane or placement.
+        Kind of the offer, if the name is ambiguous: environment, dataloader, sampler, validation_strategy,
+        engine, loss, advantage, filter, tracker, trainer, optimizer, model, data_plane or placement.
     settings
         Set an option of the offer, as in "length=3", or the source of an environment's prompts, as in
-        "source.path=train.jsonl"; may be repeated.
+        "source.path=train.jsonl", or the fields of a dataloader's rows, as in "source.prompt=text"; may be
+        repeated.
     task
         Name of a task for a sampler; may be repeated.
     no_plugin
@@ -80,9 +82,9 @@ def check(
     section = options.get("environment")
     python = section.get("python") if isinstance(section, Mapping) else None
     offer = elsewhere(name, python) if python else find(host, name, kind)
+    sections = taken_sections(options) if offer.kind in ("environment", "dataloader") else Sections()
     if offer.kind != "environment":  # an environment may be loadable only in its own process
         host.check_options(offer.kind, offer.name, options)
-    sections = taken_sections(options) if offer.kind == "environment" else Sections()
     console = Console(highlight=False, soft_wrap=True)
     console.print(Text(inert(str(offer)), style="bold"))
     counts = {"passed": 0, "failed": 0, "noted": 0}
@@ -141,7 +143,7 @@ def _is_a(kind: Kind, offer: Offer) -> bool:
     factory = offer.load()
     if offer.given in offer.plugin.offers.get(kind, {}).values():
         return True
-    if FROM_THE_CORE[kind] is not None:
+    if FROM_THE_CORE[kind] is not None and kind != "dataloader":
         return hasattr(factory, CHECKED[kind])
     signature = signature_of(factory)
     return signature is not None and next(iter(signature.parameters), "") == CHECKED[kind]
@@ -158,6 +160,8 @@ def findings(
     match offer.kind:
         case "environment":
             yield from _environment(offer.name, options, host.selection, sections or Sections())
+        case "dataloader":
+            yield from _dataloader(host, offer.name, options, (sections or Sections()).source)
         case "sampler":
             yield from _sampler(host, offer.name, options, tasks)
         case "engine":
@@ -194,6 +198,25 @@ def _environment(
             yield from conformance.run()
         finally:
             conformance.end()
+
+
+# ---------------------------------------------------------------------------------- dataloaders
+
+
+def _dataloader(
+    host: PluginHost, name: str, options: Mapping[str, Any], source: SourceConfig
+) -> Iterator[Finding]:
+    from grpo_core.testing.dataloaders import DataloaderContract
+
+    contract = DataloaderContract(
+        lambda split: host.make("dataloader", name, split, **options), source=source, name=name
+    )
+    for clause in contract:
+        found = _found(clause.__name__.replace("_", " "), clause)
+        yield found
+        if found.outcome == "failed":
+            return
+    yield Finding("what it read", "noted", contract.told)
 
 
 # ---------------------------------------------------------------------------------- samplers

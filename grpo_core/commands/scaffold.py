@@ -52,6 +52,11 @@ class Sort:
 SORTS: Mapping[str, Sort] = {
     "environment": Sort(kind="environment", contract="check_environment", trains="--env NAME"),
     "agent": Sort(kind="environment", contract="check_agent", trains="--env NAME", needs=("openai>=1.60",)),
+    "dataloader": Sort(
+        kind="dataloader",
+        contract="check_dataloader",
+        trains="--env math:sort --set tasks.sort.dataloader=NAME",
+    ),
     "sampler": Sort(kind="sampler", contract="check_sampler", trains="--env math:sort --sampler NAME"),
     "validation": Sort(
         kind="validation_strategy",
@@ -85,6 +90,7 @@ def new(
     kind: Literal[
         "environment",
         "agent",
+        "dataloader",
         "sampler",
         "validation",
         "engine",

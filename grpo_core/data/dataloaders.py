@@ -162,12 +162,12 @@ class Dataloader:
 
     def offer(self, n: int) -> list[int]:
         """Return the places, in the dataloader's rows, of the next ``n`` prompts."""
-        if self._size is None and n:
+        rows = self._taken(n)
+        if any(row.place is None for row in rows):
             raise PluginError(
                 f"{self.who} is a stream, and the sampler chooses among offered places; choose a sampler "
                 "that only takes the next prompts, such as mix, or let the dataloader return a sequence"
             )
-        rows = self._taken(n)
         self._offered |= {row.place: row.prompt for row in rows}
         return [row.place for row in rows]
 
@@ -344,7 +344,9 @@ class Dataloader:
                 loop.call_soon_threadsafe(changed)
 
     def _late(self) -> PluginError:
-        what = f"it has read {self.rows:,} rows" if self._size is not None or self.rows else "it is not made"
+        what = (
+            f"it has read {self.rows:,} rows" if self._size is not None or self.rows else "it is not made yet"
+        )
         left_out = f", of which {self._left_out:,} are left out" if self._left_out else ""
         return PluginError(
             f"{self.who} gave no prompt within {self._deadline:g} s (environment.start_deadline); {what}"

@@ -1,4 +1,4 @@
-"""What a plugin's dataloader may return, as rows that become prompts.
+"""The rows of a plugin's dataloader, as prompts.
 
 A *sized* dataloader is read by index, in the order of ``TaskLoader``: sequences, and torch's ``Dataset``.  A
 *stream* is iterated: everything else that has a state.
@@ -7,6 +7,7 @@ A *sized* dataloader is read by index, in the order of ``TaskLoader``: sequences
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -96,7 +97,7 @@ class SizedRows(Sequence[Any]):
         self._rows, self._reader = rows, reader
         kind = type(rows)
         self.fingerprint = str(getattr(rows, "fingerprint", "") or f"{kind.__module__}.{kind.__qualname__}")
-        """What the rows say of themselves; they are not read for it."""
+        """Text that stands for the rows, which are not read for it."""
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -185,6 +186,7 @@ def feed(make: Callable[[], Any], reader: RowReader, *, task: str, who: str, see
 
     Raises PluginError if it is nothing that can be read, or whose place can be kept.
     """
+    warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata's own call
     given = make()
     first = readable(given, who, workers)
     if is_sized(first):

@@ -3,6 +3,7 @@
     check_environment, check_sampler, check_validation_strategy   each is a whole test
     check_loss, check_advantage, check_filter, check_tracker, check_agent   likewise
     check_commands                           the commands that a module offers
+    check_dataloader                         the rows that a dataloader gives, also after a resume
     check_trainer, check_optimizer, check_model_source, check_data_plane, check_placement   likewise
     EnvironmentContract                      the same as a test class, whose attributes name the environment
     check_decoding                           the same for an engine
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from grpo_core.testing.commands import check_commands as check_commands
     from grpo_core.testing.contracts import MemoryLoader as MemoryLoader
     from grpo_core.testing.contracts import check_sampler as check_sampler
+    from grpo_core.testing.dataloaders import check_dataloader as check_dataloader
     from grpo_core.testing.decoding import ENGINE_LAWS as ENGINE_LAWS
     from grpo_core.testing.decoding import EngineUnderTest as EngineUnderTest
     from grpo_core.testing.decoding import check_decoding as check_decoding

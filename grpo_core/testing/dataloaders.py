@@ -1,0 +1,148 @@
+"""The contract of dataloaders as a test that their authors run.
+
+from grpo_core.testing import check_dataloader
+from grpo_plugin_mine.dataloader import Mine
+
+def test_mine_keeps_the_contract():
+    check_dataloader(Mine)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from grpo_core.config import SourceConfig
+from grpo_core.data.dataloaders import Dataloader
+from grpo_core.data.rows import RowReader, feed, in_order, readable
+from grpo_core.data.states import from_safetensors, packed, to_safetensors, unpacked
+from grpo_core.records import Prompt
+
+READ = 24
+"""Number of prompts that are read."""
+PLACES = (1, 2, 7, 16)
+"""Numbers of prompts after which it is resumed."""
+DEADLINE = 60.0
+_TASK = "checked"
+
+
+def check_dataloader(
+    factory: Callable[..., Any], *, source: SourceConfig | None = None, name: str = "", **options: Any
+) -> None:
+    """Raise AssertionError or GrpoError if a dataloader breaks its contract.
+
+    It holds that
+
+    * its factory returns something that can be read and resumed;
+    * its rows are prompts, or mappings whose fields ``source`` names;
+    * it can be made again, and then gives the same prompts;
+    * a resumed one gives the prompts that the uninterrupted one gives, wherever it was saved;
+    * its state is read without an effect on it.
+
+    Args:
+        factory: called with the split and the options.
+        source: names the fields of a row, as ``tasks.NAME.source`` does.
+        name: name in messages; default: that of the factory.
+    """
+    name = name or getattr(factory, "__name__", type(factory).__name__)
+    for clause in DataloaderContract(lambda split: factory(split, **options), source=source, name=name):
+        clause()
+
+
+class DataloaderContract:
+    """The clauses of ``check_dataloader``, in an order in which each one builds on those before."""
+
+    def __init__(
+        self, make: Callable[[str], Any], *, source: SourceConfig | None = None, name: str = "it"
+    ) -> None:
+        self._make, self._name = make, name
+        self._source = source or SourceConfig()
+        self._prompts: list[Prompt] = []
+        self.told = ""
+        """What was read."""
+
+    def __iter__(self) -> Iterator[Callable[[], None]]:
+        yield self.its_rows_are_prompts
+        yield self.made_again_it_gives_the_same_prompts
+        yield self.resumed_it_continues_where_it_was
+        yield self.its_state_can_be_asked_for_at_any_time
+        yield self.it_knows_whether_it_has_held_out_prompts
+
+    def its_rows_are_prompts(self) -> None:
+        with self._started() as dataloader:
+            self._prompts = dataloader.take(READ)
+            size = "a stream" if dataloader.size is None else f"{dataloader.size:,} rows read by index"
+            self.told = f"{size}; {dataloader.rows} rows were read for {READ} prompts"
+
+    def made_again_it_gives_the_same_prompts(self) -> None:
+        with self._started() as dataloader:
+            _compare(self._prompts, dataloader.take(READ), "made a second time")
+
+    def resumed_it_continues_where_it_was(self) -> None:
+        for place in PLACES:
+            with self._started() as dataloader:
+                dataloader.take(place)
+                saved = _through_files(dataloader.state_dict())
+            with self._started() as resumed:
+                resumed.load_state_dict(saved)
+                again = _through_files(resumed.state_dict())
+                _compare(self._prompts[place:], resumed.take(READ - place), f"resumed after {place}")
+            with self._started() as twice:
+                twice.load_state_dict(again)
+                _compare(self._prompts[place:], twice.take(READ - place), f"resumed after {place}, twice")
+
+    def its_state_can_be_asked_for_at_any_time(self) -> None:
+        with self._started() as dataloader:
+            found = []
+            for _ in range(READ):
+                found += dataloader.take(1)
+                dataloader.state_dict()
+            _compare(self._prompts, found, "saved after each prompt")
+
+    def it_knows_whether_it_has_held_out_prompts(self) -> None:
+        given = self._make("validation")
+        if given is not None:
+            first = next(iter(in_order(readable(given, f"{self._name} for 'validation'"))), None)
+            assert first is not None, (
+                f"{self._name}: it has no row for 'validation'; return None if there are no held-out prompts"
+            )
+            RowReader(_TASK, self._name, self._source).prompt(first, 0)
+
+    @contextlib.contextmanager
+    def _started(self) -> Iterator[Dataloader]:
+        dataloader = Dataloader(
+            _TASK,
+            lambda: feed(
+                lambda: self._make("train"),
+                RowReader(_TASK, self._name, self._source),
+                task=_TASK,
+                who=self._name,
+                seed=0,
+                workers=0,
+            ),
+            name=self._name,
+            deadline=DEADLINE,
+        )
+        try:
+            yield dataloader
+        finally:
+            dataloader.close()
+
+
+def _through_files(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state as a checkpoint gives it back."""
+    plain, arrays = packed(state)
+    text = json.dumps(plain, allow_nan=False)
+    found: dict[str, Any] = unpacked(json.loads(text), from_safetensors(to_safetensors(arrays)))
+    return found
+
+
+def _compare(expected: list[Prompt], found: list[Prompt], when: str) -> None:
+    for nth, (one, other) in enumerate(zip(expected, found, strict=True)):
+        assert (one.id, one.messages) == (other.id, other.messages), (
+            f"{when}, its prompt {nth + 1} is {other.id!r} ({other.messages[-1].get('content')!r:.60}), "
+            f"expected {one.id!r} ({one.messages[-1].get('content')!r:.60}): state_dict() has to hold all "
+            "that decides the next rows, and the factory has to give the same rows each time"
+        )
