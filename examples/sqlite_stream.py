@@ -1,11 +1,9 @@
 """Stream a table of SQLite to a task, by ``torchdata.nodes``.
 
-    grpo-core check examples/sqlite_stream.py:questions
-    grpo-core train --env ./examples/sqlite_stream.py:Exact \
-        --set tasks.exact.dataloader=./examples/sqlite_stream.py:questions
+    grpo-core check examples/sqlite_stream.py:questions --set source.prompt=word --set source.answer=sorted
 
-The table is made in a temporary file the first time; give a file of yours with
-``--set tasks.exact.dataloader_options.path=questions.db``.
+The configuration of a task that uses it is in docs/plugins.md, "Dataloader".  The table is made in a
+temporary file the first time; ``dataloader_options = { path = "questions.db" }`` names another one.
 """
 
 import random
@@ -18,15 +16,18 @@ from torchdata.nodes import BaseNode, Mapper, Prefetcher
 import grpo_core as grpo
 
 
-def make_table(path, rows=100_000):
+def make_table(path, rows):
     """Write words and the same words with their letters in order."""
     rng = random.Random(0)
     words = ("".join(rng.choices("abcdef", k=3)) for _ in range(rows))
-    with sqlite3.connect(path) as database:
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.unlink(missing_ok=True)
+    with sqlite3.connect(unfinished) as database:
         database.execute("CREATE TABLE questions (id INTEGER PRIMARY KEY, word TEXT, sorted TEXT)")
         database.executemany(
             "INSERT INTO questions (word, sorted) VALUES (?, ?)", ((w, "".join(sorted(w))) for w in words)
         )
+    unfinished.rename(path)
 
 
 class Table(BaseNode):
@@ -54,17 +55,17 @@ class Table(BaseNode):
 def as_prompt(row):
     """Make the prompt of a row."""
     id, word, answer = row
-    return {"id": str(id), "prompt": f"{word}>", "answer": answer}
+    return {"id": str(id), "word": f"{word}>", "sorted": answer}
 
 
-def questions(split: str, path: Path | None = None):
+def questions(split: str, path: Path | None = None, rows: int = 100_000):
     """Return a pipeline: rows are read and made into prompts while others are trained."""
     if split != "train":
         return None  # the environment has the held-out prompts
     if path is None:
-        path = Path(tempfile.gettempdir()) / "grpo_core_questions.db"
+        path = Path(tempfile.gettempdir()) / f"grpo_core_{rows}_questions.db"
         if not path.exists():
-            make_table(path)
+            make_table(path, rows)
     return Prefetcher(Mapper(Table(path), as_prompt), prefetch_factor=8)
 
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
-from grpo_core.config import SourceConfig
+from grpo_core.config import SourceConfig, structured
 from grpo_core.data.dataloaders import Dataloader
 from grpo_core.data.rows import RowReader, feed, in_order, readable
 from grpo_core.data.states import from_safetensors, packed, to_safetensors, unpacked
@@ -29,7 +30,11 @@ _TASK = "checked"
 
 
 def check_dataloader(
-    factory: Callable[..., Any], *, source: SourceConfig | None = None, name: str = "", **options: Any
+    factory: Callable[..., Any],
+    *,
+    source: Mapping[str, str] = MappingProxyType({}),
+    name: str = "",
+    **options: Any,
 ) -> None:
     """Raise AssertionError or GrpoError if a dataloader breaks its contract.
 
@@ -43,11 +48,12 @@ def check_dataloader(
 
     Args:
         factory: called with the split and the options.
-        source: names the fields of a row, as ``tasks.NAME.source`` does.
+        source: keys of ``tasks.NAME.source`` that name the fields of a row.
         name: name in messages; default: that of the factory.
     """
     name = name or getattr(factory, "__name__", type(factory).__name__)
-    for clause in DataloaderContract(lambda split: factory(split, **options), source=source, name=name):
+    fields = structured(SourceConfig, source, where="source")
+    for clause in DataloaderContract(lambda split: factory(split, **options), source=fields, name=name):
         clause()
 
 
@@ -61,7 +67,7 @@ class DataloaderContract:
         self._source = source or SourceConfig()
         self._prompts: list[Prompt] = []
         self.told = ""
-        """What was read."""
+        """Message about the rows that were read."""
 
     def __iter__(self) -> Iterator[Callable[[], None]]:
         yield self.its_rows_are_prompts
