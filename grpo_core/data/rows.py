@@ -6,9 +6,11 @@ A *sized* dataloader is read by index, in the order of ``TaskLoader``: sequences
 
 from __future__ import annotations
 
+import pickle
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from attrs import evolve
@@ -18,6 +20,7 @@ from grpo_core.data.loaders import TaskLoader, as_it_is
 from grpo_core.data.sources import Source
 from grpo_core.data.states import packed, unpacked
 from grpo_core.errors import CheckpointError, ConfigError, GrpoError, PluginError, describe, one_line
+from grpo_core.plugins.installed import import_file, module_name
 from grpo_core.records import Prompt
 
 FORMS = (
@@ -102,10 +105,31 @@ class SizedRows(Sequence[Any]):
     def __len__(self) -> int:
         return len(self._rows)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Go to a worker, which has not imported the file of a plugin that is not installed."""
+        module = sys.modules.get(type(self._rows).__module__)
+        file = getattr(module, "__file__", None) or ""
+        try:
+            rows = pickle.dumps(self._rows)
+        except Exception as error:
+            raise PluginError(
+                f"its rows cannot be sent to the processes of source.workers ({describe(error)}); leave "
+                "workers out, or open files and connections when the first row is read"
+            ) from error
+        named = file if module is not None and module.__name__ == module_name(Path(file)) else ""
+        return _rows_again, (named, rows, self._reader)
+
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[place] for place in range(*index.indices(len(self)))]
         return index, self._reader.prompt(self._rows[index], index)
+
+
+def _rows_again(file: str, rows: bytes, reader: RowReader) -> SizedRows:
+    """Return the rows that were sent to this process."""
+    if file:
+        import_file(Path(file))
+    return SizedRows(pickle.loads(rows), reader)
 
 
 class SizedFeed:
