@@ -204,7 +204,10 @@ def plugin_dataloader(
 
     Args:
         adopt: lets the environment make prompts of those of the rows.
+
+    Raises PluginError if there is no such dataloader.
     """
+    host.find("dataloader", task.dataloader).load()  # two threads cannot import a plugin
     return Dataloader(
         name,
         lambda: feed(
