@@ -101,8 +101,9 @@ class WeightsAndBiases(grpo.Tracker):
             import wandb
 
             log_checkpoint(wandb, self._writer, self._run.name, event)
-        if isinstance(event, grpo.events.RunEnded) and self._made is not None:
-            self._made.finish(exit_code=1 if event.reason == "failed" else 0)
+        if isinstance(event, grpo.events.RunEnded) and (self._run.directory / ID).exists():
+            # also the run of a process that was killed before its end
+            self._writer.finish(exit_code=1 if event.reason == "failed" else 0)
             self._made = None
 
     def close(self) -> None:

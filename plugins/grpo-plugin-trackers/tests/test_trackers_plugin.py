@@ -150,6 +150,20 @@ def test_wandb_has_the_metrics_and_a_resumed_run_is_the_same_one(tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("offline")
+def test_wandb_hears_of_the_end_of_a_run_that_was_killed_before_it(tmp_path):
+    ended = grpo.events.RunEnded(step=1, reason="finished")
+    for directory, known in (("killed", True), ("never seen", False)):
+        (tmp_path / directory).mkdir()
+        if known:
+            made("wandb", tmp_path / directory, mode="offline").metrics(1, STEP)
+        again = made("wandb", tmp_path / directory, resumed_from=1, mode="offline")
+        again.event(ended)
+        again.close()
+        assert len(list((tmp_path / directory).glob("wandb/offline-run-*"))) == 2 * known
+
+
+@pytest.mark.long
 def test_wandb_without_a_key_is_refused_before_the_run(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
