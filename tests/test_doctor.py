@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -260,6 +261,14 @@ def test_what_train_would_refuse_is_a_problem(doctor_here):
     data, checks = doctor_here("--env", "math:sort", "--set", "sampler.name=mixx", status=1)
     assert data["status"] == "problem"
     assert "Did you mean 'mix'?" in checks["configuration"]["advice"]
+
+
+@pytest.mark.long
+def test_files_of_a_model_that_contradict_each_other_are_a_problem(doctor_here, small, tmp_path):
+    model = shutil.copytree(small, tmp_path / "model")
+    (model / "generation_config.json").write_text('{"eos_token_id": 500}')
+    _, checks = doctor_here("--env", "math:sort", "--set", f"model.path={model}", status=1)
+    assert "eos_token_id is 500 in generation_config.json" in checks["model"]["advice"]
 
 
 @pytest.mark.long

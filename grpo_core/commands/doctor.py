@@ -22,10 +22,11 @@ from grpo_core.app.gpus import number_of
 from grpo_core.app.launch import RUNS
 from grpo_core.commands.running import configured
 from grpo_core.config import Config
-from grpo_core.errors import GrpoError, describe, one_line
+from grpo_core.errors import GrpoError, ModelError, describe, one_line
 from grpo_core.inert import inert
+from grpo_core.model_files import check_files
 from grpo_core.model_sources import model_source
-from grpo_core.models import directory_here
+from grpo_core.models import chat_template, directory_here
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.options import AsJson, Settings, Words
 from grpo_core.processes import scratch_directory
@@ -250,6 +251,7 @@ def _of_configuration(config: Config, host: PluginHost, gpus: Sequence[machine.G
         yield Check(name="configuration", found=about, status="problem", advice=str(error))
     else:
         yield Check(name="configuration", found=about)
+    yield from _of_model(config, host)
     device = config.trainer.device
     number = number_of(device)
     if device.startswith("cuda") and not (number is not None and number < len(gpus)):
@@ -259,6 +261,19 @@ def _of_configuration(config: Config, host: PluginHost, gpus: Sequence[machine.G
             status="problem",
             advice='choose "auto" or "cpu", or look at CUDA_VISIBLE_DEVICES',
         )
+
+
+def _of_model(config: Config, host: PluginHost) -> Iterator[Check]:
+    """Say what does not fit together in the files of a model on this machine."""
+    path = config.model.path
+    if host.offers("model", path) or (directory := directory_here(path)) is None:
+        return
+    try:
+        odd = check_files(directory, chat_template(config.model.chat_template))
+    except ModelError as error:
+        yield Check(name="model", found=path, status="problem", advice=str(error))
+    else:
+        yield from (Check(name="model", found=path, status="warning", advice=each) for each in odd)
 
 
 def _of_memory(
