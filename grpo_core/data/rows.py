@@ -20,6 +20,7 @@ from grpo_core.data.loaders import TaskLoader, as_it_is
 from grpo_core.data.sources import Source
 from grpo_core.data.states import packed, unpacked
 from grpo_core.errors import CheckpointError, ConfigError, GrpoError, PluginError, describe, one_line
+from grpo_core.messages import readable as readable_prompt
 from grpo_core.plugins.installed import import_file, module_name
 from grpo_core.records import Prompt
 
@@ -67,7 +68,8 @@ class RowReader:
         Raises ConfigError for a row that is no prompt, PluginError for one that no checkpoint can hold.
         """
         if isinstance(row, Prompt):
-            prompt = evolve(row, environment=self._task, id=row.id or str(place))
+            who = f"task {self._task!r}: dataloader {self._who!r}, row {place + 1}"
+            prompt = readable_prompt(evolve(row, environment=self._task, id=row.id or str(place)), who)
         elif isinstance(row, Mapping):
             found = self._source.prompt_of(row, place)
             if found is None:
