@@ -9,14 +9,13 @@ import logging
 import os
 import resource
 import sys
-import traceback
 from collections.abc import Iterator
 from typing import Any
 
-from grpo_core.errors import one_line, out_of_memory, shortened
+from grpo_core.errors import one_line, out_of_memory, shortened, traceback_of
 from grpo_core.inert import inert
 
-LONGEST_ERROR = 20_000
+LONGEST_ERROR = 6_000
 """Number of characters of an error that are printed."""
 
 
@@ -26,7 +25,7 @@ def unexpected(error: Exception) -> str:
     The notes of the error follow: they say what was saved.
     """
     if (cause := out_of_memory(error)) is None:
-        return "".join(traceback.format_exception(error))
+        return traceback_of(error)
     told = f" ({one_line(cause)})" if str(cause) else ""
     return "\n".join([f"grpo-core: out of memory{told}: {_memory_limit()}", *getattr(error, "__notes__", [])])
 

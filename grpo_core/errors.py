@@ -26,8 +26,9 @@ from __future__ import annotations
 
 import builtins
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from traceback import format_exception
 from typing import Any
 
 from grpo_core.unicode import well_formed
@@ -126,6 +127,11 @@ def message_of(error: BaseException) -> str:
         return str(error)
     except Exception as failure:
         return f"(its __str__ raised {type(failure).__name__})"
+
+
+def traceback_of(error: BaseException, mask: Callable[[str], str] = str) -> str:
+    """The traceback of an error, in which each long message is shortened; ``mask`` hides secrets."""
+    return shortened("".join(shortened(mask(part)) for part in format_exception(error)), LONGEST_TRACEBACK)
 
 
 def shown(value: Any) -> str:

@@ -42,7 +42,7 @@ from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from attrs import frozen
 
@@ -422,6 +422,10 @@ def _exit(code: int) -> str:
 
 # ---------------------------------------------------------------------------------- the child's side
 
+LONGEST_ERROR = 4000
+"""Largest number of characters of an error's message that is sent to the parent."""
+MOST_KEPT, LONGEST_KEPT = 10, 1_000_000
+"""Number of longer errors that a child writes to its log, and of characters of each."""
 LAST_WORDS = 4000
 """Number of bytes of a dead child's log of which the last lines are shown."""
 _BOOT = "import sys; from grpo_core import processes; processes.main(int(sys.argv[1]), int(sys.argv[2]))"
@@ -437,10 +441,14 @@ class Connection:
 
     Attributes:
         mask: hides secrets in errors.
+        log: has the whole of what is too long to be sent; it hides secrets by itself.
     """
 
     def __init__(self, sock: socket.socket, *, own_errors_only: bool = False) -> None:
         self.mask = NOTHING_HIDDEN
+        self.log: TextIO | None = None
+        self._kept = 0
+        """Number of errors that were written to it."""
         self._socket = sock
         self._own_errors_only = own_errors_only
         self._sending = threading.Lock()
@@ -467,9 +475,11 @@ class Connection:
 
     def fail(self, id: int, error: BaseException) -> None:
         """Send an error; one that cannot be pickled or read is sent as a GrpoError with its type and text."""
-        lines = traceback.format_exception(type(error), error, error.__traceback__)
-        text = errors.shortened(self.mask("".join(lines)), errors.LONGEST_TRACEBACK)
+        text = errors.traceback_of(error, self.mask)
+        self._keep_whole(error, text)
         error = self.mask.error(error)
+        if isinstance(error, errors.GrpoError) and len(errors.message_of(error)) > LONGEST_ERROR:
+            error.args = (errors.shortened(errors.message_of(error), LONGEST_ERROR),)
         ends = not isinstance(error, Exception)  # SystemExit, say, which is to end this process and no other
         if ends or (self._own_errors_only and not isinstance(error, errors.GrpoError)):
             error = errors.GrpoError(errors.describe(error))
@@ -481,6 +491,13 @@ class Connection:
             told = errors.GrpoError(errors.describe(error))
             frame = _frame(Answer(id, error=told, traceback=text))
         self._send(frame)
+
+    def _keep_whole(self, error: BaseException, sent: str) -> None:
+        """Write the traceback of an error to the log if it is sent shortened, the first times."""
+        whole = "".join(traceback.format_exception(error))
+        if self.log is not None and len(whole) > len(sent) and self._kept < MOST_KEPT:
+            self._kept += 1
+            print(whole[:LONGEST_KEPT], file=self.log, flush=True)
 
     def close(self) -> None:
         """Close this process's end of the socket."""
@@ -533,6 +550,7 @@ def main(fd: int, parent: int, *, own_errors_only: bool = False) -> None:
         assert hello is not None
         kwargs, connection.mask = hello.args
         sys.stdout, sys.stderr = _Log(1, connection.mask), _Log(2, connection.mask)
+        connection.log = sys.stderr
         try:
             target = _imported(hello.method)(**kwargs)
             description = target.description() if hasattr(target, "description") else None

@@ -7,7 +7,6 @@ import contextlib
 import sys
 import threading
 import time
-import traceback
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -36,7 +35,7 @@ from grpo_core.app.profile import ProfileTracker
 from grpo_core.app.resume import Over
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config, as_table
-from grpo_core.errors import ConfigError, describe
+from grpo_core.errors import ConfigError, describe, traceback_of
 from grpo_core.events import ErrorRaised, Event, RunEnded, RunStarted, Validated
 from grpo_core.garbage import spare_the_collector
 from grpo_core.incidents import Incident, Lines, report, reported_to
@@ -255,8 +254,7 @@ def _report(error: BaseException, emit: Callable[[Event], None], step: int) -> N
     """Emit how a run ended that did not end by itself."""
     interrupted = isinstance(error, asyncio.CancelledError)
     if not interrupted:
-        text = "".join(traceback.format_exception(error))
-        emit(ErrorRaised(step=step, message=describe(error), traceback=text))
+        emit(ErrorRaised(step=step, message=describe(error), traceback=traceback_of(error)))
     emit(RunEnded(step=step, reason="interrupted" if interrupted else "failed"))
 
 
