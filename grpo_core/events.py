@@ -97,6 +97,16 @@ class GroupFiltered(Event):
 
 
 @frozen(kw_only=True)
+class GroupsReturned(Event):
+    """The run fails, and these groups cannot be trained: a resumed run generates them again.
+
+    They are those of a step that is not finished, or those whose tokens are lost.
+    """
+
+    slots: tuple[int, ...]
+
+
+@frozen(kw_only=True)
 class GroupsReady(Event):
     """The groups that the next step trains, in the order in which they were dispatched."""
 

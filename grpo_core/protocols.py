@@ -300,7 +300,7 @@ class Trainer(Protocol):
 
     Its factory is called as ``factory(setup: TrainerSetup, **options)`` and must return at once: engines and
     environments start meanwhile.  A class that inherits from this protocol need not define ``started``,
-    ``watch`` and ``aclose``.
+    ``unchanged``, ``watch`` and ``aclose``.
 
     A factory whose processes are in the workers of a placement has the placement's name as its attribute
     ``placement``.  Such a trainer publishes by ``collective``, each process at its own machine's address.  A
@@ -322,6 +322,13 @@ class Trainer(Protocol):
         A batch without rows only raises the version.  Raises TrainerError; the run ends with it.
         """
         ...
+
+    async def unchanged(self) -> bool:
+        """Return whether a ``step`` that has raised left no trace: the version before it may be saved then.
+
+        Without this method it may have left one.
+        """
+        return False
 
     async def publish(self, canary: Sequence[tuple[int, ...]] = ()) -> Weights:
         """Put the current weights where engines read them, by the transport that the setup names.

@@ -190,6 +190,39 @@ def test_a_late_answer_of_an_abandoned_attempt_is_refused():
         buffer.complete(again, "twice")
 
 
+@pytest.mark.parametrize("policy", ["deadline", "in_order"])
+@pytest.mark.parametrize("ready", [False, True])
+def test_a_step_that_failed_is_undone_and_its_prompts_are_offered_again(policy, ready):
+    buffer = a_buffer(policy=policy)
+    for slot in fill(buffer):
+        buffer.complete(slot, slot.id)
+    before = buffer.statistics()
+    assert buffer.take() == [0, 1]
+    assert sorted(buffer.undo(0, ready=ready)) == ([0, 1, 2, 3] if ready else [0, 1])
+    again = a_buffer(policy=policy)
+    again.load_state_dict(buffer.state_dict())
+    for each in (buffer, again):
+        now = each.statistics()
+        assert (now.dispatched, now.trained) == (before.dispatched, 0)
+        assert (now.ready, now.retrying) == ((0, 4) if ready else (2, 2))
+        trained = []
+        while each.step < 10:
+            for slot in fill(each):
+                each.complete(slot, slot.id)
+            trained += each.take()
+            each.advance()
+        assert sorted(trained) == list(range(20))
+
+
+def test_a_step_that_was_trained_is_not_undone():
+    buffer = a_buffer()
+    for slot in fill(buffer):
+        buffer.complete(slot, slot.id)
+    buffer.take()
+    assert buffer.undo(1) == []
+    assert (buffer.step, buffer.statistics().ready) == (1, 2)
+
+
 def test_no_prompt_is_drawn_that_no_step_would_train():
     buffer = a_buffer(max_staleness=4, num_steps=2)
     assert len(buffer.reserve()) == 4

@@ -18,6 +18,7 @@ from grpo_core.checks import not_finite
 from grpo_core.errors import (
     CheckpointError,
     ConfigError,
+    DataPlaneError,
     EngineError,
     PluginError,
     TrackingError,
@@ -28,6 +29,7 @@ from grpo_core.events import GroupsReady, Saved, Saving, StepEnded, Synced
 from grpo_core.loop import checkpoint
 from grpo_core.loop.endings import Goal
 from grpo_core.loop.health import Limits
+from grpo_core.planes import MemoryPlane
 from grpo_core.protocols import Tracker
 from grpo_core.records import Canary, Completion, StepResult, Weights
 from grpo_core.reporting.trackers import Trackers
@@ -174,7 +176,47 @@ def health_fails(run_):
     run_.pipeline.limits = {"logprob_diff_mean": Limits(hard=2.0)}
 
 
+def advantages_fail(run_):
+    advantages, raising = run_.pipeline.advantages, late(run_)
+    run_.pipeline.advantages = lambda groups: raising() or advantages(groups)
+
+
+def loss_fails(run_):
+    """The trainer has computed something, and has not changed the weights."""
+    step, raising = run_.trainer.step, late(run_, TrainerError("5 of 9 rows are not finite"))
+
+    async def stepped(batch):
+        await asyncio.sleep(0.5)
+        raising()
+        return await step(batch)
+
+    async def unchanged():
+        return True
+
+    run_.trainer.step, run_.trainer.unchanged = stepped, unchanged
+
+
+def data_plane_is_gone(run_):
+    """No tokens can be kept, and those that were kept cannot be read."""
+    raising, save = late(run_, DataPlaneError("the tokens are lost")), run_.pipeline.save
+
+    class Plane(MemoryPlane):
+        async def put(self, group):
+            raising()
+            return group
+
+    async def saving_tokens(version, failure=None):
+        if run_.buffer.state_dict()["ready"]:
+            raising()
+        return await save(version, failure)
+
+    run_.pipeline.plane, run_.pipeline.save = Plane(None), saving_tokens
+
+
 CAUSES = {
+    advantages_fail: BoomError,
+    loss_fails: TrainerError,
+    data_plane_is_gone: DataPlaneError,
     engine_fails: BoomError,
     environment_fails: BoomError,
     budget_of_errors: PluginError,

@@ -308,6 +308,32 @@ def test_a_run_that_fails_may_be_saved_before_its_last_weight_sync():
     assert "checkpoint" in violated([*early, *rest])[0], "its step has not ended"
 
 
+def test_the_groups_of_a_step_that_failed_are_generated_again():
+    before = a_run()[: FINISHED_0 - 5]
+    assert [event["event"] for event in before[-2:]] == ["GroupsReady", "StepEnded"]
+    failing = [
+        *before[:-1],
+        {"event": "GroupsReturned", "step": 0, "slots": [1, 2]},
+        {"event": "Saving", "step": 0, "reason": "the loss is not finite"},
+        {"event": "Saved", "step": 0},
+        {"event": "RunEnded", "step": 0, "reason": "failed"},
+    ]
+    rest = [
+        started(0, dispatched=4, trained=0, skipped=0, filtered=0, ready=0),
+        {"event": "Dispatched", "step": 0, "slots": [slot(i, attempt=int(i == 0)) for i in range(4)]},
+        *({"event": "GroupFinished", "step": 0, "slot": i} for i in range(4)),
+        {"event": "GroupsReady", "step": 0, "groups": [group(1), group(2)]},
+        ended(1, 0.0, ready=2.0, attempts=9.0),
+    ]
+    assert violated([*failing, *rest])[0] == []
+    silent = [event for event in failing if event["event"] != "GroupsReturned"]
+    assert violated([*silent, *rest])[0] != [], "they would be trained twice"
+    late = [*before, *failing[-4:]]
+    assert "steps" in violated([*late, *rest])[0], "its step has ended"
+    other = {**failing[-4], "slots": [1, 3]}
+    assert violated([*failing[:-4], other, *failing[-3:], *rest])[0] != []
+
+
 @pytest.mark.parametrize("sampler", ["mix", "schedule", "curriculum", "chosen", "./mine.py:Sampler"])
 def test_a_resumed_run_draws_the_same_prompts_of_a_task_whatever_the_sampler(sampler):
     """The loader decides which prompt of a task is the next; the sampler only decides how many are drawn."""

@@ -622,6 +622,25 @@ def test_three_gradients_in_a_row_that_are_not_finite_stop_the_run(model: str) -
         trainer.step(batch(ragged(), 5))
 
 
+def test_a_trainer_says_whether_a_step_that_failed_has_changed_it(model: str) -> None:
+    """A limit of health ends a step in its first update, before any weight moves, or in its second."""
+    ends = set()
+    for bad in range(6):
+        rows = [
+            attrs.evolve(each, advantage=math.nan) if each.group == bad else each for each in ragged(groups=6)
+        ]
+        trainer = TorchTrainer(setup(model, updates_per_step=2))
+        before = weights(trainer)
+        with pytest.raises(TrainerError, match=r"step 0, update \d: .* is not finite") as caught:
+            trainer.step(batch(rows))
+        first = "update 0" in str(caught.value)
+        same_weights = all(torch.equal(before[name], tensor) for name, tensor in weights(trainer).items())
+        assert trainer.unchanged() == same_weights == first
+        assert trainer.version == 0
+        ends.add(first)
+    assert ends == {True, False}
+
+
 def test_a_first_token_without_a_prompt_is_refused(model: str) -> None:
     with pytest.raises(TrainerError, match="group 0 has no prompt"):
         TorchTrainer(setup(model)).step(batch([row("", "ab")]))

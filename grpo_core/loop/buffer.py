@@ -144,6 +144,8 @@ class Buffer(Generic[PromptT, GroupT]):
         self._due: Counter[int] = Counter()
         """Number of stamped slots by target version; a retried slot without partial rollouts has no stamp."""
         self._ready_due: Counter[int] = Counter()
+        self._taken: list[Slot[PromptT]] = []
+        """The slots of the last step that was taken."""
 
     # ------------------------------------------------------------------------------ the life of a slot
 
@@ -226,7 +228,30 @@ class Buffer(Generic[PromptT, GroupT]):
             self._ready_due[target] -= 1
         self._due, self._ready_due = +self._due, +self._ready_due  # unary + drops the zero counts
         self.step += 1
-        return [self._ready.pop(id)[1] for _, id in taken]
+        pairs = [self._ready.pop(id) for _, id in taken]
+        self._taken = [slot for slot, _ in pairs]
+        return [group for _, group in pairs]
+
+    def undo(self, trained: int, *, ready: bool = False) -> list[int]:
+        """Offer prompts again whose groups cannot be trained; return their slots.
+
+        Args:
+            trained: number of steps that were trained: the groups of a step that was taken after them come
+                back.
+            ready: whether those that wait to be trained come back as well.
+        """
+        back = self._taken if self.step > trained else []
+        self.step = trained
+        if ready:
+            back = [*back, *(slot for slot, _ in self._ready.values())]
+            for slot, _ in self._ready.values():
+                self._due[slot.target_version] -= 1
+            self._ready.clear()
+            self._ready_first.clear()
+            self._ready_due.clear()
+        for slot in back:
+            self._offer_retry(evolve(slot, partial_rollouts=()))
+        return [slot.id for slot in back]
 
     def advance(self) -> None:
         """Record that the engine holds the next version, which frees the permits of one step."""

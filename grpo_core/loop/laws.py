@@ -179,6 +179,8 @@ class Laws:
         """Whether the life that was seen last has ended."""
         self._groups: Sequence[Mapping[str, Any]] = ()
         """The groups of the newest step."""
+        self._taken: dict[int, _Open] = {}
+        """Their slots."""
         self._manifests: dict[int, str] = {}
         """Digest of each saved checkpoint's manifest, by step, where the events tell it."""
         self._now = _Account()
@@ -429,7 +431,7 @@ class Laws:
         self._law("steps", event["step"] == now.step, f"step {event['step']} comes after {now.step} steps")
         self._law("steps", now.ended == now.step, f"step {now.step} begins, and {now.ended} steps have ended")
         self._check_due(event["step"])
-        self._groups = event["groups"]
+        self._groups, self._taken = event["groups"], {}
         count = len(event["groups"])
         self._law("batch", count == terms.prompts_per_step, f"it trains {count} groups")
         for group in event["groups"]:
@@ -439,6 +441,24 @@ class Laws:
         now.ready -= count
         self.steps += 1
 
+    def _on_GroupsReturned(self, event: Mapping[str, Any]) -> None:  # noqa: N802
+        now, slots = self._now, set(event["slots"])
+        if slots & self._taken.keys():
+            unfinished = self._taken.keys() <= slots and now.ended < now.step
+            self._law("steps", unfinished, f"step {now.step} is undone, of which {now.ended} had ended")
+            now.open |= self._taken
+            now.ready += len(self._taken)
+            now.step -= 1
+            now.trained -= len(self._taken)
+            self.steps -= 1
+        for id in event["slots"]:
+            slot = now.open.get(id)
+            if slot is None or not slot.ready:
+                self._broken("once", f"slot {id} comes back as {slot or 'trained, skipped or filtered'}")
+                continue
+            now.open[id] = evolve(slot, ready=False, resumed=True)
+            now.ready -= 1
+
     def _train(self, group: Mapping[str, Any]) -> None:
         assert self.terms is not None
         now, terms, who = self._now, self.terms, f"slot {group['slot']} (prompt {group['prompt']!r})"
@@ -446,6 +466,7 @@ class Laws:
         if slot is None or not slot.ready:
             self._broken("once", f"{who} is trained as {slot or 'trained, skipped or never dispatched'}")
         else:
+            self._taken[group["slot"]] = slot
             same = all(getattr(slot, name) == group[name] for name in _STAMPS if name != "attempt")
             self._law("stamps", same, f"{who} was dispatched as {slot}, and is trained as {dict(group)}")
         rewards: Sequence[float | None] = group["rewards"]

@@ -36,6 +36,7 @@ from attrs import define, evolve, field, frozen
 
 from grpo_core.aio import UNLIMITED, Changes, Slots, cancel, deadline, gather, raising_root_cause, root_cause
 from grpo_core.errors import (
+    DataPlaneError,
     DeadlineExceeded,
     GrpoError,
     TrackingError,
@@ -51,6 +52,7 @@ from grpo_core.events import (
     GroupFiltered,
     GroupFinished,
     GroupsReady,
+    GroupsReturned,
     PromptSkipped,
     PromptsPassedOver,
     Saved,
@@ -200,6 +202,8 @@ class Pipeline:
     _failing: bool = field(init=False, default=False)
     """Whether another part has failed, so that training ends after its step."""
     _trained: int = field(init=False, default=0)
+    _changing: bool = field(init=False, default=False)
+    """Whether the trainer is in a step, or failed in one."""
     _saves: Saves = field(init=False)
     _kept: int = field(init=False, default=0)
     """Step of the newest complete checkpoint, or the step that the run began with."""
@@ -494,7 +498,9 @@ class Pipeline:
                 stage("step")
                 began = self._meter.now()
                 with during("trainer", "step"):
+                    self._changing = True
                     result = await self.trainer.step(batch)
+                    self._changing = False
             parts = _parts_of_step(result, began, self._meter.now())
             self._trained = result.version
             await self._synced()  # the engine may still be reading what was published before
@@ -654,9 +660,23 @@ class Pipeline:
         if self._writing is not None:
             await asyncio.gather(self._writing, return_exceptions=True)
             self._writing = None
-        if self._kept < self._trained:
+        if self._kept == self._trained:
+            return
+        if self.buffer.step > self._trained and (not self._changing or await self.trainer.unchanged()):
+            self._return_groups()
+        try:
             await self._save(self._trained, failure)
             await self._saved()
+        except DataPlaneError:
+            self._return_groups(ready=True)
+            self._writing = None
+            await self._save(self._trained, failure)
+            await self._saved()
+
+    def _return_groups(self, *, ready: bool = False) -> None:
+        """Let a resumed run generate the groups again that cannot be trained; see ``Buffer.undo``."""
+        slots = tuple(self.buffer.undo(self._trained, ready=ready))
+        self.emit(GroupsReturned(step=self._trained, slots=slots))
 
     def _told_of_work(self, why: str) -> str:
         """Say which steps a run that an error ends has saved, or ``why`` some are lost."""

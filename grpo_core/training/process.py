@@ -109,6 +109,10 @@ class ProcessTrainer(Trainer):
             result = await self._call("train", *([part] for part in parts))
         return result
 
+    async def unchanged(self) -> bool:
+        same: bool = await self._call("unchanged", *([] for _ in self.children))
+        return same
+
     async def publish(self, canary: Sequence[tuple[int, ...]] = ()) -> Weights:
         weights: Weights = await self._call("publish", *([canary] for _ in self.children))
         return weights

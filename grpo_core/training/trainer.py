@@ -153,6 +153,8 @@ class TorchTrainer:
             setup.profile, steps=self._config.profile, rank=setup.rank, device=self._device
         )
         self._lost_updates = 0
+        self._changed = False
+        """Whether the newest step has changed something that is saved."""
         torch.manual_seed(setup.seed)
         self.version = self._saving.resume(resume) if resume else 0
 
@@ -200,8 +202,13 @@ class TorchTrainer:
         """Compute this rank's share of a step; see ``step``.  All ranks return the same metrics."""
         if share.step != self.version:
             raise TrainerError(f"step {share.step} was asked of a trainer that holds version {self.version}")
+        self._changed = False
         with self._profiler.step():
             return self._train(share)
+
+    def unchanged(self) -> bool:
+        """Return whether the last call of ``step`` or ``train`` has changed nothing that is saved."""
+        return not self._changed
 
     def _train(self, share: Share) -> StepResult:
         begun = time.perf_counter()
@@ -330,6 +337,7 @@ class TorchTrainer:
         before = totals.sum("bonus_entropy")
         bad = [self._backward(about, micro, totals) for micro in update]
         if self._entropy is not None:
+            self._changed = True
             totals.add({"entropy_coefficient": torch.tensor([about.entropy_coefficient])})
             self._entropy.observe(
                 sum(self._ranks.gathered(totals.sum("bonus_entropy") - before)) / about.tokens
@@ -339,6 +347,7 @@ class TorchTrainer:
             self._check_rows(about, update, bad, totals)
             finite = self._gradient_is_finite(about, norm, totals)
         if finite:
+            self._changed = True
             factor = schedule(self._config, share.step * self._config.updates_per_step + number)
             with part("optimizer"):
                 self._optimizers.step(factor)

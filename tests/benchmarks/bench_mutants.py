@@ -33,6 +33,8 @@ TESTS = [
     "aio",
     "buffer",
     "pipeline",
+    "kept_work",
+    "saves",
     "rollout",
     "turns",
     "checkpoint",

@@ -43,6 +43,7 @@ from grpo_core.events import (
     Event,
     GroupFiltered,
     GroupsReady,
+    GroupsReturned,
     PromptSkipped,
     RunEnded,
     RunStarted,
@@ -733,6 +734,8 @@ class Simulation:
         match event:
             case GroupsReady():
                 self.truth.groups(event.step, event.groups)
+            case GroupsReturned():
+                self.truth.returned(event.slots)
             case GroupFiltered():
                 self.truth.filtered(event)
             case PromptSkipped():

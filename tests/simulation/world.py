@@ -135,6 +135,8 @@ class Truth:
         """The tokens of each completion, and the ids that they continued."""
         self._of_other_weights: set[bytes] = set()
         self._trained: set[bytes] = set()
+        self._newest: dict[int, list[bytes]] = {}
+        """What the newest step trains, by slot."""
         self._due: list[tuple[bytes, float]] = []
         self.carried: set[int] = set()
         """Slots of the groups that were finished before the run was resumed."""
@@ -164,6 +166,11 @@ class Truth:
     def filtered(self, event: GroupFiltered) -> None:
         self.ledger.settled(event.slot)
         self._filtered[event.task, event.filter] += 1
+
+    def returned(self, slots: Sequence[int]) -> None:
+        """These groups are not trained after all."""
+        for slot in slots:
+            self._trained.difference_update(self._newest.pop(slot, ()))
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """The step counts the groups that were filtered since the one before."""
@@ -247,7 +254,7 @@ class Truth:
 
     def groups(self, step: int, groups: Sequence[Group]) -> None:
         """The groups of a step are about to be trained."""
-        self._due = []
+        self._due, self._newest = [], {group.slot: [] for group in groups}
         self.trains_carried = any(group.slot in self.carried for group in groups)
         if self.rules.quota is not None:
             counts, quota = Counter(group.prompt.environment for group in groups), self.rules.quota(step)
@@ -265,6 +272,7 @@ class Truth:
                 kept = sum(completions(segment.tokens) for segment in rollout.segments)
                 self.law(kept == rollout.turns, step, f"{who} has {kept} of {rollout.turns} completions")
                 self._trained.add(ids)
+                self._newest[group.slot].append(ids)
                 self.law(rollout.reward == expected, step, f"{who} has {rollout.reward}, won {expected}")
             pairs = zip(group.rollouts, self._advantages(group, won), strict=True)
             self._due += [
@@ -782,6 +790,8 @@ class SimulatedTrainer(Trainer):
         self.version, self.digest = 0, b"\0" * 16
         self._broken = False
         """Whether its weights are no numbers."""
+        self._changed = False
+        """Whether the newest step may have changed the weights."""
         self._far: deque[bool | None] = deque(maxlen=5)
         """Whether the engine's logprobs were far from its own in the last steps; None without rows."""
         if resume_from is not None:
@@ -802,6 +812,7 @@ class SimulatedTrainer(Trainer):
     async def step(self, batch: Batch) -> StepResult:
         await asyncio.sleep(self.dice.random.uniform(0.5, 1.5))
         fault = self.dice.pick("trainer_error", "trainer_hang", "nan_weights", "nan_metrics")
+        self._changed = fault != "trainer_error" or self.version % 2 == 0
         if fault == "trainer_error":
             self.dice.fatal.append(fault)
             raise TrainerError(f"trainer simulated: step {batch.step} failed")
@@ -844,6 +855,9 @@ class SimulatedTrainer(Trainer):
         self.dice.fatal.append("trainer_hang")
         await asyncio.sleep(TRAINER_DEADLINE)
         raise DeadlineExceeded(f"trainer simulated: no answer to {what!r} within {TRAINER_DEADLINE:g} s")
+
+    async def unchanged(self) -> bool:
+        return not self._changed
 
     async def publish(self, canary: Sequence[tuple[int, ...]] = ()) -> Weights:
         fault = self.dice.pick("publish_error", "trainer_hang")

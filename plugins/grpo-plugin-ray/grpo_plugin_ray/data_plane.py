@@ -170,6 +170,5 @@ def _put(parts: Sequence[bytes]) -> _Kept:
 
 def lost(error: BaseException) -> DataPlaneError:
     return DataPlaneError(
-        f"data plane ray: the tokens of finished rollouts are lost, or do not come: {brief(error)}. The "
-        "steps since the newest checkpoint are lost; continue from there with grpo-core train --resume RUN"
+        f"data plane ray: the tokens of finished rollouts are lost, or do not come: {brief(error)}"
     )

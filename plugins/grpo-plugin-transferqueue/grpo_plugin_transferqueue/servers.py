@@ -224,8 +224,7 @@ def load() -> None:
 def lost(error: BaseException | str) -> DataPlaneError:
     why = error if isinstance(error, str) else brief(error)
     return DataPlaneError(
-        f"data plane transferqueue: the tokens of finished rollouts are lost, or do not come: {why}. The "
-        "steps since the newest checkpoint are lost; continue from there with grpo-core train --resume RUN"
+        f"data plane transferqueue: the tokens of finished rollouts are lost, or do not come: {why}"
     )
 
 
