@@ -136,7 +136,7 @@ class Truth:
         self._of_other_weights: set[bytes] = set()
         self._trained: set[bytes] = set()
         self._newest: dict[int, list[bytes]] = {}
-        """What the newest step trains, by slot."""
+        """Ids that the newest step trains, by slot."""
         self._due: list[tuple[bytes, float]] = []
         self.carried: set[int] = set()
         """Slots of the groups that were finished before the run was resumed."""
