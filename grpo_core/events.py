@@ -167,6 +167,9 @@ class TimelineExtended(Event):
 class Synced(Event):
     """The engine holds the weights of version ``step``."""
 
+    unproved: int = 0
+    """Number of weight syncs since the canary last proved that the engine uses new weights; 0: this one."""
+
 
 @frozen(kw_only=True)
 class ValidationPlayed(Event):

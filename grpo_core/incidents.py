@@ -27,6 +27,7 @@ Kind = Literal[
     "given_up",  # an engine of a pool is not replaced any more
     "retried",  # a request or a call was made again
     "session_lost",  # a session died with its process
+    "doubted",  # an engine's answers to a canary were wrong, and right when it was asked again
     "late",  # an engine of a pool did not take new weights in the time that the others needed
     "rollouts_late",  # rollouts were not finished within rollout.deadline, and are played again
     "rollouts_lost",  # an engine did not finish rollouts, and they are played again

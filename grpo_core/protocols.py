@@ -334,8 +334,8 @@ class Trainer(Protocol):
         """Put the current weights where engines read them, by the transport that the setup names.
 
         ``Weights.canary`` has what they say after each of the prompts in ``canary`` (see
-        ``grpo_core.loop.canary``); without it the engine is not compared.  The weights that were published
-        before may be overwritten.
+        ``grpo_core.loop.canary``), of about 16 tokens each; without it the engine is not compared.  The
+        weights that were published before may be overwritten.
         """
         ...
 

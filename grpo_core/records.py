@@ -345,6 +345,10 @@ class Canary:
     """The likeliest next tokens, in falling order."""
     logprobs: tuple[float, ...]
     """Logprobs of these tokens, at temperature 1."""
+    before: Canary | None = None
+    """The same under older weights: an engine that still uses them is known by it.  Only the core sets it."""
+    answer: tuple[int, float] | None = None
+    """The engine's likeliest token and its logprob under these weights.  Only the core sets it."""
 
 
 @frozen(kw_only=True)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import attrs
 import pytest
+from test_cli import grpo
 from test_pipeline import Run
 
 from grpo_core.engines.limited import LimitedEngine
@@ -13,6 +15,7 @@ from grpo_core.engines.pool import EnginePool
 from grpo_core.errors import EngineError, WeightSyncError
 from grpo_core.events import Dispatched, GroupsReady
 from grpo_core.loop import canary
+from grpo_core.loop.agreement import Agreement, Tolerance
 from grpo_core.records import Canary, Completion, TensorInfo, Weights
 from grpo_core.testing import FakeEngine, FakeTrainer, run
 from grpo_core.validation.engine import WeightsTrackingEngine
@@ -78,7 +81,8 @@ def verify(engine, *, tolerance=1e-3, deadline=60.0, version=4):
         trainer = Singer(version=version)
         weights = await trainer.publish()
         await engine.update_weights(weights)
-        return await canary.verify(engine, weights, tolerance=tolerance, deadline=deadline)
+        found = await canary.verify(engine, weights, tolerance=Tolerance(tolerance), deadline=deadline)
+        return found.largest
 
     return run(story())
 
@@ -151,14 +155,18 @@ def test_a_run_waits_for_the_canary_of_a_frozen_engine_as_long_as_for_its_weight
 def test_without_a_canary_nothing_is_asked():
     async def story():
         weights = Weights(version=0, location="", nbytes=0, tensors=())
-        return await canary.verify(FakeEngine(), weights, tolerance=0.0, deadline=None)
+        return await canary.verify(FakeEngine(), weights, tolerance=Tolerance(), deadline=None)
 
-    assert run(story()) == 0.0
+    assert run(story()) == Agreement()
 
 
 @pytest.mark.parametrize(
     ("dtype", "used", "refused"),
-    [("float32", 0.5, "tolerance 0.001"), ("bfloat16", 0.5, None), ("bfloat16", 2.0, "tolerance 0.1")],
+    [
+        ("float32", 0.5, "tolerance 0.0003 and 0.001"),
+        ("bfloat16", 0.5, None),
+        ("bfloat16", 2.0, "tolerance 0.1 and 1"),
+    ],
 )
 def test_without_a_tolerance_the_dtype_of_the_weights_decides(dtype, used, refused):
     """A logprob that differs by 0.05 is explained by bfloat16, and not by float32; 0.2 is by neither."""
@@ -169,7 +177,7 @@ def test_without_a_tolerance_the_dtype_of_the_weights_decides(dtype, used, refus
     async def story():
         engine = Listener(used=lambda version: used)
         await engine.update_weights(weights)
-        return await canary.verify(engine, weights, tolerance=0.0, deadline=10)
+        return (await canary.verify(engine, weights, tolerance=Tolerance(), deadline=10)).largest
 
     if refused:
         with pytest.raises(WeightSyncError, match=refused):
@@ -201,12 +209,110 @@ def test_an_engine_that_computes_in_another_dtype_than_that_of_the_weights_says_
         engine = held(made)
         try:
             await engine.update_weights(weights)
-            return await canary.verify(engine, weights, tolerance=0.0, deadline=10)
+            return (await canary.verify(engine, weights, tolerance=Tolerance(), deadline=10)).largest
         finally:
             await engine.aclose()
 
     if refused:
-        with pytest.raises((WeightSyncError, EngineError), match=r"tolerance 0\.001"):
+        with pytest.raises((WeightSyncError, EngineError), match=r"tolerance 0\.0003 and 0\.001"):
             run(story())
     else:
         assert run(story()) == pytest.approx(0.05)
+
+
+# ---------------------------------------------------------------------------------- whole runs
+
+PARTS = '''
+from grpo_core import Completion, Prompt
+from grpo_core.engines.local.engine import LocalEngine
+
+
+class Longer:
+    """Pays for each character."""
+
+    def prompts(self, split):
+        return [Prompt(messages=f"{i}=", id=str(i)) for i in range(40)]
+
+    def solve(self, prompt):
+        return "abc"
+
+    def evaluate(self, episodes):
+        return [float(len(episode.reply)) for episode in episodes]
+
+
+class Deaf(LocalEngine):
+    """Takes the first weights, ignores all later ones, and says that it has them."""
+
+    version = None
+
+    async def update_weights(self, weights):
+        if self.version is None:
+            await super().update_weights(weights)
+        self.version = weights.version
+
+    async def generate(self, requests):
+        return [
+            Completion(
+                token_ids=each.token_ids,
+                logprobs=each.logprobs,
+                versions=[self.version] * len(each.token_ids),
+                finish_reason=each.finish_reason,
+            )
+            for each in await super().generate(requests)
+        ]
+'''
+
+
+def trained(directory, engine, **settings):
+    """Train a tiny model for eight steps."""
+    (directory / "parts.py").write_text(PARTS)
+    settings = {
+        "model.options.warm_start_steps": 5,
+        "trainer.steps": 8,
+        "trainer.prompts_per_step": 4,
+        "trainer.lr_schedule": "constant",
+        "trainer.warmup_updates": 0,
+        "rollout.group_size": 4,
+        "rollout.max_tokens": 8,
+        "validation.every": 0,
+        "checkpoint.every": 0,
+        **settings,
+    }
+    chosen = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    return grpo(
+        directory, "train", "--env", "./parts.py:Longer", "--engine", engine, *chosen, "--output", "run"
+    )
+
+
+def canary_metrics(directory):
+    lines = map(json.loads, (directory / "run" / "metrics.jsonl").read_text().splitlines())
+    return [{key[7:]: line[key] for key in line if key.startswith("canary/")} for line in lines]
+
+
+@pytest.mark.long
+def test_an_engine_that_ignores_small_updates_is_found_when_they_add_up(tmp_path):
+    """A step moves logprobs by a tenth of what float32 is allowed, so limits alone would let all pass."""
+    done = trained(tmp_path, "./parts.py:Deaf", **{"trainer.lr": 1e-7})
+    assert done.returncode == 1, done.stdout
+    assert "it does not use the weights of version" in done.stderr
+    assert "nearer to those of older weights" in done.stderr
+    seen = canary_metrics(tmp_path)
+    assert seen[0]["moved"] == 0
+    assert all(each["difference_max"] < 1e-3 for each in seen), "no difference was beyond the limit"
+    assert all(each["unproved"] for each in seen[1:]), "no sync was proved"
+
+
+@pytest.mark.long
+def test_a_run_that_moves_less_than_rounding_ends_and_says_that_its_weight_sync_is_unproved(tmp_path):
+    done = trained(tmp_path, "./parts.py:Deaf", **{"trainer.lr": 1e-9, "trainer.steps": 3})
+    assert done.returncode == 0, done.stderr
+    assert "3 of 3 steps" in done.stdout
+    assert "; weight sync unproved: 3 syncs; run: " in done.stdout
+
+
+@pytest.mark.long
+def test_a_right_engine_is_proved_to_use_each_version(tmp_path):
+    done = trained(tmp_path, "local", **{"trainer.lr": 1e-4, "trainer.steps": 4})
+    assert done.returncode == 0, done.stderr
+    assert "unproved" not in done.stdout
+    assert [each["unproved"] for each in canary_metrics(tmp_path)] == [0] * 4

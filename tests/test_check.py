@@ -412,6 +412,11 @@ def test_every_kind_that_has_a_hook_can_be_checked():
     assert check.find(host, "local", "placement").kind == "placement"
 
 
+def test_a_clause_that_had_nothing_to_check_is_noted_and_not_passed():
+    found = check._found("its canary", lambda: "there is none")
+    assert (found.outcome, found.told) == ("noted", "there is none")
+
+
 LOSSES = """
 import torch
 

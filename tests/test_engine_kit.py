@@ -1,11 +1,12 @@
 """The loop of an engine's child process: calls, requests, errors and weights, with a decoder that counts."""
 
 import asyncio
+import functools
 from collections import deque
 
 import pytest
 
-from grpo_core import Completion, EngineError, GenerationRequest, Weights, WeightSyncError
+from grpo_core import Canary, Completion, EngineError, GenerationRequest, Weights, WeightSyncError
 from grpo_core.engine_kit import Call, DecodingServer, check_request, takes_weights_by
 from grpo_core.engines import wire
 from grpo_core.engines.transports import transports_of
@@ -307,3 +308,47 @@ def test_the_contract_of_an_engine_says_what_was_asked_when_it_fails():
 
     with pytest.raises(AssertionError, match="aclose: raised KeyError: 'gone'"):
         asyncio.run(check_engine(Unclosed(), publish, prompt_ids=(1, 2)))
+
+
+class Counted(FakeEngine):
+    """Its logprobs are what the weights of its version say; those of ``ignored`` are never used."""
+
+    def __init__(self, ignored=()):
+        super().__init__(latency=lambda rng: 0.0, update_seconds=0.0)
+        self.ignored, self.used = ignored, 0
+
+    async def update_weights(self, weights):
+        await super().update_weights(weights)
+        self.used = self.used if weights.version in self.ignored else weights.version
+
+    async def generate(self, requests):
+        if self.version is None:
+            return await super().generate(requests)
+        return list(map(self._completed, requests))
+
+    def _completed(self, request):
+        stops = 1 in request.stop_token_ids
+        n = 1 if stops else request.max_tokens
+        return Completion(
+            token_ids=[1] * n,
+            logprobs=[-1.0 - self.used / 10] * n,
+            versions=[self.version] * n,
+            finish_reason="stop" if stops else "length",
+        )
+
+
+def counted(version, *, said=lambda version: -1.0 - version / 10):
+    known = Canary(prompt_ids=(1, 2), token_ids=(1, 2), logprobs=(said(version), -5.0))
+    return Weights(version=version, location="", nbytes=0, tensors=(), canary=(known,))
+
+
+def test_an_engine_that_ignores_its_second_update_breaks_the_contract():
+    with pytest.raises(AssertionError, match=r"while requests run: .* use the weights of version 1"):
+        asyncio.run(check_engine(Counted(ignored=[1]), counted, prompt_ids=(1, 2), seeded=False))
+
+
+def test_weights_whose_canary_never_changes_check_no_engine():
+    """Each engine would pass, also one that ignores its weights."""
+    publish = functools.partial(counted, said=lambda version: -1.0)
+    with pytest.raises(AssertionError, match="gives version 1 the canary of the version before"):
+        asyncio.run(check_engine(Counted(ignored=range(1, 9)), publish, prompt_ids=(1, 2), seeded=False))

@@ -69,6 +69,19 @@ class WrongCanary(InProcess):
         return evolve(weights, canary=tuple(shifted))
 
 
+class FirstCanary(InProcess):
+    """It says of a prompt what it said first."""
+
+    def __init__(self, setup):
+        super().__init__(setup)
+        self.said = {}
+
+    async def publish(self, canary=()):
+        weights = await super().publish(canary)
+        first = [self.said.setdefault(each.prompt_ids, each) for each in weights.canary]
+        return evolve(weights, canary=tuple(first))
+
+
 class Backwards(InProcess):
     async def step(self, batch):
         return await super().step(
@@ -140,6 +153,20 @@ def test_the_built_in_trainer_keeps_the_contract():
     assert broken_trainer(InProcess) == {}
 
 
+class WithoutCanary(InProcess):
+    async def publish(self, canary=()):
+        return await super().publish()
+
+
+@pytest.mark.long
+def test_of_a_trainer_without_a_canary_it_is_noted_that_nothing_was_compared():
+    with TrainerContract(WithoutCanary) as contract:
+        notes = {clause.__name__: clause() for clause in contract}
+    for clause in ("its_canary_is_what_its_weights_say", "its_canary_follows_its_weights"):
+        assert notes.pop(clause) == "publish() returns none: no run can show that its engines use the weights"
+    assert set(notes.values()) == {None}
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("trainer", "clause", "told"),
@@ -147,6 +174,7 @@ def test_the_built_in_trainer_keeps_the_contract():
         (MakesNoModel, "it_starts_and_makes_the_model", "it calls setup.prepare, if there is one"),
         (AnotherModel, "it_publishes_the_model_that_it_started_with", "is not that of the model"),
         (WrongCanary, "its_canary_is_what_its_weights_say", "the engine would be found at fault"),
+        (FirstCanary, "its_canary_follows_its_weights", "the engine would be found at fault"),
         (Backwards, "a_step_makes_good_tokens_likelier_and_bad_ones_rarer", "expected more"),
         (SameVersion, "a_step_makes_good_tokens_likelier_and_bad_ones_rarer", "version 0, expected 1"),
         (StepsWithoutRows, "a_batch_without_rows_only_raises_the_version", "after a batch without rows"),

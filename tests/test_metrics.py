@@ -18,6 +18,8 @@ from grpo_core.app import readings
 from grpo_core.app.opinion import SecondOpinion
 from grpo_core.config import AuditConfig, LossConfig, TeacherConfig
 from grpo_core.events import GroupsReady, Span
+from grpo_core.loop.agreement import Agreement
+from grpo_core.loop.canary import Canaries
 from grpo_core.loop.dynamic import DynamicSampling
 from grpo_core.loop.metrics import (
     METRICS,
@@ -30,7 +32,7 @@ from grpo_core.loop.metrics import (
     truncated,
 )
 from grpo_core.loop.shaping import Shaping
-from grpo_core.records import EndReason, Group, Prompt, Rollout, Segment
+from grpo_core.records import Canary, EndReason, Group, Prompt, Rollout, Segment, Weights
 from grpo_core.testing import HostedEnvironment, run
 from grpo_core.timeline import Timeline, taken_down
 from grpo_core.tokens import Tokens
@@ -138,6 +140,14 @@ def names_of_a_second_opinion():
     return set(opinion.metrics())
 
 
+def names_of_a_canary():
+    known = Canary(prompt_ids=(1,), token_ids=(1,), logprobs=(-1.0,))
+    canaries = Canaries([known.prompt_ids])
+    weights = Weights(version=0, location="", nbytes=0, tensors=(), canary=(known,))
+    canaries.verified(weights, Agreement(answers=((1, -1.0),)))
+    return set(canaries.metrics())
+
+
 class Measured:
     """Has the metrics of a pool of engines, and of vLLM."""
 
@@ -169,6 +179,7 @@ def written(model, tmp_path_factory):  # noqa: F811
     )
     found |= {*readings.memory(), *readings.of_engine(Measured())}
     found |= names_of_a_second_opinion()
+    found |= names_of_a_canary()
     trainer = TorchTrainer(attrs.evolve(setup(model, loss={"kl_coefficient": 0.01}), max_non_finite=0.5))
     rows = ragged()
     rows[0] = attrs.evolve(rows[0], advantage=math.nan)

@@ -18,6 +18,7 @@ from grpo_core.config import ModelConfig
 from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.errors import ModelError
 from grpo_core.loop import canary
+from grpo_core.loop.agreement import Tolerance
 from grpo_core.testing import ENGINE_LAWS, EngineUnderTest, start_engine
 from grpo_core.training.trainer import TorchTrainer
 from grpo_core.weights.layout import load_tensors
@@ -96,7 +97,7 @@ def test_the_local_engine_computes_the_trainers_logprobs_after_each_update(model
         for step in range(2):
             weights = trainer.publish(PROMPTS)
             await engine.update_weights(weights)
-            await canary.verify(engine, weights, tolerance=1e-4, deadline=60)
+            await canary.verify(engine, weights, tolerance=Tolerance(1e-4), deadline=60)
             trainer.step(batch(ragged(), step))
         tried = EngineUnderTest(engine=engine, model=model, version=5)
         await ENGINE_LAWS["logprobs are those of the model"](tried)
@@ -122,7 +123,7 @@ def test_a_checkpoint_that_has_the_names_of_modules_is_trained_and_published_und
         assert "model.layers.0.mlp.experts.gate_up_proj" in {info.name for info in weights.tensors}
         engine = await start_engine(LocalEngine, tmp_path / "m")
         await engine.update_weights(weights)
-        await canary.verify(engine, weights, tolerance=1e-4, deadline=60)
+        await canary.verify(engine, weights, tolerance=Tolerance(1e-4), deadline=60)
         await engine.aclose()
 
     asyncio.run(story())

@@ -185,6 +185,27 @@ def test_a_step_that_was_computed_otherwise_is_told_with_its_first_tensor(run, c
     assert "; loss is " in told
 
 
+def test_a_step_without_fingerprints_is_not_said_to_be_the_same(run, capsys):
+    without_fingerprints(run, step=3)
+    assert replay.main(run, step=4) == 0
+    third, fourth = capsys.readouterr().out.splitlines()[1:]
+    assert third.startswith("step 3: computed again, and compared with nothing")
+    assert fourth.startswith("step 4: the same weights and optimizer state, bit for bit (")
+
+
+def without_fingerprints(run, step):
+    events = run / "events.jsonl"
+    lines = [json.loads(line) for line in events.read_text().splitlines()]
+    link, written = chain.START, []
+    for line in lines:
+        line.pop("chain")
+        if line["event"] == "StepEnded" and line["step"] == step:
+            line["digest"] = None
+        text, link = chain.chained(link, json.dumps(line))
+        written.append(text)
+    events.write_text("".join(written))
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

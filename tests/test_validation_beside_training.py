@@ -14,6 +14,7 @@ from simulation.runs import Simulation
 from grpo_core.errors import EngineError, PluginError, WeightSyncError
 from grpo_core.events import Dispatched, GroupFinished, GroupsReady, StepEnded, Synced, Validated
 from grpo_core.loop.advantages import group as group_advantages
+from grpo_core.loop.agreement import Tolerance
 from grpo_core.loop.buffer import Buffer
 from grpo_core.loop.laws import Laws
 from grpo_core.loop.pipeline import Pipeline, Schedule
@@ -78,7 +79,7 @@ class Training:
                 last=STEPS,
                 pauses=schedule.get("pause_to_validate", False),
                 deadline=100.0,
-                canary_tolerance=1e-3,
+                canary_tolerance=Tolerance(1e-3),
             )
             watch = (validate.watch,)
         numbers = itertools.count()

@@ -10,6 +10,7 @@ from moe import make_moe_model
 from test_trainer import batch, ragged, setup
 
 from grpo_core.loop import canary
+from grpo_core.loop.agreement import Tolerance
 from grpo_core.testing import ENGINE_LAWS, EngineUnderTest, start_engine
 from grpo_core.training.trainer import TorchTrainer
 from grpo_plugin_vllm.engine import VllmEngine
@@ -51,7 +52,7 @@ def test_vllm_computes_the_trainers_logprobs_after_each_update(family, layerwise
         for step in range(3):
             weights = trainer.publish(PROMPTS)
             await engine.update_weights(weights)
-            await canary.verify(engine, weights, tolerance=1e-4, deadline=60)
+            await canary.verify(engine, weights, tolerance=Tolerance(1e-4), deadline=60)
             said.append(weights.canary[0].logprobs[0])
             trainer.step(batch(ragged(), step))
         assert min(abs(said[0] - said[1]), abs(said[1] - said[2])) > 0.01, "updates change the logprobs"

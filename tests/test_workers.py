@@ -16,6 +16,7 @@ from grpo_core.demo.tiny import make_tiny_model
 from grpo_core.engines.pool import EnginePool
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.errors import ConfigError, WeightSyncError
+from grpo_core.loop.agreement import Tolerance
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import EngineSetup, Episode, Feedback, GenerationRequest, SessionStart, Weights
 from grpo_core.testing import FakeEngine, FakeEnvironment, prompts, run
@@ -178,7 +179,7 @@ def test_one_worker_is_the_engine_itself_and_several_are_a_pool(tmp_path):
         def of(**changes):
             config = EngineConfig(name=f"{tmp_path}/fake.py:fake", **changes)
             placement, number = LocalPlacement(host), workers_of(config, host)
-            return make_engine(config, setup, placement, workers=number, tolerance=1e-3)
+            return make_engine(config, setup, placement, workers=number, tolerance=Tolerance(1e-3))
 
         assert isinstance(of(), FakeEngine)
         pool = of(workers=2)
@@ -229,7 +230,7 @@ def test_an_engine_is_given_as_many_requests_at_once_as_the_user_allows(tmp_path
 
         config = EngineConfig(name=f"{tmp_path}/counting.py:Counting", max_requests=3, workers=workers)
         setup = engine_setup("m", ModelConfig(), config, seed=0, logs=None, colocated=True)
-        engine = make_engine(config, setup, Recorded(host), workers=workers, tolerance=0.0)
+        engine = make_engine(config, setup, Recorded(host), workers=workers, tolerance=Tolerance())
         await engine.update_weights(weights)
         answers = await engine.generate(requests)
         cancelled = asyncio.create_task(engine.generate(requests))

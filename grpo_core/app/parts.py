@@ -34,9 +34,10 @@ from grpo_core.environments.budget import ErrorBudget, errors_of_calls
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.errors import ConfigError
 from grpo_core.events import Event
-from grpo_core.loop import canary
 from grpo_core.loop.advantages import Clipped
+from grpo_core.loop.agreement import Tolerance
 from grpo_core.loop.buffer import Buffer
+from grpo_core.loop.canary import LENGTH
 from grpo_core.loop.dynamic import DynamicSampling, short_name
 from grpo_core.loop.health import Limits
 from grpo_core.loop.pipeline import ObserveAttempt, Schedule
@@ -61,10 +62,8 @@ answer is replaced."""
 EXTRA_GROUPS = 20
 """Default limit of filtered groups for each group of a step."""
 
-CANARY = 4
-"""Number of canary prompts."""
-CANARY_TOKENS = 64
-"""Largest number of tokens of a canary prompt: enough to be found in a prefix cache."""
+PROMPTS = 12
+"""Number of prompts that the canary begins with."""
 
 
 def make_placement(config: PlacementConfig, plugins: PluginHost) -> Placement:
@@ -178,10 +177,10 @@ def engine_dtype(engines: Iterable[EngineConfig]) -> Literal["auto", "bfloat16",
     return "float16" if all(option == "float16" for option in options) else "auto"
 
 
-def canary_tolerance(health: HealthConfig, engine: EngineConfig) -> float:
-    """Return the tolerance for an engine; 0 is the one that the rounding of the weights explains."""
-    coarse = engine.options.get("dtype") in canary.SIXTEEN_BITS  # not every engine says what it computes in
-    return health.canary_tolerance or (canary.COARSE if coarse else 0.0)
+def canary_tolerance(health: HealthConfig, engine: EngineConfig) -> Tolerance:
+    """Return the tolerance for an engine, which need not say itself what it computes in."""
+    dtype = engine.options.get("dtype", "auto")
+    return Tolerance(health.canary_tolerance, "" if dtype == "auto" else str(dtype))
 
 
 def load_renderer(path: str, model: ModelConfig, engines: Sequence[EngineConfig]) -> Renderer:
@@ -199,10 +198,10 @@ def load_renderer(path: str, model: ModelConfig, engines: Sequence[EngineConfig]
 
 
 def canary_prompts(prompts: Mapping[str, Sequence[Prompt]], renderer: Renderer) -> list[tuple[int, ...]]:
-    """Encode the beginnings of some prompts of all tasks."""
-    some = [prompt for part in prompts.values() for prompt in part[: max(1, CANARY // len(prompts))]]
-    encoded = [renderer.prompt_ids(prompt.messages)[:CANARY_TOKENS] for prompt in some[:CANARY]]
-    return [ids for ids in encoded if ids and max(ids) < renderer.vocabulary]
+    """Encode the ends of some prompts of all tasks, where replies begin."""
+    some = [prompt for part in prompts.values() for prompt in part[: max(1, PROMPTS // len(prompts))]]
+    encoded = [tuple(renderer.prompt_ids(prompt.messages)[-LENGTH:]) for prompt in some[:PROMPTS]]
+    return [ids for ids in dict.fromkeys(encoded) if ids and max(ids) < renderer.vocabulary]
 
 
 def rollout_places(config: RolloutConfig) -> Slots:

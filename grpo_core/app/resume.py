@@ -316,10 +316,8 @@ def _failure(found: checkpoint.Found, state: SavedPipeline) -> Iterator[str]:
     """Yield the error that ended the start before, if the checkpoint was made because of it."""
     if failure := state.get("failure"):
         error, proved = shortened(" ".join(failure["error"].split()), LONGEST_NOTE), failure["proved"]
-        yield (
-            f"the run ended after step {found.step} by an error: {error} (the canary had proved the engine's "
-            f"weights up to version {proved})"
-        )
+        told = "no weight sync" if proved is None else f"the engine's weights up to version {proved}"
+        yield f"the run ended after step {found.step} by an error: {error} (the canary had proved {told})"
 
 
 def _value(config: Config, key: str) -> Any:

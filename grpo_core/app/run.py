@@ -77,6 +77,10 @@ class Outcome:
     last: Mapping[str, Mapping[str, float]]
     """Metrics of each task in the last one."""
     seconds: float
+    proved: int | None = None
+    """The newest version that the canary has proved the engine to use."""
+    unproved: int = 0
+    """Number of weight syncs since then, or since the first one."""
 
 
 class Stop:
@@ -205,6 +209,8 @@ async def _train(
         first=watched.scores.first,
         last=watched.scores.last,
         seconds=time.monotonic() - began,
+        proved=pipeline.proved,
+        unproved=pipeline.unproved,
     )
 
 

@@ -17,6 +17,7 @@ from grpo_core.engines.transports import Transport, transports_of
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.environments.spec import EnvironmentSpec
 from grpo_core.errors import ConfigError
+from grpo_core.loop.agreement import Tolerance
 from grpo_core.plugins.host import PluginHost
 from grpo_core.protocols import Engine
 from grpo_core.records import EngineSetup
@@ -28,7 +29,7 @@ def make_engine(
     placement: Placement,
     *,
     workers: int,
-    tolerance: float,
+    tolerance: Tolerance,
     env_vars: Sequence[Mapping[str, str]] = (),
 ) -> Engine:
     """Make the engine of a section, or a pool of engines.

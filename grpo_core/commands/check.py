@@ -279,7 +279,7 @@ def _function(
 ) -> Iterator[Finding]:
     from grpo_core.testing.objectives import AdvantageContract, LossContract
 
-    contract: Iterable[Callable[[], None]]
+    contract: Iterable[Callable[[], object]]
     try:
         if kind == "loss":
             loss = host.function("loss", name, **options)
@@ -350,7 +350,7 @@ def _part(host: PluginHost, offer: Offer, options: Mapping[str, Any]) -> Iterato
 
 def _contract(
     host: PluginHost, offer: Offer, options: Mapping[str, Any], stack: contextlib.ExitStack
-) -> Iterable[Callable[[], None]]:
+) -> Iterable[Callable[[], object]]:
     """Return the contract of an offer's kind; what it starts ends with the stack."""
     make: Callable[..., Any] = functools.partial(host.make, offer.kind, offer.name)
     match offer.kind:
@@ -409,11 +409,12 @@ def _engine(host: PluginHost, name: str, options: Mapping[str, Any]) -> Iterator
 
 
 def _found(check: str, ask: Callable[[], object]) -> Finding:
+    """Ask a clause.  A text that it returns says why there was nothing to check."""
     try:
-        ask()
+        note = ask()
     except Exception as error:  # of the contract, or of what is checked, which may raise anything
         return Finding(check, "failed", _told(error))
-    return Finding(check, "passed", "")
+    return Finding(check, "noted", note) if isinstance(note, str) else Finding(check, "passed", "")
 
 
 def _told(error: Exception) -> str:

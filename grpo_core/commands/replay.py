@@ -43,6 +43,8 @@ class Replayed:
     result: StepResult
     seconds: float
     """Seconds that the step took now."""
+    compared: bool
+    """Whether the run recorded fingerprints of the step, and the trainer now returned some."""
     difference: str
     """It says what differs from what the run recorded; it is empty if nothing does."""
 
@@ -63,6 +65,11 @@ async def _main(directory: Path, step: int, block: Sequence[str]) -> int:
             say(_told(replayed, history.step(replayed.step)))
             if replayed.difference:
                 return 1
+    if replayed is None or not replayed.compared:
+        name = history.step(step).config.trainer.name
+        raise ConfigError(
+            f"trainer {name!r} returned no fingerprints of step {step}, so nothing was compared"
+        )
     return 0
 
 
@@ -80,6 +87,9 @@ def _told(replayed: Replayed, recorded: StepRecord) -> str:
     times = f"{replayed.seconds:.2f} s" + (f", the run took {took:.2f} s" if took else "")
     if replayed.difference:
         return f"step {replayed.step}: differs from the run: {replayed.difference}"
+    if not replayed.compared:
+        nothing = "compared with nothing, because there are no fingerprints"
+        return f"step {replayed.step}: computed again, and {nothing} ({times})"
     return f"step {replayed.step}: the same weights and optimizer state, bit for bit ({times})"
 
 
@@ -148,7 +158,11 @@ class Replayer:
         result = await self.step(batch_of(groups, recorded))
         seconds = result.metrics.get("time/train", time.monotonic() - began)
         return Replayed(
-            step=recorded.step, result=result, seconds=seconds, difference=_difference(recorded, result)
+            step=recorded.step,
+            result=result,
+            seconds=seconds,
+            compared=recorded.digest is not None and result.digest is not None,
+            difference=_difference(recorded, result),
         )
 
     async def step(self, batch: Batch) -> StepResult:

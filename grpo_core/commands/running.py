@@ -189,6 +189,9 @@ def _summary(outcome: run.Outcome, again: str) -> str:
     scores = [(task, progress(outcome.first[task], last)) for task, last in outcome.last.items()]
     learnt = ", ".join(f"{task}: validation {told}" for task, told in scores if told)
     did = f"{outcome.step} of {outcome.steps} steps in {outcome.seconds:.0f} s"
+    if outcome.unproved:
+        since = "" if outcome.proved is None else f" since version {outcome.proved}"
+        did += f"; weight sync unproved: {outcome.unproved} sync{'s' * (outcome.unproved > 1)}{since}"
     line = f"{outcome.reason}: {learnt + '; ' if learnt else ''}{did}; run: {outcome.directory}"
     if outcome.reason == GOAL_REACHED:
         again += " --set trainer.stop_when=''"

@@ -14,6 +14,7 @@ from grpo_core.aio import Changes
 from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError, PluginError, WeightSyncError
 from grpo_core.incidents import reported_as
 from grpo_core.loop import canary
+from grpo_core.loop.agreement import Tolerance
 from grpo_core.protocols import Engine
 from grpo_core.records import Completion, GenerationRequest
 from grpo_core.restarts import RestartBudget
@@ -129,7 +130,7 @@ class Member:
         if newest >= self._unconfirmed:
             await self._confirmed.until(lambda: True if newest < self._unconfirmed else None)
 
-    async def give(self, held: WeightsLease, *, tolerance: float, deadline: float) -> None:
+    async def give(self, held: WeightsLease, *, tolerance: Tolerance, deadline: float) -> None:
         """Give the engine these weights, and check its canary.
 
         Raises DeadlineExceeded after ``deadline`` seconds, CanaryMismatch, and whatever the engine raises.

@@ -35,6 +35,7 @@ from grpo_core.aio import cancel, gather
 from grpo_core.engines.members import CLOSE, RECOVERABLE_ERRORS, CanaryMismatch, Member, measured, tokens_of
 from grpo_core.errors import DeadlineExceeded, EngineError, WeightSyncError
 from grpo_core.incidents import report
+from grpo_core.loop.agreement import Tolerance
 from grpo_core.protocols import Engine
 from grpo_core.records import Completion, GenerationRequest, Weights
 from grpo_core.weights.copies import WeightsLease
@@ -89,7 +90,7 @@ class EnginePool:
         make: Callable[[int], Engine],
         workers: int,
         *,
-        tolerance: float = 0.0,
+        tolerance: Tolerance = Tolerance(),  # noqa: B008 - it is frozen
         deadline: float = 600.0,
         lag: float = 1.0,
         hold: Callable[[Weights], Awaitable[WeightsLease]] = as_published,

@@ -2,42 +2,49 @@
 
 Checksums show that the bytes arrived.  Only a forward pass shows that they are *used*: that no tensor went to
 another name, that no prefix cache keeps keys and values of older weights, that no copy was rolled back.  With
-each version the trainer publishes its own logprobs for a few prompts.  The engine completes them greedily by
-one token, and its logprob must equal the trainer's.
+each version the trainer publishes its own logprobs after a few contexts.  The engine completes these greedily
+by one token, and its logprobs are compared with the trainer's as ``grpo_core.loop.agreement`` says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from math import inf
+
+import numpy as np
+from attrs import define, evolve, field
 
 from grpo_core import aio
 from grpo_core.completions import check_completions
 from grpo_core.errors import ChildDied, EngineError, WeightSyncError
+from grpo_core.incidents import report
+from grpo_core.loop.agreement import Agreement, Answer, Tolerance, agreement, movement
 from grpo_core.protocols import Engine
-from grpo_core.records import Canary, Completion, GenerationRequest, Weights
+from grpo_core.records import Canary, Completion, GenerationRequest, Group, Rollout, Weights
 from grpo_core.restarts import RestartBudget
 
-FINE, COARSE = 1e-3, 0.1
-"""Differences of logprobs that rounding explains: of float32, and of bfloat16 on either side."""
-SIXTEEN_BITS = ("bfloat16", "float16")
 MAX_FAILURES = 3
 """Failures in a row after which the canary gives up: an engine may die while it is asked, and hold the
 weights again when it is asked again."""
 
+CONTEXTS, FRESH, LENGTH = 24, 6, 32
+"""Largest number of contexts, of those that a step exchanges, and of tokens of a context.  So few cost
+little, and a prefix cache keeps contexts of this length."""
+UNDECIDED = -0.7
+"""Logprob of a token that is as likely as all others together: where it stands, logprobs move most."""
 
-async def verify(engine: Engine, weights: Weights, *, tolerance: float, deadline: float | None) -> float:
-    """Return the largest difference between the engine's and the trainer's logprobs; 0 without a canary.
 
-    A ``tolerance`` of 0 stands for the one that the dtype of the weights explains, or the ``dtype`` that the
-    engine says.  Raises WeightSyncError if the difference is above it, if the engine answers with another
-    version, or if it does not answer within ``deadline`` seconds; EngineError if the engine fails.
+async def verify(
+    engine: Engine, weights: Weights, *, tolerance: Tolerance, deadline: float | None
+) -> Agreement:
+    """Compare the engine with the trainer after a weight sync; without a canary nothing is compared.
+
+    An engine that disagrees is asked again.  Raises WeightSyncError if it still does, if it answers with
+    another version, or if it does not answer within ``deadline`` seconds; EngineError if the engine fails.
     """
     if not weights.canary:
-        return 0.0
-    requests = [
-        GenerationRequest(prompt_ids=canary.prompt_ids, max_tokens=1, temperature=0.0)
-        for canary in weights.canary
-    ]
+        return Agreement()
 
     def late() -> WeightSyncError:
         return WeightSyncError(
@@ -46,44 +53,122 @@ async def verify(engine: Engine, weights: Weights, *, tolerance: float, deadline
         )
 
     async with aio.deadline(deadline, late):
-        completions = await _ask(engine, requests)
-    check_completions(completions, requests)
-    tolerance = tolerance or _explained(engine, weights)
-    pairs = zip(weights.canary, completions, strict=True)
-    differences = [_difference(weights.version, *pair, tolerance) for pair in pairs]
-    return max(differences)
+        first = await _compared(engine, weights, tolerance)
+        found = await _compared(engine, weights, tolerance) if first.fault else first
+    if found.fault:
+        raise WeightSyncError(
+            f"engine: it does not use the weights of version {weights.version}: {found.fault}. The tensors "
+            "arrived as the trainer wrote them, so look at what the engine does with them: a cache of older "
+            "weights, tensors under other names, adapters that are left out, another dtype "
+            "(health.canary_tolerance)"
+        )
+    if first.fault:
+        told = f"the canary of version {weights.version} failed, and held when it was asked again"
+        report("doubted", "engine", f"{told}: {first.fault}")
+    return found
 
 
-def _explained(engine: Engine, weights: Weights) -> float:
-    """Return the difference that rounding explains, of the weights or of an engine that rounds them."""
-    rounded = any(info.dtype != "float32" for info in weights.tensors)
-    return COARSE if rounded or getattr(engine, "dtype", "") in SIXTEEN_BITS else FINE
-
-
-async def _ask(engine: Engine, requests: Sequence[GenerationRequest]) -> list[Completion]:
-    return await RestartBudget(MAX_FAILURES).run(
+async def _compared(engine: Engine, weights: Weights, tolerance: Tolerance) -> Agreement:
+    requests = [
+        GenerationRequest(prompt_ids=canary.prompt_ids, max_tokens=1, temperature=0.0)
+        for canary in weights.canary
+    ]
+    completions = await RestartBudget(MAX_FAILURES).run(
         lambda: engine.generate(requests), on=(EngineError, ChildDied)
     )
+    check_completions(completions, requests)
+    explained = tolerance.explained({info.dtype for info in weights.tensors} | {getattr(engine, "dtype", "")})
+    return agreement(weights.canary, [_answer(weights.version, each) for each in completions], explained)
 
 
-def _difference(version: int, canary: Canary, completion: Completion, tolerance: float) -> float:
+def _answer(version: int, completion: Completion) -> Answer:
     versions = completion.versions.tolist()
     if versions != [version]:
         raise WeightSyncError(
             f"engine: after the sync of version {version} it completed the canary with versions "
             f"{versions}; expected [{version}]"
         )
-    (token,), (engine,) = completion.token_ids.tolist(), completion.logprobs.tolist()
-    known = dict(zip(canary.token_ids, canary.logprobs, strict=True))
-    trainer = known.get(token)
-    difference = abs(engine - trainer) if trainer is not None else float("inf")
-    if difference <= tolerance:
-        return difference
-    said = f"{trainer:.6f}" if trainer is not None else "less than to its likeliest tokens"
-    raise WeightSyncError(
-        f"engine: it does not use the weights of version {version}: to token {token} after a canary prompt "
-        f"of {len(canary.prompt_ids)} tokens it gives the logprob {engine:.6f}, the trainer {said} "
-        f"(tolerance {tolerance:g}). The tensors arrived as the trainer wrote them, so look at what the "
-        "engine does with them: a cache of older weights, tensors under other names, another dtype "
-        "(health.canary_tolerance)"
-    )
+    return completion.token_ids.tolist()[0], completion.logprobs.tolist()[0]
+
+
+@define
+class Canaries:
+    """The canaries of a run: the contexts that are asked, what the trainer said of them, what they proved.
+
+    The contexts are beginnings of replies that were trained last.  Each step exchanges those whose logprobs
+    moved least, by the trainer's own account.  Movement adds up over the steps until a sync is proved.
+    """
+
+    contexts: list[tuple[int, ...]]
+    """Contexts that the trainer is asked about, prompts at first.  If there are none, nothing is compared."""
+    proved: int | None = field(init=False, default=None)
+    """The newest version of which the canary showed that the engine uses it, and not older weights."""
+    unproved: int = field(init=False, default=0)
+    """Number of weight syncs since then, or since the first one, before which there are no weights."""
+    _agreement: Agreement | None = field(init=False, default=None)
+    _before: dict[tuple[int, ...], Canary] = field(init=False, factory=dict)
+    _moved: dict[tuple[int, ...], float] = field(init=False, factory=dict)
+    _replies: dict[int, list[tuple[int, ...]]] = field(init=False, factory=dict)
+    """Contexts in the replies of finished groups, by slot; the tokens themselves are in the data plane."""
+
+    def finished(self, group: Group) -> None:
+        """Note a context in the worst and in the best reply of a group that waits to be trained."""
+        if self.contexts:
+            replies = sorted(group.rollouts, key=lambda rollout: rollout.reward or 0.0)
+            ends = {id(reply): reply for reply in (replies[0], replies[-1])}
+            self._replies[group.slot] = [found for reply in ends.values() if (found := _context(reply))]
+
+    def trained(self, groups: Sequence[Group]) -> None:
+        """Exchange the contexts that moved least for some in the replies that a step has trained."""
+        noted = [
+            contexts
+            for group in groups
+            if (contexts := self._replies.pop(group.slot, None)) and any(r.trained for r in group.rollouts)
+        ]
+        found = (context for same in zip_longest(*noted) for context in same if context is not None)
+        fresh = [context for context in dict.fromkeys(found) if context not in self.contexts][:FRESH]
+        by_movement = sorted(self.contexts, key=lambda context: self._moved.get(context, inf), reverse=True)
+        self.contexts = [*by_movement[: CONTEXTS - len(fresh)], *fresh]
+
+    def published(self, weights: Weights) -> Weights:
+        """Return weights whose canary also has what the trainer said of the same contexts before."""
+        canary = [evolve(each, before=self._before.get(each.prompt_ids)) for each in weights.canary]
+        self._moved = {each.prompt_ids: movement(each) for each in canary if each.before is not None}
+        return evolve(weights, canary=tuple(canary))
+
+    def verified(self, weights: Weights, found: Agreement) -> None:
+        """Take in what ``verify`` found: after a proof, later versions are compared with this one."""
+        asked = zip(weights.canary, found.answers, strict=True)
+        self._before = {
+            each.prompt_ids: evolve(each, before=None, answer=answer)
+            if found.proves or each.before is None
+            else each.before
+            for each, answer in asked
+        }
+        self.unproved = 0 if found.proves or self._agreement is None else self.unproved + 1
+        self.proved = weights.version if found.proves else self.proved
+        self._agreement = found
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return the metrics of the last weight sync."""
+        found = self._agreement
+        if found is None or not self.contexts:
+            return {}
+        measured = {
+            "canary/difference_mean": found.mean,
+            "canary/difference_max": found.largest,
+            "canary/moved": found.moved,
+        }
+        return {**(measured if found.answers else {}), "canary/unproved": float(self.unproved)}
+
+
+def _context(rollout: Rollout) -> tuple[int, ...]:
+    """Return the tokens before the most undecided token of a reply; none if nothing was sampled."""
+    segment = next((each for each in reversed(rollout.segments) if each.tokens.n_sampled), None)
+    if segment is None:
+        return ()
+    tokens = segment.tokens
+    sampled = np.flatnonzero(tokens.sampled)
+    place = sampled[np.abs(tokens.logprobs[sampled] - UNDECIDED).argmin()]
+    before = tokens.ids[max(0, place - LENGTH) : place].tolist()
+    return (*segment.prompt_ids[-LENGTH:].tolist(), *before)[-LENGTH:]

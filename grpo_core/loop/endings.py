@@ -68,7 +68,7 @@ class Failure:
     """An error that ends a run, as the checkpoint that it leaves records it."""
 
     error: str
-    proved: int
+    proved: int | None
     """The newest version of which the canary has proved that the engine uses it."""
 
 

@@ -211,6 +211,20 @@ METRICS: Mapping[str, Mapping[str, Metric]] = {
         "mismatch_kl": Metric(_NATS, "KL of the policy that generated to the one that the step starts from."),
         "importance_ratio_mean": Metric("ratio", "Probability by the trainer over that by the engine; mean."),
         "importance_ratio_max": Metric("ratio", "The largest of these ratios."),
+        "canary/difference_mean": Metric(
+            _NATS,
+            "Difference of logprobs between engine and trainer in the canary of the sync before; mean.",
+        ),
+        "canary/difference_max": Metric(_NATS, "The largest of these differences."),
+        "canary/moved": Metric(
+            _NATS,
+            "Difference between the trainer's logprobs now and when its sync was last proved; mean.",
+        ),
+        "canary/unproved": Metric(
+            "syncs",
+            "Weight syncs since the canary last proved that the engine uses new weights and not older ones: "
+            "their logprobs moved less than rounding explains.",
+        ),
         "effective_sample_size": Metric(
             _SHARE, "Share of the tokens that carry the gradient, by their importance ratios; 1 is on-policy."
         ),

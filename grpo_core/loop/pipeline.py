@@ -66,7 +66,9 @@ from grpo_core.events import (
 )
 from grpo_core.incidents import report
 from grpo_core.loop import canary, health
+from grpo_core.loop.agreement import Tolerance
 from grpo_core.loop.buffer import Buffer, Slot
+from grpo_core.loop.canary import Canaries
 from grpo_core.loop.dynamic import DynamicSampling, Rejection
 from grpo_core.loop.endings import Failure, TimeLimit
 from grpo_core.loop.meter import Meter
@@ -184,9 +186,8 @@ class Pipeline:
     """The version that the run begins with was not measured yet: the run is new, or was stopped before."""
     save: Save | None = None
     canary: Sequence[tuple[int, ...]] = ()
-    """Prompts (token ids) that check the engine after each sync; see ``grpo_core.loop.canary``."""
-    canary_tolerance: float = 0.0
-    """Largest difference of logprobs between engine and trainer after a weight sync; 0: by rounding."""
+    """Prompts (token ids) that check the engine after the first syncs; see ``grpo_core.loop.canary``."""
+    canary_tolerance: Tolerance = field(factory=Tolerance)
     limits: Mapping[str, health.Limits] = field(factory=dict)
     """Health limits by metric."""
     time_limit: TimeLimit | None = None
@@ -194,6 +195,7 @@ class Pipeline:
     watch: Sequence[Watch] = ()
     """Background watchers; each raises if a process that the run needs has died."""
 
+    _canaries: Canaries = field(init=False)
     _changes: Changes = field(init=False, factory=Changes)
     _published: Weights | None = field(init=False, default=None)
     _training: asyncio.Task[None] | None = field(init=False, default=None)
@@ -227,7 +229,21 @@ class Pipeline:
     def _when_to_save(self) -> Saves:
         return Saves(self.schedule.save_every, self.schedule.save_seconds)
 
+    @_canaries.default
+    def _begin_with_prompts(self) -> Canaries:
+        return Canaries(list(self.canary))
+
     # ------------------------------------------------------------------------------ public methods
+
+    @property
+    def proved(self) -> int | None:
+        """The newest version that the canary has proved: the engine uses it, and not older weights."""
+        return self._canaries.proved
+
+    @property
+    def unproved(self) -> int:
+        """Number of weight syncs since then, or since the first of this process."""
+        return self._canaries.unproved
 
     async def run(self) -> str:
         """Train until the last step or until ``stop``; return "finished", or the reason of the stop.
@@ -254,7 +270,7 @@ class Pipeline:
         async with asyncio.TaskGroup() as tasks:
             watches = [tasks.create_task(died(), name="watch") for died in self.watch]
             stage("first weight sync")
-            weights = await self.trainer.publish(self.canary)
+            weights = self._canaries.published(await self.trainer.publish(self._canaries.contexts))
             await self._unless_leaving(self._update_engine(weights))
             if self.validate_first:
                 stage("first validation")
@@ -288,6 +304,7 @@ class Pipeline:
         if ready:
             stage("finished groups to the data plane")
         for slot, group in ready:
+            self._canaries.finished(group)
             self.buffer.exchange(slot, await self.plane.put(group))
         return frozenset(slot.id for slot, _ in ready)
 
@@ -409,7 +426,9 @@ class Pipeline:
                 slot=slot.id,
             )
             rejected = None if self.dynamic is None else self.dynamic.rejects(group)
-            group = await self.plane.put(group) if rejected is None else group
+            if rejected is None:
+                self._canaries.finished(group)
+                group = await self.plane.put(group)
             self._finish(slot, group, rejected)
             self._changes.notify()
             return
@@ -505,7 +524,7 @@ class Pipeline:
             self._trained = result.version
             await self._synced()  # the engine may still be reading what was published before
             try:
-                await self._publish(step + 1)
+                await self._publish(step + 1, groups)
             finally:  # the step is done, whatever becomes of its weights
                 metrics = self._account(groups, batch, result, parts, waited)
         self._check_health(metrics, carried=any(group.slot in self._carried for group in groups))
@@ -514,16 +533,17 @@ class Pipeline:
             if not self._leaving:
                 await self._save(self._trained)
 
-    async def _publish(self, version: int) -> None:
+    async def _publish(self, version: int, trained: Sequence[Group]) -> None:
         """Publish the trainer's weights, unless the run leaves: then nobody reads them any more."""
         if self._leaving:
             return
+        self._canaries.trained(trained)
         stage("publish")
         with during("trainer", "publish"):
-            weights = await self.trainer.publish(self.canary)
+            weights = await self.trainer.publish(self._canaries.contexts)
         if weights.version != version:
             raise GrpoError(f"the trainer published version {weights.version} after step {version - 1}")
-        self._published = weights
+        self._published = self._canaries.published(weights)
         self._changes.notify()
 
     def _account(
@@ -542,7 +562,7 @@ class Pipeline:
         metrics |= {f"masked/{task}": float(count) for task, count in batch.masked.items()}
         metrics |= shaped_rewards(self.shaping(groups)) if self.shaping is not None else {}
         metrics |= self.dynamic.read() if self.dynamic is not None else {}
-        metrics |= result.metrics
+        metrics |= {**result.metrics, **self._canaries.metrics()}
         metrics |= self._meter.read(self.buffer.statistics(), trained=result.metrics, waited=waited)
         try:  # these are of plugins
             self.observe(groups)
@@ -641,7 +661,7 @@ class Pipeline:
         """
         if self._training is None or self.save is None:
             return
-        failure = Failure(error=shortened(describe(error)), proved=self.buffer.version)
+        failure = Failure(error=shortened(describe(error)), proved=self.proved)
         seconds, why = self.schedule.ending, ""
         try:
             async with deadline(seconds, lambda: DeadlineExceeded(f"that has taken more than {seconds:g} s")):
@@ -707,7 +727,7 @@ class Pipeline:
         self.buffer.advance()
         self._paused = False
         self._changes.notify()
-        self.emit(Synced(step=self.buffer.version))
+        self.emit(Synced(step=self.buffer.version, unproved=self._canaries.unproved))
 
     async def _update_engine(self, weights: Weights) -> None:
         """Give the engine new weights; return when it generates with them and its canary agrees."""
@@ -727,12 +747,13 @@ class Pipeline:
             await self._look_for_deaths()
             raise
         with during("sync", "canary"):
-            await canary.verify(
+            found = await canary.verify(
                 self.engine,
                 weights,
                 tolerance=self.canary_tolerance,
                 deadline=seconds,
             )
+        self._canaries.verified(weights, found)
 
     async def _look_for_deaths(self) -> None:
         """Raise the reason if a process that the run needs has just ended: other errors follow from that."""

@@ -128,7 +128,7 @@ class SavedFailure(TypedDict):
     """A ``Failure``."""
 
     error: str
-    proved: Count
+    proved: Count | None
 
 
 class SavedPipeline(TypedDict):

@@ -16,8 +16,9 @@ from attrs import evolve
 from grpo_core.completions import check_completions
 from grpo_core.errors import EngineError, WeightSyncError, describe
 from grpo_core.loop import canary
+from grpo_core.loop.agreement import Tolerance, movement
 from grpo_core.protocols import Engine
-from grpo_core.records import Completion, GenerationRequest, Weights
+from grpo_core.records import Canary, Completion, GenerationRequest, Weights
 
 GROUP = 8
 
@@ -35,8 +36,8 @@ async def check_engine(
 
     Args:
         engine: has not been given weights yet.
-        publish: the weights of a version, all different, each with a canary; what was published before may
-            be overwritten.
+        publish: the weights of a version, each with a canary that says something else; what was published
+            before may be overwritten.
         prompt_ids: of a prompt that the model goes on from for ``max_tokens`` tokens, mostly.
         tolerance: of the canary.
         seeded: a request's seed decides what is sampled.
@@ -83,6 +84,8 @@ class _Story:
         self.engine, self.publish = engine, publish
         self.prompt_ids, self.max_tokens, self.tolerance = prompt_ids, max_tokens, tolerance
         self.version = -1
+        self.said: dict[tuple[int, ...], Canary] = {}
+        """The canary of the version before, by context."""
 
     def requests(self, n: int = GROUP, *, seed: int = 0, temperature: float = 1.0) -> list[GenerationRequest]:
         """A group's, no two of the same length."""
@@ -105,9 +108,14 @@ class _Story:
     async def takes(self, version: int) -> None:
         weights = self.publish(version)
         assert weights.canary, "publish() gives no canary: nothing would tell which weights are used"
+        moved = [movement(evolve(each, before=self.said.get(each.prompt_ids))) for each in weights.canary]
+        assert not self.said or max(moved) > self.tolerance, (
+            f"publish() gives version {version} the canary of the version before: an engine that ignores its "
+            "weights would pass"
+        )
         await self.engine.update_weights(weights)
-        await canary.verify(self.engine, weights, tolerance=self.tolerance, deadline=None)
-        self.version = version
+        await canary.verify(self.engine, weights, tolerance=Tolerance(self.tolerance), deadline=None)
+        self.version, self.said = version, {each.prompt_ids: each for each in weights.canary}
 
     # ------------------------------------------------------------------------------ the clauses
 

@@ -91,13 +91,14 @@ class TrainerContract:
             self._runner.close()
             self._directory.cleanup()
 
-    def __iter__(self) -> Iterator[Callable[[], None]]:
+    def __iter__(self) -> Iterator[Callable[[], str | None]]:
         yield self.it_starts_and_makes_the_model
         if self._trainer is None:
             return  # there is nothing to ask
         yield self.it_publishes_the_model_that_it_started_with
         yield self.its_canary_is_what_its_weights_say
         yield self.a_step_makes_good_tokens_likelier_and_bad_ones_rarer
+        yield self.its_canary_follows_its_weights
         yield self.a_batch_without_rows_only_raises_the_version
         yield self.what_it_saves_is_what_it_published_although_it_trains_on
         yield self.another_one_continues_exactly_from_what_was_saved
@@ -127,14 +128,20 @@ class TrainerContract:
             close = torch.allclose(found[name].float(), tensor.float(), atol=1e-2)
             assert close, f"{name} is not that of the model at setup.model.path"
 
-    def its_canary_is_what_its_weights_say(self) -> None:
-        """Without a canary the engine is not compared, which is allowed."""
+    def its_canary_follows_its_weights(self) -> str | None:
+        """After three steps it is of other weights."""
+        return self.its_canary_is_what_its_weights_say()
+
+    def its_canary_is_what_its_weights_say(self) -> str | None:
+        """Without a canary the engine is not compared, which is allowed, and said."""
         prompts = (tuple(encode("ab=")), tuple(encode("cdef=")))
         weights = self._publish(prompts)
-        assert not weights.canary or len(weights.canary) == len(prompts), (
+        if not weights.canary:
+            return "publish() returns none: no run can show that its engines use the weights"
+        assert len(weights.canary) == len(prompts), (
             f"publish() got {len(prompts)} prompts of a canary and returned {len(weights.canary)}"
         )
-        for prompt, canary in zip(prompts, weights.canary, strict=False):
+        for prompt, canary in zip(prompts, weights.canary, strict=True):
             assert canary.prompt_ids == prompt, f"the canary of {prompt} is for {canary.prompt_ids}"
             said = self._logprobs(weights, prompt)[-1]
             for token, logprob in zip(canary.token_ids, canary.logprobs, strict=True):
@@ -143,6 +150,7 @@ class TrainerContract:
                     f"its canary says {logprob:.4f} for token {token}, and its weights say "
                     f"{said[token].item():.4f}: the engine would be found at fault"
                 )
+        return None
 
     def a_step_makes_good_tokens_likelier_and_bad_ones_rarer(self) -> None:
         before = self._preference(self._publish())

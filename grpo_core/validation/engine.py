@@ -11,6 +11,7 @@ from grpo_core import aio
 from grpo_core.errors import WeightSyncError
 from grpo_core.events import Event, Validated
 from grpo_core.loop import canary
+from grpo_core.loop.agreement import Tolerance
 from grpo_core.protocols import Engine
 from grpo_core.records import Completion, GenerationRequest, Weights
 from grpo_core.validation.runner import Results
@@ -64,7 +65,7 @@ class DedicatedValidator:
     """Training waits for the results as well."""
     deadline: float
     """Seconds for the weight update."""
-    canary_tolerance: float
+    canary_tolerance: Tolerance
     canary_deadline: float | None = None
     _due: asyncio.Queue[int] = field(init=False, factory=asyncio.Queue)
 

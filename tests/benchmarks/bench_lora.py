@@ -33,6 +33,7 @@ from grpo_core.config import LoraConfig, LossConfig, ModelConfig, TrainerConfig
 from grpo_core.demo.tiny import write_tokenizer
 from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.loop import canary
+from grpo_core.loop.agreement import Tolerance
 from grpo_core.records import EngineSetup
 from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.trainer import TorchTrainer
@@ -93,7 +94,8 @@ async def sync(path: str, lora: LoraConfig | None) -> tuple[int, float, float]:
         await engine.update_weights(weights)
         seconds.append(time.perf_counter() - begun)
         weights = evolve(weights, canary=trainer.model.next_tokens(PROMPTS))
-        differences.append(await canary.verify(engine, weights, tolerance=1.0, deadline=None))
+        found = await canary.verify(engine, weights, tolerance=Tolerance(1.0), deadline=None)
+        differences.append(found.largest)
     await engine.aclose()
     return weights.nbytes, statistics.median(seconds[1:]), max(differences)
 

@@ -873,7 +873,7 @@ class SimulatedTrainer(Trainer):
         return evolve(
             self._memory.publish(self.version, tensors),
             canary=tuple(
-                Canary(prompt_ids=prompt, token_ids=(token,), logprobs=(logprob,))
+                Canary(prompt_ids=prompt, token_ids=(token, 0), logprobs=(logprob, logprob - 100.0))
                 for prompt, (token, logprob) in zip(canary, likeliest, strict=True)
             ),
         )

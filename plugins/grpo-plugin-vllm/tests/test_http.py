@@ -24,6 +24,7 @@ from grpo_core.app.placement import LocalPlacement
 from grpo_core.app.workers import make_engine, workers_of
 from grpo_core.engine_kit import EngineConfig, PluginHost, read_weights, reported_to
 from grpo_core.loop import canary
+from grpo_core.loop.agreement import Tolerance
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, play
 from grpo_core.records import Canary, TensorPart, Weights
 from grpo_core.testing import FakeEnvironment, FakeRenderer, SharedMemoryWriter, prompts
@@ -240,9 +241,9 @@ def test_the_servers_dtype_decides_which_differences_the_canary_allows(said, dty
         await engine.update_weights(given)
         assert engine.dtype == dtype
         assert server.queries["/server_info"] == {"config_format": "json"}
-        refused = pytest.raises(WeightSyncError, match=r"tolerance 0\.001")
+        refused = pytest.raises(WeightSyncError, match=r"tolerance 0\.0003 and 0\.001")
         with contextlib.nullcontext() if allowed else refused:
-            await canary.verify(engine, given, tolerance=0.0, deadline=None)
+            await canary.verify(engine, given, tolerance=Tolerance(), deadline=None)
 
     played(story)
 
@@ -776,7 +777,7 @@ def played_on(story, n=2, **options):
                 EngineSetup(model="m", deadline=20.0),
                 LocalPlacement(host),
                 workers=workers_of(config, host),
-                tolerance=0.0,
+                tolerance=Tolerance(),
             )
             stack.push_async_callback(engine.aclose)
             await engine.update_weights(weights(1))

@@ -1,0 +1,201 @@
+"""The statistic of the canary: whether logprobs are those of the weights that an engine was given.  Pure.
+
+Two programs with the same weights give a token logprobs that differ by rounding: ``EXPLAINED`` has what each
+dtype explains.  An engine answers each context of a canary with its likeliest token and that token's logprob.
+Two questions are asked of all answers together.
+
+*Are they the trainer's?*  The mean difference and the largest one must be within what the dtype explains.
+This finds tensors that are missing or exchanged, at any version.  In 16 bits a mixture of experts may route a
+near tie differently: there a few of many contexts may differ by anything.
+
+*Have they moved as the trainer's?*  A step may move logprobs by less than these limits, and an engine that
+ignores it would pass.  So each answer is compared with the engine's answer under older weights.  An engine
+that uses the new weights has moved by as much as the trainer (the difference is ``new``), one that still uses
+the older ones has not moved (the difference is ``old``).  Rounding has heavy tails: a difference r is taken
+as drawn from Laplace's density, exp(-|r| / b) / 2b.  The evidence for the new weights is the logarithm of the
+likelihood ratio,
+
+    sum of (|r_old| - |r_new|) / b,  each term between -CLIP and CLIP,
+
+censored as in Huber's robust test (Annals of Mathematical Statistics 36, 1965), so that no context decides
+alone.  Evidence of 0 or less accuses the engine.  By Chernoff's bound (Annals of Mathematical Statistics 23,
+1952) this happens to a right engine with a probability of at most exp(-power), and an engine with the old
+weights escapes with at most the same.  A context that the trainer has moved by x times b adds to the power
+
+    -log of the integral of the square root of (density of old * density of new)  =  x / 2 - log(1 + x / 2).
+
+So the power is the trainer's own account.  Below ``POWER`` the second question stays open, and the sync is
+unproved.  b is what the dtype explains, or what the median of the better explained differences says if that
+is more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import inf, isnan, log, log1p
+from statistics import fmean, median
+
+from attrs import evolve, field, frozen
+
+from grpo_core.records import Canary
+
+Answer = tuple[int, float]
+"""The token that an engine finds likeliest after a context, and its logprob."""
+
+CLIP = 7.0
+"""Largest weight of a context in the evidence, and largest x in the power, where it is worth two nats."""
+POWER = 14.0
+"""Power from which on the second question is answered: wrongly in one of a million syncs at most."""
+
+
+@frozen
+class Explained:
+    """Differences of logprobs between two programs that use the same weights."""
+
+    typical: float
+    """Mean difference to expect."""
+    mean: float
+    """Largest mean difference of a canary that is accepted."""
+    largest: float
+    """Largest difference of a context that is accepted."""
+    spared: float = 0.0
+    """Share of the contexts, the worst ones, for which neither of these limits holds."""
+
+
+EXPLAINED: Mapping[str, Explained] = {
+    "float32": Explained(typical=1e-5, mean=3e-4, largest=1e-3),
+    "float16": Explained(typical=0.00125, mean=0.0125, largest=0.125, spared=1 / 12),
+    "bfloat16": Explained(typical=0.01, mean=0.1, largest=1.0, spared=1 / 12),
+}
+"""By dtype.  In float32 engines and trainer differ by about 1e-5.  In bfloat16 means of 0.01 to 0.03 are
+published, with single differences of 0.1 to 0.3, and more of mixtures of experts.  float16 has three bits
+more."""
+
+
+@frozen
+class Tolerance:
+    """The differences between an engine and the trainer that a configuration allows."""
+
+    largest: float = 0.0
+    """Largest difference of a context; 0 is what the dtype explains."""
+    dtype: str = ""
+    """Dtype in which the engine computes, if the configuration says so."""
+
+    def explained(self, dtypes: Iterable[str]) -> Explained:
+        """Return what is accepted for weights and an engine of these dtypes; an unknown one is ``""``."""
+        if self.largest:
+            return Explained(typical=self.largest / 100, mean=self.largest, largest=self.largest)
+        return max((_explained(each) for each in (*dtypes, self.dtype)), key=lambda each: each.typical)
+
+
+def _explained(dtype: str) -> Explained:
+    """Return what a dtype explains; one that is not listed, such as float8, is taken for the coarsest."""
+    listed = "float32" if dtype in ("", "float64") else dtype
+    return EXPLAINED.get(listed, EXPLAINED["bfloat16"])
+
+
+@frozen(kw_only=True)
+class Agreement:
+    """Agreement of an engine's answers to a canary with the trainer."""
+
+    mean: float = 0.0
+    """Mean difference of logprobs."""
+    largest: float = 0.0
+    """The largest one."""
+    moved: float = 0.0
+    """Mean difference between the trainer's logprobs now and under the older weights."""
+    power: float = 0.0
+    """Nats by which the older weights can be distinguished; see the module's docstring."""
+    fault: str = ""
+    """The reason to think that the engine does not use the weights; empty if there is none."""
+    answers: tuple[Answer, ...] = field(default=(), repr=False)
+    """The engine's answers, in the order of the contexts."""
+
+    @property
+    def proves(self) -> bool:
+        """Whether the engine uses the new weights and not the older ones."""
+        return self.power >= POWER and not self.fault
+
+
+def agreement(canaries: Sequence[Canary], answers: Sequence[Answer], explained: Explained) -> Agreement:
+    """Ask both questions of an engine's answers to a canary, one for each context."""
+    differences = [difference(canary, answer) for canary, answer in zip(canaries, answers, strict=True)]
+    found = Agreement(mean=fmean(differences), largest=max(differences), answers=tuple(answers))
+    judged = sorted(differences)[: len(differences) - int(explained.spared * len(differences))]
+    if fmean(judged) > explained.mean or max(judged) > explained.largest:
+        worst = differences.index(found.largest)
+        return evolve(found, fault=_differs(found, canaries[worst], answers[worst], explained))
+    known = [
+        (canary, canary.before, answer)
+        for canary, answer in zip(canaries, answers, strict=True)
+        if canary.before is not None
+    ]
+    if not known:
+        return found
+    pairs = [_old_and_new(canary, before, answer) for canary, before, answer in known]
+    moves = [movement(canary) for canary, *_ in known]
+    scale = max(explained.typical, min(map(median, zip(*pairs, strict=True))) / log(2))
+    found = evolve(found, moved=fmean(moves), power=sum(_power(move / scale) for move in moves))
+    evidence = sum(max(-CLIP, min(CLIP, (old - new) / scale)) for old, new in pairs)
+    if found.power < POWER or evidence > 0:
+        return found
+    old, new = map(fmean, zip(*pairs, strict=True))
+    return evolve(
+        found,
+        fault=f"after {len(pairs)} canary prompts its logprobs are nearer to those of older weights (mean "
+        f"difference {old:.3g}) than to those of the new ones (mean difference {new:.3g})",
+    )
+
+
+def _old_and_new(canary: Canary, before: Canary, answer: Answer) -> tuple[float, float]:
+    """Return the differences to an engine that has not moved, and to one that has moved as the trainer.
+
+    If another token has become the likeliest, or nothing is known of the engine's answer before, the answer
+    is compared with the trainer's logprobs.
+    """
+    if before.answer is not None and before.answer[0] == answer[0]:
+        token, now, then = answer[0], dict(_named(canary)), dict(_named(before))
+        if token in now and token in then:
+            moved = answer[1] - before.answer[1]
+            return abs(moved), abs(moved - (now[token] - then[token]))
+    return difference(before, answer), difference(canary, answer)
+
+
+def _named(canary: Canary) -> Iterable[tuple[int, float]]:
+    return zip(canary.token_ids, canary.logprobs, strict=True)
+
+
+def difference(canary: Canary, answer: Answer) -> float:
+    """Return the difference between engine and trainer after a context, or a lower bound of it.
+
+    The engine gives the trainer's likeliest token at most the logprob of its own; the trainer gives a token
+    that it does not name at most the least logprob of those that it names.
+    """
+    if any(map(isnan, canary.logprobs)):
+        return inf
+    token, logprob = answer
+    known = dict(_named(canary))
+    of_token = abs(logprob - known[token]) if token in known else logprob - min(canary.logprobs)
+    return max(of_token, max(canary.logprobs) - logprob, 0.0)
+
+
+def movement(canary: Canary) -> float:
+    """Return the difference that the trainer's older logprobs show after a context; 0 if there are none."""
+    before = canary.before
+    return 0.0 if before is None else difference(canary, (before.token_ids[0], before.logprobs[0]))
+
+
+def _power(moved: float) -> float:
+    half = min(moved, CLIP) / 2
+    return half - log1p(half)
+
+
+def _differs(found: Agreement, canary: Canary, answer: Answer, explained: Explained) -> str:
+    token, logprob = answer
+    known = dict(_named(canary))
+    said = f"{known[token]:.6f}" if token in known else "less than to its likeliest tokens"
+    return (
+        f"to token {token} after a canary prompt of {len(canary.prompt_ids)} tokens it gives the logprob "
+        f"{logprob:.6f}, the trainer {said}; the differences are {found.mean:.3g} in the mean and "
+        f"{found.largest:.3g} at most (tolerance {explained.mean:g} and {explained.largest:g})"
+    )

@@ -1,0 +1,473 @@
+"""The statistic of the canary: no noise ends a run, and each fault is found where it can be."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+import attrs
+import numpy as np
+import pytest
+import torch
+from test_lora import setup as lora_setup
+from test_trainer import setup
+
+from grpo_core.demo import tiny
+from grpo_core.errors import WeightSyncError
+from grpo_core.loop import canary
+from grpo_core.loop.agreement import EXPLAINED, POWER, Agreement, Tolerance, agreement, difference
+from grpo_core.loop.canary import CONTEXTS, FRESH, LENGTH, Canaries
+from grpo_core.loop.rows import make_batch
+from grpo_core.records import Canary, Completion, GenerationRequest, Group, Prompt, Rollout, Segment, Weights
+from grpo_core.tokens import Tokens
+from grpo_core.training import model as models
+from grpo_core.training.model import Scorer
+from grpo_core.training.setup import TrainerSetup
+from grpo_core.training.trainer import TorchTrainer
+from grpo_core.weights.names import checkpoint_tensors
+from grpo_core.weights.reading import read_weights
+
+Tensors = Mapping[str, torch.Tensor]
+
+Noise = Callable[[np.random.Generator], np.ndarray]
+
+# ---------------------------------------------------------------------------------- noise
+
+
+def laplace(chance: np.random.Generator) -> np.ndarray:
+    """The upper end of the means that are published for engines in bfloat16."""
+    return chance.laplace(0.0, 0.03, CONTEXTS)
+
+
+def heavy_tailed(chance: np.random.Generator) -> np.ndarray:
+    """The same mean, with single differences beyond 1."""
+    return 0.03 / 1.1027 * chance.standard_t(3, CONTEXTS)
+
+
+def routed(chance: np.random.Generator) -> np.ndarray:
+    """A mixture of experts that routes one token of 300 differently, and changes its logprob by up to 2."""
+    moved = np.where(chance.random(CONTEXTS) < 1 / 300, chance.uniform(-2, 2, CONTEXTS), 0.0)
+    return moved + chance.laplace(0.0, 0.02, CONTEXTS)
+
+
+def asked(
+    chance: np.random.Generator, noise: Noise, *, step: float, kept: bool = False, stale: bool = False
+) -> Agreement:
+    """Compare a simulated engine in bfloat16 after a step that moves logprobs by ``step`` in the mean.
+
+    Its noise is ``kept`` by contexts, as that of a deterministic engine, or drawn anew.
+    """
+    now = -0.3 - chance.exponential(0.5, CONTEXTS)
+    before = np.minimum(now - chance.laplace(0.0, step, CONTEXTS), -0.1)
+    first = before + noise(chance)
+    again = first if kept else before + noise(chance)
+    answers = again if stale else now + (first - before if kept else noise(chance))
+    canaries = [
+        attrs.evolve(said(new), before=said(old, answer=(1, answer)))
+        for new, old, answer in zip(now.tolist(), before.tolist(), first.tolist(), strict=True)
+    ]
+    return agreement(canaries, [(1, answer) for answer in answers.tolist()], EXPLAINED["bfloat16"])
+
+
+def said(logprob: float, answer: tuple[int, float] | None = None) -> Canary:
+    return Canary(prompt_ids=(1,), token_ids=(1, 2), logprobs=(logprob, -30.0), answer=answer)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("noise", [laplace, heavy_tailed, routed])
+def test_ten_thousand_syncs_of_a_bfloat16_engine_end_no_run(noise: Noise, kept: bool) -> None:
+    chance = np.random.default_rng(0)
+    steps = (0.002, 0.02, 0.06, 0.3)
+    found = [asked(chance, noise, step=steps[i % 4], kept=kept) for i in range(10_000)]
+    assert [each.fault for each in found if each.fault] == []
+    assert not any(each.proves for each in found[::4]), "nothing is proved by steps smaller than rounding"
+    assert sum(each.proves for each in found[3::4]) > 2400, "large steps prove the sync"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("noise", [laplace, heavy_tailed, routed])
+def test_older_weights_are_found_at_each_sync_that_has_power(noise: Noise, kept: bool) -> None:
+    chance = np.random.default_rng(1)
+    steps = [0.002, 0.06, 0.3] * 300
+    found = [asked(chance, noise, step=step, kept=kept, stale=True) for step in steps]
+    assert not any(each.proves for each in found)
+    assert all(each.fault for each in found if each.power >= POWER)
+    assert sum(bool(each.fault) for each in found[2::3]) > 290
+    assert not any(each.fault for each in found[::3]), "they cannot be distinguished"
+
+
+def test_the_power_bounds_how_often_the_older_weights_are_mistaken() -> None:
+    """Chernoff's bound holds: with the power of a few contexts errors happen, and less often than it says."""
+    chance = np.random.default_rng(2)
+    scale, n = EXPLAINED["bfloat16"].typical, 6
+    for moved in (2.0, 4.0, 9.0):
+        trials = chance.laplace(0.0, 1.0, (20_000, n))
+        evidence = np.clip(np.abs(trials + moved) - np.abs(trials), -7.0, 7.0).sum(1)
+        canaries = [attrs.evolve(said(-1.0), before=said(-1.0 - moved * scale))] * n
+        power = agreement(canaries, [(1, -1.0)] * n, EXPLAINED["bfloat16"]).power
+        assert (evidence <= 0).mean() <= math.exp(-power)
+    assert power == pytest.approx(n * (3.5 - math.log(4.5))), "a context counts no more than two nats"
+
+
+def test_an_engine_that_rounds_as_before_is_compared_by_what_has_moved() -> None:
+    """The weights have moved by less than the engine always differs from the trainer."""
+    before = said(-1.0, answer=(1, -1.05))
+    canaries = [attrs.evolve(said(-1.04), before=before)] * CONTEXTS
+    moved = agreement(canaries, [(1, -1.09)] * CONTEXTS, EXPLAINED["bfloat16"])
+    assert moved.proves, "it has moved as the trainer, although its answer is far from the trainer's"
+    assert not agreement(canaries, [(1, -1.07)] * CONTEXTS, EXPLAINED["bfloat16"]).proves
+    stuck = agreement(canaries, [(1, -1.05)] * CONTEXTS, EXPLAINED["bfloat16"])
+    assert "nearer to those of older weights" in stuck.fault, "although the trainer's answer is as near"
+
+
+# ---------------------------------------------------------------------------------- differences
+
+
+def test_a_token_that_the_trainer_does_not_name_differs_by_at_least_what_is_known() -> None:
+    known = Canary(prompt_ids=(1,), token_ids=(1, 2), logprobs=(-0.5, -4.0))
+    assert difference(known, (1, -0.7)) == pytest.approx(0.2)
+    assert difference(known, (3, -1.0)) == pytest.approx(3.0), "the trainer gives it less than -4"
+    assert difference(known, (3, -5.0)) == pytest.approx(4.5), "the engine gives less than -5 to token 1"
+    assert difference(known, (2, -3.9)) == pytest.approx(3.4), "and less than -3.9"
+
+
+def test_of_many_tokens_that_are_alike_the_engine_may_find_another_one_likeliest() -> None:
+    """A model that knows nothing yet, in bfloat16: the trainer names 16 of a thousand tokens."""
+    flat = Canary(prompt_ids=(1,), token_ids=tuple(range(16)), logprobs=(-6.9,) * 16)
+    assert difference(flat, (500, -6.88)) == pytest.approx(0.02)
+
+
+def test_a_trainer_whose_logprobs_are_no_numbers_agrees_with_nobody() -> None:
+    broken = Canary(prompt_ids=(1,), token_ids=(1, 2), logprobs=(math.nan, math.nan))
+    for token in (1, 3):
+        assert agreement([broken], [(token, -1.0)], EXPLAINED["bfloat16"]).fault
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "configured", "expected"),
+    [
+        (["float32"], "", "float32"),
+        (["float32", ""], "", "float32"),
+        (["float64"], "", "float32"),
+        (["float32", "bfloat16"], "", "bfloat16"),
+        (["float32"], "float16", "float16"),
+        (["bfloat16"], "float16", "bfloat16"),
+        (["float8_e4m3fn"], "", "bfloat16"),
+    ],
+)
+def test_the_coarsest_dtype_decides(dtypes: list[str], configured: str, expected: str) -> None:
+    assert Tolerance(dtype=configured).explained(dtypes) == EXPLAINED[expected]
+
+
+def test_a_tolerance_of_the_configuration_limits_the_largest_difference_alone() -> None:
+    canaries = [said(-1.0)] * CONTEXTS
+    answers = [(1, -1.25)] * CONTEXTS
+    assert agreement(canaries, answers, Tolerance().explained(["bfloat16"])).fault
+    assert not agreement(canaries, answers, Tolerance(0.3).explained(["bfloat16"])).fault
+    assert agreement(canaries, [*answers[1:], (1, -1.35)], Tolerance(0.3).explained(["bfloat16"])).fault
+
+
+# ---------------------------------------------------------------------------------- contexts
+
+
+def group(slot: int, replies: Mapping[str, float], *, trained: bool = True) -> Group:
+    """A group with the rewards of its replies, whose tokens are equally undecided up to the last."""
+    rollouts = tuple(
+        Rollout(
+            messages=(),
+            segments=(
+                Segment(
+                    prompt_ids=tuple(map(ord, f"{slot}=")),
+                    tokens=Tokens.generated(
+                        tuple(map(ord, reply)), (-0.01,) * (len(reply) - 1) + (-0.7,), (0,) * len(reply)
+                    ),
+                ),
+            ),
+            finish_reason="stop",
+            reward=reward,
+            trained=trained,
+        )
+        for reply, reward in replies.items()
+    )
+    prompt = Prompt(messages=f"{slot}=", id=str(slot), environment="task")
+    return Group(prompt=prompt, rollouts=rollouts, generation_version=0, target_version=0, slot=slot)
+
+
+def text(context: Sequence[int]) -> str:
+    return "".join(map(chr, context))
+
+
+def test_contexts_are_beginnings_of_the_best_and_worst_replies_of_a_trained_group() -> None:
+    canaries = Canaries([(1,)])
+    step = [group(4, {"abc": 0.5, "xyz": 0.0, "klm": 1.0}), group(5, {"x" * 50: 1.0}), group(6, {"a": 0.0})]
+    for each in [*step, group(7, {"later": 1.0})]:
+        canaries.finished(each)
+    canaries.trained([step[0], step[1], group(6, {"a": 0.0}, trained=False)])
+    assert [text(context) for context in canaries.contexts[1:]] == ["4=xy", "x" * LENGTH, "4=kl"]
+
+
+def test_contexts_that_move_least_make_room_for_those_of_the_next_step() -> None:
+    canaries = Canaries([(i,) for i in range(CONTEXTS)])
+
+    def publish(version: int, moved: float) -> None:
+        known = [
+            Canary(prompt_ids=c, token_ids=(1, 2), logprobs=(-5 - moved * c[0], -30.0))
+            for c in canaries.contexts
+        ]
+        weights = Weights(version=version, location="", nbytes=0, tensors=(), canary=tuple(known))
+        answers = ((1, -1.0),) * len(canaries.contexts)
+        canaries.verified(canaries.published(weights), Agreement(answers=answers))
+
+    publish(0, 0.0)
+    publish(1, 0.1)
+    later = [group(slot, {"ab": 0.0, "cd": 1.0}) for slot in range(FRESH)]
+    for each in later:
+        canaries.finished(each)
+    canaries.trained(later)
+    assert len(canaries.contexts) == CONTEXTS
+    assert set(canaries.contexts) & {(i,) for i in range(CONTEXTS)} == {(i,) for i in range(FRESH, CONTEXTS)}
+    publish(2, 0.1)
+    canaries.trained([])
+    assert len(canaries.contexts) == CONTEXTS, "a step that trains nothing exchanges nothing"
+
+
+def test_movement_adds_up_over_the_steps_until_a_sync_is_proved() -> None:
+    canaries = Canaries([(1,)])
+
+    def before(version: int, *, proved: bool) -> float | None:
+        known = Canary(prompt_ids=(1,), token_ids=(1, 2), logprobs=(-float(version) - 1, -90.0))
+        weights = Weights(version=version, location="", nbytes=0, tensors=(), canary=(known,))
+        weights = canaries.published(weights)
+        canaries.verified(weights, Agreement(answers=((1, -1.0),), power=POWER if proved else 0.0))
+        older = weights.canary[0].before
+        return None if older is None else -older.logprobs[0] - 1
+
+    assert before(0, proved=False) is None, "nothing precedes the first version"
+    assert (canaries.proved, canaries.unproved) == (None, 0)
+    assert before(1, proved=False) == 0
+    assert before(2, proved=False) == 0
+    assert (canaries.proved, canaries.unproved) == (None, 2)
+    assert before(3, proved=True) == 0
+    assert (canaries.proved, canaries.unproved) == (3, 0)
+    assert before(4, proved=False) == 3
+    assert (canaries.proved, canaries.unproved) == (3, 1)
+    assert canaries.metrics()["canary/unproved"] == 1
+
+
+# ---------------------------------------------------------------------------------- planted faults
+
+
+class Planted:
+    """An engine that computes with transformers, and uses other tensors than it was given."""
+
+    def __init__(self, directory: str, dtype: torch.dtype) -> None:
+        self.module = models.load(directory, device=torch.device("cpu")).to(dtype)
+        self._scorer = Scorer(self.module)
+        self._own = checkpoint_tensors(self.module)
+        self.version, self.asked = -1, 0
+        self.use: Callable[[tuple[int, ...]], Tensors] = lambda context: {}
+
+    async def update_weights(self, weights: Weights) -> None:
+        self.version = weights.version
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        self.asked += 1
+        by_tensors: dict[int, tuple[Tensors, list[int]]] = {}
+        contexts = [tuple(request.prompt_ids.tolist()) for request in requests]
+        for i, context in enumerate(contexts):
+            tensors = self.use(context)
+            by_tensors.setdefault(id(tensors), (tensors, []))[1].append(i)
+        found: dict[int, Completion] = {}
+        for tensors, places in by_tensors.values():
+            for name, tensor in tensors.items():
+                self._own[name].detach().copy_(tensor)
+            answers = self._scorer.next_tokens([contexts[i] for i in places], 1)
+            for i, known in zip(places, answers, strict=True):
+                found[i] = Completion(
+                    token_ids=known.token_ids,
+                    logprobs=known.logprobs,
+                    versions=(self.version,),
+                    finish_reason="length",
+                )
+        return [found[i] for i in range(len(requests))]
+
+    async def aclose(self) -> None:
+        return None
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("models") / "m"
+    letters = "abcdefgh"
+    known = [(f"{i}=", "".join(letters[(i * k) % 8] for k in range(1, 9))) for i in range(12)]
+    tiny.make_tiny_model(directory, known, width=32, layers=2, warm_start_steps=120)
+    return str(directory)
+
+
+@torch.no_grad()
+def played(module: torch.nn.Module, step: int) -> list[Group]:
+    """Groups that the model has sampled, with random rewards as advantages."""
+    chance = torch.Generator().manual_seed(step)
+    prompts = [tiny.encode(f"{i}=") for i in torch.randint(0, 9, (8,), generator=chance).tolist()]
+    ids = torch.tensor([prompt for prompt in prompts for _ in "12"])
+    logprobs = torch.zeros(len(ids), 0)
+    for _ in range(8):
+        log_p = torch.log_softmax(module(ids).logits[:, -1].float(), -1)
+        token = torch.multinomial(log_p.exp(), 1, generator=chance)
+        ids, logprobs = torch.cat([ids, token], 1), torch.cat([logprobs, log_p.gather(1, token)], 1)
+    rollouts = [
+        Rollout(
+            messages=(),
+            segments=(Segment(prompt_ids=row[:2], tokens=Tokens.generated(row[2:], its, (step,) * 8)),),
+            finish_reason="length",
+            reward=(reward := float(number % 2) * 2 - 1),
+            advantage=reward,
+            trained=True,
+        )
+        for number, (row, its) in enumerate(zip(ids.tolist(), logprobs.tolist(), strict=True))
+    ]
+    prompt = Prompt(messages="", id="", environment="task")
+    return [
+        Group(
+            prompt=prompt,
+            rollouts=tuple(rollouts[2 * i : 2 * i + 2]),
+            generation_version=step,
+            target_version=step,
+            slot=8 * step + i,
+        )
+        for i in range(8)
+    ]
+
+
+Use = Callable[[tuple[int, ...]], Tensors]
+"""The tensors by which an engine answers a context."""
+
+
+@attrs.frozen
+class Around:
+    """The tensors around a sync, and the contexts that were asked before."""
+
+    now: Tensors
+    older: Tensors
+    first: Tensors
+    blank: Tensors
+    known: frozenset[tuple[int, ...]]
+    version: int
+
+
+Fault = Callable[[Around], Use]
+
+
+def stale(around: Around) -> Use:
+    return lambda context: around.older
+
+
+def cached(around: Around) -> Use:
+    """An answer to what was asked before is that of before."""
+    return lambda context: around.older if context in around.known else around.now
+
+
+def swapped(around: Around) -> Use:
+    def other(name: str) -> str:
+        return name.translate(str.maketrans("01", "10")) if name.startswith("model.layers.") else name
+
+    used = {name: around.now[other(name)] for name in around.now}
+    return lambda context: used
+
+
+def not_loaded(around: Around) -> Use:
+    matrices = [name for name, tensor in around.now.items() if tensor.dim() > 1]
+    name = matrices[around.version % len(matrices)]
+    used = {**around.now, name: around.blank[name]}
+    return lambda context: used
+
+
+def without_adapters(around: Around) -> Use:
+    return lambda context: around.first
+
+
+class Planting:
+    """Weight syncs of a real trainer, each also with an engine that has a fault."""
+
+    def __init__(self, trainer: TorchTrainer, engine: Planted, blank: Tensors) -> None:
+        self.trainer, self.engine, self.blank = trainer, engine, blank
+        self.canaries = Canaries([tuple(tiny.encode(f"{i}=")) for i in range(12)])
+        self.first: Tensors = {}
+        self.older: Tensors = {}
+
+    async def sync(self, faults: Sequence[Fault]) -> dict[str, str]:
+        """Publish a version; say of each fault whether it is found, unproved, or taken for right."""
+        known = frozenset(self.canaries.contexts) & frozenset(self.canaries._before)
+        weights = self.canaries.published(self.trainer.publish(self.canaries.contexts))
+        now = {name: tensor.clone() for name, tensor in read_weights(weights).items()}
+        self.first, self.older = self.first or now, self.older or now
+        around = Around(now, self.older, self.first, self.blank, known, weights.version)
+        await self.engine.update_weights(weights)
+        outcomes = {}
+        for fault in faults:
+            self.engine.use = fault(around)
+            found = await self._verified(weights)
+            outcomes[fault.__name__] = "found" if found.fault else "right" if found.proves else "unproved"
+        self.engine.use = lambda context: now
+        right = await self._verified(weights)
+        assert not right.fault
+        outcomes["none"] = "right" if right.proves else "unproved"
+        self.canaries.verified(weights, right)
+        self.older = now if right.proves else self.older
+        groups = played(self.engine.module, weights.version)
+        for each in groups:
+            self.canaries.finished(each)
+        self.trainer.step(make_batch(groups, step=weights.version, temperature=1.0))
+        self.canaries.trained(groups)
+        return outcomes
+
+    async def _verified(self, weights: Weights) -> Agreement:
+        before = self.engine.asked
+        try:
+            return await canary.verify(self.engine, weights, tolerance=Tolerance(), deadline=None)
+        except WeightSyncError as error:
+            assert self.engine.asked == before + 2, "it is asked again before it ends a run"
+            return Agreement(fault=str(error))
+
+
+def planted(given: TrainerSetup, faults: Sequence[Fault], dtype: torch.dtype) -> Counter[tuple[str, str]]:
+    """Count the outcomes of 100 syncs, each of them also with an engine that has one of the faults."""
+    torch.manual_seed(1)
+    path = given.model.path
+    own = checkpoint_tensors(models.load(path, device=torch.device("cpu")))
+    blank = {name: torch.randn_like(tensor) * tensor.std() for name, tensor in own.items()}
+    planting = Planting(TorchTrainer(given), Planted(path, dtype), blank)
+
+    async def story() -> Counter[tuple[str, str]]:
+        await planting.sync(())
+        return Counter([outcome for _ in range(100) for outcome in (await planting.sync(faults)).items()])
+
+    return asyncio.run(story())
+
+
+@pytest.mark.long
+def test_in_float32_each_fault_is_found_at_each_of_a_hundred_syncs(model: str) -> None:
+    found = planted(setup(model, lr=1e-3), (stale, cached, swapped, not_loaded), torch.float32)
+    assert found.pop(("none", "right")) == 100
+    assert found == {(fault, "found"): 100 for fault in ("stale", "cached", "swapped", "not_loaded")}
+
+
+@pytest.mark.long
+def test_in_bfloat16_older_weights_are_found_with_power_and_wrong_tensors_always(model: str) -> None:
+    given = setup(model, lr=1e-3)
+    given = attrs.evolve(given, model=attrs.evolve(given.model, dtype="bfloat16"))
+    found = planted(given, (stale, swapped, not_loaded), torch.bfloat16)
+    assert found["swapped", "found"] == found["not_loaded", "found"] == 100
+    assert found["none", "right"] > 50
+    assert found["stale", "found"] > 50
+    assert found["stale", "right"] == 0
+
+
+@pytest.mark.long
+def test_adapters_that_an_engine_leaves_out_are_found_at_each_sync(model: str) -> None:
+    found = planted(lora_setup(model, lr=1e-3), (without_adapters,), torch.float32)
+    assert found == {("without_adapters", "found"): 100, ("none", "right"): 100}
