@@ -521,7 +521,7 @@ def wrong_values(value, where=""):
 def with_all_there_is(state):
     evidence = {"tolerance": 0.02, "level": 0.1, "groups": 1, "judged": 1, "refused": 0, "alarmed": False}
     quotas = {"owed": {"sort": 0.5}, "lost": [["sort", 1]]}
-    standard = {"version": 0, "scores": {"1": {"reward": 1.0}}}
+    standard = {"version": 0, "scores": {"1": {"reward": 1.0}}, "missing": {"1": 0.5}}
     return {
         **state,
         "sampler": {"drawn": 3, "rates": {"sort": [[0, 0.5]]}, "quotas": quotas},

@@ -212,8 +212,8 @@ def summary(path: Path) -> Summary:
     step, times = 0, []
     for row in metrics_rows(path / METRICS):
         step = max(step, int(row["step"]))
-        if "time/step" in row:
-            times.append(row["time/step"])
+        if (seconds := row.get("time/step")) is not None:
+            times.append(seconds)
         for task, metrics in _validated(row).items():
             scores[task] = scores.get(task, (metrics,))[0], metrics
     return Summary(
@@ -256,7 +256,7 @@ def _validated(row: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     for key, value in row.items():
         begin, _, rest = key.partition("/")
         task, _, metric = rest.partition("/")
-        if begin == "validation" and metric:
+        if begin == "validation" and metric and value is not None:
             found.setdefault(task, {})[metric] = value
     return found
 

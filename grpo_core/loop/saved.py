@@ -47,6 +47,7 @@ class SavedRollout(TypedDict):
     reward: float | None
     success: bool | None
     metrics: dict[str, float]
+    left_out: dict[str, str]
     turn_rewards: list[float]
     turn_tokens: list[Count]
     turn_states: list[str]
