@@ -18,13 +18,14 @@ from grpo_core.config import Config, SourceConfig, TaskConfig, TrainerConfig, bu
 from grpo_core.data.dataloaders import Dataloader
 from grpo_core.data.learnable import LearnablePrompts
 from grpo_core.data.loaders import TaskLoader
-from grpo_core.data.rows import RowReader, feed
+from grpo_core.data.rows import RowReader, feed, readable
 from grpo_core.data.samplers import Mix, PromptStream
 from grpo_core.data.states import from_safetensors, packed, to_safetensors, unpacked
 from grpo_core.errors import CheckpointError, ConfigError, GrpoError, PluginError
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import Buffer
 from grpo_core.plugins.host import PluginHost
+from grpo_core.plugins.installed import import_file
 from grpo_core.records import Prompt, SampleRequest
 
 
@@ -319,6 +320,17 @@ def test_what_cannot_be_read_is_refused_with_the_reason(opened, rows, message):
 def test_workers_read_rows_by_index_alone(opened):
     with pytest.raises(ConfigError, match=r"tasks.t.source.workers = 2 reads rows by index, and this is"):
         opened(Own, workers=2).take(1)
+
+
+def test_workers_are_started_by_a_server_and_import_their_data_set(tmp_path):
+    """A process with threads that forks may hang, and a worker cannot import a single file."""
+    (tmp_path / "alone.py").write_text(
+        "from torch.utils.data import IterableDataset\nclass Rows(IterableDataset):\n    __iter__ = None\n"
+    )
+    with pytest.raises(PluginError, match="num_workers = 1: its dataset Rows is defined in a single file"):
+        readable(StatefulDataLoader(import_file(tmp_path / "alone.py").Rows(), num_workers=1), "it")
+    loader = readable(StatefulDataLoader(MapStyle(), num_workers=1), "it")
+    assert loader.multiprocessing_context.get_start_method() == "forkserver"
 
 
 def test_a_stream_has_no_length_and_no_places(opened):

@@ -202,7 +202,7 @@ class TaskLoader:
                 collate_fn=as_it_is,
                 generator=torch.Generator(),  # otherwise it draws from torch's global generator
                 num_workers=self._workers,
-                multiprocessing_context=_context() if self._workers else None,
+                multiprocessing_context=workers_context() if self._workers else None,
             )
 
     @functools.cached_property
@@ -226,7 +226,7 @@ def fingerprint(prompts: Iterable[Prompt]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _context() -> Any:
+def workers_context() -> Any:
     """Make a context whose workers are forked from a server without threads."""
     import multiprocessing
 

@@ -16,12 +16,12 @@ from typing import Any, Protocol
 from attrs import evolve
 
 from grpo_core.config import SourceConfig
-from grpo_core.data.loaders import TaskLoader, as_it_is
+from grpo_core.data.loaders import TaskLoader, as_it_is, workers_context
 from grpo_core.data.sources import Source
 from grpo_core.data.states import packed, unpacked
 from grpo_core.errors import CheckpointError, ConfigError, GrpoError, PluginError, describe, one_line
 from grpo_core.messages import readable as readable_prompt
-from grpo_core.plugins.installed import import_file, module_name
+from grpo_core.plugins.installed import FILE_PREFIX, import_file, module_name
 from grpo_core.records import Prompt
 
 FORMS = (
@@ -242,7 +242,9 @@ def readable(given: Any, who: str, workers: int = 0) -> Any:
     if _is(given, "torch.utils.data", "IterableDataset"):
         from torchdata.stateful_dataloader import StatefulDataLoader
 
-        return StatefulDataLoader(given, batch_size=None, num_workers=workers, collate_fn=as_it_is)
+        given = StatefulDataLoader(given, batch_size=None, num_workers=workers, collate_fn=as_it_is)
+    if _is(given, "torch.utils.data", "DataLoader") and given.num_workers:
+        _prepare_workers(given, who)
     if _is(given, "torchdata.nodes", "BaseNode"):
         from torchdata.nodes import Loader
 
@@ -264,6 +266,20 @@ def readable(given: Any, who: str, workers: int = 0) -> Any:
         kind = type(given).__name__
         raise PluginError(f"{who}: it is an iterable, a {kind}, without {' and '.join(missing)}: {better}")
     return given
+
+
+def _prepare_workers(loader: Any, who: str) -> None:
+    """Start a loader's workers from a server without threads: a fork of a process with threads may hang.
+
+    Raises PluginError if the workers could not import its dataset.
+    """
+    kind = type(loader.dataset)
+    if kind.__module__.startswith(FILE_PREFIX):
+        raise PluginError(
+            f"{who}: num_workers = {loader.num_workers}: its dataset {kind.__name__} is defined in a single "
+            "file, which workers cannot import; move it into a module beside the file, or set num_workers = 0"
+        )
+    loader.multiprocessing_context = loader.multiprocessing_context or workers_context()
 
 
 def _is(given: Any, module: str, name: str) -> bool:

@@ -18,6 +18,8 @@ from grpo_core import hookspecs
 from grpo_core.errors import PluginError
 from grpo_core.plugins.offers import Plugin
 
+FILE_PREFIX = "grpo_file_"
+"""Beginning of the name of a module that is imported from a single file."""
 importing_file: ContextVar[Path | None] = ContextVar("the file that is being imported", default=None)
 
 
@@ -107,4 +109,4 @@ def import_file(path: Path) -> Any:
 
 
 def module_name(path: Path) -> str:
-    return "grpo_file_" + re.sub(r"\W", "_", str(path.with_suffix("")))
+    return FILE_PREFIX + re.sub(r"\W", "_", str(path.with_suffix("")))
