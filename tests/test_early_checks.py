@@ -134,7 +134,7 @@ def test_completions_may_be_as_long_as_a_budget_that_was_chosen(sections):
     preflight.check(build([{"tasks": {"sort": {"env": "math:sort"}}, **sections}]), PluginHost.discover())
 
 
-@pytest.mark.parametrize(("arguments", "message"), CHOICES[3:4] + CHOICES[7:8], ids=str)
+@pytest.mark.parametrize(("arguments", "message"), CHOICES[3:4] + CHOICES[8:9], ids=str)
 def test_validate_checks_as_early(here, arguments, message):
     assert message in refused(here, "validate", "huge", *ENV, *arguments)
 

@@ -38,6 +38,11 @@ def here(tmp_path):
         (["train", "--set", "tasks.a/b.env=math:sort"], "the name 'a/b' of a task has to be 1 to 64 letters"),
         (["validate", "./nowhere"], "nowhere"),
         (["validate", "tiny", "--env", "math:sorting"], "math:sorting"),
+        (
+            ["validate", "tiny", *SORT, "--set", "trainer.lr=1"],
+            "--set trainer.lr: a model is measured as it is",
+        ),
+        (["validate", "tiny", *SORT, "--set", "steps=3"], "key 'steps'. Did you mean 'trainer.steps'?"),
         (["verify", "nowhere"], "nowhere: holds no run"),
         (["report", "nowhere"], "nowhere: holds no run"),
         (["check", "math:sorting"], "math:sorting"),

@@ -102,6 +102,15 @@ def test_a_run_that_can_learn_is_not_warned_about():
     assert looked(Sums(), letters(), max_tokens=4) == {}
 
 
+def test_a_task_that_no_prompt_validates_is_named():
+    pool = EnvironmentPool([HostedEnvironment(Sums(), task="sums")], EnvironmentConfig())
+    part = HeldOut(config=ValidationConfig(), prompts={"sums": []}, environments={"sums": pool})
+    assert looked(Sums(), letters(), max_tokens=4, held=[part]) == {
+        "no_held_out/sums": "task 'sums' is never validated, since its environment offers no prompts for "
+        "validation; offer some, or set validation.every = 0"
+    }
+
+
 @pytest.mark.parametrize(("max_tokens", "warned"), [(4, False), (3, True)])
 def test_solutions_that_do_not_fit_into_a_completion_are_counted(max_tokens, warned):
     """Three characters and the end of the sequence."""

@@ -12,7 +12,7 @@ from killing import GRPO, Run
 
 from grpo_core.app import gpus
 from grpo_core.app.gpus import choose
-from grpo_core.config import EngineConfig, TrainerConfig
+from grpo_core.config import EngineConfig, TrainerConfig, as_toml, build
 from grpo_core.errors import ConfigError
 
 TRAINER = TrainerConfig()
@@ -248,18 +248,11 @@ def test_gpus_that_are_not_there_end_a_command_before_anything_starts(tmp_path, 
 
 @pytest.mark.slow
 def test_a_trainers_gpu_does_not_hinder_a_validation_elsewhere(tmp_path):
+    (tmp_path / "run").mkdir()
+    config = build([{"tasks": {"sort": {"env": "math:sort"}}, "trainer": {"gpus": [7]}}])
+    (tmp_path / "run" / "config.toml").write_text(as_toml(config))
     done = subprocess.run(
-        [
-            GRPO,
-            "validate",
-            "tiny",
-            "--env",
-            "math:sort",
-            "--set",
-            "trainer.gpus=[7]",
-            "--set",
-            "validation.prompts=4",
-        ],
+        [GRPO, "validate", "run", "--set", "validation.prompts=4", "--set", "rollout.max_tokens=9"],
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -267,6 +267,112 @@ def test_a_fork_shows_the_first_number_that_differs_and_the_metrics_beside_each_
     assert {"metric", "lr", "grad_norm"} <= {line.split()[0] for line in said.splitlines()}
 
 
+def lines_of(run, step, **fields):
+    """Lines of a step as ``grpo-core score`` writes them, each with a higher reward."""
+    return [
+        {"step": step, "group": place, "seed": each.seed, "reward": each.reward + 1, "success": None} | fields
+        for place, group in enumerate(history.read(run).groups(step))
+        for each in group.rollouts
+    ]
+
+
+def scored_by(run, step, lines, tmp_path):
+    """Return the groups of a step with the rewards of these lines."""
+    (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    groups = history.read(run).groups(step)
+    return fork.rewarded(groups, fork.read_rewards(tmp_path, step), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("others", "told"),
+    [
+        ({"seed": 1}, "0 of its 3 lines of this step fit one of the 9 rollouts: it is of other rollouts"),
+        ({"group": 7}, "0 of its 9 lines of this step fit one of the 9 rollouts: it is of other rollouts"),
+        ({"prompt": "nobody"}, "0 of its 9 lines .*: it is of other rollouts"),
+        ({"stored_reward": 77.0}, "0 of its 9 lines .*: it is of other rollouts"),
+        ({"reward": None}, "9 of its 9 lines .* fit one of the 9 rollouts: none of them has a reward"),
+    ],
+    ids=str,
+)
+def test_a_fork_with_rewards_of_other_rollouts_is_refused(others, told, runs, tmp_path):
+    lines = {(line["group"], line["seed"]): line for line in lines_of(runs[0], 1, **others)}
+    with pytest.raises(ConfigError, match=told):
+        scored_by(runs[0], 1, lines.values(), tmp_path)
+
+
+def test_a_fork_says_how_many_rewards_fit(runs, tmp_path, capsys):
+    lines = lines_of(runs[0], 1)
+    lines[0]["seed"], lines[1]["reward"] = 1, None
+    groups = scored_by(runs[0], 1, lines, tmp_path)
+    assert (
+        "8 of its 9 lines of this step fit one of the 9 rollouts; 2 rollouts keep" in capsys.readouterr().out
+    )
+    before = [each.reward for group in history.read(runs[0]).groups(1) for each in group.rollouts]
+    after = [each.reward for group in groups for each in group.rollouts]
+    assert after == before[:2] + [reward + 1 for reward in before[2:]]
+
+
+@pytest.mark.parametrize(
+    ("others", "told"),
+    [
+        ({"reward": "x"}, "group 0, seed .*: reward is 'x'; expected a finite number, or null"),
+        ({"reward": float("nan")}, "reward is nan; expected a finite number"),
+        ({"reward": True}, "reward is True; expected a finite number"),
+        ({"success": "yes"}, "success is 'yes'; expected true, false or null"),
+        ({"success": ...}, "has no success; expected true, false or null"),
+        ({"reward": ...}, "has no reward; expected a finite number"),
+        ({"metrics": {"form": "good"}}, "metrics is {'form': 'good'}; expected numbers by name"),
+        (
+            {"turn_rewards": [1.0, 2.0]},
+            r"turn_rewards is \[1.0, 2.0\]; expected numbers of 1 turns, which add",
+        ),
+        ({"turn_rewards": [100.0]}, r"turn_rewards is \[100.0\]; .* which add up to the reward"),
+        ({"train": 1}, "train is 1; expected true or false"),
+        ({"reply_answer": 4}, "reply_answer is 4; expected a text, or null"),
+    ],
+    ids=str,
+)
+def test_a_value_that_no_reward_can_be_is_named_with_its_line(others, told, runs, tmp_path):
+    lines = [
+        {key: value for key, value in line.items() if value is not ...}
+        for line in lines_of(runs[0], 1, **others)
+    ]
+    with pytest.raises(ConfigError, match=told) as caught:
+        scored_by(runs[0], 1, lines, tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_rollout_of_several_turns_needs_a_reward_for_each(runs, tmp_path):
+    (group, *_) = history.read(runs[0]).groups(1)
+    first, *others = group.rollouts
+    groups = [attrs.evolve(group, rollouts=(attrs.evolve(first, turns=2, turn_tokens=(1, 1)), *others))]
+    line = {"step": 1, "group": 0, "seed": first.seed, "reward": 3.0, "success": None}
+    rewards = {(0, first.seed): line}
+    with pytest.raises(
+        ConfigError, match="has no turn_rewards; expected a list of numbers, one for each turn"
+    ):
+        fork.rewarded(groups, rewards, tmp_path)
+    rewards = {(0, first.seed): line | {"turn_rewards": [1.0, 2.0], "turn_states": ["", "hall"]}}
+    judged = fork.rewarded(groups, rewards, tmp_path)[0].rollouts[0]
+    assert (judged.reward, judged.turn_rewards, judged.turn_states) == (3.0, (1.0, 2.0), ("", "hall"))
+
+
+def test_two_rewards_of_one_rollout_are_refused(runs, tmp_path):
+    with pytest.raises(ConfigError, match="has two lines of the same rollout of step 1"):
+        scored_by(runs[0], 1, [*lines_of(runs[0], 1), *lines_of(runs[0], 1)], tmp_path)
+
+
+@pytest.mark.parametrize("key", ["health.canary_tolerance=1", 'trainer.stop_when="reward/x > 1"', "seed=9"])
+def test_a_fork_refuses_a_key_that_no_step_depends_on(key, runs):
+    with pytest.raises(ConfigError, match=f"^--set {key.partition('=')[0]}: a fork computes a step again"):
+        fork.main(runs[0], step=1, settings=[key])
+
+
+def test_a_fork_with_the_values_of_the_run_says_so(runs, capsys):
+    assert fork.main(runs[0], step=1, settings=["trainer.threads=1"]) == 0
+    assert "note: the run had these values already" in capsys.readouterr().out
+
+
 def test_a_fork_refuses_what_would_make_other_rollouts(runs):
     with pytest.raises(
         ConfigError, match=r"rollout.max_tokens: a fork computes a step again from its stored"

@@ -157,9 +157,15 @@ def test_checkpoints_that_stay_for_ever_are_not_pruned(made):
 
 def test_metrics_that_are_not_there_are_no_empty_table(made):
     run = made("r")
-    (run.path / "metrics.jsonl").unlink()
-    with pytest.raises(ConfigError, match=r"has no metrics\.jsonl, so there is nothing to export"):
-        runs.export(run.path)
+    for empty in (lambda path: path.write_text(""), lambda path: path.unlink()):
+        empty(run.path / "metrics.jsonl")
+        with pytest.raises(ConfigError, match="has no metrics, so there is nothing to export"):
+            runs.export(run.path)
+
+
+def test_a_directory_without_runs_is_not_pruned(tmp_path):
+    with pytest.raises(ConfigError, match=f"there are no runs in {tmp_path}"):
+        runs.prune([tmp_path], keep=1, yes=True)
 
 
 def test_metrics_are_exported_with_a_column_for_each(made, tmp_path, capsys):

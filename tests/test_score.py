@@ -299,6 +299,18 @@ def test_wrong_input_is_named_before_anything_starts(a_run, tmp_path):
         score._configured(found, ["game"], ["other=math:sort"], [], [])
 
 
+@pytest.mark.parametrize(
+    "key", ["trainer.lr=1", "tasks.game.weight=2", "tasks.other.env='x'", "rollout.max_tokens=9", "seed=1"]
+)
+def test_a_key_that_no_judgement_depends_on_is_refused(key, a_run):
+    found = score.find(a_run, [], validation=False)
+    name = key.partition("=")[0]
+    with pytest.raises(
+        ConfigError, match=rf"^--set {name}: stored .*; it reads tasks\.game\.\*, environment"
+    ):
+        score._configured(found, ["game"], [], [key], [])
+
+
 def test_another_environment_gets_the_options_that_it_takes(a_run, tmp_path, game):
     found = score.find(a_run, [], validation=False)
     found = evolve(found, table={"tasks": {"game": {"env": "x", "options": {"factor": 2.0, "old": 1}}}})

@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 
+from grpo_core.app import preflight
 from grpo_core.app.placement import LocalPlacement
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import EnvironmentConfig, SourceConfig, TaskConfig, build
@@ -159,6 +160,23 @@ def test_a_missing_file_and_an_unknown_file_type_are_errors(tmp_path):
         source(str(tmp_path / "none.jsonl")).open()
     with pytest.raises(ConfigError, match=r"expected one of \.jsonl, .*\.csv, .*, or a data set, got \.json"):
         source("rows.json").open()
+
+
+@pytest.mark.parametrize("of", ["path", "validation_path"])
+@pytest.mark.parametrize(
+    ("name", "told"), [("no.jsonl", "there is no such file"), ("rows.xlsx", "expected one of .jsonl")]
+)
+def test_a_file_that_is_not_there_is_named_although_the_run_would_not_read_it(of, name, told, file):
+    """Held-out rows of a run without validation, and those of a set that only ``validate`` measures."""
+    paths = {"path": file(ROWS), of: name}
+    task = {"env": "math:sort", "source": paths}
+    unused = {"env": "math:sort", "source": paths, "every": 0}
+    for table, key in (
+        ({"tasks": {"w": task}, "validation": {"every": 0}}, "tasks.w"),
+        ({"tasks": {"w": {"env": "math:sort"}}, "validation": {"sets": {"s": unused}}}, "validation.sets.s"),
+    ):
+        with pytest.raises(ConfigError, match=rf"{key}\.source\.{of} '{name}': {told}"):
+            preflight.check(build([{"model": {"path": "tiny"}}, table]), PluginHost.discover())
 
 
 # ---------------------------------------------------------------------------------- lazy, pickled, resumed

@@ -56,6 +56,11 @@ async def first_look(
         except GrpoError:
             continue
     told |= _no_answers(prompts, held_out)
+    for name in (name for part in held_out for name, own in part.prompts.items() if not own):
+        told[f"no_held_out/{name}"] = (
+            f"task {name!r} is never validated, since its environment offers no prompts for validation; "
+            "offer some, or set validation.every = 0"
+        )
     asking = {task: part for task, part in prompts.items() if environments[task].agents is None}
     told |= await _long_prompts(rollout, asking, held_out, renderer, tools)
     return [WarningRaised(step=step, cause=cause, message=message) for cause, message in told.items()]

@@ -35,6 +35,7 @@ from grpo_core.config import (
     TrainerConfig,
     ValidationConfig,
 )
+from grpo_core.data.files import check_there
 from grpo_core.data.samplers import plugin_state
 from grpo_core.errors import ConfigError, did_you_mean
 from grpo_core.interpreters import Interpreter, from_here
@@ -523,6 +524,9 @@ def _check_environment(
 
     What another interpreter has installed is known when the environment starts there.
     """
+    for name in ("path", "validation_path"):  # also those that this run does not read
+        if path := getattr(task.source, name):
+            check_there(path, who=f"{key}.source.{name}")
     own = of_task(config, task)
     if host.of_program(task.env) and (remote or own.python):
         where = "a worker of the cluster" if remote else f"the interpreter {own.python}"

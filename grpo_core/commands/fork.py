@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,37 @@ from grpo_core.checks import differing_element
 from grpo_core.commands.history import StepRecord, compared, read
 from grpo_core.commands.replay import Replayer, batch_of
 from grpo_core.complaints import say
-from grpo_core.config import Config, as_table, build, parse_settings, replace_parts
+from grpo_core.config import Config, as_table, build, check_settings, parse_settings, replace_parts
 from grpo_core.errors import ConfigError
 from grpo_core.loop.rows import with_advantages
 from grpo_core.loss import needs_of
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Group, Rollout, StepResult
+from grpo_core.reporting.stored import OF_ROLLOUT
 
-CHANGEABLE = ("trainer", "loss", "optimizer", "teacher", "advantage", "shaping", "health")
-"""Sections that a fork may change: the others say how rollouts are made, and these are stored."""
-FIXED = ("trainer.steps", "trainer.prompts_per_step", "trainer.name", "trainer.profile")
+CHANGEABLE = (
+    "trainer.*",
+    "loss.*",
+    "optimizer.*",
+    "teacher.*",
+    "advantage.*",
+    "shaping.*",
+    "health.max_non_finite",
+)
+"""Keys that a fork may change: the others say how rollouts are made, and these are stored."""
+FIXED = tuple(
+    f"trainer.{name}"
+    for name in (
+        "name",
+        "steps",
+        "epochs",
+        "time_limit",
+        "stop_when",
+        "prompts_per_step",
+        "fingerprints",
+        "profile",
+    )
+)
 """Keys of these sections that a step does not depend on, or that belong to the rollouts."""
 
 
@@ -63,8 +84,12 @@ async def _main(
 ) -> int:
     history = read(directory)
     recorded = history.step(step)
-    rewards = None if scored is None else read_rewards(scored, step)
+    groups = history.groups(step)
+    given = groups if scored is None else rewarded(groups, read_rewards(scored, step), scored)
     config, host = forked(recorded.config, changes, block)
+    changed = reconsidered(groups, given, recorded.config, config, host)
+    if scored is None and as_table(config) == as_table(recorded.config):
+        say("note: the run had these values already")
     async with Replayer(history, block=block) as replayer:
         say(f"step {step} of {directory}, from {await replayer.begin(step)}")
         async for earlier in replayer.until(step - 1):
@@ -76,10 +101,8 @@ async def _main(
         if was.difference:
             say(f"step {step}, as it was: differs from the run: {was.difference}")
             return 1
-        groups = history.groups(step)
         base = Side(groups=groups, result=was.result, saved=await replayer.save("as it was"))
         await replayer.make(config, before, threads=threads_of(recorded, changes))
-        changed = reconsidered(groups, recorded.config, config, host, rewards)
         result = await replayer.step(batch_of(changed, recorded))
         fork = Side(groups=changed, result=result, saved=await replayer.save("forked"))
         say(f"the first number that differs: {first_number(base, fork) or 'there is none'}")
@@ -89,15 +112,11 @@ async def _main(
 
 def forked(config: Config, changes: Mapping[str, Any], block: Sequence[str]) -> tuple[Config, PluginHost]:
     """Return a changed configuration, and its plugins.  Raises ConfigError if rollouts would be others."""
-    for section, value in changes.items():
-        keys = [f"{section}.{key}" for key in value] if isinstance(value, Mapping) else [section]
-        for key in keys:
-            if section not in CHANGEABLE or key in FIXED:
-                raise ConfigError(
-                    f"--set {key}: a fork computes a step again from its stored rollouts, and this key "
-                    "changes how they were made, or nothing at all; keys of these sections can change: "
-                    f"{', '.join(CHANGEABLE)}"
-                )
+    why = (
+        "a fork computes a step again from its stored rollouts, and this key changes how they were made, or "
+        "nothing at all"
+    )
+    check_settings(changes, CHANGEABLE, why, but=FIXED)
     host = PluginHost.discover(config.plugins, block)
     table = replace_parts(as_table(config), changes)  # the options of another loss are its own
     return with_absolute_paths(build([table, changes]), host), host
@@ -110,7 +129,10 @@ def threads_of(recorded: StepRecord, changes: Mapping[str, Any]) -> int:
     )
 
 
-Rewards = Mapping[tuple[int, int | None], Mapping[str, Any]]
+# ---------------------------------------------------------------------------------- other rewards
+
+
+Rewards = Mapping[tuple[int, int], Mapping[str, Any]]
 """Lines of rewards by the place of a group in its step, and the seed of a rollout."""
 
 
@@ -119,7 +141,8 @@ def read_rewards(scored: Path, step: int) -> Rewards:
     path = scored / "rollouts.jsonl" if scored.is_dir() else scored
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        found = {(line["group"], line["seed"]): line for line in lines if line["step"] == step}
+        of_step = [line for line in lines if line["step"] == step]
+        found = {(line["group"], line["seed"]): line for line in of_step}
     except OSError as error:
         raise ConfigError(f"--scored {path}: cannot be read: {error.strerror}") from error
     except (ValueError, LookupError, TypeError) as error:
@@ -127,18 +150,36 @@ def read_rewards(scored: Path, step: int) -> Rewards:
             f"--scored {path}: is no file of rewards as `grpo-core score` writes it: {error}"
         ) from error
     if not found:
-        raise ConfigError(f"--scored {path}: has no rewards of step {step}")
+        raise ConfigError(f"--scored {path}: none of its {len(lines):,} lines is of step {step}")
+    if len(found) < len(of_step):
+        raise ConfigError(f"--scored {path}: has two lines of the same rollout of step {step}")
     return found
 
 
-def rewarded(groups: Sequence[Group], rewards: Rewards) -> list[Group]:
-    """Return the groups with other rewards; a rollout without one there keeps its own."""
+def rewarded(groups: Sequence[Group], rewards: Rewards, scored: Path) -> list[Group]:
+    """Return the groups with other rewards; a rollout without one there keeps its own, and that is said.
+
+    Raises ConfigError if no rollout has one there.
+    """
+    rollouts = [(place, group, each) for place, group in enumerate(groups) for each in group.rollouts]
+    fitting = {
+        (place, rollout.seed): line
+        for place, group, rollout in rollouts
+        if (line := rewards.get((place, rollout.seed))) is not None and _fits(line, group, rollout)
+    }
+    judged = {key: line for key, line in fitting.items() if line.get("reward", 0) is not None}
+    told = f"{len(fitting)} of its {len(rewards)} lines of this step fit one of the {len(rollouts)} rollouts"
+    if not judged:
+        why = "none of them has a reward" if fitting else "it is of other rollouts"
+        raise ConfigError(f"--scored {scored}: {told}: {why}")
+    kept = len(rollouts) - len(judged)
+    say(f"rewards of {scored}: {told}" + (f"; {kept} rollouts keep their rewards" if kept else ""))
 
     def other(place: int, rollout: Rollout) -> Rollout:
-        line = rewards.get((place, rollout.seed), {})
-        if line.get("reward") is None:
+        if (line := judged.get((place, rollout.seed))) is None:
             return rollout
-        return evolve(rollout, reward=float(line["reward"]), success=line["success"])
+        where = f"--scored {scored}: group {place}, seed {rollout.seed}"
+        return evolve(rollout, **_judgement(line, rollout, where))
 
     return [
         evolve(group, rollouts=tuple(other(place, rollout) for rollout in group.rollouts))
@@ -146,20 +187,74 @@ def rewarded(groups: Sequence[Group], rewards: Rewards) -> list[Group]:
     ]
 
 
+def _fits(line: Mapping[str, Any], group: Group, rollout: Rollout) -> bool:
+    """Whether a line is about this rollout: of its prompt and its reward, as far as the line has them."""
+    its = {"task": group.prompt.environment, "prompt": group.prompt.id, "stored_reward": rollout.reward}
+    return all(line.get(name, value) == value for name, value in its.items())
+
+
+def _judgement(line: Mapping[str, Any], rollout: Rollout, where: str) -> dict[str, Any]:
+    """Return the fields of a rollout that its line replaces.  Raises ConfigError."""
+    found = {}
+    for name, (is_right, expected) in _JUDGEMENT.items():
+        key = OF_ROLLOUT[name]
+        if key in line:
+            if not is_right(line[key]):
+                raise ConfigError(f"{where}: {key} is {line[key]!r:.80}; expected {expected}")
+            found[name] = line[key]
+        elif name in ("reward", "success") or (name == "turn_rewards" and rollout.turns > 1):
+            raise ConfigError(f"{where}: has no {key}; expected {expected}")
+    turns = found.setdefault("turn_rewards", [found["reward"]])
+    count = max(1, rollout.turns)
+    if len(turns) != count or not math.isclose(sum(turns), found["reward"], abs_tol=1e-6):
+        raise ConfigError(
+            f"{where}: turn_rewards is {turns!r:.80}; expected numbers of {count} turns, which add up to the "
+            f"reward {found['reward']!r}"
+        )
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _all(kind: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(kind, value))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+_JUDGEMENT: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "reward": (_is_number, "a finite number, or null"),
+    "success": (lambda value: value is None or isinstance(value, bool), "true, false or null"),
+    "metrics": (
+        lambda value: isinstance(value, dict) and all(map(_is_number, value.values())),
+        "numbers by name",
+    ),
+    "turn_rewards": (_all(_is_number), "a list of numbers, one for each turn"),
+    "turn_states": (_all(_is_text), "a list of texts, one for each turn"),
+    "answer": (lambda value: value is None or _is_text(value), "a text, or null"),
+    "train": (lambda value: isinstance(value, bool), "true or false"),
+}
+"""What an environment says of a rollout: the fields, what their values are, and how to say that."""
+
+
 def reconsidered(
-    groups: Sequence[Group], was: Config, now: Config, host: PluginHost, rewards: Rewards | None = None
+    groups: Sequence[Group], given: Sequence[Group], was: Config, now: Config, host: PluginHost
 ) -> Sequence[Group]:
-    """Return the groups with other rewards, and with the advantages of another configuration."""
+    """Return the given groups, which may have other rewards, with the advantages of another configuration."""
 
     def all_rows(config: Config) -> bool:
         loss = host.function("loss", config.loss.name, **config.loss.options)
         return config.loss.all_rows or "all_rows" in needs_of(loss.function, loss.options)
 
     before, after = ((each.advantage, each.shaping, all_rows(each)) for each in (was, now))
-    if before == after and rewards is None:
+    if before == after and given is groups:
         return groups
     return with_advantages(
-        groups if rewards is None else rewarded(groups, rewards),
+        given,
         make_advantages(now.advantage, host),
         shaping=make_shaping(now.shaping, max_tokens=now.rollout.max_tokens),
         all_rows=all_rows(now),

@@ -15,7 +15,7 @@ from grpo_core.aio import to_the_end
 from grpo_core.app import measuring, profile, run
 from grpo_core.app.launch import RUNS, configure, continued, new_run, tasks_of
 from grpo_core.complaints import complain, say, to_a_reader
-from grpo_core.config import Config, merge, parse_settings, read_toml
+from grpo_core.config import Config, check_settings, merge, parse_settings, read_toml
 from grpo_core.errors import ConfigError
 from grpo_core.inert import inert
 from grpo_core.interrupts import INTERRUPTED
@@ -26,6 +26,21 @@ from grpo_core.reporting.report import write as write_report
 from grpo_core.reporting.verification import verified
 from grpo_core.run_directory import RunDirectory
 from grpo_core.validation.results import progress, table
+
+MEASURED_BY = (
+    "seed",
+    "plugins",
+    "tasks.*",
+    "model.*",
+    "engine.*",
+    "environment.*",
+    "placement.*",
+    "rollout.*",
+    "validation.*",
+    "health.canary_tolerance",
+    "trainer.device",
+)
+"""Patterns of the keys that a validation without training depends on."""
 
 
 def train(
@@ -121,6 +136,8 @@ def validate(
 ) -> int:
     """Run ``grpo-core validate``; return the exit status."""
     changes = _changes(envs, chosen, settings)
+    why = "a model is measured as it is, and no validation depends on this key"
+    check_settings(parse_settings(settings), MEASURED_BY, why, but=["tasks.*.weight"])
     measurement = measuring.prepare(target, changes, tasks=bool(envs), only=only, output=output, block=block)
     console = Console(stderr=True)
 

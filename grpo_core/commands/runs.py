@@ -135,11 +135,12 @@ def prune(directories: list[Path], /, *, keep: int = 1, yes: Flag = False) -> in
     """
     if keep < 1:
         raise ConfigError(f"--keep is {keep}; expected at least 1, without which a run cannot be continued")
+    paths = dict.fromkeys(_runs(directories))
+    if not paths:
+        raise ConfigError(f"runs prune: there are no runs in {', '.join(map(str, directories))}")
     total = 0
     with contextlib.ExitStack() as stack:
-        found = [
-            _locked(path, stack, named=path in directories) for path in dict.fromkeys(_runs(directories))
-        ]
+        found = [_locked(path, stack, named=path in directories) for path in paths]
         for run in found:
             for unwanted in [] if run is None else _unwanted(run, keep):
                 nbytes = _nbytes(unwanted)
@@ -178,11 +179,11 @@ def export(directory: Path, /, *, output: Path | None = None) -> int:
         File that is written.  Default: standard output.
     """
     path = RunDirectory.existing(directory).path
-    if not (path / METRICS).is_file():
-        raise ConfigError(f"{path}: has no {METRICS}, so there is nothing to export")
-    names: dict[str, None] = {"step": None}
+    names: dict[str, None] = {}
     for row in metrics_rows(path / METRICS):
-        names.update(dict.fromkeys(row))
+        names.update(dict.fromkeys(["step", *row]))
+    if not names:
+        raise ConfigError(f"{path}: has no metrics, so there is nothing to export")
     if output is None:
         _write_csv(sys.stdout, names, metrics_rows(path / METRICS))
         return 0

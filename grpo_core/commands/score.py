@@ -21,7 +21,7 @@ from grpo_core.app.placement import LocalPlacement
 from grpo_core.app.rejudging import Judged, KnownPrompts, judge, look_up
 from grpo_core.app.run import lines_of_incidents
 from grpo_core.app.tasks import Tasks
-from grpo_core.config import Config, TaskConfig, as_table, parse_settings
+from grpo_core.config import Config, TaskConfig, as_table, check_settings, parse_settings
 from grpo_core.errors import ConfigError, GrpoError, cut, wrong_input
 from grpo_core.incidents import reported_to
 from grpo_core.inert import inert
@@ -152,6 +152,8 @@ def _configured(
     others = _others(envs, names)
     changes: dict[str, Any] = {"tasks": {name: {"env": env} for name, env in others.items()}}
     config, host = configure([stored.table], parse_settings(settings, changes), block)
+    why = "stored rollouts are judged again, and that does not depend on this key"
+    check_settings(parse_settings(settings), _read_by_score(config, names), why, but=["tasks.*.weight"])
     tasks = {**config.tasks, **_of_sets(config)}
     if unknown := [name for name in names if name not in tasks]:
         raise ConfigError(
@@ -168,6 +170,18 @@ def _configured(
         preflight.check_task(name, task, config, host)
         chosen[name] = task
     return config, chosen, host, notes
+
+
+def _read_by_score(config: Config, names: Sequence[str]) -> list[str]:
+    """Return patterns of the keys that the judgement of the rollouts of these tasks and sets depends on."""
+    sets = {name: config.validation.sets[name] for name in names if name in config.validation.sets}
+    tasks = {sets[name].task or name if name in sets else name for name in names}
+    return [
+        *(f"tasks.{name}.*" for name in sorted(tasks)),
+        *(f"validation.sets.{name}.*" for name in sets),
+        "environment.*",
+        "plugins",
+    ]
 
 
 def _others(envs: Sequence[str], names: Sequence[str]) -> dict[str, str]:

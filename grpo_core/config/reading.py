@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import tomllib
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeVar
 
+import attrs
 import cattrs
 
 from grpo_core.config.problems import out_of_range, problems
@@ -56,6 +58,37 @@ def parse_settings(settings: Iterable[str], onto: Mapping[str, Any] | None = Non
     for setting in settings:
         table = merge(table, parse_setting(setting))
     return table
+
+
+def check_settings(
+    changes: Mapping[str, Any], read: Collection[str], why: str, *, but: Collection[str] = ()
+) -> None:
+    """Raise ConfigError for the first key of ``--set`` that a command would ignore.
+
+    A section that does not exist is left to ``build``, which names the nearest key.
+
+    Args:
+        changes: what ``--set`` says, as tables.
+        read: patterns of the keys that the command reads, such as ``"trainer.*"``.
+        why: says what the command does with its keys.
+        but: patterns of keys among them that it does not read.
+    """
+    known = attrs.fields_dict(Config)
+    for key in _keys({name: value for name, value in changes.items() if name in known}):
+        if not _fits(key, read) or _fits(key, but):
+            raise ConfigError(f"--set {key}: {why}; it reads {', '.join(read)}")
+
+
+def _keys(table: Mapping[str, Any], above: str = "") -> Iterator[str]:
+    for key, value in table.items():
+        if isinstance(value, Mapping) and value:
+            yield from _keys(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}"
+
+
+def _fits(key: str, patterns: Collection[str]) -> bool:
+    return any(fnmatchcase(key, pattern) for pattern in patterns)
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -41,17 +41,22 @@ def is_file(path: str) -> bool:
     return Path(path).suffix in (*LINES, *TABLES)
 
 
-def read(path: str, subset: str, split: str, *, who: str) -> Rows:
-    """Read a file or data set.  Raises ConfigError if it cannot be read."""
-    suffix = Path(path).suffix
-    if is_file(path):
-        if not Path(path).is_file():
-            raise ConfigError(f"{who} {path!r}: there is no such file (from {str(Path.cwd())!r})")
-        return JsonLines(Path(path), who) if suffix in LINES else _table(path, suffix, who)
-    if suffix in (".json", ".gz", ".txt", ".xlsx"):
+def check_there(path: str, *, who: str) -> None:
+    """Raise ConfigError if a path names a file that is not there, or one of another kind."""
+    if is_file(path) and not Path(path).is_file():
+        raise ConfigError(f"{who} {path!r}: there is no such file (from {str(Path.cwd())!r})")
+    if (suffix := Path(path).suffix) in (".json", ".gz", ".txt", ".xlsx"):
         known = ", ".join((*LINES, *TABLES))
         raise ConfigError(f"{who} {path!r}: expected one of {known}, or a data set, got {suffix}")
-    return _data_set(path, subset, split, who)
+
+
+def read(path: str, subset: str, split: str, *, who: str) -> Rows:
+    """Read a file or data set.  Raises ConfigError if it cannot be read."""
+    check_there(path, who=who)
+    if not is_file(path):
+        return _data_set(path, subset, split, who)
+    suffix = Path(path).suffix
+    return JsonLines(Path(path), who) if suffix in LINES else _table(path, suffix, who)
 
 
 class JsonLines:
