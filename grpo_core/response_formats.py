@@ -39,6 +39,14 @@ def check_response_format(name: str) -> None:
         )
 
 
+def known_formats() -> list[str]:
+    """Return the names of the formats besides "auto"; none without the package."""
+    try:
+        return sorted(_formats())
+    except ConfigError:
+        return []
+
+
 def response_reader(name: str, tokenizer: Any) -> ResponseReader | None:
     """Return the reader of a format; None for "auto".
 

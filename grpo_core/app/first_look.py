@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Container, Mapping, Sequence
 from typing import overload
@@ -13,6 +14,7 @@ from grpo_core.data.sources import Source, missing
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.errors import GrpoError, ModelError
 from grpo_core.events import WarningRaised
+from grpo_core.loop.conventions import REPLIES, WITH_CALLS, misread
 from grpo_core.loop.rendering import Renderer
 from grpo_core.records import Prompt
 from grpo_core.validation.sets import HeldOut
@@ -61,6 +63,8 @@ async def first_look(
             f"task {name!r} is never validated, since its environment offers no prompts for validation; "
             "offer some, or set validation.every = 0"
         )
+    calling = [task for task in prompts if tools.get(task) or environments[task].agents is not None]
+    told |= await asyncio.to_thread(conventions, renderer, rollout.stop, calling)
     asking = {task: part for task, part in prompts.items() if environments[task].agents is None}
     told |= await _long_prompts(rollout, asking, held_out, renderer, tools)
     return [WarningRaised(step=step, cause=cause, message=message) for cause, message in told.items()]
@@ -90,6 +94,39 @@ def _without_answer(prompts: Sequence[Prompt]) -> int:
     if isinstance(prompts, Source):
         return prompts.without_answer
     return sum(missing(prompt.answer) for prompt in prompts)
+
+
+def conventions(renderer: Renderer, stop: Sequence[str], calling: Sequence[str]) -> dict[str, str]:
+    """Return the messages about replies that are not read as the chat template writes them, by cause.
+
+    Args:
+        stop: texts at which a completion stops.
+        calling: tasks whose replies may call tools.
+    """
+    told = {"misread_replies": misread(renderer, REPLIES)}
+    if calling:
+        who = f"the tool calls of task {', '.join(map(repr, calling))} fail"
+        found = misread(renderer, WITH_CALLS)
+        told["misread_calls"] = found and f"{who}: {found}"
+        end = renderer.unstopped_end(stop, call=True)
+        told["no_call_end"] = end and (
+            f"{who}: the chat template goes on after a tool call with {end[:80]!r}, where no completion "
+            "stops; name its token in eos_token_id of generation_config.json, or set rollout.stop"
+        )
+    return {cause: message for cause, message in told.items() if message}
+
+
+async def conventions_of_validation(
+    renderer: Renderer, stop: Sequence[str], held_out: Sequence[HeldOut]
+) -> dict[str, str]:
+    """Return what ``conventions`` says of the tasks and sets that are measured."""
+    calling = [
+        name
+        for part in held_out
+        for name, own in part.prompts.items()
+        if own and (part.environments[name].agents or await shown_tools(part.environments[name], own))
+    ]
+    return await asyncio.to_thread(conventions, renderer, stop, calling)
 
 
 async def _long_prompts(

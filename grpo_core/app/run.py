@@ -17,6 +17,7 @@ from attrs import asdict, evolve, frozen
 
 from grpo_core.app import provenance, workers
 from grpo_core.app.assembly import RunContext, assemble
+from grpo_core.app.first_look import conventions_of_validation
 from grpo_core.app.lengths import RunPrompts
 from grpo_core.app.parts import (
     canary_tolerance,
@@ -307,6 +308,7 @@ async def validate(
         found, told = await RunPrompts(held_out=held_out).short_enough(
             config.rollout.max_prompt_tokens, {}, renderer
         )
+        told |= await conventions_of_validation(renderer, config.rollout.stop, found.held_out)
         for message in told.values():
             status(message)
         status("validating")

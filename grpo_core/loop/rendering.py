@@ -14,6 +14,7 @@ import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -70,6 +71,7 @@ class Renderer:
     ) -> None:
         self._tokenizer = tokenizer
         self._variables = dict(chat_template_kwargs or {})
+        self.response_format = response_format
         self._read = response_reader(response_format, tokenizer)
         self._template = bool(getattr(tokenizer, "chat_template", None))
         renders = getattr(type(tokenizer), "apply_chat_template", None)
@@ -186,21 +188,53 @@ class Renderer:
         asked = self._text([_ASKED], generation=True)
         return self._template and self._text([_ASKED], generation=True, tools=tools) == asked
 
-    def unstopped_end(self, stop: Sequence[str]) -> str:
+    def unstopped_end(self, stop: Sequence[str], *, call: bool = False) -> str:
         """Return how the template ends a turn if no completion stops there, and otherwise an empty text.
 
         Args:
             stop: texts at which a completion stops.
+            call: the turn ends with a tool call, and not with a text.
         """
         if not self._template:
             return ""
-        said = _sketch({"role": "assistant", "content": "!"}, 1)
+        mark, answer = _marks(1)
+        said: list[Message] = [{"role": "assistant", "content": mark}]
+        if call:
+            function = {"name": "f", "arguments": {"x": mark}}
+            said = [
+                {"role": "assistant", "content": "", "tool_calls": [{**_CALL, "function": function}]},
+                {"role": "tool", "name": "f", "tool_call_id": _CALL["id"], "content": answer},
+            ]
         try:
-            end = self._text([_ASKED, said], generation=False).partition(said["content"])[2].strip()
+            text = self._text([_ASKED, *said], generation=False)
         except ModelError:
             return ""
+        end = text.partition(mark)[2].partition(answer)[0].strip()
         stops = any(token in self.stop_token_ids for token in self._encode(end))
         return "" if stops or any(text.strip() in end for text in stop) else end
+
+    def written(
+        self, said: Message, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the tokens before a reply, and the reply as the template writes it, up to its stop token.
+
+        Raises ModelError if the template cannot render it.
+        """
+        start = self._text([_ASKED], generation=True, tools=tools)
+        whole = self._text([_ASKED, said], generation=False, tools=tools)
+        if not whole.startswith(start):  # such as one that opens the reasoning for the model alone
+            same = next(i for i, (a, b) in enumerate(zip(start, [*whole, ""], strict=False)) if a != b)
+            start = start[: 1 + max(start.rfind(end, 0, same) for end in "\n>]")]
+        ids = self._encode(whole[len(start) :])
+        ends = next((i for i, token in enumerate(ids) if token in self.stop_token_ids), len(ids))
+        return self._encode(start), ids[: ends + 1]
+
+    def reading(self, response_format: str) -> Renderer:
+        """Return this renderer with another response format.  Raises ConfigError, ModelError."""
+        other = copy(self)
+        other.response_format = response_format
+        other._read = response_reader(response_format, self._tokenizer)
+        return other
 
     def length(self, text: str) -> int:
         """Return the number of tokens of a reply."""
@@ -348,6 +382,10 @@ class Renderer:
             )
         except (ValueError, KeyError, RecursionError):  # a garbled call is reported to the model
             return {"tool_calls": [None]}
+
+    def whole(self, token_ids: Sequence[int]) -> str:
+        """Decode tokens, with special tokens."""
+        return self._decode(token_ids)
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Decode tokens, without special tokens."""
