@@ -1,4 +1,4 @@
-"""What a chat template writes is what the response format reads: replies, reasoning and tool calls."""
+"""Replies, reasoning and tool calls are read by the response format as the chat template writes them."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import attrs
+import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
@@ -129,6 +130,17 @@ def test_bisect_names_the_first_value_that_differs(runs, run):
     changed = attrs.evolve(given.digest, weights="0", tensors=base64.b64encode(tensors).decode())
     other = attrs.evolve(other, steps={**other.steps, 4: attrs.evolve(given, digest=changed)})
     assert bisect.difference(one, other, 4) == f"after the same rollouts, {given.digest.names[3]} differs"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("turn_rewards", (0.5, 0.5)), ("token_advantages", np.array([0.5, -0.5]))]
+)
+def test_bisect_compares_what_turns_were_paid_and_what_tokens_were_trained_with(name, value, runs):
+    (group, *_) = history.read(runs[0]).groups(1)
+    first, *others = group.rollouts
+    changed = attrs.evolve(group, rollouts=(attrs.evolve(first, **{name: value}), *others))
+    assert bisect._of_groups([group], [group]) == ""
+    assert f"rollout 0: the {name} is " in bisect._of_groups([group], [changed])
 
 
 def test_the_stages_of_the_timeline_sum_to_the_time_of_the_run(runs):

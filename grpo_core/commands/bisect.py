@@ -130,8 +130,8 @@ def _of_rollouts(a: Rollout, b: Rollout) -> str:
             at, _, name = min(found)
             values = _values(mine.tokens.arrays()[name], its.tokens.arrays()[name], at)
             return f"{segment}{NAMES[name]} of token {at} is {values}"
-    for name in ("reward", "advantage", "trained"):
-        if getattr(a, name) != getattr(b, name):
+    for name in ("reward", "turn_rewards", "advantage", "token_advantages", "trained"):
+        if not np.array_equal(getattr(a, name), getattr(b, name)):
             return f"the {name} is {getattr(a, name)!r} and {getattr(b, name)!r}"
     return ""
 

@@ -238,7 +238,7 @@ _JUDGEMENT: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "answer": (lambda value: value is None or _is_text(value), "a text, or null"),
     "train": (lambda value: isinstance(value, bool), "true or false"),
 }
-"""What an environment says of a rollout: the fields, what their values are, and how to say that."""
+"""Fields of a rollout that an environment decides, with checks of their values, and descriptions of these."""
 
 
 def reconsidered(
