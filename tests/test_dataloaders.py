@@ -322,6 +322,7 @@ def test_workers_read_rows_by_index_alone(opened):
         opened(Own, workers=2).take(1)
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's call
 def test_workers_are_started_by_a_server_and_import_their_data_set(tmp_path):
     """A process with threads that forks may hang, and a worker cannot import a single file."""
     (tmp_path / "alone.py").write_text(
