@@ -285,8 +285,7 @@ def test_the_handlers_of_the_program_come_back_and_ctrl_c_ends_a_validation(made
     before = signal.signal(signal.SIGTERM, lambda *signals: None)
     try:
         mine = signal.getsignal(signal.SIGTERM)
-        with pytest.raises(GrpoError, match=r"finished \d steps; for more, add"):
-            grpo_core.train(resume=run, env=ordered, data=DATA, trainer={"steps": 1})
+        grpo_core.train(resume=run, env=ordered, data=DATA, trainer={"steps": 1})
         grpo_core.train(resume=run, env=ordered, data=DATA, trainer={"steps": 4})
         assert signal.getsignal(signal.SIGTERM) is mine
     finally:

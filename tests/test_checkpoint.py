@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -36,9 +37,14 @@ async def save_trainer(directory: Path):
     return written
 
 
+LOADER = {"prompts": 4, "fingerprint": "f", "seed": 0, "taken": 3}
+
+
 def write(parent, step=1, keep=2, save=save_trainer, disk=None, **loaders):
     async def story():
-        pipeline = {"buffer": {"step": step}}
+        stream = PromptStream(sampler=object(), loaders={}, name="mine")
+        pipeline = checkpoint.cut(Buffer(prompts_per_step=2, max_staleness=1, num_steps=50), stream)
+        pipeline["buffer"]["step"] = step
         finish = await checkpoint.begin(
             parent, step=step, pipeline=pipeline, loaders=loaders, save_trainer=save, keep=keep, disk=disk
         )
@@ -48,11 +54,11 @@ def write(parent, step=1, keep=2, save=save_trainer, disk=None, **loaders):
 
 
 def test_a_written_checkpoint_is_found_and_read(tmp_path):
-    path = write(tmp_path, step=20, **{"a/b c": {"position": 3}})
+    path = write(tmp_path, step=20, **{"a/b c": LOADER})
     found = checkpoint.newest(tmp_path)
     assert (found.directory, found.step, found.passed_over) == (path, 20, ())
-    assert checkpoint.read_pipeline(path)["buffer"] == {"step": 20}
-    assert checkpoint.read_loader(path, "a/b c") == {"position": 3}
+    assert checkpoint.read_pipeline(path)["buffer"]["step"] == 20
+    assert checkpoint.read_loader(path, "a/b c") == LOADER
     assert checkpoint.read_loader(path, "other") is None
     assert {p.name for p in path.iterdir()} == {
         "manifest.json",
@@ -185,7 +191,7 @@ def test_if_all_checkpoints_are_damaged_all_are_named(tmp_path):
     text = str(caught.value)
     assert "no checkpoint can be used" in text
     assert "step-000001: pipeline.json is missing" in text
-    assert "step-000002: manifest.json cannot be read" in text
+    assert re.search(r"step-000002: .*manifest\.json: Expecting property name", text)
     assert "step-000003.partial: was never finished" in text
 
 

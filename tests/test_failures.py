@@ -523,7 +523,7 @@ LIBRARIES = [
 def test_a_library_without_memory_ends_the_command_with_one_line(chain, monkeypatch, capsys):
     from grpo_core import cli
 
-    monkeypatch.setattr(cli, "app", lambda *arguments, **options: _fails(*chain))
+    monkeypatch.setattr(cli, "make_app", lambda chosen: lambda *given, **options: _fails(*chain))
     with pytest.raises(SystemExit) as ended:
         cli.main()
     told = capsys.readouterr().err
@@ -535,7 +535,9 @@ def test_a_library_without_memory_ends_the_command_with_one_line(chain, monkeypa
 def test_any_other_error_of_a_library_keeps_its_traceback(monkeypatch, capsys):
     from grpo_core import cli
 
-    monkeypatch.setattr(cli, "app", lambda *arguments, **options: _fails(ValueError("no idea")))
+    monkeypatch.setattr(
+        cli, "make_app", lambda chosen: lambda *given, **options: _fails(ValueError("no idea"))
+    )
     with pytest.raises(SystemExit):
         cli.main()
     told = capsys.readouterr().err

@@ -22,7 +22,7 @@ import torch
 from attrs import define, field
 
 from grpo_core.environments.feedback import as_feedback
-from grpo_core.errors import EngineError, TrainerError
+from grpo_core.errors import EngineError, ModelError, TrainerError
 from grpo_core.incidents import report
 from grpo_core.losses import named
 from grpo_core.losses.aggregation import total
@@ -146,6 +146,11 @@ def target(task: str, kind: int, length: int) -> list[int]:
     return [rng.randrange(2, VOCABULARY) for _ in range(length)] + [0]
 
 
+def _class_of(prompt_ids: Sequence[int]) -> int:
+    """Return the class of a prompt; the end of a long one, which a canary may be, counts as the first."""
+    return max(0, int(prompt_ids[0]) - FIRST)
+
+
 class Renderer:
     """A prompt is its class and some words; a completion's text has a letter for each token but the stop."""
 
@@ -176,8 +181,11 @@ class Renderer:
     def length(self, text: str) -> int:
         return len(text)
 
-    def unstopped_end(self, stop: Sequence[str]) -> str:
+    def unstopped_end(self, stop: Sequence[str], *, call: bool = False) -> str:
         return ""
+
+    def written(self, said: Message, tools: Sequence[Any] = ()) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        raise ModelError("there is no template that writes replies")
 
     def ignores(self, tools: Sequence[Any]) -> bool:
         return True
@@ -365,7 +373,7 @@ class Engine:
 
     def _sampled(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         n, most = len(requests), max(request.max_tokens for request in requests)
-        kinds = np.array([int(request.prompt_ids[0]) - FIRST for request in requests])
+        kinds = np.array([_class_of(request.prompt_ids) for request in requests])
         temperature = requests[0].temperature * self._world.warmth or 1.0
         dice = np.stack([np.random.default_rng(request.seed).random(most) for request in requests])
         ids, logprobs = np.zeros((n, most), np.int32), np.zeros((n, most), np.float32)
@@ -444,7 +452,7 @@ class Learner(Trainer):
         return self._own + share * self._common if share else self._own
 
     def _likeliest(self, prompt: tuple[int, ...]) -> Canary:
-        log = torch.log_softmax(self._logits().detach()[prompt[0] - FIRST, 0], 0)
+        log = torch.log_softmax(self._logits().detach()[_class_of(prompt), 0], 0)
         best = log.argsort(descending=True)[:5]
         return Canary(prompt_ids=prompt, token_ids=tuple(best.tolist()), logprobs=tuple(log[best].tolist()))
 
