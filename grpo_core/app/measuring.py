@@ -63,6 +63,8 @@ class Measurement:
         finally:
             for event in played:
                 write_validation(self.directory, event.version, event.groups)
+            if not played:
+                self.directory.rmdir()  # it ended before its results
         report = self._report(results)
         provenance.write(self.directory, self.config, self.host)
         text = json.dumps(report, indent=2)
