@@ -10,7 +10,7 @@ from grpo_core import interrupts
 def main() -> None:
     """Run the command line."""
     try:
-        interrupts.handle()  # the imports take long enough for a ctrl-C
+        interrupts.begin()  # the imports take long enough for a ctrl-C
         from grpo_core import cli
 
         cli.main()

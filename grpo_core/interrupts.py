@@ -6,6 +6,7 @@ that, so the next receiver gets such a signal as well.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
@@ -25,6 +26,26 @@ Receive = Callable[[str], object]
 _receivers: list[Receive] = []
 _raised: list[str] = []
 """Signals that have raised KeyboardInterrupt."""
+_left = False
+"""Whether the program leaves."""
+
+
+def begin() -> None:
+    """Handle the signals of a program that has just started."""
+    atexit.register(_end_of_left)  # the first is called last
+    sys.unraisablehook = _raise_again
+    handle()
+
+
+def _raise_again(ignored: sys.UnraisableHookArgs) -> None:
+    """Send a signal again whose KeyboardInterrupt Python has swallowed, as in the callbacks of an import."""
+    if not isinstance(ignored.exc_value, KeyboardInterrupt) or not _raised:
+        sys.__unraisablehook__(ignored)
+        return
+    number = signal.Signals[_raised.pop()]
+    again = threading.Timer(0.01, os.kill, [os.getpid(), number])  # when the callback has returned
+    again.daemon = True
+    again.start()
 
 
 def handle() -> dict[signal.Signals, Any]:
@@ -81,16 +102,21 @@ def raise_interrupt(name: str) -> None:
 
 def leave() -> NoReturn:
     """Exit with ``INTERRUPTED``, also if a thread or a library does not come to its end."""
+    global _left
+    import logging  # not before it is needed: ``begin`` is called first of all
 
-    def end() -> None:
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
-        os._exit(INTERRUPTED)
-
-    import logging  # not before it is needed: ``handle`` is called first of all
-
+    _left = True
     logging.disable()  # tasks that were interrupted are no news
-    watchdog = threading.Timer(LEAVING, end)
+    watchdog = threading.Timer(LEAVING, _end_of_left)
     watchdog.daemon = True
     watchdog.start()
     sys.exit(INTERRUPTED)
+
+
+def _end_of_left() -> None:
+    """End a program that leaves, with its status: Python kills itself if code of ``exec`` was interrupted."""
+    if _left:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                stream.flush()
+        os._exit(INTERRUPTED)

@@ -56,6 +56,26 @@ def test_a_signal_that_a_library_swallows_ends_the_next_event_loop(number):
     assert not interrupts._raised
 
 
+def test_a_signal_that_python_itself_swallows_comes_again():
+    """Its interpreter ignores what a callback of a weak reference raises; imports have such callbacks."""
+    program = """
+import signal, time, weakref
+from grpo_core import interrupts
+
+class Referent: pass
+
+interrupts.begin()
+referent = Referent()
+reference = weakref.ref(referent, lambda _: signal.raise_signal(signal.SIGTERM))
+try:
+    exec("del referent; time.sleep(60)")
+except KeyboardInterrupt:
+    interrupts.leave()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+    assert (ended.returncode, ended.stderr) == (130, "")
+
+
 def test_a_program_that_nohup_has_started_ignores_sighup_in_its_loop():
     async def heard():
         for number in (signal.SIGHUP, signal.SIGHUP):
