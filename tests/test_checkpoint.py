@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from any_records import any_groups
 from attrs import evolve
+from cuts import loader_at, pipeline_at
 from hypothesis import given, settings
 
 from grpo_core.data.loaders import TaskLoader
@@ -37,16 +38,16 @@ async def save_trainer(directory: Path):
     return written
 
 
-LOADER = {"prompts": 4, "fingerprint": "f", "seed": 0, "taken": 3}
-
-
 def write(parent, step=1, keep=2, save=save_trainer, disk=None, **loaders):
     async def story():
-        stream = PromptStream(sampler=object(), loaders={}, name="mine")
-        pipeline = checkpoint.cut(Buffer(prompts_per_step=2, max_staleness=1, num_steps=50), stream)
-        pipeline["buffer"]["step"] = step
         finish = await checkpoint.begin(
-            parent, step=step, pipeline=pipeline, loaders=loaders, save_trainer=save, keep=keep, disk=disk
+            parent,
+            step=step,
+            pipeline=pipeline_at(step),
+            loaders=loaders,
+            save_trainer=save,
+            keep=keep,
+            disk=disk,
         )
         return await finish()
 
@@ -54,11 +55,11 @@ def write(parent, step=1, keep=2, save=save_trainer, disk=None, **loaders):
 
 
 def test_a_written_checkpoint_is_found_and_read(tmp_path):
-    path = write(tmp_path, step=20, **{"a/b c": LOADER})
+    path = write(tmp_path, step=20, **{"a/b c": loader_at(3)})
     found = checkpoint.newest(tmp_path)
     assert (found.directory, found.step, found.passed_over) == (path, 20, ())
     assert checkpoint.read_pipeline(path)["buffer"]["step"] == 20
-    assert checkpoint.read_loader(path, "a/b c") == LOADER
+    assert checkpoint.read_loader(path, "a/b c") == loader_at(3)
     assert checkpoint.read_loader(path, "other") is None
     assert {p.name for p in path.iterdir()} == {
         "manifest.json",

@@ -214,6 +214,7 @@ def workspace(tmp_path_factory):
     for page in RUN_HERE:
         for block in blocks(page):
             if block.title:
+                (directory / block.title).parent.mkdir(exist_ok=True)
                 (directory / block.title).write_text(block.text)
     rows = [{"question": f"What is {n} + 1?", "answer": f"#### {n + 1}"} for n in range(40)]
     for name in ("train.jsonl", "test.jsonl"):

@@ -16,7 +16,7 @@ from grpo_core.config import Config, TrainerConfig
 from grpo_core.errors import ConfigError
 from grpo_core.events import Saved, StepEnded, Validated
 from grpo_core.loop.endings import Goal, TimeLimit
-from grpo_core.testing import FakeTrainer, prompts
+from grpo_core.testing import FakeTrainer
 from grpo_core.versions import Interval
 
 
@@ -178,4 +178,4 @@ def test_what_is_no_time_to_come_is_refused(text):
 @pytest.mark.parametrize(("epochs", "steps"), [(0.0, 7), (1.0, 4), (2.5, 9), (0.01, 1)])
 def test_epochs_are_as_many_steps_as_it_takes_to_draw_all_prompts(epochs, steps):
     config = Config(trainer=TrainerConfig(steps=7, epochs=epochs, prompts_per_step=8))
-    assert with_steps(config, {"a": prompts(20), "b": prompts(8)}).trainer.steps == steps
+    assert with_steps(config, {"a": 20, "b": 8}).trainer.steps == steps

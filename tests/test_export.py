@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 import yaml
+from cuts import pipeline_at
 from safetensors.torch import load_file
 from test_lora import setup as lora_setup
 from test_lora import trained
@@ -45,7 +46,7 @@ def saved_run(path: Path, trainer: TorchTrainer, config: Config, step: int = 3) 
 
     async def begin() -> None:
         written = await checkpoint.begin(
-            run.checkpoints, step=step, pipeline={}, loaders={}, save_trainer=save, keep=9
+            run.checkpoints, step=step, pipeline=pipeline_at(step), loaders={}, save_trainer=save, keep=9
         )
         await written()
 

@@ -97,7 +97,6 @@ def test_the_same_key_is_taken_where_it_has_an_effect(host: PluginHost, table: d
 @pytest.mark.parametrize(
     ("name", "options", "betas", "message"),
     [
-        ("adamw", {"moments": "bfloat16"}, [0.9, 0.999], r"trainer\.betas = \[0\.9, 0\.999\]: moments of"),
         ("adamw", {"eps": nan}, [0.9, 0.95], "eps is nan"),
         ("muon", {"momentum": nan}, [0.9, 0.95], "momentum is nan"),
     ],
@@ -108,15 +107,6 @@ def test_an_optimizer_that_could_not_be_made_is_refused(
     table = {"optimizer": {"name": name, "options": options}, "trainer": {"betas": betas}}
     with pytest.raises(PluginError, match=message):
         checked(host, table)
-
-
-@pytest.mark.parametrize(
-    ("options", "betas"), [({"moments": "bfloat16"}, [0.9, 0.99]), ({}, [0.9, 0.999])], ids=str
-)
-def test_moments_of_bfloat16_are_taken_where_they_decay(
-    host: PluginHost, options: dict[str, Any], betas: list[float]
-) -> None:
-    checked(host, {"optimizer": {"options": options}, "trainer": {"betas": betas}})
 
 
 ENGINE = """

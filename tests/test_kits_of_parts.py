@@ -241,7 +241,6 @@ declares_nothing_that_it_keeps.state = lambda name, shape, **options: {"velocity
     ("function", "options"),
     [
         (optimizers.adamw, {}),
-        (optimizers.adamw, {"moments": "bfloat16"}),
         (optimizers.muon, {}),
         pytest.param(
             optimizers.adamw_torchao, {}, marks=pytest.mark.skipif(not find_spec("torchao"), reason="torchao")

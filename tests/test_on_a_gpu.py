@@ -26,7 +26,8 @@ from grpo_core.demo import tiny
 from grpo_core.engines.local import columns
 from grpo_core.engines.local.llama import Llama, Shape
 from grpo_core.errors import ConfigError
-from grpo_core.training import digest, lora, narrow, packing, resting
+from grpo_core.protocols import ParameterGroup
+from grpo_core.training import digest, lora, packing, resting
 from grpo_core.training import group as groups
 from grpo_core.training import logprobs as fused
 from grpo_core.training import model as models
@@ -34,6 +35,7 @@ from grpo_core.training import trainer as trainers
 from grpo_core.training.budget import overhead
 from grpo_core.training.logprobs import token_logprobs
 from grpo_core.training.model import ModelSource
+from grpo_core.training.optimizers import adamw_torchao
 from grpo_core.training.passes import Passes
 from grpo_core.training.ranks import Alone
 from grpo_core.training.setup import TrainerSetup
@@ -213,14 +215,6 @@ def test_what_leaves_a_gpu_goes_to_one_pinned_block_and_is_complete_before_its_m
     assert list(runtime.pinned.values()) == [3 * 8000], "once: the block is kept"
 
 
-def test_the_state_of_a_gpu_is_updated_in_larger_chunks(monkeypatch):
-    monkeypatch.setattr(narrow, "CHUNK", 2)
-    monkeypatch.setattr(narrow, "GPU_CHUNK", 3)
-    flat = torch.arange(4.0)
-    assert [len(each) for (each,) in narrow._chunks(flat)] == [2, 2]
-    assert [len(each) for (each,) in narrow._chunks(on_gpu(flat))] == [3, 1]
-
-
 @pytest.mark.parametrize(("device", "times"), [("cpu", 0), ("cuda", 1)])
 def test_a_trainer_that_rests_gives_the_memory_that_torch_keeps_to_the_engine_on_its_gpu(
     monkeypatch, model, device, times
@@ -265,7 +259,9 @@ def test_updates_of_8_bits_are_compiled_on_a_gpu_and_not_on_a_cpu(monkeypatch):
     seen = []
     for device in ("cpu", "meta"):
         parameter = torch.nn.Parameter(torch.zeros(4, device=device))
-        narrow.torchao_adamw([{"params": [parameter]}], eps=1e-8).step()
+        group = ParameterGroup(parameters={"w": parameter}, lr=0.1, weight_decay=0.0, betas=(0.9, 0.95))
+        (optimizer,) = adamw_torchao([group])
+        optimizer.step()
     assert seen == [("force_eager",), ()]
 
 

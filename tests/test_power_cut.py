@@ -7,6 +7,7 @@ import json
 import random
 
 import pytest
+from cuts import loader_at, pipeline_at
 from simulation.disk import Dead, FaultyDisk
 
 from grpo_core.errors import CheckpointError
@@ -27,8 +28,8 @@ async def save(disk, parent, step, keep, spared=lambda steps: ()):
     finish = await checkpoint.begin(
         parent,
         step=step,
-        pipeline={"buffer": {"step": step}},
-        loaders={"task": {"position": step}},
+        pipeline=pipeline_at(step),
+        loaders={"task": loader_at(step)},
         save_trainer=save_trainer,
         keep=keep,
         spared=spared,
@@ -68,8 +69,8 @@ def check(root, saved):
         return 0
     assert found.step >= max(saved, default=0)
     step = found.step
-    assert checkpoint.read_pipeline(found.directory)["buffer"] == {"step": step}
-    assert checkpoint.read_loader(found.directory, "task") == {"position": step}
+    assert checkpoint.read_pipeline(found.directory)["buffer"]["step"] == step
+    assert checkpoint.read_loader(found.directory, "task") == loader_at(step)
     weights = found.directory / "trainer" / "model.safetensors"
     assert weights.read_bytes() == b"weights of step %d" % step
     return step

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from cuts import pipeline_at
 from simulation.disk import Dead, FaultyDisk
 from test_ranks import FULL, configured, run
 from test_ranks import model as model  # a fixture
@@ -73,7 +74,7 @@ async def save(disk: FaultyDisk, parent: Path, step: int, files: Files, chance: 
 
         return write
 
-    cut: dict[str, Any] = {"pipeline": {"buffer": {}}, "loaders": {}}
+    cut: dict[str, Any] = {"pipeline": pipeline_at(1), "loaders": {}}
     finish = await checkpoint.begin(parent, step=step, **cut, save_trainer=save_trainer, keep=1, disk=disk)
     await finish()
 
@@ -148,7 +149,7 @@ def test_a_rank_that_is_killed_while_it_writes_costs_only_the_current_save(
                     os.mkfifo(directory / "optimizer" / "state.json")
                 return await trainer.save(directory)
 
-            about: dict[str, Any] = {"pipeline": {"buffer": {}}, "loaders": {}}
+            about: dict[str, Any] = {"pipeline": pipeline_at(1), "loaders": {}}
             finish = await checkpoint.begin(tmp_path, step=step, **about, save_trainer=save_trainer, keep=1)
             return await finish()
 
