@@ -329,7 +329,7 @@ def test_a_field_of_answers_that_no_row_has_ends_the_start(here):
     (here / "rows.jsonl").write_text('{"prompt": "1+1=", "gold": "2"}\n')
     message = refused(here, "train", *SORT, "--set", "tasks.sort.source.path=rows.jsonl",
                       "--set", "tasks.sort.source.answer=answr")  # fmt: skip
-    assert "no row has the field 'answr', which source.answer names" in message
+    assert "no row has a value in the field 'answr', which source.answer names" in message
 
 
 @pytest.mark.long

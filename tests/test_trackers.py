@@ -331,15 +331,15 @@ events = {
     "metrics.jsonl": [StepEnded(step=1, metrics={"loss": 0.5})] * 1000,
     "rollouts/step-000001.jsonl.partial": [GroupsReady(step=0, groups=(group(rollouts=500),))],
 }[sys.argv[2]]
-if sys.argv[2] == "metrics.jsonl":  # its file is the larger one, since it holds the lines of a life before
-    lines = Path(sys.argv[1], "run", "metrics.jsonl")
+if sys.argv[2] == "metrics.jsonl":  # its file is the larger one, since it holds the line of a life before
     from grpo_core.run_directory import RunDirectory
     record_into = RunDirectory.create
     def create(path, config):
         run = record_into(path, config)
-        lines.write_text('{"step": -1}\\n' * 400)
+        (path / "metrics.jsonl").write_text('{"step": 0, "' + 5800 * "x" + '": 0.5}\\n')
         return run
     RunDirectory.create = create
+    RunDirectory.forget_after = lambda *given: None
 resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
 config = Config(tracking=TrackingConfig(trackers=["files"], options={"files": {"compress": False}}))
 record(Path(sys.argv[1], "run"), events, config)

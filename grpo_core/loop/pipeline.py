@@ -661,6 +661,8 @@ class Pipeline:
         """
         if self._training is None or self.save is None:
             return
+        if isinstance(error, TrainerError):  # the step of a trainer that is gone would never end
+            self._training.cancel()
         failure = Failure(error=shortened(describe(error)), proved=self.proved)
         seconds, why = self.schedule.ending, ""
         try:
