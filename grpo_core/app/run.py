@@ -186,8 +186,10 @@ async def _train(
                 spare_the_collector()
                 reason, steps = await pipeline.run(), pipeline.buffer.num_steps
                 step = pipeline.buffer.step
+                proved, unproved = pipeline.proved, pipeline.unproved
             else:
                 reason, steps = over.reason, over.steps
+                proved, unproved = None, 0
                 config = evolve(config, trainer=evolve(config.trainer, steps=steps))
                 emit(_started(config, around, over.buffer))
     except BaseException as error:
@@ -210,8 +212,8 @@ async def _train(
         first=watched.scores.first,
         last=watched.scores.last,
         seconds=time.monotonic() - began,
-        proved=pipeline.proved,
-        unproved=pipeline.unproved,
+        proved=proved,
+        unproved=unproved,
     )
 
 
