@@ -439,9 +439,8 @@ def test_a_broken_loss_or_advantage_is_one_line_that_names_it(here, part, name, 
         here, "train", *FORTY, *LONG, "--set", f"{part}.name=./objectives.py:{name}", "--output", "run"
     )
     line, *hint = [line for line in done.stderr.splitlines() if line]
-    assert all(each.startswith("run: run (continue with: ") for each in hint), (
-        "where it is, if it has trained"
-    )
+    known = ("run: run (continue with: ", "step ")
+    assert all(each.startswith(known) for each in hint), "where it is and what is saved, if it has trained"
     assert line.startswith("grpo-core: " + message.format(file=here / "objectives.py"))
     assert done.returncode == 1
     log = (here / "run" / "logs" / "trainer.log").read_text()
