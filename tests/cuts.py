@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a pipeline, for tests of its files."""
+"""States of a pipeline and of loaders as checkpoints hold them."""
 
 from __future__ import annotations
 
