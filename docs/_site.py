@@ -28,7 +28,7 @@ OUTSIDE = {
     "changelog.md": "CHANGELOG.md",
 }
 """Page of the site, and the file of the repository that it shows."""
-PUBLIC = ("grpo_core", "grpo_core.losses", "grpo_core.testing", "grpo_core.engine_kit")
+PUBLIC = ("grpo_core", "grpo_core.losses", "grpo_core.testing", "grpo_core.kit")
 """Modules whose names are public."""
 LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
 

@@ -7,7 +7,7 @@ grpo-core train --env math:sort --engine ./examples/custom_engine.py:MyEngine
 import random
 
 import grpo_core as grpo
-from grpo_core.engine_kit import (
+from grpo_core.kit import (
     ChildEngine,
     DecodingServer,
     check_request,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import grpo_core as grpo
-from grpo_core.engine_kit import Child, PluginHost, SharedMemoryWriter, TrainerConfig, needs_of
+from grpo_core.kit import Child, PluginHost, SharedMemoryWriter, TrainerConfig, needs_of
 
 UNKNOWN = (
     "updates_per_step", "betas", "reference_every", "activations", "weights",

@@ -1,7 +1,7 @@
 """Asynchronous GRPO for language models: domains are plugins, async RL is the core.
 
 This is the public API: the names of ``__all__``, ``grpo_core.testing`` for tests of plugins, and
-``grpo_core.engine_kit`` for engines.  Every other module is internal.  A name is loaded on first use, so
+``grpo_core.kit`` for engines.  Every other module is internal.  A name is loaded on first use, so
 importing the package loads neither torch nor transformers.
 """
 

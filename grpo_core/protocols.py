@@ -366,7 +366,7 @@ class DataPlane(Protocol):
 
     Its factory is called as ``factory(placement, **options)`` and must return at once; it raises ConfigError
     if it cannot work with the run's placement.  For a plane that keeps tokens outside of the run's process,
-    ``grpo_core.engine_kit.RemotePlane`` does all but the keeping.
+    ``grpo_core.kit.RemotePlane`` does all but the keeping.
     """
 
     remote: bool

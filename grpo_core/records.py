@@ -359,7 +359,7 @@ class Weights:
     """Number of steps that made them: a step trains version n into n + 1."""
     location: str
     """A path that can be memory-mapped by any process of this machine while the trainer lives; or, for an
-    engine that declares other transports, what ``grpo_core.engine_kit.read_weights`` reads."""
+    engine that declares other transports, what ``grpo_core.kit.read_weights`` reads."""
     nbytes: int
     """Bytes of all tensors together."""
     tensors: tuple[TensorInfo, ...]
@@ -368,7 +368,7 @@ class Weights:
     """Predictions that an engine with these weights must reproduce; see ``grpo_core.loop.canary``."""
     base: str = ""
     """Directory of the model to which the tensors, which are adapters, are added; empty if they are the whole
-    model.  ``read_weights`` and ``read_buckets`` of ``grpo_core.engine_kit`` add them."""
+    model.  ``read_weights`` and ``read_buckets`` of ``grpo_core.kit`` add them."""
 
 
 @frozen(kw_only=True)

@@ -11,7 +11,7 @@ from typing import Any
 from attrs import frozen
 
 from grpo_core import DataPlaneError
-from grpo_core.engine_kit import RemotePlane
+from grpo_core.kit import RemotePlane
 
 
 @frozen

@@ -867,7 +867,7 @@ class Careless:
     async def update_weights(self, weights):
         import torch
 
-        from grpo_core.engine_kit import read_weights
+        from grpo_core.kit import read_weights
         from grpo_core.training import model
 
         tensors = read_weights(weights)
@@ -912,7 +912,7 @@ def test_a_law_of_engines_says_what_was_asked_and_what_was_expected(tmp_path):
     assert "with top_k=3 the logprob of a token differs from that of transformers' warpers" in told[cut]
     assert "the engine ignores top_k=3, or cuts the distribution in another way" in told[cut]
     assert "a request with {'prompt_ids': ()} raised " in told[refused]
-    assert "; expected EngineError, see check_request of grpo_core.engine_kit" in told[refused]
+    assert "; expected EngineError, see check_request of grpo_core.kit" in told[refused]
     assert "stop=" in told[stop]
     assert "expected it to end with the token" in told[stop]
     assert (

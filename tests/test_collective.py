@@ -27,6 +27,7 @@ from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.engines.local.server import Server
 from grpo_core.engines.pool import EnginePool
 from grpo_core.errors import ConfigError, ModelError, WeightSyncError
+from grpo_core.loop.agreement import Tolerance
 from grpo_core.records import EngineSetup, GenerationRequest
 from grpo_core.testing import EngineUnderTest, make_test_model
 from grpo_core.training.ranks import Alone
@@ -185,7 +186,7 @@ def test_engines_go_on_whatever_happens_to_them_or_to_the_trainer_in_a_weight_sy
         return made[-1]
 
     async def story():
-        pool = EnginePool(make, 2, tolerance=1e-3, deadline=60.0)
+        pool = EnginePool(make, 2, tolerance=Tolerance(1e-3), deadline=60.0)
         tried = EngineUnderTest(engine=pool, model=model, writer=CollectiveWriter(CPU, "127.0.0.1"))
         await pool.update_weights(tried.publish(0))
         monkeypatch.setattr(collective.Line, "send_block", killing)

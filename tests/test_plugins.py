@@ -495,7 +495,7 @@ def test_every_hook_has_a_kind_and_a_docstring():
     "code",
     [
         "import grpo_core",
-        "import grpo_core.testing, grpo_core.engine_kit",
+        "import grpo_core.testing, grpo_core.kit",
         "from grpo_core.plugins.host import *; listing(PluginHost.discover())",
     ],
 )

@@ -31,7 +31,7 @@ import grpo_core
 ROOT = Path(__file__).parent.parent
 SNAPSHOT = ROOT / "tests" / "public_api.txt"
 WRITE = "python tests/test_public_api.py --write"
-PUBLIC = ("grpo_core", "grpo_core.engine_kit", "grpo_core.losses", "grpo_core.testing")
+PUBLIC = ("grpo_core", "grpo_core.kit", "grpo_core.losses", "grpo_core.testing")
 PLUGINS = sorted(path for path in ROOT.glob("plugins/*/**/*.py") if "build" not in path.parts)
 EXAMPLES = sorted(ROOT.glob("examples/*.py"))
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("plugins/*/README.md"))]
@@ -104,7 +104,7 @@ def test_code_in_documents_uses_the_public_api_alone(path: Path) -> None:
     ("code", "found"),
     [
         ("import grpo_core as grpo\ngrpo.Prompt", set()),
-        ("from grpo_core import Prompt, testing\nfrom grpo_core.engine_kit import ChildEngine", set()),
+        ("from grpo_core import Prompt, testing\nfrom grpo_core.kit import ChildEngine", set()),
         ("import grpo_core.testing\ngrpo_core.testing.run", set()),
         ("import grpo_core.loop.buffer", {"grpo_core.loop.buffer"}),
         ("from grpo_core.loop import buffer", {"grpo_core.loop.buffer"}),

@@ -19,7 +19,7 @@ def takes_weights_by(*transports: Transport) -> Callable[[FactoryT], FactoryT]:
     """Decorates an engine's factory (a class or a function) with the transports that its engines can take.
 
     Without it, weights come as ``"shm"``: a file that the engine maps.  An engine that reads weights with
-    ``grpo_core.engine_kit.read_weights`` can take them by all three.
+    ``grpo_core.kit.read_weights`` can take them by all three.
 
         @takes_weights_by("shm", "cuda_ipc", "collective")
         class MyEngine(ChildEngine): ...

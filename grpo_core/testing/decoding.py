@@ -43,7 +43,7 @@ from grpo_core.weights.shm import SharedMemoryWriter
 PATIENCE = 60.0
 """Seconds after which what should have been answered is lost."""
 
-REFUSED = "expected EngineError, see check_request of grpo_core.engine_kit"
+REFUSED = "expected EngineError, see check_request of grpo_core.kit"
 
 SMALL = GenerationRequest(prompt_ids=(5, 6, 7), max_tokens=5, seed=3)
 

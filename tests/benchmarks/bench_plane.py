@@ -25,7 +25,7 @@ from attrs import evolve
 
 from grpo_core.app.parts import make_data_plane, make_placement
 from grpo_core.config import DataPlaneConfig, PlacementConfig
-from grpo_core.engine_kit import DataPlane
+from grpo_core.kit import DataPlane
 from grpo_core.loop.rows import make_batch
 from grpo_core.plugins.host import PluginHost
 from grpo_core.processes import Call

@@ -28,7 +28,7 @@ from grpo_core import EngineSetup, GenerationRequest, Weights
 from grpo_core.app.placement import LocalPlacement
 from grpo_core.app.workers import make_engine, workers_of
 from grpo_core.config import EngineConfig
-from grpo_core.engine_kit import PluginHost
+from grpo_core.kit import PluginHost
 from grpo_core.testing import SharedMemoryWriter
 from grpo_plugin_vllm.http import HttpEngine
 

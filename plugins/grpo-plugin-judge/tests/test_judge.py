@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 import grpo_core as grpo
-from grpo_core.engine_kit import EnvironmentProcess
+from grpo_core.kit import EnvironmentProcess
 from grpo_core.testing import make_offer, run
 from grpo_plugin_judge.asking import Asker, JudgeModel, Pace
 from grpo_plugin_judge.cache import Cache

@@ -23,7 +23,7 @@ from aiohttp import web
 from serving import serving
 
 import grpo_core as grpo
-from grpo_core.engine_kit import EnvironmentProcess
+from grpo_core.kit import EnvironmentProcess
 from grpo_core.testing import HostedEnvironment, make_offer
 from grpo_plugin_nemo_gym.environment import NeMoGym
 from grpo_plugin_nemo_gym.responses import messages_of, response_of

@@ -18,7 +18,7 @@ from typing import Any
 from attrs import evolve, field, frozen
 
 from grpo_core import ChildDied, ConfigError, EngineError, GrpoError, PluginError
-from grpo_core.engine_kit import Incident, Offer, RemoteTraceback, report
+from grpo_core.kit import Incident, Offer, RemoteTraceback, report
 
 ENVIRON = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 """Environment variables that choose Ray's coming defaults, about which it warns."""

@@ -17,7 +17,7 @@ from typing import Any
 from attrs import field, frozen
 
 from grpo_core import ConfigError, DataPlaneError
-from grpo_core.engine_kit import Placement, RemotePlane
+from grpo_core.kit import Placement, RemotePlane
 from grpo_plugin_ray.cluster import brief, load
 from grpo_plugin_ray.placement import RayPlacement
 

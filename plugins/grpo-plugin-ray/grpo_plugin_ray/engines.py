@@ -32,7 +32,7 @@ from grpo_core import (
     Weights,
     WeightSyncError,
 )
-from grpo_core.engine_kit import (
+from grpo_core.kit import (
     COLLECTIVE,
     Copies,
     Incident,

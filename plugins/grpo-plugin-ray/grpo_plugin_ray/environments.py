@@ -20,7 +20,7 @@ from grpo_core import (
     Prompt,
     SessionStart,
 )
-from grpo_core.engine_kit import (
+from grpo_core.kit import (
     EnvironmentConfig,
     EnvironmentProcess,
     Incident,

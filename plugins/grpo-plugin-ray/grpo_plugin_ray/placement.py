@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from grpo_core import ConfigError, Engine, EngineSetup
-from grpo_core.engine_kit import (
+from grpo_core.kit import (
     Devices,
     EngineConfig,
     EnvironmentSpec,

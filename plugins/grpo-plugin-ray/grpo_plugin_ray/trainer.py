@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 from attrs import evolve, frozen
 
 from grpo_core import ChildDied, ConfigError, DeadlineExceeded, GrpoError, TrainerError, TrainerSetup
-from grpo_core.engine_kit import Child, ProcessTrainer, RankProcess, TrainerConfig
+from grpo_core.kit import Child, ProcessTrainer, RankProcess, TrainerConfig
 from grpo_plugin_ray.cluster import PluginRequirement, answer_of, load, where
 from grpo_plugin_ray.placement import NO_GPU, named_gpus
 

@@ -27,12 +27,12 @@ pytest.importorskip("grpo_plugin_ray")
 from grpo_core.agents.server import AgentServer
 from grpo_core.config import EnvironmentConfig
 from grpo_core.demo.tiny import encode, make_tiny_model
-from grpo_core.engine_kit import EnvironmentSpec
 from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.engines.pool import EnginePool
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.errors import ConfigError, EngineError, ModelError, PluginError, WeightSyncError
 from grpo_core.incidents import reported_to
+from grpo_core.kit import EnvironmentSpec
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, play
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Canary, EngineSetup, Episode, GenerationRequest, Prompt, Weights
@@ -710,7 +710,7 @@ def test_ray_gives_no_engine_the_gpu_of_the_trainer(tmp_path):
 CHOICES = """
 import os, ray
 from grpo_core.config import EngineConfig, TrainerConfig
-from grpo_core.engine_kit import PluginHost
+from grpo_core.kit import PluginHost
 from grpo_core.errors import ConfigError
 from grpo_plugin_ray import cluster
 from grpo_plugin_ray.placement import RayPlacement

@@ -25,7 +25,7 @@ pytest.importorskip("grpo_plugin_ray")
 from grpo_core import ConfigError, PluginError, TrainerError
 from grpo_core.app.preflight import check
 from grpo_core.commands.running import configured
-from grpo_core.engine_kit import ProcessTrainer, read_weights
+from grpo_core.kit import ProcessTrainer, read_weights
 from grpo_plugin_ray import trainer as ray_trainer
 from grpo_plugin_ray.cluster import ENVIRON, ENVIRON_ALONE
 from grpo_plugin_ray.cluster import load as load_ray

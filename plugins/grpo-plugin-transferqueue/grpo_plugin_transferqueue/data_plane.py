@@ -21,7 +21,7 @@ from typing import Any
 from attrs import frozen
 
 from grpo_core import ConfigError, DataPlaneError
-from grpo_core.engine_kit import Placement, RemotePlane
+from grpo_core.kit import Placement, RemotePlane
 from grpo_plugin_transferqueue.servers import (
     DEADLINE,
     ENVIRON,

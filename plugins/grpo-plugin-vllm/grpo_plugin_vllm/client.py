@@ -11,7 +11,7 @@ import stamina
 
 import grpo_core
 from grpo_core import ConfigError, EngineError
-from grpo_core.engine_kit import report
+from grpo_core.kit import report
 
 NAME = "engine vllm:http"
 """Name of the engine in messages."""

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from grpo_core import ConfigError, EngineSetup
-from grpo_core.engine_kit import ChildEngine, takes_weights_by
+from grpo_core.kit import ChildEngine, takes_weights_by
 from grpo_plugin_vllm.memory import memory
 from grpo_plugin_vllm.options import Options
 

@@ -28,7 +28,7 @@ from grpo_core import (
     Weights,
     WeightSyncError,
 )
-from grpo_core.engine_kit import check_request, read_weights, report
+from grpo_core.kit import check_request, read_weights, report
 from grpo_plugin_vllm.client import NAME, Client, ServerError, UnreachableError, checked_url
 from grpo_plugin_vllm.completing import EMPTY, checked, sampling
 from grpo_plugin_vllm.files import connections

@@ -23,7 +23,7 @@ from grpo_core import (
     Weights,
     WeightSyncError,
 )
-from grpo_core.engine_kit import DecodingServer, check_request, scratch_directory
+from grpo_core.kit import DecodingServer, check_request, scratch_directory
 from grpo_plugin_vllm import completing
 from grpo_plugin_vllm.alone import Queue
 from grpo_plugin_vllm.options import (

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import asdict
 
 from grpo_core import TensorInfo, TensorPart, Weights
-from grpo_core.engine_kit import die_with
+from grpo_core.kit import die_with
 
 if TYPE_CHECKING:
     import torch

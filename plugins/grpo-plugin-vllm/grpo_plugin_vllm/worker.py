@@ -27,7 +27,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.platforms import current_platform
 
 from grpo_core import Weights, WeightSyncError
-from grpo_core.engine_kit import COLLECTIVE, read_buckets, read_weights
+from grpo_core.kit import COLLECTIVE, read_buckets, read_weights
 from grpo_plugin_vllm.transfer import KEEP, LAYERWISE, PLAIN_LINEAR, from_table, rank_of
 
 

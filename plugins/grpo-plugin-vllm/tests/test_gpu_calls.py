@@ -23,7 +23,7 @@ from grpo_core import (
     Weights,
     WeightSyncError,
 )
-from grpo_core.engine_kit import reported_to
+from grpo_core.kit import reported_to
 from grpo_plugin_vllm.engine import VllmEngine
 
 STAND_IN = Path(__file__).parent / "stand_in"

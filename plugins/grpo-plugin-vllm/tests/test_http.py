@@ -22,7 +22,7 @@ from attrs import evolve
 from grpo_core import ConfigError, EngineError, EngineSetup, Feedback, GenerationRequest, WeightSyncError
 from grpo_core.app.placement import LocalPlacement
 from grpo_core.app.workers import make_engine, workers_of
-from grpo_core.engine_kit import EngineConfig, PluginHost, read_weights, reported_to
+from grpo_core.kit import EngineConfig, PluginHost, read_weights, reported_to
 from grpo_core.loop import canary
 from grpo_core.loop.agreement import Tolerance
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, play

@@ -19,7 +19,7 @@ from attrs import evolve
 from killing import Run, left_after
 
 from grpo_core import EngineError, EngineSetup, GenerationRequest, ModelError, TrainerSetup
-from grpo_core.engine_kit import PluginHost
+from grpo_core.kit import PluginHost
 from grpo_core.testing import (
     ENGINE_LAWS,
     CollectiveWriter,

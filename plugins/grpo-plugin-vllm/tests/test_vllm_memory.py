@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from grpo_core import EngineLoad
-from grpo_core.engine_kit import PluginHost
+from grpo_core.kit import PluginHost
 
 LOAD = EngineLoad(parameters=1000, config={}, dtype="bfloat16", requests=8, tokens=100)
 ON_GPU = EngineLoad(parameters=1000, config={}, dtype="bfloat16", requests=8, tokens=100, gpu_bytes=1_000_000)

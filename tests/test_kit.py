@@ -7,9 +7,9 @@ from collections import deque
 import pytest
 
 from grpo_core import Canary, Completion, EngineError, GenerationRequest, Weights, WeightSyncError
-from grpo_core.engine_kit import Call, DecodingServer, check_request, takes_weights_by
 from grpo_core.engines import wire
 from grpo_core.engines.transports import transports_of
+from grpo_core.kit import Call, DecodingServer, check_request, takes_weights_by
 from grpo_core.testing import FakeEngine, check_engine
 
 
