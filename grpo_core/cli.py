@@ -16,6 +16,7 @@ from cyclopts import App, CycloptsError, Parameter
 from grpo_core import commands
 from grpo_core.interrupts import INTERRUPTED, leave
 from grpo_core.plugins.commands import Found, find_commands
+from grpo_core.plugins.hints import COMMANDS
 
 HELP = "Asynchronous GRPO for language models: domains are plugins, async RL is the core."
 
@@ -230,7 +231,11 @@ def main() -> None:
     outlive_terminal()
     try:
         arguments = _with_values(sys.argv[1:])
-        app = make_app(arguments[0] if arguments else "")
+        chosen = arguments[0] if arguments else ""
+        found = find_commands(commands)
+        if chosen in COMMANDS and chosen not in found.commands:
+            raise ConfigError(f"{chosen!r} is not installed; pip install {COMMANDS[chosen]}")
+        app = make_app(chosen, found)
         status = app(arguments, exit_on_error=False, print_error=True, result_action="return_value")
     except CycloptsError:  # it is printed already
         status = ConfigError.exit_status

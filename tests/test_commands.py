@@ -76,6 +76,20 @@ def test_the_command_of_a_plugin_is_listed_without_importing_what_it_runs(site):
     assert not {"greeting.work", "torch", "numpy"} & set(loaded.split())
 
 
+def test_a_command_of_ours_that_is_not_installed_names_what_installs_it():
+    code = (
+        "import sys; from grpo_core import cli, commands; from grpo_core.plugins.commands import Found\n"
+        "cli.find_commands = lambda core: Found({})\ncli.main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "report", "runs/a"], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (
+        2,
+        "grpo-core: 'report' is not installed; pip install grpo-plugin-report\n",
+    )
+
+
 def test_it_runs_and_its_own_help_is_its_whole_documentation(site):
     where = site()
     assert grpo(where, "greet", "Ada").stdout.startswith("hello Ada")

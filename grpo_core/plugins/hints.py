@@ -32,6 +32,23 @@ INSTALL: Mapping[tuple[Kind, str], str] = {
 }
 """By kind, and by an offer's name or its plugin's."""
 
+COMMANDS: Mapping[str, str] = {
+    "audit": "grpo-plugin-audit",
+    "bisect": "grpo-plugin-replay",
+    "doctor": "grpo-plugin-doctor",
+    "explain": "grpo-plugin-report",
+    "fork": "grpo-plugin-replay",
+    "new": "grpo-plugin-devkit",
+    "replay": "grpo-plugin-replay",
+    "report": "grpo-plugin-report",
+    "runs": "grpo-plugin-report",
+    "score": "grpo-plugin-audit",
+    "simulate": "grpo-plugin-replay",
+    "try": "grpo-plugin-devkit",
+    "watch": "grpo-plugin-report",
+}
+"""Distributions of the commands that are ours and not the core's."""
+
 
 def install_command(kind: Kind, name: str) -> str:
     """The command for ``name``, as ``vllm`` or ``math:sort``; empty if it is not known."""
