@@ -72,7 +72,8 @@ def page() -> str:
         if offers:
             lines.append(f"## {kind.replace('_', ' ').capitalize()}\n")
         for plugin_name, name in offers:
-            full = name if plugin_name in (BUILT_IN, name) else f"{plugin_name}:{name}"
+            unique = [other for _, other in offers].count(name) == 1
+            full = name if plugin_name == BUILT_IN or unique else f"{plugin_name}:{name}"
             factory = host.find(kind, f"{plugin_name}:{name}").load()
             selected = SELECTED.get(kind, f'[{kind}] name = "{{}}"').format(full)
             lines.append(_one(full, selected, factory))

@@ -37,6 +37,10 @@ A data plane, which keeps the tokens of finished rollouts outside of the run's p
     RemotePlane, TokenReader    its base class, and what the trainer's processes read it by
     fetched                     returns tokens and prompts that are there, with one call to the plane
 
+A sampler or a tracker with a state:
+
+    checked, Count    check what was read from a checkpoint against a ``TypedDict``
+
 ``examples/custom_engine.py`` is a complete engine.  Check yours with ``grpo-core check ./file.py:MyEngine``.
 """
 
@@ -87,6 +91,8 @@ if TYPE_CHECKING:
     from grpo_core.tokens import fetched as fetched
     from grpo_core.training.process import ProcessTrainer as ProcessTrainer
     from grpo_core.training.process import RankProcess as RankProcess
+    from grpo_core.typed import Count as Count
+    from grpo_core.typed import checked as checked
     from grpo_core.weights import COLLECTIVE as COLLECTIVE
     from grpo_core.weights.copies import Copies as Copies
     from grpo_core.weights.copies import WeightsLease as WeightsLease

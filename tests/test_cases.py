@@ -39,12 +39,13 @@ import pytest
 from test_buffer import fill
 
 from grpo_core.data.loaders import TaskLoader
-from grpo_core.data.samplers import RoundRobin, TaskOrder, checked_sample
+from grpo_core.data.samplers import RoundRobin, checked_sample
 from grpo_core.errors import PluginError
 from grpo_core.loop.buffer import Buffer
 from grpo_core.records import SampleRequest
 from grpo_core.testing import prompts
 from grpo_core.testing.contracts import MemoryLoader
+from grpo_plugin_curriculum.curriculum import TaskOrder
 
 
 def a_buffer(**changes):

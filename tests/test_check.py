@@ -375,10 +375,10 @@ def test_a_validation_strategy_is_checked(capsys):
 
 def test_an_unknown_name_suggests_the_nearest_of_any_kind():
     host = PluginHost.discover(allow=[])
-    with pytest.raises(PluginError, match=r"no sampler 'curiculum'\. Did you mean 'curriculum'"):
-        check.find(host, "curiculum")
-    with pytest.raises(PluginError, match=r"no sampler 'curiculum'\. Did you mean 'curriculum'"):
-        check.find(host, "curiculum", "sampler")
+    with pytest.raises(PluginError, match=r"no sampler 'round_robbin'\. Did you mean 'round_robin'"):
+        check.find(host, "round_robbin")
+    with pytest.raises(PluginError, match=r"no sampler 'round_robbin'\. Did you mean 'round_robin'"):
+        check.find(host, "round_robbin", "sampler")
 
 
 def test_the_kind_of_a_file_follows_from_its_methods_or_the_user(tmp_path):

@@ -16,7 +16,6 @@ from grpo_core.app.parts import check_dataloaders
 from grpo_core.app.preflight import check_dataloader as refuse
 from grpo_core.config import Config, SourceConfig, TaskConfig, TrainerConfig, build
 from grpo_core.data.dataloaders import Dataloader
-from grpo_core.data.learnable import LearnablePrompts
 from grpo_core.data.loaders import TaskLoader
 from grpo_core.data.rows import RowReader, feed, readable
 from grpo_core.data.samplers import Mix, PromptStream
@@ -27,6 +26,7 @@ from grpo_core.loop.buffer import Buffer
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.installed import import_file
 from grpo_core.records import Prompt, SampleRequest
+from grpo_plugin_curriculum.learnable_prompts import LearnablePrompts
 
 
 def row(i):

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from grpo_core.data.curriculum import Curriculum, Schedule
 from grpo_core.data.loaders import TaskLoader
 from grpo_core.data.samplers import Mix, PromptStream, RoundRobin
 from grpo_core.errors import SamplingError
@@ -24,6 +23,7 @@ from grpo_core.loop.pipeline import Schedule as When
 from grpo_core.loop.rollout import SamplingParams
 from grpo_core.records import Feedback, Group, Prompt, Rollout
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, FakeTrainer, prompts, run
+from grpo_plugin_curriculum.curriculum import Curriculum, Schedule
 
 # ---------------------------------------------------------------------------------- which groups
 

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_core.data.curriculum import Curriculum, Schedule
-from grpo_core.data.learnable import LearnablePrompts
 from grpo_core.data.quotas import Quotas
 from grpo_core.data.samplers import Mix, PromptStream
 from grpo_core.errors import ConfigError
 from grpo_core.records import Prompt, SampleRequest
 from grpo_core.testing.contracts import MemoryLoader, check_sampler
+from grpo_plugin_curriculum.curriculum import Curriculum, Schedule
+from grpo_plugin_curriculum.learnable_prompts import LearnablePrompts
 
 WEIGHTS = st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 20), min_size=1)
 

@@ -24,7 +24,6 @@ from grpo_core.app import resume as continuing
 from grpo_core.app.launch import continued
 from grpo_core.app.resume import identity
 from grpo_core.config import as_table, build, merge, parse_setting, read_toml
-from grpo_core.data.curriculum import Curriculum
 from grpo_core.data.loaders import TaskLoader
 from grpo_core.data.samplers import PromptStream, RoundRobin
 from grpo_core.demo.tiny import make_tiny_model
@@ -36,6 +35,7 @@ from grpo_core.run_directory import RunDirectory
 from grpo_core.testing import prompts
 from grpo_core.tokens import Tokens
 from grpo_core.validation.results import shown
+from grpo_plugin_curriculum.curriculum import Curriculum
 
 TASK = {"env": "math:sort"}
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from grpo_core.data.curriculum import Curriculum, Schedule
-from grpo_core.data.samplers import Mix, RoundRobin, TaskOrder, checked_sample
+from grpo_core.data.samplers import Mix, RoundRobin, checked_sample
 from grpo_core.errors import ConfigError, PluginError
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Prompt, SampleRequest
 from grpo_core.testing.contracts import MemoryLoader, check_sampler
+from grpo_plugin_curriculum.curriculum import Curriculum, Schedule, TaskOrder
 
 
 def loaders(**sizes):
@@ -151,36 +151,6 @@ def test_a_weight_is_a_number(weight):
 def test_all_weights_zero_is_an_error():
     with pytest.raises(ConfigError, match="every task has weight 0"):
         Mix({"a": 0}).sample(loaders(a=3), request(1))
-
-
-# ---------------------------------------------------------------------------------- chosen
-
-
-def test_the_chosen_tasks_of_a_step_take_turns_and_the_list_starts_over():
-    sampler, there = TaskOrder([["a", "b"], "c", ["b"]]), loaders()
-    drawn = [tasks(sampler.sample(there, request(4, version=step - 1))) for step in range(4)]
-    assert drawn == [["a", "b", "a", "b"], ["c"] * 4, ["b"] * 4, ["a", "b", "a", "b"]]
-
-
-def test_the_step_is_the_one_that_may_train_the_prompt_last():
-    asked = SampleRequest(generation_version=0, target_version=1, current_version=0, expected_prompts=2)
-    assert tasks(TaskOrder(["a", "b"]).sample(loaders(), asked)) == ["b", "b"]
-
-
-def test_prompts_that_are_asked_for_one_by_one_take_turns_too():
-    sampler, there = TaskOrder([["a", "b"]]), loaders()
-    assert [tasks(sampler.sample(there, request(1))) for _ in range(4)] == [["a"], ["b"], ["a"], ["b"]]
-
-
-def test_an_unknown_task_in_the_order_is_named_before_its_turn():
-    with pytest.raises(ConfigError, match=r"sampler chosen: there is no task 'sorted' to choose\. Did you"):
-        TaskOrder(["a", "sorted"]).sample(loaders(a=3, sort=3), request(1, version=-1))
-
-
-@pytest.mark.parametrize("order", [[], [[]], ""])
-def test_an_order_of_nothing_is_an_error(order):
-    with pytest.raises(ConfigError, match="expected for each step a task, or a list of tasks"):
-        TaskOrder(order)
 
 
 # ---------------------------------------------------------------------------------- what a bad one is told

@@ -1,13 +1,8 @@
-"""The built-in samplers, and the check of what any sampler returns.
-
-``mix``, ``round_robin`` and ``chosen`` are here; ``schedule`` and ``curriculum``, whose weights change during
-the run, are in ``grpo_core.data.curriculum``.
-"""
+"""The built-in samplers, and the check of what any sampler returns."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import math
 import random
@@ -181,39 +176,7 @@ class RoundRobin(TaskSampler):
     name = "round_robin"
 
     def choose(self, tasks: Sequence[str], request: SampleRequest) -> list[str]:
-        return _in_turn(tasks, self.drawn, request.expected_prompts)
-
-
-class TaskOrder(TaskSampler):
-    """Draws from the tasks that a list names for each step.
-
-    Args:
-        order: a task, or several that take turns, for each of the steps 0, 1, ...; after the last entry it
-            starts over.  The step is the ``target_version``: the last that may train the prompt, and with
-            ``policy = "in_order"`` the one that does.
-
-    Raises:
-        ConfigError: the list is empty, or names an unknown task.
-    """
-
-    name = "chosen"
-
-    def __init__(self, order: Sequence[str | Sequence[str]]) -> None:
-        super().__init__()
-        self._order = [[tasks] if isinstance(tasks, str) else list(tasks) for tasks in order]
-        if isinstance(order, str) or not self._order or not all(self._order):
-            raise ConfigError(
-                f"sampler chosen: order is {order!r}, expected for each step a task, or a list of tasks"
-            )
-
-    def choose(self, tasks: Sequence[str], request: SampleRequest) -> list[str]:
-        self.known(itertools.chain.from_iterable(self._order), tasks, "choose")
-        due = self._order[request.target_version % len(self._order)]
-        return _in_turn(due, self.drawn, request.expected_prompts)
-
-
-def _in_turn(tasks: Sequence[str], start: int, count: int) -> list[str]:
-    return [tasks[place % len(tasks)] for place in range(start, start + count)]
+        return [tasks[(self.drawn + i) % len(tasks)] for i in range(request.expected_prompts)]
 
 
 def take_prompts(loaders: Mapping[str, Loader], chosen: Iterable[str]) -> list[Prompt]:

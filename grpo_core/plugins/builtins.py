@@ -20,10 +20,6 @@ def grpo_samplers() -> Mapping[str, str]:
     return {
         "mix": "grpo_core.data.samplers:Mix",
         "round_robin": "grpo_core.data.samplers:RoundRobin",
-        "chosen": "grpo_core.data.samplers:TaskOrder",
-        "schedule": "grpo_core.data.curriculum:Schedule",
-        "curriculum": "grpo_core.data.curriculum:Curriculum",
-        "learnable_prompts": "grpo_core.data.learnable:LearnablePrompts",
     }
 
 

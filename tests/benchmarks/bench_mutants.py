@@ -59,14 +59,26 @@ def load() -> list[dict[str, Any]]:
     return tomllib.loads((ROOT / "tests" / "mutants.toml").read_text())["mutant"]
 
 
+def package_of(mutant: dict[str, Any]) -> tuple[Path, str]:
+    """Return the package that has the mutant's file, and the file's path in it."""
+    first, _, inside = mutant["file"].partition("/")
+    if first.startswith("grpo_plugin_"):
+        return ROOT / "plugins" / first.replace("_", "-") / first, inside
+    return PACKAGE, mutant["file"]
+
+
+def source_of(mutant: dict[str, Any]) -> str:
+    return Path(*package_of(mutant)).read_text()
+
+
 def mutated(mutant: dict[str, Any]) -> str:
     """Raises SystemExit if an edit does not apply exactly once: the list has to follow the source."""
     edits = [mutant, *mutant.get("also", ())] if "old" in mutant else []
     try:
-        return edited((PACKAGE / mutant["file"]).read_text(), edits)
+        return edited(source_of(mutant), edits)
     except (EditError, FileNotFoundError) as error:
         raise SystemExit(
-            f"mutant {mutant['name']!r} in grpo_core/{mutant['file']}: {error}\nAdapt tests/mutants.toml."
+            f"mutant {mutant['name']!r} in {mutant['file']}: {error}\nAdapt tests/mutants.toml."
         ) from None
 
 
@@ -75,8 +87,9 @@ def killer(
 ) -> str | None:
     """Name what killed the mutant; None if it survives.  They hang after ``seconds``."""
     with tempfile.TemporaryDirectory() as scratch:
-        shutil.copytree(PACKAGE, Path(scratch) / "grpo_core")
-        (Path(scratch) / "grpo_core" / mutant["file"]).write_text(mutated(mutant))
+        package, inside = package_of(mutant)
+        shutil.copytree(package, Path(scratch) / package.name)
+        (Path(scratch) / package.name / inside).write_text(mutated(mutant))
         environ = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([scratch, str(ROOT / "tests")]),
@@ -85,7 +98,11 @@ def killer(
         simulation = [sys.executable, "-m", "simulation.runs", "--quiet"]
         simulation += ["--seed", str(seeds.start), "--seeds", str(len(seeds))]
         pytest = [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider"]
-        files = [str(ROOT / "tests" / f"test_{name}.py") for name in tests]
+        files = [
+            str(path)
+            for name in tests
+            for path in (*ROOT.glob(f"tests/test_{name}.py"), *ROOT.glob(f"plugins/*/tests/test_{name}.py"))
+        ]
         tested = [
             ("tests: ", [*pytest, "-m", f"{which} and not slow and not nightly", *files])
             for which in ("not long", "long")

@@ -20,12 +20,12 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from grpo_core.data.learnable import LearnablePrompts
 from grpo_core.data.loaders import TaskLoader
 from grpo_core.data.samplers import Mix, PromptStream
 from grpo_core.loop.dynamic import DynamicSampling
 from grpo_core.protocols import Sampler
 from grpo_core.records import Group, Prompt, Rollout, SampleRequest
+from grpo_plugin_curriculum.learnable_prompts import LearnablePrompts
 
 MANY, REQUEST, CHOICES = 1_000_000, 16, 20_000
 GROUP, STEP, PROMPTS, MOST = 8, 16, 500, 400_000

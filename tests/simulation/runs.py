@@ -32,8 +32,6 @@ from attrs import asdict, define, evolve, field, frozen
 
 from grpo_core.app.parts import SYNC_GRACE
 from grpo_core.config import EnvironmentConfig
-from grpo_core.data.curriculum import Curriculum
-from grpo_core.data.learnable import LearnablePrompts
 from grpo_core.data.loaders import ShuffledIndices, TaskLoader, fingerprint
 from grpo_core.data.samplers import Mix, PromptStream, WeightedTaskSampler
 from grpo_core.engines.pool import EnginePool
@@ -69,6 +67,8 @@ from grpo_core.testing import clock
 from grpo_core.validation.runner import Context, Results
 from grpo_core.validation.sets import Measured, Validation
 from grpo_core.versions import Interval
+from grpo_plugin_curriculum.curriculum import Curriculum
+from grpo_plugin_curriculum.learnable_prompts import LearnablePrompts
 from simulation.agents import SimulatedEndpoint
 from simulation.faults import DROPPED, NONE, Dice, Faults
 from simulation.ranks import SimulatedRanks

@@ -1,8 +1,14 @@
-"""Samplers that prefer tasks from which the model learns most."""
+"""Samplers that change during a run which tasks and prompts are drawn."""
 
 import grpo_core as grpo
 
 
 @grpo.hookimpl
 def grpo_samplers() -> dict[str, str]:
-    return {"learnable": "grpo_plugin_curriculum.learnable:Learnable"}
+    return {
+        "chosen": "grpo_plugin_curriculum.curriculum:TaskOrder",
+        "schedule": "grpo_plugin_curriculum.curriculum:Schedule",
+        "curriculum": "grpo_plugin_curriculum.curriculum:Curriculum",
+        "learnable": "grpo_plugin_curriculum.learnable:Learnable",
+        "learnable_prompts": "grpo_plugin_curriculum.learnable_prompts:LearnablePrompts",
+    }

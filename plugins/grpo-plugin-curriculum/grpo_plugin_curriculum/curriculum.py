@@ -1,20 +1,48 @@
-"""Samplers whose task weights change during the run: with the step, or with the success rate."""
+"""Samplers whose tasks change during the run: with the step, or with the success rate."""
 
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any, TypedDict
 
-from grpo_core.data.samplers import Shares, WeightedTaskSampler
-from grpo_core.errors import ConfigError
-from grpo_core.records import Group, SampleRequest
-from grpo_core.typed import Count, checked
+import grpo_core as grpo
+from grpo_core.kit import Count, checked
+from grpo_plugin_curriculum.weighted import Shares, Weighted
 
 
-class Schedule(WeightedTaskSampler):
+class TaskOrder(grpo.TaskSampler):
+    """Draws from the tasks that a list names for each step.
+
+    Args:
+        order: a task, or several that take turns, for each of the steps 0, 1, ...; after the last entry it
+            starts over.  The step is the ``target_version``: the last that may train the prompt, and with
+            ``policy = "in_order"`` the one that does.
+
+    Raises:
+        ConfigError: the list is empty, or names an unknown task.
+    """
+
+    name = "chosen"
+
+    def __init__(self, order: Sequence[str | Sequence[str]]) -> None:
+        super().__init__()
+        self._order = [[tasks] if isinstance(tasks, str) else list(tasks) for tasks in order]
+        if isinstance(order, str) or not self._order or not all(self._order):
+            raise grpo.ConfigError(
+                f"sampler chosen: order is {order!r}, expected for each step a task, or a list of tasks"
+            )
+
+    def choose(self, tasks: Sequence[str], request: grpo.SampleRequest) -> list[str]:
+        self.known(itertools.chain.from_iterable(self._order), tasks, "choose")
+        due = self._order[request.target_version % len(self._order)]
+        return [due[(self.drawn + i) % len(due)] for i in range(request.expected_prompts)]
+
+
+class Schedule(Weighted):
     """Draws each prompt's task by weights that change with the step that the prompt is for.
 
     Args:
@@ -39,17 +67,14 @@ class Schedule(WeightedTaskSampler):
         seed: int = 0,
         shares: Shares = "random",
     ) -> None:
-        super().__init__(seed, shares)
-        self._weights = {task: self.checked(task, weight) for task, weight in (weights or {}).items()}
+        super().__init__(weights, seed, shares)
         self._points = {task: self._checked_points(task, given) for task, given in points.items()}
 
-    def weights(self, tasks: Sequence[str], request: SampleRequest) -> list[float]:
+    def weights(self, tasks: Sequence[str], request: grpo.SampleRequest) -> list[float]:
         self.known(self._points, tasks, "schedule")
         return [
-            interpolate(self._points[task], request.target_version)
-            if task in self._points
-            else self._weights.get(task, 1.0)
-            for task in tasks
+            interpolate(self._points[task], request.target_version) if task in self._points else weight
+            for task, weight in zip(tasks, super().weights(tasks, request), strict=True)
         ]
 
     def _checked_points(self, task: str, given: Any) -> list[tuple[float, float]]:
@@ -59,7 +84,7 @@ class Schedule(WeightedTaskSampler):
         steps = [point[0] for point in given] if pairs else []
         numbers = all(isinstance(step, int | float) and math.isfinite(step) for step in steps)
         if not steps or not numbers or sorted(set(steps)) != steps:
-            raise ConfigError(
+            raise grpo.ConfigError(
                 f"sampler schedule: the points of task {task!r} are {given!r}, expected "
                 "[[step, weight], ...] with rising steps, as in [[0, 1.0], [50, 0.2]]"
             )
@@ -81,7 +106,7 @@ class SavedRates(TypedDict):
     rates: dict[str, list[tuple[Count, float]]]
 
 
-class Curriculum(WeightedTaskSampler):
+class Curriculum(Weighted):
     """Draws mostly from tasks that are neither too hard nor too easy.
 
     A group teaches most when about half of its rollouts succeed, and nothing when all of them agree.  A
@@ -124,20 +149,19 @@ class Curriculum(WeightedTaskSampler):
         seed: int = 0,
         shares: Shares = "random",
     ) -> None:
-        super().__init__(seed, shares)
+        super().__init__(weights, seed, shares)
         if not (0 <= low < high <= 1 and 0 < rest <= 1 and 1 <= known_after <= window):
-            raise ConfigError(
+            raise grpo.ConfigError(
                 "sampler curriculum: expected 0 <= low < high <= 1, 0 < rest <= 1 and 1 <= known_after <= "
                 f"window, got low = {low}, high = {high}, rest = {rest}, known_after = {known_after}, "
                 f"window = {window}"
             )
         self._band = (low, high)
         self._window, self._known_after, self._rest, self._success = window, known_after, rest, success
-        self._weights = {task: self.checked(task, weight) for task, weight in (weights or {}).items()}
         self._rates: dict[str, dict[int, float]] = {}
         """Success rates of the newest groups of each task, by their place in the stream."""
 
-    def observe(self, groups: Sequence[Group]) -> None:
+    def observe(self, groups: Sequence[grpo.Group]) -> None:
         """Record the groups' rewards."""
         for group in groups:
             if not (succeeded := group.successes(self._success)):
@@ -152,15 +176,14 @@ class Curriculum(WeightedTaskSampler):
         rates = self._rates.get(task, {})
         return fmean(rates.values()) if len(rates) >= self._known_after else None
 
-    def weights(self, tasks: Sequence[str], request: SampleRequest) -> list[float]:
-        self.known(self._weights, tasks, "weigh")
+    def weights(self, tasks: Sequence[str], request: grpo.SampleRequest) -> list[float]:
         (low, high), rates = self._band, [self.rate(task) for task in tasks]
         due = [rate is None or low <= rate <= high for rate in rates]
         if not any(due):
             due = [rate is not None and rate < low for rate in rates]
         return [
-            self._weights.get(task, 1.0) * (1.0 if now else self._rest)
-            for task, now in zip(tasks, due, strict=True)
+            weight * (1.0 if now else self._rest)
+            for weight, now in zip(super().weights(tasks, request), due, strict=True)
         ]
 
     def state_dict(self) -> dict[str, Any]:

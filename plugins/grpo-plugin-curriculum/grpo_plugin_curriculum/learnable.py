@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any
 
 import grpo_core as grpo
+from grpo_plugin_curriculum.weighted import Shares, Weighted
 
 LARGEST = 0.25
 """Largest variance of a reward that is 0 or 1."""
 
 
-class Learnable(grpo.WeightedTaskSampler):
+class Learnable(Weighted):
     """Draws a task in proportion to ``p * (1 - p)``, with ``p`` the share of its rollouts that succeed.
 
     ``p`` is an exponential mean over the groups in the order of observation, and starts at 0.5.
@@ -39,15 +40,14 @@ class Learnable(grpo.WeightedTaskSampler):
         success: float | None = None,
         weights: Mapping[str, float] | None = None,
         seed: int = 0,
-        shares: Literal["random", "drawn", "trained"] = "random",
+        shares: Shares = "random",
     ) -> None:
-        super().__init__(seed, shares)
+        super().__init__(weights, seed, shares)
         if not (0 < floor <= 1 and 0 <= memory < 1):
             raise grpo.ConfigError(
                 f"sampler learnable: expected 0 < floor <= 1 and 0 <= memory < 1, got {floor} and {memory}"
             )
         self._floor, self._memory, self._success = floor, memory, success
-        self._weights = {task: self.checked(task, weight) for task, weight in (weights or {}).items()}
         self._rates: dict[str, float] = {}
 
     def observe(self, groups: Sequence[grpo.Group]) -> None:
@@ -60,8 +60,8 @@ class Learnable(grpo.WeightedTaskSampler):
             self._rates[task] = self._memory * before + (1 - self._memory) * now
 
     def weights(self, tasks: Sequence[str], request: grpo.SampleRequest) -> list[float]:
-        self.known(self._weights, tasks, "weigh")
-        return [self._weights.get(task, 1.0) * self._learnable(task) for task in tasks]
+        weights = super().weights(tasks, request)
+        return [weight * self._learnable(task) for task, weight in zip(tasks, weights, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "rates": self._rates}

@@ -11,11 +11,9 @@ import numpy as np
 from attrs import define, field
 from numpy.typing import NDArray
 
-from grpo_core.data.samplers import Mix, Shares
-from grpo_core.errors import ConfigError
-from grpo_core.protocols import Loader
-from grpo_core.records import Group, Prompt, SampleRequest
-from grpo_core.typed import Count, checked
+import grpo_core as grpo
+from grpo_core.kit import Count, checked
+from grpo_plugin_curriculum.weighted import Shares, Weighted
 
 
 @define(eq=False)
@@ -115,7 +113,7 @@ class SavedPrompts(TypedDict):
     drawn_at: dict[str, dict[str, tuple[Count, Count]]]
 
 
-class LearnablePrompts(Mix):
+class LearnablePrompts(Weighted):
     """Draws the prompts whose success is least certain, and passes over those that teach little.
 
     Tasks are drawn in proportion to their weights.  Of a task, the loader offers the next prompts of the
@@ -156,7 +154,7 @@ class LearnablePrompts(Mix):
     ) -> None:
         super().__init__(weights, seed, shares)
         if not (0 <= enough <= 1 and candidates >= 1 and 0 < half_life < np.inf and 0 < prior < np.inf):
-            raise ConfigError(
+            raise grpo.ConfigError(
                 "sampler learnable_prompts: expected 0 <= enough <= 1, candidates >= 1, half_life > 0 and "
                 f"prior > 0, got enough = {enough}, candidates = {candidates}, half_life = {half_life}, "
                 f"prior = {prior}"
@@ -167,7 +165,7 @@ class LearnablePrompts(Mix):
         self._drawn_at: dict[str, dict[str, list[int]]] = {}
         """Place of each prompt that is on its way, and how often it is, by task and id."""
 
-    def sample(self, loaders: Mapping[str, Loader], request: SampleRequest) -> list[Prompt]:
+    def sample(self, loaders: Mapping[str, grpo.Loader], request: grpo.SampleRequest) -> list[grpo.Prompt]:
         chosen = self.choose(sorted(loaders), request)
         self.drawn += len(chosen)
         now = request.generation_version
@@ -176,7 +174,7 @@ class LearnablePrompts(Mix):
         }
         return [next(picked[task]) for task in chosen]
 
-    def _pick(self, task: str, loader: Loader, count: int, now: int) -> list[Prompt]:
+    def _pick(self, task: str, loader: grpo.Loader, count: int, now: int) -> list[grpo.Prompt]:
         """Return ``count`` of the next prompts of a task, in the epoch's order; pass the others over."""
         rates = self._rates.get(task)
         if rates is None or rates.size != len(loader):
@@ -203,7 +201,7 @@ class LearnablePrompts(Mix):
             on_their_way.setdefault(prompt.id, [place, 0])[1] += 1
         return prompts
 
-    def observe(self, groups: Sequence[Group]) -> None:
+    def observe(self, groups: Sequence[grpo.Group]) -> None:
         """Add what the groups show about their prompts."""
         for group in groups:
             task, id = group.prompt.environment, group.prompt.id
@@ -216,7 +214,7 @@ class LearnablePrompts(Mix):
             done = group.successes(self._success)
             self._rates[task].observe(entry[0], sum(done), len(done) - sum(done), group.generation_version)
 
-    def untrained(self, prompt: Prompt, target_version: int) -> None:
+    def untrained(self, prompt: grpo.Prompt, target_version: int) -> None:
         super().untrained(prompt, target_version)
         self._arrived(prompt.environment, prompt.id)
 

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_core.data.curriculum import Curriculum, Schedule, interpolate
-from grpo_core.errors import ConfigError
-from grpo_core.records import Group, Prompt, Rollout, SampleRequest
-from grpo_core.testing.contracts import MemoryLoader
+from grpo_core import ConfigError, Group, Prompt, Rollout, SampleRequest
+from grpo_core.testing import MemoryLoader
+from grpo_plugin_curriculum.curriculum import Curriculum, Schedule, TaskOrder, interpolate
 
 SLOTS = itertools.count()
 
@@ -164,3 +163,40 @@ def test_success_is_what_a_task_declares_unless_the_sampler_says_otherwise():
 def test_numbers_out_of_range_are_refused(options):
     with pytest.raises(ConfigError, match="sampler curriculum: expected 0 <= low < high <= 1"):
         Curriculum(**options)
+
+
+# ---------------------------------------------------------------------------------- chosen
+
+
+def loaders(**sizes):
+    return {task: MemoryLoader(task, n) for task, n in sizes.items()}
+
+
+def tasks(prompts):
+    return [prompt.environment for prompt in prompts]
+
+
+def test_the_chosen_tasks_of_a_step_take_turns_and_the_list_starts_over():
+    sampler, there = TaskOrder([["a", "b"], "c", ["b"]]), loaders(a=3, b=7, c=50)
+    drawn = [tasks(sampler.sample(there, request(4, step))) for step in range(4)]
+    assert drawn == [["a", "b", "a", "b"], ["c"] * 4, ["b"] * 4, ["a", "b", "a", "b"]]
+
+
+def test_the_step_is_the_one_that_may_train_the_prompt_last():
+    assert tasks(TaskOrder(["a", "b"]).sample(loaders(a=3, b=7), request(2, target=1))) == ["b", "b"]
+
+
+def test_prompts_that_are_asked_for_one_by_one_take_turns_too():
+    sampler, there = TaskOrder([["a", "b"]]), loaders(a=3, b=7, c=50)
+    assert [tasks(sampler.sample(there, request(1))) for _ in range(4)] == [["a"], ["b"], ["a"], ["b"]]
+
+
+def test_an_unknown_task_in_the_order_is_named_before_its_turn():
+    with pytest.raises(ConfigError, match=r"sampler chosen: there is no task 'sorted' to choose\. Did you"):
+        TaskOrder(["a", "sorted"]).sample(loaders(a=3, sort=3), request(1))
+
+
+@pytest.mark.parametrize("order", [[], [[]], ""])
+def test_an_order_of_nothing_is_an_error(order):
+    with pytest.raises(ConfigError, match="expected for each step a task, or a list of tasks"):
+        TaskOrder(order)

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_core.data.learnable import LearnablePrompts, Rates
 from grpo_core.data.loaders import TaskLoader
 from grpo_core.data.samplers import PromptStream, RoundRobin
 from grpo_core.errors import ConfigError, PluginError
@@ -18,6 +17,7 @@ from grpo_core.loop.laws import Laws
 from grpo_core.records import Group, Prompt, Rollout, SampleRequest
 from grpo_core.reporting.files import plain
 from grpo_core.testing import check_sampler, prompts
+from grpo_plugin_curriculum.learnable_prompts import LearnablePrompts, Rates
 
 N = 40
 
