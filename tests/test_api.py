@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import asyncio
 import functools
+import json
 import random
 import signal
 import subprocess
@@ -85,8 +86,58 @@ def test_a_function_is_trained_on_and_the_run_shows_what_happened(made):
     assert (last["step"], last["task"]) == (2, "ordered")
     assert run.config["tasks"]["ordered"]["env"] == "program:ordered"
     assert run.verify() == []
-    assert run.report().name == "report.html"
+    assert [event["step"] for event in run.events("StepEnded")] == [1, 2]
+    assert {"loop", "trainer"} <= {span["lane"] for span in run.timeline()}
+    assert len([*run.rows(run.texts()[2])]) == len([r for group in run.rollouts(2) for r in group.rollouts])
+    assert (run.state, run.damaged) == ("finished", {})
     assert "ordered" in run._repr_html_()
+
+
+def lines(path, *rows):
+    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def killed(tmp_path):
+    """The directory of a run that was killed while it wrote, and in which a line was damaged."""
+    (tmp_path / "config-10.toml").write_text("seed = 3")
+    (tmp_path / "config-9.toml").write_text("seed = 2")
+    (tmp_path / "config.toml").write_text("seed = 4")
+    lines(tmp_path / "metrics.jsonl", {"step": 1, "time": 5.0, "loss": 0.5}, "{damaged}\n", '{"step": 2, "ti')
+    opened = {"time": 1.0, "event": "Opened", "step": -1}
+    lines(tmp_path / "events.jsonl", opened, *({"event": e, "step": 1} for e in ("RunStarted", "StepEnded")))
+    return tmp_path
+
+
+def test_a_reading_that_is_not_strict_leaves_out_what_is_damaged_and_says_so(killed):
+    run = grpo_core.Run(killed, strict=False)
+    assert [row["loss"] for row in run.metrics()] == [0.5]
+    assert run.damaged == {"metrics.jsonl": {2, 3}}
+    assert [event["event"] for event in run.events("StepEnded", "RunStarted")] == ["RunStarted", "StepEnded"]
+    (killed / "config.toml").write_text("seed = ")
+    assert (run.config, run.damaged["config.toml"]) == ({}, {0})
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl, line 2"):
+        grpo_core.Run(killed).metrics()
+
+
+def test_a_strict_reading_takes_half_a_line_at_the_end_for_what_a_killed_process_was_writing(killed):
+    run = grpo_core.Run(killed)
+    lines(killed / "timeline.jsonl", {"lane": "loop"}, '{"la')
+    assert [*run.timeline()] == [{"lane": "loop"}]
+    lines(killed / "timeline.jsonl", "[]\n", {"lane": "loop"})
+    with pytest.raises(ConfigError, match=r"timeline\.jsonl, line 1: cannot be read"):
+        [*run.timeline()]
+
+
+def test_a_run_knows_its_configurations_and_how_it_ended(killed):
+    run = grpo_core.Run(killed)
+    assert [table["seed"] for table in run.configs] == [2, 3, 4]
+    assert (run.state, run.started.timestamp()) == ("killed", 1.0)
+    warned = {"event": "WarningRaised", "step": 2}
+    lines(killed / "events.jsonl", {"time": 1.0, "event": "RunEnded", "reason": "failed"}, warned)
+    assert run.state == "failed", "a tracker may warn after the end"
+    lines(killed / "events.jsonl", {"event": "RunEnded", "reason": "finished"}, {"event": "RunStarted"})
+    assert run.state == "killed", "it was continued"
 
 
 @pytest.mark.long

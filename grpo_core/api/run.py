@@ -1,21 +1,33 @@
-"""A run as an object: it reads what the run has written."""
+"""A run as an object: the one reader of what a run has written."""
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
+import re
+import sys
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_core.config import read_toml
-from grpo_core.run_directory import CONFIG, ROLLOUTS, VALIDATION, RunDirectory, metrics_rows, rollouts_step
+from grpo_core.errors import ConfigError
+from grpo_core.run_directory import CONFIG, ROLLOUTS, VALIDATION, RunDirectory, metrics_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from grpo_core.records import Group
 
-METRICS = "metrics.jsonl"
+EVENTS, METRICS, TIMELINE = "events.jsonl", "metrics.jsonl", "timeline.jsonl"
+EVENT = '"event": "'
+"""Every event has this near its beginning."""
+TAIL = 65536
+"""Bytes at the end of the events in which a run's end is looked for."""
 
 
 class Run:
@@ -25,43 +37,140 @@ class Run:
 
     Args:
         path: directory of the run.
+        strict: raise ConfigError for a line that cannot be read; otherwise it is left out, and is in
+            ``damaged``.
 
     Raises ConfigError if the path holds no run.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, strict: bool = True) -> None:
         self.path = RunDirectory.existing(Path(path)).path
         """Directory of the run."""
+        self.damaged: dict[str, set[int]] = {}
+        """Numbers of the lines that could not be read, by file; 0 is the file itself."""
+        self._strict = strict
+
+    # ------------------------------------------------------------------------------ configuration and state
 
     @property
     def config(self) -> dict[str, Any]:
         """The resolved configuration, as tables."""
-        return read_toml(self.path / CONFIG)
+        return self._table(CONFIG)
+
+    @property
+    def configs(self) -> list[dict[str, Any]]:
+        """The configurations that resumes have replaced, the first one first, and the present one."""
+        numbered = {
+            int(found[1]): path.name
+            for path in self.path.glob("config-*.toml")
+            if (found := re.fullmatch(r"config-(\d+)\.toml", path.name))
+        }
+        earlier = [self._table(name) for _, name in sorted(numbered.items())]
+        return [table for table in (*earlier, self.config) if table]
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a process of this machine runs here."""
+        return RunDirectory(self.path).is_running
+
+    @property
+    def state(self) -> str:
+        """The reason of its end, as "finished" or "failed"; "running", or "killed" if it gave none."""
+        try:
+            with (self.path / EVENTS).open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
+                lines = file.read().decode(errors="replace").splitlines()
+        except OSError:
+            lines = []
+        for line in reversed(lines):
+            if any(f'{EVENT}{name}"' in line[:120] for name in ("Opened", "RunStarted", "RunEnded")):
+                row = _object(line) or {}
+                if row.get("event") == "RunEnded":
+                    return str(row.get("reason"))
+                break
+        return "running" if self.is_running else "killed"
+
+    @property
+    def started(self) -> datetime | None:
+        """The time of its first start."""
+        try:
+            return datetime.fromtimestamp(float(next(self.rows(EVENTS))["time"]))
+        except (StopIteration, ConfigError, ValueError, KeyError, TypeError, OverflowError, OSError):
+            return None
+
+    # ------------------------------------------------------------------------------ records
+
+    def rows(self, file: str, *events: str) -> Iterator[dict[str, Any]]:
+        """Yield the JSON objects of a file of lines, such as "provenance.jsonl"; nothing if it is not there.
+
+        The last line may be half a line, which a process was writing when it was killed.
+
+        Args:
+            file: name of the file below the run's directory.
+            events: names of the events that are wanted; the others are hardly looked at.  Default: all lines.
+        """
+        path, number = self.path / file, 0
+        opened: Any = gzip.open if path.suffix == ".gz" else open
+        marks = [f'{EVENT}{event}"' for event in events]
+        try:
+            with opened(path, "rt", encoding="utf-8", errors="replace") as lines:
+                for number, line in enumerate(lines, 1):
+                    begin = line[:120]
+                    unwanted = bool(marks) and not any(mark in begin for mark in marks)
+                    if unwanted and begin.startswith("{") and EVENT in begin and line.endswith("}\n"):
+                        continue
+                    row = _object(line)
+                    if row is None:
+                        self._note(file, number, half=not line.endswith("\n"))
+                    elif not unwanted:
+                        yield row
+        except FileNotFoundError:
+            return
+        except (OSError, EOFError, zlib.error):
+            self._note(file, 0)
+
+    def events(self, *names: str) -> Iterator[dict[str, Any]]:
+        """Yield what happened, in its order: all events, or those of these names (``grpo_core.events``)."""
+        return self.rows(EVENTS, *names)
+
+    def timeline(self) -> Iterator[dict[str, Any]]:
+        """Yield the spans of the timeline: lane, what was done, begin, end and busy seconds of each."""
+        return self.rows(TIMELINE)
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return a row for each step and each validation, with its step and the metrics of docs/metrics.md.
 
         ``pandas.DataFrame(run.metrics())`` makes a table of them.
         """
-        return list(metrics_rows(self.path / METRICS))
+        found = metrics_rows(self.path / METRICS) if self._strict else self.rows(METRICS)
+        return [{sys.intern(name): value for name, value in row.items()} for row in found]
 
-    def validations(self) -> list[dict[str, Any]]:
-        """Return a row for each validation of a task or set: its step, its task and its metrics."""
-        rows: dict[tuple[int, str], dict[str, Any]] = {}
-        for row in self.metrics():
+    def validations(self, rows: Iterable[Mapping[str, Any]] | None = None) -> list[dict[str, Any]]:
+        """Return a row for each validation of a task or set: its step, its task and its metrics.
+
+        Args:
+            rows: the metrics, if they are read already.
+        """
+        found: dict[tuple[int, str], dict[str, Any]] = {}
+        for row in self.metrics() if rows is None else rows:
             for key, value in row.items():
                 first, _, rest = key.partition("/")
                 task, _, metric = rest.partition("/")
                 if first == "validation" and metric:
                     at = row["step"], task
-                    rows.setdefault(at, {"step": at[0], "task": task})[metric] = value
-        return list(rows.values())
+                    found.setdefault(at, {"step": at[0], "task": task})[metric] = value
+        return list(found.values())
 
     def steps(self, *, validation: bool = False) -> list[int]:
         """Return the steps whose rollouts are stored, or the versions whose validation is."""
-        folder = self.path / (VALIDATION if validation else ROLLOUTS)
-        found = {rollouts_step(file.name) for file in folder.glob("step-*.jsonl*")}
-        return sorted(step for step in found if step is not None)
+        return list(self.texts(validation=validation))
+
+    def texts(self, *, validation: bool = False) -> dict[int, str]:
+        """Return the files of the texts of rollouts, which ``rows`` reads, by step or version."""
+        from grpo_core.reporting.stored import files_of_texts
+
+        folder = VALIDATION if validation else ROLLOUTS
+        return {step: f"{folder}/{path.name}" for step, path in files_of_texts(self.path / folder).items()}
 
     def rollouts(self, step: int, *, validation: bool = False) -> list[Group]:
         """Return the groups that trained a version, or that measured it; see ``stored_rollouts``."""
@@ -116,11 +225,22 @@ class Run:
 
         return list(verified(self.path).findings)
 
-    def report(self) -> Path:
-        """Write report.html; return its path."""
-        from grpo_core.reporting.report import write
+    def _table(self, file: str) -> dict[str, Any]:
+        try:
+            return read_toml(self.path / file)
+        except ConfigError:
+            if self._strict:
+                raise
+            self._note(file, 0)
+            return {}
 
-        return write(self.path)
+    def _note(self, file: str, line: int, *, half: bool = False) -> None:
+        """Take down a line that cannot be read; in a strict reading, raise ConfigError unless it is half."""
+        if not self._strict:
+            self.damaged.setdefault(file, set()).add(line)
+        elif not half:
+            where = f", line {line}" if line else ""
+            raise ConfigError(f"{self.path / file}{where}: cannot be read; somebody has changed this file")
 
     def __fspath__(self) -> str:
         return str(self.path)
@@ -137,6 +257,15 @@ class Run:
         head = "<tr><th>task</th><th>metric</th><th>first</th><th>last</th></tr>"
         table = f"<table>{head}{''.join(rows)}</table>" if rows else ""
         return f"<p>Run <code>{escape(str(self.path))}</code></p>{table}"
+
+
+def _object(line: str) -> dict[str, Any] | None:
+    """Return the object of JSON in a line, or None if it is something else."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
 
 
 def _html_row(task: str, first: dict[str, Any], last: dict[str, Any]) -> str:
