@@ -290,6 +290,13 @@ class Tracker:
     def event(self, event: Event) -> None:
         """Called with every event of ``grpo_core.events``, before its ``metrics`` or ``rollouts``."""
 
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return JSON values that each checkpoint contains, as of all events before it."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the state in a checkpoint; called before all other methods when a run is resumed."""
+
     def close(self) -> None:
         """Called once, when the run has ended, also after a failure."""
 

@@ -438,6 +438,10 @@ class EngineLoad:
     """Memory of the engine's GPU; 0 where there is no GPU that torch can use."""
 
 
+def _unheard(said: object) -> None:
+    """Do nothing: there is no run."""
+
+
 @frozen(kw_only=True)
 class RunInfo:
     """The run that a tracker records, as an argument of its factory."""
@@ -452,6 +456,12 @@ class RunInfo:
     """The step that the run continues from; None for a new run."""
     measured: int | None = None
     """The newest version that was validated before that step was saved; a later one is validated again."""
+    warn: Callable[[str], None] = field(default=_unheard, eq=False, repr=False)
+    """Shows a warning and records it; may be called on any thread, as may the next two."""
+    stop: Callable[[str], None] = field(default=_unheard, eq=False, repr=False)
+    """Ends the run after its step, with a checkpoint, for a reason that the end of the run names."""
+    set_metrics: Callable[[Mapping[str, float]], None] = field(default=_unheard, eq=False, repr=False)
+    """Adds numbers to the metrics of each step from now on; a number stays until it is set again."""
 
 
 # ---------------------------------------------------------------------------------- rollouts and training

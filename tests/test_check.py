@@ -605,13 +605,30 @@ class Changes(grpo.Tracker):
     def __init__(self, run): ...
     def metrics(self, step, values):
         values.pop("time/step", None)
+
+class Counts(grpo.Tracker):
+    def __init__(self, run):
+        self.seen = []
+    def metrics(self, step, values):
+        self.seen.append(step)
+    def state_dict(self):
+        return {"seen": self.seen}
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+
+class Forgets(Counts):
+    def load_state_dict(self, state): ...
+
+class Tuples(Counts):
+    def state_dict(self):
+        return {"seen": tuple(self.seen)}
 """
 
 
 @pytest.mark.parametrize(
     ("name", "failed", "told"),
     [
-        ("Fine", None, "6 passed, 0 failed"),
+        ("Fine", None, "7 passed, 0 failed"),
         (
             "NoTracker",
             "its factory makes a tracker",
@@ -628,6 +645,9 @@ class Changes(grpo.Tracker):
         ("Begins", "it goes on where a resumed run does", "and has 0 after it was resumed"),
         ("WantsAStep", "it takes a run that fails at once", "failed in close(): TypeError"),
         ("Changes", "it changes nothing that others see", "it changed a StepEnded"),
+        ("Counts", None, "7 passed, 0 failed"),
+        ("Forgets", "its state survives a checkpoint", "{'seen': []} after load_state_dict() of {'seen': ["),
+        ("Tuples", "its state survives a checkpoint", "returned a value that JSON does not keep"),
     ],
 )
 def test_trackers_are_checked(capsys, tmp_path, name, failed, told):
@@ -642,7 +662,7 @@ def test_trackers_are_checked(capsys, tmp_path, name, failed, told):
 @pytest.mark.parametrize("name", ["files", "terminal", "report", "./examples/tracker.py:Csv"])
 def test_the_trackers_of_the_core_keep_their_contract(capsys, name):
     status, out = checked(capsys, name.replace("./", f"{Path(__file__).parent.parent}/"))
-    assert (status, out.splitlines()[-1]) == (0, "6 passed, 0 failed")
+    assert (status, out.splitlines()[-1]) == (0, "7 passed, 0 failed")
 
 
 EACH = "it returns one loss and one of each metric for each token"

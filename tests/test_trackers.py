@@ -497,7 +497,7 @@ def test_a_factory_that_makes_something_else_is_a_fault_of_its_plugin(tmp_path):
     config = TrackingConfig(trackers=["files", f"{tmp_path}/odd.py:make"])
     run = RunDirectory.create(tmp_path / "run", Config())
     with pytest.raises(PluginError, match=r"expected a subclass of grpo_core\.Tracker"):
-        make_trackers(config, PluginHost.discover(allow=[]), run.info(Config(), None))
+        make_trackers(config, PluginHost.discover(allow=[]), lambda name: run.info(Config(), None))
 
 
 def test_the_tracker_of_the_examples_writes_a_table_with_its_options(tmp_path):

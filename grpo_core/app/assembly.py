@@ -185,6 +185,7 @@ async def assemble(config: Config, run: RunContext) -> tuple[Config, Pipeline]:
         time_limit=assembly.time_limit(),
         watch=assembly.watched(trainer, validate),
     )
+    run.trackers.on_stop(partial(pipeline.stop, at_leisure=True))
     if opinion is not None:
         opinion.stop = partial(pipeline.stop, at_leisure=True)
     if config.trainer.stop_when:
@@ -349,9 +350,16 @@ class Assembly:
 
     def readings(self, opinion: SecondOpinion | None, engine: Engine) -> Callable[[], Mapping[str, float]]:
         """Return the function that reads what went on beside the loop since its last call."""
-        incidents = self.run.trackers.incidents.read
+        trackers = self.run.trackers
+        incidents = trackers.incidents.read
         judged: Callable[[], Mapping[str, float]] = dict if opinion is None else opinion.metrics
-        return lambda: {**incidents(), **judged(), **readings.of_engine(engine), **readings.memory()}
+        return lambda: {
+            **trackers.metrics(),
+            **incidents(),
+            **judged(),
+            **readings.of_engine(engine),
+            **readings.memory(),
+        }
 
     async def data_plane(self) -> DataPlane:
         """Start the data plane of the run."""
@@ -589,6 +597,7 @@ class Assembly:
 
         async def save(step: int, failure: Failure | None) -> Written:
             cut = checkpoint.cut(buffer, stream, validation, failure)
+            states = self.run.trackers.states()  # of the same moment
             return await checkpoint.begin(
                 directory,
                 step=step,
@@ -600,6 +609,7 @@ class Assembly:
                     **({} if opinion is None else {"second_opinion": opinion.state_dict()}),
                 },
                 loaders=checkpoint.loader_states(loaders, cut["buffer"]),
+                trackers=states,
                 save_trainer=trainer.save,
                 keep=keep if failure is None else None,
                 spared=self.run.retention.spared,

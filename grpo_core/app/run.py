@@ -247,15 +247,16 @@ def _watched(
         due=partial(measured.due, last=steps),
         step=step,
     )
-    room = DiskRoom(run.path, steps, lambda event: trackers.emit(event))
+    trackers = Trackers()
+    room = DiskRoom(run.path, steps, trackers.emit)
     own: dict[str, Tracker] = {"scores of the run": scores, "room on the disk": room}
     if kept.best:
         own["retention of checkpoints"] = retention
     if config.trainer.profile:
         own["profile"] = ProfileTracker(run.profile, config.trainer.profile)
     info = run.info(config, *((resume.step, checkpoint.measured(resume)) if resume else (None,)))
-    made = make_trackers(config.tracking, host, info)
-    trackers = Trackers({**own, **made, **listeners})
+    made = make_trackers(config.tracking, host, partial(trackers.info, info))
+    trackers.add({**own, **made, **listeners}, checkpoint.read_trackers(resume.directory) if resume else {})
     return _Watched(trackers, scores, retention)
 
 

@@ -8,6 +8,7 @@
         pipeline.safetensors          tokens of the rollouts that wait to be trained, if there are any
         train_dataloader_TASK.json    position of each loader; of a plugin's dataloader its state, and the
                                       prompts in use (arrays in train_dataloader_TASK.safetensors)
+        trackers.json                 states of the trackers that have one, by name
 
 Training waits only for the cut: the state of the pipeline, and the trainer's copy of its own state.  It
 continues while they are written.  Weights that are not finite are refused.  A directory whose name ends in
@@ -59,6 +60,7 @@ FORMAT = 4
 _MANIFEST = "manifest.json"
 _PARTIAL = ".partial"
 _ARRAYS = "pipeline.safetensors"
+_TRACKERS = "trackers.json"
 _ROLLOUT = tuple(each.name for each in attrs.fields(Rollout))
 _STAMPS = ("id", "generation_version", "target_version", "attempts")
 _NAME = re.compile(rf"step-(\d{{6,}})({re.escape(REPLACED)})?")
@@ -77,6 +79,7 @@ async def begin(
     step: int,
     pipeline: Mapping[str, Any],
     loaders: Mapping[str, Mapping[str, Any]],
+    trackers: Callable[[], Awaitable[Mapping[str, Any]]] | None = None,
     save_trainer: Callable[[Path], Awaitable[Callable[[], Awaitable[None]]]],
     keep: int | None,
     spared: Callable[[Collection[int]], Collection[int]] = lambda steps: (),
@@ -91,6 +94,7 @@ async def begin(
     Args:
         pipeline: the result of ``cut``.
         loaders: state of each loader, by task.
+        trackers: waits for the states of the trackers, by name.
         save_trainer: ``Trainer.save`` of the trainer.
     """
     disk = disk or Disk()
@@ -110,6 +114,8 @@ async def begin(
         try:
             await written()
             await disk.run(lambda: _check_weights(partial))
+            if trackers is not None and (tracked := await trackers()):
+                streams[_TRACKERS] = as_json(tracked)
             await disk.run(lambda: _write(disk, partial, step, pipeline, streams))
             await disk.run(lambda: put(disk, partial, final))
         except (
@@ -398,6 +404,12 @@ def strays(directory: Path) -> list[str]:
 
 def read_pipeline(directory: Path) -> SavedPipeline:
     return typed.read(directory / "pipeline.json", SavedPipeline)
+
+
+def read_trackers(directory: Path) -> Mapping[str, Any]:
+    """Return the states of the trackers, by name."""
+    path = directory / _TRACKERS
+    return typed.read(path, _Any) if path.exists() else {}
 
 
 def read_loader(directory: Path, task: str) -> Mapping[str, Any] | None:

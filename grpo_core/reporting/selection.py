@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from grpo_core.config import TrackingConfig
 from grpo_core.errors import ConfigError, PluginError, did_you_mean
 from grpo_core.plugins.host import PluginHost
@@ -31,15 +33,17 @@ def check_trackers(config: TrackingConfig, host: PluginHost) -> None:
             )
 
 
-def make_trackers(config: TrackingConfig, host: PluginHost, run: RunInfo) -> dict[str, Tracker]:
-    """The selected trackers by name.
+def make_trackers(
+    config: TrackingConfig, host: PluginHost, run: Callable[[str], RunInfo]
+) -> dict[str, Tracker]:
+    """The selected trackers by name; each gets ``run`` of its name.
 
     Raises PluginError if one cannot be made, after closing the trackers that were made before.
     """
     made: dict[str, Tracker] = {}
     try:
         for name in config.trackers:
-            tracker = host.make("tracker", name, run, **config.options.get(name, {}))
+            tracker = host.make("tracker", name, run(name), **config.options.get(name, {}))
             if not isinstance(tracker, Tracker):
                 raise PluginError(
                     f"{host.find('tracker', name)}: its factory returned {type(tracker).__name__}; expected "

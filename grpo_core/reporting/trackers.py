@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import json
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from attrs import asdict, evolve
@@ -30,6 +33,7 @@ from grpo_core.events import (
 from grpo_core.incidents import Incident, IncidentCounts
 from grpo_core.loop.metrics import validation_metrics
 from grpo_core.protocols import Tracker
+from grpo_core.records import RunInfo
 
 BACKLOG = 10_000
 """Number of events that may wait for a tracker."""
@@ -52,17 +56,86 @@ class Trackers:
     """The trackers of a run.  Make it inside the event loop; every method but ``emit`` belongs to that loop.
 
     Args:
-        trackers: by name.
+        trackers: by name; others may be added.
     """
 
-    def __init__(self, trackers: Mapping[str, Tracker]) -> None:
+    def __init__(self, trackers: Mapping[str, Tracker] = MappingProxyType({})) -> None:
         self._loop = asyncio.get_running_loop()
         self._failed = asyncio.Event()
         self._error: TrackingError | None = None
         self._step = 0
         self.incidents = IncidentCounts(self._tell, time.monotonic)
         """Counts what is reported to ``report``, and makes it events."""
-        self._threads = [TrackerThread(name, tracker, self._on_failure) for name, tracker in trackers.items()]
+        self._threads: list[TrackerThread] = []
+        self._metrics: dict[str, float] = {}
+        self._reason = ""
+        self._end: Callable[[str], None] | None = None
+        self.add(trackers)
+
+    def add(self, trackers: Mapping[str, Tracker], states: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """Start trackers, by name, each with its state in the checkpoint of a resumed run, if it has one."""
+        for name, tracker in trackers.items():
+            thread = TrackerThread(name, tracker, self._on_failure)
+            if name in states:
+                thread.load(states[name])
+            self._threads.append(thread)
+
+    def info(self, run: RunInfo, name: str) -> RunInfo:
+        """Return the run with what a tracker of this name may ask of it, from any thread."""
+
+        def warn(text: str) -> None:
+            warning = WarningRaised(step=self._step, cause=f"tracker {name!r}", message=str(text))
+            self._in_loop(partial(self.emit, warning))
+
+        def stop(reason: str) -> None:
+            self._in_loop(partial(self._stop, str(reason) or f"tracker {name!r}"))
+
+        def set_metrics(values: Mapping[str, float]) -> None:
+            numbers = {str(key): float(value) for key, value in values.items()}
+            self._in_loop(partial(self._metrics.update, numbers))
+
+        return evolve(run, warn=warn, stop=stop, set_metrics=set_metrics)
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return the numbers that trackers have set."""
+        return self._metrics
+
+    def on_stop(self, end: Callable[[str], None]) -> None:
+        """Call ``end`` with the reason when a tracker stops the run; at once if one has done so."""
+        self._end = end
+        if self._reason:
+            end(self._reason)
+
+    def _stop(self, reason: str) -> None:
+        self._reason = self._reason or reason
+        if self._end is not None:
+            self._end(self._reason)
+
+    def states(self) -> Callable[[], Awaitable[dict[str, Any]]]:
+        """Ask trackers for their states, as of all events until now; the returned function waits for them.
+
+        A state that does not come within ``PATIENCE`` is left out, with a warning.
+        """
+        asked = [
+            (thread, asyncio.wrap_future(thread.state(), loop=self._loop))
+            for thread in self._threads
+            if thread.has_state
+        ]
+
+        async def found() -> dict[str, Any]:
+            if asked:
+                await asyncio.wait([state for _, state in asked], timeout=PATIENCE)
+            for thread, state in asked:
+                if not state.done():
+                    message = (
+                        f"{thread.who} has not returned from {thread.doing} for {PATIENCE:g} s; "
+                        "the checkpoint does not contain its state"
+                    )
+                    self.emit(WarningRaised(step=self._step, cause=thread.who, message=message))
+            done = {thread.name: state.result() for thread, state in asked if state.done()}
+            return {name: state for name, state in done.items() if state is not None}
+
+        return found
 
     def emit(self, event: Event) -> None:
         """Send an event to all trackers; returns at once.
@@ -168,15 +241,15 @@ class TrackerThread:
     """
 
     def __init__(self, name: str, tracker: Tracker, on_failure: OnFailure) -> None:
-        self.required = tracker.required
-        self._who, self._tracker, self._on_failure = f"tracker {name!r}", tracker, on_failure
+        self.name, self.who, self.required = name, f"tracker {name!r}", tracker.required
+        self._tracker, self._on_failure = tracker, on_failure
         self._waiting: deque[Item] = deque()
         self._tokens = 0
         """Number of tokens of the rollouts in ``_waiting``."""
         self._change = threading.Condition()
         self._doing = "its start"
         self._dropped = False
-        self._thread = threading.Thread(target=self._run, name=self._who, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=self.who, daemon=True)
         self._thread.start()
 
     def put(self, item: Item) -> TrackingError | None:
@@ -192,7 +265,7 @@ class TrackerThread:
                 self._change.notify_all()
         if room:
             return None
-        behind = TrackingError(f"{self._who} is too far behind the run, in {self._doing}")
+        behind = TrackingError(f"{self.who} is too far behind the run, in {self._doing}")
         error = self.is_stuck() if self.required else behind
         self._drop(error)
         return error if self.required else None
@@ -214,13 +287,34 @@ class TrackerThread:
 
     def is_stuck(self) -> TrackingError:
         """The error of a required tracker that does not come to its end."""
-        return TrackingError(f"{self._who} has not returned from {self._doing} for {REQUIRED_PATIENCE:g} s")
+        return TrackingError(f"{self.who} has not returned from {self._doing} for {REQUIRED_PATIENCE:g} s")
 
     def join(self, until: float) -> None:
         """Wait for the end, until a moment of the monotonic clock."""
         self._thread.join(0.0 if self._dropped else max(0.0, until - time.monotonic()))
         if self._thread.is_alive() and not self._dropped:
-            log.warning("%s has not returned from %s; the run ends without it", self._who, self._doing)
+            log.warning("%s has not returned from %s; the run ends without it", self.who, self._doing)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether it is still called, and has a state."""
+        return not self._dropped and type(self._tracker).state_dict is not Tracker.state_dict
+
+    def load(self, state: Any) -> None:
+        """Give the tracker its state before any event."""
+        self.put(partial(self._call, "load_state_dict()", partial(self._tracker.load_state_dict, state)))
+
+    def state(self) -> concurrent.futures.Future[Any]:
+        """Return the future state of the tracker after all events until now; None if it fails before."""
+        found: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+        def ask() -> None:
+            self._call("state_dict()", lambda: found.set_result(_as_saved(self._tracker.state_dict())))
+            if not found.done():
+                found.set_result(None)
+
+        self.put(ask)
+        return found
 
     def _hears(self, event: Event) -> bool:
         """Whether the tracker is still called, and defines a method for the event."""
@@ -240,11 +334,15 @@ class TrackerThread:
         while (item := self._next()) is not None:
             if not isinstance(item, Event):
                 item()
-            elif not self._dropped:
-                self._doing = type(item).__name__
-                self._try(partial(call, self._tracker, item))
+            else:
+                self._call(type(item).__name__, partial(call, self._tracker, item))
         self._doing = "close()"
         self._try(self._tracker.close)
+
+    def _call(self, doing: str, work: Callable[[], object]) -> None:
+        if not self._dropped:
+            self._doing = doing
+            self._try(work)
 
     def _next(self) -> Item:
         with self._change:
@@ -261,7 +359,7 @@ class TrackerThread:
             what_to_do = (
                 ". The run needs it: mend the cause and continue with --resume" if self.required else ""
             )
-            told = TrackingError(f"{self._who} failed in {self._doing}: {_text(error)}{what_to_do}")
+            told = TrackingError(f"{self.who} failed in {self._doing}: {_text(error)}{what_to_do}")
             if self.required and isinstance(error, ConfigError):
                 told = TrackingError(str(error))
                 told.exit_status = error.exit_status
@@ -275,7 +373,7 @@ class TrackerThread:
         if first and not self.required:
             log.warning("%s; it is not called again", error, exc_info=error.__cause__)
         if first:
-            self._on_failure(self._who, error, self.required)
+            self._on_failure(self.who, error, self.required)
 
 
 def call(tracker: Tracker, event: Event) -> None:
@@ -288,6 +386,14 @@ def call(tracker: Tracker, event: Event) -> None:
             tracker.metrics(event.step, event.metrics)
         case Validated():
             tracker.metrics(event.version, validation_metrics(event.results))
+
+
+def _as_saved(state: Any) -> Any:
+    """Return a state as a checkpoint gives it back.  Raises TypeError or ValueError if it is not of JSON."""
+    saved = json.loads(json.dumps(state, allow_nan=False))
+    if not isinstance(saved, dict) or saved != state:
+        raise TypeError("state_dict() returned a value that JSON does not keep; return a dict of JSON values")
+    return saved
 
 
 def _long_texts(event: Event) -> dict[str, Any]:

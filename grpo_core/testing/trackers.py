@@ -21,7 +21,7 @@ from typing import Any
 from attrs import evolve
 
 from grpo_core.config import Config, as_table
-from grpo_core.errors import TrackingError, one_line
+from grpo_core.errors import TrackingError, cut, one_line
 from grpo_core.events import (
     ErrorRaised,
     Event,
@@ -78,6 +78,7 @@ class TrackerContract:
         yield self.it_takes_a_run_that_fails_at_once
         yield self.it_goes_on_where_a_resumed_run_does
         yield self.it_changes_nothing_that_others_see
+        yield self.its_state_survives_a_checkpoint
 
     def its_factory_makes_a_tracker(self) -> None:
         with tempfile.TemporaryDirectory() as directory:
@@ -135,14 +136,32 @@ class TrackerContract:
                 f"it changed a {type(event).__name__}, which other trackers receive, too"
             )
 
-    def _tell(self, directory: Path, events: Sequence[Event], resumed_from: int | None = None) -> None:
-        """Send events to a new tracker, as a run does."""
+    def its_state_survives_a_checkpoint(self) -> None:
+        """Check that a state is of JSON, and that what has read it has the same one."""
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory)
+            state = self._tell(path, [*_started(), *a_run(), RunEnded(step=3, reason="interrupted")])
+            if state is None:
+                return
+            again = self._tell(path, [], resumed_from=3, state=state)
+            assert again == state, (
+                f"state_dict() returns {_short(again)} after load_state_dict() of {_short(state)}; "
+                "expected the same: a resumed run continues from it"
+            )
+
+    def _tell(
+        self, directory: Path, events: Sequence[Event], resumed_from: int | None = None, state: Any = None
+    ) -> Any:
+        """Send events to a new tracker, as a run does; return its state after them, None if it has none."""
         failures: list[TrackingError] = []
         tracker = self._make(_info(directory, resumed_from))
         thread = TrackerThread("checked", tracker, lambda name, error, required: failures.append(error))
+        if state is not None:
+            thread.load(state)
         now = time.time()
         for event in events:
             thread.put(evolve(event, time=now))
+        saved = thread.state() if thread.has_state else None
         thread.put(None)
         until = time.monotonic() + PATIENCE
         while not (thread.ended or failures) and time.monotonic() < until:
@@ -151,6 +170,11 @@ class TrackerContract:
         assert thread.ended or failures, late
         if failures:
             raise AssertionError(_where(failures[0])) from failures[0]
+        return None if saved is None else saved.result()
+
+
+def _short(state: Any) -> str:
+    return cut(repr(state), 200)
 
 
 def _where(error: TrackingError) -> str:
