@@ -128,6 +128,38 @@ def text_files(directory: Path) -> set[Path]:
     }
 
 
+_EXPONENTS = {
+    "F64": ("<u8", 0x7FF0 << 48),
+    "F32": ("<u4", 0x7F80 << 16),
+    "F16": ("<u2", 0x7C00),
+    "BF16": ("<u2", 0x7F80),
+}
+"""Words of the types of numbers, and the bits that are all set in an infinity and in NaN."""
+_AT_ONCE = 1 << 20
+"""Number of words that are looked at together."""
+
+
+def not_finite(file: Path) -> str:
+    """Return the name of a tensor with a number that is not finite; "" if a file of safetensors has none."""
+    import numpy as np
+
+    try:
+        header = header_of(file)
+    except ValueError:  # the file is something else
+        return ""
+    content = np.memmap(file, np.uint8, "r")
+    begin = 8 + int.from_bytes(content[:8].tobytes(), "little")
+    for name, about in sorted(header.items()):
+        if (kind := _EXPONENTS.get(about["dtype"])) is None:
+            continue
+        first, last = about["data_offsets"]
+        words, bits = content[begin + first : begin + last].view(kind[0]), np.array(kind[1], kind[0])
+        for start in range(0, len(words), _AT_ONCE):
+            if ((words[start : start + _AT_ONCE] & bits) == bits).any():
+                return name
+    return ""
+
+
 _SAMPLES, _SAMPLE = 64, 4096
 """Number of the places in a file that a digest reads, and bytes of each."""
 

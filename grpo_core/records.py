@@ -643,43 +643,6 @@ class Row:
     )
     """Advantage of each sampled token, float32; None if all have ``advantage``."""
 
-    def __reduce__(self) -> tuple[Callable[..., Row], tuple[Any, ...]]:
-        """Send advantages as runs of equal ones: a turn has one, however many tokens it has."""
-        runs: tuple[Any, Any] | None = None
-        if self.token_advantages is not None:
-            import numpy as np
-
-            from grpo_core.tokens import runs_of
-
-            each = np.asarray(self.token_advantages, np.float32)
-            runs = runs_of(each)
-            runs = runs if 2 * len(runs[0]) < len(each) else (each, 1)
-        return _row, (
-            self.prompt_ids, self.tokens, self.advantage, self.group, self.rollout, self.correct, runs,
-        )  # fmt: skip
-
-
-def _row(
-    prompt_ids: Ids,
-    tokens: Tokens,
-    advantage: float,
-    group: int,
-    rollout: int | None,
-    correct: bool,
-    runs: tuple[Any, Any] | None,
-) -> Row:
-    import numpy as np
-
-    return Row(
-        prompt_ids=prompt_ids,
-        tokens=tokens,
-        advantage=advantage,
-        group=group,
-        rollout=rollout,
-        correct=correct,
-        token_advantages=None if runs is None else np.repeat(*runs),
-    )
-
 
 @frozen(kw_only=True)
 class Batch:

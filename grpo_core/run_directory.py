@@ -7,7 +7,7 @@ runs/NAME/
     rollouts/step-000120.jsonl.gz  the texts that made version 120, with their rewards
     rollouts/step-000120.safetensors   their tokens; see grpo_core.reporting.stored
     validation/                    the same of what version 120 was validated by
-    events.jsonl                   everything that happened, append-only; see grpo_core.chain
+    events.jsonl                   everything that happened, append-only
     provenance.jsonl               versions and hashes of the programs of each start
     timeline.jsonl                 who did what when; see grpo_core.timeline
     report.html                    all of it on one page, made when the run ends
@@ -34,7 +34,6 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from grpo_core import chain
 from grpo_core.config import Config, as_table, as_toml, build, read_toml
 from grpo_core.disk import Disk, replace_file
 from grpo_core.errors import ConfigError
@@ -64,6 +63,8 @@ WRITTEN = (
     "model",
 )
 """Names that a start writes."""
+_BLOCK = 65536
+"""Bytes that are read at once to find the last line of a file."""
 
 
 class RunDirectory:
@@ -233,10 +234,10 @@ class RunDirectory:
         path = self.path / "events.jsonl"
         if not path.is_file():
             raise ConfigError(f"{self.path}: has no {path.name} yet")
-        for line in chain.read(path):
-            if not isinstance(line.value, dict):
-                raise ConfigError(f"{path}, line {line.number}: is no event; somebody has changed this file")
-            yield line.value
+        for number, event in numbered_events(path):
+            if event is None:
+                raise ConfigError(f"{path}, line {number}: is no event; somebody has changed this file")
+            yield event
 
     def forget_after(self, step: int, measured: int, disk: Disk | None = None) -> None:
         """Remove the records after the step from which a run continues; events are kept.
@@ -303,6 +304,34 @@ class RunDirectory:
         if self._earlier is not None:
             self._earlier.replace(self.path / CONFIG)
             self._earlier = None
+
+
+def numbered_events(file: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """Yield the number of each whole line of ``events.jsonl``, and its event; None if it has none.
+
+    A killed process may have left half a line at the end.
+    """
+    with open(file, "rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                event = json.loads(line)
+            except (ValueError, RecursionError):
+                event = None
+            yield number, event if isinstance(event, dict) else None
+
+
+def whole_lines(file: Path) -> int:
+    """Return the number of bytes up to the last newline; a large file is read from its end."""
+    with open(file, "rb") as lines:
+        begin = lines.seek(0, os.SEEK_END)
+        while begin:
+            end, begin = begin, max(0, begin - _BLOCK)
+            lines.seek(begin)
+            if (found := lines.read(end - begin).rfind(b"\n")) >= 0:
+                return begin + found + 1
+    return 0
 
 
 def lost(steps: int, seconds: float) -> str:

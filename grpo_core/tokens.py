@@ -347,15 +347,6 @@ def contents_of(tokens: Tokens) -> bytes:
     return _joined((tokens.ids, tokens.logprobs))
 
 
-def runs_of(values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """Return runs of numbers with equal bits, as ``np.repeat`` takes them: one number of each, its length."""
-    if not len(values):
-        return values, np.zeros(0, np.int64)
-    bits = np.ascontiguousarray(values).view(f"i{values.itemsize}")
-    starts = np.flatnonzero(np.concatenate([[True], bits[1:] != bits[:-1]]))
-    return values[starts], np.diff(starts, append=len(values))
-
-
 def digest_of(ids: Ids | PlacedIds) -> bytes:
     """Return 16 bytes that are equal for equal ids, wherever these are."""
     if isinstance(ids, PlacedIds):

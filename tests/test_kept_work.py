@@ -14,7 +14,6 @@ from test_pipeline import Run, cut, resumed
 
 import grpo_core
 from grpo_core.app.assembly import stop_at
-from grpo_core.checks import not_finite
 from grpo_core.errors import (
     CheckpointError,
     ConfigError,
@@ -29,6 +28,7 @@ from grpo_core.events import GroupsReady, Saved, Saving, StepEnded, Synced
 from grpo_core.loop import checkpoint
 from grpo_core.loop.endings import Goal
 from grpo_core.loop.health import Limits
+from grpo_core.models import not_finite
 from grpo_core.planes import MemoryPlane
 from grpo_core.protocols import Tracker
 from grpo_core.records import Canary, Completion, StepResult, Weights

@@ -28,7 +28,7 @@ from grpo_core.loop.rollout import SamplingParams
 from grpo_core.loop.rows import make_batch
 from grpo_core.planes import MemoryPlane
 from grpo_core.processes import Call
-from grpo_core.records import Group, Prompt, Rollout, Row, SampleRequest, Segment
+from grpo_core.records import Group, Prompt, Rollout, SampleRequest, Segment
 from grpo_core.reporting import stored
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, FakeTrainer, prompts, run
 from grpo_core.tokens import PlacedIds, PlacedTokens, Tokens, as_ids, contents_of, digest_of, fetched
@@ -134,9 +134,7 @@ def test_a_handle_of_a_prompt_is_an_array_that_is_fetched_when_it_is_read():
 # ---------------------------------------------------------------------------------- bytes
 
 
-def group(
-    tokens: int, rollouts: int = 8, *, segments: int = 1, by_turn: bool = False, prompt: int = 3
-) -> Group:
+def group(tokens: int, rollouts: int = 8, *, segments: int = 1, prompt: int = 3) -> Group:
     """Return a finished group; a later segment begins with all that was said before it."""
     ids = np.random.default_rng(0).integers(0, 1000, tokens)
     asked = as_ids(range(prompt))
@@ -154,7 +152,6 @@ def group(
             ],
             reward=float(i),
             advantage=1.0,
-            token_advantages=np.arange(tokens) * 4 // tokens + 0.5 if by_turn else None,
             trained=True,
         )
 
@@ -175,8 +172,6 @@ def sent(made: Group) -> float:
 KINDS = {
     "one segment": ({}, 400),
     "four segments": ({"segments": 4}, 1600),
-    "an advantage for each turn": ({"by_turn": True}, 900),
-    "both": ({"segments": 4, "by_turn": True}, 1700),
 }
 
 
@@ -192,21 +187,6 @@ def test_the_bytes_of_a_rollout_on_the_way_to_the_trainer_do_not_grow_with_its_t
     assert max(sizes.values()) - min(sizes.values()) <= 8 * kind.get("segments", 1), sizes
     assert max(sizes.values()) < limit, sizes
     assert sent(group(16384, **kind)) > 13 * 16384, "in memory all of it is sent"
-
-
-@pytest.mark.parametrize(
-    "values", [[0.5], [1.0, 1.0, 2.0], [1.0, 2.0, 3.0], [1.0] * 50 + [2.0] * 50, [-0.0] * 9 + [0.0] * 9]
-)
-def test_advantages_of_tokens_arrive_as_they_were_sent(values):
-    tokens = Tokens.generated(range(len(values)), np.zeros(len(values)), np.zeros(len(values), int))
-    row = Row(prompt_ids=[1], tokens=tokens, advantage=1.0, group=3, rollout=4, correct=True,
-              token_advantages=np.array(values, np.float32))  # fmt: skip
-    arrived = pickle.loads(pickle.dumps(row))
-    assert arrived == row
-    assert arrived.token_advantages.dtype == np.float32
-    assert arrived.token_advantages.tobytes() == row.token_advantages.tobytes(), "to the last bit"
-    of_list = pickle.loads(pickle.dumps(attrs.evolve(row, token_advantages=values)))
-    assert of_list == row
 
 
 @given(any_rows())

@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from grpo_core import chain
 from grpo_core.commands import bisect, fork, history, replay
 from grpo_core.errors import CheckpointError, ConfigError
 from grpo_core.reporting.verification import verified
@@ -183,12 +182,7 @@ def test_a_step_that_was_computed_otherwise_is_told_with_its_first_tensor(run, c
     for line in lines:
         if line["event"] == "RunStarted":
             line["config"]["trainer"]["lr"] *= 1.5
-    link, written = chain.START, []
-    for line in lines:
-        line.pop("chain")
-        text, link = chain.chained(link, json.dumps(line))
-        written.append(text)
-    events.write_text("".join(written))
+    events.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert replay.main(run, step=3) == 1
     told = capsys.readouterr().out.splitlines()[-1]
     assert told.startswith(
@@ -208,14 +202,10 @@ def test_a_step_without_fingerprints_is_not_said_to_be_the_same(run, capsys):
 def without_fingerprints(run, step):
     events = run / "events.jsonl"
     lines = [json.loads(line) for line in events.read_text().splitlines()]
-    link, written = chain.START, []
     for line in lines:
-        line.pop("chain")
         if line["event"] == "StepEnded" and line["step"] == step:
             line["digest"] = None
-        text, link = chain.chained(link, json.dumps(line))
-        written.append(text)
-    events.write_text("".join(written))
+    events.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 @pytest.mark.parametrize(
@@ -244,23 +234,19 @@ def flip(path, name, at, bit):
 
 
 @pytest.mark.parametrize(
-    ("file", "name", "at", "message"),
+    ("file", "name", "message"),
     [
-        ("rollouts/step-000003.safetensors", "ids", 4, r"ids of slot 6, rollout \d, segment 0, token \d is"),
-        ("rollouts/step-000004.safetensors", "logprobs", 2, r"logprobs of slot 9, rollout \d, segment"),
-        ("rollouts/step-000003.safetensors", "advantages", 17, r"advantages of slot 8, rollout 2 is"),
-        ("checkpoints/step-000002/trainer/model.safetensors", "model.norm.weight", 5,
-         r"tensor model.norm.weight, element \[5\]; to replay from the checkpoint before"),
-        ("checkpoints/step-000002/optimizer/state.safetensors", "model.embed_tokens.weight/exp_avg", 33,
-         r"tensor model.embed_tokens.weight/exp_avg, element \[1, 1\]"),
+        ("rollouts/step-000003.safetensors", "ids", "step-000003.safetensors is not what the run wrote"),
+        ("checkpoints/step-000002/trainer/model.safetensors", "model.norm.weight",
+         "trainer/model.safetensors is not what was written .*; to replay from the checkpoint before"),
     ],
 )  # fmt: skip
-def test_a_flipped_bit_is_named_before_anything_is_computed(file, name, at, message, run):
-    flip(run / file, name, at, bit=21)
+def test_a_flipped_bit_is_found_before_anything_is_computed(file, name, message, run):
+    flip(run / file, name, 4, bit=21)
     with pytest.raises((ConfigError, CheckpointError), match=message):
         replay.main(run, step=4)
     (finding,) = verified(run).findings
-    assert message.partition(";")[0].split(" is")[0][:9] in finding
+    assert file.partition("/")[2] in finding or message.partition(" ")[0] in finding
 
 
 # ---------------------------------------------------------------------------------- fork

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 
 import numpy as np
@@ -158,45 +157,6 @@ def test_a_token_takes_at_most_14_bytes(length):
     ]
     count = sum(len(each.segments[0].tokens) for some in given for each in some.rollouts)
     assert len(stored.tokens(with_advantages(given, group_advantages))) <= BYTES * count
-
-
-def flipped(path, name, at, bit=0):
-    """Flip a bit of a number of an array in a file of tokens."""
-    arrays = load_file(path)
-    data = bytearray(path.read_bytes())
-    header = 8 + int.from_bytes(data[:8], "little")
-    begin = json.loads(data[8:header])[name]["data_offsets"][0]
-    data[header + begin + at * arrays[name].itemsize + bit // 8] ^= 1 << bit % 8
-    path.write_bytes(data)
-
-
-@pytest.mark.parametrize(
-    ("name", "at", "bit", "told"),
-    [
-        ("ids", 13, 4, "ids of slot 0, rollout 1, segment 0, token 1 is "),
-        ("logprobs", 28, 22, "logprobs of slot 0, rollout 2, segment 1, token 0 is "),
-        ("versions", 30, 31, "versions of slot 1, rollout 0, segment 0, token 0 is -2147483641"),
-        ("prompt_ids", 4, 0, "prompt_ids of prompt 1, token 1 is 8"),
-        ("advantages", 4, 63, "advantages of slot 1, rollout 1 is -0.0"),
-        ("trained", 0, 0, "trained of slot 0, rollout 0 is False"),
-        ("segment_offsets", 2, 1, "segment_offsets of place 2 is "),
-        ("checks", 0, 5, "ids has changed, or its check has: slot 0, rollout 0, segment 0, token 0 to "),
-    ],
-)
-def test_a_flipped_bit_of_the_stored_tokens_is_named(name, at, bit, told, tmp_path):
-    run = record(tmp_path / "run", [GroupsReady(step=0, groups=groups())], config())
-    path = run.path / "rollouts" / "step-000001.safetensors"
-    assert stored.damage(path) == ""
-    flipped(path, name, at, bit)
-    assert stored.damage(path).startswith(told)
-
-
-def test_a_damaged_text_does_not_hide_which_token_has_changed(tmp_path):
-    run = record(tmp_path / "run", [GroupsReady(step=0, groups=groups())], config())
-    path = run.path / "rollouts" / "step-000001.safetensors"
-    flipped(path, "ids", 13)
-    (run.path / "rollouts" / "step-000001.jsonl.gz").write_bytes(b"nothing")
-    assert stored.damage(path).startswith("ids of rollout 1 of the step, segment 0, token 1 is ")
 
 
 def test_advantages_of_single_tokens_are_read_back_and_make_the_same_batch(tmp_path):

@@ -14,7 +14,6 @@ from recording import add, record
 from rich.cells import cell_len
 from rich.console import Console
 
-from grpo_core import chain
 from grpo_core.config import Config, TaskConfig, TrackingConfig, TrainerConfig, as_table
 from grpo_core.errors import ConfigError, PluginError
 from grpo_core.events import (
@@ -503,7 +502,6 @@ def test_half_a_last_line_is_tolerated_and_any_other_damage_is_an_error(tmp_path
     path.write_bytes(whole + b"x" * 200_000)
     add(run, [], FILES)
     assert path.read_bytes().startswith(whole), "half a line of any length is cut off"
-    assert [line.intact for line in chain.read(path)] == [True] * (WRITTEN + 3), "the chain goes on"
     path.write_text(path.read_text().replace('"event": "GroupsReady"', "GroupsReady"))
     with pytest.raises(ConfigError, match=r"events\.jsonl, line 4: is no event"):
         list(run.events())

@@ -15,7 +15,6 @@ from rich.table import Table
 from grpo_core.aio import to_the_end
 from grpo_core.app.parts import make_advantages, make_shaping
 from grpo_core.app.paths import with_absolute_paths
-from grpo_core.checks import differing_element
 from grpo_core.commands.history import StepRecord, compared, read
 from grpo_core.commands.replay import Replayer, batch_of
 from grpo_core.complaints import say
@@ -277,8 +276,20 @@ def first_number(base: Side, fork: Side) -> str:
         if a != b:
             return f"the metric {name}: {a!r} -> {b!r}"
     for path in sorted(base.saved.rglob("*.safetensors"), reverse=True):  # trainer/ before optimizer/
-        if told := differing_element(path, fork.saved / path.relative_to(base.saved)):
+        if told := _first_element(path, fork.saved / path.relative_to(base.saved)):
             return told
+    return ""
+
+
+def _first_element(file: Path, other: Path) -> str:
+    """Name the first number that differs between two files of tensors, with both values; "" if none does."""
+    from safetensors.torch import load_file
+
+    theirs = load_file(other)
+    for name, tensor in sorted(load_file(file).items()):
+        if name in theirs and len(different := (tensor != theirs[name]).nonzero()):
+            at = tuple(different[0].tolist())
+            return f"{name}{[*at]}: {tensor[at].item()!r} -> {theirs[name][at].item()!r}"
     return ""
 
 

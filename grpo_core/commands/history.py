@@ -13,7 +13,7 @@ from grpo_core.config import Config, build
 from grpo_core.errors import ConfigError
 from grpo_core.records import Group, StateDigest
 from grpo_core.reporting.files import digest as digest_of
-from grpo_core.reporting.stored import TEXTS, TOKENS, changed, stored_rollouts
+from grpo_core.reporting.stored import TEXTS, TOKENS, stored_rollouts
 from grpo_core.run_directory import ROLLOUTS, RunDirectory
 
 WIDTH = 4
@@ -54,11 +54,14 @@ class History:
         return stored_rollouts(self.run.path, number)
 
     def check(self, number: int) -> None:
-        """Raise ConfigError if the rollouts of a step are damaged, or not stored; name what has changed."""
+        """Raise ConfigError if the rollouts of a step are damaged, or not stored."""
         for name in self._files(number):
             path = self.run.path / name
             if name in self.files and digest_of(path.read_bytes()) != self.files[name]:
-                raise ConfigError(f"{path} {changed(path)}; the step cannot be computed again from it")
+                raise ConfigError(
+                    f"{path} is not what the run wrote (its sha256 differs); the step cannot be computed "
+                    "again from it"
+                )
 
     def _files(self, number: int) -> list[str]:
         name = f"{ROLLOUTS}/step-{number:06d}"

@@ -20,7 +20,6 @@ from typing import Any, Literal, cast
 from attrs import field, frozen
 from cyclopts import App
 
-from grpo_core import chain
 from grpo_core.app.launch import RUNS
 from grpo_core.app.resume import differences, shown
 from grpo_core.complaints import complain, say
@@ -30,7 +29,7 @@ from grpo_core.loop import checkpoint
 from grpo_core.loop.metrics import headline
 from grpo_core.loop.retention import Retention
 from grpo_core.plugins.options import AsJson, Flag
-from grpo_core.run_directory import CONFIG, RunDirectory, metrics_rows, planned_steps
+from grpo_core.run_directory import CONFIG, RunDirectory, metrics_rows, planned_steps, whole_lines
 from grpo_core.validation import results
 
 State = Literal["running", "finished", "interrupted", "failed", "killed", "unreadable"]
@@ -273,7 +272,7 @@ def _state(path: Path) -> State:
 def _last_event(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
-    end = chain.whole_lines(file)
+    end = whole_lines(file)
     with file.open("rb") as events:
         events.seek(max(0, end - TAIL))
         lines = events.read(min(end, TAIL)).splitlines()

@@ -1,8 +1,7 @@
 """Checkpoints: one consistent cut, written to a temporary directory and renamed; never a pickle.
 
     checkpoints/step-000120/
-        manifest.json                 sha256 and size of each of the other files, and sums that find a changed
-                                  number of a tensor; written last
+        manifest.json                 sha256 and size of each of the other files; written last
         trainer/ optimizer/           the trainer's own files (safetensors, JSON)
         pipeline.json                 buffer, prompts in flight, sampler
         pipeline.safetensors          tokens of the rollouts that wait to be trained, if there are any
@@ -32,7 +31,6 @@ import attrs
 from attrs import define, field, frozen
 
 from grpo_core import typed
-from grpo_core.checks import changed_tensor, not_finite, tensor_sums
 from grpo_core.data import states
 from grpo_core.data.dataloaders import Dataloader
 from grpo_core.data.loaders import TaskLoader
@@ -51,6 +49,7 @@ from grpo_core.loop.saved import (
     SavedRollout,
     SavedSlot,
 )
+from grpo_core.models import not_finite
 from grpo_core.records import Group, Prompt, Rollout, Segment
 
 if TYPE_CHECKING:
@@ -166,14 +165,7 @@ def _write(
         disk.write(partial / name, state)
     for path in files(partial):
         path.chmod(mode)  # safetensors makes files that only their owner may read
-    manifest = {
-        "format": FORMAT,
-        "step": step,
-        "files": seal(disk, partial),
-        "tensors": {
-            str(path.relative_to(partial)): tensor_sums(path) for path in partial.rglob("*.safetensors")
-        },
-    }
+    manifest = {"format": FORMAT, "step": step, "files": seal(disk, partial)}
     disk.write(partial / _MANIFEST, as_json(manifest))
     disk.sync(partial / _MANIFEST)
     disk.sync(partial)
@@ -366,22 +358,13 @@ def fault(directory: Path) -> str | None:
             if name not in there:
                 return f"{name} is missing"
             if fingerprint(directory / name) != expected:
-                return (
-                    f"{name} is not what was written (its sha256 differs){_damage(directory, name, manifest)}"
-                )
+                return f"{name} is not what was written (its sha256 differs)"
     except OSError as error:
         name = Path(error.filename).relative_to(directory) if error.filename else _MANIFEST
         return f"{name} cannot be read: {error.strerror or error}"
     except CheckpointError as error:
         return str(error)
     return None
-
-
-def _damage(directory: Path, name: str, manifest: SavedManifest) -> str:
-    """Say which tensor of a damaged file has changed, if its sums were recorded."""
-    recorded = manifest.get("tensors", {}).get(name)
-    told = changed_tensor(directory / name, recorded) if recorded else ""
-    return f": {told}" if told else ""
 
 
 def manifest_digest(directory: Path) -> str:

@@ -20,7 +20,6 @@ class SavedManifest(TypedDict):
     format: int
     step: Count
     files: dict[str, SavedFile]
-    tensors: NotRequired[dict[str, dict[str, tuple[Count, Count]]]]
 
 
 class SavedSlot(TypedDict):

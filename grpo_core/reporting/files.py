@@ -18,7 +18,6 @@ from typing import Any, TextIO
 
 from attrs import asdict
 
-from grpo_core import chain
 from grpo_core._version import __version__
 from grpo_core.disk import Disk
 from grpo_core.errors import ConfigError
@@ -38,7 +37,15 @@ from grpo_core.protocols import Tracker
 from grpo_core.records import Group, Prompt, RunInfo
 from grpo_core.reporting import stored
 from grpo_core.reporting.stored import as_json
-from grpo_core.run_directory import CONFIG, PARTIAL, ROLLOUTS, VALIDATION, RunDirectory, rollouts_step
+from grpo_core.run_directory import (
+    CONFIG,
+    PARTIAL,
+    ROLLOUTS,
+    VALIDATION,
+    RunDirectory,
+    rollouts_step,
+    whole_lines,
+)
 from grpo_core.tokens import sampled_versions
 
 
@@ -70,7 +77,7 @@ class FilesTracker(Tracker):
         self._directory = run.directory
         for folder in (ROLLOUTS, VALIDATION):
             (run.directory / folder).mkdir(exist_ok=True)
-        self._events = _ChainedFile(run.directory / "events.jsonl")
+        self._events = _appending(run.directory / "events.jsonl")
         cut = -1 if run.resumed_from is None else run.resumed_from
         measured = cut if run.measured is None else run.measured
         config = run.directory / CONFIG
@@ -106,7 +113,7 @@ class FilesTracker(Tracker):
                 more = {"manifest": manifest_digest(Path(event.directory))}
             case _:
                 more = {}
-        self._events.write(as_json({"time": event.time, **plain(event), **more}))
+        self._write_event({"time": event.time, **plain(event), **more})
         if isinstance(event, Saving):
             self._sync()
 
@@ -166,7 +173,11 @@ class FilesTracker(Tracker):
 
     def _record(self, name: str, **values: Any) -> None:
         """Write a line of events.jsonl about the files themselves."""
-        self._events.write(as_json({"time": time.time(), "event": name, **values}))
+        self._write_event({"time": time.time(), "event": name, **values})
+
+    def _write_event(self, event: Mapping[str, Any]) -> None:
+        with _named(Path(self._events.name)):
+            self._events.write(as_json(event) + "\n")
 
     def _sync(self) -> None:
         """Make everything durable: a checkpoint must not outlive what was written before it."""
@@ -174,27 +185,6 @@ class FilesTracker(Tracker):
             if path.exists():  # ``keep`` may have removed it
                 Disk().sync(path)
         self._unsynced.clear()
-
-
-class _ChainedFile:
-    """A file of chained lines that is open for more; half a line at its end is cut off."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._link = path, chain.START
-        if path.exists():
-            size = chain.whole_lines(path)
-            os.truncate(path, size)
-            self._link = chain.last_link(path, size)
-        self._file: TextIO = path.open("a", encoding="utf-8", buffering=1)
-
-    def write(self, text: str) -> None:
-        line, link = chain.chained(self._link, text)
-        with _named(self._path):
-            self._file.write(line)
-        self._link = link
-
-    def close(self) -> None:
-        self._file.close()
 
 
 @contextlib.contextmanager
@@ -266,5 +256,5 @@ def _group(group: Group) -> dict[str, Any]:
 def _appending(path: Path) -> TextIO:
     """Open for whole lines; the half line that a killed process left at the end is cut off."""
     if path.exists():
-        os.truncate(path, chain.whole_lines(path))
+        os.truncate(path, whole_lines(path))
     return open(path, "a", encoding="utf-8", buffering=1)

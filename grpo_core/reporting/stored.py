@@ -18,8 +18,6 @@ is line r of the texts:
                                        advantages of runs of equal ones, one rollout after the other
     turn_lengths       int32 [K]       sampled tokens of each run
     turn_rollouts      int32 [K]       the rollout of each run
-    checks             uint64 [C, 2]   sums that find a changed number (``grpo_core.checks``): of each BLOCK
-                                       tokens of ids, sampled, logprobs and versions, then of all other arrays
 """
 
 from __future__ import annotations
@@ -35,11 +33,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from attrs import fields
 
-from grpo_core import checks
 from grpo_core.disk import Disk, replace_file
 from grpo_core.errors import ConfigError, cut, shortened
 from grpo_core.records import Group, Prompt, Rollout, Segment
-from grpo_core.run_directory import PARTIAL, ROLLOUTS, VALIDATION, rollouts_step
+from grpo_core.run_directory import ROLLOUTS, VALIDATION, rollouts_step
 
 if TYPE_CHECKING:
     import numpy as np
@@ -52,8 +49,6 @@ GZIP_LEVEL = 4
 TEXTS, TOKENS = (".jsonl", ".jsonl.gz"), ".safetensors"
 OF_TOKENS = ("ids", "sampled", "logprobs", "versions")
 """Arrays with a number for each token after the prompts."""
-BLOCK = 1024
-"""Number of tokens with sums of their own: several changes are found if they are not in one block."""
 LARGEST = 100_000
 """Number of characters of JSON from which an answer, or a value of ``Prompt.info``, is not stored."""
 OF_ROLLOUT = {
@@ -84,8 +79,7 @@ def tokens(groups: Sequence[Group]) -> bytes:
     """Return the file of tokens that belongs to the texts of the same groups."""
     from safetensors.numpy import save
 
-    arrays = _arrays([rollout for group in groups for rollout in group.rollouts])
-    data: bytes = save(arrays | {"checks": _checks(arrays)})
+    data: bytes = save(_arrays([rollout for group in groups for rollout in group.rollouts]))
     return data
 
 
@@ -271,35 +265,20 @@ def _turns(rollouts: Sequence[Rollout]) -> Arrays:
     """Return the advantages of single tokens, as runs of equal ones; turns have one advantage each."""
     import numpy as np
 
-    from grpo_core.tokens import runs_of
-
     values, lengths, of = [], [], []
     for r, rollout in enumerate(rollouts):
         if rollout.token_advantages is not None:
-            numbers, its_lengths = runs_of(np.asarray(rollout.token_advantages, np.float32))
-            values.append(numbers)
-            lengths.append(its_lengths)
-            of.append(np.full(len(numbers), r))
+            each = np.asarray(rollout.token_advantages, np.float32)
+            bits = each.view(np.int32)
+            starts = np.flatnonzero(np.diff(bits, prepend=~bits[:1]))
+            values.append(each[starts])
+            lengths.append(np.diff(starts, append=len(each)))
+            of.append(np.full(len(starts), r))
     return {
         "turn_advantages": np.concatenate([np.zeros(0), *values]).astype(np.float32),
         "turn_lengths": np.concatenate([np.zeros(0), *lengths]).astype(np.int32),
         "turn_rollouts": np.concatenate([np.zeros(0), *of]).astype(np.int32),
     }
-
-
-def _checked_parts(arrays: Arrays) -> Iterator[tuple[str, int, NDArray[Any]]]:
-    """Yield each part that has sums: the name of its array, its beginning there, and its numbers."""
-    for name in [name for name in OF_TOKENS if name in arrays]:
-        for begin in range(0, len(arrays[name]), BLOCK):
-            yield name, begin, arrays[name][begin : begin + BLOCK]
-    for name in sorted(set(arrays) - {*OF_TOKENS, "checks"}):
-        yield name, 0, arrays[name]
-
-
-def _checks(arrays: Arrays) -> NDArray[np.uint64]:
-    import numpy as np
-
-    return np.array([checks.sums(part) for _, _, part in _checked_parts(arrays)], np.uint64)
 
 
 def _offsets(lengths: Sequence[int]) -> NDArray[np.int64]:
@@ -419,66 +398,3 @@ def _rollout(
     return Rollout(
         **its | {"messages": tuple(line["messages"])}, segments=segments, token_advantages=by_token
     )
-
-
-def changed(path: Path) -> str:
-    """Say that a file of rollouts is not what was written, and which number of it, if its sums show that."""
-    told = damage(path) if path.name.removesuffix(PARTIAL).endswith(TOKENS) else ""
-    return "is not what the run wrote (its sha256 differs)" + (f": {told}" if told else "")
-
-
-def damage(path: Path) -> str:
-    """Say which number of a file of tokens has changed since it was written; "" if its sums show no change.
-
-    The number is named by its array, the slot of its group, the rollout in the group, and the token.
-    """
-    try:
-        arrays = _loaded(path)
-        parts = [*_checked_parts(arrays)]
-        recorded = arrays["checks"].tolist()
-    except (ValueError, LookupError):
-        return "its header is damaged"
-    if len(recorded) != len(parts):
-        return "its header is damaged"
-    for (name, begin, part), (first, second) in zip(parts, recorded, strict=True):
-        if checks.sums(part) != (first, second):
-            at = checks.changed(part, (first, second), part.itemsize)
-            if at is None:
-                until = begin + max(0, len(part) - 1)
-                return f"{name} has changed, or its check has: {_where(path, arrays, name, begin)} to " + (
-                    f"{_where(path, arrays, name, until)}"
-                )
-            return f"{name} of {_where(path, arrays, name, begin + at)} is {part[at].item()!r}"
-    return ""
-
-
-def _where(path: Path, arrays: Arrays, name: str, at: int) -> str:
-    """Name the place of a number in an array: slot, rollout and token, as far as they can be read."""
-    import numpy as np
-
-    if name == "prompt_ids":
-        prompt = int(np.searchsorted(arrays["prompt_offsets"], at, "right")) - 1
-        return f"prompt {prompt}, token {at - int(arrays['prompt_offsets'][prompt])}"
-    if name in OF_TOKENS:
-        segment = int(np.searchsorted(arrays["segment_offsets"], at, "right")) - 1
-        rollout, token = (
-            int(arrays["segment_rollouts"][segment]),
-            at - int(arrays["segment_offsets"][segment]),
-        )
-        before = int((arrays["segment_rollouts"][:segment] == rollout).sum())
-        return f"{_slot(path, rollout)}, segment {before}, token {token}"
-    if name in ("advantages", "trained"):
-        return _slot(path, at)
-    return f"place {at}"
-
-
-def _slot(path: Path, rollout: int) -> str:
-    """Name a rollout by the slot of its group and its place there; by its line if the texts are damaged."""
-    texts = next((p for end in TEXTS if (p := path.with_name(path.stem + end)).is_file()), path)
-    try:
-        lines = _lines(texts)
-        slot = lines[rollout]["slot"]
-        place = rollout - next(i for i, line in enumerate(lines) if line["slot"] == slot)
-    except (OSError, EOFError, ValueError, LookupError, TypeError):
-        return f"rollout {rollout} of the step"
-    return f"slot {slot}, rollout {place}"

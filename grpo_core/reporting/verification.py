@@ -13,7 +13,6 @@ from typing import Any, NotRequired, TypedDict
 
 from attrs import define, field, frozen
 
-from grpo_core import chain
 from grpo_core.disk import REPLACED, fingerprint
 from grpo_core.errors import ConfigError
 from grpo_core.loop import checkpoint
@@ -21,8 +20,7 @@ from grpo_core.loop.laws import Laws, summary
 from grpo_core.loop.metrics import validation_metrics
 from grpo_core.loop.retention import SCORES, Scores
 from grpo_core.reporting.files import digest, metrics_line
-from grpo_core.reporting.stored import changed
-from grpo_core.run_directory import CONFIG, PARTIAL, ROLLOUTS, VALIDATION, rollouts_step
+from grpo_core.run_directory import CONFIG, PARTIAL, ROLLOUTS, VALIDATION, numbered_events, rollouts_step
 from grpo_core.typed import Count, checked
 
 EVENTS, METRICS = "events.jsonl", "metrics.jsonl"
@@ -51,16 +49,14 @@ def verified(path: Path) -> Verification:
         raise ConfigError(f"{path}: holds no run (there is no {EVENTS} in it)")
     size = events.stat().st_size
     laws, files, broken = Laws(), Files(path), []
-    for line in chain.read(events):
-        where = f"{EVENTS}, line {line.number}"
-        if not line.intact:
-            broken.append(f"{where}: the hash chain breaks: a line was changed, dropped, doubled or moved")
-        if not isinstance(line.value, dict):
+    for number, event in numbered_events(events):
+        where = f"{EVENTS}, line {number}"
+        if event is None:
             broken.append(f"{where}: is no event")
             continue
-        laws.observe(line.value)
+        laws.observe(event)
         try:
-            files.observe(line.value)
+            files.observe(event)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             broken.append(f"{where}: lacks what its kind must have: {type(error).__name__}: {error}")
     laws.close()
@@ -225,7 +221,7 @@ class Files:
                 if not expected.optional:
                     yield f"{name} is missing"
             elif fingerprint(path)["sha256"] != expected.digest:
-                yield f"{name} {changed(path)}"
+                yield f"{name} is not what the run wrote (its sha256 differs)"
         for name in sorted(found - set(self._rollouts)):
             if rollouts_step(name.partition("/")[2]) is not None and not name.endswith(PARTIAL):
                 yield f"{name} was not written by the run"
