@@ -18,8 +18,9 @@ from file_plane import FilePlane
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grpo_core.config import Config
 from grpo_core.errors import DataPlaneError, TrainerError
-from grpo_core.events import GroupFiltered, GroupsReady, StepEnded
+from grpo_core.events import GroupFiltered, GroupsReady, Saved, Saving, StepEnded
 from grpo_core.loop.advantages import group as advantages
 from grpo_core.loop.buffer import Buffer
 from grpo_core.loop.dynamic import DynamicSampling
@@ -30,6 +31,9 @@ from grpo_core.planes import MemoryPlane
 from grpo_core.processes import Call
 from grpo_core.records import Group, Prompt, Rollout, SampleRequest, Segment
 from grpo_core.reporting import stored
+from grpo_core.reporting.files import FilesTracker
+from grpo_core.reporting.trackers import call
+from grpo_core.run_directory import RunDirectory
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, FakeTrainer, prompts, run
 from grpo_core.tokens import PlacedIds, PlacedTokens, Tokens, as_ids, contents_of, digest_of, fetched
 from grpo_core.training.batching import Costs, length
@@ -398,3 +402,21 @@ def test_a_plane_that_is_closed_is_asked_for_nothing_any_more(plane):
         assert plane.held[0] == 18
 
     asyncio.run(story())
+
+
+def test_the_files_of_a_run_whose_tokens_are_lost_still_say_how_it_ended(tmp_path, plane):
+    """A resumed run and ``verify`` read the last events: which groups were returned, and what was saved."""
+
+    async def put() -> Group:
+        await plane.started()
+        return await plane.put(group(10))
+
+    there = asyncio.run(put())
+    for path in plane.reader.directory.iterdir():
+        path.unlink()
+    run = RunDirectory.create(tmp_path / "run", Config())
+    tracker = FilesTracker(run.info(Config(), None))
+    for event in (GroupsReady(step=0, groups=(there,)), Saving(step=0), Saved(step=0, directory="c")):
+        call(tracker, event)
+    tracker.close()
+    assert [event["event"] for event in run.events()][-2:] == ["Saving", "Saved"]

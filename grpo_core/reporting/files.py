@@ -20,7 +20,7 @@ from attrs import asdict
 
 from grpo_core._version import __version__
 from grpo_core.disk import Disk
-from grpo_core.errors import ConfigError
+from grpo_core.errors import ConfigError, DataPlaneError
 from grpo_core.events import (
     Dispatched,
     Event,
@@ -146,7 +146,8 @@ class FilesTracker(Tracker):
             removed,
         )
         if self._tokens:
-            self._write(step, f"{name}{stored.TOKENS}", stored.tokens(groups))
+            with contextlib.suppress(DataPlaneError):  # it ends the run, and the events of the end follow
+                self._write(step, f"{name}{stored.TOKENS}", stored.tokens(groups))
         for old in removed:
             (self._directory / old).unlink(missing_ok=True)
 

@@ -102,7 +102,7 @@ class TestPlane:
             assert await plane.held() == (0, 0)
             assert await settles(before)
             await plane.aclose()
-            with pytest.raises(DataPlaneError, match="--resume RUN"):
+            with pytest.raises(DataPlaneError, match="tokens of finished rollouts are lost"):
                 await plane.put(group([3]))
 
         asyncio.run(story())

@@ -234,9 +234,9 @@ class TestPlane:
             placed = await plane.put(group([5]))
             os.kill(await pid_of(plane._actors[number]), signal.SIGKILL)
             began = time.monotonic()
-            with pytest.raises(DataPlaneError, match=r"is gone .*--resume RUN"):
+            with pytest.raises(DataPlaneError, match=r"is gone"):
                 fetched([placed.rollouts[0].segments[0].tokens])
-            with pytest.raises(DataPlaneError, match=r"is gone .*--resume RUN"):
+            with pytest.raises(DataPlaneError, match=r"is gone"):
                 await plane.put(group([3]))
             del placed
             await asyncio.sleep(0)
@@ -250,7 +250,7 @@ class TestPlane:
             pid = await pid_of(plane._actors[1])
             os.kill(pid, signal.SIGSTOP)
             try:
-                with pytest.raises(DataPlaneError, match=r"no answer in 3 s.*--resume RUN"):
+                with pytest.raises(DataPlaneError, match=r"no answer in 3 s"):
                     await plane.put(group([3]))
             finally:
                 os.kill(pid, signal.SIGCONT)
