@@ -8,13 +8,15 @@ from pathlib import Path
 import attrs
 
 from grpo_core import config
-from grpo_core.commands.defaults import documented, meanings
+from grpo_core.config.meanings import meanings
+from grpo_core.config.sections import keys_of
+from grpo_core.plugins.hints import KEYS
+from grpo_core.plugins.host import PluginHost
 
 HERE = Path(__file__).parent
 
 
 def page() -> str:
-    texts = documented()
     lines = [
         "# Configuration",
         "",
@@ -30,26 +32,36 @@ def page() -> str:
         "(Written by `python docs/_configuration.py`.)",
         "",
     ]
-    lines += _table("top level", config.Config, texts)
-    lines += _table("[tasks.NAME]", config.TaskConfig, texts)
-    lines += _table("[tasks.NAME.source]", config.SourceConfig, texts)
+    lines += _table("top level", config.Config)
+    lines += _table("[tasks.NAME]", config.TaskConfig)
+    lines += _table("[tasks.NAME.source]", config.SourceConfig)
     for field in attrs.fields(attrs.resolve_types(config.Config)):
         if attrs.has(field.type):
-            lines += _table(f"[{field.name}]", field.type, texts)
+            lines += _table(f"[{field.name}]", field.type)
             if field.name == "optimizer":
-                lines += _table("[optimizer.groups.NAME]", config.ParameterGroupConfig, texts)
+                lines += _table("[optimizer.groups.NAME]", config.ParameterGroupConfig)
         if field.name == "validation":
-            lines += _table("[validation.sets.NAME]", config.ValidationSetConfig, texts)
+            lines += _table("[validation.sets.NAME]", config.ValidationSetConfig)
         if field.name == "model":
-            lines += _table("[model.lora]", config.LoraConfig, texts)
-    return "\n".join(lines)
+            lines += _table("[model.lora]", config.LoraConfig)
+    return "\n".join(lines + _sections_of_plugins())
 
 
-def _table(title: str, kind: type, texts: dict[str, dict[str, str]]) -> list[str]:
-    lines = [f"## {title}", "", texts[kind.__name__][""], "", "| key | default | meaning |", "|---|---|---|"]
+def _sections_of_plugins() -> list[str]:
+    """Return the tables of what our own plugins add."""
+    lines: list[str] = []
+    for plugin in PluginHost.discover().plugins:
+        for section in plugin.sections if plugin.distribution in KEYS.values() else ():
+            title = f"[{section.name}], with `pip install {plugin.distribution}`"
+            lines += _table(title, section.kind)
+    return lines
+
+
+def _table(title: str, kind: type) -> list[str]:
     inherited = meanings(kind)
+    lines = [f"## {title}", "", inherited[""], "", "| key | default | meaning |", "|---|---|---|"]
     for field in attrs.fields(attrs.resolve_types(kind)):
-        if attrs.has(field.type) or field.name == "tasks":
+        if attrs.has(field.type) or field.name == "tasks" or field.name not in keys_of(kind):
             continue
         default = field.default
         if isinstance(default, attrs.Factory):

@@ -8,18 +8,17 @@ Names, types and defaults are the parameters of the factories that the plugins o
 
 from __future__ import annotations
 
-import ast
-import functools
 import html
 import inspect
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import attrs
 
+from grpo_core.config.meanings import meanings
 from grpo_core.plugins.host import BUILT_IN, PluginHost
 from grpo_core.plugins.offers import HOOKS
 
@@ -107,7 +106,7 @@ def _meanings(factory: Any) -> dict[str, str]:
     found: dict[str, str] = {}
     for documented in reversed(inspect.getmro(factory) if inspect.isclass(factory) else (factory,)):
         if inspect.isclass(documented) and attrs.has(documented):
-            found |= _attribute_docstrings(documented)
+            found |= meanings(documented)
         found |= _arguments(documented.__doc__)
         if inspect.isclass(documented) and "__init__" in vars(documented):
             found |= _arguments(documented.__init__.__doc__)
@@ -123,20 +122,6 @@ def _arguments(docstring: str | None) -> dict[str, str]:
         for names, told in re.findall(r"^(\w[\w, ]*):\s+(.*?)(?=^\w|\Z)", text, re.S | re.M):
             entries |= dict.fromkeys(names.split(", "), " ".join(told.split()))
     return entries
-
-
-@functools.cache
-def _attribute_docstrings(kind: type) -> Mapping[str, str]:
-    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
-    assert isinstance(body, ast.ClassDef)
-    return {
-        one.target.id: " ".join(str(following.value.value).split())
-        for one, following in zip(body.body, body.body[1:], strict=False)
-        if isinstance(one, ast.AnnAssign)
-        and isinstance(one.target, ast.Name)
-        and isinstance(following, ast.Expr)
-        and isinstance(following.value, ast.Constant)
-    }
 
 
 def _paragraph(factory: Any) -> str:

@@ -17,11 +17,12 @@ import attrs
 
 import grpo_core
 from grpo_core import events, records
+from grpo_core.config.meanings import meanings
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
-from _options import _attribute_docstrings, _code, _default, _paragraph, _plain  # noqa: E402
+from _options import _code, _default, _paragraph, _plain  # noqa: E402
 
 PAGE = HERE / "plugins.md"
 BEGIN, END = "<!-- begin records: written by docs/_records.py -->", "<!-- end records -->"
@@ -52,15 +53,17 @@ def _record(kind: type) -> str:
 
 
 def _fields(kind: type) -> Iterator[tuple[str, str, str, str]]:
-    meanings = _attribute_docstrings(kind)
+    texts = meanings(kind)
     for one in attrs.fields(kind):
         if not one.name.startswith("_"):
-            yield f"`{one.name}`", _code(str(one.type)), _of(one), _plain(meanings.get(one.name, ""))
+            yield f"`{one.name}`", _code(str(one.type)), _of(one), _plain(texts.get(one.name, ""))
 
 
 def _of(one: attrs.Attribute[object]) -> str:
     if isinstance(one.default, attrs.Factory):  # type: ignore[arg-type]
         return "empty"
+    if inspect.isfunction(one.default):
+        return "does nothing"
     default = inspect.Parameter.empty if one.default is attrs.NOTHING else one.default
     return "`None`" if default is None else _default(_parameter(one.name, default))
 

@@ -71,6 +71,16 @@ def grpo_commands() -> Mapping[str, Command]:  # type: ignore[empty-body]
 
 
 @hookspec
+def grpo_config_sections() -> Mapping[str, object]:  # type: ignore[empty-body]
+    """Add sections to the configuration: ``{name: attrs class}``.
+
+    The name is that of a new table, ``"budget"``, or below a table of the core, ``"model.lora"``; or it is a
+    table of the core, ``"trainer"``, to which the class adds its fields as keys.  ``Class | None`` is a table
+    that is off unless the configuration has it.  Each field has a type, a default, and a docstring.
+    """
+
+
+@hookspec
 def grpo_environments() -> Mapping[str, Callable[..., Environment] | str]:  # type: ignore[empty-body]
     """Offer environments: ``{name: factory(**options)}``.
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-from attrs import cmp_using, field, frozen
+from attrs import NOTHING, cmp_using, field, frozen
 
 from grpo_core.errors import PluginError
 
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+T = TypeVar("T")
+Default = TypeVar("Default")
 
 Message = Mapping[str, Any]
 """A chat message: ``{"role": "user" | "assistant" | "system" | "tool", "content": str, ...}``."""
@@ -371,8 +374,51 @@ class Weights:
     model.  ``read_weights`` and ``read_buckets`` of ``grpo_core.kit`` add them."""
 
 
+def name_of_class(kind: type) -> str:
+    """Return ``"module:Class"``."""
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
 @frozen(kw_only=True)
-class EngineSetup:
+class SectionValues:
+    """The keys that a plugin adds to the configuration, as plain data: a process may not have the plugin."""
+
+    name: str
+    """Name of the table, as "budget" or "model.lora"."""
+    kind: str
+    """Class of the section, ``"module:Class"``."""
+    values: Mapping[str, Any]
+    """Values of all its keys."""
+
+
+@frozen(kw_only=True)
+class WithSections:
+    """Base of what carries the sections of plugins."""
+
+    sections: Sequence[SectionValues] = ()
+    """Sections of the configuration that plugins add; ``section`` reads one."""
+
+    @overload
+    def section(self, kind: type[T]) -> T: ...
+    @overload
+    def section(self, kind: type[T], default: Default) -> T | Default: ...
+
+    def section(self, kind: type[Any], default: Any = NOTHING) -> Any:
+        """Return a section that the hook ``grpo_config_sections`` adds, by its class.
+
+        If the configuration has no such section, it is the default if there is one, and otherwise the
+        section with the defaults of its keys.
+        """
+        import cattrs
+
+        for each in self.sections:
+            if each.kind == name_of_class(kind):
+                return cattrs.structure(each.values, kind)
+        return kind() if default is NOTHING else default
+
+
+@frozen(kw_only=True)
+class EngineSetup(WithSections):
     """The argument of an engine's factory, in addition to the options that the user chose."""
 
     model: str

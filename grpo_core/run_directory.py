@@ -28,15 +28,16 @@ import re
 import shutil
 import socket
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from grpo_core.config import Config, as_table, as_toml, build, read_toml
+from grpo_core.config import Config, as_table, as_toml, read_toml
 from grpo_core.disk import Disk, replace_file
 from grpo_core.errors import ConfigError
+from grpo_core.plugins.configured import configured
 from grpo_core.records import RunInfo
 from grpo_core.typed import Count, checked
 
@@ -195,11 +196,14 @@ class RunDirectory:
         return cls(path)
 
     @classmethod
-    def open(cls, path: Path) -> tuple[RunDirectory, Config]:
-        """Find an existing run, and read its configuration.  Raises ConfigError."""
+    def open(cls, path: Path, block: Sequence[str] = ()) -> tuple[RunDirectory, Config]:
+        """Find an existing run, and read its configuration; plugins in ``block`` are not loaded.
+
+        Raises ConfigError.
+        """
         run, table = cls.existing(path), read_toml(path / CONFIG)
         try:
-            return run, build([table])
+            return run, configured([table], block, stored=True)[0]
         except ConfigError as error:
             raise ConfigError(f"{path / CONFIG}: {error}") from error
 

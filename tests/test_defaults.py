@@ -9,9 +9,12 @@ import attrs
 import pytest
 from test_cli import grpo, refused
 
+from grpo_core import config
 from grpo_core.app.launch import configure
-from grpo_core.commands.defaults import documented, text
-from grpo_core.config import Config, EngineConfig, LoraConfig, build, parse_setting
+from grpo_core.commands.defaults import text
+from grpo_core.config import Config, EngineConfig, LoraConfig, PluginChoice, build, parse_setting
+from grpo_core.config.meanings import meanings
+from grpo_core.config.sections import keys_of
 from grpo_core.errors import ConfigError
 
 
@@ -39,11 +42,11 @@ def test_what_is_printed_is_accepted_and_changes_nothing(setting):
 @pytest.mark.long
 def test_each_key_is_printed_with_its_meaning():
     printed = " ".join(re.sub(r"^# ", "", line) for line in text().splitlines())
-    for name, kind in documented().items():
-        for key, meaning in kind.items():
+    for kind in (each for each in vars(config).values() if isinstance(each, type) and attrs.has(each)):
+        for key, meaning in meanings(kind).items():
             if (
-                name != "PluginChoice"
-                and key
+                kind is not PluginChoice
+                and key in keys_of(kind)
                 and meaning
                 and key not in ("filters", "tasks", "groups", "sets", "options")
             ):

@@ -480,7 +480,7 @@ def test_every_hook_has_a_kind_and_a_docstring():
     from grpo_core import hookspecs
 
     hooks = {name for name in vars(hookspecs) if name.startswith("grpo_")}
-    assert hooks == {*HOOKS.values(), "grpo_commands"}
+    assert hooks == {*HOOKS.values(), "grpo_commands", "grpo_config_sections"}
     assert all(getattr(hookspecs, hook).__doc__ for hook in hooks)
 
 

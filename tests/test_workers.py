@@ -11,7 +11,7 @@ from grpo_core.app.parts import engine_setup, load_renderer
 from grpo_core.app.placement import LocalPlacement
 from grpo_core.app.workers import make_engine, workers_of
 from grpo_core.cli import _with_values
-from grpo_core.config import EngineConfig, EnvironmentConfig, ModelConfig
+from grpo_core.config import Config, EngineConfig, EnvironmentConfig, ModelConfig
 from grpo_core.demo.tiny import make_tiny_model
 from grpo_core.engines.pool import EnginePool
 from grpo_core.environments.pool import EnvironmentPool
@@ -229,7 +229,7 @@ def test_an_engine_is_given_as_many_requests_at_once_as_the_user_allows(tmp_path
                 return made[-1]
 
         config = EngineConfig(name=f"{tmp_path}/counting.py:Counting", max_requests=3, workers=workers)
-        setup = engine_setup("m", ModelConfig(), config, seed=0, logs=None, colocated=True)
+        setup = engine_setup("m", Config(), config, logs=None, colocated=True)
         engine = make_engine(config, setup, Recorded(host), workers=workers, tolerance=Tolerance())
         await engine.update_weights(weights)
         answers = await engine.generate(requests)
@@ -254,9 +254,7 @@ def test_cluster_options_are_errors_on_this_machine(config):
 
 
 def test_an_engine_is_given_an_absolute_path_which_any_worker_can_look_up():
-    setup = engine_setup(
-        "runs/a/model", ModelConfig(), EngineConfig(), seed=0, logs=Path("runs/a/logs"), colocated=True
-    )
+    setup = engine_setup("runs/a/model", Config(), EngineConfig(), logs=Path("runs/a/logs"), colocated=True)
     assert setup.model == f"{Path.cwd()}/runs/a/model"
     assert setup.log_directory == f"{Path.cwd()}/runs/a/logs"
 

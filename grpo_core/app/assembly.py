@@ -397,6 +397,7 @@ class Assembly:
     def trainer_setup(self, model: StartModel, teacher: TeacherConfig) -> TrainerSetup:
         config, run = self.config, self.run
         return TrainerSetup(
+            sections=config.sections,
             model=evolve(config.model, path=model.path),
             prepare=model.prepare,
             trainer=config.trainer,
@@ -451,9 +452,8 @@ class Assembly:
             engine,
             engine_setup(
                 model,
-                config.model,
+                config,
                 engine,
-                seed=config.seed,
                 logs=logs,
                 colocated=colocated,
                 reproducible=reproducible(config.pipeline),

@@ -20,6 +20,7 @@ from grpo_core.loop import checkpoint
 from grpo_core.model_files import check_files
 from grpo_core.model_sources import model_source
 from grpo_core.models import chat_template, directory_here
+from grpo_core.plugins.configured import configured
 from grpo_core.plugins.host import NO_OFFERS, Offers, PluginHost
 from grpo_core.run_directory import RunDirectory
 
@@ -106,11 +107,9 @@ def configure(
     given: dict[str, Any] = {}
     for layer in (*layers, changes):
         given = merge(given, layer)
-    config = build([given])
-    host = PluginHost.discover(config.plugins, block)
-    host.add(offers)
+    config, host = configured([given], block, offers)
     preset = model_source(config.model, host).preset
-    return (build([replace_parts(preset, given), given]) if preset else config), host
+    return (build([replace_parts(preset, given), given], host.sections) if preset else config), host
 
 
 def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:

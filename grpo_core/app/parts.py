@@ -125,10 +125,9 @@ def make_buffer(
 
 def engine_setup(
     path: str,
-    model: ModelConfig,
+    config: Config,
     engine: EngineConfig,
     *,
-    seed: int,
     logs: Path | None,
     colocated: bool,
     reproducible: bool = False,
@@ -137,14 +136,18 @@ def engine_setup(
 
     Args:
         path: directory of the model; it is made absolute, since a worker may have another working directory.
+        config: of the run.
+        engine: section of this engine.
+        logs: directory of its log files.
         colocated: whether training runs on this machine at the same time.
         reproducible: see ``EngineSetup``.
     """
     return EngineSetup(
         model=str(Path(path).absolute()),
-        trust_remote_code=model.trust_remote_code,
+        sections=config.sections,
+        trust_remote_code=config.model.trust_remote_code,
         threads=thread_count(engine.threads, colocated),
-        seed=seed,
+        seed=config.seed,
         log_directory=str(logs.absolute()) if logs else None,
         deadline=engine.deadline,
         max_requests=engine.max_requests,

@@ -14,7 +14,7 @@ from attrs import evolve, frozen
 import grpo_core
 from grpo_core.app.parts import intervals, make_sampler
 from grpo_core.app.paths import plugin_files, with_absolute_paths
-from grpo_core.config import Config, TrainerConfig, as_table, build, replace_parts
+from grpo_core.config import Config, TrainerConfig, as_table, replace_parts
 from grpo_core.data.samplers import load_plugin_state
 from grpo_core.disk import fingerprint
 from grpo_core.errors import ConfigError, shortened
@@ -24,6 +24,7 @@ from grpo_core.loop.endings import GOAL_REACHED, Goal
 from grpo_core.loop.saved import SavedPipeline, SavedRun
 from grpo_core.loss import needs_of
 from grpo_core.models import directory_here, text_files
+from grpo_core.plugins.configured import configured
 from grpo_core.plugins.host import NO_OFFERS, Offers, PluginHost
 from grpo_core.run_directory import RunDirectory, lost
 from grpo_core.training.schedule import KEYS as SCHEDULE
@@ -88,7 +89,7 @@ def find(
     Raises ConfigError if another process uses the run, or a change cannot be made, and CheckpointError if no
     checkpoint can be used.
     """
-    directory, before = RunDirectory.open(path)
+    directory, before = RunDirectory.open(path, block)
     directory.lock()
     try:
         return _found(path, directory, before, changes, block, offers)
@@ -105,10 +106,8 @@ def _found(
     block: Sequence[str],
     offers: Offers,
 ) -> tuple[Resumed, PluginHost]:
-    config = build([replace_parts(as_table(before), changes), changes])
+    config, host = configured([replace_parts(as_table(before), changes), changes], block, offers)
     found = checkpoint.newest(directory.checkpoints)
-    host = PluginHost.discover(config.plugins, block)
-    host.add(offers)
     over = None if found is None else _over(path, found, config, directory)
     if over is not None and over.complete:
         resumed = Resumed(

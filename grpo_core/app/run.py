@@ -357,7 +357,7 @@ async def start_engine(
     for odd in await asyncio.to_thread(check_files, path, chat_template(config.model.chat_template)):
         status(f"warning: {odd}")
     devices = await asyncio.to_thread(placement.devices, None, engines)
-    setup = engine_setup(str(path), config.model, engine_config, seed=config.seed, logs=None, colocated=False)
+    setup = engine_setup(str(path), config, engine_config, logs=None, colocated=False)
     engine = workers.make_engine(
         engine_config,
         setup,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import textwrap
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -16,6 +15,8 @@ import tomli_w
 from grpo_core import config as configuration
 from grpo_core.app.launch import configure
 from grpo_core.config import Config, parse_settings
+from grpo_core.config.meanings import meanings
+from grpo_core.config.sections import PluginSection, keys_of
 from grpo_core.errors import ConfigError, did_you_mean
 from grpo_core.plugins.options import Settings
 
@@ -55,8 +56,8 @@ def text(sections: Sequence[str] = (), settings: Sequence[str] = ()) -> str:
 
     Raises ConfigError for an unknown section or setting.
     """
-    config, _ = configure([], parse_settings(settings))
-    known = attrs.fields_dict(attrs.resolve_types(Config))
+    config, host = configure([], parse_settings(settings))
+    known = host.sections.known(Config, "")
     for section in sections:
         if section not in known:
             raise ConfigError(
@@ -64,54 +65,47 @@ def text(sections: Sequence[str] = (), settings: Sequence[str] = ()) -> str:
                 f"{', '.join(known)}"
             )
     header = "\n".join(_comment(HEADER.format(model=config.model.path)))
-    keys = "\n".join(_table("", Config, config, only=sections))
+    added = {each: config.section(each.kind, None) for each in host.sections.added}
+    keys = "\n".join(_table("", Config, config, only=sections, added=added))
     return f"{header}\n\n{keys.strip()}\n"
 
 
-def documented() -> dict[str, dict[str, str]]:
-    """Return the docstrings of the configuration's classes (under "") and of their attributes."""
-    sections = sorted(Path(configuration.__file__).parent.glob("*.py"))
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sections]
-    found: dict[str, dict[str, str]] = {}
-    for node in (node for tree in trees for node in tree.body):
-        if isinstance(node, ast.ClassDef):
-            texts = found[node.name] = {"": ast.get_docstring(node) or ""}
-            for one, following in zip(node.body, node.body[1:], strict=False):
-                if isinstance(one, ast.AnnAssign) and isinstance(following, ast.Expr):
-                    assert isinstance(one.target, ast.Name)
-                    texts[one.target.id] = " ".join(ast.literal_eval(following.value).split())
-    return found
-
-
-def meanings(kind: type) -> dict[str, str]:
-    """Return the docstrings of a class and its attributes, those that it inherits as well."""
-    texts = documented()
-    found: dict[str, str] = {}
-    for base in reversed(kind.__mro__):
-        found |= texts.get(base.__name__, {})
-    return found
-
-
 def _table(
-    name: str, kind: type, value: Any, *, meaning: str = "", only: Sequence[str] = ()
+    name: str,
+    kind: type,
+    value: Any,
+    *,
+    meaning: str = "",
+    only: Sequence[str] = (),
+    added: Mapping[PluginSection, Any] = MappingProxyType({}),
 ) -> Iterator[str]:
-    """Yield the lines of a table: its keys first, then the tables in it; without a value it is not set."""
+    """Yield the lines of a table: its keys first, then the tables in it; without a value it is not set.
+
+    Sections that plugins add to it are in ``added``, with their values.
+    """
     texts = meanings(kind)
     if name:
         yield from _comment(meaning or texts[""].split("\n\n")[0])
         yield _set(f"[{name}]", value)
     inner: list[Iterator[str]] = []
     for field in attrs.fields(attrs.resolve_types(kind)):
-        if only and field.name not in only:
+        if (only and field.name not in only) or field.name not in keys_of(kind):
             continue
         path = f"{name}.{field.name}" if name else field.name
         own = None if value is None else getattr(value, field.name)
         if path in NAMED:
             inner.append(_named(*NAMED[path], texts.get(field.name, ""), own or {}))
         elif (table := _table_of(field.type)) is not None:
-            inner.append(_table(path, table, own, meaning=texts.get(field.name, "")))
+            inner.append(_table(path, table, own, meaning=texts.get(field.name, ""), added=added))
         else:
             yield from _key(field, value, texts.get(field.name, ""))
+    for section, own in added.items():
+        above, _, last = section.name.rpartition(".")
+        if section.adds_keys and section.name == name:
+            for field in attrs.fields(attrs.resolve_types(section.kind)):
+                yield from _key(field, own, meanings(section.kind).get(field.name, ""))
+        elif not section.adds_keys and above == name and not (only and not name and last not in only):
+            inner.append(_table(section.name, section.kind, own))
     for lines in inner:
         yield ""
         yield from lines

@@ -18,10 +18,11 @@ from grpo_core.app.paths import with_absolute_paths
 from grpo_core.commands.history import StepRecord, compared, read
 from grpo_core.commands.replay import Replayer, batch_of
 from grpo_core.complaints import say
-from grpo_core.config import Config, as_table, build, check_settings, parse_settings, replace_parts
+from grpo_core.config import Config, as_table, check_settings, parse_settings, replace_parts
 from grpo_core.errors import ConfigError
 from grpo_core.loop.rows import with_advantages
 from grpo_core.loss import needs_of
+from grpo_core.plugins.configured import configured
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Group, Rollout, StepResult
 from grpo_core.reporting.stored import OF_ROLLOUT
@@ -116,9 +117,9 @@ def forked(config: Config, changes: Mapping[str, Any], block: Sequence[str]) -> 
         "nothing at all"
     )
     check_settings(changes, CHANGEABLE, why, but=FIXED)
-    host = PluginHost.discover(config.plugins, block)
     table = replace_parts(as_table(config), changes)  # the options of another loss are its own
-    return with_absolute_paths(build([table, changes]), host), host
+    config, host = configured([table, changes], block)
+    return with_absolute_paths(config, host), host
 
 
 def threads_of(recorded: StepRecord, changes: Mapping[str, Any]) -> int:

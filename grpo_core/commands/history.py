@@ -9,8 +9,9 @@ from typing import Any
 
 from attrs import frozen
 
-from grpo_core.config import Config, build
+from grpo_core.config import Config
 from grpo_core.errors import ConfigError
+from grpo_core.plugins.configured import configured
 from grpo_core.records import Group, StateDigest
 from grpo_core.reporting.files import digest as digest_of
 from grpo_core.reporting.stored import TEXTS, TOKENS, stored_rollouts
@@ -95,7 +96,7 @@ def read(path: Path) -> History:
             case "Recorded":
                 files[event["file"]] = event["digest"]
             case "StepEnded":
-                config = config or build([table])
+                config = config or configured([table], stored=True)[0]
                 found = _digest(event.get("digest"), names)
                 names = found.names if found else names
                 steps[event["step"]] = StepRecord(

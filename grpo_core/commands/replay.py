@@ -189,6 +189,7 @@ class Replayer:
         host = PluginHost.discover(config.plugins, self.block)
         teacher = config.teacher
         setup = TrainerSetup(
+            sections=config.sections,
             model=evolve(config.model, path=str(started_from(self.history.run, config))),
             trainer=evolve(config.trainer, threads=threads or config.trainer.threads, profile=0),
             loss=config.loss,

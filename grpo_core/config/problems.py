@@ -14,6 +14,7 @@ import cattrs
 from grpo_core.config.choices import NAMED, TASK_NAME
 from grpo_core.config.generation import CUTS
 from grpo_core.config.run import Config
+from grpo_core.config.sections import NO_SECTIONS, PluginSections
 from grpo_core.errors import did_you_mean
 
 ALIASES = {
@@ -29,14 +30,14 @@ ALIASES = {
 """Keys of other libraries, with the ones that mean the same here."""
 
 
-def problems(kind: Any, value: Any, where: str) -> Iterable[str]:
+def problems(kind: Any, value: Any, where: str, sections: PluginSections = NO_SECTIONS) -> Iterable[str]:
     """Describe what is wrong with a value: unknown or missing keys, and wrong types."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if isinstance(kind, type) and attrs.has(kind):
-        yield from _table_problems(kind, value, where)
+        yield from _table_problems(kind, value, where, sections)
     elif origin in (typing.Union, types.UnionType):
         if value is not None:
-            yield from problems(next(k for k in arguments if k is not types.NoneType), value, where)
+            yield from problems(next(k for k in arguments if k is not types.NoneType), value, where, sections)
     elif origin is Literal:
         if value not in arguments:
             yield _expected(where, " or ".join(map(repr, arguments)), value)
@@ -60,23 +61,25 @@ def problems(kind: Any, value: Any, where: str) -> Iterable[str]:
         yield _expected(where, expected, value)
 
 
-def _table_problems(kind: type, value: Any, where: str) -> Iterable[str]:
+def _table_problems(kind: type, value: Any, where: str, sections: PluginSections) -> Iterable[str]:
     if not isinstance(value, Mapping):
         yield _expected(where, "a table", value)
         return
-    known = attrs.fields_dict(attrs.resolve_types(kind))
+    known = sections.known(kind, where)
     prefix = f"{where}." if where else ""
     for key, item in value.items():
         if key in known:
-            yield from problems(known[key].type, item, prefix + key)
+            yield from problems(known[key], item, prefix + key, sections)
+        elif distribution := sections.install.get(prefix + key):
+            yield f"configuration key {prefix + key!r} is not installed: pip install {distribution}"
         else:
-            yield f"unknown configuration key {prefix + key!r}.{_nearest(key, known, prefix)}"
-    for key, attribute in known.items():
+            yield f"unknown configuration key {prefix + key!r}.{_nearest(key, known, prefix, sections)}"
+    for key, attribute in attrs.fields_dict(kind).items():
         if attribute.default is attrs.NOTHING and key not in value:
             yield f"configuration key {prefix + key!r} is missing"
 
 
-def _nearest(key: str, known: Mapping[str, Any], prefix: str) -> str:
+def _nearest(key: str, known: Mapping[str, Any], prefix: str, sections: PluginSections) -> str:
     """Return a hint at the key that was meant: one beside it, or one of that name in a section."""
     if prefix == "rollout." and key in CUTS:
         return (
@@ -93,8 +96,8 @@ def _nearest(key: str, known: Mapping[str, Any], prefix: str) -> str:
         return f" Did you mean {prefix + what!r}, {'the strategy' if key == 'strategy' else 'an option'}?"
     inside = [
         f"{section}.{key}"
-        for section, attribute in attrs.fields_dict(attrs.resolve_types(Config)).items()
-        if (kind := attribute.type) and attrs.has(kind) and key in attrs.fields_dict(kind)
+        for section, kind in sections.known(Config, "").items()
+        if attrs.has(kind) and key in sections.known(kind, section)
     ]
     return f" Did you mean {' or '.join(map(repr, inside))}?" if inside and not prefix else ""
 

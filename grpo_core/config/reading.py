@@ -14,8 +14,10 @@ import cattrs
 
 from grpo_core.config.problems import out_of_range, problems
 from grpo_core.config.run import Config
+from grpo_core.config.sections import NO_SECTIONS, PluginSections, keys_of
 from grpo_core.credentials import secrets_in
 from grpo_core.errors import ConfigError
+from grpo_core.records import SectionValues, name_of_class
 
 T = TypeVar("T")
 
@@ -73,7 +75,7 @@ def check_settings(
         why: says what the command does with its keys.
         but: patterns of keys among them that it does not read.
     """
-    known = attrs.fields_dict(Config)
+    known = keys_of(Config)
     for key in _keys({name: value for name, value in changes.items() if name in known}):
         if not _fits(key, read) or _fits(key, but):
             raise ConfigError(f"--set {key}: {why}; it reads {', '.join(read)}")
@@ -117,8 +119,8 @@ def replace_parts(table: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str
     return kept
 
 
-def build(layers: Iterable[Mapping[str, Any]]) -> Config:
-    """Make the configuration from tables, later ones over earlier ones.
+def build(layers: Iterable[Mapping[str, Any]], sections: PluginSections = NO_SECTIONS) -> Config:
+    """Make the configuration from tables, later ones over earlier ones, with the sections of plugins.
 
     Raises ConfigError that names every unknown key (with the nearest known one) and every bad value.
     """
@@ -128,21 +130,32 @@ def build(layers: Iterable[Mapping[str, Any]]) -> Config:
             merged = merge(merged, layer)
         secrets = map(_refuse_secret, sorted(set(secrets_in(merged))))
         merged = _with_tracker_options(merged)
-        config = structured(Config, merged, secrets)
+        if found := [*secrets, *problems(Config, merged, "", sections)]:
+            raise ConfigError("\n".join(found))
+        core, own = sections.split(merged)
+        config = attrs.evolve(
+            structured(Config, core),
+            sections=tuple(
+                SectionValues(
+                    name=each.name,
+                    kind=name_of_class(each.kind),
+                    values=cattrs.unstructure(structured(each.kind, table, where=each.name)),
+                )
+                for each, table in own.items()
+            ),
+        )
         as_toml(config)
         return config
     except RecursionError:
         raise ConfigError("the configuration: a value is nested too deeply") from None
 
 
-def structured(
-    kind: type[T], table: Mapping[str, Any], known_problems: Iterable[str] = (), *, where: str = ""
-) -> T:
+def structured(kind: type[T], table: Mapping[str, Any], *, where: str = "") -> T:
     """Return a table, whose key is ``where``, as an object of this attrs class.
 
-    Raises ConfigError that names every unknown key, every bad value and what else is known to be wrong.
+    Raises ConfigError that names every unknown key and every bad value.
     """
-    if found := [*known_problems, *problems(kind, table, where)]:
+    if found := list(problems(kind, table, where)):
         raise ConfigError("\n".join(found))
     try:
         return cattrs.structure(table, kind)
@@ -160,9 +173,15 @@ def _refuse_secret(key: str) -> str:
 
 def as_table(config: Config) -> dict[str, Any]:
     """Return plain dicts and lists: ``build([as_table(c)]) == c``.  Keys that are None are left out."""
-    table: dict[str, Any] = _without_none(cattrs.unstructure(config))
+    table: dict[str, Any] = cattrs.unstructure(config)
     table["tracking"] |= table["tracking"].pop("options")
-    return table
+    del table["sections"]
+    for section in config.sections:
+        nested = section.values
+        for name in reversed(section.name.split(".")):
+            nested = {name: nested}
+        table = merge(table, nested)
+    return typing.cast("dict[str, Any]", _without_none(table))
 
 
 def _with_tracker_options(table: Mapping[str, Any]) -> dict[str, Any]:

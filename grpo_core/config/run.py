@@ -32,10 +32,11 @@ from grpo_core.config.training import (
     TrainerConfig,
 )
 from grpo_core.config.validation import ValidationConfig
+from grpo_core.records import WithSections
 
 
 @frozen(kw_only=True)
-class Config:
+class Config(WithSections):
     """The configuration of a run."""
 
     seed: int = field(default=0, validator=[ge(0), lt(2**63)])

@@ -167,7 +167,9 @@ class Planner:
         return [self.row(*each) for each in variants]
 
     def _configured(self, changes: Mapping[str, Any]) -> Config:
-        config = build([merge(as_table(self.config), changes)]) if changes else self.config
+        config = self.config
+        if changes:
+            config = build([merge(as_table(config), changes)], self.host.sections)
         refuse_unknown_parts(config)
         staleness = config.pipeline.max_staleness
         if self.steps is not None and self.steps < (least := fewest_steps(staleness)):

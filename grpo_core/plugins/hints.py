@@ -36,6 +36,9 @@ INSTALL: Mapping[tuple[Kind, str], str] = {
 }
 """By kind, and by an offer's name or its plugin's."""
 
+KEYS: Mapping[str, str] = {}
+"""Distributions of the keys and tables of the configuration that are ours and not the core's."""
+
 COMMANDS: Mapping[str, str] = {
     "audit": "grpo-plugin-audit",
     "bisect": "grpo-plugin-replay",

@@ -31,9 +31,10 @@ import pluggy
 
 import grpo_core
 from grpo_core import hookspecs
+from grpo_core.config.sections import PluginSections, offered_sections
 from grpo_core.errors import ConfigError, PluginError, SelectionError, describe, did_you_mean, one_line
 from grpo_core.plugins.commands import Found
-from grpo_core.plugins.hints import install_command
+from grpo_core.plugins.hints import KEYS, install_command
 from grpo_core.plugins.installed import (
     import_file,
     import_plugin,
@@ -78,6 +79,9 @@ __all__ = ["BUILT_IN", "HOOKS", "Kind", "Offer", "Plugin", "PluginHost", "listin
 
 BUILT_IN = "core"
 """Name of the plugin that the core itself is; it is always there."""
+
+SECTIONS = "grpo_config_sections"
+"""The hook for sections of the configuration, which are classes and not offers."""
 
 PROGRAM = "program"
 """Name of the plugin whose offers are objects of the program that called ``grpo_core.train``."""
@@ -287,8 +291,8 @@ class PluginHost:
 
     def find(self, kind: Kind, name: str) -> Offer:
         """Find the offer with this name; an offer that is a string is not imported yet."""
-        if (place := in_file(name)) is not None:
-            return self._find_in_file(kind, name, *place)
+        if (plugin := self.load_file(name)) is not None:
+            return self._find_in_file(kind, name, plugin)
         for plugin in self.plugins:
             if name.startswith(f"{plugin.name}:"):
                 if plugin.fault is not None:
@@ -321,7 +325,23 @@ class PluginHost:
                 return True
         return False
 
+    @property
+    def sections(self) -> PluginSections:
+        """The sections of the configuration that the plugins add."""
+        return PluginSections(tuple(each for plugin in self.plugins for each in plugin.sections), KEYS)
+
     # ------------------------------------------------------------------------------ loading
+
+    def load_file(self, name: str) -> Plugin | None:
+        """Load the file in which the offer of this name is; None if it is in no file."""
+        if (place := in_file(name)) is None:
+            return None
+        module_file = place[0].resolve()
+        plugin = next((p for p in self.plugins if p.module == str(module_file)), None)
+        if plugin is None:
+            plugin = Plugin(name=place[0].name, distribution="a file", version="", module=str(module_file))
+            self._load(plugin, lambda: import_file(module_file))
+        return plugin
 
     def _load(self, plugin: Plugin, load: Callable[[], Any]) -> None:
         begin = time.perf_counter()
@@ -334,7 +354,7 @@ class PluginHost:
         except BaseException as error:  # SystemExit, too, is no reason to end
             if module is not None and self._manager.get_name(module) == plugin.name:
                 self._manager.unregister(module)
-            plugin.fault, plugin.offers = error, {}
+            plugin.fault, plugin.offers, plugin.sections = error, {}, ()
         plugin.seconds = time.perf_counter() - begin
         self.plugins.append(plugin)
 
@@ -344,6 +364,11 @@ class PluginHost:
         for kind, hook in HOOKS.items():
             for function in self._implementations(hook, module):
                 plugin.offers.setdefault(kind, {}).update(checked_offers(hook, function()))
+        for function in self._implementations(SECTIONS, module):
+            try:
+                plugin.sections = offered_sections(function(), self.sections.added)
+            except ValueError as error:
+                raise PluginError(f"{SECTIONS}(): {error}") from error
 
     def _implementations(self, hook: str, module: Any) -> Iterable[Factory]:
         for implementation in getattr(self._manager.hook, hook).get_hookimpls():
@@ -352,7 +377,7 @@ class PluginHost:
 
     def _check_hooks(self, module: Any) -> None:
         """Refuse hooks that pluggy accepts silently: misspelt, unmarked, asynchronous and wrapping ones."""
-        known = set(HOOKS.values())
+        known = {*HOOKS.values(), SECTIONS}
         for attribute in dir(module):
             function = inspect.getattr_static(module, attribute)
             if not inspect.isroutine(function):
@@ -375,12 +400,11 @@ class PluginHost:
 
     # ------------------------------------------------------------------------------ files
 
-    def _find_in_file(self, kind: Kind, name: str, path: Path, wanted: str) -> Offer:
-        module_file = path.resolve()
-        plugin = next((p for p in self.plugins if p.module == str(module_file)), None)
-        if plugin is None:
-            plugin = Plugin(name=path.name, distribution="a file", version="", module=str(module_file))
-            self._load(plugin, lambda: import_file(module_file))
+    def _find_in_file(self, kind: Kind, name: str, plugin: Plugin) -> Offer:
+        place = in_file(name)
+        assert place is not None
+        path, wanted = place
+        module_file = Path(plugin.module)
         if plugin.fault is not None:
             raise self._broken(kind, name, plugin)
         if (found := matching(plugin.offers.get(kind, {}), wanted)) is not None:
@@ -394,7 +418,7 @@ class PluginHost:
         here = {
             key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__
         }
-        defined = {*here, *(plugin.offers.get(kind) or ())} - set(HOOKS.values())
+        defined = {*here, *(plugin.offers.get(kind) or ())} - {*HOOKS.values(), SECTIONS}
         raise SelectionError(
             f"{spaced(kind)} {name!r}: {path} has no {wanted!r}.{did_you_mean(wanted, defined)} "
             f"Write {path}:NAME with one of: {', '.join(sorted(defined)) or 'nothing is defined there'}"
@@ -451,7 +475,8 @@ def _row(plugin: Plugin) -> dict[str, Any]:
         "distribution": plugin.distribution,
         "version": plugin.version,
         "module": plugin.module,
-        "offers": {kind: sorted(offers) for kind, offers in plugin.offers.items()},
+        "offers": {kind: sorted(offers) for kind, offers in plugin.offers.items()}
+        | ({"config_section": sorted(each.name for each in plugin.sections)} if plugin.sections else {}),
         "error": plugin.error,
         "note": plugin.note,
         "seconds": round(plugin.seconds, 4),

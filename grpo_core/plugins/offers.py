@@ -16,6 +16,7 @@ from typing import Any, Generic, Literal, TypeVar, cast
 
 from attrs import define, field, frozen
 
+from grpo_core.config.sections import PluginSection
 from grpo_core.errors import (
     ConfigError,
     GrpoError,
@@ -91,6 +92,8 @@ class Plugin:
     version: str
     module: str
     offers: dict[Kind, dict[str, Factory | str]] = field(factory=dict)
+    sections: tuple[PluginSection, ...] = ()
+    """The sections that it adds to the configuration."""
     fault: BaseException | None = None
     """The error that makes the plugin unusable."""
     note: str = ""

@@ -8,6 +8,7 @@ from typing import Literal
 from attrs import field, frozen
 
 from grpo_core.config import LossConfig, ModelConfig, OptimizerConfig, TeacherConfig, TrainerConfig
+from grpo_core.records import WithSections
 
 PROFILED_AFTER = 2
 """Steps of a process before those of a profile: they allocate, and choose kernels."""
@@ -22,7 +23,7 @@ def steps_of_profile(steps: int) -> tuple[int, int]:
 
 
 @frozen(kw_only=True)
-class TrainerSetup:
+class TrainerSetup(WithSections):
     """The argument of a trainer's factory, in addition to the options that the user chose."""
 
     model: ModelConfig = field(factory=ModelConfig)
