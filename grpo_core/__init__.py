@@ -19,9 +19,11 @@ if TYPE_CHECKING:
     from grpo_core._version import __version__ as __version__
     from grpo_core.addresses import checked_url as checked_url
     from grpo_core.addresses import fetch_json as fetch_json
+    from grpo_core.api.calls import session as session
     from grpo_core.api.calls import train as train
     from grpo_core.api.calls import validate as validate
     from grpo_core.api.run import Run as Run
+    from grpo_core.app.session import Session as Session
     from grpo_core.data.samplers import TaskSampler as TaskSampler
     from grpo_core.data.samplers import WeightedTaskSampler as WeightedTaskSampler
     from grpo_core.data.samplers import take_prompts as take_prompts

@@ -509,3 +509,53 @@ def test_code_that_leaves_the_interpreter_ends_its_thread_only():
     (lost, kept), _ = played(Leaves(), story)
     assert lost.error
     assert kept.reward == 1.0
+
+
+# ---------------------------------------------------------------------------------- playing without training
+
+
+@pytest.mark.long
+def test_a_session_plays_as_a_validation_does_and_the_same_seed_gives_the_same(tmp_path):
+    trained = grpo_core.train(env={"sorting": Sorting(bonus=0.5)}, output=tmp_path / "run", **SMALL)
+    said = []
+
+    async def story():
+        async with grpo_core.session(
+            env={"sorting": Sorting(bonus=0.5)}, model=trained, status=said.append
+        ) as session:
+            held_out = await session.prompts(split="validation")
+            once = await session.play(held_out[:2], group_size=3, seed=1)
+            again = await session.play(held_out[:2], group_size=3, seed=1)
+            greedy = await session.play(held_out[:1], group_size=2, temperature=0.0)
+            with pytest.raises(ConfigError, match="there is no task 'sort'; there are sorting"):
+                await session.prompts("sort")
+            return once, again, greedy
+
+    once, again, ((one, other),) = asyncio.run(story())
+    assert [len(group) for group in once] == [3, 3]
+    assert [[rollout.messages for rollout in group] for group in once] == [
+        [rollout.messages for rollout in group] for group in again
+    ]
+    assert one.messages == other.messages, "without temperature nothing is drawn"
+    assert all(rollout.reward is not None for group in once for rollout in group)
+    assert {segment.tokens.sampled_versions.tolist()[0] for segment in once[0][0].segments} == {2}
+    assert "loading the model" in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"env": "maths:sort"}, "maths"),
+        ({"env": "math:sort", "model": "nowhere/at/all"}, "nowhere"),
+        ({}, "tasks"),
+    ],
+)
+def test_a_session_of_nothing_is_refused_before_anything_starts(settings, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    async def story():
+        async with grpo_core.session(**settings):
+            pass
+
+    with pytest.raises(GrpoError, match=message):
+        asyncio.run(story())

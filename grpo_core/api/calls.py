@@ -1,4 +1,4 @@
-"""``train`` and ``validate``: the commands as functions, for scripts and notebooks."""
+"""``train``, ``validate`` and ``session``: functions for scripts and notebooks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 import gc
 import os
 import re
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,12 +15,17 @@ from typing import Any, TypeVar
 from grpo_core.aio import to_the_end
 from grpo_core.api.given import Given, configuration, given, names, trackers
 from grpo_core.api.run import Run
-from grpo_core.app import measuring, run
-from grpo_core.app.launch import Launch, continued, new_run
-from grpo_core.errors import ConfigError
+from grpo_core.app import measuring, preflight, run
+from grpo_core.app import session as sessions
+from grpo_core.app.launch import Launch, configure, continued, new_run
+from grpo_core.app.session import Session
+from grpo_core.config import merge
+from grpo_core.errors import ConfigError, wrong_input
 from grpo_core.inert import inert
 from grpo_core.interrupts import received
+from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.installed import importing_file
+from grpo_core.validation.target import EvalTarget, drop_overridden, find
 
 T = TypeVar("T")
 PathLike = str | os.PathLike[str]
@@ -153,6 +158,49 @@ def validate(
     stop = run.Stop()
     report = _finished(_until(measurement.play(lambda text: None), stop), stop)
     return {task: dict(metrics) for task, metrics in report["results"].items()}
+
+
+@contextlib.asynccontextmanager
+async def session(
+    config: PathLike | Mapping[str, Any] | None = None,
+    *,
+    model: PathLike | None = None,
+    env: Any = None,
+    data: Any = None,
+    status: Callable[[str], None] = lambda text: None,
+    no_plugins: Sequence[str] = (),
+    **settings: Any,
+) -> AsyncIterator[Session]:
+    """Start an engine and the environments of a configuration, and play without a trainer.
+
+    ::
+
+        async with grpo_core.session(env="math:sort", model="runs/sort") as session:
+            prompts = await session.prompts(split="validation")
+            for (rollout,) in await session.play(prompts[:8]):
+                print(rollout.reward, rollout.messages[-1])
+
+    Args:
+        config, env, data, no_plugins, settings: as for ``train``.
+        model: directory of a run, whose newest checkpoint and configuration are taken; or a model.  By
+            default the model that training would start from.
+        status: is called with what is done, and with warnings.
+
+    Raises GrpoError, whose message says what is wrong; ConfigError before anything costly has started.
+    """
+    with _as_arguments(), wrong_input():
+        asked, block = given(env, data, settings), names("no_plugins", no_plugins)
+        table = configuration(config)
+        changes = merge(table, asked.table)
+        target = EvalTarget(name="the model", model=None, version=0, table={})
+        if model is not None:
+            host = PluginHost.discover(changes.get("plugins"), block)
+            found = find(os.fspath(model), lambda name: host.offers("model", name))
+            target = drop_overridden(found, changes, tasks=env is not None)
+        chosen, host = configure([asked.defaults(table), target.table], changes, block, offers=asked.offers)
+        preflight.check(chosen, host, trains=False)
+    async with sessions.started(chosen, host, target, status) as started:
+        yield started
 
 
 def _launch(
