@@ -34,7 +34,8 @@ def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]],
         home = home_of[name]
         if home == package:
             return importlib.import_module(f"{package}.{name}")
-        value = getattr(importlib.import_module(home), name)
+        module = importlib.import_module(home)
+        value = getattr(module, name) if hasattr(module, name) else importlib.import_module(f"{home}.{name}")
         setattr(sys.modules[package], name, value)
         return value
 

@@ -1,4 +1,4 @@
-"""The commands for authors of plugins: ``grpo-core check``, ``audit``, ``try`` and ``new``."""
+"""The commands for authors of plugins: ``grpo-core check``, ``try`` and ``new``."""
 
 from __future__ import annotations
 
@@ -6,69 +6,6 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
-
-
-def audit(
-    name: str,
-    /,
-    *,
-    set_: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None,
-    prompts: int = 24,
-    seconds: float = 60.0,
-    seed: int = 0,
-    model: str | None = None,
-    engine: str | None = None,
-    json: Path | None = None,
-    html: Path | None = None,
-    no_plugin: Annotated[list[str] | None, Parameter(name="--no-plugin", negative="")] = None,
-) -> int:
-    """Find out whether the rewards of an environment mean anything: what is paid, and what should not be.
-
-    The exit status is 1 if a check failed.
-
-    Parameters
-    ----------
-    name
-        Name of the environment, as "math:sort" or "./file.py:Class".
-    set_
-        Set an option of the environment, as in "length=3", or the source of its prompts, as in
-        "source.path=train.jsonl"; may be repeated.
-    prompts
-        Largest number of prompts that are played.
-    seconds
-        Time that the audit may take, about; a slow environment plays fewer prompts.
-    seed
-        Seed of the replies that are tried.
-    model
-        Model that plays groups of rollouts at the end, to see how many would teach it: a directory, a hub
-        id, a name as "tiny", or the directory of a run.
-    engine
-        Engine of this model.
-    json
-        File for the quality card as JSON.
-    html
-        File for the quality card as one page.
-    no_plugin
-        Do not load this installed plugin; may be repeated.
-    """
-    from grpo_core.audit.audit import Extent
-    from grpo_core.audit.training import PlayingModel
-    from grpo_core.commands import auditing
-    from grpo_core.errors import ConfigError
-
-    if engine is not None and model is None:
-        raise ConfigError("--engine is for a model that plays: add --model")
-    return auditing.main(
-        name,
-        extent=Extent(prompts=prompts, seconds=seconds, seed=seed),
-        model=None
-        if model is None
-        else PlayingModel(target=model, engine=engine, prompts=prompts, seed=seed),
-        settings=set_ or [],
-        json_file=json,
-        html_file=html,
-        block=no_plugin or [],
-    )
 
 
 def try_(

@@ -8,56 +8,6 @@ from typing import Annotated
 from cyclopts import Parameter
 
 
-def score(
-    stored: Path,
-    /,
-    *,
-    env: Annotated[list[str] | None, Parameter(negative="")] = None,
-    step: Annotated[list[int] | None, Parameter(negative="")] = None,
-    validation: Annotated[bool, Parameter(negative="")] = False,
-    set_: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None,
-    output: Path | None = None,
-    json: bool = False,
-    no_plugin: Annotated[list[str] | None, Parameter(name="--no-plugin", negative="")] = None,
-) -> int:
-    """Judge stored rollouts again, as after a correction of a reward, and show what changes.
-
-    The exit status is 1 if rollouts could not be judged.
-
-    Parameters
-    ----------
-    stored
-        Directory of a run, or one of its files of rollouts, as in "runs/a/rollouts/step-000120.jsonl.gz".
-    env
-        Another environment that judges, as in "sort=./fixed.py:Sort" for the task "sort", or without a task
-        for all; may be repeated.  Default: the environments of the run as they are now.
-    step
-        Step whose rollouts are judged; may be repeated.  Default: all steps.
-    validation
-        Judge the rollouts of the validations, not those of training.
-    set_
-        Set a configuration key, as in "tasks.sort.options.length=3"; may be repeated.
-    output
-        Directory for the judgements.  Default: RUN/scored/DATE.
-    json
-        Print the differences as JSON.
-    no_plugin
-        Do not load this installed plugin; may be repeated.
-    """
-    from grpo_core.commands import score as scoring
-
-    return scoring.main(
-        stored,
-        envs=env or [],
-        steps=step or [],
-        validation=validation,
-        settings=set_ or [],
-        output=output,
-        as_json=json,
-        block=no_plugin or [],
-    )
-
-
 def verify(run: Path, /) -> int:
     """Check the events of a run: no prompt was lost, trained twice, or trained too late.
 

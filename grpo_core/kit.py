@@ -41,6 +41,17 @@ A sampler or a tracker with a state:
 
     checked, Count    check what was read from a checkpoint against a ``TypedDict``
 
+A command that plays environments, besides ``grpo_core.Run``:
+
+    configure, parse_settings, check_settings   read a configuration, with that of the command line
+    Config, TaskConfig, check_task, tasks_of    check the environments that it names
+    Tasks, LocalPlacement                    start the environments of a configuration
+    SourcedProcess, EnvironmentHost, taken_sections, environment_code   one environment, and its child's side
+    judge, look_up, Judged, KnownPrompts     judge stored rollouts again
+    groups_in, prompts_in, as_json           read a file of rollouts, and write a line of one
+    leakage, secrets_in, assistant_message   compare prompts, look for secrets, read a reply
+    to_the_end, wrong_input, lines_of_incidents, new_directory, unused, cut, inert   what commands share
+
 ``examples/custom_engine.py`` is a complete engine.  Check yours with ``grpo-core check ./file.py:MyEngine``.
 """
 
@@ -51,12 +62,32 @@ from typing import TYPE_CHECKING
 from grpo_core._lazy import attach
 
 if TYPE_CHECKING:
+    from grpo_core.aio import to_the_end as to_the_end
     from grpo_core.app.gpus import Devices as Devices
+    from grpo_core.app.launch import configure as configure
+    from grpo_core.app.launch import new_directory as new_directory
+    from grpo_core.app.launch import tasks_of as tasks_of
+    from grpo_core.app.launch import unused as unused
+    from grpo_core.app.placement import LocalPlacement as LocalPlacement
     from grpo_core.app.placement import Placement as Placement
     from grpo_core.app.placement import Retain as Retain
+    from grpo_core.app.preflight import check_task as check_task
+    from grpo_core.app.provenance import environment_code as environment_code
+    from grpo_core.app.rejudging import Judged as Judged
+    from grpo_core.app.rejudging import KnownPrompts as KnownPrompts
+    from grpo_core.app.rejudging import judge as judge
+    from grpo_core.app.rejudging import look_up as look_up
+    from grpo_core.app.run import lines_of_incidents as lines_of_incidents
+    from grpo_core.app.tasks import Tasks as Tasks
+    from grpo_core.config import Config as Config
     from grpo_core.config import EngineConfig as EngineConfig
     from grpo_core.config import EnvironmentConfig as EnvironmentConfig
+    from grpo_core.config import TaskConfig as TaskConfig
     from grpo_core.config import TrainerConfig as TrainerConfig
+    from grpo_core.config import check_settings as check_settings
+    from grpo_core.config import parse_settings as parse_settings
+    from grpo_core.credentials import secrets_in as secrets_in
+    from grpo_core.data import leakage as leakage
     from grpo_core.engines.child import ChildEngine as ChildEngine
     from grpo_core.engines.decoding_server import DecodingServer as DecodingServer
     from grpo_core.engines.decoding_server import check_request as check_request
@@ -67,12 +98,18 @@ if TYPE_CHECKING:
     from grpo_core.engines.wire import pack_requests as pack_requests
     from grpo_core.engines.wire import unpack_completions as unpack_completions
     from grpo_core.engines.wire import unpack_requests as unpack_requests
+    from grpo_core.environments.host import EnvironmentHost as EnvironmentHost
     from grpo_core.environments.pool import EnvironmentWorker as EnvironmentWorker
     from grpo_core.environments.process import EnvironmentProcess as EnvironmentProcess
+    from grpo_core.environments.sourced import SourcedProcess as SourcedProcess
+    from grpo_core.environments.sourced import taken_sections as taken_sections
     from grpo_core.environments.spec import EnvironmentSpec as EnvironmentSpec
+    from grpo_core.errors import cut as cut
+    from grpo_core.errors import wrong_input as wrong_input
     from grpo_core.incidents import Incident as Incident
     from grpo_core.incidents import report as report
     from grpo_core.incidents import reported_to as reported_to
+    from grpo_core.inert import inert as inert
     from grpo_core.interpreters import from_here as from_here
     from grpo_core.interpreters import variables_of as variables_of
     from grpo_core.loss import needs_of as needs_of
@@ -87,8 +124,12 @@ if TYPE_CHECKING:
     from grpo_core.processes import die_with as die_with
     from grpo_core.processes import scratch_directory as scratch_directory
     from grpo_core.protocols import DataPlane as DataPlane
+    from grpo_core.reporting.stored import as_json as as_json
+    from grpo_core.reporting.stored import groups_in as groups_in
+    from grpo_core.reporting.stored import prompts_in as prompts_in
     from grpo_core.tokens import TokenReader as TokenReader
     from grpo_core.tokens import fetched as fetched
+    from grpo_core.tool_calls import assistant_message as assistant_message
     from grpo_core.training.process import ProcessTrainer as ProcessTrainer
     from grpo_core.training.process import RankProcess as RankProcess
     from grpo_core.typed import Count as Count

@@ -54,7 +54,7 @@ NOT_RUN = {
     r"train puzzles\.toml": "its model has to be downloaded",
     r"--profile": "it needs more steps than commands have here; tests/test_profile.py runs it",
     r"--output runs/sort$": "it has been run when the workspace was made",
-    r"audit .*--model": "it warms a model up; tests/test_audit.py lets the model of a run play",
+    r"audit .*--model": "it warms a model up; grpo-plugin-audit's tests let the model of a run play",
     r"try .*--model": "it warms a model up; tests/test_try.py lets the model of a run play",
     r"check local": "tests/test_decoding.py tries the same laws",
     r"check (torch|tiny)": "tests/test_kits_of_parts.py asks the same",

@@ -13,8 +13,8 @@ from attrs import evolve
 
 import grpo_core as grpo
 from grpo_core.app import preflight
+from grpo_core.app.evidence import Evidence
 from grpo_core.app.opinion import WAITING, SecondOpinion, tried
-from grpo_core.audit.evidence import Evidence
 from grpo_core.config import AuditConfig, Config, TaskConfig
 from grpo_core.errors import ConfigError
 from grpo_core.events import GroupsReady

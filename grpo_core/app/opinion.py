@@ -18,9 +18,9 @@ from typing import Any
 from attrs import define, evolve, field
 
 from grpo_core.app import workers
+from grpo_core.app.evidence import Evidence
 from grpo_core.app.placement import Placement
 from grpo_core.app.rejudging import Judged, judge
-from grpo_core.audit.evidence import Evidence
 from grpo_core.config import AuditConfig, Config, TaskConfig
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.errors import ConfigError, describe

@@ -57,15 +57,6 @@ def grpo_commands() -> Mapping[str, Command]:
             help="List the runs of a directory, compare them, free their disk, or write their metrics as "
             "CSV.",
         ),
-        "audit": Command(
-            "grpo_core.cli_authors:audit",
-            help="Find out whether the rewards of an environment mean anything: what is paid, and what "
-            "should not be.",
-        ),
-        "score": Command(
-            "grpo_core.cli_finished:score",
-            help="Judge stored rollouts again, as after a correction of a reward, and show what changes.",
-        ),
         "try": Command(
             "grpo_core.cli_authors:try_",
             help="Play against an environment in the terminal, or let a model play and show all that "

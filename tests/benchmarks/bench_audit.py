@@ -20,11 +20,11 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import median
 
-from grpo_core.audit.audit import Audit, Extent
-from grpo_core.audit.records import Finding, Rate
-from grpo_core.commands.auditing import findings
 from grpo_core.plugins.host import PluginHost
 from grpo_core.testing.hosted import HostedEnvironment
+from grpo_plugin_audit.audit import Audit, Extent
+from grpo_plugin_audit.command import findings
+from grpo_plugin_audit.records import Finding, Rate
 
 HERE = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(HERE))
@@ -56,10 +56,10 @@ async def audit(
         run = Audit(lambda: Here(planted(base, defect)), BATCH, Extent(seed=seed)).run()
         return [each async for each in run], time.monotonic() - begin
     host = PluginHost.discover()
-    offer = host.find("environment", f"{HERE / 'planted.py'}:planted")
+    name = f"{HERE / 'planted.py'}:planted"
     options = {"base": base} | ({} if defect is None else {"defect": defect})
     begin = time.monotonic()
-    found = [each async for each in findings(host, offer, options, Extent(seed=seed))]
+    found = [each async for each in findings(host, name, options, Extent(seed=seed))]
     return found, time.monotonic() - begin
 
 

@@ -30,9 +30,9 @@ from typing import Any
 
 from attrs import evolve
 
+from grpo_core.app.evidence import Evidence
 from grpo_core.app.opinion import SecondOpinion
 from grpo_core.app.rejudging import judge
-from grpo_core.audit.evidence import Evidence
 from grpo_core.config import AuditConfig
 from grpo_core.events import GroupsReady
 from grpo_core.records import Group, Prompt, Rollout

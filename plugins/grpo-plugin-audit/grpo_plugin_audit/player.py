@@ -8,11 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from attrs import define, evolve, field
 
-from grpo_core.audit.records import Reply, Solution, Trial
-from grpo_core.environments.pool import EnvironmentWorker
-from grpo_core.records import Episode, Feedback, Prompt
-from grpo_core.testing.agents import play_agent
-from grpo_core.tool_calls import assistant_message
+from grpo_core import Episode, Feedback, Prompt
+from grpo_core.kit import EnvironmentWorker, assistant_message
+from grpo_plugin_audit.records import Reply, Solution, Trial
 
 CHARACTERS = 4
 """Characters of a token, about."""
@@ -79,8 +77,6 @@ class Player:
 
     async def play(self, replies: Sequence[Reply]) -> list[Trial]:
         """Play replies in batches of the size that a run has at most."""
-        if self.environment.runs_agents:
-            return await self._agents(replies)
         trials: list[Trial] = []
         for begin in range(0, len(replies), self.size):
             trials += await self.batch(replies[begin : begin + self.size])
@@ -95,9 +91,8 @@ class Player:
         """Play each reply by itself; return also the seconds of the first call of each."""
         trials, seconds = [], []
         for reply in replies:
-            begin = self.clock()
             trials += await self.play([reply])
-            seconds.append(self.clock() - begin if self.environment.runs_agents else self.last_call)
+            seconds.append(self.last_call)
         return trials, seconds
 
     async def batch(self, replies: Sequence[Reply]) -> list[Trial]:
@@ -193,29 +188,6 @@ class Player:
             if not game.over:
                 game.answers += tuple(str(message.get("content")) for message in feedback.messages)
                 game.episode = evolve(game.episode, messages=(*game.episode.messages, *feedback.messages))
-
-    async def _agents(self, replies: Sequence[Reply]) -> list[Trial]:
-        """Let an agent play with a model that always says the same."""
-        given = [(reply, self._constant(reply)) for reply in replies]
-        begin = self.clock()
-        rollouts = await play_agent(self.environment, [(reply.prompt, said) for reply, said in given])
-        self.seconds += self.clock() - begin
-        self.episodes += len(replies)
-        return [
-            Trial(
-                reply=reply,
-                said=said,
-                reward=rollout.reward,
-                error=rollout.error,
-                parts=dict(rollout.metrics),
-                turns=rollout.turns,
-            )
-            for (reply, said), rollout in zip(given, rollouts, strict=True)
-        ]
-
-    def _constant(self, reply: Reply) -> str:
-        said = self.solutions.get(reply.prompt.id) if reply.text is None else reply.text
-        return BESIDE[0] if said is None else said
 
 
 def _said(reply: Reply, turn: int) -> str | None:

@@ -10,9 +10,9 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from grpo_core.audit.records import Finding, Reply, Solution, Trial, text_of
-from grpo_core.audit.rewards import Scale, not_applicable, panel
-from grpo_core.records import Prompt
+from grpo_core import Prompt
+from grpo_plugin_audit.records import Finding, Reply, Solution, Trial, text_of
+from grpo_plugin_audit.rewards import Scale, not_applicable, panel
 
 NUMBERS = 8
 """Numbers of a prompt that are played as its answer."""

@@ -11,8 +11,9 @@ from typing import Any
 
 from attrs import field, frozen
 
-from grpo_core._version import __version__
-from grpo_core.audit.records import Finding, Severity
+from grpo_core import __version__
+from grpo_core.kit import inert
+from grpo_plugin_audit.records import Finding, Severity
 
 SCHEMA = "2"
 """Version of the report's schema: that of OpenEnv's RFC 008 (``report-v2.schema.json`` of openenv 0.10)."""
@@ -83,11 +84,18 @@ class Card:
 
     def page(self) -> str:
         """Return the card as one page that opens offline, without a script."""
-        from grpo_core.reporting.pages import rendered
+        from jinja2 import Environment, PackageLoader, StrictUndefined
 
+        environment = Environment(
+            loader=PackageLoader("grpo_plugin_audit"),
+            autoescape=True,
+            undefined=StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+            finalize=lambda value: inert(value) if type(value) is str else value,
+        )
         counts = Counter(finding.severity for finding in self.findings)
-        return rendered(
-            "audit.html",
+        return environment.get_template("audit.html").render(
             card=self,
             findings=sorted(self.findings, key=lambda one: list(STATUS).index(one.severity)),
             counts=[(name, counts[name]) for name in STATUS if counts[name]],

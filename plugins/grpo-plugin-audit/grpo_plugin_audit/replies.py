@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from attrs import frozen
 
-from grpo_core.audit.records import Reply, Solution, bare, text_of
-from grpo_core.records import Prompt
+from grpo_core import Prompt
+from grpo_plugin_audit.records import Reply, Solution, bare, text_of
 
 NONSENSE = ("I do not know.", "No.", "qwxz vbnk")
 """Replies that say nothing; the floor of the rewards."""

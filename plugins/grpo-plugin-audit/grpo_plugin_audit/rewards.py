@@ -9,7 +9,7 @@ from statistics import fmean
 
 from attrs import frozen
 
-from grpo_core.audit.records import (
+from grpo_plugin_audit.records import (
     TOLERANCE,
     Finding,
     Rate,
@@ -19,7 +19,7 @@ from grpo_core.audit.records import (
     bare,
     spread,
 )
-from grpo_core.audit.replies import LISTINGS, SURFACES
+from grpo_plugin_audit.replies import LISTINGS, SURFACES
 
 SURE = 0.10
 """A rate is at fault if the lower end of its interval is above this."""

@@ -8,28 +8,42 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Annotated, Any, TextIO
 
 from attrs import evolve, field, frozen
+from cyclopts import Parameter
 from rich.console import Console
 from rich.text import Text
 
-from grpo_core.aio import to_the_end
-from grpo_core.app import preflight
-from grpo_core.app.launch import configure, new_directory, tasks_of, unused
-from grpo_core.app.placement import LocalPlacement
-from grpo_core.app.rejudging import Judged, KnownPrompts, judge, look_up
-from grpo_core.app.run import lines_of_incidents
-from grpo_core.app.tasks import Tasks
-from grpo_core.config import Config, TaskConfig, as_table, check_settings, parse_settings
-from grpo_core.errors import ConfigError, GrpoError, cut, wrong_input
-from grpo_core.incidents import reported_to
-from grpo_core.inert import inert
-from grpo_core.plugins.host import PluginHost
-from grpo_core.records import Prompt
-from grpo_core.reporting.differences import TaskDifference, shown
-from grpo_core.reporting.stored import TEXTS, as_json, files_of_texts, groups_in, prompts_in
-from grpo_core.run_directory import CONFIG, ROLLOUTS, VALIDATION, RunDirectory, rollouts_step
+from grpo_core import ConfigError, GrpoError, Prompt, Run
+from grpo_core.kit import (
+    Config,
+    Judged,
+    KnownPrompts,
+    LocalPlacement,
+    PluginHost,
+    TaskConfig,
+    Tasks,
+    as_json,
+    check_settings,
+    check_task,
+    configure,
+    cut,
+    groups_in,
+    inert,
+    judge,
+    lines_of_incidents,
+    look_up,
+    new_directory,
+    parse_settings,
+    prompts_in,
+    reported_to,
+    tasks_of,
+    to_the_end,
+    unused,
+    wrong_input,
+)
+from grpo_plugin_audit.differences import TaskDifference, shown
 
 SCORED = "scored"
 """Directory of a run in which new judgements are written."""
@@ -52,22 +66,46 @@ class Stored:
     """Directory in which a directory for the result is made."""
 
 
-def main(
+def score(
     stored: Path,
+    /,
     *,
-    envs: Sequence[str],
-    steps: Sequence[int],
-    validation: bool,
-    settings: Sequence[str],
-    output: Path | None,
-    as_json: bool,
-    block: Sequence[str],
+    env: Annotated[list[str] | None, Parameter(negative="")] = None,
+    step: Annotated[list[int] | None, Parameter(negative="")] = None,
+    validation: Annotated[bool, Parameter(negative="")] = False,
+    set_: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None,
+    output: Path | None = None,
+    print_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+    no_plugin: Annotated[list[str] | None, Parameter(name="--no-plugin", negative="")] = None,
 ) -> int:
-    """Run ``grpo-core score``; return the exit status, which is 1 if a rollout could not be judged."""
+    """Judge stored rollouts again, as after a correction of a reward, and show what changes.
+
+    The exit status is 1 if rollouts could not be judged.
+
+    Parameters
+    ----------
+    stored
+        Directory of a run, or one of its files of rollouts, as in "runs/a/rollouts/step-000120.jsonl.gz".
+    env
+        Another environment that judges, as in "sort=./fixed.py:Sort" for the task "sort", or without a task
+        for all; may be repeated.  Default: the environments of the run as they are now.
+    step
+        Step whose rollouts are judged; may be repeated.  Default: all steps.
+    validation
+        Judge the rollouts of the validations, not those of training.
+    set_
+        Set a configuration key, as in "tasks.sort.options.length=3"; may be repeated.
+    output
+        Directory for the judgements.  Default: RUN/scored/DATE.
+    print_json
+        Print the differences as JSON.
+    no_plugin
+        Do not load this installed plugin; may be repeated.
+    """
     with wrong_input():
-        found = find(stored, steps, validation=validation)
+        found = find(stored, step or [], validation=validation)
         wanted = _prompts(found)
-        config, tasks, host, notes = _configured(found, list(wanted), envs, settings, block)
+        config, tasks, host, notes = _configured(found, list(wanted), env or [], set_ or [], no_plugin or [])
         directory = new_directory(
             output or unused(found.directory / SCORED / datetime.now().strftime("%Y%m%d-%H%M%S"))
         )
@@ -86,9 +124,21 @@ def main(
         with contextlib.suppress(OSError):  # it is not empty
             directory.rmdir()
         raise
-    report = _report(found, directory, differences, known)
+    report = {
+        "stored": str(stored),
+        "steps": list(found.files),
+        "directory": str(directory),
+        "tasks": {
+            task: {
+                **difference.as_dict(),
+                "prompts_missing": known.missing.get(task, []),
+                "prompts_with_other_text": known.others.get(task, []),
+            }
+            for task, difference in differences.items()
+        },
+    }
     (directory / "results.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    if as_json:
+    if print_json:
         print(json.dumps(report, indent=2))
     else:
         print(inert(shown(differences, known.missing, known.others, Console().width)))
@@ -105,31 +155,35 @@ def find(stored: Path, steps: Sequence[int], *, validation: bool) -> Stored:
     if stored.is_file():
         if steps or validation:
             raise ConfigError(f"{stored}: is one file of rollouts; leave out --step and --validation")
-        if not stored.name.endswith(TEXTS):
-            raise ConfigError(f"{stored}: is no file of rollouts; expected a name that ends in {TEXTS[1]}")
-        parents = stored.resolve().parents[:PARENTS]
-        run = next((parent for parent in parents if (parent / CONFIG).is_file()), None)
+        if not stored.name.endswith((".jsonl", ".jsonl.gz")):
+            raise ConfigError(f"{stored}: is no file of rollouts; expected a name that ends in .jsonl.gz")
+        for run in stored.resolve().parents[:PARENTS]:
+            with contextlib.suppress(ConfigError):
+                table, directory = Run(run).config, run
+                break
+        else:
+            table, directory = {}, stored.parent
+        digits = "".join(filter(str.isdigit, stored.name))
         return Stored(
             target=stored,
-            files={rollouts_step(stored.name) or 0: stored},
-            held_out=stored.resolve().parent.name == VALIDATION,
-            table={} if run is None else as_table(RunDirectory.open(run)[1]),
-            directory=stored.parent if run is None else run,
+            files={int(digits or 0): stored},
+            held_out=stored.resolve().parent.name == "validation",
+            table=table,
+            directory=directory,
         )
-    _, config = RunDirectory.open(stored)
-    folder = stored / (VALIDATION if validation else ROLLOUTS)
-    files = files_of_texts(folder)
+    found = Run(stored)
+    files = found.texts(validation=validation)
     if not files:
-        raise ConfigError(f"{folder}: there are no rollouts; the run has stored none")
+        raise ConfigError(f"{stored}: has stored no rollouts{' of validations' if validation else ''}")
     if unknown := [step for step in steps if step not in files]:
         raise ConfigError(
-            f"--step {unknown[0]}: {folder} has no rollouts of it; the steps are {min(files)} to {max(files)}"
+            f"--step {unknown[0]}: {stored} has no rollouts of it; the steps are {min(files)} to {max(files)}"
         )
     return Stored(
         target=stored,
-        files={step: file for step, file in files.items() if step in steps or not steps},
+        files={step: stored / file for step, file in files.items() if step in steps or not steps},
         held_out=validation,
-        table=as_table(config),
+        table=found.config,
         directory=stored,
     )
 
@@ -149,13 +203,23 @@ def _configured(
     stored: Stored, names: Sequence[str], envs: Sequence[str], settings: Sequence[str], block: Sequence[str]
 ) -> tuple[Config, dict[str, TaskConfig], PluginHost, list[str]]:
     """Return the configuration with the tasks of the stored rollouts, and messages to the user."""
-    others = _others(envs, names)
+    others: dict[str, str] = {}
+    for each in envs:  # "TASK=ENV", or one environment for all tasks
+        task, equals, env = each.partition("=")
+        if equals and task not in names:
+            raise ConfigError(
+                f"--env {each}: no rollout is of task {task!r}; the tasks are {', '.join(names)}"
+            )
+        others |= {task: env} if equals else dict.fromkeys(names, each)
+        tasks_of([env or each])
     changes: dict[str, Any] = {"tasks": {name: {"env": env} for name, env in others.items()}}
     config, host = configure([stored.table], parse_settings(settings, changes), block)
     why = "stored rollouts are judged again, and that does not depend on this key"
     check_settings(parse_settings(settings), _read_by_score(config, names), why, but=["tasks.*.weight"])
-    tasks = {**config.tasks, **_of_sets(config)}
-    if unknown := [name for name in names if name not in tasks]:
+    sets = config.validation.sets
+    same = {name: config.tasks[one.task] for name, one in sets.items() if one.task in config.tasks}
+    known = {**config.tasks, **same, **config.validation.environments(sets)}
+    if unknown := [name for name in names if name not in known]:
         raise ConfigError(
             f"{stored.target}: nothing says which environment judges task {unknown[0]!r}; name it, as in "
             f"--env {unknown[0]}=math:sort"
@@ -163,12 +227,12 @@ def _configured(
     notes: list[str] = []
     chosen = {}
     for name in names:
-        task = tasks[name]
+        judge_of = known[name]
         if name in others:
-            task, left_out = _taken(task, host)
-            notes += [f"{task.env} has no option {option!r}: it is left out" for option in left_out]
-        preflight.check_task(name, task, config, host)
-        chosen[name] = task
+            judge_of, left_out = _taken(judge_of, host)
+            notes += [f"{judge_of.env} has no option {option!r}: it is left out" for option in left_out]
+        check_task(name, judge_of, config, host)
+        chosen[name] = judge_of
     return config, chosen, host, notes
 
 
@@ -182,27 +246,6 @@ def _read_by_score(config: Config, names: Sequence[str]) -> list[str]:
         "environment.*",
         "plugins",
     ]
-
-
-def _others(envs: Sequence[str], names: Sequence[str]) -> dict[str, str]:
-    """Return the environments of the command line by task: "TASK=ENV", or one environment for all tasks."""
-    found: dict[str, str] = {}
-    for each in envs:
-        task, equals, env = each.partition("=")
-        if equals and task not in names:
-            raise ConfigError(
-                f"--env {each}: no rollout is of task {task!r}; the tasks are {', '.join(names)}"
-            )
-        found |= {task: env} if equals else dict.fromkeys(names, each)
-        tasks_of([env or each])
-    return found
-
-
-def _of_sets(config: Config) -> dict[str, TaskConfig]:
-    """Return the environments of the validation sets, by set."""
-    sets = config.validation.sets
-    same = {name: config.tasks[one.task] for name, one in sets.items() if one.task in config.tasks}
-    return {**same, **config.validation.environments(sets)}
 
 
 def _taken(task: TaskConfig, host: PluginHost) -> tuple[TaskConfig, list[str]]:
@@ -288,22 +331,4 @@ def _line(step: int, judged: Judged) -> dict[str, Any]:
         **({} if judged.error is None else {"error": cut(judged.error, 2000)}),
         **({"answers_differ": True} if judged.answers_differ else {}),
         **({"unfinished": True} if judged.unfinished else {}),
-    }
-
-
-def _report(
-    stored: Stored, directory: Path, differences: Mapping[str, TaskDifference], known: KnownPrompts
-) -> dict[str, Any]:
-    return {
-        "stored": str(stored.target),
-        "steps": list(stored.files),
-        "directory": str(directory),
-        "tasks": {
-            task: {
-                **difference.as_dict(),
-                "prompts_missing": known.missing.get(task, []),
-                "prompts_with_other_text": known.others.get(task, []),
-            }
-            for task, difference in differences.items()
-        },
     }

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 from attrs import define, field, frozen
 
-from grpo_core.errors import cut
-from grpo_core.records import Prompt, Rollout
+from grpo_core import Prompt, Rollout
+from grpo_core.kit import cut
 
 LARGEST = 10
 """Number of changes of a task that are shown."""

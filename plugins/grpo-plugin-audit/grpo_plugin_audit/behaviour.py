@@ -6,9 +6,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo_core.audit.records import Finding, Rate, Severity, Trial, spread
-from grpo_core.audit.rewards import not_applicable
-from grpo_core.records import Prompt
+from grpo_core import Prompt
+from grpo_plugin_audit.records import Finding, Rate, Severity, Trial, spread
+from grpo_plugin_audit.rewards import not_applicable
 
 SLOW = 1.0
 """Seconds of a call with one episode from which on it is slow: a run makes thousands."""

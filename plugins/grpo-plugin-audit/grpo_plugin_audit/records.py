@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from attrs import field, frozen
 
-from grpo_core.records import Prompt
+from grpo_core import Prompt
 
 Severity = Literal["failed", "warned", "noted", "passed", "not applicable"]
 

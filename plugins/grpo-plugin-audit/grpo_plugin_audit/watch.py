@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from attrs import define, field
 
-from grpo_core.environments.host import EnvironmentHost
+from grpo_core.kit import EnvironmentHost
 
 PHASES = ("phase", "kind", "what")
 """Keys of an event: "start" or "play"; "file", "socket" or "program"; the path or address."""

@@ -12,14 +12,12 @@ from typing import Any, Protocol
 
 from attrs import define, evolve, field, frozen
 
-from grpo_core.audit import behaviour, misses, replies, rewards, texts
-from grpo_core.audit.player import Player
-from grpo_core.audit.records import Finding, Reply, Solution, Trial, spread
-from grpo_core.audit.rewards import Scale, not_applicable
-from grpo_core.environments.pool import EnvironmentWorker
-from grpo_core.errors import GrpoError
-from grpo_core.incidents import Incident
-from grpo_core.records import Prompt
+from grpo_core import ConfigError, GrpoError, Prompt
+from grpo_core.kit import EnvironmentWorker, Incident
+from grpo_plugin_audit import behaviour, misses, replies, rewards, texts
+from grpo_plugin_audit.player import Player
+from grpo_plugin_audit.records import Finding, Reply, Solution, Trial, spread
+from grpo_plugin_audit.rewards import Scale, not_applicable
 
 FEWEST = 4
 """Prompts that are played in any case."""
@@ -39,8 +37,6 @@ LEAST = 0.25
 """Share of the audit's seconds for playing, however long its prompts take to be made."""
 UNSTEADY = "rewards differ from call to call"
 STATELESS = "keep nothing of a rollout in the object or the module: a run has several processes"
-AGENT_PROMPTS = 4
-"""Prompts that an agent plays: each is a conversation of its own."""
 
 
 class Audited(EnvironmentWorker, Protocol):
@@ -114,7 +110,10 @@ class Audit:
             await environment.start()
             self.player = Player(environment, self.max_batch, clock=self.clock)
             if environment.runs_agents:
-                self.extent = evolve(self.extent, prompts=min(self.extent.prompts, AGENT_PROMPTS))
+                raise ConfigError(
+                    "an agent plays its rollouts by itself: audit an environment that judges conversations, "
+                    "or look at what the agent gets for a few prompts (grpo-core try)"
+                )
             async for finding in self._stages(environment):
                 yield finding
         finally:
@@ -215,8 +214,6 @@ class Audit:
 
     def _affordable(self) -> int:
         """Return the number of prompts that can be played in time, as far as the first calls show it."""
-        if self._agent:
-            return len(self.some)
         per_prompt = 130
         playing = max(LEAST * self.extent.seconds, self.extent.seconds - self._making)
         rest = max(1.0, 0.55 * playing - ALONE * self._call)
@@ -264,8 +261,6 @@ class Audit:
         if self.player.environment.max_turns > 1:  # each turn has another solution
             surface = []
         long, read = list(replies.lengthening(self.some)), list(replies.shortcuts(self.some))
-        if self._agent:  # each rollout of an agent is a conversation
-            listed, long, read = [], [], []
         return [
             rewards.surface_forms(await self._play(surface, FORMS_UNTIL), self.scale),
             rewards.listing(await self._play(listed, FORMS_UNTIL), self.scale),
@@ -277,8 +272,6 @@ class Audit:
         near = list(misses.near_misses(self.solutions))
         numbers = list(misses.prompt_numbers(self.some, replies.form_of(self.solutions, self.some)))
         moves = list(misses.named_moves(self.some, self.player.environment.max_turns))
-        if self._agent:  # each rollout of an agent is a conversation
-            near, numbers, moves = [], [], []
         trials = await self._play([*near, *numbers, *moves], MISSES_UNTIL)
 
         def of(replies: list[Reply]) -> list[Trial]:
@@ -295,15 +288,14 @@ class Audit:
 
     async def _repeat(self) -> list[Finding]:
         mixed = self._mixed(min(ALONE, len(self.some)))
-        wanted = FEWEST_ROUNDS if self._agent else ROUNDS
-        for number in range(wanted):
+        for number in range(ROUNDS):
             if number >= FEWEST_ROUNDS and self._late(ROUNDS_UNTIL):
                 break
             if number:
                 await asyncio.sleep(self.pause)
             self._rounds.append(await self._play(mixed))
         found = behaviour.determinism(self._rounds, self._range)
-        found = evolve(found, told=found.told + _left_out(len(self._rounds), wanted, "times"))
+        found = evolve(found, told=found.told + _left_out(len(self._rounds), ROUNDS, "times"))
         self._steady = found.severity == "passed"
         return [found]
 
@@ -322,9 +314,8 @@ class Audit:
 
     async def _company(self) -> list[Finding]:
         check, title = "reward.batch_independence", "the batch makes no difference"
-        if not self._steady or self._agent:
-            why = "an agent plays alone" if self._agent else UNSTEADY
-            return [not_applicable(check, title, why)]
+        if not self._steady:
+            return [not_applicable(check, title, UNSTEADY)]
         seconds = 0.0 if self._late(ROUNDS_UNTIL) else 8.0
         mixed = self._mixed(min(ALONE, len(self.some), max(FEWEST, int(seconds / self._now))))
         alone, self._seconds = await self.player.each(mixed)
@@ -378,8 +369,6 @@ class Audit:
         one = self._mixed(1)
         if not self._seconds:
             _, self._seconds = await self.player.each(one * FEWEST)
-        if self._agent:
-            return [behaviour.latency(self._seconds, max(self._seconds), 1, max(self._seconds), 1)]
         left = self.extent.seconds - (self.clock() - self._began)
         size = min(self.player.size, max(FEWEST, int(left / max(self._per_reply, 1e-6))))
         mixed = self._mixed(len(self.some))
@@ -411,10 +400,6 @@ class Audit:
     async def _touched(self, environment: Audited) -> list[Finding]:
         events = await environment.watched()
         return [behaviour.files(events, tempfile.gettempdir(), os.getcwd()), behaviour.network(events)]
-
-    @property
-    def _agent(self) -> bool:
-        return self.player.environment.runs_agents
 
     def _late(self, until: float, needed: float = 0.0) -> bool:
         """Return whether more than a share of the audit's seconds is over when ``needed`` ones are spent."""

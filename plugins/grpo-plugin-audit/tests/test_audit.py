@@ -11,19 +11,18 @@ from attrs import evolve
 from planted import DEFECTS, planted
 
 import grpo_core as grpo
-from grpo_core.audit import behaviour, misses, replies, rewards
-from grpo_core.audit.audit import Audit, Extent
-from grpo_core.audit.card import Card
-from grpo_core.audit.player import Player
-from grpo_core.audit.records import Finding, Rate, Reply, Solution, Trial, bare
-from grpo_core.audit.training import training_signal
-from grpo_core.audit.watch import Watch
 from grpo_core.cli import make_app
-from grpo_core.commands import auditing
 from grpo_core.errors import ConfigError, ModelError
 from grpo_core.testing.hosted import HostedEnvironment
+from grpo_plugin_audit import behaviour, misses, replies, rewards
+from grpo_plugin_audit.audit import Audit, Extent
+from grpo_plugin_audit.card import Card
+from grpo_plugin_audit.player import Player
+from grpo_plugin_audit.records import Finding, Rate, Reply, Solution, Trial, bare
+from grpo_plugin_audit.training import training_signal
+from grpo_plugin_audit.watch import Watch
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[3]
 
 
 class Sums(grpo.Environment):
@@ -297,14 +296,6 @@ def test_without_a_solution_it_says_what_cannot_be_judged():
     findings = audited(Open)
     assert findings["semantic.oracle_max"].severity == "not applicable"
     assert findings["semantic.canary_floor"].severity == "passed"
-
-
-def test_groups_of_equal_rewards_teach_nothing():
-    taught = training_signal([[0.0, 1.0], [0.0, None, 0.0], [1.0, 1.0], [None]], success=1.0, model="m")
-    assert taught.measured["rate"] == pytest.approx(1 / 3, abs=1e-6)
-    assert (taught.measured["hopeless"], taught.measured["solved"]) == (1, 1)
-    assert training_signal([[0.0, 0.0]] * 9, success=None, model="m").severity == "warned"
-    assert training_signal([[None, None]], success=None, model="m").severity == "not applicable"
 
 
 # ---------------------------------------------------------------------------------- nearly right replies
@@ -681,12 +672,6 @@ def test_every_check_of_the_page_exists_and_every_check_is_on_it():
 # ---------------------------------------------------------------------------------- the command
 
 
-def test_a_model_that_does_not_exist_is_an_error_before_the_audit(capsys):
-    with pytest.raises(ModelError, match="no-such-model"):
-        make_app()(["audit", "math:sort", "--model", "./no-such-model"], result_action="return_value")
-    assert "prompts" not in capsys.readouterr().out
-
-
 @pytest.mark.long
 def test_the_page_shows_what_the_program_prints(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(ROOT)
@@ -724,6 +709,14 @@ def test_files_that_an_environment_writes_are_seen_in_its_process(tmp_path, caps
     assert "seen.txt" in capsys.readouterr().out
 
 
+def test_groups_of_equal_rewards_teach_nothing():
+    taught = training_signal([[0.0, 1.0], [0.0, None, 0.0], [1.0, 1.0], [None]], success=1.0, model="m")
+    assert taught.measured["rate"] == pytest.approx(1 / 3, abs=1e-6)
+    assert (taught.measured["hopeless"], taught.measured["solved"]) == (1, 1)
+    assert training_signal([[0.0, 0.0]] * 9, success=None, model="m").severity == "warned"
+    assert training_signal([[None, None]], success=None, model="m").severity == "not applicable"
+
+
 @pytest.mark.long
 def test_a_model_shows_how_many_groups_would_teach_it(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -745,13 +738,17 @@ def test_a_model_shows_how_many_groups_would_teach_it(tmp_path, monkeypatch, cap
     assert re.search(r"groups that would teach .*: \d of 4 ", capsys.readouterr().out)
 
 
+def test_a_model_that_does_not_exist_is_an_error_before_the_audit(capsys):
+    with pytest.raises(ModelError, match="no-such-model"):
+        make_app()(["audit", "math:sort", "--model", "./no-such-model"], result_action="return_value")
+    assert "prompts" not in capsys.readouterr().out
+
+
 def test_bad_input_is_said_before_anything_starts(capsys):
     with pytest.raises(grpo.ConfigError, match="--prompts is 0"):
         make_app()(["audit", "x", "--prompts", "0"], result_action="return_value")
     with pytest.raises(grpo.ConfigError, match="there is no directory"):
-        auditing.main(
-            "x", extent=Extent(), settings=[], json_file=Path("/nowhere/card.json"), html_file=None, block=[]
-        )
+        make_app()(["audit", "x", "--json", "/nowhere/card.json"], result_action="return_value")
     assert rewards.severity_of(Rate(0, 24)) == "passed"
 
 

@@ -6,11 +6,10 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from grpo_core.audit.records import Finding, Rate, Severity, Solution, bare, short, text_of
-from grpo_core.audit.rewards import SURE, not_applicable
-from grpo_core.data.leakage import digest, leaked, nearly_leaked
-from grpo_core.data.leakage import text_of as words_of
-from grpo_core.records import Prompt
+from grpo_core import Prompt
+from grpo_core.kit import leakage
+from grpo_plugin_audit.records import Finding, Rate, Severity, Solution, bare, short, text_of
+from grpo_plugin_audit.rewards import SURE, not_applicable
 
 COMPARED = 20_000
 """Number of training prompts, evenly spread, among which near duplicates are looked for."""
@@ -34,7 +33,7 @@ def _identity(prompt: Prompt, turns: int) -> int:
     A game may draw from what ``info`` holds, such as a seed, in a later turn.
     """
     held = repr((prompt.answer, sorted(prompt.info.items(), key=lambda each: each[0]))) if turns > 1 else ""
-    return hash((digest(prompt), held))
+    return hash((leakage.digest(prompt), held))
 
 
 def split_leakage(train: Sequence[Prompt], held_out: Sequence[Prompt], turns: int) -> Finding:
@@ -43,14 +42,14 @@ def split_leakage(train: Sequence[Prompt], held_out: Sequence[Prompt], turns: in
     if not held_out:
         return not_applicable(check, title, 'prompts("validation") is empty: nothing will be measured')
     some = held_out[:MEASURED]
-    both = leaked([_identity(p, turns) for p in train], [_identity(p, turns) for p in some])
+    both = leakage.leaked([_identity(p, turns) for p in train], [_identity(p, turns) for p in some])
     compared = train[:: max(1, len(train) // COMPARED)]
     near: dict[int, int] = {}
     if turns == 1:
-        found = nearly_leaked([words_of(p) for p in compared], [words_of(p) for p in some])
+        found = leakage.nearly_leaked(*([leakage.text_of(p) for p in each] for each in (compared, some)))
         near = {place: other for place, other in found.items() if place not in set(both)}
     rate, nearly = Rate(len(both), len(some)), Rate(len(near), len(some))
-    begun = leaked([digest(p) for p in train], [digest(p) for p in some]) if turns > 1 else both
+    begun = both if turns == 1 else leakage.leaked(map(leakage.digest, train), map(leakage.digest, some))
     alike = len(begun) - len(both)
     severity: Severity = "noted" if alike else "passed"
     evidence = ""

@@ -1,1 +1,0 @@
-"""The audit of an environment: whether its rewards mean anything."""

@@ -1,0 +1,1 @@
+"""Tests whether the rewards of an environment mean anything, and judges stored rollouts again."""

@@ -1,0 +1,191 @@
+"""``grpo-core audit``: finds out whether the rewards of an environment mean anything."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+from attrs import evolve
+from cyclopts import Parameter
+from rich.console import Console
+from rich.text import Text
+
+from grpo_core import ConfigError, GrpoError
+from grpo_core.kit import (
+    Incident,
+    PluginHost,
+    SourcedProcess,
+    environment_code,
+    inert,
+    parse_settings,
+    reported_to,
+    secrets_in,
+    taken_sections,
+    to_the_end,
+)
+from grpo_plugin_audit.audit import Audit, Extent
+from grpo_plugin_audit.card import Card
+from grpo_plugin_audit.records import Finding, Severity
+
+STYLES: Mapping[Severity, tuple[str, str]] = {
+    "passed": ("ok    ", "green"),
+    "failed": ("FAILED", "bold red"),
+    "warned": ("warn  ", "yellow"),
+    "noted": ("note  ", "cyan"),
+    "not applicable": ("n/a   ", "dim"),
+}
+COUNTED: tuple[Severity, ...] = ("failed", "warned", "noted", "passed", "not applicable")
+
+
+class WatchedProcess(SourcedProcess):
+    """A process of an environment that records the files and addresses that the environment touches."""
+
+    HOST = "grpo_plugin_audit.watch:WatchedHost"
+
+    async def watched(self) -> list[dict[str, str]]:
+        """Return the events of the running child."""
+        child = await self._started()
+        found: list[dict[str, str]] = await child.call("watched", seconds=self._config.start_deadline)
+        return found
+
+
+def audit(
+    name: str,
+    /,
+    *,
+    set_: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None,
+    prompts: int = 24,
+    seconds: float = 60.0,
+    seed: int = 0,
+    model: str | None = None,
+    engine: str | None = None,
+    json: Path | None = None,
+    html: Path | None = None,
+    no_plugin: Annotated[list[str] | None, Parameter(name="--no-plugin", negative="")] = None,
+) -> int:
+    """Find out whether the rewards of an environment mean anything: what is paid, and what should not be.
+
+    The exit status is 1 if a check failed.
+
+    Parameters
+    ----------
+    name
+        Name of the environment, as "math:sort" or "./file.py:Class".
+    set_
+        Set an option of the environment, as in "length=3", or the source of its prompts, as in
+        "source.path=train.jsonl"; may be repeated.
+    prompts
+        Largest number of prompts that are played.
+    seconds
+        Time that the audit may take, about; a slow environment plays fewer prompts.
+    seed
+        Seed of the replies that are tried.
+    model
+        Model that plays groups of rollouts first, to see how many would teach it: a directory, a hub
+        id, a name as "tiny", or the directory of a run.
+    engine
+        Engine of this model.
+    json
+        File for the quality card as JSON.
+    html
+        File for the quality card as one page.
+    no_plugin
+        Do not load this installed plugin; may be repeated.
+    """
+    if engine is not None and model is None:
+        raise ConfigError("--engine is for a model that plays: add --model")
+    if prompts < 1 or not seconds > 0:
+        raise ConfigError(f"--prompts is {prompts} and --seconds {seconds:g}; expected numbers above 0")
+    for file in (json, html):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise ConfigError(f"{file}: there is no directory {file.absolute().parent}; make it first")
+    options = parse_settings(set_ or [])
+    if secrets := sorted(set(secrets_in({"set": options}))):
+        raise ConfigError(
+            f"{', '.join(secrets)}: this option is named like a secret, and a card would show it; let the "
+            "environment read a variable (os.environ) instead"
+        )
+    host = PluginHost.discover(block=no_plugin or [])
+    elsewhere = options.get("environment", {}).get("python")  # only that interpreter can find it
+    offer = f"{name} ({elsewhere})" if elsewhere else str(host.find("environment", name))
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(Text(inert(offer), style="bold"))
+    begin = time.monotonic()
+    extent = Extent(prompts=prompts, seconds=seconds, seed=seed)
+    show = partial(_show, console)
+    found = []
+    if model is not None:  # first: a model that is not there is an error before the audit
+        from grpo_plugin_audit.training import played_signal  # it loads torch
+
+        errors = Console(stderr=True)
+
+        def tell(text: str) -> None:
+            errors.print(Text(inert(text), style="dim"), soft_wrap=True)
+
+        playing = played_signal(name, options, model, engine, prompts=prompts, seed=seed, status=tell)
+        found.append(evolve(to_the_end(playing), seconds=time.monotonic() - begin))
+        show(found[0])
+    found += to_the_end(_shown(findings(host, name, dict(options), extent), show))
+    card = Card(
+        name=name,
+        offer=offer,
+        options=dict(options),
+        findings=found,
+        seconds=time.monotonic() - begin,
+        code=environment_code(name, options, host),
+    )
+    counts = Counter(finding.severity for finding in card.findings)
+    told = ", ".join(f"{counts[each]} {each}" for each in COUNTED if counts[each] or each == "failed")
+    console.print(f"{told}, in {card.seconds:.1f} s")
+    if json is not None:
+        card.write_json(json)
+    if html is not None:
+        card.write_page(html)
+    return 1 if counts["failed"] else 0
+
+
+async def _shown(findings: AsyncIterator[Finding], show: Callable[[Finding], None]) -> list[Finding]:
+    found = []
+    async for finding in findings:
+        show(finding)
+        found.append(finding)
+    return found
+
+
+async def findings(
+    host: PluginHost, name: str, options: dict[str, Any], extent: Extent
+) -> AsyncIterator[Finding]:
+    """Audit an environment in its own process; ``options`` may hold sections of a run."""
+    sections = taken_sections(options)
+    config = sections.environment
+    incidents: list[Incident] = []
+    make = partial(
+        WatchedProcess,
+        "audit",
+        name,
+        options,
+        config=config,
+        plugins=host.selection,
+        source=sections.source,
+    )
+    with reported_to(incidents.append):
+        try:
+            async for finding in Audit(make, config.max_batch, extent, incidents).run():
+                yield finding
+        except GrpoError as error:
+            if error.exit_status == ConfigError.exit_status:
+                raise  # the options are wrong, and not the environment
+            yield Finding(check="runtime.startup", title="it can be made", severity="failed", told=str(error))
+
+
+def _show(console: Console, finding: Finding) -> None:
+    mark, style = STYLES[finding.severity]
+    console.print(Text.assemble((mark, style), inert(f"  {finding.title}: {finding.told}")))
+    if finding.evidence:
+        console.print(Text(inert(f"          for example: {finding.evidence}"), style="dim"))
+    if finding.advice:
+        console.print(Text(inert(f"          to do: {finding.advice}")))

@@ -1,0 +1,91 @@
+"""Judgement of a model's groups: how many of them would teach it something."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from grpo_core import session
+from grpo_plugin_audit.records import TOLERANCE, Finding, Rate, Severity, spread
+from grpo_plugin_audit.rewards import not_applicable
+
+FEW = 0.2
+"""Share of groups that teach below which most of the generation is for nothing."""
+
+
+def training_signal(
+    groups: Sequence[Sequence[float | None]], *, success: float | None, model: str
+) -> Finding:
+    """Judge the rewards of groups that a model has played; a group of equal rewards has no advantage.
+
+    Args:
+        groups: the rewards of each prompt's rollouts; None is unscored.
+        success: reward of a success, if the environment declares it.
+        model: name of the model.
+    """
+    check, title = "statistical.training_signal", f"groups that would teach {model}"
+    scored = [[reward for reward in group if reward is not None] for group in groups]
+    scored = [group for group in scored if len(group) > 1]
+    if not scored:
+        return not_applicable(check, title, "no group has two rewards")
+    rewards = [reward for group in scored for reward in group]
+    rate = Rate(sum(spread(group) > TOLERANCE for group in scored), len(scored))
+    top = max(rewards) if success is None else success
+    hopeless = sum(max(group) < top - TOLERANCE for group in scored)
+    solved = sum(min(group) >= top - TOLERANCE for group in scored)
+    severity: Severity = "passed" if rate.share >= FEW else "noted"
+    if not rate.successes:
+        severity = "warned"
+    what = "success" if success is not None else "best reward"
+    return Finding(
+        check=check,
+        title=title,
+        severity=severity,
+        told=f"{rate}; mean reward {fmean(rewards):.3g}; {hopeless} groups never reach the {what}, {solved} "
+        "always do",
+        advice=""
+        if severity == "passed"
+        else "choose easier or harder prompts, larger groups, or partial credit",
+        measured=rate.measured() | {"mean_reward": fmean(rewards), "hopeless": hopeless, "solved": solved},
+    )
+
+
+async def played_signal(
+    name: str,
+    options: Mapping[str, Any],
+    model: str,
+    engine: str | None,
+    *,
+    prompts: int,
+    seed: int,
+    status: Callable[[str], None],
+) -> Finding:
+    """Let a model play groups as in training, and judge what they would teach.
+
+    Args:
+        name: name of the environment.
+        options: its options, which may hold sections of a run.
+        model: a directory, a hub id, the name of a model, or the directory of a run.
+        engine: name of the engine; None: as in the configuration.
+        prompts: number of groups.
+        seed: seed of the rollouts.
+        status: is called with messages to the user.
+
+    Raises GrpoError if the model or the environment cannot be started.
+    """
+    own = {key: value for key, value in options.items() if key not in ("environment", "source")}
+    settings: dict[str, Any] = {
+        "tasks": {"audited": {"env": name, "options": own, "source": options.get("source", {})}},
+        "environment": options.get("environment", {}),
+        **({} if engine is None else {"engine": {"name": engine}}),
+    }
+    async with session(model=model, env={"audited": name}, status=status, **settings) as playing:
+        given = await playing.prompts()
+        some = [given[place] for place in range(0, len(given), max(1, len(given) // prompts))][:prompts]
+        size = playing.config.rollout.group_size
+        status(f"playing {len(some)} groups of {size}")
+        groups = await playing.play(some, group_size=size, seed=seed)
+        success = playing.environments["audited"].success
+    rewards = [[rollout.reward for rollout in group] for group in groups]
+    return training_signal(rewards, success=success, model=model)
