@@ -6,7 +6,7 @@ import json
 from collections import Counter
 
 import pytest
-from killing import Run
+from killing import Run, left_after
 
 pytestmark = pytest.mark.slow
 
@@ -115,7 +115,7 @@ def test_of_a_billion_rows_no_more_are_read_than_are_needed(unharmed):
     assert len(read) <= STEPS * PER_STEP // 3 + 2 * 2 * PER_STEP + 4
 
 
-@pytest.mark.parametrize("kills", [(3,)])
+@pytest.mark.parametrize("kills", [(3,), pytest.param((2, 7), marks=pytest.mark.nightly)])
 def test_a_killed_run_draws_what_the_unharmed_one_draws(unharmed, tmp_path, kills):
     run = Run(tmp_path, environment=PARTS, settings=SETTINGS)
     for steps in kills:
@@ -131,3 +131,66 @@ def test_a_killed_run_draws_what_the_unharmed_one_draws(unharmed, tmp_path, kill
     state = run.directory / "checkpoints" / f"step-{STEPS:06d}"
     assert (state / "train_dataloader_words.safetensors").is_file()
     assert b"pickle" not in (state / "train_dataloader_words.json").read_bytes()
+
+
+COUNTED = """
+from torch.utils.data import Dataset
+
+class Counted(Dataset):
+    def __len__(self):
+        return 50
+    def __getitem__(self, i):
+        return {"id": f"counted{i}", "prompt": f"{i:02}=", "answer": str(i % 10)}
+"""
+WITH_WORKERS = """
+import asyncio
+import grpo_core as grpo
+import torch
+from counted import Counted
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+class Words(grpo.Environment):
+    async def evaluate(self, episodes):
+        await asyncio.sleep(0.1)
+        return [float(e.reply == e.prompt.answer) for e in episodes]
+
+def counted(split):
+    if split == "train":
+        seeded = torch.Generator().manual_seed(3)
+        return StatefulDataLoader(Counted(), batch_size=None, shuffle=True, generator=seeded, num_workers=2)
+"""
+
+
+class RunWithWorkers(Run):
+    """A run whose dataloader has workers."""
+
+    def environ(self):
+        """Return nothing: below the test's folder, the name of the workers' socket would be too long."""
+        return {}
+
+
+def started_with_workers(cwd):
+    cwd.mkdir(exist_ok=True)
+    (cwd / "counted.py").write_text(COUNTED)
+    settings = {
+        **{key: value for key, value in SETTINGS.items() if not key.startswith(("tasks.", "sampler."))},
+        "tasks.words.dataloader": "./words.py:counted",
+    }
+    return RunWithWorkers(cwd, environment=WITH_WORKERS, settings=settings)
+
+
+def test_workers_of_a_loader_end_with_a_run_that_is_killed_and_it_draws_what_an_unharmed_one_draws(tmp_path):
+    calm = started_with_workers(tmp_path / "calm")
+    said = calm.end(300)
+    assert calm.finished, said
+    run = started_with_workers(tmp_path / "killed")
+    run.wait(lambda: run.steps >= 3, 200)
+    everybody = run.everything()
+    run.kill("main")
+    assert left_after(everybody, 20.0) == []
+    run.end()
+    run.resume()
+    said = run.end(300)
+    assert run.finished, said
+    assert "continuing run after step" in said
+    assert trained(run.directory) == trained(calm.directory)

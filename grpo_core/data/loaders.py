@@ -11,10 +11,15 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
+import select
+import threading
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+
+from attrs import frozen
 
 from grpo_core.data.permutation import Permutation
 from grpo_core.errors import CheckpointError, PluginError
@@ -203,6 +208,7 @@ class TaskLoader:
                 generator=torch.Generator(),  # otherwise it draws from torch's global generator
                 num_workers=self._workers,
                 multiprocessing_context=workers_context() if self._workers else None,
+                worker_init_fn=EndsWith(os.getpid()),
             )
 
     @functools.cached_property
@@ -233,6 +239,29 @@ def workers_context() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torchdata.stateful_dataloader", __name__])
     return context
+
+
+@frozen
+class EndsWith:
+    """A loader's ``worker_init_fn`` that ends the worker with the run's process.
+
+    The server that forks the workers lives as long as one of them, and they as long as the server.
+    """
+
+    pid: int
+    also: Callable[[int], None] | None = None
+    """The loader's own function."""
+
+    def __call__(self, worker: int) -> None:
+        if hasattr(os, "pidfd_open"):  # Linux
+            threading.Thread(target=self._wait, args=(os.pidfd_open(self.pid),), daemon=True).start()
+        if self.also is not None:
+            self.also(worker)
+
+    @staticmethod
+    def _wait(process: int) -> None:
+        select.select([process], [], [])
+        os._exit(1)
 
 
 def as_it_is(rows: Any) -> Any:

@@ -6,6 +6,7 @@ A *sized* dataloader is read by index, in the order of ``TaskLoader``: sequences
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
 import warnings
@@ -16,7 +17,7 @@ from typing import Any, Protocol
 from attrs import evolve
 
 from grpo_core.config import SourceConfig
-from grpo_core.data.loaders import TaskLoader, as_it_is, workers_context
+from grpo_core.data.loaders import EndsWith, TaskLoader, as_it_is, workers_context
 from grpo_core.data.sources import Source
 from grpo_core.data.states import packed, unpacked
 from grpo_core.errors import CheckpointError, ConfigError, GrpoError, PluginError, describe, one_line
@@ -280,6 +281,7 @@ def _prepare_workers(loader: Any, who: str) -> None:
             "file, which workers cannot import; move it into a module beside the file, or set num_workers = 0"
         )
     loader.multiprocessing_context = loader.multiprocessing_context or workers_context()
+    loader.worker_init_fn = EndsWith(os.getpid(), loader.worker_init_fn)
 
 
 def _is(given: Any, module: str, name: str) -> bool:
