@@ -42,9 +42,13 @@ if TYPE_CHECKING:
     from grpo_core.errors import did_you_mean as did_you_mean
     from grpo_core.hookspecs import Command as Command
     from grpo_core.hookspecs import hookimpl as hookimpl
+    from grpo_core.limits import Limits as Limits
     from grpo_core.loading import load_object as load_object
     from grpo_core.loss import LossInputs as LossInputs
     from grpo_core.loss import needs as needs
+    from grpo_core.playing import Play as Play
+    from grpo_core.playing import Player as Player
+    from grpo_core.playing import PlayerSetup as PlayerSetup
     from grpo_core.plugins.host import make_environment as make_environment
     from grpo_core.protocols import AdvantageFunction as AdvantageFunction
     from grpo_core.protocols import Engine as Engine
@@ -54,6 +58,7 @@ if TYPE_CHECKING:
     from grpo_core.protocols import LossFunction as LossFunction
     from grpo_core.protocols import OptimizerFunction as OptimizerFunction
     from grpo_core.protocols import ParameterGroup as ParameterGroup
+    from grpo_core.protocols import Renderer as Renderer
     from grpo_core.protocols import Sampler as Sampler
     from grpo_core.protocols import Tool as Tool
     from grpo_core.protocols import Tracker as Tracker
@@ -75,6 +80,7 @@ if TYPE_CHECKING:
     from grpo_core.records import MemoryPart as MemoryPart
     from grpo_core.records import Message as Message
     from grpo_core.records import Prompt as Prompt
+    from grpo_core.records import Recording as Recording
     from grpo_core.records import Rollout as Rollout
     from grpo_core.records import Row as Row
     from grpo_core.records import RunInfo as RunInfo

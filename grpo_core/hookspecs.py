@@ -28,6 +28,7 @@ from attrs.validators import matches_re
 if TYPE_CHECKING:
     from grpo_core.app.placement import Placement
     from grpo_core.model_sources import ModelSource
+    from grpo_core.playing import Player
     from grpo_core.protocols import (
         AdvantageFunction,
         DataPlane,
@@ -96,6 +97,14 @@ def grpo_dataloaders() -> Mapping[str, Callable[..., object] | str]:  # type: ig
     ended.  It returns a sequence, a torch ``Dataset``, a torchdata ``StatefulDataLoader`` or
     ``torchdata.nodes`` pipeline, or an iterable with ``state_dict`` and ``load_state_dict``, of prompts or of
     mappings.  For ``"validation"`` it may return None: then the environment's held-out prompts are used.
+    """
+
+
+@hookspec
+def grpo_players() -> Mapping[str, Callable[..., Player | None] | str]:  # type: ignore[empty-body]
+    """Offer players: ``{name: factory(setup: PlayerSetup, **options)}``; ``tasks.NAME.player`` selects one.
+
+    None plays turn by turn.
     """
 
 

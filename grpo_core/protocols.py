@@ -15,7 +15,6 @@ from attrs import field, frozen
 from grpo_core.messages import without_nulls
 from grpo_core.records import (
     AgentClient,
-    AgentRollout,
     Batch,
     Completion,
     Episode,
@@ -24,7 +23,6 @@ from grpo_core.records import (
     Group,
     Message,
     Prompt,
-    Recording,
     Rollout,
     SampleRequest,
     SessionStart,
@@ -40,6 +38,7 @@ if TYPE_CHECKING:
 
     from grpo_core.events import Event
     from grpo_core.loss import LossInputs, LossOutput
+    from grpo_core.playing import Player
     from grpo_core.tokens import Ids
 
 T = TypeVar("T")
@@ -491,36 +490,14 @@ class Renderer(Protocol):
     def texts(self, rows: Sequence[Sequence[int]]) -> list[str]: ...
 
 
-class AgentSession(Protocol):
-    """The session of a rollout that an agent plays."""
-
-    client: AgentClient
-
-    async def broken(self) -> Exception:
-        """Wait until a request fails by no fault of the agent, such as a broken engine; return the error."""
-        ...
-
-    async def aclose(self) -> Recording:
-        """End the session, with the requests that still run; return what was sampled."""
-        ...
-
-
-class AgentEndpoint(Protocol):
-    """Serves the model to agents."""
-
-    def open(self, rollout: AgentRollout, engine: Engine, renderer: Renderer) -> AgentSession:
-        """Begin the session of a rollout."""
-        ...
-
-
 class EnvironmentClient(Protocol):
     """An environment in its process, as the rollout code calls it."""
 
     max_turns: int
     needs_group: bool
     success: float | None
-    agents: AgentEndpoint | None
-    """The endpoint of an environment whose agents play their rollouts; None for any other."""
+    player: Player | None
+    """The player of its rollouts; None plays them turn by turn."""
 
     async def run(self, session: str, prompt: Prompt, client: AgentClient) -> Feedback | None:
         """Let the agent play a rollout; None if ``evaluate`` judges it.

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import ArrayLike, NDArray
 
-    from grpo_core.limits import Limits
     from grpo_core.tokens import Ids, Tokens
 
 if TYPE_CHECKING:
@@ -532,45 +531,30 @@ def _segments(given: Iterable[Segment]) -> tuple[Segment, ...]:
 
 
 @frozen(kw_only=True)
-class AgentRollout:
-    """How the requests of an agent are sampled."""
-
-    seed: int
-    """Seed of the rollout; each completion has a seed of its own."""
-    group: str
-    """Identifier that is equal for the rollouts of a group."""
-    temperature: float
-    """Sampling temperature; what the agent asks for has no effect."""
-    top_p: float = 1.0
-    """As in ``GenerationRequest``, like the next two; training has the whole distribution."""
-    top_k: int = 0
-    min_p: float = 0.0
-    limits: Limits
-    """Limits at which the agent gets no further completion."""
-    stop: tuple[str, ...] = ()
-    """Strings after which generation ends."""
-
-
-@frozen(kw_only=True)
 class Recording:
-    """The completions that an agent's model sampled in one rollout."""
+    """A rollout as a player has played it."""
 
     segments: tuple[Segment, ...] = ()
     """Each sampled token is in one of them."""
     messages: tuple[Message, ...] = ()
     """The conversation that ends with the last completion."""
-    turns: int = 0
-    """Number of completions."""
     turn_tokens: tuple[int, ...] = ()
     """Number of tokens of each completion, in the order in which they stand in the segments."""
     tool_calls: int = 0
     """Number of tool calls that the model made."""
     finish_reason: EndReason = "stop"
-    """The limit that refused the agent another turn, or the reason for which the last completion ended."""
+    """The limit that refused another turn, or the reason for which the last completion ended."""
     limited: bool = False
-    """Whether a limit refused the agent a turn."""
+    """Whether a limit refused a turn."""
     error: str | None = None
-    """The engine's last error, if it did not complete all of the agent's requests."""
+    """The engine's last error, if it did not complete all requests."""
+    feedback: Feedback | None = None
+    """The rollout's reward, if the player knows it."""
+
+    @property
+    def turns(self) -> int:
+        """Number of completions."""
+        return len(self.turn_tokens)
 
 
 @frozen(kw_only=True)

@@ -14,16 +14,17 @@ import tracemalloc
 import aiohttp
 import openai
 import pytest
+from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
-from test_agent_sessions import MANY, Says, check
+from test_agent_sessions import MANY, Says, a_play, check
 
 from grpo_core.agents.dialects import DIALECTS, BadRequest
 from grpo_core.agents.server import MAX_BODY, AgentServer
 from grpo_core.errors import ConfigError, EngineError, PluginError
 from grpo_core.incidents import reported_to
 from grpo_core.limits import Limits
-from grpo_core.records import AgentRollout
+from grpo_core.playing import PlayerSetup
 from grpo_core.testing import FakeRenderer
 
 CALL = '<tool_call>{"name": "price", "arguments": {"item": "tea"}}</tool_call>'
@@ -42,11 +43,11 @@ class Story:
     async def __aenter__(self):
         self._stack = contextlib.AsyncExitStack()
         self._stack.enter_context(reported_to(self.incidents.append))
-        self.server = AgentServer(ping=self.ping)
+        self.server = AgentServer(PlayerSetup(), ping=self.ping)
         await self.server.start()
         self._stack.push_async_callback(self.server.aclose)
-        rollout = AgentRollout(seed=1, group="g", temperature=0.7, limits=self.limits)
-        self.session = self.server.open(rollout, self.engine, FakeRenderer())
+        self.play = a_play(self.engine, FakeRenderer(), temperature=0.7, limits=self.limits)
+        self.session = self.server.open(self.play)
         self.client = self.session.client
         self.http = await self._stack.enter_async_context(
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20))
@@ -122,14 +123,14 @@ def test_the_server_listens_on_the_loopback_address_only():
 def test_an_address_at_which_no_agent_finds_the_model_is_refused(host, why):
     async def story():
         with pytest.raises(ConfigError, match=rf"environment\.agent_host = '{host}': .*{why}"):
-            await AgentServer(host).start()
+            await AgentServer(PlayerSetup(host=host)).start()
 
     asyncio.run(story())
 
 
 def test_two_rollouts_have_two_keys_and_no_text_has_them():
     async def play(scene):
-        other = scene.server.open(scene.session.rollout, scene.engine, FakeRenderer())
+        other = scene.server.open(scene.play)
         assert len({scene.client.api_key, other.client.api_key}) == 2
         assert len(other.client.api_key) >= 40
         assert other.client.api_key not in repr(other.client)
@@ -638,7 +639,7 @@ def test_an_engine_that_fails_is_the_engines_fault_and_a_broken_one_ends_the_run
         status, _ = await scene.post("/chat/completions", {"messages": ASKED})
         assert status == 503
         scene.engine.fault = lambda: False
-        failed = await scene.session.renderer.run(lambda: scene.session.recorder.recording("x"), 0)
+        failed = await scene.play.renderer.run(lambda: scene.session.recorder.recording("x"), 0)
         assert (failed.turns, failed.segments, scene.session.recorder.turns) == (0, (), 0)
         scene.engine.say = lambda request: None
         scene.engine.generate = lambda requests: asyncio.sleep(0, result=[])
@@ -654,7 +655,7 @@ def test_sessions_that_have_ended_leave_nothing_behind():
     async def play(scene):
         async def one():
             engine = Says(FakeRenderer(), "y" * 50, seconds=lambda: 0)
-            session = scene.server.open(scene.session.rollout, engine, FakeRenderer())
+            session = scene.server.open(evolve(scene.play, engine=engine))
             messages = [{"role": "user", "content": "x" * 2000}]
             for _ in range(3):
                 body, key = {"messages": messages}, session.client.api_key

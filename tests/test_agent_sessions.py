@@ -22,7 +22,8 @@ from grpo_core.agents.repeats import Attempt
 from grpo_core.agents.session import Session, attempt_digest
 from grpo_core.errors import EngineError
 from grpo_core.limits import Limits
-from grpo_core.records import AgentClient, AgentRollout, Completion
+from grpo_core.playing import Play
+from grpo_core.records import AgentClient, Completion, Prompt
 from grpo_core.testing import FakeRenderer, run
 
 CLIENT = AgentClient(base_url="http://127.0.0.1:1/v1", api_key="key", model="policy")
@@ -69,8 +70,13 @@ async def at_once(work, size):
 
 
 def make_session(engine, renderer, limits=MANY, **options):
-    rollout = AgentRollout(seed=1, group="g", temperature=1.0, limits=limits)
-    return Session(client=CLIENT, rollout=rollout, engine=engine, renderer=renderer, **options)
+    return Session(client=CLIENT, play=a_play(engine, renderer, limits=limits), **options)
+
+
+def a_play(engine, renderer, **given):
+    """Return a rollout as a player gets it."""
+    given = {"seed": 1, "group": "g", "limits": MANY, **given}
+    return Play(prompt=Prompt(messages="?"), engine=engine, renderer=renderer, run=None, **given)
 
 
 async def ask(session, body, *, dialect=CHAT, key="", retries=None, gone=lambda: False):

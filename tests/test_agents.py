@@ -22,6 +22,7 @@ from grpo_core.agents.server import AgentServer
 from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.incidents import reported_to
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, cause, play
+from grpo_core.playing import PlayerSetup
 from grpo_core.protocols import Environment
 from grpo_core.records import Prompt, Weights
 from grpo_core.testing import FakeEngine, FakeRenderer, check_environment
@@ -52,10 +53,10 @@ def played(tmp_path, agent, n=1, *, spec="./agent.py", options=None, **given):
 
     async def story():
         engine = given.get("engine", FakeEngine(reply=lambda request, rng: "ab", latency=lambda rng: 0.0))
-        server = AgentServer()
+        server = AgentServer(PlayerSetup())
         await server.start()
         process = EnvironmentProcess("task", spec, options or {}, config=given.get("config"))
-        process.agents = server
+        process.player = server
         try:
             await process.start()
             await engine.update_weights(Weights(version=0, location="", nbytes=0, tensors=()))

@@ -390,7 +390,9 @@ def test_the_kind_of_a_file_follows_from_its_methods_or_the_user(tmp_path):
     host = PluginHost.discover(allow=[])
     kinds = [check.find(host, f"{file}:{name}").kind for name in "ABC"]
     assert kinds == ["environment", "sampler", "validation_strategy"]
-    with pytest.raises(ConfigError, match="tell what it is with --kind: environment, dataloader, sampler"):
+    with pytest.raises(
+        ConfigError, match="tell what it is with --kind: environment, dataloader, player, sampler"
+    ):
         check.find(host, f"{file}:make")
     assert check.find(host, f"{file}:make", "sampler").kind == "sampler"
     file = tmp_path / "trackers.py"

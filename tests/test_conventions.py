@@ -136,7 +136,7 @@ class Agent(Environment):
 
 def pool_of(environment, agents=None):
     pool = EnvironmentPool([HostedEnvironment(environment, task="sums")], EnvironmentConfig())
-    pool.agents = agents
+    pool.player = agents
     return pool
 
 

@@ -86,7 +86,7 @@ class Slow(FakeEnvironment):
 def test_no_session_is_left_if_a_rollout_is_cancelled_again_while_its_agent_ends():
     async def story():
         environment = Slow()
-        environment.agents = endpoint = SimulatedEndpoint(AgentLedger(lambda holds, step, what: None))
+        environment.player = endpoint = SimulatedEndpoint(AgentLedger(lambda holds, step, what: None))
         request = RolloutRequest(prompt=prompts(1)[0], seed=1)
         playing = asyncio.create_task(
             play(

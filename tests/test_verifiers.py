@@ -20,7 +20,8 @@ from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.errors import EngineError
 from grpo_core.limits import Limits
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, play
-from grpo_core.records import AgentRollout, Weights
+from grpo_core.playing import Play, PlayerSetup
+from grpo_core.records import Prompt, Weights
 from grpo_core.testing import FakeEngine, FakeRenderer
 
 TASKSETS = str(Path(__file__).parent.parent / "plugins" / "grpo-plugin-verifiers" / "tests" / "tasksets")
@@ -42,7 +43,7 @@ def staged(taskset, story, *, env_vars=None, **options):
     async def main():
         config = EnvironmentConfig(python=PYTHON, env_vars={"PYTHONPATH": PATH, **(env_vars or {})})
         process = EnvironmentProcess("task", f"verifiers:{taskset}", options, config=config)
-        process.agents = server = AgentServer()
+        process.player = server = AgentServer(PlayerSetup())
         await server.start()
         try:
             return await story(process, server)
@@ -284,11 +285,18 @@ def test_a_simulated_user_is_a_model_of_its_own_and_is_not_trained():
         return "###DONE###" if not conversation.endswith("today?") else re.findall(r"w\d+", conversation)[0]
 
     async def story():
-        server = AgentServer()
+        server = AgentServer(PlayerSetup())
         await server.start()
         limits = Limits(max_tokens=100, max_turns=100, context=100_000)
-        rollout = AgentRollout(seed=1, group="user", temperature=1.0, limits=limits)
-        user_session = server.open(rollout, await engine_that_says(user), FakeRenderer())
+        given = Play(
+            prompt=Prompt(messages="?"),
+            seed=1,
+            limits=limits,
+            engine=await engine_that_says(user),
+            renderer=FakeRenderer(),
+            run=None,
+        )
+        user_session = server.open(given)
         at = {"type": "eval", "base_url": user_session.client.base_url, "api_key_var": "USER_API_KEY"}
         process = EnvironmentProcess(
             "task",
@@ -298,7 +306,7 @@ def test_a_simulated_user_is_a_model_of_its_own_and_is_not_trained():
                 python=PYTHON, env_vars={"PYTHONPATH": PATH, "USER_API_KEY": user_session.client.api_key}
             ),
         )
-        process.agents = server
+        process.player = server
         try:
             prompts = await everything(process)
             rollouts = await played(process, prompts[:3], lambda conversation: conversation[-2:])

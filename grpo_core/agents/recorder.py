@@ -150,8 +150,6 @@ class Recorder:
     _rows: list[_Row] = field(init=False, factory=list)
     """In the order of their newest completions: the last turn of a recording is the last that was played."""
     _last: Node | None = field(init=False, default=None)
-    _asked: dict[bytes, int] = field(init=False, factory=dict)
-    """Number of completions that were asked for after the same tokens."""
     _sent: dict[bytes, Message] = field(init=False, factory=dict)
     """Messages of requests that continue nothing, by the conversation that ends with them."""
     _completed: set[bytes] = field(init=False, factory=set)
@@ -221,12 +219,6 @@ class Recorder:
         """Take back turns that were admitted: the engine did not complete them."""
         self.turns -= n
 
-    def attempt(self, turn: Turn) -> tuple[str, int]:
-        """Return what makes the seed of a completion: a digest of its context, and how often it was asked."""
-        digest = blake2b(turn.context.tobytes(), digest_size=8).digest()
-        self._asked[digest] = number = self._asked.get(digest, -1) + 1
-        return digest.hex(), number
-
     def record(self, turn: Turn, completion: Completion, message: Message) -> Node:
         """Add a completion of an admitted turn; the result has its message as the agent receives it."""
         said = message
@@ -273,7 +265,6 @@ class Recorder:
         return Recording(
             segments=tuple(row.segment() for row in self._rows),
             messages=() if last is None else last.conversation(),
-            turns=sum(len(row.turn_tokens) for row in self._rows),
             turn_tokens=tuple(tokens for row in self._rows for tokens in row.turn_tokens),
             tool_calls=self.tool_calls,
             finish_reason=self.limit or ("stop" if last is None else last.finish_reason),

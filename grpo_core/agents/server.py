@@ -14,17 +14,17 @@ from ipaddress import ip_address
 
 from aiohttp import web
 
+from grpo_core.addresses import is_loopback
 from grpo_core.agents.apart import new_key
 from grpo_core.agents.dialects import ANTHROPIC, CHAT, DIALECTS, Dialect
 from grpo_core.agents.recorder import Talks
 from grpo_core.agents.repeats import Attempt
-from grpo_core.agents.session import PING, Refused, Reply, Session, attempt_digest, refusal
+from grpo_core.agents.session import PING, Refused, Reply, Session, attempt_digest, played, refusal
 from grpo_core.errors import ConfigError, GrpoError
 from grpo_core.incidents import report
-from grpo_core.protocols import Engine, Renderer
-from grpo_core.records import AgentClient, AgentRollout
+from grpo_core.playing import Play, Player, PlayerSetup
+from grpo_core.records import AgentClient, Recording
 
-HOST = "127.0.0.1"
 MODEL = "policy"
 """Name of the model."""
 MAX_BODY = 32 * 2**20
@@ -33,15 +33,25 @@ CLOSING = 1.0
 """Seconds that open connections have when the server ends."""
 
 
-class AgentServer:
-    """An ``AgentEndpoint``: an HTTP server on a free port of one address of this machine.
+class AgentServer(Player):
+    """The player ``agents``: an HTTP server on a free port of one address of this machine.
 
     Args:
         ping: seconds between the comments with which a stream keeps its client while the engine works.
     """
 
-    def __init__(self, host: str = HOST, *, ping: float = PING) -> None:
-        self._host = host
+    def __init__(self, setup: PlayerSetup, *, ping: float = PING) -> None:
+        if without := [task for task, runs in setup.tasks.items() if not runs]:
+            raise ConfigError(
+                f"task {without[0]!r}: its environment defines no async def run, which the player calls"
+            )
+        if setup.remote and is_loopback(setup.host):
+            raise ConfigError(
+                f"task {', '.join(map(repr, setup.tasks))}: agents in workers on other machines cannot reach "
+                f"environment.agent_host = {setup.host!r}; set it to an address of this machine in the "
+                "cluster's network"
+            )
+        self._host = setup.host
         self._ping = ping
         self._sessions: dict[bytes, Session] = {}
         self._talks = Talks()
@@ -83,7 +93,11 @@ class AgentServer:
         if self._runner is not None:
             await self._runner.cleanup()
 
-    def open(self, rollout: AgentRollout, engine: Engine, renderer: Renderer) -> Session:
+    async def play(self, play: Play) -> Recording:
+        """Let the environment's agent play a rollout while its model is served."""
+        return await played(self.open(play))
+
+    def open(self, play: Play) -> Session:
         """Begin the session of a rollout."""
         if self._runner is None:
             raise GrpoError("the endpoint for agents is not started")
@@ -91,9 +105,7 @@ class AgentServer:
         digest = _digest(key)
         session = Session(
             client=AgentClient(base_url=self._url, api_key=key, model=MODEL),
-            rollout=rollout,
-            engine=engine,
-            renderer=renderer,
+            play=play,
             ended=lambda: self._end(digest),
             ignored=self._ignored,
             talks=self._talks,

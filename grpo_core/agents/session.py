@@ -13,19 +13,16 @@ from collections.abc import Awaitable, Callable, Sequence
 from hashlib import blake2b
 from typing import Any
 
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from grpo_core.agents.apart import ADVICE
 from grpo_core.agents.dialects import Answer, BadRequest, ChatRequest, Dialect, as_object, encoded, event
 from grpo_core.agents.recorder import Node, Recorder, Talks, Turn
 from grpo_core.agents.repeats import Attempt, Call, KeyReused, Repeats
 from grpo_core.aio import cancel
-from grpo_core.completions import check_completions
 from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError, ModelError, PluginError, describe
-from grpo_core.loop.rollout import report_textless
-from grpo_core.loop.turns import derive_seed
-from grpo_core.protocols import Engine, Renderer
-from grpo_core.records import AgentClient, AgentRollout, Completion, GenerationRequest, Message, Recording
+from grpo_core.playing import Play
+from grpo_core.records import AgentClient, Completion, Feedback, Message, Recording
 from grpo_core.thoughts import THOUGHT_ENDS, THOUGHT_OPENS
 
 MOST_COMPLETIONS = 64
@@ -79,7 +76,7 @@ class Asked:
 
 @define(eq=False)
 class Session:
-    """A rollout of an agent while it is played; an ``AgentSession``.
+    """A rollout of an agent while it is played.
 
     Args:
         client: what the agent gets to know.
@@ -89,9 +86,7 @@ class Session:
     """
 
     client: AgentClient
-    rollout: AgentRollout
-    engine: Engine
-    renderer: Renderer
+    play: Play
     ended: Callable[[], None] = lambda: None
     ignored: Callable[[Sequence[str]], None] = lambda names: None
     talks: Talks = field(factory=Talks)
@@ -107,7 +102,7 @@ class Session:
     _closed: bool = field(init=False, default=False)
 
     def __attrs_post_init__(self) -> None:
-        self.recorder = Recorder(self.rollout.limits, self.rollout.group, self.talks)
+        self.recorder = Recorder(self.play.limits, self.play.group, self.talks)
 
     async def broken(self) -> Exception:
         """Wait until a request fails by no fault of the agent, such as a broken engine; return the error."""
@@ -122,7 +117,7 @@ class Session:
             self.ended()
         await cancel(list(self._running))
         self.recorder.end()
-        return await self.renderer.run(lambda: self.recorder.recording(self._error), 0)
+        return await self.play.renderer.run(lambda: self.recorder.recording(self._error), 0)
 
     # ------------------------------------------------------------------------------ requests
 
@@ -178,17 +173,17 @@ class Session:
     async def count_tokens(self, dialect: Dialect, body: bytes) -> Reply:
         """Return the number of tokens of a request, as Anthropic's clients ask for it."""
         try:
-            read = await self.renderer.run(lambda: self._read(dialect, body), len(body))
+            read = await self.play.renderer.run(lambda: self._read(dialect, body), len(body))
         except Refused as refused:
             return refusal(dialect, refused)
         return Reply(body=json.dumps({"input_tokens": len(read.turn.context)}).encode())
 
     async def _answer(self, dialect: Dialect, body: bytes, streams: asyncio.Future[None]) -> Reply:
         try:
-            read = await self.renderer.run(lambda: self._read(dialect, body), len(body))
+            read = await self.play.renderer.run(lambda: self._read(dialect, body), len(body))
             completions = await self._generate(read, streams)
             tokens = sum(len(completion.tokens) for completion in completions)
-            return await self.renderer.run(lambda: self._recorded(dialect, read, completions), tokens)
+            return await self.play.renderer.run(lambda: self._recorded(dialect, read, completions), tokens)
         except Refused as refused:
             return refusal(dialect, refused)
         except Exception as error:
@@ -200,7 +195,7 @@ class Session:
         """Read a request and encode what is new in it.  Raises Refused, and PluginError as the recorder."""
         try:
             request = dialect.read(as_object(body), self._history)
-            turn = self.recorder.turn(request.messages, request.tools, self.renderer)
+            turn = self.recorder.turn(request.messages, request.tools, self.play.renderer)
         except PluginError as error:
             raise PluginError(f"{error}. {ADVICE}") from error
         except (BadRequest, ModelError, ValueError, RecursionError) as error:
@@ -223,14 +218,13 @@ class Session:
         n = read.request.n
         if (limit := self.recorder.admit(read.turn, n)) is not None:
             raise Refused(400, self._told(limit, len(read.turn.context)), _CODES.get(limit, f"max_{limit}"))
-        requests = [self._request(read) for _ in range(n)]
         if read.request.stream:  # what is refused above has a status of its own, which a stream hides
             streams.set_result(None)
         completed = False
         try:
-            completions = await self.engine.generate(requests)
-            check_completions(completions, requests, vocabulary=self.renderer.vocabulary)
-            report_textless(completions, self.renderer.tokens)
+            completions = await self.play.generate(
+                read.turn.context, n=n, max_tokens=read.request.max_tokens or 0, stop=read.request.stop
+            )
             completed = True
         except (EngineError, ChildDied, DeadlineExceeded) as error:
             self._error = describe(error)
@@ -242,7 +236,7 @@ class Session:
         return completions
 
     def _told(self, limit: str, tokens: int) -> str:
-        limits = self.rollout.limits
+        limits = self.play.limits
         return {
             "turns": f"this rollout has had its {limits.max_turns} completions (max_turns)",
             "tool_calls": f"this rollout has made its {limits.max_tool_calls} tool calls (max_tool_calls)",
@@ -251,25 +245,9 @@ class Session:
             f"the conversation has {tokens} tokens; the maximum context length is {limits.room(0)} tokens",
         )
 
-    def _request(self, read: _Read) -> GenerationRequest:
-        rollout, turn = self.rollout, read.turn
-        most = min(rollout.limits.max_tokens, rollout.limits.room(len(turn.context)))
-        return GenerationRequest(
-            prompt_ids=turn.context,
-            max_tokens=min(most, read.request.max_tokens or most),
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            min_p=rollout.min_p,
-            stop_token_ids=self.renderer.stop_token_ids,
-            stop=(*rollout.stop, *read.request.stop),
-            seed=derive_seed(rollout.seed, *self.recorder.attempt(turn)),
-            group=rollout.group,
-        )
-
     def _recorded(self, dialect: Dialect, read: _Read, completions: Sequence[Completion]) -> Reply:
         """Record completions, and write the reply."""
-        texts = self.renderer.texts([completion.token_ids.tolist() for completion in completions])
+        texts = self.play.renderer.texts([completion.token_ids.tolist() for completion in completions])
         thinking = self._begins_thinking(read.turn)
         answers = []
         for completion, text in zip(completions, texts, strict=True):
@@ -281,7 +259,7 @@ class Session:
     def _message(self, read: _Read, completion: Completion, text: str) -> Message:
         """Return the message of a completion; garbled calls are text, since no client could run them."""
         turn = read.turn
-        message = self.renderer.message(
+        message = self.play.renderer.message(
             text, token_ids=completion.token_ids, before=turn.context, tools=turn.tools
         )
         calls = message.get("tool_calls") or ()
@@ -295,7 +273,7 @@ class Session:
 
     def _begins_thinking(self, turn: Turn) -> bool:
         """Return whether the prompt ends with the tag that begins thinking, as some templates write it."""
-        (end,) = self.renderer.texts([turn.context[-_TAIL:].tolist()])
+        (end,) = self.play.renderer.texts([turn.context[-_TAIL:].tolist()])
         return end.rstrip().endswith(THOUGHT_OPENS)
 
     def _answered(self, node: Node, thinking: bool) -> Answer:
@@ -314,6 +292,34 @@ class Session:
     def _history(self, id: str) -> tuple[Message, ...] | None:
         node = self._replies.get(id)
         return None if node is None else node.conversation()
+
+
+_NO_CALL = (
+    "its agent asked for no completion; it finds the model at client.base_url with client.api_key, and a "
+    "program by the variables OPENAI_BASE_URL and OPENAI_API_KEY, or ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY"
+)
+
+
+async def played(session: Session) -> Recording:
+    """Let the environment's agent play a session to its end, and close it.
+
+    Raises what broke the session by no fault of the agent.
+    """
+    running = asyncio.ensure_future(session.play.run(session.client))
+    broken = asyncio.create_task(session.broken())
+    try:
+        await asyncio.wait([running, broken], return_when=asyncio.FIRST_COMPLETED)
+        if broken.done():
+            raise broken.result()
+        feedback = running.result()
+    finally:
+        try:
+            await cancel([running, broken])
+        finally:  # also if this is cancelled a second time
+            recording = await session.aclose()
+    if not recording.turns and (feedback is None or feedback.error is None):
+        feedback = Feedback(error=_NO_CALL)
+    return evolve(recording, feedback=feedback)
 
 
 _CODES = {"tokens": "context_length_exceeded"}

@@ -63,9 +63,9 @@ async def first_look(
             f"task {name!r} is never validated, since its environment offers no prompts for validation; "
             "offer some, or set validation.every = 0"
         )
-    calling = [task for task in prompts if tools.get(task) or environments[task].agents is not None]
+    calling = [task for task in prompts if tools.get(task) or environments[task].player is not None]
     told |= await asyncio.to_thread(conventions, renderer, rollout.stop, calling)
-    asking = {task: part for task, part in prompts.items() if environments[task].agents is None}
+    asking = {task: part for task, part in prompts.items() if environments[task].player is None}
     told |= await _long_prompts(rollout, asking, held_out, renderer, tools)
     return [WarningRaised(step=step, cause=cause, message=message) for cause, message in told.items()]
 
@@ -124,7 +124,7 @@ async def conventions_of_validation(
         name
         for part in held_out
         for name, own in part.prompts.items()
-        if own and (part.environments[name].agents or await shown_tools(part.environments[name], own))
+        if own and (part.environments[name].player or await shown_tools(part.environments[name], own))
     ]
     return await asyncio.to_thread(conventions, renderer, stop, calling)
 
@@ -142,7 +142,7 @@ async def _long_prompts(
         (f"long_held_out/{name}", f"validation of {name!r}", name, own[: part.config.prompts])
         for part in held_out
         for name, own in part.prompts.items()
-        if part.environments[name].agents is None
+        if part.environments[name].player is None
     ]
     told: dict[str, str] = {}
     for cause, what, name, own in (*trained, *measured):

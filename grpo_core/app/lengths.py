@@ -143,7 +143,7 @@ class RunPrompts:
         ) -> dict[str, Sequence[Prompt]]:
             left = dict(prompts)
             for name, own in prompts.items():
-                if own and environments[name].agents is None:
+                if own and environments[name].player is None:
                     tools = await shown_tools(environments[name], own)
                     left[name], message = await left_out(f"{who} {name!r}", own, most, renderer, tools)
                     if message:
@@ -154,7 +154,7 @@ class RunPrompts:
         prompts = await kept(read, environments, "task", "prompts_left_out")
         for name, dataloader in dataloaders.items():
             prompts[name] = own = self.prompts[name]
-            if environments[name].agents is None:
+            if environments[name].player is None:
                 tools = await shown_tools(environments[name], own)
                 dataloader.keep(partial(_fits, most, renderer, tools))
                 prompts[name] = await dataloader.first(len(own))
@@ -189,7 +189,7 @@ def has_tokenizer(config: Config, start: StartModel) -> bool:
 
 async def shown_tools(environment: EnvironmentClient, prompts: Sequence[Prompt]) -> Tools:
     """Return the tools that the first prompt shows, which are taken for those of all."""
-    if environment.max_turns == 1 or environment.agents is not None:
+    if environment.max_turns == 1 or environment.player is not None:
         return ()
     (opened,) = await environment.open({"first look": prompts[0]})
     await environment.close(["first look"])

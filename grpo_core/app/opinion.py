@@ -26,7 +26,7 @@ from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.errors import ConfigError, describe
 from grpo_core.events import Event, GroupsReady
 from grpo_core.incidents import report
-from grpo_core.loop.turns import derive_seed
+from grpo_core.playing import derive_seed
 from grpo_core.protocols import EnvironmentClient
 from grpo_core.records import Group, Message, Prompt, Rollout
 

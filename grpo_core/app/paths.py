@@ -56,6 +56,8 @@ def with_absolute_paths(config: Config, host: PluginHost) -> Config:
             source=_absolute_source(task.source),
             dataloader=task.dataloader and _absolute_name(task.dataloader),
             dataloader_options=options.of("dataloader", task.dataloader, task.dataloader_options),
+            player=task.player and _absolute_name(task.player),
+            player_options=options.of("player", task.player, task.player_options),
             python=_absolute_python(task.python),
         )
         for name, task in config.tasks.items()
@@ -143,7 +145,7 @@ def plugin_files(config: Config) -> set[Path]:
     """Return the files of the plugins that are no installed ones."""
     names = [choice.name for _, choice in _choices(config)]
     names += [task.env for task in config.tasks.values()] + list(config.tracking.trackers)
-    names += [task.dataloader for task in config.tasks.values() if task.dataloader]
+    names += [name for task in config.tasks.values() for name in (task.dataloader, task.player) if name]
     names += [*config.filters, *([config.audit.second_opinion] if config.audit.second_opinion else [])]
     names += [config.validation.engine.name] if config.validation.engine else []
     names += [name for one in config.validation.sets.values() for name in (one.env, one.name) if name]

@@ -64,6 +64,7 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
     for name, task in config.tasks.items():
         _check_environment(f"tasks.{name}", task, config.environment, host, remote=remote)
         check_dataloader(name, task, host)
+        check_player(name, task, host)
     weights = {name: task.weight for name, task in config.tasks.items()}
     sampler = make_sampler(config.sampler, host, seed=config.seed, weights=weights)
     plugin_state(sampler, f"sampler {config.sampler.name!r}")  # it does not fail at the first checkpoint then
@@ -132,6 +133,16 @@ def check_dataloader(name: str, task: TaskConfig, host: PluginHost) -> None:
             f"tasks.{name}.source.{given[0]} = {getattr(task.source, given[0])!r}: the prompts come from "
             f"tasks.{name}.dataloader = {task.dataloader!r}, which decides what is read; leave one of them "
             "out"
+        )
+
+
+def check_player(name: str, task: TaskConfig, host: PluginHost) -> None:
+    """Raise ConfigError or PluginError if a task's player cannot be made."""
+    if task.player:
+        host.check_options("player", task.player, task.player_options)
+    elif task.player_options:
+        raise ConfigError(
+            f"tasks.{name}.player_options does nothing without tasks.{name}.player, the name of a player"
         )
 
 

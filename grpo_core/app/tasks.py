@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import islice
@@ -11,7 +12,6 @@ from pathlib import Path
 
 from attrs import evolve, frozen
 
-from grpo_core.addresses import is_loopback
 from grpo_core.aio import gather
 from grpo_core.app import workers
 from grpo_core.app.placement import Placement
@@ -19,9 +19,11 @@ from grpo_core.config import EnvironmentConfig, SourceConfig, TaskConfig, Valida
 from grpo_core.data.dataloaders import Adopt, Dataloader
 from grpo_core.data.rows import RowReader, feed, in_order, readable
 from grpo_core.data.sources import find_source
+from grpo_core.environments.players import make_player
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.environments.sourced import adopted
 from grpo_core.errors import ConfigError, PluginError
+from grpo_core.playing import PlayerSetup
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Prompt
 from grpo_core.validation.sets import HeldOut
@@ -84,7 +86,7 @@ class Tasks:
         }
         try:
             await gather(environment.start() for environment in environments.values())
-            async with _agents(environments, config.agent_host, placement):
+            async with _playing(every, environments, config, placement, host):
                 yield cls(
                     environments={name: environments[name] for name in tasks},
                     of_sets={name: environments[name] for name in sets},
@@ -236,27 +238,26 @@ def held_out_rows(name: str, task: TaskConfig, host: PluginHost, first: int) -> 
 
 
 @contextlib.asynccontextmanager
-async def _agents(
-    environments: Mapping[str, EnvironmentPool], host: str, placement: Placement
+async def _playing(
+    tasks: Mapping[str, TaskConfig],
+    environments: Mapping[str, EnvironmentPool],
+    config: EnvironmentConfig,
+    placement: Placement,
+    host: PluginHost,
 ) -> AsyncIterator[None]:
-    """Serve the model to the agents of these environments, if there are any."""
-    playing = {name: each for name, each in environments.items() if each.runs_agents}
-    if not playing:
+    """Give these environments, which have started, the players of their tasks."""
+    shared: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, task in tasks.items():
+        player = task.player or ("agents" if environments[name].runs_agents else "turns")
+        shared[player, repr(task.player_options)].append(name)
+    async with contextlib.AsyncExitStack() as stack:
+        for (player, _), names in shared.items():
+            runs = {name: environments[name].runs_agents for name in names}
+            setup = PlayerSetup(tasks=runs, host=config.agent_host, remote=placement.remote)
+            made = make_player(host, player, setup, tasks[names[0]].player_options)
+            if made is not None:
+                stack.push_async_callback(made.aclose)
+                await made.start()
+            for name in names:
+                environments[name].player = made
         yield
-        return
-    if placement.remote and is_loopback(host):
-        raise ConfigError(
-            f"task {', '.join(map(repr, playing))}: agents in workers on other machines cannot reach "
-            f"environment.agent_host = {host!r}; set it to an address of this machine in the "
-            "cluster's network"
-        )
-    from grpo_core.agents.server import AgentServer
-
-    server = AgentServer(host)
-    await server.start()
-    for environment in playing.values():
-        environment.agents = server
-    try:
-        yield
-    finally:
-        await server.aclose()

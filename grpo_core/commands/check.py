@@ -32,6 +32,7 @@ from grpo_core.testing.environments import conformance_of
 CHECKED: Mapping[Kind, str] = {
     "environment": "evaluate",
     "dataloader": "split",
+    "player": "play",
     "sampler": "sample",
     "validation_strategy": "validate",
     "engine": "generate",
@@ -66,8 +67,9 @@ def check(
     name
         Name of the offer, as "math:sort" or "./file.py:Class".
     kind
-        Kind of the offer, if the name is ambiguous: environment, dataloader, sampler, validation_strategy,
-        engine, loss, advantage, filter, tracker, trainer, optimizer, model, data_plane or placement.
+        Kind of the offer, if the name is ambiguous: environment, dataloader, player, sampler,
+        validation_strategy, engine, loss, advantage, filter, tracker, trainer, optimizer, model, data_plane
+        or placement.
     settings
         Set an option of the offer, as in "length=3", or the source of an environment's prompts, as in
         "source.path=train.jsonl", or the fields of a dataloader's rows, as in "source.prompt=text"; may be
@@ -172,7 +174,7 @@ def findings(
             yield from _filter(host, offer.name, options)
         case "tracker":
             yield from _tracker(host, offer.name, options)
-        case "trainer" | "optimizer" | "model" | "data_plane" | "placement":
+        case "player" | "trainer" | "optimizer" | "model" | "data_plane" | "placement":
             yield from _part(host, offer, options)
         case _:
             yield from _strategy(host, offer.name, options)
@@ -358,6 +360,10 @@ def _contract(
             from grpo_core.testing.trainers import TrainerContract
 
             return stack.enter_context(TrainerContract(lambda setup: make(setup, **options)))
+        case "player":
+            from grpo_core.testing.players import PlayerContract
+
+            return PlayerContract(lambda setup: make(setup, **options))
         case "optimizer":
             from grpo_core.testing.optimizers import OptimizerContract
 

@@ -11,7 +11,8 @@ from rich.padding import Padding
 from rich.text import Text
 
 from grpo_core.inert import inert
-from grpo_core.protocols import AgentEndpoint, EnvironmentClient
+from grpo_core.playing import Player
+from grpo_core.protocols import EnvironmentClient
 from grpo_core.records import AgentClient, Episode, Feedback, Message, Prompt, Rollout, SessionStart
 
 STYLES = {"user": "cyan", "system": "magenta", "tool": "yellow", "assistant": "green"}
@@ -129,7 +130,7 @@ class ShownEnvironment(EnvironmentClient):
         self._environment, self._transcript = environment, transcript
         self.max_turns, self.needs_group = environment.max_turns, environment.needs_group
         self.success = environment.success
-        self.agents: AgentEndpoint | None = environment.agents
+        self.player: Player | None = environment.player
         self.prompt: Prompt | None = None
         self.conversation: tuple[Message, ...] = ()
         """The messages so far."""
@@ -147,7 +148,7 @@ class ShownEnvironment(EnvironmentClient):
 
     async def evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
         for episode in episodes:
-            if self.agents is None:
+            if self.player is None:
                 self._transcript.reply(episode.messages[-1])
         feedback = await self._environment.evaluate(episodes)
         for episode, each in zip(episodes, feedback, strict=True):

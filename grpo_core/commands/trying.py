@@ -225,7 +225,7 @@ async def _play(
             renderer=renderer,
             sampling=params,
         )
-        if shown.agents is not None:
+        if shown.player is not None:
             for message in rollout.messages:
                 transcript.message(message)
         transcript.end(rollout)

@@ -72,6 +72,11 @@ class TaskConfig:
     of the environment.  Of `source`, the keys about the fields of a row count, and `where` and `workers`."""
     dataloader_options: dict[str, Any] = field(factory=dict)
     """Options are passed to the dataloader's factory."""
+    player: str = ""
+    """Name of the player of the rollouts: "turns" of the core, or a plugin's.  If it is empty, "agents" plays
+    those of an environment that defines `run`, and "turns" all others."""
+    player_options: dict[str, Any] = field(factory=dict)
+    """Options are passed to the player's factory."""
     python: str = ""
     """The environment runs in this Python interpreter or directory of a virtual environment, instead of
     `environment.python`."""

@@ -17,7 +17,8 @@ from attrs import define, field
 from grpo_core.config import EnvironmentConfig
 from grpo_core.environments.host import Slotted, in_slots
 from grpo_core.errors import GrpoError, PluginError
-from grpo_core.protocols import AgentEndpoint, EnvironmentClient
+from grpo_core.playing import Player
+from grpo_core.protocols import EnvironmentClient
 from grpo_core.records import AgentClient, Episode, Feedback, Prompt, SessionStart
 
 T = TypeVar("T")
@@ -196,7 +197,7 @@ class BatchedEnvironment:
         self.max_turns = environment.max_turns
         self.needs_group = environment.needs_group
         self.success = environment.success
-        self.agents: AgentEndpoint | None = None
+        self.player: Player | None = None
         self.batcher = MicroBatcher[Episode, Feedback](
             environment.evaluate,
             max_batch=config.max_batch,

@@ -165,7 +165,7 @@ class EnvironmentHost:
             "slots": self._slots(),
             "cancellable": bool(self._concurrency) or self._evaluates_async,
             "runs_agents": self._runs_agents,
-            "agents": self._concurrency or AGENTS,
+            "runs_at_once": self._concurrency or AGENTS,
             "has_aclose": self._defines("aclose"),
             "sessions": self._has_sessions,
             "tools": self._tools.schemas,

@@ -14,7 +14,8 @@ from typing import Protocol
 from grpo_core.config import EnvironmentConfig
 from grpo_core.environments.batcher import BatchedEnvironment
 from grpo_core.environments.host import Slotted
-from grpo_core.protocols import AgentEndpoint, EnvironmentClient
+from grpo_core.playing import Player
+from grpo_core.protocols import EnvironmentClient
 from grpo_core.records import AgentClient, Episode, Feedback, Prompt, SessionStart
 
 
@@ -65,8 +66,8 @@ class EnvironmentPool:
         self.max_turns = self._workers[0].max_turns
         self.needs_group = self._workers[0].needs_group
         self.success = success
-        self.agents: AgentEndpoint | None = None
-        """Set by the owner before the first rollout, if ``runs_agents``."""
+        self.player: Player | None = None
+        """Set by the owner before the first rollout."""
 
     @property
     def runs_agents(self) -> bool:

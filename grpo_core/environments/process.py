@@ -33,10 +33,11 @@ from grpo_core.environments.host import UNREADABLE, EnvironmentHost, Slotted, in
 from grpo_core.errors import ChildDied, DeadlineExceeded, GrpoError, PluginError, SelectionError, describe
 from grpo_core.incidents import report
 from grpo_core.interpreters import Interpreter, from_here, variables_of
+from grpo_core.playing import Player
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.selection import ALL_PLUGINS, PluginSelection
 from grpo_core.processes import Child, RemoteTraceback
-from grpo_core.protocols import AgentEndpoint, Environment
+from grpo_core.protocols import Environment
 from grpo_core.records import AgentClient, Episode, Feedback, Prompt, SessionStart
 from grpo_core.restarts import RestartBudget
 from grpo_core.threads import ThreadChild
@@ -120,7 +121,7 @@ class EnvironmentProcess:
         self.success = Environment.success
         self.runs_agents = False
         """Whether its agents play their rollouts by themselves."""
-        self.agents: AgentEndpoint | None = None
+        self.player: Player | None = None
         self.slots: Slotted = "none"
         """The calls that run in slots; like the three above, it is known once the process has started."""
         self.starts = 0
@@ -458,8 +459,8 @@ class EnvironmentProcess:
         self._grace = GRACE if description["cancellable"] else 0.0
         if self._slots.number != (number := max(1, description["concurrency"])):
             self._slots = Slots(number)
-        if self._places.number != description["agents"]:
-            self._places = Slots(description["agents"])
+        if self._places.number != description["runs_at_once"]:
+            self._places = Slots(description["runs_at_once"])
         self.runs_agents = description["runs_agents"]
         self._has_sessions = description["sessions"]
         self._has_aclose = description["has_aclose"]

@@ -7,8 +7,8 @@ There is one ``play``; training calls it for a group, validation for a set of pr
     evaluate   tools answer a completion that calls some, the environment answers the others
     close      the sessions, whatever happened
 
-Where the environment is an agent (``EnvironmentClient.agents``), it takes the turns by itself: it runs while
-an endpoint serves the model to it, and what it sampled is recorded.
+A plugin's player may play each rollout instead (``EnvironmentClient.player``); the core opens its session,
+has it judged, and closes it.
 
 Rollouts do not wait for each other: each generates and is evaluated at its own pace.  There are three
 exceptions.  Rollouts of one turn share their engine call and their environment call, since no later turn
@@ -26,13 +26,14 @@ from typing import Any
 
 from attrs import evolve
 
-from grpo_core.aio import cancel, gather
+from grpo_core.aio import gather
 from grpo_core.completions import check_completions
 from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError
-from grpo_core.incidents import Kind, report
-from grpo_core.loop.turns import RolloutRequest, RolloutState, SamplingParams, derive_seed
-from grpo_core.protocols import AgentEndpoint, Engine, EnvironmentClient, Renderer
-from grpo_core.records import Completion, EndReason, Message, Prompt, Rollout, SessionStart
+from grpo_core.incidents import Kind
+from grpo_core.loop.turns import RolloutRequest, RolloutState, SamplingParams
+from grpo_core.playing import derive_seed, report_textless
+from grpo_core.protocols import Engine, EnvironmentClient, Renderer
+from grpo_core.records import EndReason, Feedback, Message, Prompt, Rollout, SessionStart
 from grpo_core.timeline import during
 from grpo_core.tokens import Ids, as_ids
 
@@ -66,7 +67,10 @@ async def play(
     for state in states:
         tasks[state.request.prompt.environment].append(state)
     players = [
-        _Player(some, engine, environments[task], renderer, lockstep=lockstep) for task, some in tasks.items()
+        (_Turns if environments[task].player is None else _Played)(
+            some, engine, environments[task], renderer, lockstep=lockstep
+        )
+        for task, some in tasks.items()
     ]
     timer = asyncio.timeout(deadline)
     try:
@@ -84,20 +88,8 @@ async def play(
     return [state.rollout() for state in states]
 
 
-def report_textless(completions: Sequence[Completion], tokens: int) -> None:
-    """Report a sampled token without a text; ``tokens`` is the number of token ids of the tokenizer."""
-    highest = max((int(each.token_ids.max(initial=0)) for each in completions), default=0)
-    if highest >= tokens:
-        report(
-            "textless",
-            "the model",
-            f"it sampled the token {highest}, and its tokenizer has {tokens} ids: the token is of the "
-            "padding of the embedding, has no text, and is trained like any other",
-        )
-
-
-class _Player:
-    """Plays the rollouts of one task."""
+class _Turns:
+    """The rollouts of one task, which are played turn by turn."""
 
     def __init__(
         self,
@@ -112,8 +104,7 @@ class _Player:
         self._lane = f"environment {states[0].request.prompt.environment}"
         self._environment, self._renderer = environment, renderer
         self._lockstep = lockstep
-        self._agents = environment.agents
-        self._one_turn = states[0].max_turns == 1 and self._agents is None
+        self._one_turn = states[0].max_turns == 1 and environment.player is None
         self._unclosed = {state.session for state in states}
 
     async def play(self) -> None:
@@ -134,21 +125,20 @@ class _Player:
     async def _play_part(self, part: Sequence[RolloutState]) -> None:
         with _giving_up(part):
             while live := [state for state in part if not state.done]:
-                if self._lockstep or self._one_turn:
-                    await self._reply(live)
-                else:
-                    await _together([self._reply([state]) for state in live])
-                if self._agents is not None and self._environment.needs_group:
-                    _fail_together(part)
+                await self._reply(live, part)
                 if shown := self._to_evaluate(part):
                     await self._evaluate(shown)
         await self._close(part)
 
-    async def _reply(self, states: Sequence[RolloutState]) -> None:
+    async def _reply(self, live: Sequence[RolloutState], part: Sequence[RolloutState]) -> None:
+        """Let the model reply in the rollouts of a part that have not ended."""
+        if self._lockstep or self._one_turn:
+            await self._complete(live)
+        else:
+            await _together([self._complete([state]) for state in live])
+
+    async def _complete(self, states: Sequence[RolloutState]) -> None:
         """Generate a completion for each; in a group that is compared, until no rollout calls a tool."""
-        if self._agents is not None:
-            await _together([self._run_agent(state, self._agents) for state in states])
-            return
         while states:
             await self._generate(states)
             if not self._environment.needs_group:
@@ -167,14 +157,14 @@ class _Player:
         return [state for state in part if state.error is None and state.request.group in groups]
 
     async def _open(self) -> None:
-        """Open the sessions and render the prompts; a prompt that several rollouts share is rendered once."""
-        renderer = self._renderer
+        """Open the sessions, and begin the rollouts."""
         with during(self._lane, "open"):
             opened = await self._environment.open({s.session: s.request.prompt for s in self._states})
-        if self._agents is not None:  # they write their own prompts
-            for state, begun in zip(self._states, opened, strict=True):
-                state.begin_agent(begun, self._context)
-            return
+        await self._begin(opened)
+
+    async def _begin(self, opened: Sequence[SessionStart]) -> None:
+        """Render the prompts; one that several rollouts share is rendered once."""
+        renderer = self._renderer
         starts: dict[tuple[int, str], tuple[Prompt, SessionStart]] = {}
         keys = []
         for state, begun in zip(self._states, opened, strict=True):
@@ -225,32 +215,8 @@ class _Player:
         for state, completion, message in zip(states, completions, messages, strict=True):
             state.take_completion(completion, message)
 
-    async def _run_agent(self, state: RolloutState, agents: AgentEndpoint) -> None:
-        """Let an agent play a rollout while its model is served."""
-        with during(self._lane, "agent"):
-            await self._run_agent_to_its_end(state, agents)
-
-    async def _run_agent_to_its_end(self, state: RolloutState, agents: AgentEndpoint) -> None:
-        session = agents.open(state.agent_rollout(), self._engine, self._renderer)
-        run = self._environment.run(state.session, state.request.prompt, session.client)
-        playing, broken = asyncio.create_task(run), asyncio.create_task(session.broken())
-        try:
-            await asyncio.wait([playing, broken], return_when=asyncio.FIRST_COMPLETED)
-            if broken.done():
-                raise broken.result()
-            feedback = playing.result()
-        finally:
-            try:
-                await cancel([playing, broken])
-            finally:  # also if this is cancelled a second time
-                recording = await session.aclose()
-        state.take_recording(recording, feedback)
-
     async def _evaluate(self, states: Sequence[RolloutState]) -> None:
-        with during(self._lane, "evaluate"):
-            feedback = await self._environment.evaluate([state.episode() for state in states])
-        if self._agents is not None:
-            feedback = [evolve(each, done=True) for each in feedback]
+        feedback = await self._judged(states)
         going = [
             (state, each.messages)
             for state, each in zip(states, feedback, strict=True)
@@ -266,6 +232,10 @@ class _Player:
         for (state, _), continuation in zip(going, encoded, strict=True):
             state.go_on(continuation)
 
+    async def _judged(self, states: Sequence[RolloutState]) -> list[Feedback]:
+        with during(self._lane, "evaluate"):
+            return await self._environment.evaluate([state.episode() for state in states])
+
     async def close(self) -> None:
         """Close the sessions of rollouts that were interrupted."""
         if self._unclosed:
@@ -276,6 +246,29 @@ class _Player:
         self._unclosed.difference_update(sessions)
         with during(self._lane, "close"):
             await self._environment.close(sessions)
+
+
+class _Played(_Turns):
+    """The rollouts of one task, each of which a plugin's player plays to its end."""
+
+    async def _begin(self, opened: Sequence[SessionStart]) -> None:
+        for state, begun in zip(self._states, opened, strict=True):
+            state.begin_played(begun, self._context)
+
+    async def _reply(self, live: Sequence[RolloutState], part: Sequence[RolloutState]) -> None:
+        await _together([self._play_one(state) for state in live])
+        if self._environment.needs_group:
+            _fail_together(part)
+
+    async def _play_one(self, state: RolloutState) -> None:
+        player = self._environment.player
+        assert player is not None
+        with during(self._lane, "agent"):
+            recording = await player.play(state.play(self._engine, self._renderer))
+        state.take_recording(recording)
+
+    async def _judged(self, states: Sequence[RolloutState]) -> list[Feedback]:
+        return [evolve(each, done=True) for each in await super()._judged(states)]
 
 
 def _size(messages: Sequence[Message]) -> int:
@@ -303,7 +296,7 @@ def _giving_up(states: Sequence[RolloutState]) -> Iterator[None]:
 def _waited_for(state: RolloutState) -> str:
     if state.awaiting_reward:
         return "; it waited for its environment"
-    if state.environment.agents is not None or not state.context:
+    if state.environment.player is not None or not state.context:
         return ""
     return f"; it waited for the engine in turn {state.turns + 1}, or for room there, which counts as well"
 

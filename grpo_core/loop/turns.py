@@ -13,17 +13,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from hashlib import blake2b
 from typing import Any, Literal
 
 from attrs import define, evolve, field, frozen
 from attrs.validators import ge, gt, le
 
+from grpo_core.errors import PluginError
 from grpo_core.limits import Limits
-from grpo_core.protocols import EnvironmentClient, Renderer
+from grpo_core.playing import Play, derive_seed
+from grpo_core.protocols import Engine, EnvironmentClient, Renderer
 from grpo_core.records import (
     TRUNCATED,
-    AgentRollout,
     Completion,
     EndReason,
     Episode,
@@ -38,11 +38,6 @@ from grpo_core.records import (
 )
 from grpo_core.tokens import Ids, Tokens, as_ids, concatenated
 from grpo_core.tool_calls import numbered
-
-_NO_CALL = (
-    "its agent asked for no completion; it finds the model at client.base_url with client.api_key, and a "
-    "program by the variables OPENAI_BASE_URL and OPENAI_API_KEY, or ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY"
-)
 
 _SESSIONS = itertools.count()
 """Names of sessions, each used once in the life of this process."""
@@ -95,11 +90,6 @@ class Continuation:
     """Whether the chat template writes the earlier conversation in another way now."""
 
 
-def derive_seed(*parts: Any) -> int:
-    """Return 63 bits that depend on all of ``parts`` and on nothing else."""
-    return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest(), "big") >> 1
-
-
 @define(eq=False)
 class RolloutState:
     """A rollout while it is played."""
@@ -149,26 +139,35 @@ class RolloutState:
             prompt = self.request.prompt
             self.give_up(f"prompt {prompt.id!r} of task {prompt.environment!r} {problem}", lost=True)
 
-    def begin_agent(self, opened: SessionStart, context: int) -> None:
-        """Begin a rollout that an agent plays."""
-        self.context = context
+    def begin_played(self, opened: SessionStart, context: int) -> None:
+        """Begin a rollout that a player plays."""
+        self.tools, self.context = opened.tools, context
         if opened.error is not None:
             self.give_up(opened.error)
 
-    def agent_rollout(self) -> AgentRollout:
-        return AgentRollout(
+    def play(self, engine: Engine, renderer: Renderer) -> Play:
+        """Return what a player gets."""
+        prompt = self.request.prompt
+        return Play(
+            prompt=prompt,
             seed=self.request.seed,
             group=self.request.group,
+            tools=self.tools,
             **self._distribution(),
             limits=self.limits,
             stop=self.sampling.stop,
+            engine=engine,
+            renderer=renderer,
+            run=lambda client: self.environment.run(self.session, prompt, client),
         )
 
-    def take_recording(self, recording: Recording, feedback: Feedback | None) -> None:
-        """Take what an agent has sampled; the environment judges it if the agent did not.
+    def take_recording(self, recording: Recording) -> None:
+        """Take what a player has played; the environment judges it if the player did not.
 
-        An agent that fails because a limit refused it a turn has played the rollout to its end.
+        A rollout that fails because a limit refused it a turn was played to its end.  Raises PluginError if
+        its turns do not account for the sampled tokens.
         """
+        feedback = recording.feedback
         *self.segments, last = recording.segments or (self._segment(),)
         self.prompt_ids, self.parts, self.n_tokens = last.prompt_ids, [last.tokens], len(last.tokens)
         self.messages = recording.messages or self.messages
@@ -176,6 +175,11 @@ class RolloutState:
         self.turn_tokens = list(recording.turn_tokens)
         self.turn_rewards, self.turn_states = [0.0] * self.turns, [""] * self.turns
         self.n_sampled = sum(segment.tokens.n_sampled for segment in recording.segments)
+        if self.n_sampled != sum(self.turn_tokens):
+            raise PluginError(
+                f"player: its recording of prompt {self.request.prompt.id!r} has {self.n_sampled} sampled "
+                f"tokens in its segments, and {sum(self.turn_tokens)} in turn_tokens; expected as many"
+            )
         self.finish_reason = recording.finish_reason
         failed = None if feedback is None else feedback.error
         if recording.error is not None:
@@ -185,7 +189,7 @@ class RolloutState:
         elif failed is not None and not (recording.limited and recording.turns):
             self.give_up(failed, lost=feedback is not None and feedback.lost)
         elif not recording.turns:
-            self.give_up(_NO_CALL)
+            self.give_up("its player sampled no completion")
         elif feedback is None or failed is not None:
             self.awaiting_reward = True
         else:

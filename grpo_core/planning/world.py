@@ -22,7 +22,8 @@ from attrs import define, field
 
 from grpo_core.planning.outcomes import Outcome, Outcomes, log_normal
 from grpo_core.planning.times import EngineTimes, EnvironmentTimes, TrainerTimes
-from grpo_core.protocols import AgentEndpoint, Trainer
+from grpo_core.playing import Player
+from grpo_core.protocols import Trainer
 from grpo_core.records import (
     AgentClient,
     Batch,
@@ -319,7 +320,7 @@ class PlannedEnvironment:
 
     needs_group = False
     success: float | None = None
-    agents: AgentEndpoint | None = None
+    player: Player | None = None
 
     def __init__(self, times: EnvironmentTimes, plays: Plays) -> None:
         self.times, self._plays = times, plays

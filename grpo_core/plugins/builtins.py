@@ -16,6 +16,11 @@ def grpo_environments() -> Mapping[str, str]:
 
 
 @hookimpl
+def grpo_players() -> Mapping[str, str]:
+    return {"turns": "grpo_core.playing:turns", "agents": "grpo_core.agents.server:AgentServer"}
+
+
+@hookimpl
 def grpo_samplers() -> Mapping[str, str]:
     return {
         "mix": "grpo_core.data.samplers:Mix",

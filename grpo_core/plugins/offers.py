@@ -30,6 +30,7 @@ from grpo_core.errors import (
 Kind = Literal[
     "environment",
     "dataloader",
+    "player",
     "sampler",
     "validation_strategy",
     "engine",
@@ -47,6 +48,7 @@ Kind = Literal[
 HOOKS: Mapping[Kind, str] = {
     "environment": "grpo_environments",
     "dataloader": "grpo_dataloaders",
+    "player": "grpo_players",
     "sampler": "grpo_samplers",
     "validation_strategy": "grpo_validation_strategies",
     "engine": "grpo_engines",
@@ -63,6 +65,7 @@ HOOKS: Mapping[Kind, str] = {
 FROM_THE_CORE: Mapping[Kind, int | None] = {
     "environment": 0,
     "dataloader": 1,
+    "player": 1,
     "sampler": 0,
     "validation_strategy": 0,
     "engine": 1,

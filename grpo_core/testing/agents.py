@@ -9,10 +9,12 @@ from random import Random
 
 from attrs import define, field
 
-from grpo_core.agents.server import AgentServer
 from grpo_core.aio import gather
+from grpo_core.environments.players import make_player
 from grpo_core.environments.pool import EnvironmentWorker
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, play
+from grpo_core.playing import PlayerSetup
+from grpo_core.plugins.host import PluginHost
 from grpo_core.protocols import Engine
 from grpo_core.records import Completion, GenerationRequest, Prompt, Rollout, Weights
 from grpo_core.testing.fakes import FakeEngine, FakeRenderer
@@ -63,16 +65,18 @@ async def _served(environment: EnvironmentWorker, plays: Plays) -> AsyncIterator
     def says(request: GenerationRequest, rng: Random) -> str:
         return replies[request.group]
 
-    server = AgentServer()
-    await server.start()
-    environment.agents = server
+    setup = PlayerSetup(tasks={"check": True})
+    player = make_player(PluginHost.discover(), "agents", setup, {})
+    assert player is not None
+    await player.start()
+    environment.player = player
     try:
         engine = FakeEngine(reply=says, latency=lambda rng: 0.0, update_seconds=0.0)
         await engine.update_weights(Weights(version=0, location="", nbytes=0, tensors=()))
         yield engine
     finally:
-        environment.agents = None
-        await server.aclose()
+        environment.player = None
+        await player.aclose()
 
 
 async def _rollout(environment: EnvironmentWorker, engine: Engine, prompt: Prompt, place: int) -> Rollout:

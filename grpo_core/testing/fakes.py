@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from grpo_core.errors import EngineError
-from grpo_core.protocols import AgentEndpoint, Trainer
+from grpo_core.playing import Player
+from grpo_core.protocols import Trainer
 from grpo_core.records import (
     AgentClient,
     Batch,
@@ -165,7 +166,7 @@ class FakeEnvironment:
     ) -> None:
         self.feedback, self.max_turns, self.seconds = feedback, max_turns, seconds
         self.needs_group, self.success = needs_group, success
-        self.agents: AgentEndpoint | None = None
+        self.player: Player | None = None
         self.tools = tuple(tools)
         self.calls: list[int] = []
         self.opened: list[str] = []

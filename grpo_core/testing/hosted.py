@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from grpo_core.environments.host import EnvironmentHost, Slotted, units
 from grpo_core.errors import PluginError, describe
 from grpo_core.incidents import report
-from grpo_core.protocols import AgentEndpoint
+from grpo_core.playing import Player
 from grpo_core.records import AgentClient, Episode, Feedback, Prompt, SessionStart
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ class HostedEnvironment:
         self.success: float | None = self._description["success"]
         self.slots: Slotted = self._description["slots"]
         self.runs_agents: bool = self._description["runs_agents"]
-        self.agents: AgentEndpoint | None = None
+        self.player: Player | None = None
         self.calls: list[int] = []
         """Number of episodes in each call of ``evaluate``."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="agents") if self.runs_agents else None

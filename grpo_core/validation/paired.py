@@ -10,7 +10,7 @@ from typing import Any, Literal, TypedDict, get_args
 from attrs import asdict, define, field
 
 from grpo_core.errors import ConfigError
-from grpo_core.loop.turns import derive_seed
+from grpo_core.playing import derive_seed
 from grpo_core.protocols import ValidationContext
 from grpo_core.records import Prompt, Rollout
 from grpo_core.typed import Count, checked

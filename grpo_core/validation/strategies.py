@@ -17,7 +17,7 @@ from attrs import evolve
 
 from grpo_core.errors import ConfigError
 from grpo_core.loop.metrics import accuracy, completion_tokens, feedback_means, truncated
-from grpo_core.loop.turns import derive_seed
+from grpo_core.playing import derive_seed
 from grpo_core.protocols import ValidationContext
 from grpo_core.records import Rollout
 from grpo_core.validation.estimates import MANY, majority_score, mean_with_interval, pass_at_k

@@ -26,10 +26,13 @@ import sys
 import time
 from collections.abc import Sequence
 
+from attrs import evolve
+
 from grpo_core.agents.server import AgentServer
 from grpo_core.limits import Limits
 from grpo_core.models import chat_template
-from grpo_core.records import AgentRollout, Completion, GenerationRequest
+from grpo_core.playing import Play, PlayerSetup
+from grpo_core.records import Completion, GenerationRequest, Prompt
 from grpo_core.tokens import Tokens
 
 TURNS, LIMIT = 10, 5.0
@@ -87,7 +90,7 @@ def make_renderer():
 async def measured(sessions: int, turns: int, renderer, seconds: tuple[float, float], *, floor: bool):
     """Return the overheads of all calls and the computing time of one in ms, and the calls a second."""
     ids = [*renderer._encode("it is the answer " * 6), renderer.stop_token_ids[0]]
-    server = AgentServer()
+    server = AgentServer(PlayerSetup())
     await server.start()
     waits: list[float] = []
 
@@ -99,8 +102,9 @@ async def measured(sessions: int, turns: int, renderer, seconds: tuple[float, fl
             return done
 
     engine = Timed(ids, seconds)
-    rollout = AgentRollout(seed=0, group="g", temperature=1.0, limits=LIMITS)
-    opened = [server.open(rollout, engine, renderer) for _ in range(sessions)]
+    prompt = Prompt(messages="?")
+    given = Play(prompt=prompt, seed=0, group="g", limits=LIMITS, engine=engine, renderer=renderer, run=None)
+    opened = [server.open(evolve(given)) for _ in range(sessions)]
     url = opened[0].client.base_url
     stop = None
     if floor:

@@ -18,15 +18,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from attrs import define, field
+from attrs import define, evolve, field
 
+from grpo_core import playing
 from grpo_core.agents.dialects import CHAT
 from grpo_core.agents.recorder import Talks
 from grpo_core.agents.repeats import Attempt
-from grpo_core.agents.session import Refused, Reply, Session, attempt_digest
+from grpo_core.agents.session import Refused, Reply, Session, attempt_digest, played
 from grpo_core.aio import cancel
-from grpo_core.protocols import Engine, Renderer
-from grpo_core.records import AgentClient, AgentRollout, Completion, GenerationRequest, Message, Rollout
+from grpo_core.protocols import Engine
+from grpo_core.records import AgentClient, Completion, GenerationRequest, Message, Recording, Rollout
 
 Law = Callable[[bool, int, str], None]
 Said = tuple[bytes, bytes, bytes]
@@ -42,7 +43,7 @@ PATIENCE = 2.0
 class Play:
     """A rollout of an agent, as seen from the engine and by the agent."""
 
-    rollout: AgentRollout
+    given: playing.Play
     said: list[Completion] = field(factory=list)
     """Completions in the order in which the session got them."""
     asked: int = 0
@@ -62,7 +63,7 @@ class Play:
 
     @property
     def slot(self) -> str:
-        return self.rollout.group
+        return self.given.group
 
 
 class AgentLedger:
@@ -80,8 +81,8 @@ class AgentLedger:
         self._of_this_life.clear()
         self._settled.clear()
 
-    def opened(self, rollout: AgentRollout) -> Play:
-        self.plays[rollout.seed] = play = Play(rollout)
+    def opened(self, given: playing.Play) -> Play:
+        self.plays[given.seed] = play = Play(given)
         self._of_this_life.append(play)
         return play
 
@@ -118,7 +119,7 @@ class AgentLedger:
         )
         self._law(rollout.turns == len(play.said), step, "a rollout counts other turns than its session had")
         self._law(len(said) == len(play.said), step, "a session sampled twice with one seed")
-        most = play.rollout.limits.max_turns
+        most = play.given.limits.max_turns
         self._law(len(play.said) <= most, step, f"a session had {len(play.said)} of {most} completions")
         return play
 
@@ -165,8 +166,8 @@ class _Overheard:
         return said
 
 
-class SimulatedEndpoint:
-    """An ``AgentEndpoint`` for agents of this process."""
+class SimulatedEndpoint(playing.Player):
+    """The player of agents of this process."""
 
     def __init__(self, ledger: AgentLedger) -> None:
         self._ledger = ledger
@@ -175,19 +176,20 @@ class SimulatedEndpoint:
         self.sessions: dict[str, tuple[Session, Play]] = {}
         """The open sessions, by key."""
 
-    def open(self, rollout: AgentRollout, engine: Engine, renderer: Renderer) -> Session:
-        play, key = self._ledger.opened(rollout), f"key {next(self._keys)}"
+    async def play(self, given: playing.Play, /) -> Recording:
+        return await played(self.open(given))
+
+    def open(self, given: playing.Play) -> Session:
+        play, key = self._ledger.opened(given), f"key {next(self._keys)}"
 
         def ended() -> None:
             play.closed = True
             del self.sessions[key]
 
-        overheard: Any = _Overheard(engine, play)
+        overheard: Any = _Overheard(given.engine, play)
         session = Session(
             client=AgentClient(base_url="", api_key=key, model="policy"),
-            rollout=rollout,
-            engine=overheard,
-            renderer=renderer,
+            play=evolve(given, engine=overheard),
             ended=ended,
             talks=self._talks,
         )
@@ -218,7 +220,7 @@ class SimulatedAgent:
 
     def __init__(self, session: Session, play: Play, law: Law, prompt: Conversation) -> None:
         self._session, self._play, self._law, self._prompt = session, play, law, prompt
-        self._random = random.Random(f"agent/{play.rollout.seed}")
+        self._random = random.Random(f"agent/{play.given.seed}")
         self._known: list[Conversation] = []
         """Conversations that end with a reply."""
         self._left: list[asyncio.Task[Any]] = []
@@ -325,7 +327,7 @@ class SimulatedAgent:
             raise AgentError("the run ends")
         if reply.status not in (200, 503):
             self._law(b"max_turns" in reply.body, 0, f"a request is refused: {reply.body!r}")
-            most = play.rollout.limits.max_turns
+            most = play.given.limits.max_turns
             self._law(play.peak + n > most, 0, f"{play.peak} + {n} of {most} completions are too many")
             play.limited = True
             raise LimitError

@@ -27,7 +27,8 @@ from grpo_core.incidents import report
 from grpo_core.losses import named
 from grpo_core.losses.aggregation import total
 from grpo_core.losses.inputs import padded
-from grpo_core.protocols import AgentEndpoint, Trainer
+from grpo_core.playing import Player
+from grpo_core.protocols import Trainer
 from grpo_core.records import (
     Batch,
     Canary,
@@ -202,7 +203,7 @@ class Judge:
         self, task: Task, seed: int, kinds: Mapping[int, int], progress: Callable[[], float]
     ) -> None:
         self.task, self.success = task, task.success
-        self.agents: AgentEndpoint | None = None
+        self.player: Player | None = None
         self._name = f"environment of task {task.name!r}"
         self._rng, self._kinds, self._progress = random.Random(f"judge/{seed}/{task.name}"), kinds, progress
         self._poisoned = random.Random(f"poison/{seed}/{task.name}")

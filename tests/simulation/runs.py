@@ -658,7 +658,7 @@ class Simulation:
         }
         batched = {task: BatchedEnvironment(each, config) for task, each in self._environments.items()}
         for task in agents:
-            batched[task].agents = self._endpoint
+            batched[task].player = self._endpoint
         return batched
 
     async def _validate(self, version: int, pipeline: Pipeline) -> Results:

@@ -595,7 +595,7 @@ class SimulatedEnvironment:
         self.task, self.max_turns, self.needs_group = task, max_turns, needs_group
         self._dice, self._truth, self._tell, self._poisoned = dice, truth, tell, poisoned
         self._group_size = group_size
-        self.agents = endpoint
+        self.player = endpoint
         self._playing: dict[asyncio.Task[Feedback | None], None] = {}
         """The agents that run."""
         self.sessions: set[str] = set()
@@ -645,23 +645,23 @@ class SimulatedEnvironment:
             del self._playing[playing]
 
     async def _run(self, prompt: Prompt, client: AgentClient) -> Feedback | None:
-        assert self.agents is not None
+        assert self.player is not None
         held_out = prompt.id.startswith(HELD_OUT)
         fault = None if held_out else self._dice.pick("agent_error", "agent_hang", "nan_reward")
         if prompt.id in self._poisoned and not held_out:
             return Feedback(error="ValueError: bad row")
-        session, play = self.agents.sessions[client.api_key]
+        session, play = self.player.sessions[client.api_key]
         agent = SimulatedAgent(session, play, self._truth.law, prompt.messages)
         try:
             reply = await agent.play()
         except AgentError as error:
-            judged = isinstance(error, LimitError) and play.rollout.seed % 2
+            judged = isinstance(error, LimitError) and play.given.seed % 2
             return None if judged else Feedback(error=f"{type(error).__name__}: {error}")
         if fault == "agent_error":
             return Feedback(error="ValueError: the agent fails in the end")
         if fault == "agent_hang":
             await never()
-        if play.rollout.seed % 2 or self.needs_group:
+        if play.given.seed % 2 or self.needs_group:
             return None  # the environment judges
         claims = math.nan if fault == "nan_reward" else reward(list(map(ord, reply)))
         (feedback,) = as_feedback([claims], 1, self.task)
@@ -681,7 +681,7 @@ class SimulatedEnvironment:
             return math.nan
         if episode.prompt.id in self._poisoned:
             return Feedback(error="ValueError: bad row")
-        if episode.turn + 1 < self.max_turns and self.agents is None:
+        if episode.turn + 1 < self.max_turns and self.player is None:
             return Feedback(done=False, messages=({"role": "user", "content": "go on"},))
         return reward(list(map(ord, episode.reply)))
 

@@ -113,7 +113,7 @@ class RayEnvironment:
         self.success = Environment.success
         self.slots: Literal["none", "tools", "all"] = "none"
         self.runs_agents = False
-        self.agents: Any = None
+        self.player: Any = None
         self.first_traceback = ""
         self._name, self._made_from, self._resources = name, made_from, resources
         self._who = name

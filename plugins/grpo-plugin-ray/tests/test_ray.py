@@ -34,6 +34,7 @@ from grpo_core.errors import ConfigError, EngineError, ModelError, PluginError, 
 from grpo_core.incidents import reported_to
 from grpo_core.kit import EnvironmentSpec
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, play
+from grpo_core.playing import PlayerSetup
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Canary, EngineSetup, Episode, GenerationRequest, Prompt, Weights
 from grpo_core.testing import FakeEngine, FakeRenderer
@@ -522,7 +523,7 @@ def test_agents_in_a_ray_worker_find_the_model_and_end_with_their_rollouts(ray, 
         )
 
     async def story():
-        server = AgentServer()
+        server = AgentServer(PlayerSetup())
         await server.start()
         worker = RayEnvironment("environment task 0", setup, resources={"num_cpus": 1})
         pool = EnvironmentPool([worker], config)
@@ -530,7 +531,7 @@ def test_agents_in_a_ray_worker_find_the_model_and_end_with_their_rollouts(ray, 
         try:
             await pool.start()
             assert pool.runs_agents
-            pool.agents = server
+            pool.player = server
             await engine.update_weights(Weights(version=0, location="", nbytes=0, tensors=()))
             with reported_to(incidents.append):
                 first = await played(pool, "ab", "ab")

@@ -1,0 +1,149 @@
+"""The contract of players, which play rollouts in another way than turn by turn (``tasks.NAME.player``)."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
+
+from attrs import field, frozen
+
+from grpo_core.completions import check_completions
+from grpo_core.errors import EngineError
+from grpo_core.incidents import report
+from grpo_core.limits import Limits
+from grpo_core.protocols import Engine, Renderer
+from grpo_core.records import AgentClient, Completion, Feedback, GenerationRequest, Prompt, Recording
+from grpo_core.tokens import Ids, as_ids
+
+
+@frozen(kw_only=True)
+class PlayerSetup:
+    """Facts that a player may use before its first rollout."""
+
+    tasks: Mapping[str, bool] = field(factory=dict)
+    """Tasks that it plays, and whether their environments define ``run``."""
+    host: str = "127.0.0.1"
+    """Address of this machine at which workers find what it serves (``environment.agent_host``)."""
+    remote: bool = False
+    """Whether the environments may run on other machines."""
+
+
+@frozen(kw_only=True, eq=False)
+class Play:
+    """A rollout that a player plays, with the parts that it may use."""
+
+    prompt: Prompt
+    """The prompt that is played."""
+    seed: int
+    """Seed of the rollout; each completion has a seed of its own."""
+    group: str = ""
+    """Identifier that is equal for the rollouts of a group."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """JSON schemas of the environment's tools."""
+    limits: Limits
+    """Limits at which the rollout gets no further completion; the player keeps to them."""
+    temperature: float = 1.0
+    """Sampling temperature."""
+    top_p: float = 1.0
+    """As in ``GenerationRequest``; training has the whole distribution."""
+    top_k: int = 0
+    """As in ``GenerationRequest``."""
+    min_p: float = 0.0
+    """As in ``GenerationRequest``."""
+    stop: tuple[str, ...] = ()
+    """Strings after which generation ends."""
+    engine: Engine
+    """The engine; ``generate`` calls it as the run is configured."""
+    renderer: Renderer
+    """Converts messages to tokens and back."""
+    run: Callable[[AgentClient], Awaitable[Feedback | None]]
+    """Runs the environment's ``run``; None if ``evaluate`` judges the rollout.  Cancelling it cancels the
+    agent."""
+    _asked: dict[bytes, int] = field(init=False, factory=dict)
+    """Number of completions that were asked for after the same tokens."""
+
+    async def generate(
+        self, prompt_ids: Sequence[int] | Ids, *, n: int = 1, max_tokens: int = 0, stop: Sequence[str] = ()
+    ) -> list[Completion]:
+        """Return ``n`` completions of these tokens, sampled as the run is configured.
+
+        Args:
+            max_tokens: largest number of tokens of a completion; 0 or more than the limits: as the limits.
+            stop: further strings after which generation ends.
+
+        Raises EngineError, ChildDied or DeadlineExceeded if the engine does not complete them.  An error that
+        ``Player.play`` raises, too, leaves the rollout unscored, to be played again.
+        """
+        ids = as_ids(prompt_ids)
+        most = min(self.limits.max_tokens, self.limits.room(len(ids)))
+        if most <= 0:
+            raise EngineError(f"{len(ids)} tokens leave no room for a completion (play.limits)")
+        requests = [
+            GenerationRequest(
+                prompt_ids=ids,
+                max_tokens=min(most, max_tokens or most),
+                temperature=self.temperature,
+                top_p=self.top_p,
+                top_k=self.top_k,
+                min_p=self.min_p,
+                stop_token_ids=self.renderer.stop_token_ids,
+                stop=(*self.stop, *stop),
+                seed=self._seed(ids.tobytes()),
+                group=self.group,
+            )
+            for _ in range(n)
+        ]
+        completions = await self.engine.generate(requests)
+        check_completions(completions, requests, vocabulary=self.renderer.vocabulary)
+        report_textless(completions, self.renderer.tokens)
+        return list(completions)
+
+    def _seed(self, context: bytes) -> int:
+        """Return the seed of a completion, which depends on what it continues and how often it was asked."""
+        digest = blake2b(context, digest_size=8).digest()
+        self._asked[digest] = number = self._asked.get(digest, -1) + 1
+        return derive_seed(self.seed, digest.hex(), number)
+
+
+class Player:
+    """Plays rollouts, many at the same time.
+
+    A plugin offers players by the hook ``grpo_players``, and ``tasks.NAME.player`` selects one.  Tasks with
+    the same player and options share it.
+    """
+
+    async def start(self) -> None:
+        """Get ready; called once, before the first rollout."""
+
+    async def play(self, play: Play, /) -> Recording:
+        """Play a rollout to its end, and return what was sampled.
+
+        Without ``Recording.feedback`` the environment's ``evaluate`` judges the conversation.  The session
+        of the rollout is open meanwhile.  A call is cancelled when the rollout's deadline has passed.
+        """
+        raise NotImplementedError
+
+    async def aclose(self) -> None:
+        """End; called once, also after an error."""
+
+
+def turns(setup: PlayerSetup) -> None:
+    """Return no player: rollouts are played turn by turn, and those of one turn share their calls."""
+
+
+def derive_seed(*parts: Any) -> int:
+    """Return 63 bits that depend on all of ``parts`` and on nothing else."""
+    return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest(), "big") >> 1
+
+
+def report_textless(completions: Sequence[Completion], tokens: int) -> None:
+    """Report a sampled token without a text; ``tokens`` is the number of token ids of the tokenizer."""
+    highest = max((int(each.token_ids.max(initial=0)) for each in completions), default=0)
+    if highest >= tokens:
+        report(
+            "textless",
+            "the model",
+            f"it sampled the token {highest}, and its tokenizer has {tokens} ids: the token is of the "
+            "padding of the embedding, has no text, and is trained like any other",
+        )
