@@ -5,8 +5,6 @@ Runs that differ in nothing but their seed are one arm, which is shown as a mean
 
 from __future__ import annotations
 
-import re
-import tomllib
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
@@ -64,8 +62,8 @@ def read(paths: Sequence[Path]) -> list[Files]:
     for each in files:
         if not each.steps and not each.validations:
             raise ConfigError(
-                f"{each.path}: has no metrics of a step or a validation yet; leave it out, or wait for its "
-                "first step"
+                f"{each.run.path}: has no metrics of a step or a validation yet; leave it out, or wait for "
+                "its first step"
             )
     common_tasks(_runs(files))
     return files
@@ -89,20 +87,20 @@ def render(files: Sequence[Files]) -> str:
     from markupsafe import Markup
 
     runs = _runs(files)
-    found = arms.grouped([history(each) for each in files], [run.name for run in runs])
+    found = arms.grouped([each.run.configs for each in files], [run.name for run in runs])
     tasks = common_tasks(runs)
     members = _members(files, runs, found)
     pieces = browsing.Pieces()
     selections = [browse(each, pieces, len(files)) for each in files]
     marks = [f"{member.mark} {member.name}" for member in members]
     kept = sum(selection.kept for selection in selections)
-    newest = [(history(files[arm.runs[0]]) or [{}])[-1] for arm in found]
+    newest = [files[arm.runs[0]].table for arm in found]
     return rendered(
         "compared.html",
         arms=found,
         members=sorted(members, key=lambda member: member.place),
         settings=[(key, [arms.cut(value) for value in values]) for key, values in arms.differing(newest)],
-        changed=[member for member, each in zip(members, files, strict=True) if len(history(each)) > 1],
+        changed=[member for member, each in zip(members, files, strict=True) if len(each.run.configs) > 1],
         tasks=tasks,
         repeated=_repeated(members),
         left_out=sorted({task for run in runs for task in run.tasks()} - set(tasks)),
@@ -129,21 +127,8 @@ def _repeated(members: Sequence[Member]) -> list[str]:
     return found
 
 
-def history(files: Files) -> list[dict[str, Any]]:
-    """Return the configurations of a run, those that a resume has replaced first."""
-    earlier = [(int(name[1]), path) for path in files.path.glob("config-*.toml")
-               if (name := re.fullmatch(r"config-(\d+)\.toml", path.name))]  # fmt: skip
-    found = []
-    for _, path in sorted(earlier):
-        try:
-            found.append(tomllib.loads(path.read_text(encoding="utf-8", errors="replace")))
-        except tomllib.TOMLDecodeError:
-            files.damaged.add((path, 0))
-    return [*found, dict(files.table)] if files.table else found
-
-
 def _runs(files: Sequence[Files]) -> list[overlay.Run]:
-    paths = [each.path.resolve() for each in files]
+    paths = [each.run.path.resolve() for each in files]
     most = max(len(path.parts) for path in paths)
     # As much of the paths as tells them apart.
     depth = next(n for n in range(1, most + 1) if len({path.parts[-n:] for path in paths}) == len(paths))
@@ -168,6 +153,6 @@ def _members(files: Sequence[Files], runs: Sequence[overlay.Run], found: Sequenc
                 seed=each.table.get("seed", "-"),
                 state=state(each),
                 step=max(rows, default=0),
-                cause=next(iter(causes(each.path)), None),
+                cause=next(iter(causes(each.run)), None),
             )
     return [members[place] for place in range(len(files))]

@@ -6,20 +6,19 @@ about 10 MB.  A line that cannot be read is counted and passed over.
 
 from __future__ import annotations
 
-import json
 import math
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from attrs import define, field
 
-from grpo_core.config import read_toml
+from grpo_core.api.run import EVENTS, METRICS, TIMELINE, Run
 from grpo_core.errors import ConfigError
-from grpo_core.run_directory import CONFIG, RunDirectory, planned_steps
+from grpo_core.run_directory import CONFIG, planned_steps
 
 STARTING = ("start", "first weight sync", "first validation")
 """Stages of the loop before its first step; they count in no share of the time."""
@@ -29,21 +28,19 @@ REASON = 120
 """Number of characters by which messages are told apart."""
 LONGEST = 400
 """Number of characters of a message that are kept."""
-_EVENT = '"event": "'
-"""Every event has this near its beginning."""
-_WANTED = tuple(
-    f'{_EVENT}{name}"'
-    for name in (
-        "Dispatched",
-        "RunStarted",
-        "RunEnded",
-        "Saved",
-        "WarningRaised",
-        "ErrorRaised",
-        "IncidentReported",
-        "PromptSkipped",
-    )
+RECORDS = (METRICS, EVENTS, TIMELINE)
+"""Files from which the facts are."""
+WANTED = (
+    "Dispatched",
+    "RunStarted",
+    "RunEnded",
+    "Saved",
+    "WarningRaised",
+    "ErrorRaised",
+    "IncidentReported",
+    "PromptSkipped",
 )
+"""Events that are read."""
 
 
 @define
@@ -178,52 +175,23 @@ class Facts:
     # ------------------------------------------------------------------------------ reading
 
     @classmethod
-    def read(cls, path: Path) -> Facts:
-        """Read the files of a run.
-
-        Raises ConfigError if the directory holds no run, or nothing but its configuration.
-        """
-        run = RunDirectory.existing(path)
-        facts = cls(path=path, running=run.is_running)
-        try:
-            facts.config = read_toml(path / CONFIG)
-        except ConfigError:
-            facts.damaged[CONFIG] = 1
-        for row in facts._rows("metrics.jsonl"):
+    def read(cls, run: Run) -> Facts:
+        """Read the files of a run.  Raises ConfigError if there is nothing but its configuration."""
+        facts = cls(path=run.path, running=run.is_running, config=run.config)
+        for row in run.rows(METRICS):
             facts._take_metrics(row)
-        for row in facts._rows("events.jsonl", _WANTED):
+        for row in run.events(*WANTED):
             facts._take_event(row)
-        for row in facts._rows("timeline.jsonl"):
+        for row in run.timeline():
             facts._take_span(row)
+        facts.missing = [name for name in RECORDS if not (run.path / name).is_file()]
+        facts.damaged = {name: len(run.damaged[name]) for name in (CONFIG, *RECORDS) if name in run.damaged}
         if not facts.series and not facts.started and facts.error is None:
             raise ConfigError(
-                f"{path}: says nothing about a run: {' and '.join(facts.missing) or 'its other files'} "
+                f"{run.path}: says nothing about a run: {' and '.join(facts.missing) or 'its other files'} "
                 f"{'is' if len(facts.missing) == 1 else 'are'} missing, empty or damaged"
             )
         return facts
-
-    def _rows(self, name: str, wanted: tuple[str, ...] = ()) -> Iterator[dict[str, Any]]:
-        """Yield the JSON objects of a file, with ``wanted`` those whose line begins with one of these.
-
-        Lines that are not wanted are not parsed if they begin and end as an event does.
-        """
-        if not (self.path / name).is_file():
-            self.missing.append(name)
-            return
-        try:
-            with (self.path / name).open(encoding="utf-8", errors="replace") as file:
-                for line in file:
-                    begin = line[:120]
-                    unwanted = bool(wanted) and not any(mark in begin for mark in wanted)
-                    if unwanted and begin.startswith("{") and _EVENT in begin and line.endswith("}\n"):
-                        continue
-                    row = _object(line)
-                    if row is None:
-                        self.damaged[name] = self.damaged.get(name, 0) + 1
-                    elif not unwanted:
-                        yield row
-        except OSError:
-            self.damaged[name] = self.damaged.get(name, 0) + 1
 
     def _take_metrics(self, row: Mapping[str, Any]) -> None:
         step = _whole(row.get("step"))
@@ -360,14 +328,6 @@ class Facts:
     def attempts(self) -> float:
         """Number of groups that were sent to the engine, each with its retries."""
         return max(self.of("buffer/attempts").most, 1.0) if len(self.of("buffer/attempts")) else 1.0
-
-
-def _object(line: str) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) else None
 
 
 def tell(found: dict[Any, Messages], key: Any, step: int, message: str, count: int = 1) -> None:

@@ -7,12 +7,7 @@ text to it: the template escapes everything, and what cannot be read is left out
 
 from __future__ import annotations
 
-import gzip
-import json
 import logging
-import sys
-import tomllib
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -20,6 +15,7 @@ from typing import Any
 
 from attrs import define, field, frozen
 
+from grpo_core.api.run import Run
 from grpo_core.errors import ConfigError, describe
 from grpo_core.explain.causes import Finding
 from grpo_core.explain.decisions import explained
@@ -39,8 +35,7 @@ from grpo_core.reporting.pages import (
     replace_output,
     result,
 )
-from grpo_core.reporting.stored import TEXTS
-from grpo_core.run_directory import ROLLOUTS, VALIDATION, planned_steps, rollouts_step
+from grpo_core.run_directory import CONFIG, planned_steps
 
 REPORT = "report.html"
 TOLD = ("RunStarted", "RunEnded", "WarningRaised", "ErrorRaised", "PromptSkipped")
@@ -78,41 +73,31 @@ class Incidents:
 
 @define
 class Files:
-    """The contents of a run's files."""
+    """The records of a run that its page shows."""
 
-    path: Path
-    config: str = ""
-    """Text of the configuration file."""
+    run: Run
     table: Mapping[str, Any] = field(factory=dict)
-    """The configuration as tables."""
+    """The configuration."""
     steps: list[Row] = field(factory=list)
     validations: list[Row] = field(factory=list)
     events: list[Row] = field(factory=list)
     incidents: dict[tuple[str, str], Incidents] = field(factory=dict)
     """By kind and component."""
-    damaged: set[tuple[Path, int]] = field(factory=set)
-    """Lines that cannot be read, by file and number; a killed process leaves half a line at the end."""
 
     @property
     def unreadable(self) -> int:
         """Number of lines that cannot be read."""
-        return len(self.damaged)
+        return sum(map(len, self.run.damaged.values()))
 
     @classmethod
     def read(cls, path: Path) -> Files:
-        files = cls(path)
-        if (path / "config.toml").is_file():
-            files.config = (path / "config.toml").read_text(encoding="utf-8", errors="replace")
-            try:
-                files.table = tomllib.loads(files.config)
-            except tomllib.TOMLDecodeError:
-                files.damaged.add((path / "config.toml", 0))
-        for row in files.rows(path / "metrics.jsonl"):
+        run = Run(path, strict=False)
+        files = cls(run, run.config)
+        for row in run.metrics():
             validated = any(name.startswith("validation/") for name in row)
             (files.validations if validated else files.steps).append(row)
-        wanted = (*TOLD, INCIDENT)
-        for row in files.rows(path / "events.jsonl", tuple(f'"event": "{name}"' for name in wanted)):
-            if row.get("event") == INCIDENT:
+        for row in run.events(*TOLD, INCIDENT):
+            if row["event"] == INCIDENT:
                 files._add_incident(row)
             else:
                 files.events.append(row)
@@ -120,61 +105,20 @@ class Files:
 
     def rollouts(self, most: int = SAMPLED_STEPS) -> Iterator[tuple[int, list[Row]]]:
         """Yield the rollouts of the first step, the last step, and some steps between."""
-        found = self.texts(ROLLOUTS)
+        found = [*self.run.texts().items()]
         places = {round(i * (len(found) - 1) / max(1, most - 1)) for i in range(most)} if found else set()
         for place in sorted(places):
-            step, path = found[place]
-            yield step, list(islice(self.rows(path), MOST_ROLLOUTS))
-
-    def validated(self, version: int) -> Iterator[Row]:
-        """Yield the rollouts by which a version was validated."""
-        for step, path in self.texts(VALIDATION):
-            if step == version:
-                yield from self.rows(path)
-
-    def texts(self, folder: str) -> list[tuple[int, Path]]:
-        """Return the steps and files of the texts in a folder, in order."""
-        named = [(rollouts_step(path.name), path) for path in (self.path / folder).glob("step-*")]
-        return sorted((step, path) for step, path in named if step is not None and path.name.endswith(TEXTS))
+            step, file = found[place]
+            yield step, list(islice(self.run.rows(file), MOST_ROLLOUTS))
 
     def told(self, event: str) -> list[Row]:
-        return [row for row in self.events if row.get("event") == event]
+        return [row for row in self.events if row["event"] == event]
 
     def _add_incident(self, row: Row) -> None:
         kind, component, step = str(row.get("kind")), str(row.get("component")), row.get("step")
         known = self.incidents.setdefault((kind, component), Incidents(kind, component, step, step))
         known.last, known.message = step, _short(str(row.get("message")))
         known.count += plain(row.get("count", 1))
-
-    def rows(self, path: Path, wanted: Sequence[str] = ()) -> Iterator[Row]:
-        """Yield the JSON objects of a file; with ``wanted`` only lines that begin with one of these."""
-        if not path.is_file():
-            return
-        for place, line in enumerate(self._lines(path), 1):
-            if wanted and not any(mark in line[:120] for mark in wanted):
-                continue
-            try:
-                row = json.loads(line, object_pairs_hook=_interned)
-            except (ValueError, RecursionError):
-                row = None
-            if isinstance(row, dict):
-                yield row
-            else:
-                self.damaged.add((path, place))
-
-    def _lines(self, path: Path) -> Iterator[str]:
-        """Yield the lines of a file, which may be compressed, and may be damaged."""
-        opened: Any = gzip.open if path.suffix == ".gz" else open
-        try:
-            with opened(path, "rt", encoding="utf-8", errors="replace") as file:
-                yield from file
-        except (OSError, EOFError, zlib.error):
-            self.damaged.add((path, 0))
-
-
-def _interned(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make an object of JSON whose names are shared with all others: a run has as many rows as steps."""
-    return {sys.intern(name): value for name, value in pairs}
 
 
 @frozen(kw_only=True)
@@ -237,14 +181,14 @@ def render(files: Files) -> str:
     tasks = tasks_of(files.steps, files.validations, files.table)
     held_out = validation_samples(files, tasks)
     selection = browse(files)
-    spans = lanes.spans(files.rows(files.path / "timeline.jsonl"))
+    spans = lanes.spans(files.run.timeline())
     return rendered(
         "report.html",
-        name=files.path.resolve().name,
+        name=files.run.path.resolve().name,
         state=state(files),
         headline=headline(tasks),
         tiles=tiles(files),
-        causes=causes(files.path),
+        causes=causes(files.run),
         tasks=tasks,
         sections=charts(tasks, files.steps, files.table),
         warnings=warnings(files.told("WarningRaised")),
@@ -267,7 +211,7 @@ def render(files: Files) -> str:
         stages=lanes.stages(spans)[:MOST_STAGES],
         browser=Markup(browsing.as_script([selection])) if selection.groups else "",
         rule=selection.rule(),
-        config=files.config,
+        config=(files.run.path / CONFIG).read_text(encoding="utf-8", errors="replace"),
     )
 
 
@@ -328,10 +272,10 @@ def tiles(files: Files) -> list[tuple[str, str, str]]:
     return told
 
 
-def causes(path: Path) -> list[Finding]:
+def causes(run: Run) -> list[Finding]:
     """Return the causes that ``grpo-core explain`` names for a run, the likeliest first."""
     try:
-        return explained(Facts.read(path))[:MOST_CAUSES]
+        return explained(Facts.read(run))[:MOST_CAUSES]
     except ConfigError:  # nothing has been recorded yet
         return []
 
@@ -351,15 +295,8 @@ def warnings(rows: Sequence[Row]) -> list[dict[str, Any]]:
 def browse(files: Files, pieces: browsing.Pieces | None = None, runs: int = 1) -> browsing.Selection:
     """Return the rollouts of a run that the page holds, which it may share with other runs."""
     model = files.table.get("model")
-    text_of = browsing.token_texts(files.path, model.get("path") if isinstance(model, Mapping) else None)
-    folders = {folder: files.texts(folder) for folder in (ROLLOUTS, VALIDATION)}
-
-    def rows(path: Path) -> Iterator[Row]:
-        return islice(files.rows(path), MOST_ROLLOUTS)
-
-    selection = browsing.select(folders, rows, text_of, pieces=pieces, runs=runs)
-    files.damaged |= selection.damaged
-    return selection
+    text_of = browsing.token_texts(files.run.path, model.get("path") if isinstance(model, Mapping) else None)
+    return browsing.select(files.run, MOST_ROLLOUTS, text_of, pieces=pieces, runs=runs)
 
 
 def samples(files: Files) -> list[Sample]:
@@ -389,7 +326,8 @@ def validation_samples(files: Files, tasks: Sequence[Task]) -> list[Sample]:
     found = []
     for version, names in sorted(newest.items()):
         ends: dict[str, tuple[Row, Row]] = {}
-        for row in files.validated(version):
+        held_out = files.run.texts(validation=True).get(version)
+        for row in files.run.rows(held_out) if held_out else ():
             name, reward = str(row.get("task")), row.get("reward")
             if name in names and is_number(reward):
                 worst, best = ends.get(name, (row, row))

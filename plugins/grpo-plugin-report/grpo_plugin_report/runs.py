@@ -15,11 +15,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal, cast
+from typing import Any
 
 from attrs import field, frozen
 from cyclopts import App
 
+from grpo_core.api.run import Run
 from grpo_core.app.launch import RUNS
 from grpo_core.app.resume import differences, shown
 from grpo_core.complaints import complain, say
@@ -29,13 +30,10 @@ from grpo_core.loop import checkpoint
 from grpo_core.loop.metrics import headline
 from grpo_core.loop.retention import Retention
 from grpo_core.plugins.options import AsJson, Flag
-from grpo_core.run_directory import CONFIG, RunDirectory, metrics_rows, planned_steps, whole_lines
+from grpo_core.run_directory import CONFIG, RunDirectory, metrics_rows, planned_steps
 from grpo_core.validation import results
 
-State = Literal["running", "finished", "interrupted", "failed", "killed", "unreadable"]
-METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
-TAIL = 65536
-"""Bytes at the end of a file in which its last line is looked for; a line of events is shorter."""
+METRICS = "metrics.jsonl"
 
 
 @frozen(kw_only=True)
@@ -43,8 +41,8 @@ class Summary:
     """How far a run has come, and with which scores."""
 
     path: Path
-    state: State
-    """How it ended; "killed" if it did not say so, "unreadable" if its files cannot be read."""
+    state: str
+    """How it ended, see ``Run.state``; "unreadable" if its files cannot be read."""
     tasks: tuple[str, ...]
     step: int
     """Number of its last step."""
@@ -207,24 +205,24 @@ def _write_csv(file: Any, names: Iterable[str], rows: Iterable[Mapping[str, Any]
 
 def summary(path: Path) -> Summary:
     """Read what a run has come to.  Raises ConfigError if its files cannot be read."""
-    config = read_toml(path / CONFIG)
+    run = Run(path)
+    config, rows = run.config, run.metrics()
     scores: dict[str, tuple[Mapping[str, float], Mapping[str, float]]] = {}
-    step, times = 0, []
-    for row in metrics_rows(path / METRICS):
-        step = max(step, int(row["step"]))
-        if (seconds := row.get("time/step")) is not None:
-            times.append(seconds)
-        for task, metrics in _validated(row).items():
-            scores[task] = scores.get(task, (metrics,))[0], metrics
+    for row in run.validations(rows):
+        metrics = {
+            name: value for name, value in row.items() if name not in ("step", "task") and value is not None
+        }
+        scores[row["task"]] = scores.get(row["task"], (metrics,))[0], metrics
+    times = [row["time/step"] for row in rows if row.get("time/step") is not None]
     return Summary(
         path=path,
-        state=_state(path),
+        state=run.state,
         tasks=tuple(config.get("tasks", {})),
-        step=step,
+        step=max((row["step"] for row in rows), default=0),
         steps=planned_steps(config),
         scores=scores,
         seconds=median(times) if times else None,
-        started=_started(path),
+        started=run.started,
         config=config,
     )
 
@@ -249,46 +247,6 @@ def _runs(directories: Iterable[Path]) -> Iterator[Path]:
             yield from sorted(path.parent for path in directory.glob(f"*/{CONFIG}"))
         elif directory != RUNS:
             raise ConfigError(f"{directory}: is neither a run nor a directory of runs")
-
-
-def _validated(row: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = {}
-    for key, value in row.items():
-        begin, _, rest = key.partition("/")
-        task, _, metric = rest.partition("/")
-        if begin == "validation" and metric and value is not None:
-            found.setdefault(task, {})[metric] = value
-    return found
-
-
-def _state(path: Path) -> State:
-    if RunDirectory(path).is_running:
-        return "running"
-    last = _last_event(path / EVENTS)
-    reason = last.get("reason") if last.get("event") == "RunEnded" else None
-    return cast("State", reason) if isinstance(reason, str) else "killed"
-
-
-def _last_event(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    end = whole_lines(file)
-    with file.open("rb") as events:
-        events.seek(max(0, end - TAIL))
-        lines = events.read(min(end, TAIL)).splitlines()
-    try:
-        found = json.loads(lines[-1]) if lines else {}
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _started(path: Path) -> datetime | None:
-    try:
-        with (path / EVENTS).open("rb") as file:
-            return datetime.fromtimestamp(float(json.loads(file.readline())["time"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def _unwanted(run: RunDirectory, keep: int) -> list[Path]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import attrs
 
+from grpo_core.api.run import Run
 from grpo_core.complaints import complain, say
 from grpo_core.explain.causes import Finding
 from grpo_core.explain.decisions import CAUSES, explained
@@ -31,7 +32,7 @@ def explain(run: Path, /, *, as_json: AsJson = False) -> int:
     as_json
         Print all causes that were found as JSON.
     """
-    facts = Facts.read(run)
+    facts = Facts.read(Run(run, strict=False))
     found = explained(facts)
     if as_json:
         print(json.dumps(_table(facts, found), indent=2))

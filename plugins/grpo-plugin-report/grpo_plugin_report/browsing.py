@@ -11,14 +11,15 @@ import hashlib
 import json
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import compress
+from itertools import compress, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from attrs import define, field
 
+from grpo_core.api.run import Run
 from grpo_core.inert import inert
-from grpo_core.reporting.stored import TEXTS, TOKENS
+from grpo_core.reporting.stored import TOKENS
 from grpo_core.run_directory import ROLLOUTS, VALIDATION
 from grpo_core.thoughts import THOUGHT_KEYS
 
@@ -72,8 +73,6 @@ class Selection:
     of_files: int = 0
     tokens: int = 0
     """Number of rollouts with their tokens."""
-    damaged: set[tuple[Path, int]] = field(factory=set)
-    """Files of tokens that cannot be read, with line 0."""
 
     def rule(self) -> str:
         """Say in one sentence what the page holds."""
@@ -93,51 +92,55 @@ class Selection:
 
 
 def select(
-    folders: Mapping[str, Sequence[tuple[int, Path]]],
-    rows: Callable[[Path], Iterable[Row]],
+    run: Run,
+    most: int,
     text_of: Callable[[int], str],
     *,
     pieces: Pieces | None = None,
     runs: int = 1,
 ) -> Selection:
-    """Return the rollouts of a run that its page holds.
+    """Return the rollouts of a run that its page holds; files that are damaged are in ``run.damaged``.
 
     Args:
-        folders: steps and files of texts by folder, ``rollouts`` or ``validation``.
-        rows: reads a file of texts.
+        run: the run.
+        most: largest number of rollouts of a file that are read.
         text_of: text of a token by its id.
         pieces: the texts that other runs of the page have.
         runs: number of runs that share the page.
     """
+    folders = {
+        ROLLOUTS: [*run.texts().items()],
+        VALIDATION: [*run.texts(validation=True).items()],
+    }
     found = Selection(of_files=sum(map(len, folders.values())), pieces=pieces or Pieces())
-    chosen = [(folder, *each) for folder, files in folders.items() for each in _spread(files, folder, runs)]
+    chosen = [
+        (folder, *each) for folder, files in folders.items() for each in _spread(run, files, folder, runs)
+    ]
     words = _Words(text_of, found.pieces)
     texts, tokens = TEXT_ROOM // runs, TOKEN_ROOM // runs
-    for place, (folder, step, path) in enumerate(chosen):
+    for place, (folder, step, file) in enumerate(chosen):
         left = len(chosen) - place  # what a step does not need is left to those after it
-        its = [*rows(path)]
+        its = [*islice(run.rows(file), most)]
         groups = _groups(its, folder, step, texts // left)
         found.files, found.seen = found.files + 1, found.seen + len(its)
         texts -= sum(size for _, _, size in groups)
-        tokens -= _add_tokens(found, groups, path, words, tokens // left)
+        tokens -= _add_tokens(found, groups, run, file, words, tokens // left)
         found.groups += [group for group, _, _ in groups]
         found.kept += sum(len(lines) for _, lines, _ in groups)
     return found
 
 
-def _tokens_beside(texts: Path) -> Path:
-    ending = next(end for end in TEXTS if texts.name.endswith(end))
-    return texts.with_name(texts.name.removesuffix(ending) + TOKENS)
-
-
-def _add_tokens(found: Selection, groups: Sequence[_Sized], path: Path, words: _Words, room: int) -> int:
+def _add_tokens(
+    found: Selection, groups: Sequence[_Sized], run: Run, texts: str, words: _Words, room: int
+) -> int:
     """Give rollouts their tokens while there is room, or say why not; return the number of bytes."""
     used = 0
+    name = texts.partition(".")[0] + TOKENS
     try:
-        stored, why = _StoredTokens.beside(path), "none"
+        stored, why = _StoredTokens.read(run.path / name), "none"
     except ValueError:
         stored, why = None, "damaged"
-        found.damaged.add((_tokens_beside(path), 0))
+        run.damaged[name] = {0}
     for group, lines, _ in groups:
         for rollout, line in zip(group["rollouts"], lines, strict=True):
             packed = None
@@ -147,7 +150,7 @@ def _add_tokens(found: Selection, groups: Sequence[_Sized], path: Path, words: _
                     packed = stored.packed(line, words)
                 except (ValueError, LookupError, TypeError, ArithmeticError):
                     stored, why = None, "damaged"
-                    found.damaged.add((_tokens_beside(path), 0))
+                    run.damaged[name] = {0}
             if packed is None:
                 rollout["untold"] = why if stored is None else "room"
                 continue
@@ -169,11 +172,11 @@ def as_script(selections: Sequence[Selection], runs: Sequence[str] = ()) -> str:
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def _spread(files: Sequence[tuple[int, Path]], folder: str, runs: int) -> list[tuple[int, Path]]:
+def _spread(run: Run, files: Sequence[tuple[int, str]], folder: str, runs: int) -> list[tuple[int, str]]:
     """Return a run's part of the files that are read: the first and the last and some between."""
     if not files:
         return []
-    mean = sum(path.stat().st_size for _, path in files) / len(files)
+    mean = sum((run.path / file).stat().st_size for _, file in files) / len(files)
     most = max(min(5, MOST_FILES[folder]), min(MOST_FILES[folder], int(MOST_BYTES / max(1.0, mean))) // runs)
     if len(files) <= most:
         return [*files]
@@ -379,14 +382,13 @@ class _StoredTokens:
         self._window = _Window(0, 0, [], [], cast(Any, ()), [])
 
     @classmethod
-    def beside(cls, texts: Path) -> _StoredTokens | None:
-        """Return the file of tokens that belongs to a file of texts; None if there is none.
+    def read(cls, path: Path) -> _StoredTokens | None:
+        """Return a file of tokens; None if there is none.
 
         Raises ValueError if it cannot be read.
         """
         from safetensors import SafetensorError
 
-        path = _tokens_beside(texts)
         try:
             return cls(path) if path.is_file() else None
         except (OSError, SafetensorError) as error:
