@@ -1,4 +1,4 @@
-"""The commands about one run that has ended, or goes on: ``verify``, ``report``, ``replay`` and others."""
+"""The commands about one run that has ended, or goes on: ``verify``, ``score``, ``replay`` and others."""
 
 from __future__ import annotations
 
@@ -73,45 +73,3 @@ def fork(
     from grpo_core.commands import fork as forking
 
     return forking.main(run, step=step, settings=set_ or [], scored=scored, block=no_plugin or [])
-
-
-def watch(directory: Path, /, *, port: int = 0, refresh: int = 15) -> int:
-    """Show the report of a run in a browser while the run goes on.
-
-    The page is served on the loopback address, until ctrl-C.
-
-    Parameters
-    ----------
-    directory
-        Directory of the run.
-    port
-        Port of the page.  0 chooses a free port.
-    refresh
-        Seconds after which the page is loaded again while the run goes on.  0 turns that off.
-    """
-    import asyncio
-
-    from grpo_core.commands import watch as live
-    from grpo_core.interrupts import INTERRUPTED
-
-    asyncio.run(live.watch(directory, port=port, refresh=refresh))
-    return INTERRUPTED
-
-
-def report(runs: list[Path], /, *, output: Path | None = None) -> int:
-    """Write report.html for a finished, running or killed run, or one page that compares several runs.
-
-    The page of several runs draws their curves over one another, and shows their results, their settings and
-    their rollouts side by side.  Runs that differ in nothing but their seed are shown as a mean with an
-    interval of 95%.
-
-    Parameters
-    ----------
-    runs
-        Directories of the runs.
-    output
-        File of the page.  Several runs need it; default for one: RUN/report.html.
-    """
-    from grpo_core.commands import running
-
-    return running.report(directories=runs, output=output)

@@ -50,7 +50,18 @@ A command that plays environments, besides ``grpo_core.Run``:
     judge, look_up, Judged, KnownPrompts     judge stored rollouts again
     groups_in, prompts_in, as_json           read a file of rollouts, and write a line of one
     leakage, secrets_in, assistant_message   compare prompts, look for secrets, read a reply
-    to_the_end, wrong_input, lines_of_incidents, new_directory, unused, cut, inert   what commands share
+    to_the_end, wrong_input, lines_of_incidents, new_directory, unused, cut   what commands share
+
+A command that shows runs, besides ``grpo_core.Run``:
+
+    say, complain               print a result, and an error, with control characters escaped
+    inert                       escapes them alone
+    AsJson, Flag                annotations of options
+    RunDirectory                locks the directory of a run
+    Retention                   names the checkpoints that stay
+    planned_steps               returns the number of steps of a whole run
+    headline, progress, SHARES  choose the metric that stands for a task, and word it
+    THOUGHT_KEYS                keys of a message with its thoughts
 
 ``examples/custom_engine.py`` is a complete engine.  Check yours with ``grpo-core check ./file.py:MyEngine``.
 """
@@ -79,6 +90,8 @@ if TYPE_CHECKING:
     from grpo_core.app.rejudging import look_up as look_up
     from grpo_core.app.run import lines_of_incidents as lines_of_incidents
     from grpo_core.app.tasks import Tasks as Tasks
+    from grpo_core.complaints import complain as complain
+    from grpo_core.complaints import say as say
     from grpo_core.config import Config as Config
     from grpo_core.config import EngineConfig as EngineConfig
     from grpo_core.config import EnvironmentConfig as EnvironmentConfig
@@ -112,10 +125,14 @@ if TYPE_CHECKING:
     from grpo_core.inert import inert as inert
     from grpo_core.interpreters import from_here as from_here
     from grpo_core.interpreters import variables_of as variables_of
+    from grpo_core.loop.metrics import headline as headline
+    from grpo_core.loop.retention import Retention as Retention
     from grpo_core.loss import needs_of as needs_of
     from grpo_core.planes import RemotePlane as RemotePlane
     from grpo_core.plugins.host import PluginHost as PluginHost
     from grpo_core.plugins.offers import Offer as Offer
+    from grpo_core.plugins.options import AsJson as AsJson
+    from grpo_core.plugins.options import Flag as Flag
     from grpo_core.plugins.selection import PluginSelection as PluginSelection
     from grpo_core.processes import Call as Call
     from grpo_core.processes import Child as Child
@@ -127,6 +144,9 @@ if TYPE_CHECKING:
     from grpo_core.reporting.stored import as_json as as_json
     from grpo_core.reporting.stored import groups_in as groups_in
     from grpo_core.reporting.stored import prompts_in as prompts_in
+    from grpo_core.run_directory import RunDirectory as RunDirectory
+    from grpo_core.run_directory import planned_steps as planned_steps
+    from grpo_core.thoughts import THOUGHT_KEYS as THOUGHT_KEYS
     from grpo_core.tokens import TokenReader as TokenReader
     from grpo_core.tokens import fetched as fetched
     from grpo_core.tool_calls import assistant_message as assistant_message
@@ -134,6 +154,8 @@ if TYPE_CHECKING:
     from grpo_core.training.process import RankProcess as RankProcess
     from grpo_core.typed import Count as Count
     from grpo_core.typed import checked as checked
+    from grpo_core.validation.results import SHARES as SHARES
+    from grpo_core.validation.results import progress as progress
     from grpo_core.weights import COLLECTIVE as COLLECTIVE
     from grpo_core.weights.copies import Copies as Copies
     from grpo_core.weights.copies import WeightsLease as WeightsLease

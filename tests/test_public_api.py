@@ -81,6 +81,10 @@ SEAMS = {
     "plugins/grpo-plugin-ray/tests/test_cluster.py",
     "plugins/grpo-plugin-ray/tests/test_ray_plane.py",
     "plugins/grpo-plugin-ray/tests/test_ray_trainer.py",
+    *(
+        f"plugins/grpo-plugin-report/tests/test_{name}.py"
+        for name in ("compared_runs", "report", "report_browser", "runs", "watch")
+    ),
     "plugins/grpo-plugin-transferqueue/tests/test_transferqueue.py",
     "plugins/grpo-plugin-vllm/tests/test_http.py",
 }

@@ -39,24 +39,6 @@ def grpo_commands() -> Mapping[str, Command]:
         "completion": Command(
             "grpo_core.cli:completion", help="Print the completion of commands and options for a shell."
         ),
-        "report": Command(
-            "grpo_core.cli_finished:report",
-            help="Write report.html for a finished, running or killed run, or one page that compares "
-            "several runs.",
-        ),
-        "watch": Command(
-            "grpo_core.cli_finished:watch",
-            help="Show the report of a run in a browser while the run goes on.",
-        ),
-        "explain": Command(
-            "grpo_core.explain.command:explain",
-            help="Say what is wrong with a run: the likeliest causes, each with its evidence and a fix.",
-        ),
-        "runs": Command(
-            "grpo_core.commands.runs:runs",
-            help="List the runs of a directory, compare them, free their disk, or write their metrics as "
-            "CSV.",
-        ),
         "try": Command(
             "grpo_core.cli_authors:try_",
             help="Play against an environment in the terminal, or let a model play and show all that "

@@ -20,9 +20,9 @@ from grpo_core.errors import ConfigError
 from grpo_core.inert import inert
 from grpo_core.interrupts import INTERRUPTED
 from grpo_core.loop.endings import GOAL_REACHED
+from grpo_core.plugins.hints import install_command
 from grpo_core.plugins.host import PluginHost
-from grpo_core.reporting import comparison
-from grpo_core.reporting.report import write as write_report
+from grpo_core.reporting.selection import REPORT
 from grpo_core.reporting.verification import verified
 from grpo_core.run_directory import RunDirectory
 from grpo_core.validation.results import progress, table
@@ -97,6 +97,9 @@ def train(
     with to_a_reader():
         if start.config.trainer.profile and over is None:
             tell(profile.told(directory.profile, start.config.trainer.profile))
+        if REPORT in start.config.tracking.trackers and not start.host.offers("tracker", REPORT):
+            page = install_command("tracker", REPORT)
+            tell(f"its page: {page}, then grpo-core report {directory.path}")
         tell(_summary(outcome, again))
     return INTERRUPTED if outcome.reason == "interrupted" else 0
 
@@ -164,21 +167,6 @@ def verify(*, directory: Path) -> int:
     found = verified(directory)
     say(str(found))
     return 1 if found.findings else 0
-
-
-def report(*, directories: Sequence[Path], output: Path | None) -> int:
-    """Run ``grpo-core report``; return the exit status."""
-    if len(directories) > 1 and output is None:
-        raise ConfigError(
-            "report: several runs need --output and the name of their page, as --output compared.html"
-        )
-    if len(directories) > 1 and output is not None:
-        page = comparison.write(directories, output)
-    else:
-        RunDirectory.existing(directories[0])
-        page = write_report(directories[0], output)
-    say(str(page))
-    return 0
 
 
 def configured(

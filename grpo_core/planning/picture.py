@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
+from math import floor, log10
 from pathlib import Path
 
 from attrs import define, field
@@ -16,7 +17,6 @@ from grpo_core.inert import inert
 from grpo_core.planning.forecast import WARM_UP
 from grpo_core.planning.moments import Moments
 from grpo_core.planning.tables import Row, best
-from grpo_core.reporting.charts import label, ticks
 
 WIDTH = 560
 """Width of the picture, in its own units."""
@@ -105,13 +105,15 @@ class _Sheet:
 
     def axis(self, most: float, scale: float, top: float) -> None:
         """Draw lines at round seconds from a place down to here, and write the seconds below them."""
-        for tick in ticks(0.0, most, 6):
+        power = 10.0 ** floor(log10(max(most, 1e-9) / 6))
+        each = next(m * power for m in (1, 2, 5, 10) if m * power >= most / 6)
+        for tick in (place * each for place in range(int(most / each) + 2)):
             x = LEFT + tick * scale
             if x > WIDTH - RIGHT + 0.5:
                 continue
             self.parts.insert(0, f'<path class="grid" d="M{x:.1f} {top:.1f}V{self.y:.1f}"/>')
             unit = " s" if not tick else ""
-            self.text(x, label(tick) + unit, "small", below=14, anchor="start" if not tick else "middle")
+            self.text(x, f"{tick:g}{unit}", "small", below=14, anchor="start" if not tick else "middle")
         self.y += 24
 
     def svg(self, title: str) -> str:

@@ -55,7 +55,6 @@ def grpo_trackers() -> Mapping[str, str]:
     return {
         "files": "grpo_core.reporting.files:FilesTracker",
         "terminal": "grpo_core.reporting.terminal:TerminalTracker",
-        "report": "grpo_core.reporting.report:ReportTracker",
     }
 
 

@@ -32,6 +32,7 @@ INSTALL: Mapping[tuple[Kind, str], str] = {
     ("sampler", "learnable"): "pip install grpo-plugin-curriculum",
     ("sampler", "learnable_prompts"): "pip install grpo-plugin-curriculum",
     ("sampler", "schedule"): "pip install grpo-plugin-curriculum",
+    ("tracker", "report"): "pip install grpo-plugin-report",
     ("tracker", "openmetrics"): "pip install 'grpo-plugin-trackers[openmetrics]'",
     ("tracker", "tensorboard"): "pip install 'grpo-plugin-trackers[tensorboard]'",
     ("tracker", "wandb"): "pip install 'grpo-plugin-trackers[wandb]'",

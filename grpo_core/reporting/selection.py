@@ -11,13 +11,22 @@ from grpo_core.protocols import Tracker
 from grpo_core.records import RunInfo
 
 
+REPORT = "report"
+"""A tracker that is selected by default, and that a plugin offers."""
+
+
+def selected(config: TrackingConfig, host: PluginHost) -> list[str]:
+    """Return the names of the selected trackers, without ``REPORT`` where no plugin offers it."""
+    return [name for name in config.trackers if name != REPORT or host.offers("tracker", name)]
+
+
 def check_trackers(config: TrackingConfig, host: PluginHost) -> None:
     """Check names and options without making a tracker.
 
     Raises ConfigError if a tracker is not installed, is selected twice, or has no such option, and for
     options of a tracker that is not selected.
     """
-    for name in config.trackers:
+    for name in selected(config, host):
         if config.trackers.count(name) > 1:
             raise ConfigError(f"tracking.trackers: {name!r} is there twice")
         try:
@@ -42,7 +51,7 @@ def make_trackers(
     """
     made: dict[str, Tracker] = {}
     try:
-        for name in config.trackers:
+        for name in selected(config, host):
             tracker = host.make("tracker", name, run(name), **config.options.get(name, {}))
             if not isinstance(tracker, Tracker):
                 raise PluginError(

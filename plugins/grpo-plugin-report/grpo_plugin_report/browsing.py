@@ -17,11 +17,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from attrs import define, field
 
-from grpo_core.api.run import Run
-from grpo_core.inert import inert
-from grpo_core.reporting.stored import TOKENS
-from grpo_core.run_directory import ROLLOUTS, VALIDATION
-from grpo_core.thoughts import THOUGHT_KEYS
+from grpo_core import Run
+from grpo_core.kit import THOUGHT_KEYS, inert
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,7 +28,7 @@ Row = Mapping[str, Any]
 _Sized = tuple[dict[str, Any], list[int], int]
 """A group of the page, the places of its rollouts in their file, and its size in bytes."""
 
-MOST_FILES = {ROLLOUTS: 200, VALIDATION: 50}
+MOST_FILES = {"rollouts": 200, "validation": 50}
 """Number of steps, and of validations, whose rollouts are read."""
 MOST_BYTES = 16_000_000
 """Number of bytes of files of texts that are read; fewer steps are read if theirs are larger."""
@@ -109,8 +106,8 @@ def select(
         runs: number of runs that share the page.
     """
     folders = {
-        ROLLOUTS: [*run.texts().items()],
-        VALIDATION: [*run.texts(validation=True).items()],
+        "rollouts": [*run.texts().items()],
+        "validation": [*run.texts(validation=True).items()],
     }
     found = Selection(of_files=sum(map(len, folders.values())), pieces=pieces or Pieces())
     chosen = [
@@ -135,7 +132,7 @@ def _add_tokens(
 ) -> int:
     """Give rollouts their tokens while there is room, or say why not; return the number of bytes."""
     used = 0
-    name = texts.partition(".")[0] + TOKENS
+    name = texts.partition(".")[0] + ".safetensors"
     try:
         stored, why = _StoredTokens.read(run.path / name), "none"
     except ValueError:
@@ -230,7 +227,7 @@ def _group(row: Row, folder: str, step: int, number: int) -> dict[str, Any]:
     count = row.get("prompt_messages")
     messages = _messages(row)
     return {
-        "set": "validation" if folder == VALIDATION else "training",
+        "set": "validation" if folder == "validation" else "training",
         "step": step,
         "group": number,
         "task": _short(row.get("task")),
@@ -432,8 +429,6 @@ class _StoredTokens:
         import numpy as np
         from safetensors import SafetensorError
 
-        from grpo_core.tokens import NOT_SAMPLED
-
         if self._window.begin <= begin and end <= self._window.end:
             return self._window
         end = max(end, min(begin + WINDOW, self._offsets[-1]))
@@ -442,7 +437,7 @@ class _StoredTokens:
                 self._file.get_slice(name)[begin:end] for name in ("ids", "logprobs", "versions")
             )
             told = "sampled" in self._names
-            sampled = self._file.get_slice("sampled")[begin:end] if told else versions != NOT_SAMPLED
+            sampled = self._file.get_slice("sampled")[begin:end] if told else versions >= 0
         except SafetensorError as error:
             raise ValueError(str(error)) from error
         logprobs = np.nan_to_num(-1000.0 * logprobs, nan=65535, posinf=65535, neginf=0)

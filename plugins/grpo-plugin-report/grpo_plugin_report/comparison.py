@@ -12,13 +12,12 @@ from typing import Any
 
 from attrs import frozen
 
-from grpo_core.errors import ConfigError
-from grpo_core.explain.causes import Finding
-from grpo_core.reporting import arms, browsing, overlay
-from grpo_core.reporting.arms import Arm
-from grpo_core.reporting.pages import check_output, rendered, replace_output
-from grpo_core.reporting.report import Files, browse, causes, state
-from grpo_core.run_directory import RunDirectory
+from grpo_core import ConfigError, Run
+from grpo_plugin_report import arms, browsing, overlay
+from grpo_plugin_report.arms import Arm
+from grpo_plugin_report.explain.causes import Finding
+from grpo_plugin_report.pages import check_output, rendered, replace_output
+from grpo_plugin_report.report import Files, browse, causes, state
 
 MOST_RUNS = 26
 """Number of runs of a page; an arm has a letter of the alphabet."""
@@ -54,7 +53,7 @@ def read(paths: Sequence[Path]) -> list[Files]:
     if len(paths) > MOST_RUNS:
         raise ConfigError(f"report: {len(paths)} runs; a page has room for {MOST_RUNS}")
     for path in paths:
-        RunDirectory.existing(path)
+        Run(path)
     for one, other in combinations(paths, 2):
         if one.resolve() == other.resolve():
             raise ConfigError(f"report: {one} and {other} are the same run; give each run once")

@@ -8,9 +8,8 @@ from typing import Any
 
 from attrs import frozen
 
-from grpo_core.loop.metrics import headline
-from grpo_core.reporting.charts import Chart, Point, Series, chart, smoothed
-from grpo_core.validation.results import SHARES
+from grpo_core.kit import SHARES, headline
+from grpo_plugin_report.charts import Chart, Point, Series, chart, smoothed
 
 Row = Mapping[str, Any]
 """A line of ``metrics.jsonl``."""

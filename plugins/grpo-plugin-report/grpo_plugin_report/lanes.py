@@ -13,8 +13,8 @@ from typing import Any
 
 from attrs import define, field, frozen
 
-from grpo_core.events import LOOP
-
+LOOP = "loop"
+"""The lane of the loop itself."""
 WIDTH, HEIGHT = 1000, 20
 """Size of the view of a lane, in its own units."""
 COLUMNS = 250

@@ -8,11 +8,10 @@ from typing import Any
 
 from attrs import field, frozen
 
-from grpo_core.loop.metrics import headline
-from grpo_core.reporting.arms import Arm, Estimate, difference, estimate
-from grpo_core.reporting.charts import LARGEST, Chart, Point, Series, chart
-from grpo_core.reporting.curves import RECENT, Row, mean_over_groups, points
-from grpo_core.validation.results import SHARES
+from grpo_core.kit import SHARES, headline
+from grpo_plugin_report.arms import Arm, Estimate, difference, estimate
+from grpo_plugin_report.charts import LARGEST, Chart, Point, Series, chart
+from grpo_plugin_report.curves import RECENT, Row, mean_over_groups, points
 
 PARTS = 60
 """Largest number of points of a curve over the steps; each is the mean of a part of them."""

@@ -12,10 +12,10 @@ from base64 import b64encode
 from pathlib import Path
 from typing import Any
 
-from grpo_core.errors import ConfigError
-from grpo_core.inert import inert
-from grpo_core.reporting.charts import readings
-from grpo_core.reporting.curves import Task
+from grpo_core import ConfigError
+from grpo_core.kit import inert
+from grpo_plugin_report.charts import readings
+from grpo_plugin_report.curves import Task
 
 GENERATOR = '<meta name="generator" content="grpo-core report">'
 """The beginning of a page contains it."""
@@ -26,7 +26,7 @@ def rendered(template: str, **values: Any) -> str:
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
 
-    loader = PackageLoader("grpo_core.reporting")
+    loader = PackageLoader("grpo_plugin_report")
     environment = Environment(
         loader=loader,
         autoescape=True,

@@ -15,16 +15,14 @@ from typing import Any
 
 from attrs import define, field, frozen
 
-from grpo_core.api.run import Run
-from grpo_core.errors import ConfigError, describe
-from grpo_core.explain.causes import Finding
-from grpo_core.explain.decisions import explained
-from grpo_core.explain.facts import Facts
-from grpo_core.protocols import Tracker
-from grpo_core.records import RunInfo
-from grpo_core.reporting import browsing, lanes
-from grpo_core.reporting.curves import Task, charts, tasks_of
-from grpo_core.reporting.pages import (
+from grpo_core import ConfigError, Run, RunInfo, Tracker
+from grpo_core.kit import planned_steps, say
+from grpo_plugin_report import browsing, lanes
+from grpo_plugin_report.curves import Task, charts, tasks_of
+from grpo_plugin_report.explain.causes import Finding
+from grpo_plugin_report.explain.decisions import explained
+from grpo_plugin_report.explain.facts import Facts
+from grpo_plugin_report.pages import (
     check_output,
     is_number,
     lacking,
@@ -35,7 +33,6 @@ from grpo_core.reporting.pages import (
     replace_output,
     result,
 )
-from grpo_core.run_directory import CONFIG, planned_steps
 
 REPORT = "report.html"
 TOLD = ("RunStarted", "RunEnded", "WarningRaised", "ErrorRaised", "PromptSkipped")
@@ -150,9 +147,37 @@ class ReportTracker(Tracker):
         try:
             write(self._directory)
         except (ConfigError, OSError) as error:
-            log.warning("%s: no report could be written: %s", self._directory, describe(error))
+            log.warning("%s: no report could be written: %s", self._directory, error)
         except Exception:
             log.warning("%s: no report could be made", self._directory, exc_info=True)
+
+
+def report(runs: list[Path], /, *, output: Path | None = None) -> int:
+    """Write report.html for a finished, running or killed run, or one page that compares several runs.
+
+    The page of several runs draws their curves over one another, and shows their results, their settings and
+    their rollouts side by side.  Runs that differ in nothing but their seed are shown as a mean with an
+    interval of 95%.
+
+    Parameters
+    ----------
+    runs
+        Directories of the runs.
+    output
+        File of the page.  Several runs need it; default for one: RUN/report.html.
+    """
+    if len(runs) == 1:
+        page = write(runs[0], output)
+    elif output is None:
+        raise ConfigError(
+            "report: several runs need --output and the name of their page, as --output compared.html"
+        )
+    else:
+        from grpo_plugin_report import comparison
+
+        page = comparison.write(runs, output)
+    say(str(page))
+    return 0
 
 
 def write(path: Path, output: Path | None = None) -> Path:
@@ -211,7 +236,7 @@ def render(files: Files) -> str:
         stages=lanes.stages(spans)[:MOST_STAGES],
         browser=Markup(browsing.as_script([selection])) if selection.groups else "",
         rule=selection.rule(),
-        config=(files.run.path / CONFIG).read_text(encoding="utf-8", errors="replace"),
+        config=(files.run.path / "config.toml").read_text(encoding="utf-8", errors="replace"),
     )
 
 

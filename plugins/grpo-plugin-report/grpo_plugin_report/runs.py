@@ -20,20 +20,21 @@ from typing import Any
 from attrs import field, frozen
 from cyclopts import App
 
-from grpo_core.api.run import Run
-from grpo_core.app.launch import RUNS
-from grpo_core.app.resume import differences, shown
-from grpo_core.complaints import complain, say
-from grpo_core.config import read_toml
-from grpo_core.errors import ConfigError
-from grpo_core.loop import checkpoint
-from grpo_core.loop.metrics import headline
-from grpo_core.loop.retention import Retention
-from grpo_core.plugins.options import AsJson, Flag
-from grpo_core.run_directory import CONFIG, RunDirectory, metrics_rows, planned_steps
-from grpo_core.validation import results
+from grpo_core import ConfigError, Run
+from grpo_core.kit import (
+    AsJson,
+    Flag,
+    Retention,
+    RunDirectory,
+    complain,
+    headline,
+    planned_steps,
+    progress,
+    say,
+)
+from grpo_plugin_report import arms
 
-METRICS = "metrics.jsonl"
+RUNS, CONFIG = Path("runs"), "config.toml"
 
 
 @frozen(kw_only=True)
@@ -101,13 +102,12 @@ def compare(directories: list[Path], /) -> int:
     """
     if len(directories) < 2:
         raise ConfigError("runs compare: expected the directories of two or more runs")
-    found = [summary(RunDirectory.existing(path).path) for path in directories]
-    first, *others = found
-    keys = {key: None for other in others for key, _, _ in differences(first.config, other.config)}
+    found = [summary(path) for path in directories]
+    settings = arms.differing([each.config for each in found])
     tasks = dict.fromkeys(task for each in found for task in each.scores)
     rows: dict[str, list[str]] = {
         "": [str(each.path) for each in found],
-        **{key: [_cut(shown(_value(each.config, key))) for each in found] for key in keys},
+        **{key: [arms.cut(value) for value in values] for key, values in settings},
         "state": [each.state for each in found],
         "steps": [_steps(each) for each in found],
         "seconds a step": ["" if each.seconds is None else f"{each.seconds:.3g}" for each in found],
@@ -175,18 +175,16 @@ def export(directory: Path, /, *, output: Path | None = None) -> int:
     output
         File that is written.  Default: standard output.
     """
-    path = RunDirectory.existing(directory).path
-    names: dict[str, None] = {}
-    for row in metrics_rows(path / METRICS):
-        names.update(dict.fromkeys(["step", *row]))
+    rows = Run(directory).metrics()
+    names = dict.fromkeys(name for row in rows for name in ["step", *row])
     if not names:
-        raise ConfigError(f"{path}: has no metrics, so there is nothing to export")
+        raise ConfigError(f"{directory}: has no metrics, so there is nothing to export")
     if output is None:
-        _write_csv(sys.stdout, names, metrics_rows(path / METRICS))
+        _write_csv(sys.stdout, names, rows)
         return 0
     try:
         with output.open("x", encoding="utf-8", newline="") as file:
-            _write_csv(file, names, metrics_rows(path / METRICS))
+            _write_csv(file, names, rows)
     except FileExistsError:
         raise ConfigError(f"--output {output}: exists; give another name") from None
     except OSError as error:
@@ -251,12 +249,11 @@ def _runs(directories: Iterable[Path]) -> Iterator[Path]:
 
 def _unwanted(run: RunDirectory, keep: int) -> list[Path]:
     """Return the checkpoints that are neither among the newest, nor the best, nor those that always stay."""
-    complete = checkpoint.complete_names(run.checkpoints)
-    chosen = read_toml(run.path / CONFIG).get("checkpoint", {})
-    steps = {step for step, _ in complete}
+    its = Run(run.path)
+    steps, chosen = its.checkpoints, its.config.get("checkpoint", {})
     last, every, best = max(steps, default=0), chosen.get("keep_every", 0), chosen.get("best", "")
     spared = Retention(run.checkpoints, every=every, best=best, step=last).spared(steps)
-    return [path for step, path in complete[:-keep] if step not in spared]
+    return [path for step, path in [*steps.items()][:-keep] if step not in spared]
 
 
 # ---------------------------------------------------------------------------------- showing
@@ -291,18 +288,7 @@ def _learnt(each: Summary) -> str:
 def _score(each: Summary, task: str) -> str:
     if task not in each.scores:
         return ""
-    return results.progress(*each.scores[task])
-
-
-def _value(config: Mapping[str, Any], key: str) -> Any:
-    value: Any = config
-    for name in key.split("."):
-        value = value.get(name) if isinstance(value, Mapping) else None
-    return value
-
-
-def _cut(text: str, length: int = 40) -> str:
-    return text if len(text) <= length else f"{text[: length - 1]}…"
+    return progress(*each.scores[task])
 
 
 def _nbytes(directory: Path) -> int:

@@ -9,17 +9,18 @@ from __future__ import annotations
 import asyncio
 import hmac
 import secrets
+import signal
 from pathlib import Path
 
 from aiohttp import web
 
-from grpo_core.complaints import say
-from grpo_core.errors import ConfigError
-from grpo_core.interrupts import received
-from grpo_core.reporting.report import Files, render
-from grpo_core.run_directory import RunDirectory
+from grpo_core import ConfigError, Run
+from grpo_core.kit import say
+from grpo_plugin_report.report import Files, render
 
 HOST = "127.0.0.1"
+INTERRUPTED = 130
+"""Exit status after ctrl-C."""
 REFRESH = 15
 """Seconds after which a browser asks for the page again while the run goes on."""
 CLOSING = 1.0
@@ -33,7 +34,7 @@ HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Con
 class Page:
     """The report of a run, which is made again if the run has changed."""
 
-    def __init__(self, run: RunDirectory) -> None:
+    def __init__(self, run: Run) -> None:
         self.run = run
         self._seen: tuple[tuple[int, int], ...] | None = None
         self._html = ""
@@ -99,18 +100,36 @@ class WatchServer:
             await self._runner.cleanup()
 
 
-async def watch(directory: Path, *, port: int, refresh: int) -> None:
-    """Serve the report of a run until a signal comes."""
-    run = RunDirectory.existing(directory)
+def watch(directory: Path, /, *, port: int = 0, refresh: int = REFRESH) -> int:
+    """Show the report of a run in a browser while the run goes on.
+
+    The page is served on the loopback address, until ctrl-C.
+
+    Parameters
+    ----------
+    directory
+        Directory of the run.
+    port
+        Port of the page.  0 chooses a free port.
+    refresh
+        Seconds after which the page is loaded again while the run goes on.  0 turns that off.
+    """
+    run = Run(directory)
     if refresh < 0:
         raise ConfigError(f"--refresh is {refresh}; expected a number of seconds, or 0 for never")
     if not 0 <= port < 2**16:
         raise ConfigError(f"--port is {port}; expected a number from 0 to 65535")
-    server = WatchServer(Page(run), port=port, refresh=refresh)
-    say(f"{await server.start()}\nthe report of {directory}; ctrl-C ends this, and not the run")
+    asyncio.run(_serve(WatchServer(Page(run), port=port, refresh=refresh), directory))
+    return INTERRUPTED
+
+
+async def _serve(server: WatchServer, directory: Path) -> None:
+    """Serve a page until a signal comes."""
     ended, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, ended.set)
+    say(f"{await server.start()}\nthe report of {directory}; ctrl-C ends this, and not the run")
     try:
-        with received(lambda name: loop.call_soon_threadsafe(ended.set)):
-            await ended.wait()
+        await ended.wait()
     finally:
         await server.aclose()

@@ -14,16 +14,14 @@ import pytest
 import recording
 import webdriver
 
+from grpo_core import ConfigError, Group, Prompt, Rollout, Segment, Tokens
 from grpo_core.cli import make_app
 from grpo_core.config import Config, TaskConfig, TrackingConfig, TrainerConfig
-from grpo_core.errors import ConfigError
 from grpo_core.events import GroupsReady, RunEnded, StepEnded, Validated, ValidationPlayed
-from grpo_core.records import Group, Prompt, Rollout, Segment
-from grpo_core.reporting import arms, browsing, comparison, overlay
-from grpo_core.reporting.charts import MARK_HEIGHT, Series, chart
-from grpo_core.reporting.overlay import Overlay, Run
-from grpo_core.reporting.report import Files
-from grpo_core.tokens import Tokens
+from grpo_plugin_report import arms, browsing, comparison, overlay
+from grpo_plugin_report.charts import MARK_HEIGHT, Series, chart
+from grpo_plugin_report.overlay import Overlay, Run
+from grpo_plugin_report.report import Files
 
 HOSTILE = '{{ 7*7 }}</script><script>window.hurt=1</script><img src=x onerror="window.hurt=2">&amp;\u202e'
 
@@ -274,7 +272,7 @@ def test_a_step_with_few_groups_of_a_task_counts_for_few_in_the_mean_of_a_run():
 
 def _arms_and_runs(*paths):
     files = [Files.read(path) for path in paths]
-    runs = [Run(name=each.path.name, steps=each.steps, validations=each.validations) for each in files]
+    runs = [Run(name=each.run.path.name, steps=each.steps, validations=each.validations) for each in files]
     return arms.grouped([[each.table] for each in files], [each.name for each in runs]), runs
 
 

@@ -10,8 +10,8 @@ import webdriver
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_core.reporting import lanes, report
-from grpo_core.reporting.lanes import Clock, Span, views
+from grpo_plugin_report import lanes, report
+from grpo_plugin_report.lanes import Clock, Span, views
 
 
 def span(lane, what, begin, end, *, step=1, busy=None, life=0):
@@ -119,6 +119,7 @@ def test_lines_that_are_no_spans_are_left_out(line):
 
 @pytest.fixture
 def page(tmp_path):
+    (tmp_path / "config.toml").touch()
     hostile = {"step": 2, "lane": "<script>window.hurt=1</script>", "what": "<b>",
                "begin": 1051.0, "end": 1052.0, "busy": 1.0}  # fmt: skip
     text = "".join(json.dumps(row) + "\n" for row in [*rows(12), hostile])

@@ -12,14 +12,12 @@ import pytest
 import recording
 import webdriver
 
-from grpo_core.commands.watch import Page, WatchServer
+from grpo_core import Group, Prompt, Rollout, Run, Segment, Tokens
 from grpo_core.config import Config, TaskConfig, TrackingConfig
 from grpo_core.demo.tiny import write_tokenizer
 from grpo_core.events import GroupsReady, RunEnded, StepEnded, ValidationPlayed
-from grpo_core.records import Group, Prompt, Rollout, Segment
-from grpo_core.reporting import browsing, report
-from grpo_core.run_directory import RunDirectory
-from grpo_core.tokens import Tokens
+from grpo_plugin_report import browsing, report
+from grpo_plugin_report.watch import Page, WatchServer
 
 HOSTILE = "</script><script>window.hurt=1</script><img src=x onerror='window.hurt=2'><!--\u2028\u202e&amp;"
 MASKED = Tokens(
@@ -188,6 +186,7 @@ def test_a_long_message_loses_its_middle():
      {"prompt_messages": "x", "messages": [{"content": [1, {"text": 2}, {"image": {}}]}]}],
 )  # fmt: skip
 def test_lines_of_any_shape_are_shown_as_far_as_they_can_be(tmp_path, line):
+    (tmp_path / "config.toml").touch()
     (tmp_path / "rollouts").mkdir()
     (tmp_path / "rollouts" / "step-000001.jsonl").write_text(json.dumps(line) + "\n")
     assert len(stored(report.write(tmp_path).read_text())["groups"]) == 1
@@ -315,7 +314,7 @@ class TestReading:
 
     def test_a_watched_page_keeps_what_is_read_when_it_is_loaded_again(self, chromium, page):
         async def main():
-            server = WatchServer(Page(RunDirectory(page)), refresh=0)
+            server = WatchServer(Page(Run(page)), refresh=0)
             url = await server.start()
             try:
                 await asyncio.to_thread(chromium.open, url + "#task=chat&show=t1.1.0")

@@ -14,10 +14,10 @@ from urllib.request import urlopen
 
 import pytest
 
-from grpo_core.commands.watch import Page, WatchServer, watch
+from grpo_core import ConfigError, Run
 from grpo_core.config import build
-from grpo_core.errors import ConfigError
 from grpo_core.run_directory import RunDirectory
+from grpo_plugin_report.watch import Page, WatchServer, watch
 
 GRPO = Path(sys.executable).with_name("grpo-core")
 
@@ -47,7 +47,7 @@ def served(run, story, **options):
     """Run a story with the address and a function that fetches it; return its result."""
 
     async def main():
-        server = WatchServer(Page(run), **options)
+        server = WatchServer(Page(Run(run.path)), **options)
         url = await server.start()
         try:
             return await story(url, lambda url: asyncio.to_thread(fetched, url))
@@ -86,7 +86,7 @@ def test_an_address_without_the_secret_shows_nothing(run):
 
 
 def test_the_page_is_made_once_for_each_change(run, monkeypatch):
-    from grpo_core.commands import watch as module
+    from grpo_plugin_report import watch as module
 
     made, render = [], module.render
     monkeypatch.setattr(module, "render", lambda files: made.append(1) or render(files))
@@ -102,15 +102,15 @@ def test_the_page_is_made_once_for_each_change(run, monkeypatch):
 
 def test_wrong_input_is_named(run, tmp_path):
     with pytest.raises(ConfigError, match="holds no run"):
-        asyncio.run(watch(tmp_path, port=0, refresh=1))
+        watch(tmp_path, port=0, refresh=1)
     with pytest.raises(ConfigError, match="--refresh is -1"):
-        asyncio.run(watch(run.path, port=0, refresh=-1))
+        watch(run.path, port=0, refresh=-1)
     with pytest.raises(ConfigError, match="--port is 70000"):
-        asyncio.run(watch(run.path, port=70000, refresh=1))
+        watch(run.path, port=70000, refresh=1)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"--port {port}: cannot be opened: .*in use"):
-            asyncio.run(watch(run.path, port=port, refresh=1))
+            watch(run.path, port=port, refresh=1)
 
 
 @pytest.mark.long

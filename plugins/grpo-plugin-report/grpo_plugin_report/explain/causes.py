@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from attrs import frozen
 
-from grpo_core.explain.facts import Facts
+from grpo_plugin_report.explain.facts import Facts
 
 
 @frozen(kw_only=True)

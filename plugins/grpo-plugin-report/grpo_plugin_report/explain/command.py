@@ -8,12 +8,11 @@ from pathlib import Path
 
 import attrs
 
-from grpo_core.api.run import Run
-from grpo_core.complaints import complain, say
-from grpo_core.explain.causes import Finding
-from grpo_core.explain.decisions import CAUSES, explained
-from grpo_core.explain.facts import Facts
-from grpo_core.plugins.options import AsJson
+from grpo_core import Run
+from grpo_core.kit import AsJson, complain, say
+from grpo_plugin_report.explain.causes import Finding
+from grpo_plugin_report.explain.decisions import CAUSES, explained
+from grpo_plugin_report.explain.facts import Facts
 
 PAGE = "https://github.com/grpo-core/grpo-core/blob/main/docs/explain.md"
 SHOWN = 3

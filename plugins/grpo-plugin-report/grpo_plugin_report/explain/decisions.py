@@ -6,9 +6,9 @@ changes, then an end that nothing before explains, and last where the time goes:
 
 from __future__ import annotations
 
-from grpo_core.explain import faults, learning, rewards, speed
-from grpo_core.explain.causes import Cause, Finding, cause
-from grpo_core.explain.facts import Facts
+from grpo_plugin_report.explain import faults, learning, rewards, speed
+from grpo_plugin_report.explain.causes import Cause, Finding, cause
+from grpo_plugin_report.explain.facts import Facts
 
 FAILED = "run_failed"
 """The cause that stands for every error which no other cause quotes."""

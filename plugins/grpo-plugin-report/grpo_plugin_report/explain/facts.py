@@ -1,4 +1,4 @@
-"""The facts about a run that its files hold, as the causes of ``grpo_core.explain`` ask for them.
+"""The facts about a run that its files hold, as the causes of ``grpo_plugin_report.explain`` ask for them.
 
 The files are read line by line, and what is kept of a step is a number for each metric: 10,000 steps take
 about 10 MB.  A line that cannot be read is counted and passed over.
@@ -16,9 +16,8 @@ from typing import Any
 
 from attrs import define, field
 
-from grpo_core.api.run import EVENTS, METRICS, TIMELINE, Run
-from grpo_core.errors import ConfigError
-from grpo_core.run_directory import CONFIG, planned_steps
+from grpo_core import ConfigError, Run
+from grpo_core.kit import planned_steps
 
 STARTING = ("start", "first weight sync", "first validation")
 """Stages of the loop before its first step; they count in no share of the time."""
@@ -28,7 +27,7 @@ REASON = 120
 """Number of characters by which messages are told apart."""
 LONGEST = 400
 """Number of characters of a message that are kept."""
-RECORDS = (METRICS, EVENTS, TIMELINE)
+RECORDS = ("metrics.jsonl", "events.jsonl", "timeline.jsonl")
 """Files from which the facts are."""
 WANTED = (
     "Dispatched",
@@ -178,14 +177,16 @@ class Facts:
     def read(cls, run: Run) -> Facts:
         """Read the files of a run.  Raises ConfigError if there is nothing but its configuration."""
         facts = cls(path=run.path, running=run.is_running, config=run.config)
-        for row in run.rows(METRICS):
+        for row in run.rows(RECORDS[0]):
             facts._take_metrics(row)
         for row in run.events(*WANTED):
             facts._take_event(row)
         for row in run.timeline():
             facts._take_span(row)
         facts.missing = [name for name in RECORDS if not (run.path / name).is_file()]
-        facts.damaged = {name: len(run.damaged[name]) for name in (CONFIG, *RECORDS) if name in run.damaged}
+        facts.damaged = {
+            name: len(run.damaged[name]) for name in ("config.toml", *RECORDS) if name in run.damaged
+        }
         if not facts.series and not facts.started and facts.error is None:
             raise ConfigError(
                 f"{run.path}: says nothing about a run: {' and '.join(facts.missing) or 'its other files'} "

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from grpo_core.explain.causes import Evidence, named, percent
-from grpo_core.explain.facts import Facts, Messages
-from grpo_core.run_directory import lost
+from grpo_plugin_report.explain.causes import Evidence, named, percent
+from grpo_plugin_report.explain.facts import Facts, Messages
 
 SOME = 3
 """Number of incidents below which a run has survived chance."""
@@ -20,7 +19,9 @@ def _kept(facts: Facts) -> str:
     """Return what is left of the work of a run that has ended."""
     steps, seconds = facts.lost
     newest = f"the newest checkpoint is of step {facts.saved}" if facts.saved else "there is no checkpoint"
-    return f"{_progress(facts)}; {newest}{f': {lost(steps, seconds)}' if steps else ''}"
+    time = f"{seconds / 60:.0f} minutes" if seconds >= 120.0 else f"{seconds:.0f} s"
+    lost = f": {steps} {'step is' if steps == 1 else 'steps are'} lost ({time})" if steps else ""
+    return f"{_progress(facts)}; {newest}{lost}"
 
 
 def _moment(seconds: float) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from grpo_core.explain.causes import Evidence, moved, named, percent
-from grpo_core.explain.facts import Facts
+from grpo_plugin_report.explain.causes import Evidence, moved, named, percent
+from grpo_plugin_report.explain.facts import Facts
 
 ENOUGH = 5
 """Number of steps without which nothing is said about learning."""

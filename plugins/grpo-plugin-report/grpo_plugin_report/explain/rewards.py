@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from statistics import fmean
 
-from grpo_core.explain.causes import Evidence, moved, named, percent
-from grpo_core.explain.facts import Facts, Series
+from grpo_plugin_report.explain.causes import Evidence, moved, named, percent
+from grpo_plugin_report.explain.facts import Facts, Series
 
 EQUAL = 0.95
 """Share of groups with equal rewards from which a task has no signal."""

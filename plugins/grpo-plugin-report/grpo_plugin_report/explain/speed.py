@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from grpo_core.explain.causes import Evidence, named, percent
-from grpo_core.explain.facts import Facts
+from grpo_plugin_report.explain.causes import Evidence, named, percent
+from grpo_plugin_report.explain.facts import Facts
 
 FASTER_SYNC = (
     "choose a faster engine.transport (cuda_ipc on one machine, collective between machines), or train "
