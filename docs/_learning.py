@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from grpo_core.reporting.charts import HEIGHT, Chart, Series, chart
+from grpo_plugin_report.charts import HEIGHT, Chart, Series, chart
 
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS))

@@ -17,7 +17,7 @@ from html import escape
 from pathlib import Path
 from statistics import fmean
 
-from grpo_core.reporting.charts import HEIGHT, WIDTH, Chart, Series, chart
+from grpo_plugin_report.charts import HEIGHT, WIDTH, Chart, Series, chart
 
 DOCS = Path(__file__).parent
 EXAMPLES = DOCS.parent / "examples"

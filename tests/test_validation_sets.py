@@ -22,13 +22,13 @@ from grpo_core.loop.laws import Laws, Terms
 from grpo_core.loop.retention import Retention
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Prompt
-from grpo_core.reporting.curves import tasks_of
-from grpo_core.reporting.report import Files, validation_samples
 from grpo_core.reporting.stored import stored_rollouts
 from grpo_core.reporting.verification import verified
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, run
 from grpo_core.validation.sets import HeldOut
 from grpo_core.versions import Interval
+from grpo_plugin_report.curves import tasks_of
+from grpo_plugin_report.report import Files, validation_samples
 
 GRPO = Path(sys.executable).with_name("grpo-core")
 SORT = {"tasks": {"sort": {"env": "math:sort"}}}

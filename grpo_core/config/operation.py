@@ -42,7 +42,8 @@ class TrackingConfig:
 
     trackers: list[str] = field(factory=lambda: ["files", "terminal", "report"])
     """Names of the trackers. `files` writes `metrics.jsonl`, `events.jsonl`, `rollouts/` and
-    `validation/`; without it the run leaves no report and cannot be verified."""
+    `validation/`; without it the run leaves no report and cannot be verified. `report` is left out where
+    grpo-plugin-report is not installed."""
     options: dict[str, dict[str, Any]] = field(factory=dict)
     """Options by tracker; they are written as tables `[tracking.NAME]`, without the word `options`."""
 

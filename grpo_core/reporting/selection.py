@@ -10,7 +10,6 @@ from grpo_core.plugins.host import PluginHost
 from grpo_core.protocols import Tracker
 from grpo_core.records import RunInfo
 
-
 REPORT = "report"
 """A tracker that is selected by default, and that a plugin offers."""
 

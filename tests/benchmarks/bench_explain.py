@@ -25,8 +25,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from simulation.broken import BREAKS, write
 
-from grpo_core.explain.decisions import explained
-from grpo_core.explain.facts import Facts
+from grpo_core import Run
+from grpo_plugin_report.explain.decisions import explained
+from grpo_plugin_report.explain.facts import Facts
 
 HELD_OUT = 20_000
 """The first held-out seed."""
@@ -42,7 +43,7 @@ def diagnose(job: tuple[str, int]) -> tuple[str, list[str], float]:
     try:
         write(scratch / "run", cause, seed)
         began = time.perf_counter()
-        found = [finding.cause for finding in explained(Facts.read(scratch / "run"))]
+        found = [finding.cause for finding in explained(Facts.read(Run(scratch / "run", strict=False)))]
         return cause, found, time.perf_counter() - began
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

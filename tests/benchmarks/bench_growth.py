@@ -88,7 +88,7 @@ PROGRAM = """
 import resource, sys, time
 from pathlib import Path
 from grpo_core.reporting.verification import verified
-from grpo_core.reporting.report import write
+from grpo_plugin_report.report import write
 from grpo_core.reporting.files import FilesTracker
 from grpo_core.records import RunInfo
 command, run, cut = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])

@@ -41,7 +41,7 @@ WORDS = "the sum of both sides is therefore at most n so we may assume that it h
 PROGRAM = """
 import resource, sys, time
 from pathlib import Path
-from grpo_core.reporting import comparison, report
+from grpo_plugin_report import comparison, report
 output, *runs = map(Path, sys.argv[1:])
 began = time.perf_counter()
 comparison.write(runs, output) if len(runs) > 1 else report.write(*runs, output)

@@ -22,7 +22,7 @@ from typing import Any
 
 from jinja2 import Environment
 
-from grpo_core.reporting.charts import Chart, Series, chart
+from grpo_plugin_report.charts import Chart, Series, chart
 
 TARGET, STEPS, EVERY = 0.6, 200, 10
 SETTINGS: Mapping[str, str] = {

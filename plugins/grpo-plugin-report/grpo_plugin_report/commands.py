@@ -11,7 +11,7 @@ from grpo_core import Command, hookimpl
 def grpo_commands() -> Mapping[str, Command]:
     return {
         "report": Command(
-            "grpo_plugin_report.report:report",
+            "grpo_plugin_report.comparison:report",
             help="Write report.html for a finished, running or killed run, or one page that compares "
             "several runs.",
         ),

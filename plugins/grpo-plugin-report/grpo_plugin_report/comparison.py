@@ -1,4 +1,4 @@
-"""Several runs on one page: their curves over one another, their results and settings, and their rollouts.
+"""The command ``report``; several runs on one page: curves, results, settings and rollouts side by side.
 
 Runs that differ in nothing but their seed are one arm, which is shown as a mean with an interval.
 """
@@ -13,11 +13,13 @@ from typing import Any
 from attrs import frozen
 
 from grpo_core import ConfigError, Run
+from grpo_core.kit import say
 from grpo_plugin_report import arms, browsing, overlay
 from grpo_plugin_report.arms import Arm
 from grpo_plugin_report.explain.causes import Finding
 from grpo_plugin_report.pages import check_output, rendered, replace_output
 from grpo_plugin_report.report import Files, browse, causes, state
+from grpo_plugin_report.report import write as write_one
 
 MOST_RUNS = 26
 """Number of runs of a page; an arm has a letter of the alphabet."""
@@ -37,6 +39,32 @@ class Member:
     step: int
     cause: Finding | None
     """The first cause that ``grpo-core explain`` names."""
+
+
+def report(runs: list[Path], /, *, output: Path | None = None) -> int:
+    """Write report.html for a finished, running or killed run, or one page that compares several runs.
+
+    The page of several runs draws their curves over one another, and shows their results, their settings and
+    their rollouts side by side.  Runs that differ in nothing but their seed are shown as a mean with an
+    interval of 95%.
+
+    Parameters
+    ----------
+    runs
+        Directories of the runs.
+    output
+        File of the page.  Several runs need it; default for one: RUN/report.html.
+    """
+    if len(runs) == 1:
+        page = write_one(runs[0], output)
+    elif output is None:
+        raise ConfigError(
+            "report: several runs need --output and the name of their page, as --output compared.html"
+        )
+    else:
+        page = write(runs, output)
+    say(str(page))
+    return 0
 
 
 def write(paths: Sequence[Path], output: Path) -> Path:

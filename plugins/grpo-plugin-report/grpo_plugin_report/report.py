@@ -16,7 +16,7 @@ from typing import Any
 from attrs import define, field, frozen
 
 from grpo_core import ConfigError, Run, RunInfo, Tracker
-from grpo_core.kit import planned_steps, say
+from grpo_core.kit import planned_steps
 from grpo_plugin_report import browsing, lanes
 from grpo_plugin_report.curves import Task, charts, tasks_of
 from grpo_plugin_report.explain.causes import Finding
@@ -150,34 +150,6 @@ class ReportTracker(Tracker):
             log.warning("%s: no report could be written: %s", self._directory, error)
         except Exception:
             log.warning("%s: no report could be made", self._directory, exc_info=True)
-
-
-def report(runs: list[Path], /, *, output: Path | None = None) -> int:
-    """Write report.html for a finished, running or killed run, or one page that compares several runs.
-
-    The page of several runs draws their curves over one another, and shows their results, their settings and
-    their rollouts side by side.  Runs that differ in nothing but their seed are shown as a mean with an
-    interval of 95%.
-
-    Parameters
-    ----------
-    runs
-        Directories of the runs.
-    output
-        File of the page.  Several runs need it; default for one: RUN/report.html.
-    """
-    if len(runs) == 1:
-        page = write(runs[0], output)
-    elif output is None:
-        raise ConfigError(
-            "report: several runs need --output and the name of their page, as --output compared.html"
-        )
-    else:
-        from grpo_plugin_report import comparison
-
-        page = comparison.write(runs, output)
-    say(str(page))
-    return 0
 
 
 def write(path: Path, output: Path | None = None) -> Path:
