@@ -138,6 +138,16 @@ def metrics(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.long
+def test_a_run_without_the_plugin_of_pages_says_how_to_get_its_page(tmp_path):
+    done = grpo(tmp_path, "train", *SORT, *SMALL, "--output", "run", "--no-plugin", "report")
+    assert done.returncode == 0, done.stderr
+    *_, page, last = done.stdout.splitlines()
+    assert page == "its page: pip install grpo-plugin-report, then grpo-core report run"
+    assert last.endswith("run: run")
+    assert not (tmp_path / "run" / "report.html").exists()
+
+
 # ---------------------------------------------------------------------------------- mistakes before any work
 
 

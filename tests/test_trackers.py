@@ -474,6 +474,16 @@ def test_a_wrong_tracker_or_option_is_refused_before_a_tracker_is_made(settings,
         checked(*settings)
 
 
+@pytest.mark.parametrize(("plugin", "more"), [("math", []), ("report", ["report"])])
+def test_the_report_is_left_out_where_no_plugin_offers_it(tmp_path, plugin, more):
+    run, host = RunDirectory.create(tmp_path / "run", Config()), PluginHost.discover(allow=[plugin])
+    made = make_trackers(Config().tracking, host, lambda name: run.info(Config(), None))
+    for tracker in made.values():
+        tracker.close()
+    assert [*made] == ["files", "terminal", *more]
+    checked('tracking.trackers=["files", "report"]')
+
+
 def test_a_misspelt_key_beside_the_trackers_is_refused():
     with pytest.raises(ConfigError, match=r"unknown configuration key 'tracking\.tracker'\. Did you mean"):
         configured('tracking.tracker=["files"]')
