@@ -18,7 +18,7 @@ before the factory is called.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import pluggy
@@ -27,8 +27,10 @@ from attrs.validators import matches_re
 
 if TYPE_CHECKING:
     from grpo_core.app.placement import Placement
+    from grpo_core.config import Config
     from grpo_core.model_sources import ModelSource
     from grpo_core.playing import Player
+    from grpo_core.plugins.host import PluginHost
     from grpo_core.protocols import (
         AdvantageFunction,
         DataPlane,
@@ -169,3 +171,12 @@ def grpo_data_planes() -> Mapping[str, Callable[..., DataPlane] | str]:  # type:
 @hookspec
 def grpo_models() -> Mapping[str, Callable[..., ModelSource] | str]:  # type: ignore[empty-body]
     """Offer models that are made: ``{name: factory(**options)}``; see ``grpo_core.model_sources``."""
+
+
+@hookspec
+def grpo_preflight() -> Mapping[str, Callable[[Config, PluginHost], Iterable[str]] | str]:  # type: ignore[empty-body]
+    """Offer checks of a run before anything of it starts: ``{name: function(config, host)}``.
+
+    The function returns warnings, which the run raises with the name as their cause, and raises ConfigError
+    for a run that must not start.
+    """

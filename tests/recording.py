@@ -25,7 +25,7 @@ def record(path: Path, events: Iterable[Event], config: Config) -> RunDirectory:
 def add(run: RunDirectory, events: Iterable[Event], config: Config, resumed_from: int | None = None) -> None:
     """Send the events to a run's trackers, in a new life of the run."""
     host = PluginHost.discover(allow=["report"])
-    made = make_trackers(config.tracking, host, lambda name: run.info(config, resumed_from))
+    made = make_trackers(config, host, lambda name: run.info(config, resumed_from))
     tracked(made, lambda trackers: [trackers.emit(event) for event in events])
 
 

@@ -477,7 +477,7 @@ def test_a_wrong_tracker_or_option_is_refused_before_a_tracker_is_made(settings,
 @pytest.mark.parametrize(("plugin", "more"), [("math", []), ("report", ["report"])])
 def test_the_report_is_left_out_where_no_plugin_offers_it(tmp_path, plugin, more):
     run, host = RunDirectory.create(tmp_path / "run", Config()), PluginHost.discover(allow=[plugin])
-    made = make_trackers(Config().tracking, host, lambda name: run.info(Config(), None))
+    made = make_trackers(Config(), host, lambda name: run.info(Config(), None))
     for tracker in made.values():
         tracker.close()
     assert [*made] == ["files", "terminal", *more]
@@ -504,7 +504,7 @@ def test_options_of_trackers_survive_being_written_and_read():
 
 def test_a_factory_that_makes_something_else_is_a_fault_of_its_plugin(tmp_path):
     (tmp_path / "odd.py").write_text("def make(run): return print\n")
-    config = TrackingConfig(trackers=["files", f"{tmp_path}/odd.py:make"])
+    config = Config(tracking=TrackingConfig(trackers=["files", f"{tmp_path}/odd.py:make"]))
     run = RunDirectory.create(tmp_path / "run", Config())
     with pytest.raises(PluginError, match=r"expected a subclass of grpo_core\.Tracker"):
         make_trackers(config, PluginHost.discover(allow=[]), lambda name: run.info(Config(), None))

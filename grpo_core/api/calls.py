@@ -98,6 +98,7 @@ def train(
                 host=start.host,
                 resume=start.found,
                 over=start.over,
+                warnings=start.warnings,
                 listeners=heard,
                 stop=stop,
             ),

@@ -16,6 +16,7 @@ from grpo_core.app import resume as continuing
 from grpo_core.app.paths import with_absolute_paths
 from grpo_core.config import Config, build, merge, replace_parts
 from grpo_core.errors import ConfigError, wrong_input
+from grpo_core.events import WarningRaised
 from grpo_core.loop import checkpoint
 from grpo_core.model_files import check_files
 from grpo_core.model_sources import model_source
@@ -41,6 +42,8 @@ class Launch:
     """Set if nothing is left to train."""
     notes: tuple[str, ...] = ()
     """Messages to the user."""
+    warnings: Sequence[WarningRaised] = ()
+    """Warnings of the functions of ``grpo_preflight``, which the run raises."""
 
     def again(self, block: Sequence[str]) -> str:
         """Return the command that continues the run."""
@@ -60,10 +63,11 @@ def new_run(
     config, host = configure(layers, changes, block, offers)
     check(config, host)
     check_model(config, host)
+    with wrong_input():
+        warnings = preflight.checks_of_plugins(config, host)
     config = with_absolute_paths(config, host)
-    return Launch(
-        config=config, host=host, directory=RunDirectory.create(output or _new_name(config), config)
-    )
+    directory = RunDirectory.create(output or _new_name(config), config)
+    return Launch(config=config, host=host, directory=directory, warnings=warnings)
 
 
 def continued(
@@ -72,10 +76,14 @@ def continued(
     """Prepare to continue a run with some changes.  Raises GrpoError for wrong input."""
     with wrong_input():
         resumed, host = continuing.find(path, changes, block, offers)
+    warnings: list[WarningRaised] = []
     try:
         if resumed.over is None:  # otherwise no part is started
             check(resumed.config, host)
             check_model(resumed.config, host)
+            with wrong_input():
+                step = resumed.found.step if resumed.found else 0
+                warnings = preflight.checks_of_plugins(resumed.config, host, step)
         continuing.begin(resumed)
     except BaseException:
         resumed.directory.unlock()
@@ -87,6 +95,7 @@ def continued(
         found=resumed.found,
         over=resumed.over,
         notes=resumed.notes,
+        warnings=warnings,
     )
 
 

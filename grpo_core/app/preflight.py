@@ -37,7 +37,8 @@ from grpo_core.config import (
 )
 from grpo_core.data.files import check_there
 from grpo_core.data.samplers import plugin_state
-from grpo_core.errors import ConfigError, did_you_mean
+from grpo_core.errors import ConfigError, GrpoError, PluginError, did_you_mean, one_line
+from grpo_core.events import WarningRaised
 from grpo_core.interpreters import Interpreter, from_here
 from grpo_core.loop.dynamic import EQUAL_REWARDS, short_name
 from grpo_core.loop.endings import Goal
@@ -105,6 +106,23 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
     model_source(config.model, host).check()
     chat_template(config.model.chat_template)
     check_response_format(config.model.response_format)
+
+
+def checks_of_plugins(config: Config, host: PluginHost, step: int = 0) -> list[WarningRaised]:
+    """Call the functions of ``grpo_preflight``; return their warnings.  Raises GrpoError."""
+    found = []
+    for plugin in host.plugins:
+        for name, given in plugin.offers.get("preflight", {}).items():
+            offer = Offer("preflight", name, plugin, given)
+            function = offer.load()
+            try:
+                messages = list(function(config, host))
+            except GrpoError:
+                raise
+            except Exception as error:
+                raise PluginError(f"{offer} raised {type(error).__name__}: {one_line(error)}") from error
+            found += [WarningRaised(step=step, cause=name, message=message) for message in messages]
+    return found
 
 
 def check_task(name: str, task: TaskConfig, config: Config, host: PluginHost) -> None:

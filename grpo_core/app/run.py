@@ -37,7 +37,7 @@ from grpo_core.app.resume import Over
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config, as_table
 from grpo_core.errors import ConfigError, describe, traceback_of
-from grpo_core.events import ErrorRaised, Event, RunEnded, RunStarted, Validated
+from grpo_core.events import ErrorRaised, Event, RunEnded, RunStarted, Validated, WarningRaised
 from grpo_core.garbage import spare_the_collector
 from grpo_core.incidents import Incident, Lines, report, reported_to
 from grpo_core.interrupts import handle, received
@@ -123,6 +123,7 @@ async def train(
     host: PluginHost,
     resume: checkpoint.Found | None = None,
     over: Over | None = None,
+    warnings: Sequence[WarningRaised] = (),
     listeners: Mapping[str, Tracker] = MappingProxyType({}),
     stop: Stop | None = None,
 ) -> Outcome:
@@ -133,6 +134,7 @@ async def train(
 
     Args:
         over: the end of a run that has nothing left to train; then only its trackers start.
+        warnings: are raised when the run has started.
         listeners: trackers besides those of the configuration, by name.
         stop: does what signals do.
     """
@@ -143,7 +145,7 @@ async def train(
     )
     watched = _watched(config, run, host, resume, listeners)
     with _interrupts(watched.trackers.status, stop or Stop()) as interruptible:
-        return await _train(config, run, host, resume, over, watched, interruptible, began)
+        return await _train(config, run, host, resume, over, warnings, watched, interruptible, began)
 
 
 async def _train(
@@ -152,6 +154,7 @@ async def _train(
     host: PluginHost,
     resume: checkpoint.Found | None,
     over: Over | None,
+    warnings: Sequence[WarningRaised],
     watched: _Watched,
     interruptible: Callable[[Pipeline], None],
     began: float,
@@ -179,6 +182,7 @@ async def _train(
                 retention=watched.retention,
                 began=began,
                 stack=stack,
+                warnings=list(warnings),
             )
             if over is None:
                 pipeline = await _start(config, around)
@@ -255,7 +259,7 @@ def _watched(
     if config.trainer.profile:
         own["profile"] = ProfileTracker(run.profile, config.trainer.profile)
     info = run.info(config, *((resume.step, checkpoint.measured(resume)) if resume else (None,)))
-    made = make_trackers(config.tracking, host, partial(trackers.info, info))
+    made = make_trackers(config, host, partial(trackers.info, info))
     trackers.add({**own, **made, **listeners}, checkpoint.read_trackers(resume.directory) if resume else {})
     return _Watched(trackers, scores, retention)
 

@@ -45,6 +45,7 @@ CHECKED: Mapping[Kind, str] = {
     "model": "start_model",
     "data_plane": "put",
     "placement": "connected",
+    "preflight": "config",
 }
 """Kinds that can be checked, with the method or first parameter by which a class or function is
 recognised."""
@@ -68,8 +69,8 @@ def check(
         Name of the offer, as "math:sort" or "./file.py:Class".
     kind
         Kind of the offer, if the name is ambiguous: environment, dataloader, player, sampler,
-        validation_strategy, engine, loss, advantage, filter, tracker, trainer, optimizer, model, data_plane
-        or placement.
+        validation_strategy, engine, loss, advantage, filter, tracker, trainer, optimizer, model, data_plane,
+        placement or preflight.
     settings
         Set an option of the offer, as in "length=3", or the source of an environment's prompts, as in
         "source.path=train.jsonl", or the fields of a dataloader's rows, as in "source.prompt=text"; may be
@@ -174,7 +175,7 @@ def findings(
             yield from _filter(host, offer.name, options)
         case "tracker":
             yield from _tracker(host, offer.name, options)
-        case "player" | "trainer" | "optimizer" | "model" | "data_plane" | "placement":
+        case "preflight" | "player" | "trainer" | "optimizer" | "model" | "data_plane" | "placement":
             yield from _part(host, offer, options)
         case _:
             yield from _strategy(host, offer.name, options)
@@ -360,6 +361,13 @@ def _contract(
             from grpo_core.testing.trainers import TrainerContract
 
             return stack.enter_context(TrainerContract(lambda setup: make(setup, **options)))
+        case "preflight":
+            from grpo_core.testing.preflight import check_function
+
+            def it_warns_or_refuses() -> None:
+                check_function(offer.name, offer.load())
+
+            return [it_warns_or_refuses]
         case "player":
             from grpo_core.testing.players import PlayerContract
 

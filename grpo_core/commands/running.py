@@ -82,7 +82,14 @@ def train(
         return 0
     try:
         outcome = to_the_end(
-            run.train(start.config, directory, host=start.host, resume=start.found, over=over)
+            run.train(
+                start.config,
+                directory,
+                host=start.host,
+                resume=start.found,
+                over=over,
+                warnings=start.warnings,
+            )
         )
     except KeyboardInterrupt:
         with to_a_reader():

@@ -43,6 +43,7 @@ Kind = Literal[
     "placement",
     "data_plane",
     "model",
+    "preflight",
 ]
 
 HOOKS: Mapping[Kind, str] = {
@@ -61,6 +62,7 @@ HOOKS: Mapping[Kind, str] = {
     "placement": "grpo_placements",
     "data_plane": "grpo_data_planes",
     "model": "grpo_models",
+    "preflight": "grpo_preflight",
 }
 FROM_THE_CORE: Mapping[Kind, int | None] = {
     "environment": 0,
@@ -78,6 +80,7 @@ FROM_THE_CORE: Mapping[Kind, int | None] = {
     "placement": 1,
     "data_plane": 1,
     "model": 0,
+    "preflight": None,
 }
 """Positional arguments that the core gives to a factory; None: a function, whose keyword-only parameters are
 its options."""

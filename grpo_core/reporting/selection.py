@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from grpo_core.config import TrackingConfig
+from grpo_core.config import Config, TrackingConfig
 from grpo_core.errors import ConfigError, PluginError, did_you_mean
 from grpo_core.plugins.host import PluginHost
 from grpo_core.protocols import Tracker
@@ -41,17 +41,17 @@ def check_trackers(config: TrackingConfig, host: PluginHost) -> None:
             )
 
 
-def make_trackers(
-    config: TrackingConfig, host: PluginHost, run: Callable[[str], RunInfo]
-) -> dict[str, Tracker]:
-    """The selected trackers by name; each gets ``run`` of its name.
+def make_trackers(config: Config, host: PluginHost, run: Callable[[str], RunInfo]) -> dict[str, Tracker]:
+    """The selected trackers and those of sections, by name; each gets ``run`` of its name.
 
     Raises PluginError if one cannot be made, after closing the trackers that were made before.
     """
+    chosen = {name: config.tracking.options.get(name, {}) for name in selected(config.tracking, host)}
+    own = {each.name: each.values for each in config.sections if host.offers("tracker", each.name)}
     made: dict[str, Tracker] = {}
     try:
-        for name in selected(config, host):
-            tracker = host.make("tracker", name, run(name), **config.options.get(name, {}))
+        for name, options in (chosen | own).items():
+            tracker = host.make("tracker", name, run(name), **options)
             if not isinstance(tracker, Tracker):
                 raise PluginError(
                     f"{host.find('tracker', name)}: its factory returned {type(tracker).__name__}; expected "

@@ -2,8 +2,9 @@
 
     check_environment, check_sampler, check_validation_strategy   each is a whole test
     check_loss, check_advantage, check_filter, check_tracker, check_agent   likewise
-    check_commands, check_config_sections    the commands, or sections, that a module offers
     check_player                             what a player makes of rollouts
+    check_commands, check_config_sections, check_preflight   what a module offers to the command line, to the
+                                             configuration, and before a run
     check_dataloader                         the rows that a dataloader gives, also after a resume
     check_trainer, check_optimizer, check_model_source, check_data_plane, check_placement   likewise
     EnvironmentContract                      the same as a test class, whose attributes name the environment
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from grpo_core.testing.placements import check_placement as check_placement
     from grpo_core.testing.planes import check_data_plane as check_data_plane
     from grpo_core.testing.players import check_player as check_player
+    from grpo_core.testing.preflight import check_preflight as check_preflight
     from grpo_core.testing.sections import check_config_sections as check_config_sections
     from grpo_core.testing.strategies import check_validation_strategy as check_validation_strategy
     from grpo_core.testing.trackers import a_run as a_run
