@@ -37,6 +37,10 @@ A data plane, which keeps the tokens of finished rollouts outside of the run's p
     RemotePlane, TokenReader    its base class, and what the trainer's processes read it by
     fetched                     returns tokens and prompts that are there, with one call to the plane
 
+A loss, an advantage, a filter or an optimizer:
+
+    checks_options    gives it a check of its options, which runs before any process starts
+
 A sampler or a tracker with a state:
 
     checked, Count    check what was read from a checkpoint against a ``TypedDict``
@@ -125,6 +129,7 @@ if TYPE_CHECKING:
     from grpo_core.inert import inert as inert
     from grpo_core.interpreters import from_here as from_here
     from grpo_core.interpreters import variables_of as variables_of
+    from grpo_core.loop.advantages import checks_options as checks_options
     from grpo_core.loop.metrics import headline as headline
     from grpo_core.loop.retention import Retention as Retention
     from grpo_core.loss import needs_of as needs_of

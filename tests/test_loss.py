@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from grpo_core.loss import LossInputs, needs, needs_of
-from grpo_core.losses import grpo, reference_kl
+from grpo_core.losses import grpo, kl_estimate, score_weights
 
 HALF, SAME, MORE = -1.69315, -1.0, -0.59453  # 0.5, 1 and 1.5 times the proximal probability exp(-1)
 GENERATION = [-0.5, -1.5, -0.8]
@@ -121,8 +121,10 @@ def test_the_expected_gradient_of_the_estimate_is_the_gradient_of_the_divergence
     policy = torch.log_softmax(logits, -1)
     exact = (policy.exp() * (policy - reference)).sum()
     (wanted,) = torch.autograd.grad(exact, logits, retain_graph=True)
-    (estimate,) = torch.autograd.grad((policy.exp().detach() * reference_kl(policy, reference)).sum(), logits)
-    estimated = (policy.exp() * reference_kl(policy, reference)).sum()
+    (estimate,) = torch.autograd.grad(
+        (policy.exp().detach() * kl_estimate(policy, reference, weights=score_weights(policy))).sum(), logits
+    )
+    estimated = (policy.exp() * kl_estimate(policy, reference, weights=score_weights(policy))).sum()
     assert estimated.item() == pytest.approx(exact.item())
     torch.testing.assert_close(estimate, wanted)
 

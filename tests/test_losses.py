@@ -18,9 +18,18 @@ from grpo_core.config import build
 from grpo_core.errors import ConfigError
 from grpo_core.loss import LossInputs, LossSetting, needs_of, problems_of
 from grpo_core.testing.objectives import LossContract, check_loss
+from grpo_plugin_algorithms import losses as further
 
-NAMED = (losses.grpo, losses.gspo, losses.cispo, losses.sapo, losses.vespo, losses.reinforce, losses.dppo)
-CLIPPED = (losses.grpo, losses.cispo, losses.sapo)
+NAMED = (
+    losses.grpo,
+    further.gspo,
+    further.cispo,
+    further.sapo,
+    further.vespo,
+    further.reinforce,
+    further.dppo,
+)
+CLIPPED = (losses.grpo, further.cispo, further.sapo)
 
 SHARED: list[dict[str, Any]] = [
     {},
@@ -66,7 +75,7 @@ def one_thread() -> Iterator[None]:
 def cases() -> list[Any]:
     made = [(losses.grpo, options) for options in SHARED]
     made += [(loss, {}) for loss in NAMED if loss is not losses.grpo]
-    made += [(losses.distillation, {})]
+    made += [(further.distillation, {})]
     made += [(loss, ALL_TERMS) for loss in NAMED]
     made += [(losses.grpo, options) for options in (*CORRECTED, {"on_policy": True}, {"ratio_cap": 1.1})]
     made += [(losses.grpo, {"ratio": "sequence_token", "dual_clip": 1.1})]
@@ -90,14 +99,14 @@ def inputs(loss: Any, options: dict[str, Any]) -> LossInputs:
 @pytest.mark.parametrize("loss", NAMED)
 @pytest.mark.parametrize("scale", [0.5, 3.0])
 def test_the_objective_scales_with_the_advantages(loss: Any, scale: float) -> None:
-    options = {"drift_coefficient": 0.0} if loss is losses.dppo else {}
+    options = {"drift_coefficient": 0.0} if loss is further.dppo else {}
     given = inputs(loss, options)
     once, _ = loss(given, **options)
     scaled, _ = loss(evolve(given, advantages=scale * given.advantages), **options)
     torch.testing.assert_close(scaled, scale * once)
 
 
-@pytest.mark.parametrize("loss", [loss for loss in NAMED if loss is not losses.dppo])
+@pytest.mark.parametrize("loss", [loss for loss in NAMED if loss is not further.dppo])
 def test_a_common_shift_of_all_logprobs_changes_no_ratio(loss: Any) -> None:
     given = inputs(loss, {})
     shifted = evolve(
@@ -112,7 +121,7 @@ def test_a_common_shift_of_all_logprobs_changes_no_ratio(loss: Any) -> None:
     torch.testing.assert_close(*gradients)
 
 
-@pytest.mark.parametrize("loss", [losses.grpo, losses.gspo, losses.sapo, losses.reinforce, losses.dppo])
+@pytest.mark.parametrize("loss", [losses.grpo, further.gspo, further.sapo, further.reinforce, further.dppo])
 def test_on_policy_the_gradient_is_the_policy_gradient(loss: Any) -> None:
     given = inputs(loss, {})
     same = given.policy_logprobs.detach()
@@ -123,7 +132,7 @@ def test_on_policy_the_gradient_is_the_policy_gradient(loss: Any) -> None:
 
 
 def test_cispo_and_vespo_have_the_policy_gradient_as_well_where_nothing_has_moved() -> None:
-    for loss in (losses.cispo, losses.vespo):
+    for loss in (further.cispo, further.vespo):
         given = inputs(loss, {})
         same = given.policy_logprobs.detach()
         given = evolve(given, proximal_logprobs=same, generation_logprobs=same)
@@ -160,9 +169,9 @@ def test_an_entropy_bonus_and_the_term_for_right_rollouts_have_their_own_divisor
     }
     for aggregation in ("token", "sequence", "prompt"):
         made = losses.padded(mask=mask, aggregation=aggregation, **given)  # type: ignore[arg-type]
-        bonus = losses.total(losses.reinforce(made, entropy_coefficient=1.0)[0], made)
-        right = losses.total(losses.reinforce(made, nll_coefficient=1.0)[0], made)
-        high = losses.total(losses.reinforce(made, entropy_coefficient=1.0, top_entropy=0.5)[0], made)
+        bonus = losses.total(further.reinforce(made, entropy_coefficient=1.0)[0], made)
+        right = losses.total(further.reinforce(made, nll_coefficient=1.0)[0], made)
+        high = losses.total(further.reinforce(made, entropy_coefficient=1.0, top_entropy=0.5)[0], made)
         assert bonus.item() == pytest.approx(-(1 + 2 + 3 + 8) / 4)
         assert right.item() == pytest.approx((1 + 2 + 3) / 3)
         assert high.item() == pytest.approx(-(3 + 8) / 2)
@@ -180,7 +189,7 @@ def test_an_update_without_trained_tokens_has_the_loss_0(aggregation: str, empty
         constant=8.0,
         empty_rows=empty_rows,
     )
-    assert losses.total(losses.reinforce(made)[0], made).item() == 0.0
+    assert losses.total(further.reinforce(made)[0], made).item() == 0.0
 
 
 # ---------------------------------------------------------------------------------- what is refused
@@ -196,9 +205,9 @@ def test_an_update_without_trained_tokens_has_the_loss_0(aggregation: str, empty
         (losses.grpo, {"entropy_target": 1.0, "entropy_min": 0.1}, {}, "is not between entropy_min"),
         (losses.grpo, {"teacher_clip": 1.0}, {}, "does nothing without teacher_coefficient"),
         (losses.grpo, {"reward_coefficient": 0.0}, {}, "nothing to learn from"),
-        (losses.distillation, {"teacher_clip": -1.0}, {}, "has to be above 0"),
-        (losses.distillation, {"teacher_coefficient": -1.0}, {}, "push the policy away"),
-        (losses.distillation, {"reward_coefficient": -1.0}, {}, "reward failures"),
+        (further.distillation, {"teacher_clip": -1.0}, {}, "has to be above 0"),
+        (further.distillation, {"teacher_coefficient": -1.0}, {}, "push the policy away"),
+        (further.distillation, {"reward_coefficient": -1.0}, {}, "reward failures"),
         (losses.grpo, {"correction": "off", "importance_cap": 3.0}, {}, "does not compute"),
         (losses.grpo, {"correction": "token_mask"}, {"proximal": "generation"}, "does nothing"),
         (losses.grpo, {"importance_floor": 3.0}, {}, "is above importance_cap"),
@@ -207,11 +216,11 @@ def test_an_update_without_trained_tokens_has_the_loss_0(aggregation: str, empty
         (losses.grpo, {"ratio_cap": 0.9}, {}, "has to be above 1"),
         (losses.grpo, {"top_entropy": 1.5}, {}, "a share of tokens"),
         (losses.grpo, {"off_policy_limit": 0.0}, {}, "above 0"),
-        (losses.sapo, {"nll_coefficient": -1.0}, {}, "would push the policy away"),
-        (losses.vespo, {"correction": "sequence_mask"}, {}, "expected 'off' or 'token_truncate' or"),
-        (losses.dppo, {"correction": "token_mask"}, {}, "expected 'off'"),
-        (losses.reinforce, {"kl_coefficient": 0.1, "kl_weight": "ratio"}, {}, "has no ratio to weight"),
-        (losses.reinforce, {}, {"updates_per_step": 4}, "nothing would bound 4 updates"),
+        (further.sapo, {"nll_coefficient": -1.0}, {}, "would push the policy away"),
+        (further.vespo, {"correction": "sequence_mask"}, {}, "expected 'off' or 'token_truncate' or"),
+        (further.dppo, {"correction": "token_mask"}, {}, "expected 'off'"),
+        (further.reinforce, {"kl_coefficient": 0.1, "kl_weight": "ratio"}, {}, "has no ratio to weight"),
+        (further.reinforce, {}, {"updates_per_step": 4}, "nothing would bound 4 updates"),
     ],
 )
 def test_options_that_make_no_sense_together_are_refused(
@@ -226,24 +235,24 @@ def test_options_that_make_no_sense_together_are_refused(
     [
         (losses.grpo, "clip_low", -0.5, "from 0 to 1"),
         (losses.grpo, "clip_low", 1.5, "from 0 to 1"),
-        (losses.gspo, "clip_low", -1e-4, "from 0 to 1"),
-        (losses.distillation, "clip_low", 2, "from 0 to 1"),
-        (losses.cispo, "clip_low", 1.5, "from 0 to 1"),
+        (further.gspo, "clip_low", -1e-4, "from 0 to 1"),
+        (further.distillation, "clip_low", 2, "from 0 to 1"),
+        (further.cispo, "clip_low", 1.5, "from 0 to 1"),
         (losses.grpo, "clip_high", -0.1, "at least 0"),
-        (losses.gspo, "clip_high", -0.1, "at least 0"),
-        (losses.distillation, "clip_high", -0.1, "at least 0"),
-        (losses.cispo, "clip_high", -0.1, "at least 0"),
+        (further.gspo, "clip_high", -0.1, "at least 0"),
+        (further.distillation, "clip_high", -0.1, "at least 0"),
+        (further.cispo, "clip_high", -0.1, "at least 0"),
         (losses.grpo, "importance_cap", 0.0, "above 0"),
         (losses.grpo, "importance_floor", -1.0, "at least 0"),
-        (losses.sapo, "temperature_positive", 0.0, "above 0"),
-        (losses.sapo, "temperature_negative", -1.0, "above 0"),
-        (losses.vespo, "k_positive", -1.0, "at least 0"),
-        (losses.vespo, "k_negative", -1.0, "at least 0"),
-        (losses.vespo, "lambda_positive", 0.0, "above 0"),
-        (losses.vespo, "lambda_negative", -1.0, "above 0"),
-        (losses.dppo, "mask_low", -1.0, "from 0 to 1"),
-        (losses.dppo, "mask_high", 1.5, "from 0 to 1"),
-        (losses.dppo, "drift_coefficient", -1.0, "at least 0"),
+        (further.sapo, "temperature_positive", 0.0, "above 0"),
+        (further.sapo, "temperature_negative", -1.0, "above 0"),
+        (further.vespo, "k_positive", -1.0, "at least 0"),
+        (further.vespo, "k_negative", -1.0, "at least 0"),
+        (further.vespo, "lambda_positive", 0.0, "above 0"),
+        (further.vespo, "lambda_negative", -1.0, "above 0"),
+        (further.dppo, "mask_low", -1.0, "from 0 to 1"),
+        (further.dppo, "mask_high", 1.5, "from 0 to 1"),
+        (further.dppo, "drift_coefficient", -1.0, "at least 0"),
         (losses.grpo, "top_entropy", 0.0, "above 0 and at most 1"),
         (losses.grpo, "kl_coefficient", -0.1, "at least 0"),
     ],
@@ -260,7 +269,7 @@ def test_a_divergence_is_clamped_to_more_than_0(option: str, value: float) -> No
     assert problem == f"{option} = {value}: it has to be above 0"
 
 
-@pytest.mark.parametrize("loss", [*NAMED, losses.distillation])
+@pytest.mark.parametrize("loss", [*NAMED, further.distillation])
 def test_an_option_of_a_loss_is_a_finite_number(loss: Any) -> None:
     """An infinite upper bound bounds nothing, which two options may say."""
     options = signature(loss).parameters.values()
@@ -279,9 +288,9 @@ def test_an_option_of_a_loss_is_a_finite_number(loss: Any) -> None:
         (losses.grpo, {"on_policy": True, "correction": "token_mask"}, {"proximal": "generation"}),
         (losses.grpo, {"on_policy": True, "importance_cap": 5.0}, {"proximal": "generation"}),
         (losses.grpo, {"clip_low": 0.0, "clip_high": 0, "kl_coefficient": 0}, {}),
-        (losses.cispo, {"clip_low": 1, "clip_high": inf}, {}),
-        (losses.dppo, {"mask_low": 0.0, "mask_high": 1.0, "drift_coefficient": 0.0}, {}),
-        (losses.reinforce, {"kl_coefficient": 0.1, "kl_weight": "generation"}, {}),
+        (further.cispo, {"clip_low": 1, "clip_high": inf}, {}),
+        (further.dppo, {"mask_low": 0.0, "mask_high": 1.0, "drift_coefficient": 0.0}, {}),
+        (further.reinforce, {"kl_coefficient": 0.1, "kl_weight": "generation"}, {}),
     ],
 )
 def test_what_has_an_effect_is_not_refused(
@@ -300,7 +309,7 @@ def test_with_on_policy_a_correction_has_an_effect_whatever_the_proximal_logprob
 @pytest.mark.parametrize("loss", NAMED)
 @pytest.mark.parametrize("proximal", ["recompute", "generation"])
 def test_a_loss_with_its_defaults_is_never_refused(loss: Any, proximal: str) -> None:
-    updates = 1 if loss is losses.reinforce else 3
+    updates = 1 if loss is further.reinforce else 3
     assert problems_of(loss, {}, LossSetting(proximal=proximal, updates_per_step=updates)) == []
 
 
@@ -328,14 +337,14 @@ def test_a_constant_goes_with_its_aggregation_and_with_no_other() -> None:
 
 def test_needs_follow_from_the_options() -> None:
     assert needs_of(losses.grpo, {}) == frozenset()
-    assert needs_of(losses.gspo, {}) == {"sequences"}
+    assert needs_of(further.gspo, {}) == {"sequences"}
     assert needs_of(losses.grpo, {"ratio": "sequence"}) == {"sequences"}
     assert needs_of(losses.grpo, {"correction": "geometric_mask"}) == {"sequences"}
     assert needs_of(losses.grpo, {"entropy_coefficient": 0.1}) == {"entropy", "all_rows"}
     assert needs_of(losses.grpo, {"teacher_coefficient": 0.1}) == {"teacher", "all_rows"}
-    assert needs_of(losses.distillation, {}) == {"teacher", "all_rows"}
-    assert needs_of(losses.distillation, {"teacher_coefficient": 0.0}) == frozenset()
-    assert needs_of(losses.cispo, {"top_entropy": 0.2}) == {"update_entropies"}
+    assert needs_of(further.distillation, {}) == {"teacher", "all_rows"}
+    assert needs_of(further.distillation, {"teacher_coefficient": 0.0}) == frozenset()
+    assert needs_of(further.cispo, {"top_entropy": 0.2}) == {"update_entropies"}
 
 
 # ---------------------------------------------------------------------------------- the entropy's target
@@ -387,7 +396,7 @@ def test_the_bonus_is_that_of_the_coefficient_that_the_trainer_gives(options: di
 
 
 def test_distillation_is_grpo_whose_advantages_are_those_of_the_formula() -> None:
-    given = inputs(losses.distillation, {})
+    given = inputs(further.distillation, {})
     assert given.teacher_logprobs is not None
     lengths = torch.bincount(given.rows).tolist()
     formula = [
@@ -398,18 +407,18 @@ def test_distillation_is_grpo_whose_advantages_are_those_of_the_formula() -> Non
     ]
     by_formula = torch.tensor([value for row in formula for value in row], dtype=torch.float64)
     expected, _ = losses.grpo(evolve(given, advantages=by_formula))
-    found, metrics = losses.distillation(given)
+    found, metrics = further.distillation(given)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(metrics["teacher_kl"], -by_formula)
 
 
 def test_rewards_and_teacher_are_mixed_by_their_weights() -> None:
-    given = inputs(losses.distillation, {})
+    given = inputs(further.distillation, {})
     assert given.teacher_logprobs is not None
     difference = given.teacher_logprobs - given.proximal_logprobs
     mixed = evolve(given, advantages=0.3 * given.advantages + 0.5 * difference.clamp(-0.1, 0.1))
     options = {"teacher_coefficient": 0.5, "reward_coefficient": 0.3, "teacher_clip": 0.1}
-    torch.testing.assert_close(losses.sapo(given, **options)[0], losses.sapo(mixed)[0])
+    torch.testing.assert_close(further.sapo(given, **options)[0], further.sapo(mixed)[0])
 
 
 def test_as_a_term_of_the_loss_the_teacher_has_the_gradient_of_the_reverse_kl() -> None:
@@ -424,7 +433,7 @@ def test_as_a_term_of_the_loss_the_teacher_has_the_gradient_of_the_reverse_kl() 
         advantages=torch.zeros(3),
         teacher_logprobs=teacher[:, None],
     )
-    per_token, _ = losses.distillation(given, teacher_in="loss")
+    per_token, _ = further.distillation(given, teacher_in="loss")
     (estimated,) = torch.autograd.grad((policy.exp().detach() * per_token).sum(), logits)
     torch.testing.assert_close(estimated, exact)
 
@@ -451,7 +460,7 @@ def test_tokens_left_out_as_off_policy_have_no_objective_and_are_counted() -> No
         mask=torch.ones(2, 2),
         advantages=torch.tensor([-1.0, -1.0], dtype=torch.float64),
     )
-    per_token, metrics = losses.reinforce(given, off_policy_limit=0.25)
+    per_token, metrics = further.reinforce(given, off_policy_limit=0.25)
     assert (per_token == 0).tolist() == [True, True, False, False]
     assert metrics["off_policy_masked"].tolist() == [1, 1, 0, 0]
 
@@ -459,9 +468,9 @@ def test_tokens_left_out_as_off_policy_have_no_objective_and_are_counted() -> No
 def test_a_token_that_moved_where_its_advantage_pushes_it_is_dropped_by_dppo() -> None:
     policy, generation = torch.tensor([0.9, 0.9, 0.1, 0.1, 0.1]), torch.tensor([0.5, 0.5, 0.5, 0.5, 0.5])
     advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 0.0])
-    kept = losses.dppo_kept(policy.log(), generation.log(), advantages, mask_low=0.3, mask_high=0.3)
+    kept = further.dppo_kept(policy.log(), generation.log(), advantages, mask_low=0.3, mask_high=0.3)
     assert kept.tolist() == [False, True, True, False, False]
-    kept = losses.dppo_kept(policy.log(), generation.log(), advantages, mask_low=0.5, mask_high=0.3)
+    kept = further.dppo_kept(policy.log(), generation.log(), advantages, mask_low=0.5, mask_high=0.3)
     assert kept.tolist() == [False, True, True, True, True]
 
 
@@ -469,9 +478,7 @@ def test_a_token_that_moved_where_its_advantage_pushes_it_is_dropped_by_dppo() -
     ("part", "loss"),
     [
         (losses.clipped_loss, losses.grpo),
-        (losses.cispo_loss, losses.cispo),
-        (losses.sapo_loss, losses.sapo),
-        (losses.dppo_kept, losses.dppo),
+        (further.dppo_kept, further.dppo),
     ],
 )
 def test_an_objective_has_the_defaults_of_its_loss(part: Any, loss: Any) -> None:
@@ -482,13 +489,13 @@ def test_an_objective_has_the_defaults_of_its_loss(part: Any, loss: Any) -> None
 
 
 def test_the_defaults_of_vespo_are_those_of_its_weights() -> None:
-    shown = signature(losses.vespo).parameters
+    shown = signature(further.vespo).parameters
     for name in ("positive", "negative"):
         pair = (shown[f"k_{name}"].default, shown[f"lambda_{name}"].default)
-        assert signature(losses.vespo_weights).parameters[name].default == pair
+        assert signature(further.vespo_weights).parameters[name].default == pair
 
 
 def test_the_docstring_of_a_loss_explains_all_of_its_options() -> None:
-    for loss in (*NAMED, losses.distillation):
+    for loss in (*NAMED, further.distillation):
         for name in signature(loss).parameters:
             assert f"\n    {name}: " in str(loss.__doc__), f"{loss.__name__}: {name}"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from grpo_core import losses
+from grpo_plugin_algorithms import losses as further
 
 VECTORS = json.loads(gzip.decompress((Path(__file__).parent / "vectors" / "trl.json.gz").read_bytes()))
 CASES = VECTORS["cases"]
@@ -24,9 +25,9 @@ LOSSES: dict[str, tuple[Callable[..., Any], str]] = {
     "dapo": (losses.grpo, "token"),
     "dr_grpo": (losses.grpo, "constant"),
     "luspo": (losses.grpo, "constant"),
-    "cispo": (losses.cispo, "token"),
-    "sapo": (losses.sapo, "sequence"),
-    "vespo": (losses.vespo, "token"),
+    "cispo": (further.cispo, "token"),
+    "sapo": (further.sapo, "sequence"),
+    "vespo": (further.vespo, "token"),
 }
 RENAMED = {
     "sapo_temperature_pos": "temperature_positive",
@@ -104,7 +105,7 @@ def test_a_token_without_a_logprob_of_the_engine_has_weight_1() -> None:
     known, missing = given["sampling"].clone(), given["sampling"].clone()
     known[0, 1], missing[0, 1] = given["old"][0, 1], float("nan")
     weights = [
-        losses.reinforce(
+        further.reinforce(
             losses.padded(
                 policy_logprobs=given["policy"],
                 mask=given["mask"],

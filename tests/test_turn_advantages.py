@@ -23,6 +23,8 @@ from grpo_core.testing.hosted import HostedEnvironment
 from grpo_core.testing.objectives import a_group, check_advantage
 from grpo_core.tokens import Tokens
 from grpo_core.training.microbatch import collate
+from grpo_plugin_algorithms import advantages as methods
+from grpo_plugin_algorithms import formulas as further
 
 rewards = st.integers(-8, 8).map(lambda quarters: quarters / 4)
 games = st.lists(st.lists(rewards, min_size=1, max_size=4), min_size=2, max_size=5)
@@ -49,7 +51,7 @@ def group_of(*rollouts: Rollout) -> Group:
 
 def rows_of(*groups: Group, **options: Any) -> tuple[Row, ...]:
     def function(given: Any) -> Any:
-        return advantages.turns(given, **options)
+        return methods.turns(given, **options)
 
     return make_batch(with_advantages(groups, function), step=0, temperature=1.0).rows
 
@@ -98,32 +100,32 @@ def test_states_take_no_room_where_none_is_named() -> None:
 @given(st.lists(rewards, max_size=6), st.floats(0, 1))
 def test_a_return_is_the_sum_of_what_follows(values: list[float], discount: float) -> None:
     expected = [sum(r * discount**k for k, r in enumerate(values[t:])) for t in range(len(values))]
-    assert formulas.returns(values, discount) == pytest.approx(expected, abs=1e-9)
+    assert further.returns(values, discount) == pytest.approx(expected, abs=1e-9)
 
 
 @given(st.lists(st.lists(rewards, min_size=1, max_size=1), min_size=2, max_size=6))
 def test_with_one_turn_credit_by_turn_is_grpo(game: list[list[float]]) -> None:
-    (found,) = formulas.turns([game])
+    (found,) = further.turns([game])
     assert [each for (each,) in found] == formulas.normalize([reward for (reward,) in game])  # type: ignore[misc]
-    (found,) = formulas.gigpo([game], [[[None]] * len(game)])
+    (found,) = further.gigpo([game], [[[None]] * len(game)])
     assert [each for (each,) in found] == formulas.normalize([reward for (reward,) in game])  # type: ignore[misc]
 
 
 @given(games)
 def test_credit_by_turn_sums_to_zero_over_the_turns_of_a_group(game: list[list[float]]) -> None:
-    (found,) = formulas.turns([game], discount=0.9)
+    (found,) = further.turns([game], discount=0.9)
     assert math.fsum(value for row in found if row for value in row) == pytest.approx(0, abs=1e-9)
 
 
 def test_a_turn_is_credited_with_what_follows_and_not_with_what_came_before() -> None:
-    (found,) = formulas.turns([[[1.0, 0.0], [0.0, 0.0]]], scale="none")
+    (found,) = further.turns([[[1.0, 0.0], [0.0, 0.0]]], scale="none")
     assert found == [[0.75, -0.25], [-0.25, -0.25]]
 
 
 def test_gigpo_compares_turns_that_begin_in_the_same_state() -> None:
     rewards = [[0.0, 1.0], [0.0, 0.0], [0.0, 0.5]]
     states = [["", "hall"], ["", "hall"], ["", "attic"]]
-    (found,) = formulas.gigpo([rewards], states=[states], discount=1.0, scale="none")
+    (found,) = further.gigpo([rewards], states=[states], discount=1.0, scale="none")
     whole = [0.5, -0.5, 0.0]
     assert [row[0] for row in found if row] == pytest.approx([2 * each for each in whole])
     assert [row[1] for row in found if row] == pytest.approx([0.5 + 0.5, -0.5 - 0.5, 0.0])
@@ -131,7 +133,7 @@ def test_gigpo_compares_turns_that_begin_in_the_same_state() -> None:
 
 def test_the_discount_is_checked() -> None:
     with pytest.raises(ValueError, match=r"discount is 1\.5; expected 0 to 1"):
-        formulas.turns([[[1.0]]], discount=1.5)
+        further.turns([[[1.0]]], discount=1.5)
 
 
 # ---------------------------------------------------------------------------------- rows
@@ -140,7 +142,7 @@ def test_the_discount_is_checked() -> None:
 def test_one_advantage_of_a_rollout_replaces_those_of_its_turns() -> None:
     """The groups of a stored step have advantages already."""
     groups = [group_of(a_rollout([1.0, 0.0], [2, 3]), a_rollout([0.0, 0.0], [1, 1]))]
-    by_turn = with_advantages(groups, advantages.turns)
+    by_turn = with_advantages(groups, methods.turns)
     assert by_turn[0].rollouts[0].token_advantages is not None
     assert with_advantages(by_turn, advantages.group) == with_advantages(groups, advantages.group)
     assert with_advantages(by_turn, lambda groups: [[None, None]])[0].rollouts[0].token_advantages is None
@@ -179,8 +181,8 @@ def test_a_rollout_without_turns_in_its_record_counts_as_one_turn() -> None:
 
 def test_a_rollout_without_a_reward_is_masked() -> None:
     unscored = evolve(a_rollout([0.0], [2]), reward=None)
-    assert advantages.turns([group_of(unscored, a_rollout([1.0], [1]))])[0][0] is None
-    assert advantages.gigpo([group_of(unscored, a_rollout([1.0], [1]))])[0][0] is None
+    assert methods.turns([group_of(unscored, a_rollout([1.0], [1]))])[0][0] is None
+    assert methods.gigpo([group_of(unscored, a_rollout([1.0], [1]))])[0][0] is None
 
 
 @pytest.mark.parametrize("bad", [[1.0, 2.0], [[1.0] * 5], [math.nan] * 5, ["a"] * 5])
@@ -216,6 +218,6 @@ def test_rows_that_differ_in_a_tokens_advantage_are_not_equal() -> None:
     assert one != evolve(one, token_advantages=None)
 
 
-@pytest.mark.parametrize("function", [advantages.turns, advantages.gigpo])
+@pytest.mark.parametrize("function", [methods.turns, methods.gigpo])
 def test_functions_by_turn_keep_the_contract(function: Any) -> None:
     check_advantage(function)

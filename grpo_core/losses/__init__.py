@@ -1,7 +1,7 @@
 """Losses: from the logprobs of the sampled tokens to what the optimizer descends.
 
-The losses of the core are compositions of small functions of plain tensors [N], which are here too: ratios,
-objectives, importance weights, KL estimates and weights of an aggregation.  ``padded`` makes the inputs of a
+The default loss is a composition of small functions of plain tensors [N], which are here too: ratios, an
+objective, importance weights, KL estimates and weights of an aggregation.  ``padded`` makes the inputs of a
 loss from tensors [B, T]::
 
     inputs = padded(policy_logprobs=..., mask=..., advantages=..., aggregation="sequence")
@@ -21,27 +21,13 @@ if TYPE_CHECKING:
     from grpo_core.losses.aggregation import total as total
     from grpo_core.losses.corrections import importance_weights as importance_weights
     from grpo_core.losses.corrections import off_policy_kept as off_policy_kept
-    from grpo_core.losses.corrections import sequence_errors as sequence_errors
     from grpo_core.losses.entropy import EntropyControl as EntropyControl
     from grpo_core.losses.inputs import padded as padded
     from grpo_core.losses.kl import kl_estimate as kl_estimate
-    from grpo_core.losses.kl import reference_kl as reference_kl
     from grpo_core.losses.kl import score_weights as score_weights
-    from grpo_core.losses.named import cispo as cispo
-    from grpo_core.losses.named import distillation as distillation
-    from grpo_core.losses.named import dppo as dppo
+    from grpo_core.losses.named import clipped_loss as clipped_loss
+    from grpo_core.losses.named import clipped_objective as clipped_objective
     from grpo_core.losses.named import grpo as grpo
-    from grpo_core.losses.named import gspo as gspo
-    from grpo_core.losses.named import reinforce as reinforce
-    from grpo_core.losses.named import sapo as sapo
-    from grpo_core.losses.named import vespo as vespo
-    from grpo_core.losses.objectives import cispo_loss as cispo_loss
-    from grpo_core.losses.objectives import clipped_loss as clipped_loss
-    from grpo_core.losses.objectives import dppo_kept as dppo_kept
-    from grpo_core.losses.objectives import reinforce_loss as reinforce_loss
-    from grpo_core.losses.objectives import sapo_loss as sapo_loss
-    from grpo_core.losses.objectives import vespo_loss as vespo_loss
-    from grpo_core.losses.objectives import vespo_weights as vespo_weights
     from grpo_core.losses.ranges import Range as Range
     from grpo_core.losses.ratios import policy_ratio as policy_ratio
     from grpo_core.losses.terms import Objective as Objective

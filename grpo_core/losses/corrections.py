@@ -76,11 +76,3 @@ def off_policy_kept(
 def token_errors(proximal: Tensor, generation: Tensor) -> Tensor:
     """Compute exp(|proximal - generation|) of each token; 1 means that trainer and engine agree."""
     return (proximal - generation).detach().abs().clamp(max=80.0).exp()
-
-
-def sequence_errors(proximal: Tensor, generation: Tensor, sequences: Tensor) -> Tensor:
-    """Compute for each token the mean over its sequence of exp(|proximal - generation|).
-
-    Sequences above a limit are left out by ``loss.max_sequence_error``.
-    """
-    return means(token_errors(proximal, generation), sequences)

@@ -59,8 +59,3 @@ def score_weights(policy: Tensor) -> Tensor:
     is included (arXiv 2506.09477).
     """
     return (policy - policy.detach()).exp()
-
-
-def reference_kl(policy: Tensor, reference: Tensor) -> Tensor:
-    """Estimate KL(policy, reference) at each token by k3, with the gradient of the divergence."""
-    return kl_estimate(policy, reference, weights=score_weights(policy))

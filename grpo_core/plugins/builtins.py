@@ -60,29 +60,12 @@ def grpo_trackers() -> Mapping[str, str]:
 
 @hookimpl
 def grpo_losses() -> Mapping[str, str]:
-    return {
-        "grpo": "grpo_core.losses.named:grpo",
-        "distillation": "grpo_core.losses.named:distillation",
-        "gspo": "grpo_core.losses.named:gspo",
-        "cispo": "grpo_core.losses.named:cispo",
-        "sapo": "grpo_core.losses.named:sapo",
-        "vespo": "grpo_core.losses.named:vespo",
-        "reinforce": "grpo_core.losses.named:reinforce",
-        "dppo": "grpo_core.losses.named:dppo",
-    }
+    return {"grpo": "grpo_core.losses.named:grpo"}
 
 
 @hookimpl
 def grpo_advantages() -> Mapping[str, str]:
-    return {
-        "group": "grpo_core.loop.advantages:group",
-        "reinforce_plus_plus": "grpo_core.loop.advantages:reinforce_plus_plus",
-        "gdpo": "grpo_core.loop.advantages:gdpo",
-        "max_rl": "grpo_core.loop.advantages:max_rl",
-        "pass_at_k": "grpo_core.loop.advantages:pass_at_k",
-        "turns": "grpo_core.loop.advantages:turns",
-        "gigpo": "grpo_core.loop.advantages:gigpo",
-    }
+    return {"group": "grpo_core.loop.advantages:group"}
 
 
 @hookimpl

@@ -8,7 +8,17 @@ from grpo_core.plugins.offers import Kind
 
 VLLM = "pip install 'grpo-core[vllm]'"
 
+ALGORITHMS: Mapping[Kind, tuple[str, ...]] = {
+    "advantage": ("gdpo", "gigpo", "max_rl", "pass_at_k", "reinforce_plus_plus", "turns"),
+    "loss": ("cispo", "distillation", "dppo", "gspo", "reinforce", "sapo", "vespo"),
+}
+
 INSTALL: Mapping[tuple[Kind, str], str] = {
+    **{
+        (kind, name): "pip install grpo-plugin-algorithms"
+        for kind, names in ALGORITHMS.items()
+        for name in names
+    },
     ("data_plane", "ray"): "pip install 'grpo-core[ray]'",
     ("data_plane", "transferqueue"): "pip install grpo-plugin-transferqueue",
     ("engine", "vllm"): VLLM,
