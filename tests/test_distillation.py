@@ -259,7 +259,7 @@ def test_a_run_without_a_checkpoint_is_no_teacher(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("")
     config = build([{"loss": {"name": "distillation"}, "teacher": {"path": str(tmp_path)}}])
     with pytest.raises(ConfigError, match="a run that has no checkpoint yet"):
-        preflight._check_teacher(config, PluginHost.discover(()))
+        preflight._check_teacher(config, PluginHost.discover(["algorithms"]))
 
 
 def test_a_model_is_validated_without_its_teacher() -> None:
@@ -273,7 +273,7 @@ def test_a_model_is_validated_without_its_teacher() -> None:
 
 def test_the_estimate_of_memory_knows_the_teacher(models: tuple[str, str]) -> None:
     student, teacher = models
-    host, shapes = PluginHost.discover(()), shapes_in(Path(student))
+    host, shapes = PluginHost.discover(["algorithms"]), shapes_in(Path(student))
     assert shapes is not None
     parameters = parameters_in(Path(teacher))
     assert parameters is not None
@@ -330,7 +330,7 @@ def test_the_path_of_a_teacher_is_absolute_and_a_hub_id_stays(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
-    host = PluginHost.discover(())
+    host = PluginHost.discover(["algorithms"])
     config = with_absolute_paths(build([{"teacher": {"path": "model"}}]), host)
     assert config.teacher.path == str(tmp_path / "model")
     config = with_absolute_paths(build([{"teacher": {"path": "org/model"}}]), host)

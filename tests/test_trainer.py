@@ -75,7 +75,7 @@ def setup(
         trainer=TrainerConfig(**{**defaults, **options}),
         loss=LossConfig(options=loss or {}),
         resume_from=str(resume_from) if resume_from else None,
-        plugins=(),
+        plugins=("algorithms",),
     )
 
 
