@@ -41,6 +41,14 @@ A loss, an advantage, a filter or an optimizer:
 
     checks_options    gives it a check of its options, which runs before any process starts
 
+A player (see ``grpo_plugin_agents``):
+
+    new_key, MIXED_UP_ADVICE    key of a rollout's client, by which an environment keeps its rollouts apart
+    cancel                      cancels tasks and waits until they have ended
+    normalised, MessageError, parsed, numbered, well_formed    read messages and calls that clients write
+    parted, THOUGHT_OPENS, THOUGHT_ENDS, THOUGHT_KEYS          a model's thinking in its messages
+    Ids, as_ids, concatenated   arrays of tokens
+
 A sampler or a tracker with a state:
 
     checked, Count    check what was read from a checkpoint against a ``TypedDict``
@@ -77,6 +85,7 @@ from typing import TYPE_CHECKING
 from grpo_core._lazy import attach
 
 if TYPE_CHECKING:
+    from grpo_core.aio import cancel as cancel
     from grpo_core.aio import to_the_end as to_the_end
     from grpo_core.app.gpus import Devices as Devices
     from grpo_core.app.launch import configure as configure
@@ -115,6 +124,8 @@ if TYPE_CHECKING:
     from grpo_core.engines.wire import pack_requests as pack_requests
     from grpo_core.engines.wire import unpack_completions as unpack_completions
     from grpo_core.engines.wire import unpack_requests as unpack_requests
+    from grpo_core.environments.apart import MIXED_UP_ADVICE as MIXED_UP_ADVICE
+    from grpo_core.environments.apart import new_key as new_key
     from grpo_core.environments.host import EnvironmentHost as EnvironmentHost
     from grpo_core.environments.pool import EnvironmentWorker as EnvironmentWorker
     from grpo_core.environments.process import EnvironmentProcess as EnvironmentProcess
@@ -133,6 +144,9 @@ if TYPE_CHECKING:
     from grpo_core.loop.metrics import headline as headline
     from grpo_core.loop.retention import Retention as Retention
     from grpo_core.loss import needs_of as needs_of
+    from grpo_core.messages import MessageError as MessageError
+    from grpo_core.messages import normalised as normalised
+    from grpo_core.messages import parsed as parsed
     from grpo_core.planes import RemotePlane as RemotePlane
     from grpo_core.plugins.host import PluginHost as PluginHost
     from grpo_core.plugins.offers import Offer as Offer
@@ -151,14 +165,22 @@ if TYPE_CHECKING:
     from grpo_core.reporting.stored import prompts_in as prompts_in
     from grpo_core.run_directory import RunDirectory as RunDirectory
     from grpo_core.run_directory import planned_steps as planned_steps
+    from grpo_core.thoughts import THOUGHT_ENDS as THOUGHT_ENDS
     from grpo_core.thoughts import THOUGHT_KEYS as THOUGHT_KEYS
+    from grpo_core.thoughts import THOUGHT_OPENS as THOUGHT_OPENS
+    from grpo_core.thoughts import parted as parted
+    from grpo_core.tokens import Ids as Ids
     from grpo_core.tokens import TokenReader as TokenReader
+    from grpo_core.tokens import as_ids as as_ids
+    from grpo_core.tokens import concatenated as concatenated
     from grpo_core.tokens import fetched as fetched
     from grpo_core.tool_calls import assistant_message as assistant_message
+    from grpo_core.tool_calls import numbered as numbered
     from grpo_core.training.process import ProcessTrainer as ProcessTrainer
     from grpo_core.training.process import RankProcess as RankProcess
     from grpo_core.typed import Count as Count
     from grpo_core.typed import checked as checked
+    from grpo_core.unicode import well_formed as well_formed
     from grpo_core.validation.results import SHARES as SHARES
     from grpo_core.validation.results import progress as progress
     from grpo_core.weights import COLLECTIVE as COLLECTIVE

@@ -18,7 +18,6 @@ from documents import ROOT
 from killing import GRPO, Run
 
 from grpo_core import cli
-from grpo_core.agents.server import AgentServer
 from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.incidents import reported_to
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, cause, play
@@ -26,6 +25,7 @@ from grpo_core.playing import PlayerSetup
 from grpo_core.protocols import Environment
 from grpo_core.records import Prompt, Weights
 from grpo_core.testing import FakeEngine, FakeRenderer, check_environment
+from grpo_plugin_agents.server import AgentServer
 
 HEAD = """
 import asyncio, json, os, time, urllib.request

@@ -43,7 +43,9 @@ def inside(path):
 
 
 def source_of(module):
-    path = PACKAGE.parent / module.replace(".", "/")
+    package = module.partition(".")[0]
+    home = PACKAGE.parent if package == PACKAGE.name else ROOT / "plugins" / package.replace("_", "-")
+    path = home / module.replace(".", "/")
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 

@@ -10,7 +10,6 @@ import pytest
 
 import grpo_core
 from grpo_core import Environment, Feedback, Prompt
-from grpo_core.agents.dialects import CHAT
 from grpo_core.api.reward import prompts_of
 from grpo_core.config import SourceConfig
 from grpo_core.data.samplers import PromptStream
@@ -23,6 +22,7 @@ from grpo_core.protocols import Tool
 from grpo_core.records import Episode, SampleRequest
 from grpo_core.testing.contracts import MemoryLoader
 from grpo_core.testing.hosted import HostedEnvironment, finished
+from grpo_plugin_agents.dialects import CHAT
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}:{{ m.content | trim }}{% if 'tool_calls' in m %}"

@@ -178,8 +178,7 @@ def test_an_unknown_player_is_refused_with_the_known_ones():
 
 def test_a_player_that_is_not_installed_is_refused_with_the_command_that_installs_it(monkeypatch):
     host = PluginHost.discover()
-    for plugin in host.plugins:
-        plugin.offers.get("player", {}).pop("agents", None)
+    host.plugins = [plugin for plugin in host.plugins if plugin.name != "agents"]
     expected = (
         "task 'words': its environment defines run; there is no player 'agents': "
         "pip install grpo-plugin-agents"

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from grpo_core.agents.server import AgentServer
 from grpo_core.config import EnvironmentConfig
 from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.errors import EngineError
@@ -23,6 +22,7 @@ from grpo_core.loop.rollout import RolloutRequest, SamplingParams, play
 from grpo_core.playing import Play, PlayerSetup
 from grpo_core.records import Prompt, Weights
 from grpo_core.testing import FakeEngine, FakeRenderer
+from grpo_plugin_agents.server import AgentServer
 
 TASKSETS = str(Path(__file__).parent.parent / "plugins" / "grpo-plugin-verifiers" / "tests" / "tasksets")
 PYTHON = os.environ.get("GRPO_VERIFIERS_PYTHON", "")

@@ -51,7 +51,12 @@ class Sort:
 
 SORTS: Mapping[str, Sort] = {
     "environment": Sort(kind="environment", contract="check_environment", trains="--env NAME"),
-    "agent": Sort(kind="environment", contract="check_agent", trains="--env NAME", needs=("openai>=1.60",)),
+    "agent": Sort(
+        kind="environment",
+        contract="check_agent",
+        trains="--env NAME",
+        needs=("grpo-plugin-agents", "openai>=1.60"),
+    ),
     "dataloader": Sort(
         kind="dataloader",
         contract="check_dataloader",

@@ -19,8 +19,8 @@ from typing import Any, Literal
 import attrs
 
 from grpo_core import lent
-from grpo_core.agents.apart import played_apart
 from grpo_core.credentials import NOTHING_HIDDEN
+from grpo_core.environments.apart import played_apart
 from grpo_core.environments.calls import Begun, Calls, Steps
 from grpo_core.environments.feedback import as_feedback
 from grpo_core.environments.tools import Toolbox, message, tools_of

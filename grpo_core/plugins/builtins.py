@@ -10,14 +10,14 @@ from grpo_core.hookspecs import hookimpl
 @hookimpl
 def grpo_environments() -> Mapping[str, str]:
     return {
-        "agent:*": "grpo_core.agents.program:AgentProgram",
+        "agent:*": "grpo_core.environments.program:AgentProgram",
         "compose": "grpo_core.environments.compose:Compose",
     }
 
 
 @hookimpl
 def grpo_players() -> Mapping[str, str]:
-    return {"turns": "grpo_core.playing:turns", "agents": "grpo_core.agents.server:AgentServer"}
+    return {"turns": "grpo_core.playing:turns"}
 
 
 @hookimpl

@@ -22,7 +22,6 @@ INSTALL: Mapping[tuple[Kind, str], str] = {
     ("data_plane", "ray"): "pip install 'grpo-core[ray]'",
     ("data_plane", "transferqueue"): "pip install grpo-plugin-transferqueue",
     ("engine", "vllm"): VLLM,
-    ("environment", "agent"): "pip install grpo-plugin-agents",
     ("environment", "code"): "pip install grpo-plugin-code",
     ("environment", "gym"): "pip install grpo-plugin-gym",
     ("environment", "inspect"): "pip install grpo-plugin-inspect",

@@ -411,7 +411,9 @@ class PluginHost:
             return Offer(kind, name, plugin, *found)
         module = sys.modules[module_name(module_file)]
         if not wanted and kind == "environment" and inspect.iscoroutinefunction(getattr(module, "run", None)):
-            return Offer(kind, name, plugin, "grpo_core.agents.program:AgentProgram", (str(module_file),))
+            return Offer(
+                kind, name, plugin, "grpo_core.environments.program:AgentProgram", (str(module_file),)
+            )
         factory = getattr(module, wanted, None) if wanted else None
         if callable(factory):
             return Offer(kind, name, plugin, factory)

@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 from attrs import define, evolve, field, frozen
 
-from grpo_core.agents.apart import ADVICE
 from grpo_core.config import EnvironmentConfig
+from grpo_core.environments.apart import MIXED_UP_ADVICE
 from grpo_core.environments.pool import EnvironmentWorker
 from grpo_core.errors import GrpoError, PluginError
 from grpo_core.incidents import Incident
@@ -372,7 +372,7 @@ class Conformance:
                 raise Noted(f"{_said(*play)}: cannot be told, since it asks something else each time")
             raise Broken(
                 f"{_said(*play)}: alone a conversation ends with {_end(alone - others)}, and next to "
-                f"{most - 1} others with {_end(others - alone)}. {other.error or ADVICE}"
+                f"{most - 1} others with {_end(others - alone)}. {other.error or MIXED_UP_ADVICE}"
             )
         return f"{len(together)} rollouts"
 

@@ -28,12 +28,12 @@ from collections.abc import Sequence
 
 from attrs import evolve
 
-from grpo_core.agents.server import AgentServer
 from grpo_core.limits import Limits
 from grpo_core.models import chat_template
 from grpo_core.playing import Play, PlayerSetup
 from grpo_core.records import Completion, GenerationRequest, Prompt
 from grpo_core.tokens import Tokens
+from grpo_plugin_agents.server import AgentServer
 
 TURNS, LIMIT = 10, 5.0
 MODEL_SECONDS = (0.7, 1.3)

@@ -1,7 +1,7 @@
 """Simulated agents: they talk to the real sessions of their rollouts, without a socket, as agents do.
 
     AgentLedger          keeps account of what the engine said to each session, to compare what is trained
-    SimulatedEndpoint    opens real sessions (``grpo_core.agents.session``), whose engine the ledger overhears
+    SimulatedEndpoint    opens real sessions (of ``grpo_plugin_agents``), whose engine the ledger overhears
     SimulatedAgent       a client that goes on, forks, edits, asks twice, retries, vanishes and hangs
 
 What an agent does depends on the seed of its rollout alone.
@@ -21,13 +21,13 @@ import numpy as np
 from attrs import define, evolve, field
 
 from grpo_core import playing
-from grpo_core.agents.dialects import CHAT
-from grpo_core.agents.recorder import Talks
-from grpo_core.agents.repeats import Attempt
-from grpo_core.agents.session import Refused, Reply, Session, attempt_digest, played
 from grpo_core.aio import cancel
 from grpo_core.protocols import Engine
 from grpo_core.records import AgentClient, Completion, GenerationRequest, Message, Recording, Rollout
+from grpo_plugin_agents.dialects import CHAT
+from grpo_plugin_agents.recorder import Talks
+from grpo_plugin_agents.repeats import Attempt
+from grpo_plugin_agents.session import Refused, Reply, Session, attempt_digest, played
 
 Law = Callable[[bool, int, str], None]
 Said = tuple[bytes, bytes, bytes]

@@ -24,7 +24,6 @@ from killing import GRPO, Run, left_after
 
 pytest.importorskip("grpo_plugin_ray")
 
-from grpo_core.agents.server import AgentServer
 from grpo_core.config import EnvironmentConfig
 from grpo_core.demo.tiny import encode, make_tiny_model
 from grpo_core.engines.local.engine import LocalEngine
@@ -42,6 +41,7 @@ from grpo_core.testing.engines import check_engine
 from grpo_core.weights.collective import CollectiveWriter
 from grpo_core.weights.copies import Copies
 from grpo_core.weights.shm import SharedMemoryWriter
+from grpo_plugin_agents.server import AgentServer
 from grpo_plugin_ray import cluster
 from grpo_plugin_ray.cluster import PluginRequirement
 from grpo_plugin_ray.engines import RayEngine, Store, WorkerSetup

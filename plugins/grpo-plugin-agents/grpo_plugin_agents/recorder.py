@@ -30,14 +30,20 @@ from typing import Any
 
 from attrs import define, evolve, field, frozen
 
-from grpo_core.errors import PluginError, shortened
-from grpo_core.limits import Limits
-from grpo_core.messages import parsed
-from grpo_core.protocols import Renderer
-from grpo_core.records import Completion, EndReason, Message, Recording, Segment
-from grpo_core.thoughts import parted, split_thought
-from grpo_core.tokens import Ids, Tokens, as_ids, concatenated
-from grpo_core.tool_calls import numbered
+from grpo_core import (
+    Completion,
+    EndReason,
+    Limits,
+    Message,
+    PluginError,
+    Recording,
+    Renderer,
+    Segment,
+    Tokens,
+    errors,
+    split_thought,
+)
+from grpo_core.kit import Ids, as_ids, concatenated, numbered, parsed, parted
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -187,7 +193,7 @@ class Recorder:
             if keys[place] in self._known or keys[place - 1] in self._completed:
                 return
             if self.talks.is_of_others(keys[place], self.group):
-                reply = shortened(str(conversation[place - 1].get("content") or ""), 80)
+                reply = errors.shortened(str(conversation[place - 1].get("content") or ""), 80)
                 raise PluginError(
                     "agents: a rollout goes on with a reply that another prompt's rollout has sampled: "
                     f"{reply!r}"

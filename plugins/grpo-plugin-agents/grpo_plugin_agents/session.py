@@ -15,15 +15,24 @@ from typing import Any
 
 from attrs import define, evolve, field, frozen
 
-from grpo_core.agents.apart import ADVICE
-from grpo_core.agents.dialects import Answer, BadRequest, ChatRequest, Dialect, as_object, encoded, event
-from grpo_core.agents.recorder import Node, Recorder, Talks, Turn
-from grpo_core.agents.repeats import Attempt, Call, KeyReused, Repeats
-from grpo_core.aio import cancel
-from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError, ModelError, PluginError, describe
-from grpo_core.playing import Play
-from grpo_core.records import AgentClient, Completion, Feedback, Message, Recording
-from grpo_core.thoughts import THOUGHT_ENDS, THOUGHT_OPENS
+from grpo_core import (
+    AgentClient,
+    ChildDied,
+    Completion,
+    DeadlineExceeded,
+    EngineError,
+    Feedback,
+    Message,
+    ModelError,
+    Play,
+    PluginError,
+    Recording,
+    errors,
+)
+from grpo_core.kit import MIXED_UP_ADVICE, THOUGHT_ENDS, THOUGHT_OPENS, cancel
+from grpo_plugin_agents.dialects import Answer, BadRequest, ChatRequest, Dialect, as_object, encoded, event
+from grpo_plugin_agents.recorder import Node, Recorder, Talks, Turn
+from grpo_plugin_agents.repeats import Attempt, Call, KeyReused, Repeats
 
 MOST_COMPLETIONS = 64
 """Largest ``n`` of a request."""
@@ -189,7 +198,7 @@ class Session:
         except Exception as error:
             self._why = error
             self._fault.set()
-            return refusal(dialect, Refused(500, describe(error), "internal"))
+            return refusal(dialect, Refused(500, errors.describe(error), "internal"))
 
     def _read(self, dialect: Dialect, body: bytes) -> _Read:
         """Read a request and encode what is new in it.  Raises Refused, and PluginError as the recorder."""
@@ -197,7 +206,7 @@ class Session:
             request = dialect.read(as_object(body), self._history)
             turn = self.recorder.turn(request.messages, request.tools, self.play.renderer)
         except PluginError as error:
-            raise PluginError(f"{error}. {ADVICE}") from error
+            raise PluginError(f"{error}. {MIXED_UP_ADVICE}") from error
         except (BadRequest, ModelError, ValueError, RecursionError) as error:
             told = (
                 str(error)
@@ -227,7 +236,7 @@ class Session:
             )
             completed = True
         except (EngineError, ChildDied, DeadlineExceeded) as error:
-            self._error = describe(error)
+            self._error = errors.describe(error)
             raise Refused(503, f"the engine did not complete this request: {error}", "engine") from error
         finally:
             if not completed:

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 from attrs import frozen
 
-from grpo_core.records import EndReason, Message
-from grpo_core.thoughts import parted
+from grpo_core import EndReason, Message
+from grpo_core.kit import parted
 
 
 class BadRequest(Exception):  # noqa: N818 - it is what it is

@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from grpo_core.agents.dialects import reading
-from grpo_core.agents.dialects.requests import Answer, BadRequest, ChatRequest, History
+from grpo_plugin_agents.dialects import reading
+from grpo_plugin_agents.dialects.requests import Answer, BadRequest, ChatRequest, History
 
 
 class AnthropicMessages:

@@ -17,14 +17,11 @@ from hypothesis import strategies as st
 from test_segments import FORGETS, JSON_ARGUMENTS, NO_END, OPENS, OTHER_END, PLAIN, TOOL, TOOLS_LAST
 from test_segments import make_renderer as renderer_of
 
-from grpo_core.agents.dialects import CHAT
-from grpo_core.agents.repeats import Attempt
-from grpo_core.agents.session import Session, attempt_digest
-from grpo_core.errors import EngineError
-from grpo_core.limits import Limits
-from grpo_core.playing import Play
-from grpo_core.records import AgentClient, Completion, Prompt
+from grpo_core import AgentClient, Completion, EngineError, Limits, Play, Prompt
 from grpo_core.testing import FakeRenderer, run
+from grpo_plugin_agents.dialects import CHAT
+from grpo_plugin_agents.repeats import Attempt
+from grpo_plugin_agents.session import Session, attempt_digest
 
 CLIENT = AgentClient(base_url="http://127.0.0.1:1/v1", api_key="key", model="policy")
 MANY = Limits(max_tokens=100, max_turns=1000, context=100_000)

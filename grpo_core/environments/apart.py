@@ -32,7 +32,7 @@ _KEY = re.compile(rb"sk-grpo-[\w-]{43}")
 _HEAD = 65_536
 """Bytes of a request in which its head ends."""
 
-ADVICE = (
+MIXED_UP_ADVICE = (
     "Rollouts that play at the same time share the process: its environment variables, its working directory "
     "and all globals, such as a module's client. Give each client its key in run, as in AsyncOpenAI(base_url="
     "client.base_url, api_key=client.api_key), and keep a rollout's state in variables of run. If the agent "
@@ -100,7 +100,7 @@ async def played_apart(run: Coroutine[Any, Any, T], key: str, who: str) -> T:
     finally:
         _playing.discard(player)
     if player.fault:
-        raise PluginError(f"{who}: {player.fault}. {ADVICE}")
+        raise PluginError(f"{who}: {player.fault}. {MIXED_UP_ADVICE}")
     return result
 
 

@@ -14,16 +14,12 @@ from ipaddress import ip_address
 
 from aiohttp import web
 
-from grpo_core.addresses import is_loopback
-from grpo_core.agents.apart import new_key
-from grpo_core.agents.dialects import ANTHROPIC, CHAT, DIALECTS, Dialect
-from grpo_core.agents.recorder import Talks
-from grpo_core.agents.repeats import Attempt
-from grpo_core.agents.session import PING, Refused, Reply, Session, attempt_digest, played, refusal
-from grpo_core.errors import ConfigError, GrpoError
-from grpo_core.incidents import report
-from grpo_core.playing import Play, Player, PlayerSetup
-from grpo_core.records import AgentClient, Recording
+from grpo_core import AgentClient, ConfigError, GrpoError, Play, Player, PlayerSetup, Recording
+from grpo_core.kit import new_key, report
+from grpo_plugin_agents.dialects import ANTHROPIC, CHAT, DIALECTS, Dialect
+from grpo_plugin_agents.recorder import Talks
+from grpo_plugin_agents.repeats import Attempt
+from grpo_plugin_agents.session import PING, Refused, Reply, Session, attempt_digest, played, refusal
 
 MODEL = "policy"
 """Name of the model."""
@@ -45,7 +41,7 @@ class AgentServer(Player):
             raise ConfigError(
                 f"task {without[0]!r}: its environment defines no async def run, which the player calls"
             )
-        if setup.remote and is_loopback(setup.host):
+        if setup.remote and _is_loopback(setup.host):
             raise ConfigError(
                 f"task {', '.join(map(repr, setup.tasks))}: agents in workers on other machines cannot reach "
                 f"environment.agent_host = {setup.host!r}; set it to an address of this machine in the "
@@ -175,6 +171,13 @@ class AgentServer(Player):
         given = request.headers.get("Authorization", "")
         key = given[7:] if given[:7].lower() == "bearer " else request.headers.get("x-api-key", "")
         return self._sessions.get(_digest(key.strip()))
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:  # refused when the port is opened
+        return False
 
 
 _MODEL = {"id": MODEL, "object": "model", "type": "model", "display_name": MODEL, "created": 0,

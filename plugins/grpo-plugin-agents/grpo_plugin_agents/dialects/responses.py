@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from grpo_core.agents.dialects import openai, reading
-from grpo_core.agents.dialects.chat_completions import message_of
-from grpo_core.agents.dialects.requests import Answer, BadRequest, ChatRequest, History
+from grpo_plugin_agents.dialects import openai, reading
+from grpo_plugin_agents.dialects.chat_completions import message_of
+from grpo_plugin_agents.dialects.requests import Answer, BadRequest, ChatRequest, History
 
 
 class Responses:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from grpo_core.agents.dialects import openai, reading
-from grpo_core.agents.dialects.requests import Answer, ChatRequest, History
-from grpo_core.thoughts import THOUGHT_KEYS
+from grpo_core.kit import THOUGHT_KEYS
+from grpo_plugin_agents.dialects import openai, reading
+from grpo_plugin_agents.dialects.requests import Answer, ChatRequest, History
 
 
 class ChatCompletions:

@@ -6,10 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo_core.agents.dialects.requests import BadRequest
-from grpo_core.messages import MessageError, normalised
-from grpo_core.records import Message
-from grpo_core.unicode import well_formed
+from grpo_core import Message
+from grpo_core.kit import MessageError, normalised, well_formed
+from grpo_plugin_agents.dialects.requests import BadRequest
 
 _SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
                        "repetition_penalty", "seed", "logit_bias", "reasoning_effort"})  # fmt: skip

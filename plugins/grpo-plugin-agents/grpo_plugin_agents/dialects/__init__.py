@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from grpo_core.agents.dialects.anthropic import AnthropicMessages
-from grpo_core.agents.dialects.chat_completions import ChatCompletions
-from grpo_core.agents.dialects.reading import as_object
-from grpo_core.agents.dialects.requests import Answer, BadRequest, ChatRequest, Dialect, encoded, event
-from grpo_core.agents.dialects.responses import Responses
+from grpo_plugin_agents.dialects.anthropic import AnthropicMessages
+from grpo_plugin_agents.dialects.chat_completions import ChatCompletions
+from grpo_plugin_agents.dialects.reading import as_object
+from grpo_plugin_agents.dialects.requests import Answer, BadRequest, ChatRequest, Dialect, encoded, event
+from grpo_plugin_agents.dialects.responses import Responses
 
 __all__ = [
     "ANTHROPIC",

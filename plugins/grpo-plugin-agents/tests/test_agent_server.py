@@ -19,13 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_agent_sessions import MANY, Says, a_play, check
 
-from grpo_core.agents.dialects import DIALECTS, BadRequest
-from grpo_core.agents.server import MAX_BODY, AgentServer
-from grpo_core.errors import ConfigError, EngineError, PluginError
-from grpo_core.incidents import reported_to
-from grpo_core.limits import Limits
-from grpo_core.playing import PlayerSetup
+from grpo_core import ConfigError, EngineError, Limits, PlayerSetup, PluginError
+from grpo_core.kit import reported_to
 from grpo_core.testing import FakeRenderer
+from grpo_plugin_agents.dialects import DIALECTS, BadRequest
+from grpo_plugin_agents.server import MAX_BODY, AgentServer
 
 CALL = '<tool_call>{"name": "price", "arguments": {"item": "tea"}}</tool_call>'
 TOOL = {"type": "function", "function": {"name": "price", "parameters": {"type": "object", "properties": {}}}}
