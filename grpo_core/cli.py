@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import App, CycloptsError, Parameter
 
 from grpo_core import commands
+from grpo_core.errors import ConfigError, GrpoError
 from grpo_core.interrupts import INTERRUPTED, leave
 from grpo_core.plugins.commands import Found, find_commands
 from grpo_core.plugins.hints import COMMANDS
@@ -30,8 +31,12 @@ def make_app(chosen: str = "", found: Found | None = None) -> App:
     Args:
         chosen: the command that is going to run: its help is its whole docstring, not one line.
         found: the commands; default: those that are installed.
+
+    Raises ConfigError for a command of ours that is not installed.
     """
     found = found or find_commands(commands)
+    if chosen in COMMANDS and chosen not in found.commands:
+        raise ConfigError(f"{chosen!r} is not installed; pip install {COMMANDS[chosen]}")
     broken = [f"{plugin} is broken: {plugin.error}" for plugin in found.plugins if plugin.fault]
     app = App(
         name="grpo-core",
@@ -99,7 +104,6 @@ def train(
         Do not load this installed plugin; may be repeated.
     """
     from grpo_core.commands import running
-    from grpo_core.errors import ConfigError
 
     if quiet and json:
         raise ConfigError("--quiet and --json: leave one of them out")
@@ -223,7 +227,6 @@ def _describe(row: dict[str, Any]) -> str:
 def main() -> None:
     """Run the command line; print errors as one message and exit with their status."""
     from grpo_core.complaints import complain, drop_output, make_log_inert, outlive_terminal, unexpected
-    from grpo_core.errors import ConfigError, GrpoError
     from grpo_core.garbage import collect_rarely
 
     collect_rarely()
@@ -231,11 +234,7 @@ def main() -> None:
     outlive_terminal()
     try:
         arguments = _with_values(sys.argv[1:])
-        chosen = arguments[0] if arguments else ""
-        found = find_commands(commands)
-        if chosen in COMMANDS and chosen not in found.commands:
-            raise ConfigError(f"{chosen!r} is not installed; pip install {COMMANDS[chosen]}")
-        app = make_app(chosen, found)
+        app = make_app(arguments[0] if arguments else "")
         status = app(arguments, exit_on_error=False, print_error=True, result_action="return_value")
     except CycloptsError:  # it is printed already
         status = ConfigError.exit_status

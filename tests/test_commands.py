@@ -79,7 +79,7 @@ def test_the_command_of_a_plugin_is_listed_without_importing_what_it_runs(site):
 def test_a_command_of_ours_that_is_not_installed_names_what_installs_it():
     code = (
         "import sys; from grpo_core import cli, commands; from grpo_core.plugins.commands import Found\n"
-        "cli.find_commands = lambda core: Found({})\ncli.main()"
+        "cli.find_commands = lambda core: Found(commands={})\ncli.main()"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, "report", "runs/a"], capture_output=True, text=True, timeout=120

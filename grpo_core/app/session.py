@@ -23,15 +23,16 @@ from grpo_core.validation.target import EvalTarget
 
 @frozen(kw_only=True)
 class Session:
-    """A model and the environments of its tasks.  ``grpo_core.session`` starts and ends it.
-
-    ``engine``, ``renderer`` and ``environments``, by task, are those of a validation.
-    """
+    """A model and the environments of its tasks.  ``grpo_core.session`` starts and ends it."""
 
     config: Config
+    """What the session was started with."""
     engine: Engine
+    """Engine that holds the model's weights."""
     renderer: Renderer
+    """Turns messages into tokens, by the model's chat template."""
     environments: Mapping[str, EnvironmentClient]
+    """Environments by task."""
     _tasks: Tasks
 
     async def prompts(self, task: str | None = None, *, split: str = "train") -> Sequence[Prompt]:

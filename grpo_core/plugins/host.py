@@ -31,7 +31,6 @@ import pluggy
 
 import grpo_core
 from grpo_core import hookspecs
-from grpo_core.config.sections import PluginSections, offered_sections
 from grpo_core.errors import ConfigError, PluginError, SelectionError, describe, did_you_mean, one_line
 from grpo_core.plugins.commands import Found
 from grpo_core.plugins.hints import KEYS, install_command
@@ -64,6 +63,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch.optim import Optimizer
 
+    from grpo_core.config.sections import PluginSections
     from grpo_core.loss import LossInputs, LossOutput
     from grpo_core.protocols import (
         Engine,
@@ -328,6 +328,8 @@ class PluginHost:
     @property
     def sections(self) -> PluginSections:
         """The sections of the configuration that the plugins add."""
+        from grpo_core.config.sections import PluginSections
+
         return PluginSections(tuple(each for plugin in self.plugins for each in plugin.sections), KEYS)
 
     # ------------------------------------------------------------------------------ loading
@@ -365,6 +367,10 @@ class PluginHost:
             for function in self._implementations(hook, module):
                 plugin.offers.setdefault(kind, {}).update(checked_offers(hook, function()))
         for function in self._implementations(SECTIONS, module):
+            from grpo_core.config.sections import (
+                offered_sections,
+            )  # environments run where it cannot be imported
+
             try:
                 plugin.sections = offered_sections(function(), self.sections.added)
             except ValueError as error:

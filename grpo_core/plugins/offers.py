@@ -12,11 +12,10 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 from attrs import define, field, frozen
 
-from grpo_core.config.sections import PluginSection
 from grpo_core.errors import (
     ConfigError,
     GrpoError,
@@ -26,6 +25,9 @@ from grpo_core.errors import (
     did_you_mean,
     one_line,
 )
+
+if TYPE_CHECKING:
+    from grpo_core.config.sections import PluginSection
 
 Kind = Literal[
     "environment",
