@@ -26,7 +26,7 @@ class Session:
     """A model and the environments of its tasks.  ``grpo_core.session`` starts and ends it."""
 
     config: Config
-    """What the session was started with."""
+    """Configuration of the session."""
     engine: Engine
     """Engine that holds the model's weights."""
     renderer: Renderer
