@@ -96,9 +96,7 @@ if TYPE_CHECKING:
     from grpo_core.thoughts import split_thought as split_thought
     from grpo_core.tokens import Tokens as Tokens
     from grpo_core.training.setup import TrainerSetup as TrainerSetup
-    from grpo_core.validation.estimates import majority_score as majority_score
     from grpo_core.validation.estimates import mean_with_interval as mean_with_interval
-    from grpo_core.validation.estimates import pass_at_k as pass_at_k
     from grpo_core.validation.strategies import ScoringStrategy as ScoringStrategy
 
 __getattr__, __dir__, __all__ = attach(__name__)

@@ -41,16 +41,17 @@ A loss, an advantage, a filter or an optimizer:
 
     checks_options    gives it a check of its options, which runs before any process starts
 
-A player (see ``grpo_plugin_agents``):
 
-    new_key, MIXED_UP_ADVICE    key of a rollout's client, by which an environment keeps its rollouts apart
+    Ids, as_ids, concatenated   arrays of tokens
     cancel                      cancels tasks and waits until they have ended
+    new_key, MIXED_UP_ADVICE    key of a rollout's client, by which an environment keeps its rollouts apart
     normalised, MessageError, parsed, numbered, well_formed    read messages and calls that clients write
     parted, THOUGHT_OPENS, THOUGHT_ENDS, THOUGHT_KEYS          a model's thinking in its messages
-    Ids, as_ids, concatenated   arrays of tokens
-
+A player (see ``grpo_plugin_agents``):
 A sampler or a tracker with a state:
+A sampler, a validation strategy or a tracker with a state:
 
+    derive_seed       returns a number that depends on names and numbers alone
     checked, Count    check what was read from a checkpoint against a ``TypedDict``
 
 A command that plays environments, besides ``grpo_core.Run``:
@@ -148,6 +149,7 @@ if TYPE_CHECKING:
     from grpo_core.messages import normalised as normalised
     from grpo_core.messages import parsed as parsed
     from grpo_core.planes import RemotePlane as RemotePlane
+    from grpo_core.playing import derive_seed as derive_seed
     from grpo_core.plugins.host import PluginHost as PluginHost
     from grpo_core.plugins.offers import Offer as Offer
     from grpo_core.plugins.options import AsJson as AsJson

@@ -434,6 +434,15 @@ class ParameterGroup:
     betas: tuple[float, float]
     """``trainer.betas``."""
 
+    def for_torch(self) -> dict[str, Any]:
+        """Return the group as torch's optimizers take it."""
+        return {
+            "params": list(self.parameters.values()),
+            "lr": self.lr,
+            "weight_decay": self.weight_decay,
+            "betas": self.betas,
+        }
+
 
 class OptimizerFunction(Protocol):
     """Makes the optimizers of a run.  Its keyword-only parameters are its options.

@@ -24,7 +24,8 @@ from grpo_core.testing import FakeEngine, FakeEnvironment
 from grpo_core.tool_calls import parse_calls
 from grpo_core.unicode import DEEPEST, lone_surrogate, well_formed
 from grpo_core.validation.runner import Context
-from grpo_core.validation.strategies import Batched, Greedy, Majority, PassAtK, Pipelined
+from grpo_core.validation.strategies import Batched, Greedy, Pipelined
+from grpo_plugin_algorithms.strategies import Majority, PassAtK
 
 HIGH, LOW = "\ud83d", "\ude00"
 TEXTS = st.text(st.characters(exclude_categories=[]), max_size=8)  # with surrogates

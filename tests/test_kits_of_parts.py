@@ -26,6 +26,7 @@ from grpo_core.training import optimizers
 from grpo_core.training.trainer import TorchTrainer
 from grpo_core.weights.copies import WeightsLease
 from grpo_core.weights.shm import SharedMemoryWriter
+from grpo_plugin_algorithms import optimizers as further
 
 # ---------------------------------------------------------------------------------- trainers
 
@@ -193,7 +194,7 @@ def test_a_trainer_that_breaks_a_clause_is_found(trainer, clause, told):
 
 def sgd(groups):
     """Keeps the contract: no state, no momentum."""
-    return torch.optim.SGD([optimizers._with_betas(group) for group in groups])
+    return torch.optim.SGD([group.for_torch() for group in groups])
 
 
 def decoupled(groups, *, lr_of=None, skip=(), state=True, coupled=False, private_lr=False, random=False):
@@ -218,15 +219,15 @@ def decoupled(groups, *, lr_of=None, skip=(), state=True, coupled=False, private
                     noise = torch.rand(()) if random else 1
                     parameter.sub_(10 * rate * speed * noise * kept["momentum"])
 
-    return Faulty([optimizers._with_betas(group) for group in groups])
+    return Faulty([group.for_torch() for group in groups])
 
 
 def half(groups):
-    return torch.optim.SGD([optimizers._with_betas(group) for group in groups[:1]], lr=1e-2)
+    return torch.optim.SGD([group.for_torch() for group in groups[:1]], lr=1e-2)
 
 
 def uphill(groups):
-    return torch.optim.SGD([optimizers._with_betas(group) for group in groups], maximize=True)
+    return torch.optim.SGD([group.for_torch() for group in groups], maximize=True)
 
 
 def declares_nothing_that_it_keeps(groups):
@@ -241,9 +242,9 @@ declares_nothing_that_it_keeps.state = lambda name, shape, **options: {"velocity
     ("function", "options"),
     [
         (optimizers.adamw, {}),
-        (optimizers.muon, {}),
+        (further.muon, {}),
         pytest.param(
-            optimizers.adamw_torchao, {}, marks=pytest.mark.skipif(not find_spec("torchao"), reason="torchao")
+            further.adamw_torchao, {}, marks=pytest.mark.skipif(not find_spec("torchao"), reason="torchao")
         ),
         (sgd, {}),
         (decoupled, {}),

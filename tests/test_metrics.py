@@ -37,8 +37,9 @@ from grpo_core.testing import HostedEnvironment, run
 from grpo_core.timeline import Timeline, taken_down
 from grpo_core.tokens import Tokens
 from grpo_core.training.trainer import TorchTrainer
-from grpo_core.validation.paired import Paired
-from grpo_core.validation.strategies import Greedy, Majority, PassAtK
+from grpo_core.validation.strategies import Greedy
+from grpo_plugin_algorithms.paired import Paired
+from grpo_plugin_algorithms.strategies import Majority, PassAtK
 
 
 def rollout(reward=1.0, *, versions=(0,), sampled=None, reason="stop", **metrics):

@@ -35,13 +35,13 @@ from grpo_core.training import trainer as trainers
 from grpo_core.training.budget import overhead
 from grpo_core.training.logprobs import token_logprobs
 from grpo_core.training.model import ModelSource
-from grpo_core.training.optimizers import adamw_torchao
 from grpo_core.training.passes import Passes
 from grpo_core.training.ranks import Alone
 from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.snapshot import Snapshot
 from grpo_core.weights.cuda_ipc import CudaIpcWriter
 from grpo_core.weights.shm import SharedMemoryWriter
+from grpo_plugin_algorithms.optimizers import adamw_torchao
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -374,7 +374,7 @@ def test_an_optimizer_that_is_not_installed_names_the_command_that_installs_it(
         "find = util.find_spec\n"
         f"util.find_spec = lambda name, *rest: None if name == '{package}' else find(name, *rest)\n"
         "from grpo_core.plugins.host import PluginHost\n"
-        f"PluginHost.discover(()).check_options('optimizer', '{name}', {{}})\n"
+        f"PluginHost.discover(['algorithms']).check_options('optimizer', '{name}', {{}})\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert f"{package} is not installed: pip install 'grpo-core[{extra}]'" in done.stderr
@@ -417,7 +417,7 @@ def test_the_estimate_of_memory_knows_the_bytes_of_each_optimizer(tmp_path: Path
     directory = eight_billion(tmp_path / "eight")
     shapes = shapes_in(directory)
     assert shapes is not None
-    host = PluginHost.discover(())
+    host = PluginHost.discover(["algorithms"])
 
     def of(name: str) -> int:
         tables = {

@@ -24,8 +24,9 @@ from grpo_core.reporting.files import plain
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, FakeTrainer, run
 from grpo_core.validation.engine import DedicatedValidator, WeightsTrackingEngine
 from grpo_core.validation.runner import Context, run_strategy
-from grpo_core.validation.strategies import Batched, PassAtK, Pipelined
+from grpo_core.validation.strategies import Batched, Pipelined
 from grpo_core.versions import Interval
+from grpo_plugin_algorithms.strategies import PassAtK
 
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=8)
 STEPS = 12

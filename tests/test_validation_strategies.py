@@ -18,10 +18,11 @@ from grpo_core.loop.metrics import headline
 from grpo_core.records import Rollout, Segment
 from grpo_core.testing.strategies import check_validation_strategy
 from grpo_core.tokens import Tokens
-from grpo_core.validation.estimates import interval, majority_score, pass_at_k
-from grpo_core.validation.paired import Paired
+from grpo_core.validation.estimates import interval
 from grpo_core.validation.results import table
-from grpo_core.validation.strategies import Batched, Greedy, Majority, PassAtK, Pipelined
+from grpo_core.validation.strategies import Batched, Greedy, Pipelined
+from grpo_plugin_algorithms.paired import Paired
+from grpo_plugin_algorithms.strategies import Majority, PassAtK, majority_score, pass_at_k
 
 # ---------------------------------------------------------------------------------- estimates
 

@@ -34,9 +34,6 @@ def grpo_validation_strategies() -> Mapping[str, str]:
         "batched": "grpo_core.validation.strategies:Batched",
         "pipelined": "grpo_core.validation.strategies:Pipelined",
         "greedy": "grpo_core.validation.strategies:Greedy",
-        "pass_at_k": "grpo_core.validation.strategies:PassAtK",
-        "majority": "grpo_core.validation.strategies:Majority",
-        "paired": "grpo_core.validation.paired:Paired",
     }
 
 
@@ -70,12 +67,7 @@ def grpo_advantages() -> Mapping[str, str]:
 
 @hookimpl
 def grpo_optimizers() -> Mapping[str, str]:
-    return {
-        "adamw": "grpo_core.training.optimizers:adamw",
-        "adamw_8bit": "grpo_core.training.optimizers:adamw_8bit",
-        "adamw_torchao": "grpo_core.training.optimizers:adamw_torchao",
-        "muon": "grpo_core.training.optimizers:muon",
-    }
+    return {"adamw": "grpo_core.training.optimizers:adamw"}
 
 
 @hookimpl

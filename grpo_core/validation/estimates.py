@@ -1,12 +1,8 @@
-"""Estimates from validation rollouts: pass@k, majority vote, bootstrap intervals.
-
-These are pure functions of numbers; the random ones take a seed.
-"""
+"""Bootstrap intervals of means.  Pure; the random functions take a seed."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from attrs import frozen
@@ -23,35 +19,6 @@ class Interval:
 
     low: float
     high: float
-
-
-def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Estimate the chance that at least one of ``k`` rollouts is correct, given ``correct`` of ``n``.
-
-    ``1 - C(n - correct, k) / C(n, k)``, which is unbiased for every ``n >= k`` (Chen et al. 2021, "Evaluating
-    large language models trained on code", equation 1); ``1 - (1 - correct / n) ** k`` is not.
-
-    Raises ValueError unless ``0 <= correct <= n`` and ``1 <= k <= n``.
-    """
-    if not (0 <= correct <= n and 1 <= k <= n):
-        raise ValueError(f"pass@{k} of {correct} correct in {n}: expected 0 <= correct <= n and 1 <= k <= n")
-    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
-
-
-def majority_score(votes: Sequence[tuple[Hashable, float]]) -> float:
-    """The value of the answer with the most votes: the mean of its votes' values.
-
-    A tie has the mean value of the answers that share it, the expectation of a random choice among them (Wang
-    et al. 2022, "Self-consistency", leaves ties open).
-
-    Args:
-        votes: ``(answer, value)`` for each rollout; at least one.
-    """
-    values: dict[Hashable, list[float]] = {}
-    for answer, value in votes:
-        values.setdefault(answer, []).append(value)
-    most = max(map(len, values.values()))
-    return fmean(fmean(those) for those in values.values() if len(those) == most)
 
 
 def interval(

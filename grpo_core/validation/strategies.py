@@ -7,7 +7,7 @@ over its prompts with a bootstrap interval.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 from statistics import fmean
@@ -20,7 +20,7 @@ from grpo_core.loop.metrics import accuracy, completion_tokens, feedback_means, 
 from grpo_core.playing import derive_seed
 from grpo_core.protocols import ValidationContext
 from grpo_core.records import Rollout
-from grpo_core.validation.estimates import MANY, majority_score, mean_with_interval, pass_at_k
+from grpo_core.validation.estimates import MANY, mean_with_interval
 from grpo_core.validation.results import SHARES
 
 Mode = Literal["batched", "pipelined"]
@@ -178,105 +178,12 @@ class Greedy(ScoringStrategy):
         super().__init__(1, 0.0, max_tokens, mode, confidence)
 
 
-class PassAtK(ScoringStrategy):
-    """Measures ``pass@k``: how often at least one of ``k`` rollouts is a success (Chen et al. 2021).
-
-    The estimate has no bias.  A prompt with fewer than ``k`` scored rollouts does not count; an ``n`` above
-    ``k`` gives a smaller variance and some rollouts to spare.
-
-    Args:
-        k: number of rollouts of which one has to be a success, or a list of such numbers.
-        n: number of rollouts of each prompt.  None: the largest ``k``.
-    """
-
-    needs_success = True
-
-    def __init__(
-        self,
-        k: int | Sequence[int] = 8,
-        n: int | None = None,
-        temperature: float = 1.0,
-        max_tokens: int | None = None,
-        mode: Mode = "pipelined",
-        confidence: float = 0.95,
-    ) -> None:
-        several: list[Any] = list(k) if isinstance(k, list | tuple) else [k]
-        fine = bool(several) and all(_whole(each) and each >= 1 for each in several)
-        _expect(fine, "k", k, "whole numbers of at least 1")
-        self.k: list[int] = sorted(set(several))
-        super().__init__(self.k[-1] if n is None else n, temperature, max_tokens, mode, confidence)
-        _expect(self.n >= self.k[-1], "n", n, f"at least the largest k, {self.k[-1]}")
-        _expect_variety(self)
-        self.needed = self.k[-1]
-
-    def scores(self, rollouts: Sequence[Rollout]) -> Mapping[str, float]:
-        n, correct = len(rollouts), round(sum(map(_correct, rollouts)))
-        return {f"pass@{k}": pass_at_k(n, correct, k) for k in self.k} | dict(super().scores(rollouts))
-
-
-class Majority(ScoringStrategy):
-    """Measures ``maj@n``: how often the answer that most of ``n`` rollouts give is right (Wang et al. 2022).
-
-    The environment reports the answers (``Feedback.answer``); replies without an answer abstain.  If no reply
-    to a prompt has an answer, whole replies are compared, ignoring case and white space.  Answers that share
-    the lead count with the mean of their scores.
-    """
-
-    needs_success = True
-
-    def __init__(
-        self,
-        n: int = 8,
-        temperature: float = 1.0,
-        max_tokens: int | None = None,
-        mode: Mode = "pipelined",
-        confidence: float = 0.95,
-    ) -> None:
-        super().__init__(n, temperature, max_tokens, mode, confidence)
-        _expect_variety(self)
-
-    def scores(self, rollouts: Sequence[Rollout]) -> Mapping[str, float]:
-        votes = [(str(r.answer), _correct(r)) for r in rollouts if r.answer is not None]
-        votes = votes or [(_normalised(r), _correct(r)) for r in rollouts]
-        return {f"maj@{self.n}": majority_score(votes), **super().scores(rollouts)}
-
-    def supposed(
-        self, rollouts: Sequence[Rollout], scored: Sequence[Rollout], *, success: bool
-    ) -> Sequence[Rollout]:
-        """Let each unscored rollout give the answer of most failures, or of most successes."""
-        named = any(each.answer is not None for each in scored)
-        said = [
-            str(each.answer) if named else _normalised(each)
-            for each in rollouts
-            if each.success is success and (each.answer is not None or not named)
-        ]
-        answer = Counter(said).most_common(1)[0][0] if said else "an answer that nobody else gives"
-        vote: dict[str, Any] = (
-            {"answer": answer} if named else {"messages": ({"role": "assistant", "content": answer},)}
-        )
-        supposed = super().supposed(rollouts, scored, success=success)
-        return [
-            each if _is_scored(own) else evolve(each, **vote)
-            for own, each in zip(rollouts, supposed, strict=True)
-        ]
-
-
 # ---------------------------------------------------------------------------------- of rollouts
-
-
-def _correct(rollout: Rollout) -> float:
-    return float(bool(rollout.success))
 
 
 def _reward(rollout: Rollout) -> float:
     assert rollout.reward is not None
     return rollout.reward
-
-
-def _normalised(rollout: Rollout) -> str:
-    """Return the last reply without case and extra white space."""
-    said = [m for m in rollout.messages if m.get("role") == "assistant"]
-    return " ".join(str(said[-1].get("content") or "").split()).casefold() if said else ""
 
 
 def _is_scored(rollout: Rollout) -> bool:
@@ -293,11 +200,6 @@ def _by_name(scores: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
 
 
 # ---------------------------------------------------------------------------------- of options
-
-
-def _expect_variety(strategy: ScoringStrategy) -> None:
-    if strategy.n > 1:
-        _expect(strategy.temperature > 0, "temperature", 0, "more than 0: greedy rollouts are all the same")
 
 
 def _expect(holds: bool, option: str, given: Any, expected: str) -> None:

@@ -12,7 +12,7 @@ import sys
 
 import numpy as np
 
-from grpo_core.validation.comparison import Comparison
+from grpo_plugin_algorithms.comparison import Comparison
 
 FIXED = 1568
 EVERY = 16

@@ -32,7 +32,8 @@ from grpo_core.events import (
     Validated,
     WarningRaised,
 )
-from grpo_core.validation.strategies import Greedy, PassAtK
+from grpo_core.validation.strategies import Greedy
+from grpo_plugin_algorithms.strategies import PassAtK
 from grpo_plugin_report import charts, curves, report
 from grpo_plugin_report.charts import Series, chart, label, shortened, smoothed, ticks
 from grpo_plugin_report.curves import tasks_of

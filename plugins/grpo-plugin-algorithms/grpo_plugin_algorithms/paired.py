@@ -9,15 +9,20 @@ from typing import Any, Literal, TypedDict, get_args
 
 from attrs import asdict, define, field
 
-from grpo_core.errors import ConfigError
-from grpo_core.playing import derive_seed
-from grpo_core.protocols import ValidationContext
-from grpo_core.records import Prompt, Rollout
-from grpo_core.typed import Count, checked
-from grpo_core.validation.comparison import Comparison, Decision, decided
-from grpo_core.validation.estimates import MANY, mean_with_interval
-from grpo_core.validation.strategies import Mode, ScoringStrategy
+from grpo_core import (
+    ConfigError,
+    Prompt,
+    Rollout,
+    ScoringStrategy,
+    ValidationContext,
+    mean_with_interval,
+)
+from grpo_core.kit import Count, checked, derive_seed
+from grpo_plugin_algorithms.comparison import Comparison, Decision, decided
+from grpo_plugin_algorithms.strategies import Mode
 
+MANY = 0.05
+"""Share of missing scores above which a version is no standard."""
 Until = Literal["decided", "all"]
 
 Scores = Mapping[str, Mapping[str, float]]

@@ -1,0 +1,200 @@
+"""Optimizers that keep less than AdamW; torch is imported when one is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from fnmatch import fnmatchcase
+from math import inf, prod
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from grpo_core import ParameterGroup
+from grpo_core.kit import checks_options
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+State = Mapping[str, tuple[tuple[int, ...], str]]
+"""Shape and dtype of each slot of a parameter's state; the dtype "int" is a plain number."""
+
+EMBEDDINGS = ("*embed*", "*lm_head*", "*wte*", "*wpe*")
+"""Names of the matrices that are no hidden layers, in the models of transformers."""
+BLOCK = 256
+"""Numbers that share a scale in a state of 8 bits."""
+SMALLEST_8BIT = 4096
+"""Numbers of a parameter below which its state stays float32: bitsandbytes' default."""
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def has(**attributes: Any) -> Callable[[_Function], _Function]:
+    """Declare what the core asks an optimizer for: ``state``, ``requires``, ``restored``."""
+
+    def declare(function: _Function) -> _Function:
+        vars(function).update(attributes)
+        return function
+
+    return declare
+
+
+def _check_eps(*, eps: float = 1e-8, **options: Any) -> None:
+    if not 0 <= eps < inf:
+        raise ValueError(f"eps is {eps}; expected a finite number >= 0")
+
+
+def _of_adamw(shape: tuple[int, ...]) -> State:
+    return {"step": ((), "float32"), "exp_avg": (shape, "float32"), "exp_avg_sq": (shape, "float32")}
+
+
+def _of_adamw_8bit(name: str, shape: tuple[int, ...], **options: Any) -> State:
+    n = prod(shape)
+    if n < SMALLEST_8BIT:
+        return {"step": ((), "int"), "state1": (shape, "float32"), "state2": (shape, "float32")}
+    blocks, levels = (-(-n // BLOCK),), (256,)
+    return {"step": ((), "int")} | {
+        f"{slot}{moment}": (of, dtype)
+        for moment in (1, 2)
+        for slot, of, dtype in (
+            ("state", shape, "uint8"),
+            ("absmax", blocks, "float32"),
+            ("qmap", levels, "float32"),
+        )
+    }
+
+
+@checks_options(_check_eps)
+@has(state=_of_adamw_8bit, requires={"bitsandbytes": "pip install 'grpo-core[optimizers]'"})
+def adamw_8bit(groups: Sequence[ParameterGroup], *, eps: float = 1e-8) -> list[Optimizer]:
+    """AdamW with moments of 8 bits in blocks of 256 numbers (arXiv 2110.02861), by bitsandbytes.
+
+    Parameters with fewer than 4,096 numbers keep float32 moments.  ``pip install 'grpo-core[optimizers]'``.
+
+    Args:
+        groups: parameters with their learning rates.
+        eps: number that is added to the root of the second moment.
+    """
+    from bitsandbytes.optim import AdamW8bit
+
+    return [AdamW8bit([group.for_torch() for group in groups], eps=eps)]
+
+
+def _of_adamw_torchao(name: str, shape: tuple[int, ...], **options: Any) -> State:
+    n = prod(shape)
+    if n < SMALLEST_8BIT or n % BLOCK:
+        return _of_adamw(shape)
+    return {"step": ((), "float32")} | {
+        f"{moment}.{part}": (of, dtype)
+        for moment in ("exp_avg", "exp_avg_sq")
+        for part, of, dtype in (
+            ("codes", shape, "uint8"),
+            ("scale", (n // BLOCK,), "float32"),
+            ("qmap", (256,), "float32"),
+        )
+    }
+
+
+def _restored_torchao(slot: str, parts: Mapping[str, Any]) -> Any:
+    """Make a moment of torchao again from its parts."""
+    import torch
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    signed = slot == "exp_avg"
+    return OptimState8bit(parts["codes"], parts["scale"], parts["qmap"], signed, dtype=torch.float32)
+
+
+@checks_options(_check_eps)
+@has(
+    state=_of_adamw_torchao,
+    requires={"torchao": "pip install 'grpo-core[torchao]'"},
+    restored=_restored_torchao,
+)
+def adamw_torchao(groups: Sequence[ParameterGroup], *, eps: float = 1e-8) -> list[Optimizer]:
+    """AdamW with moments of 8 bits in blocks of 256 numbers (arXiv 2110.02861), by torchao.
+
+    Parameters with fewer than 4,096 numbers, or with a number that is no multiple of 256, keep float32
+    moments.  On a GPU torch compiles the update of each shape.  ``pip install 'grpo-core[torchao]'``.
+
+    Args:
+        groups: parameters with their learning rates.
+        eps: number that is added to the root of the second moment.
+    """
+    import torch
+    from torchao.optim import AdamW8bit
+
+    class OnAnyDevice(AdamW8bit):  # type: ignore[misc]  # torchao has no types
+        @torch.no_grad()
+        def step(self, closure: None = None) -> None:
+            on_cpu = all(each.device.type == "cpu" for group in self.param_groups for each in group["params"])
+            # compiling takes a C++ compiler and 20 seconds for each shape, and gains little on a CPU
+            with torch.compiler.set_stance("force_eager") if on_cpu else nullcontext():
+                super().step()
+
+    return [OnAnyDevice([group.for_torch() for group in groups], eps=eps)]
+
+
+def _is_hidden(name: str, shape: Sequence[int], adamw: Sequence[str]) -> bool:
+    return len(shape) == 2 and not any(fnmatchcase(name, pattern) for pattern in adamw)
+
+
+def _of_muon(
+    name: str, shape: tuple[int, ...], *, adamw: Sequence[str] = EMBEDDINGS, **options: Any
+) -> State:
+    if _is_hidden(name, shape, adamw):
+        return {"momentum_buffer": (shape, "float32")}
+    return _of_adamw(shape)
+
+
+def _check_muon(*, momentum: float = 0.95, ns_steps: int = 5, **options: Any) -> None:
+    if not 0 <= momentum < 1:
+        raise ValueError(f"momentum is {momentum}; expected at least 0 and less than 1")
+    if not 1 <= ns_steps < 100:
+        raise ValueError(f"ns_steps is {ns_steps}; expected 1 to 99")
+    _check_eps(**options)
+
+
+@checks_options(_check_muon)
+@has(state=_of_muon)
+def muon(
+    groups: Sequence[ParameterGroup],
+    *,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    ns_steps: int = 5,
+    lr_scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw",
+    adamw: Sequence[str] = EMBEDDINGS,
+    eps: float = 1e-8,
+) -> list[Optimizer]:
+    """Muon for the matrices of hidden layers: their momentum is made nearly orthogonal (arXiv 2502.16982).
+
+    AdamW trains what is no matrix (gains, biases, the stacked experts of a mixture) and the embeddings.
+
+    Args:
+        groups: parameters with their learning rates.
+        momentum: share of the momentum that an update keeps.
+        nesterov: whether the momentum is Nesterov's.
+        ns_steps: steps of the Newton-Schulz iteration.
+        lr_scale: factor of the learning rate by a matrix's shape: "match_rms_adamw" makes updates as large
+            as AdamW's, so that its learning rates fit (Moonshot), "original" is Keller Jordan's.
+        adamw: patterns of names of matrices that AdamW trains.
+        eps: number that AdamW adds to the root of the second moment.
+    """
+    import torch
+
+    def part(group: ParameterGroup, hidden: bool) -> dict[str, Any]:
+        kept = [p for n, p in group.parameters.items() if _is_hidden(n, p.shape, adamw) is hidden]
+        return {**group.for_torch(), "params": kept}
+
+    parts = {hidden: [part(group, hidden) for group in groups] for hidden in (True, False)}
+    mine, others = ([each for each in parts[hidden] if each["params"]] for hidden in (True, False))
+    made: list[Optimizer] = []
+    if mine:
+        for each in mine:
+            del each["betas"]
+        made.append(
+            torch.optim.Muon(
+                mine, momentum=momentum, nesterov=nesterov, ns_steps=ns_steps, adjust_lr_fn=lr_scale
+            )
+        )
+    if others:
+        made.append(torch.optim.AdamW(others, eps=eps, fused=True))
+    return made

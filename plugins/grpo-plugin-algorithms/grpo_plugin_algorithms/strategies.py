@@ -1,0 +1,143 @@
+"""Validation strategies that play a prompt several times: pass@k and the vote of a majority."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from statistics import fmean
+from typing import Any, Literal
+
+from attrs import evolve
+
+from grpo_core import ConfigError, Rollout, ScoringStrategy
+
+Mode = Literal["batched", "pipelined"]
+
+
+class PassAtK(ScoringStrategy):
+    """Measures ``pass@k``: how often at least one of ``k`` rollouts is a success (Chen et al. 2021).
+
+    The estimate has no bias.  A prompt with fewer than ``k`` scored rollouts does not count; an ``n`` above
+    ``k`` gives a smaller variance and some rollouts to spare.
+
+    Args:
+        k: number of rollouts of which one has to be a success, or a list of such numbers.
+        n: number of rollouts of each prompt.  None: the largest ``k``.
+    """
+
+    needs_success = True
+
+    def __init__(
+        self,
+        k: int | Sequence[int] = 8,
+        n: int | None = None,
+        temperature: float = 1.0,
+        max_tokens: int | None = None,
+        mode: Mode = "pipelined",
+        confidence: float = 0.95,
+    ) -> None:
+        several: list[Any] = list(k) if isinstance(k, list | tuple) else [k]
+        if not several or not all(type(each) is int and each >= 1 for each in several):
+            raise ConfigError(f"k is {k!r}; expected whole numbers of at least 1")
+        self.k: list[int] = sorted(set(several))
+        super().__init__(self.k[-1] if n is None else n, temperature, max_tokens, mode, confidence)
+        if self.n < self.k[-1]:
+            raise ConfigError(f"n is {n!r}; expected at least the largest k, {self.k[-1]}")
+        _expect_variety(self)
+        self.needed = self.k[-1]
+
+    def scores(self, rollouts: Sequence[Rollout]) -> Mapping[str, float]:
+        n, correct = len(rollouts), round(sum(map(_correct, rollouts)))
+        return {f"pass@{k}": pass_at_k(n, correct, k) for k in self.k} | dict(super().scores(rollouts))
+
+
+class Majority(ScoringStrategy):
+    """Measures ``maj@n``: how often the answer that most of ``n`` rollouts give is right (Wang et al. 2022).
+
+    The environment reports the answers (``Feedback.answer``); replies without an answer abstain.  If no reply
+    to a prompt has an answer, whole replies are compared, ignoring case and white space.  Answers that share
+    the lead count with the mean of their scores.
+    """
+
+    needs_success = True
+
+    def __init__(
+        self,
+        n: int = 8,
+        temperature: float = 1.0,
+        max_tokens: int | None = None,
+        mode: Mode = "pipelined",
+        confidence: float = 0.95,
+    ) -> None:
+        super().__init__(n, temperature, max_tokens, mode, confidence)
+        _expect_variety(self)
+
+    def scores(self, rollouts: Sequence[Rollout]) -> Mapping[str, float]:
+        votes = [(str(r.answer), _correct(r)) for r in rollouts if r.answer is not None]
+        votes = votes or [(_normalised(r), _correct(r)) for r in rollouts]
+        return {f"maj@{self.n}": majority_score(votes), **super().scores(rollouts)}
+
+    def supposed(
+        self, rollouts: Sequence[Rollout], scored: Sequence[Rollout], *, success: bool
+    ) -> Sequence[Rollout]:
+        """Let each unscored rollout give the answer of most failures, or of most successes."""
+        named = any(each.answer is not None for each in scored)
+        said = [
+            str(each.answer) if named else _normalised(each)
+            for each in rollouts
+            if each.success is success and (each.answer is not None or not named)
+        ]
+        answer = Counter(said).most_common(1)[0][0] if said else "an answer that nobody else gives"
+        vote: dict[str, Any] = (
+            {"answer": answer} if named else {"messages": ({"role": "assistant", "content": answer},)}
+        )
+        supposed = super().supposed(rollouts, scored, success=success)
+        return [
+            each if own.reward is not None else evolve(each, **vote)
+            for own, each in zip(rollouts, supposed, strict=True)
+        ]
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Estimate the chance that at least one of ``k`` rollouts is correct, given ``correct`` of ``n``.
+
+    ``1 - C(n - correct, k) / C(n, k)``, which is unbiased for every ``n >= k`` (Chen et al. 2021, "Evaluating
+    large language models trained on code", equation 1); ``1 - (1 - correct / n) ** k`` is not.
+
+    Raises ValueError unless ``0 <= correct <= n`` and ``1 <= k <= n``.
+    """
+    if not (0 <= correct <= n and 1 <= k <= n):
+        raise ValueError(f"pass@{k} of {correct} correct in {n}: expected 0 <= correct <= n and 1 <= k <= n")
+    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def majority_score(votes: Sequence[tuple[Hashable, float]]) -> float:
+    """The value of the answer with the most votes: the mean of its votes' values.
+
+    A tie has the mean value of the answers that share it, the expectation of a random choice among them (Wang
+    et al. 2022, "Self-consistency", leaves ties open).
+
+    Args:
+        votes: ``(answer, value)`` for each rollout; at least one.
+    """
+    values: dict[Hashable, list[float]] = {}
+    for answer, value in votes:
+        values.setdefault(answer, []).append(value)
+    most = max(map(len, values.values()))
+    return fmean(fmean(those) for those in values.values() if len(those) == most)
+
+
+def _correct(rollout: Rollout) -> float:
+    return float(bool(rollout.success))
+
+
+def _normalised(rollout: Rollout) -> str:
+    """Return the last reply without case and extra white space."""
+    said = [m for m in rollout.messages if m.get("role") == "assistant"]
+    return " ".join(str(said[-1].get("content") or "").split()).casefold() if said else ""
+
+
+def _expect_variety(strategy: ScoringStrategy) -> None:
+    if strategy.n > 1 and not strategy.temperature:
+        raise ConfigError("temperature is 0; expected more than 0: greedy rollouts are all the same")
