@@ -84,7 +84,7 @@ def test_each_cause_has_three_different_lines_of_evidence_and_a_fix(tmp_path: Pa
 
 
 def test_the_list_names_each_cause_once_and_can_name_all_that_are_simulated() -> None:
-    names = [cause.name for cause in CAUSES]
+    names = list(CAUSES)
     assert len(set(names)) == len(names) >= 30
     assert set(BREAKS) <= set(names)
 
@@ -196,9 +196,9 @@ def test_text_that_a_plugin_wrote_does_nothing_to_the_terminal(
 def test_the_page_has_a_line_for_each_cause() -> None:
     page = (Path(__file__).parents[3] / "docs" / "explain.md").read_text(encoding="utf-8")
     missing = [
-        cause.name
-        for cause in CAUSES
-        if f"| `{cause.name}` | {(cause.condition.__doc__ or '').strip()} |" not in page
+        name
+        for name, cause in CAUSES.items()
+        if f"| `{name}` | {(cause.__doc__ or '').strip()} |" not in page
     ]
     assert missing == []
 

@@ -63,7 +63,7 @@ def _table(facts: Facts, found: Sequence[Finding]) -> dict[str, object]:
         "run": str(facts.path),
         "steps": facts.steps,
         "findings": [attrs.asdict(finding) for finding in found],
-        "looked_for": [cause.name for cause in CAUSES],
+        "looked_for": list(CAUSES),
         "notes": _notes(facts),
     }
 

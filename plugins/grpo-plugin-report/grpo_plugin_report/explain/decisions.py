@@ -6,72 +6,76 @@ changes, then an end that nothing before explains, and last where the time goes:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
+from attrs import evolve
+
 from grpo_plugin_report.explain import faults, learning, rewards, speed
-from grpo_plugin_report.explain.causes import Cause, Finding, cause
+from grpo_plugin_report.explain.causes import Finding
 from grpo_plugin_report.explain.facts import Facts
 
 FAILED = "run_failed"
 """The cause that stands for every error which no other cause quotes."""
-CAUSES: tuple[Cause, ...] = tuple(
-    map(
-        cause,
-        (
-            faults.out_of_memory,
-            faults.disk_full,
-            faults.engine_has_old_weights,
-            faults.disk_nearly_full,
-            faults.no_stop_token,
-            faults.solutions_too_long,
-            faults.tools_not_in_prompt,
-            faults.prompts_too_long,
-            faults.environment_dies,
-            faults.environment_hangs,
-            faults.environment_raises,
-            faults.rewards_not_numbers,
-            faults.prompts_never_scored,
-            faults.rollouts_unscored,
-            faults.engine_dies,
-            faults.engine_is_late,
-            faults.rollouts_exceed_deadline,
-            rewards.completions_truncated,
-            rewards.few_different_prompts,
-            learning.engine_logprobs_differ,
-            faults.gradients_not_finite,
-            learning.learning_rate_too_high,
-            rewards.rewards_all_zero,
-            rewards.rewards_all_full,
-            rewards.rewards_constant,
-            rewards.filters_drop_most,
-            rewards.reward_part_gamed,
-            rewards.reward_pays_length,
-            rewards.one_task_dominates,
-            faults.held_out_prompts_leaked,
-            learning.staleness_too_high,
-            learning.too_many_updates,
-            learning.gradient_clip_too_small,
-            learning.learning_rate_too_low,
-            learning.entropy_collapsed,
-            learning.overfitted,
-            faults.killed,
-            faults.run_failed,
-            speed.checkpoints_block,
-            speed.publishing_is_slow,
-            speed.updates_wait_for_rollouts,
-            speed.weight_sync_is_slow,
-            speed.too_few_in_flight,
-            speed.environment_is_the_bottleneck,
-            speed.no_overlap,
-            speed.engine_is_the_bottleneck,
-            speed.validation_blocks,
-            speed.trainer_is_the_bottleneck,
-        ),
+CAUSES: Mapping[str, Callable[[Facts], Finding | None]] = {
+    cause.__name__: cause
+    for cause in (
+        faults.out_of_memory,
+        faults.disk_full,
+        faults.engine_has_old_weights,
+        faults.disk_nearly_full,
+        faults.no_stop_token,
+        faults.solutions_too_long,
+        faults.tools_not_in_prompt,
+        faults.prompts_too_long,
+        faults.environment_dies,
+        faults.environment_hangs,
+        faults.environment_raises,
+        faults.rewards_not_numbers,
+        faults.prompts_never_scored,
+        faults.rollouts_unscored,
+        faults.engine_dies,
+        faults.engine_is_late,
+        faults.rollouts_exceed_deadline,
+        rewards.completions_truncated,
+        rewards.few_different_prompts,
+        learning.engine_logprobs_differ,
+        faults.gradients_not_finite,
+        learning.learning_rate_too_high,
+        rewards.rewards_all_zero,
+        rewards.rewards_all_full,
+        rewards.rewards_constant,
+        rewards.filters_drop_most,
+        rewards.reward_part_gamed,
+        rewards.reward_pays_length,
+        rewards.one_task_dominates,
+        faults.held_out_prompts_leaked,
+        learning.staleness_too_high,
+        learning.too_many_updates,
+        learning.gradient_clip_too_small,
+        learning.learning_rate_too_low,
+        learning.entropy_collapsed,
+        learning.overfitted,
+        faults.killed,
+        faults.run_failed,
+        speed.checkpoints_block,
+        speed.publishing_is_slow,
+        speed.updates_wait_for_rollouts,
+        speed.weight_sync_is_slow,
+        speed.too_few_in_flight,
+        speed.environment_is_the_bottleneck,
+        speed.no_overlap,
+        speed.engine_is_the_bottleneck,
+        speed.validation_blocks,
+        speed.trainer_is_the_bottleneck,
     )
-)
+}
 
 
 def explained(facts: Facts) -> list[Finding]:
     """Return the causes that the facts of a run show, the likeliest first."""
-    found = [finding for each in CAUSES if (finding := each.found(facts)) is not None]
+    found = [
+        evolve(finding, cause=name) for name, cause in CAUSES.items() if (finding := cause(facts)) is not None
+    ]
     if facts.error is None or not facts.error.message:
         return found
     said = facts.error.message

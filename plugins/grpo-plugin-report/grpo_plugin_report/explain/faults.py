@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from grpo_plugin_report.explain.causes import Evidence, named, percent
+from grpo_plugin_report.explain.causes import Finding, percent
 from grpo_plugin_report.explain.facts import Facts, Messages
 
 SOME = 3
@@ -40,12 +40,11 @@ def _per_attempt(facts: Facts, told: Messages) -> str:
     return f"{told.count:g} in {facts.attempts:g} attempts at a group, from step {told.first} to {told.last}"
 
 
-@named("out_of_memory")
-def out_of_memory(facts: Facts) -> Evidence | None:
+def out_of_memory(facts: Facts) -> Finding | None:
     """The run ended because memory was missing."""
     if facts.error is None or "out of memory" not in facts.error.message.lower():
         return None
-    return Evidence(
+    return Finding(
         "A process of the run found no memory.",
         (
             f"the run ended with: {facts.error.message}",
@@ -58,8 +57,7 @@ def out_of_memory(facts: Facts) -> Evidence | None:
     )
 
 
-@named("disk_full")
-def disk_full(facts: Facts) -> Evidence | None:
+def disk_full(facts: Facts) -> Finding | None:
     """The run ended because the disk was full."""
     error = facts.error
     if error is None or not any(
@@ -67,7 +65,7 @@ def disk_full(facts: Facts) -> Evidence | None:
     ):
         return None
     warned = facts.warnings.get("disk", Messages())
-    return Evidence(
+    return Finding(
         "The disk of the run is full.",
         (
             f"the run ended with: {error.message}",
@@ -78,24 +76,22 @@ def disk_full(facts: Facts) -> Evidence | None:
     )
 
 
-@named("disk_nearly_full")
-def disk_nearly_full(facts: Facts) -> Evidence | None:
+def disk_nearly_full(facts: Facts) -> Finding | None:
     """The disk will soon be full."""
     if (told := facts.warnings.get("disk")) is None:
         return None
-    return Evidence(
+    return Finding(
         "The disk of the run will soon be full.",
         (told.message, f"the run said so {told.count:g} times, last at step {told.last}", _progress(facts)),
         "make room, or continue with --resume and --set tracking.files.keep=20",
     )
 
 
-@named("engine_has_old_weights")
-def engine_has_old_weights(facts: Facts) -> Evidence | None:
+def engine_has_old_weights(facts: Facts) -> Finding | None:
     """The canary of a weight sync showed other weights than the trainer's."""
     if facts.error is None or "does not use the weights of version" not in facts.error.message:
         return None
-    return Evidence(
+    return Finding(
         "An engine generates with other weights than it was sent.",
         (
             f"the run ended with: {facts.error.message}",
@@ -108,14 +104,13 @@ def engine_has_old_weights(facts: Facts) -> Evidence | None:
     )
 
 
-@named("environment_dies")
-def environment_dies(facts: Facts) -> Evidence | None:
+def environment_dies(facts: Facts) -> Finding | None:
     """The process of an environment ends again and again."""
     died = facts.incident("died", "environment")
     if not _often(facts, died, 0.02):
         return None
     lost = facts.incident("rollouts_orphaned").count + facts.incident("session_lost").count
-    return Evidence(
+    return Finding(
         "The process of an environment ends by itself, again and again.",
         (
             f"deaths: {_per_attempt(facts, died)}",
@@ -127,15 +122,14 @@ def environment_dies(facts: Facts) -> Evidence | None:
     )
 
 
-@named("environment_hangs")
-def environment_hangs(facts: Facts) -> Evidence | None:
+def environment_hangs(facts: Facts) -> Finding | None:
     """Calls of an environment take longer than their deadline."""
     late = facts.incident("deadline", "environment")
     if not _often(facts, late, 0.01):
         return None
     lanes = [key for key in facts.lanes if key[0].startswith("environment")]
     busy = max((facts.lane(lane, what) for lane, what in lanes), default=0.0)
-    return Evidence(
+    return Finding(
         "Calls of an environment hang until their deadline.",
         (
             f"deadlines: {_per_attempt(facts, late)}",
@@ -147,13 +141,12 @@ def environment_hangs(facts: Facts) -> Evidence | None:
     )
 
 
-@named("environment_raises")
-def environment_raises(facts: Facts) -> Evidence | None:
+def environment_raises(facts: Facts) -> Finding | None:
     """Calls of an environment raise errors."""
     failed = facts.incident("call_failed", "environment")
     if not _often(facts, failed, 0.01):
         return None
-    return Evidence(
+    return Finding(
         "An environment raises an error for many rollouts.",
         (
             f"failed calls: {_per_attempt(facts, failed)}",
@@ -175,15 +168,14 @@ def _count_unscored(facts: Facts) -> str:
     return f"{errors:g} rollouts had no reward and were played again"
 
 
-@named("rewards_not_numbers")
-def rewards_not_numbers(facts: Facts) -> Evidence | None:
+def rewards_not_numbers(facts: Facts) -> Finding | None:
     """Rewards are NaN or infinite."""
     told = _unscored(facts)
     marks = tuple(f"reward is {what}" for what in ("nan", "inf", "-inf"))
     broken = sum(count for reason, count in told.reasons.items() if any(mark in reason for mark in marks))
     if not told.count or broken < 0.5 * told.count:
         return None
-    return Evidence(
+    return Finding(
         "An environment returns rewards that are no finite numbers.",
         (
             f"unscored: {_per_attempt(facts, told)}",
@@ -194,8 +186,7 @@ def rewards_not_numbers(facts: Facts) -> Evidence | None:
     )
 
 
-@named("prompts_never_scored")
-def prompts_never_scored(facts: Facts) -> Evidence | None:
+def prompts_never_scored(facts: Facts) -> Finding | None:
     """The same prompts fail at all of their attempts."""
     told, skipped = facts.incident("unscored", "rollouts"), facts.incident("skipped")
     retries = facts.number("rollout.max_retries", 3.0)
@@ -204,7 +195,7 @@ def prompts_never_scored(facts: Facts) -> Evidence | None:
     if told.count < SOME or skipped.count < SOME or skipped.count * (retries + 1) < 0.6 * failures:
         return None
     task, first = next(iter(facts.skipped.items()), ("", Messages()))
-    return Evidence(
+    return Finding(
         "Some prompts never get a reward, and are skipped.",
         (
             f"{skipped.count:g} prompts were skipped after {retries + 1:g} attempts each",
@@ -217,13 +208,12 @@ def prompts_never_scored(facts: Facts) -> Evidence | None:
     )
 
 
-@named("rollouts_unscored")
-def rollouts_unscored(facts: Facts) -> Evidence | None:
+def rollouts_unscored(facts: Facts) -> Finding | None:
     """Many rollouts of many prompts have no reward."""
     told = _unscored(facts)
     if not told.count:
         return None
-    return Evidence(
+    return Finding(
         "An environment gives no reward to many rollouts.",
         (
             f"unscored: {_per_attempt(facts, told)}",
@@ -234,14 +224,13 @@ def rollouts_unscored(facts: Facts) -> Evidence | None:
     )
 
 
-@named("engine_dies")
-def engine_dies(facts: Facts) -> Evidence | None:
+def engine_dies(facts: Facts) -> Finding | None:
     """The process of an engine ends again and again."""
     died = facts.incident("died", "engine")
     if died.count < 2 * SOME or not _often(facts, died, 0.05):
         return None
     again = facts.incident("rollouts_lost").count + facts.incident("retried").count
-    return Evidence(
+    return Finding(
         "The process of an engine ends by itself, again and again.",
         (
             f"deaths: {_per_attempt(facts, died)}",
@@ -260,8 +249,7 @@ def _timed_out(facts: Facts) -> Messages:
     return Messages(count, told.first, told.last, told.message) if count else Messages()
 
 
-@named("engine_is_late")
-def engine_is_late(facts: Facts) -> Evidence | None:
+def engine_is_late(facts: Facts) -> Finding | None:
     """An engine of a pool does not take new weights in time."""
     late, replaced = facts.incident("late"), _timed_out(facts)
     loading = {
@@ -272,7 +260,7 @@ def engine_is_late(facts: Facts) -> Evidence | None:
         return None
     told = late if late.count else replaced
     member = told.message.partition(":")[0]
-    return Evidence(
+    return Finding(
         "An engine of the pool takes new weights much later than the others.",
         (
             f"{late.count:g} times late and {replaced.count:g} times replaced, from step {told.first} on",
@@ -283,13 +271,12 @@ def engine_is_late(facts: Facts) -> Evidence | None:
     )
 
 
-@named("rollouts_exceed_deadline")
-def rollouts_exceed_deadline(facts: Facts) -> Evidence | None:
+def rollouts_exceed_deadline(facts: Facts) -> Finding | None:
     """Rollouts take longer than rollout.deadline."""
     late = facts.incident("rollouts_late")
     if not _often(facts, late, 0.04):
         return None
-    return Evidence(
+    return Finding(
         "Rollouts take longer than rollout.deadline, and are played again.",
         (
             f"late: {_per_attempt(facts, late)}",
@@ -301,15 +288,14 @@ def rollouts_exceed_deadline(facts: Facts) -> Evidence | None:
     )
 
 
-@named("gradients_not_finite")
-def gradients_not_finite(facts: Facts) -> Evidence | None:
+def gradients_not_finite(facts: Facts) -> Finding | None:
     """Losses or gradients are not finite."""
     updates, rows = facts.of("non_finite_updates"), facts.of("non_finite_rows")
     error = facts.error.message if facts.error is not None else ""
     ended = "is not finite" in error
     if not ended and len(updates) + len(rows) < max(2, 0.02 * facts.steps):
         return None
-    return Evidence(
+    return Finding(
         "Losses or gradients are not finite.",
         (
             f"updates left out in {len(updates)} steps, rows left out in {len(rows)} steps",
@@ -321,14 +307,13 @@ def gradients_not_finite(facts: Facts) -> Evidence | None:
     )
 
 
-@named("killed")
-def killed(facts: Facts) -> Evidence | None:
+def killed(facts: Facts) -> Finding | None:
     """The process ended without a word."""
     if facts.ended or facts.running or facts.error is not None or "events.jsonl" in facts.missing:
         return None
     times = facts.of("time").values
     last = f"its last metrics are of {_moment(times[-1])}" if times else "it has no metrics"
-    return Evidence(
+    return Finding(
         "The process of the run was killed: it ended without a word.",
         (
             "events.jsonl has no end of the last start, and no error"
@@ -342,12 +327,11 @@ def killed(facts: Facts) -> Evidence | None:
     )
 
 
-@named("run_failed")
-def run_failed(facts: Facts) -> Evidence | None:
+def run_failed(facts: Facts) -> Finding | None:
     """The run ended with an error that no other cause explains."""
     if facts.error is None:
         return None
-    return Evidence(
+    return Finding(
         "The run ended with an error.",
         (
             f"the error: {facts.error.message}",
@@ -368,13 +352,12 @@ def _warned(facts: Facts, *causes: str) -> tuple[str, Messages] | None:
     return None
 
 
-@named("no_stop_token")
-def no_stop_token(facts: Facts) -> Evidence | None:
+def no_stop_token(facts: Facts) -> Finding | None:
     """Completions have no token at which they stop."""
     if (warned := _warned(facts, "no_stop", "no_turn_end")) is None:
         return None
     cut = max((facts.of(f"truncated/{task}").median for task in facts.tasks), default=0.0)
-    return Evidence(
+    return Finding(
         "Completions do not stop by themselves.",
         (
             warned[1].message,
@@ -385,13 +368,12 @@ def no_stop_token(facts: Facts) -> Evidence | None:
     )
 
 
-@named("solutions_too_long")
-def solutions_too_long(facts: Facts) -> Evidence | None:
+def solutions_too_long(facts: Facts) -> Finding | None:
     """The environment's own solutions do not fit into a completion."""
     if (warned := _warned(facts, "long_solutions")) is None:
         return None
     task = warned[0].partition("/")[2]
-    return Evidence(
+    return Finding(
         f"The solutions of task {task!r} are longer than a completion may be.",
         (
             warned[1].message,
@@ -402,14 +384,13 @@ def solutions_too_long(facts: Facts) -> Evidence | None:
     )
 
 
-@named("tools_not_in_prompt")
-def tools_not_in_prompt(facts: Facts) -> Evidence | None:
+def tools_not_in_prompt(facts: Facts) -> Finding | None:
     """The chat template leaves out the tools."""
     if (warned := _warned(facts, "tools_unseen")) is None:
         return None
     task = warned[0].partition("/")[2]
     calls = facts.of(f"tool_calls/{task}")
-    return Evidence(
+    return Finding(
         f"The model does not see the tools of task {task!r}.",
         (
             warned[1].message,
@@ -420,13 +401,12 @@ def tools_not_in_prompt(facts: Facts) -> Evidence | None:
     )
 
 
-@named("prompts_too_long")
-def prompts_too_long(facts: Facts) -> Evidence | None:
+def prompts_too_long(facts: Facts) -> Finding | None:
     """Some prompts do not fit into the model's positions."""
     if (warned := _warned(facts, "long_prompts")) is None:
         return None
     skipped = facts.of("buffer/skipped").most
-    return Evidence(
+    return Finding(
         "Some prompts are too long for any rollout, and are skipped.",
         (
             warned[1].message,
@@ -438,13 +418,12 @@ def prompts_too_long(facts: Facts) -> Evidence | None:
     )
 
 
-@named("held_out_prompts_leaked")
-def held_out_prompts_leaked(facts: Facts) -> Evidence | None:
+def held_out_prompts_leaked(facts: Facts) -> Finding | None:
     """The run is validated with prompts that it trains on."""
     if (warned := _warned(facts, "leak", "near_leak")) is None:
         return None
     others = sum(name.startswith(("leak/", "near_leak/")) for name in facts.warnings)
-    return Evidence(
+    return Finding(
         "Held-out prompts are among the training prompts.",
         (
             warned[1].message,

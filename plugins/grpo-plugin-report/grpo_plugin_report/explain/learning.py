@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from grpo_plugin_report.explain.causes import Evidence, moved, named, percent
+from grpo_plugin_report.explain.causes import Finding, moved, percent
 from grpo_plugin_report.explain.facts import Facts
 
 ENOUGH = 5
@@ -47,8 +47,7 @@ def _lr(facts: Facts) -> str:
     )
 
 
-@named("engine_logprobs_differ")
-def engine_logprobs_differ(facts: Facts) -> Evidence | None:
+def engine_logprobs_differ(facts: Facts) -> Finding | None:
     """Engine and trainer disagree about the logprobs of fresh tokens."""
     series = facts.of("logprob_diff_mean")
     if not len(series):
@@ -58,7 +57,7 @@ def engine_logprobs_differ(facts: Facts) -> Evidence | None:
     if fresh < 0.1:
         return None
     ratio = facts.of("importance_ratio_max")
-    return Evidence(
+    return Finding(
         "Engine and trainer disagree about the tokens that the same weights sampled.",
         (
             f"logprob_diff_mean of the first step, before anything was learnt: {fresh:.3g} nats",
@@ -72,8 +71,7 @@ def engine_logprobs_differ(facts: Facts) -> Evidence | None:
     )
 
 
-@named("learning_rate_too_high")
-def learning_rate_too_high(facts: Facts) -> Evidence | None:
+def learning_rate_too_high(facts: Facts) -> Finding | None:
     """Single steps change the policy so much that it breaks."""
     entropy, kl = facts.of("entropy"), facts.of("mismatch_kl")
     difference, size = facts.of("logprob_diff_mean"), facts.of("effective_sample_size")
@@ -88,7 +86,7 @@ def learning_rate_too_high(facts: Facts) -> Evidence | None:
     stale = facts.of("staleness_mean").median > 4.0
     if stale or not (fell or wild):
         return None
-    return Evidence(
+    return Finding(
         "The learning rate is too high: single steps change the policy beyond recognition.",
         (
             f"entropy: {entropy.values[0]:.3g} in the first step, {min(entropy.values[:steps]):.3g} within "
@@ -101,13 +99,12 @@ def learning_rate_too_high(facts: Facts) -> Evidence | None:
     )
 
 
-@named("staleness_too_high")
-def staleness_too_high(facts: Facts) -> Evidence | None:
+def staleness_too_high(facts: Facts) -> Finding | None:
     """Rollouts are trained so late that they are of another policy."""
     stale, difference = facts.of("staleness_mean"), facts.of("logprob_diff_mean")
     if not (stale.median >= 4.0 and difference.most >= 0.08):
         return None
-    return Evidence(
+    return Finding(
         "Rollouts are trained so many steps later that another policy sampled them.",
         (
             f"mean staleness {stale.median:.3g} steps (median), largest {facts.of('staleness_max').most:g}; "
@@ -120,14 +117,13 @@ def staleness_too_high(facts: Facts) -> Evidence | None:
     )
 
 
-@named("too_many_updates")
-def too_many_updates(facts: Facts) -> Evidence | None:
+def too_many_updates(facts: Facts) -> Finding | None:
     """Each step makes so many updates that the clip works hard."""
     updates = facts.number("trainer.updates_per_step", 1.0)
     low, high = facts.of("clip_fraction_low"), facts.of("clip_fraction_high")
     if updates < 6 or not (low.most >= 0.06 or high.most >= 0.06):
         return None
-    return Evidence(
+    return Finding(
         "Each step makes so many updates from the same rollouts that the clip removes much of the gradient.",
         (
             f"trainer.updates_per_step = {updates:g}",
@@ -138,13 +134,12 @@ def too_many_updates(facts: Facts) -> Evidence | None:
     )
 
 
-@named("gradient_clip_too_small")
-def gradient_clip_too_small(facts: Facts) -> Evidence | None:
+def gradient_clip_too_small(facts: Facts) -> Finding | None:
     """The norm of every gradient is far above the clip."""
     norm, limit = facts.of("grad_norm"), facts.number("trainer.max_grad_norm", 1.0)
     if len(norm) < ENOUGH or limit <= 0.0 or norm.least < 30.0 * limit or norm.median < 50.0 * limit:
         return None
-    return Evidence(
+    return Finding(
         "Every gradient is clipped to a small part of its norm.",
         (
             f"trainer.max_grad_norm = {limit:g}",
@@ -155,8 +150,7 @@ def gradient_clip_too_small(facts: Facts) -> Evidence | None:
     )
 
 
-@named("learning_rate_too_low")
-def learning_rate_too_low(facts: Facts) -> Evidence | None:
+def learning_rate_too_low(facts: Facts) -> Finding | None:
     """The policy does not change, although there is something to learn."""
     entropy, norm, stale = facts.of("entropy"), facts.of("grad_norm"), facts.of("staleness_mean")
     kl = facts.of("mismatch_kl")
@@ -171,7 +165,7 @@ def learning_rate_too_low(facts: Facts) -> Evidence | None:
         )
     if not still or entropy.last < 0.05:
         return None
-    return Evidence(
+    return Finding(
         "The policy does not change: the learning rate is too low, or the weights are frozen.",
         (
             f"logprobs by weights that are {stale.median:.2g} steps older differ by {difference.median:.2g} "
@@ -184,8 +178,7 @@ def learning_rate_too_low(facts: Facts) -> Evidence | None:
     )
 
 
-@named("entropy_collapsed")
-def entropy_collapsed(facts: Facts) -> Evidence | None:
+def entropy_collapsed(facts: Facts) -> Finding | None:
     """The policy became certain before it was right."""
     entropy = facts.of("entropy")
     if len(entropy) < 8 or not entropy.last < 0.25 * entropy.first or _mixture_moved(facts):
@@ -196,7 +189,7 @@ def entropy_collapsed(facts: Facts) -> Evidence | None:
     if (rewards if right is None else right) > 0.6:
         return None
     coefficient = facts.setting("loss.options.entropy_coefficient", 0.0)
-    return Evidence(
+    return Finding(
         "The policy became certain of one reply before it was right: nothing is explored any more.",
         (
             f"entropy: {moved(entropy.first, entropy.last)} (nats)",
@@ -209,8 +202,7 @@ def entropy_collapsed(facts: Facts) -> Evidence | None:
     )
 
 
-@named("overfitted")
-def overfitted(facts: Facts) -> Evidence | None:
+def overfitted(facts: Facts) -> Finding | None:
     """Training prompts get better while held-out prompts get worse."""
     for task in facts.tasks:
         reward = facts.of(f"reward/{task}")
@@ -222,7 +214,7 @@ def overfitted(facts: Facts) -> Evidence | None:
         step = held_out.steps[held_out.values.index(best)]
         surely = last < dict(zip(low.steps, low.values, strict=True)).get(step, math.inf)
         if reward.last - reward.first > 0.1 and best - last > 0.08 and surely:
-            return Evidence(
+            return Finding(
                 f"Task {task!r} gets better on training prompts and worse on held-out ones.",
                 (
                     f"mean reward in training: {moved(reward.first, reward.last)}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from statistics import fmean
 
-from grpo_plugin_report.explain.causes import Evidence, moved, named, percent
+from grpo_plugin_report.explain.causes import Finding, moved, percent
 from grpo_plugin_report.explain.facts import Facts, Series
 
 EQUAL = 0.95
@@ -46,14 +46,13 @@ def _top(facts: Facts, task: str) -> bool:
     return (right.last if len(right) else facts.of(f"reward/{task}").last) >= 0.97
 
 
-@named("rewards_all_zero")
-def rewards_all_zero(facts: Facts) -> Evidence | None:
+def rewards_all_zero(facts: Facts) -> Finding | None:
     """All rollouts of a task have the reward 0."""
     for task in _without_signal(facts):
         reward = facts.of(f"reward/{task}")
         near = len(reward) and max(abs(reward.most), abs(reward.least)) < 0.05
         if near and abs(reward.last) < 0.01 and not _top(facts, task):
-            return Evidence(
+            return Finding(
                 f"All rollouts of task {task!r} have the reward 0.",
                 (_reward(facts, task), _equal(facts, task), _rows(facts)),
                 "check the judge with grpo-core try ENV and its own solution; if it is right, begin with "
@@ -62,13 +61,12 @@ def rewards_all_zero(facts: Facts) -> Evidence | None:
     return None
 
 
-@named("rewards_all_full")
-def rewards_all_full(facts: Facts) -> Evidence | None:
+def rewards_all_full(facts: Facts) -> Finding | None:
     """All rollouts of a task were right from the start."""
     for task in _without_signal(facts):
         begin = facts.of(f"frac_reward_zero_std/{task}").values[:3]
         if _top(facts, task) and begin and fmean(begin) >= 0.85:
-            return Evidence(
+            return Finding(
                 f"All rollouts of task {task!r} are right from the first step on.",
                 (_reward(facts, task), _equal(facts, task), _rows(facts)),
                 "choose harder prompts, or let dynamic_sampling.enabled = true look for those that differ; "
@@ -77,8 +75,7 @@ def rewards_all_full(facts: Facts) -> Evidence | None:
     return None
 
 
-@named("rewards_constant")
-def rewards_constant(facts: Facts) -> Evidence | None:
+def rewards_constant(facts: Facts) -> Finding | None:
     """All rollouts of a task have the same reward, which is neither 0 nor a success."""
     for task in _without_signal(facts):
         reward, right = facts.of(f"reward/{task}"), facts.of(f"accuracy/{task}")
@@ -87,7 +84,7 @@ def rewards_constant(facts: Facts) -> Evidence | None:
         entropy = facts.of("entropy")
         unexplored = not len(entropy) or entropy.last > 0.05
         if between and tail and max(tail) - min(tail) < 1e-9 and unexplored:
-            return Evidence(
+            return Finding(
                 f"Task {task!r} pays {reward.last:.3g} for every reply.",
                 (
                     _reward(facts, task),
@@ -100,14 +97,13 @@ def rewards_constant(facts: Facts) -> Evidence | None:
     return None
 
 
-@named("filters_drop_most")
-def filters_drop_most(facts: Facts) -> Evidence | None:
+def filters_drop_most(facts: Facts) -> Finding | None:
     """Most finished groups are filtered."""
     for task in facts.tasks:
         share = facts.of(f"filtered_fraction/{task}")
         filtered, sent = facts.of("buffer/filtered").most, facts.of("buffer/dispatched").most
         if len(share) and share.median >= 0.6 and filtered >= 0.6 * sent:
-            return Evidence(
+            return Finding(
                 f"Filters leave out most groups of task {task!r}.",
                 (
                     f"groups left out in a step: {percent(share.median)} (median)",
@@ -118,7 +114,7 @@ def filters_drop_most(facts: Facts) -> Evidence | None:
                 'widen the bounds in [filters], or set sampler.name = "learnable_prompts"',
             )
     if facts.error_type == "SamplingError" and facts.error is not None:
-        return Evidence(
+        return Finding(
             "Filters leave out most groups.",
             (
                 f"the run ended with: {facts.error.message}",
@@ -130,14 +126,13 @@ def filters_drop_most(facts: Facts) -> Evidence | None:
     return None
 
 
-@named("completions_truncated")
-def completions_truncated(facts: Facts) -> Evidence | None:
+def completions_truncated(facts: Facts) -> Finding | None:
     """Most completions are cut off by a token limit."""
     for task in facts.tasks:
         cut = facts.of(f"truncated/{task}")
         if cut.median >= 0.5:
             length = facts.of(f"completion_tokens/{task}")
-            return Evidence(
+            return Finding(
                 f"Most completions of task {task!r} are cut off.",
                 (
                     f"share that a token limit cuts off: {moved(cut.first, cut.last)}",
@@ -150,13 +145,12 @@ def completions_truncated(facts: Facts) -> Evidence | None:
     return None
 
 
-@named("few_different_prompts")
-def few_different_prompts(facts: Facts) -> Evidence | None:
+def few_different_prompts(facts: Facts) -> Finding | None:
     """A task has so few prompts that a step repeats them."""
     per_step = facts.number("trainer.prompts_per_step", 1.0)
     for task, prompts in sorted(facts.prompts.items()):
         if len(prompts.ids) < 2 * per_step and prompts.sent >= 6 * len(prompts.ids):
-            return Evidence(
+            return Finding(
                 f"Task {task!r} has only {len(prompts.ids)} different prompts.",
                 (
                     f"{prompts.sent} prompts were sent to the engine, {len(prompts.ids)} of them different",
@@ -170,8 +164,7 @@ def few_different_prompts(facts: Facts) -> Evidence | None:
     return None
 
 
-@named("one_task_dominates")
-def one_task_dominates(facts: Facts) -> Evidence | None:
+def one_task_dominates(facts: Facts) -> Finding | None:
     """Nearly all groups are of one of several tasks."""
     wanted = (task for task in facts.table("tasks") if facts.number(f"tasks.{task}.weight", 1.0) > 0)
     totals = {task: facts.of(f"groups/{task}").total for task in wanted}
@@ -182,7 +175,7 @@ def one_task_dominates(facts: Facts) -> Evidence | None:
     if totals[first] < 0.93 * whole:
         return None
     weights = {task: facts.number(f"tasks.{task}.weight", 1.0) for task in totals}
-    return Evidence(
+    return Finding(
         f"Nearly everything that is trained is of task {first!r}.",
         (
             f"groups by task: {', '.join(f'{task} {count:g}' for task, count in totals.items())}",
@@ -218,8 +211,7 @@ def _fell(part: Series) -> bool:
     return best >= 0.04 and part.last < 0.5 * best
 
 
-@named("reward_part_gamed")
-def reward_part_gamed(facts: Facts) -> Evidence | None:
+def reward_part_gamed(facts: Facts) -> Finding | None:
     """One part of the reward rises while another one falls."""
     for task in facts.tasks:
         reward = facts.of(f"reward/{task}")
@@ -232,7 +224,7 @@ def reward_part_gamed(facts: Facts) -> Evidence | None:
         up = [name for name, rise in rises.items() if rise > 0.3]
         down = [name for name, each in parts.items() if _fell(each)]
         if up and down:
-            return Evidence(
+            return Finding(
                 f"The model of task {task!r} learns one part of the reward at the cost of another.",
                 (
                     _reward(facts, task),
@@ -245,8 +237,7 @@ def reward_part_gamed(facts: Facts) -> Evidence | None:
     return None
 
 
-@named("reward_pays_length")
-def reward_pays_length(facts: Facts) -> Evidence | None:
+def reward_pays_length(facts: Facts) -> Finding | None:
     """Completions become much longer, and nothing else gets better."""
     for task in facts.tasks:
         reward, length = facts.of(f"reward/{task}"), facts.of(f"completion_tokens/{task}")
@@ -262,7 +253,7 @@ def reward_pays_length(facts: Facts) -> Evidence | None:
             rise > 0.05 for rise in parts
         )
         if length.last > 1.5 * length.first and reward.last > reward.first + 0.02 and not better:
-            return Evidence(
+            return Finding(
                 f"The replies of task {task!r} grow, and the reward with them, but nothing else.",
                 (
                     f"mean length in tokens: {moved(length.first, length.last)}",

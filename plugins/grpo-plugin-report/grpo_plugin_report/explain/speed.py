@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from grpo_plugin_report.explain.causes import Evidence, named, percent
+from grpo_plugin_report.explain.causes import Finding, percent
 from grpo_plugin_report.explain.facts import Facts
 
 FASTER_SYNC = (
@@ -39,13 +39,12 @@ def _environment(facts: Facts) -> tuple[str, float]:
     return lane, shares.get(lane, 0.0)
 
 
-@named("checkpoints_block")
-def checkpoints_block(facts: Facts) -> Evidence | None:
+def checkpoints_block(facts: Facts) -> Finding | None:
     """Training waits for checkpoints."""
     cut, wait = facts.stage("cut of the checkpoint"), facts.stage("wait for the checkpoint")
     if not _enough(facts) or cut + wait < 0.2:
         return None
-    return Evidence(
+    return Finding(
         "Training waits for checkpoints.",
         (
             f"{percent(cut)} of the time goes to cuts, {percent(wait)} to waiting for the checkpoint before",
@@ -57,13 +56,12 @@ def checkpoints_block(facts: Facts) -> Evidence | None:
     )
 
 
-@named("publishing_is_slow")
-def publishing_is_slow(facts: Facts) -> Evidence | None:
+def publishing_is_slow(facts: Facts) -> Finding | None:
     """The trainer takes long to publish its weights."""
     share = facts.stage("publish")
     if not _enough(facts) or share < 0.2:
         return None
-    return Evidence(
+    return Finding(
         "The trainer takes long to publish its weights.",
         (
             f"it publishes in {percent(share)} of the time",
@@ -75,14 +73,13 @@ def publishing_is_slow(facts: Facts) -> Evidence | None:
     )
 
 
-@named("validation_blocks")
-def validation_blocks(facts: Facts) -> Evidence | None:
+def validation_blocks(facts: Facts) -> Finding | None:
     """Training waits for validation."""
     share = facts.lane("validation", "validate")
     waits = facts.stage("wait for validation", "wait for the weight sync")
     if not _enough(facts) or share < 0.45 or waits < 0.35:
         return None
-    return Evidence(
+    return Finding(
         "Training waits for validation.",
         (
             f"validations run in {percent(share)} of the time",
@@ -94,13 +91,12 @@ def validation_blocks(facts: Facts) -> Evidence | None:
     )
 
 
-@named("updates_wait_for_rollouts")
-def updates_wait_for_rollouts(facts: Facts) -> Evidence | None:
+def updates_wait_for_rollouts(facts: Facts) -> Finding | None:
     """New weights wait until all running rollouts have ended."""
     share = facts.lane("sync", "wait for rollouts to end")
     if not _enough(facts) or share < 0.25:
         return None
-    return Evidence(
+    return Finding(
         "New weights wait until all running rollouts have ended.",
         (
             f"a weight sync waits for rollouts in {percent(share)} of the time",
@@ -112,13 +108,12 @@ def updates_wait_for_rollouts(facts: Facts) -> Evidence | None:
     )
 
 
-@named("weight_sync_is_slow")
-def weight_sync_is_slow(facts: Facts) -> Evidence | None:
+def weight_sync_is_slow(facts: Facts) -> Finding | None:
     """Engines take long to load new weights."""
     share = facts.lane("sync", "update weights", "canary")
     if not _enough(facts) or share < 0.3:
         return None
-    return Evidence(
+    return Finding(
         "Engines take long to load new weights.",
         (
             f"a weight sync runs in {percent(share)} of the time",
@@ -131,8 +126,7 @@ def weight_sync_is_slow(facts: Facts) -> Evidence | None:
     )
 
 
-@named("too_few_in_flight")
-def too_few_in_flight(facts: Facts) -> Evidence | None:
+def too_few_in_flight(facts: Facts) -> Finding | None:
     """A limit of rollouts in flight keeps the engine idle."""
     limits = {
         "rollout.max_in_flight": facts.number("rollout.max_in_flight", 0.0),
@@ -144,7 +138,7 @@ def too_few_in_flight(facts: Facts) -> Evidence | None:
     wanted = facts.number("trainer.prompts_per_step", 1.0) * group
     if not _enough(facts) or not 0 < most <= 0.5 * wanted or _waits(facts) < 0.4:
         return None
-    return Evidence(
+    return Finding(
         "So few rollouts may be in flight that the engine has little to do.",
         (
             f"{key} = {facts.setting(key)} lets {most:g} rollouts be played at the same time; a step trains "
@@ -156,13 +150,12 @@ def too_few_in_flight(facts: Facts) -> Evidence | None:
     )
 
 
-@named("environment_is_the_bottleneck")
-def environment_is_the_bottleneck(facts: Facts) -> Evidence | None:
+def environment_is_the_bottleneck(facts: Facts) -> Finding | None:
     """Training waits for judging."""
     lane, share = _environment(facts)
     if not _enough(facts) or share < 0.55 or _waits(facts) < 0.5:
         return None
-    return Evidence(
+    return Finding(
         "Training waits for an environment.",
         (
             f"{lane} is busy in {percent(share)} of the time",
@@ -174,13 +167,12 @@ def environment_is_the_bottleneck(facts: Facts) -> Evidence | None:
     )
 
 
-@named("no_overlap")
-def no_overlap(facts: Facts) -> Evidence | None:
+def no_overlap(facts: Facts) -> Finding | None:
     """Generation and training take turns although they could run at the same time."""
     waits, trains = _waits(facts), facts.stage("step")
     if not _enough(facts) or facts.setting("pipeline.max_staleness") != 0 or min(waits, trains) < 0.25:
         return None
-    return Evidence(
+    return Finding(
         "Generation and training take turns.",
         (
             "pipeline.max_staleness = 0: each step waits for rollouts of the newest weights",
@@ -191,15 +183,14 @@ def no_overlap(facts: Facts) -> Evidence | None:
     )
 
 
-@named("engine_is_the_bottleneck")
-def engine_is_the_bottleneck(facts: Facts) -> Evidence | None:
+def engine_is_the_bottleneck(facts: Facts) -> Finding | None:
     """Training waits for sampling most of the time."""
     busy, judged = facts.lane("engine", "generate"), _environment(facts)[1]
     if not _enough(facts) or busy < 0.85 or judged > 0.5:
         return None
     if _waits(facts) < max(0.45, 2.5 * facts.stage("step")):
         return None
-    return Evidence(
+    return Finding(
         "Training waits for the engines most of the time.",
         (
             f"training waits for groups in {percent(_waits(facts))} of the time; {_training(facts)}",
@@ -211,13 +202,12 @@ def engine_is_the_bottleneck(facts: Facts) -> Evidence | None:
     )
 
 
-@named("trainer_is_the_bottleneck")
-def trainer_is_the_bottleneck(facts: Facts) -> Evidence | None:
+def trainer_is_the_bottleneck(facts: Facts) -> Finding | None:
     """The engines wait for the trainer most of the time."""
     share, generates = facts.stage("step"), facts.share_of_time("time/generate")
     if not _enough(facts) or share < 0.85 or generates > 0.4:
         return None
-    return Evidence(
+    return Finding(
         "The engines wait for the trainer most of the time.",
         (
             f"{_training(facts)}; {_step(facts)}",
