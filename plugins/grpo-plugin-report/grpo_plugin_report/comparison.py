@@ -18,7 +18,7 @@ from grpo_plugin_report import arms, browsing, overlay
 from grpo_plugin_report.arms import Arm
 from grpo_plugin_report.explain.causes import Finding
 from grpo_plugin_report.pages import check_output, rendered, replace_output
-from grpo_plugin_report.report import Files, browse, causes, state
+from grpo_plugin_report.report import Files, browse
 from grpo_plugin_report.report import write as write_one
 
 MOST_RUNS = 26
@@ -178,8 +178,8 @@ def _members(files: Sequence[Files], runs: Sequence[overlay.Run], found: Sequenc
                 name=its.name,
                 place=arm.place,
                 seed=each.table.get("seed", "-"),
-                state=state(each),
+                state=each.state(),
                 step=max(rows, default=0),
-                cause=next(iter(causes(each.run)), None),
+                cause=next(iter(each.causes()), None),
             )
     return [members[place] for place in range(len(files))]

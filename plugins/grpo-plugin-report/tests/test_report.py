@@ -191,7 +191,7 @@ def test_the_report_of_a_run_counts_what_its_metrics_count(tmp_path):
     run = a_run(tmp_path / "run", Greedy())
     rows = map(json.loads, (run.path / "metrics.jsonl").read_text().splitlines())
     counted = sum(row.get("incidents/unscored", 0) for row in rows)
-    ((key, incidents),) = Files.read(run.path).incidents.items()
+    ((key, incidents),) = Files.read(run.path).facts.incidents.items()
     assert key == ("unscored", "rollouts of task 'task'")
     assert incidents.count == counted > 1
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import attrs
 
-from grpo_core import Run
+from grpo_core import ConfigError, Run
 from grpo_core.kit import AsJson, complain, say
 from grpo_plugin_report.explain.causes import Finding
 from grpo_plugin_report.explain.decisions import CAUSES, explained
@@ -32,6 +32,11 @@ def explain(run: Path, /, *, as_json: AsJson = False) -> int:
         Print all causes that were found as JSON.
     """
     facts = Facts.read(Run(run, strict=False))
+    if facts.is_empty:
+        raise ConfigError(
+            f"{run}: says nothing about a run: {' and '.join(facts.missing) or 'its other files'} "
+            f"{'is' if len(facts.missing) == 1 else 'are'} missing, empty or damaged"
+        )
     found = explained(facts)
     if as_json:
         print(json.dumps(_table(facts, found), indent=2))

@@ -16,7 +16,7 @@ from typing import Any
 
 from attrs import define, field
 
-from grpo_core import ConfigError, Run
+from grpo_core import Run
 from grpo_core.kit import planned_steps
 
 STARTING = ("start", "first weight sync", "first validation")
@@ -175,7 +175,7 @@ class Facts:
 
     @classmethod
     def read(cls, run: Run) -> Facts:
-        """Read the files of a run.  Raises ConfigError if there is nothing but its configuration."""
+        """Read the files of a run."""
         facts = cls(path=run.path, running=run.is_running, config=run.config)
         for row in run.rows(RECORDS[0]):
             facts._take_metrics(row)
@@ -187,11 +187,6 @@ class Facts:
         facts.damaged = {
             name: len(run.damaged[name]) for name in ("config.toml", *RECORDS) if name in run.damaged
         }
-        if not facts.series and not facts.started and facts.error is None:
-            raise ConfigError(
-                f"{run.path}: says nothing about a run: {' and '.join(facts.missing) or 'its other files'} "
-                f"{'is' if len(facts.missing) == 1 else 'are'} missing, empty or damaged"
-            )
         return facts
 
     def _take_metrics(self, row: Mapping[str, Any]) -> None:
@@ -250,6 +245,11 @@ class Facts:
     def of(self, metric: str) -> Series:
         """Return the values of a metric; none if the run has none."""
         return self.series.get(metric, Series())
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing but the configuration."""
+        return not self.series and not self.started and self.error is None
 
     @property
     def steps(self) -> int:
