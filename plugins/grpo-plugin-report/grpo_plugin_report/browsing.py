@@ -11,7 +11,7 @@ import hashlib
 import json
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import compress, islice
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -38,8 +38,6 @@ LONGEST = 12_000
 """Number of characters of a message that are kept; of a longer one the middle is left out."""
 MOST_PIECES = 2**16
 """Number of different tokens: each token of the page is 16 bits, the place of its text in a list."""
-WINDOW = 2**15
-"""Number of tokens that are read at once: a call for each of a thousand short rollouts takes longer."""
 
 
 @define
@@ -347,21 +345,8 @@ class _Words:
         return np.array([known[token] for token in ids], np.uint16)
 
 
-@define
-class _Window:
-    """The tokens from ``begin`` to ``end`` of a file, as the page has them."""
-
-    begin: int
-    end: int
-    ids: list[int]
-    sampled: list[bool]
-    logprobs: NDArray[np.uint16]
-    """Thousandths of a nat below 0."""
-    versions: list[int]
-
-
 class _StoredTokens:
-    """A file of tokens, of which only what is asked for, and what follows it, is read."""
+    """A file of tokens, of which only the tokens of some rollouts are read."""
 
     def __init__(self, path: Path) -> None:
         from safetensors import safe_open
@@ -376,7 +361,6 @@ class _StoredTokens:
         self._turns = {}
         if "turn_rollouts" in names:
             self._turns = {name: read(f"turn_{name}") for name in ("rollouts", "advantages", "lengths")}
-        self._window = _Window(0, 0, [], [], cast(Any, ()), [])
 
     @classmethod
     def read(cls, path: Path) -> _StoredTokens | None:
@@ -399,24 +383,21 @@ class _StoredTokens:
         """
         import numpy as np
 
-        ids, sampled, versions, logprobs, lengths = [], [], [], [], []
-        for segment in self._segments.get(rollout, ()):
-            begin, end = self._offsets[segment], self._offsets[segment + 1]
-            read = self._read(begin, end)
-            part = slice(begin - read.begin, end - read.begin)
-            ids += read.ids[part]
-            sampled += read.sampled[part]
-            versions += read.versions[part]
-            logprobs.append(read.logprobs[part])
-            lengths.append(end - begin)
-        if (numbers := words.numbered(ids)) is None:
+        parts = [
+            slice(self._offsets[segment], self._offsets[segment + 1])
+            for segment in self._segments.get(rollout, ())
+        ]
+        ids, logprobs, versions = (self._joined(name, parts) for name in ("ids", "logprobs", "versions"))
+        sampled = self._joined("sampled", parts).astype(bool) if "sampled" in self._names else versions >= 0
+        if (numbers := words.numbered(ids.tolist())) is None:
             return None
+        logprobs = np.nan_to_num(-1000.0 * logprobs, nan=65535, posinf=65535, neginf=0)
         found: dict[str, Any] = {
             "ids": _base64(numbers),
-            "logprobs": _base64(np.concatenate(logprobs) if logprobs else np.zeros(0, np.uint16)),
-            "mask": _mask(sampled),
-            "versions": [n for run in _runs(compress(versions, sampled)) for n in run],
-            "segments": lengths,
+            "logprobs": _base64(np.clip(np.rint(logprobs), 0, 65535)),
+            "mask": _mask(sampled.tolist()),
+            "versions": [n for run in _runs(versions[sampled].tolist()) for n in run],
+            "segments": [part.stop - part.start for part in parts],
         }
         if self._turns and (its := np.flatnonzero(self._turns["rollouts"] == rollout)).size:
             values = [_number(value) for value in self._turns["advantages"][its].tolist()]
@@ -424,35 +405,19 @@ class _StoredTokens:
             found["advantages"] = [n for run in zip(values, lengths, strict=True) for n in run]
         return found
 
-    def _read(self, begin: int, end: int) -> _Window:
-        """Return a window with these tokens.  Raises ValueError if they cannot be read."""
+    def _joined(self, name: str, parts: Sequence[slice]) -> NDArray[Any]:
+        """Return some parts of an array, one after another.  Raises ValueError if they cannot be read."""
         import numpy as np
         from safetensors import SafetensorError
 
-        if self._window.begin <= begin and end <= self._window.end:
-            return self._window
-        end = max(end, min(begin + WINDOW, self._offsets[-1]))
         try:
-            ids, logprobs, versions = (
-                self._file.get_slice(name)[begin:end] for name in ("ids", "logprobs", "versions")
-            )
-            told = "sampled" in self._names
-            sampled = self._file.get_slice("sampled")[begin:end] if told else versions >= 0
+            array = self._file.get_slice(name)
+            return np.concatenate([array[0:0], *(array[part] for part in parts)])
         except SafetensorError as error:
             raise ValueError(str(error)) from error
-        logprobs = np.nan_to_num(-1000.0 * logprobs, nan=65535, posinf=65535, neginf=0)
-        self._window = _Window(
-            begin,
-            end,
-            ids.tolist(),
-            sampled.astype(bool).tolist(),
-            np.clip(np.rint(logprobs), 0, 65535).astype(np.uint16),
-            versions.astype(int).tolist(),
-        )
-        return self._window
 
 
-def _base64(numbers: NDArray[np.uint16]) -> str:
+def _base64(numbers: NDArray[Any]) -> str:
     return b64encode(numbers.astype("<u2").tobytes()).decode()
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from grpo_core.kit import SHARES, headline
 from grpo_plugin_report.charts import Chart, Point, Series, chart, smoothed
@@ -20,8 +20,8 @@ SMOOTH = 40
 """Number of parts of a curve; each point of a smoothed curve is the mean of one part."""
 MOST_PARTS = 12
 """Number of parts of a task's feedback that are drawn."""
-GENERATION, TRAINING, GREY = 0, 1, 5
-"""Places in the palette: the two sides of a run, and the background."""
+GREY = 5
+"""Number of colors of the palette, and the place of the background's."""
 
 
 @frozen(kw_only=True)
@@ -95,7 +95,7 @@ def _task(
         in_percent=metric.startswith(SHARES),
         validation=sorted((dict.fromkeys(unscored, math.nan) | validation).items()),
         unscored=unscored,
-        intervals=_intervals(validations, f"validation/{name}/{metric}"),
+        intervals=intervals(validations, f"validation/{name}/{metric}"),
         parts=_parts(name, steps, validations),
         rewards=points(steps, f"reward/{name}"),
         numbers=means,
@@ -104,7 +104,7 @@ def _task(
     )
 
 
-def _intervals(rows: Sequence[Row], metric: str) -> list[tuple[float, float, float]]:
+def intervals(rows: Sequence[Row], metric: str) -> list[tuple[float, float, float]]:
     ends = [dict(points(rows, f"{metric}_{end}")) for end in ("low", "high")]
     return [(x, low, ends[1][x]) for x, low in ends[0].items() if x in ends[1]]
 
@@ -127,17 +127,99 @@ def _parts(
     }
 
 
+@frozen
+class Plot:
+    """A chart of metrics of the steps, of one run or of several."""
+
+    title: str
+    metrics: Mapping[str, str]
+    """Metrics by the names of their lines; of several runs only the first one is drawn, in one line for each.
+    "{}" stands for a task, of which each has a line."""
+    note: str = ""
+    low: float | None = None
+    high: float | None = None
+    percent: bool = False
+    rare: bool = False
+    """Whether it is left out if all values are 0."""
+
+
+GROUPS = (
+    Plot("groups in a step", {"": "groups/{}"}, "what the sampler chose", low=0),
+    Plot("filtered", {"": "filtered_fraction/{}"}, "share of the finished groups that were left out",
+         0, 1, True),
+    Plot("equal rewards", {"": "frac_reward_zero_std/{}"}, "share of the trained groups that teach nothing",
+         0, 1, True, rare=True),
+    Plot("tokens of a completion", {"": "completion_tokens/{}"}, "mean", low=0),
+    Plot("tokens of the longest", {"": "completion_tokens_p95/{}"},
+         "of 20 completions 19 have at most as many", low=0),
+    Plot("truncated", {"": "truncated/{}"}, "share of the rollouts that a token limit cut off", low=0,
+         percent=True, rare=True),
+    Plot("errors", {"": "errors/{}"}, "rollouts unscored", low=0, rare=True),
+)  # fmt: skip
+ASYNCHRONY = (
+    Plot("staleness, in steps", {"mean": "staleness_mean", "most": "staleness_max"}, low=0),
+    Plot("seconds of a step", {"step": "time/step", "generating": "time/generate", "training": "time/train",
+                               "waiting for groups": "time/wait_for_groups"}, low=0),
+    Plot("overlap", {"busier side": "overlap"}, "share of a step in which the busier side works", 0, 1, True),
+    Plot("tokens per second", {"generated": "tokens_per_second/generation",
+                               "trained": "tokens_per_second/training"}, low=0),
+    Plot("seconds of weights and checks", {"publication": "time/publish", "weight sync": "time/sync",
+                                           "canary": "time/canary", "validation": "time/validation"}, low=0),
+    Plot("groups in the buffer", {"ready": "buffer/ready", "in flight": "buffer/in_flight",
+                                  "to be played again": "buffer/retrying"}, low=0),
+)  # fmt: skip
+HEALTH = (
+    Plot("logprob_diff", {"mean": "logprob_diff_mean"}, "engine against trainer, per token", low=0),
+    Plot("mismatch_kl", {"kl": "mismatch_kl"}, "from the engine's policy to the trainer's", low=0),
+    Plot("effective sample size", {"share": "effective_sample_size"}, "of the importance ratios", 0, 1, True),
+    Plot("clipped", {"low": "clip_fraction_low", "high": "clip_fraction_high"},
+         "share of the tokens without gradient", low=0, percent=True),
+    Plot("kl", {"kl": "kl"}, "to the reference model"),
+    Plot("entropy", {"entropy": "entropy"}, "nats per token", low=0),
+    Plot("gradient norm", {"norm": "grad_norm"}, low=0),
+    Plot("loss", {"loss": "loss"}),
+    Plot("learning rate", {"lr": "lr"}, low=0),
+)  # fmt: skip
+
+
 def charts(tasks: Sequence[Task], steps: Sequence[Row], config: Row) -> list[tuple[str, list[Chart]]]:
     """The charts that have something to show, in sections with a title."""
+    bound = config.get("pipeline", {}).get("max_staleness")
+    stale = evolve(ASYNCHRONY[0], note="" if bound is None else f"max_staleness is {bound}")
+    memory = {name.removeprefix("memory/"): name for name in sorted(steps[-1] if steps else ())
+              if name.startswith("memory/")}  # fmt: skip
+    processes = Plot("memory of processes", memory, "MiB, those of this machine", low=0)
     sections = [
         ("Learning", [one for task in tasks for one in _learning(task)]),
         ("Reward parts", [one for task in tasks for one in _reward_parts(task)]),
-        ("Groups", _groups(tasks, steps)),
-        ("Asynchrony", _asynchrony(tasks, steps, config)),
-        ("Health", _health(steps, config)),
+        ("Groups", [_drawn(plot, steps, tasks) for plot in GROUPS]),
+        ("Asynchrony", [_drawn(plot, steps) for plot in (stale, *ASYNCHRONY[1:], processes)]),
+        ("Health", [_drawn(plot, steps) for plot in HEALTH]),
     ]
+    return with_something(sections)
+
+
+def with_something(sections: Sequence[tuple[str, Sequence[Chart | None]]]) -> list[tuple[str, list[Chart]]]:
+    """Return the charts that have a point, and the sections that have a chart."""
     drawn = [(title, [one for one in found if one is not None]) for title, found in sections]
     return [(title, found) for title, found in drawn if found]
+
+
+def _drawn(plot: Plot, steps: Sequence[Row], tasks: Sequence[Task] = ()) -> Chart | None:
+    lines = [
+        (task.name, metric.format(task.name), task.colour)
+        for task in tasks
+        for metric in plot.metrics.values()
+    ]
+    lines = lines or [
+        (name, metric, place % GREY) for place, (name, metric) in enumerate(plot.metrics.items())
+    ]
+    series = [
+        Series(name=name, points=points(steps, metric), colour=colour) for name, metric, colour in lines
+    ]
+    if plot.rare and not any(y for one in series for _, y in one.points):
+        return None
+    return chart(plot.title, series, note=plot.note, low=plot.low, high=plot.high, percent=plot.percent)
 
 
 def _learning(task: Task) -> list[Chart | None]:
@@ -178,129 +260,6 @@ def _reward_parts(task: Task) -> list[Chart | None]:
         chart(f"{task.name}: parts", together, low=0, high=1, note=note),
         *(chart(f"{task.name}: {name}", series(0, name), note=note) for name in values if name not in shares),
     ]
-
-
-def _groups(tasks: Sequence[Task], steps: Sequence[Row]) -> list[Chart | None]:
-    def of(metric: str) -> list[Series]:
-        return [
-            Series(name=task.name, points=points(steps, metric.format(task.name)), colour=task.colour)
-            for task in tasks
-        ]
-
-    return [
-        chart("groups in a step", of("groups/{}"), low=0, note="what the sampler chose"),
-        chart("filtered", of("filtered_fraction/{}"), low=0, high=1, percent=True,
-              note="share of the finished groups that were left out"),
-        chart("equal rewards", _nonzero(of("frac_reward_zero_std/{}")), low=0, high=1, percent=True,
-              note="share of the trained groups that teach nothing"),
-        chart("tokens of a completion", of("completion_tokens/{}"), low=0, note="mean"),
-        chart("tokens of the longest", of("completion_tokens_p95/{}"), low=0,
-              note="of 20 completions 19 have at most as many"),
-        chart("truncated", _nonzero(of("truncated/{}")), low=0, percent=True,
-              note="share of the rollouts that a token limit cut off"),
-        chart("errors", _nonzero(of("errors/{}")), low=0, note="rollouts unscored"),
-    ]  # fmt: skip
-
-
-def _asynchrony(tasks: Sequence[Task], steps: Sequence[Row], config: Row) -> list[Chart | None]:
-    bound = config.get("pipeline", {}).get("max_staleness")
-    trained = [task for task in tasks if task.groups]  # validation sets have none
-    several = trained if len(trained) > 1 else ()
-    return [
-        chart(
-            "staleness, in steps",
-            [
-                _series(steps, "staleness_max", "most", GREY, "faint"),
-                *(_series(steps, f"staleness/{task.name}", task.name, task.colour) for task in several),
-                *([] if several else [_series(steps, "staleness_mean", "mean", GENERATION)]),
-            ],
-            low=0,
-            note="" if bound is None else f"max_staleness is {bound}",
-        ),
-        chart(
-            "seconds of a step",
-            [
-                _series(steps, "time/step", "step", GREY, "faint"),
-                _series(steps, "time/generate", "generating", GENERATION),
-                _series(steps, "time/train", "training", TRAINING),
-                _series(steps, "time/wait_for_groups", "waiting for groups", 2),
-            ],
-            low=0,
-        ),
-        chart(
-            "overlap", [_series(steps, "overlap", "busier side", GENERATION)], low=0, high=1, percent=True,
-            note="share of a step in which the busier side works",
-        ),
-        chart(
-            "tokens per second",
-            [
-                _series(steps, "tokens_per_second/generation", "generated", GENERATION),
-                _series(steps, "tokens_per_second/training", "trained", TRAINING),
-            ],
-            low=0,
-        ),
-        chart(
-            "seconds of weights and checks",
-            [
-                _series(steps, "time/publish", "publication", TRAINING),
-                _series(steps, "time/sync", "weight sync", GENERATION),
-                _series(steps, "time/canary", "canary", 2),
-                _series(steps, "time/validation", "validation", GREY, "dots"),
-            ],
-            low=0,
-        ),
-        chart("memory of processes", _memory(steps), low=0, note="GiB, those of this machine"),
-        chart(
-            "groups in the buffer",
-            [
-                _series(steps, "buffer/ready", "ready", GENERATION),
-                _series(steps, "buffer/in_flight", "in flight", TRAINING),
-                *_nonzero([_series(steps, "buffer/retrying", "to be played again", 2)]),
-            ],
-            low=0,
-        ),
-    ]  # fmt: skip
-
-
-def _memory(steps: Sequence[Row]) -> list[Series]:
-    """Return the memory of each process that the newest step has, in GiB."""
-    names = sorted(name for name in (steps[-1] if steps else ()) if name.startswith("memory/"))
-    return [
-        Series(
-            name=name.removeprefix("memory/"),
-            points=[(step, mib / 1024) for step, mib in points(steps, name)],
-            colour=place % GREY,
-        )
-        for place, name in enumerate(names)
-    ]
-
-
-def _health(steps: Sequence[Row], config: Row) -> list[Chart | None]:
-    def one(title: str, metric: str, note: str = "", **options: Any) -> Chart | None:
-        return chart(title, [_series(steps, metric, title, GENERATION)], note=note, **options)
-
-    return [
-        one("logprob_diff", "logprob_diff_mean", "engine against trainer, per token", low=0),
-        one("mismatch_kl", "mismatch_kl", "from the engine's policy to the trainer's", low=0),
-        one("effective sample size", "effective_sample_size", "of the importance ratios",
-            low=0, high=1, percent=True),
-        chart("clipped", [_series(steps, "clip_fraction_low", "low", GENERATION),
-                          _series(steps, "clip_fraction_high", "high", TRAINING)],
-              low=0, percent=True, note="share of the tokens without gradient"),
-        one("entropy", "entropy", "nats per token", low=0),
-        one("gradient norm", "grad_norm", low=0),
-        one("loss", "loss"),
-        one("learning rate", "lr", low=0),
-    ]  # fmt: skip
-
-
-def _series(steps: Sequence[Row], metric: str, name: str, colour: int, style: Any = "line") -> Series:
-    return Series(name=name, points=points(steps, metric), colour=colour, style=style)
-
-
-def _nonzero(series: Sequence[Series]) -> list[Series]:
-    """Return all of them, or an empty list if they are 0 throughout."""
-    return [*series] if any(y for one in series for _, y in one.points) else []
 
 
 def points(rows: Sequence[Row], metric: str) -> list[Point]:

@@ -11,7 +11,18 @@ from attrs import field, frozen
 from grpo_core.kit import SHARES, headline
 from grpo_plugin_report.arms import Arm, Estimate, difference, estimate
 from grpo_plugin_report.charts import LARGEST, Chart, Point, Series, chart
-from grpo_plugin_report.curves import RECENT, Row, mean_over_groups, points
+from grpo_plugin_report.curves import (
+    ASYNCHRONY,
+    GROUPS,
+    HEALTH,
+    RECENT,
+    Plot,
+    Row,
+    intervals,
+    mean_over_groups,
+    points,
+    with_something,
+)
 
 PARTS = 60
 """Largest number of points of a curve over the steps; each is the mean of a part of them."""
@@ -131,13 +142,11 @@ def _validated(
     found = estimate([dict(_validations(runs[run], task, metric))[version] for run in arm.runs])
     if found is None or len(arm.runs) > 1:
         return found
-    ends = {x: (low, high) for x, low, high in _own_intervals(runs[arm.runs[0]], task, metric)}
+    ends = {
+        x: (low, high)
+        for x, low, high in intervals(runs[arm.runs[0]].validations, f"validation/{task}/{metric}")
+    }
     return Estimate(mean=found.mean, interval=ends.get(version))
-
-
-def _own_intervals(run: Run, task: str, metric: str) -> list[tuple[float, float, float]]:
-    low, high = (dict(_validations(run, task, f"{metric}_{end}")) for end in ("low", "high"))
-    return [(x, low[x], high[x]) for x in low if x in high]
 
 
 def _reward(run: Run, task: str, steps: tuple[int, int]) -> list[float]:
@@ -195,34 +204,11 @@ def charts(arms: Sequence[Arm], runs: Sequence[Run], tasks: Sequence[str]) -> li
     shown = tasks[:MOST_TASKS]
     sections = [
         ("Learning", [one for task in shown for one in _learning(draw, task)]),
-        ("Groups", [one for task in shown for one in _groups(draw, task)]),
-        (
-            "Asynchrony",
-            [
-                draw.steps("seconds of a step", "time/step", low=0),
-                draw.steps("tokens generated in a second", "tokens_per_second/generation", low=0),
-                draw.steps("staleness, in steps", "staleness_mean", low=0),
-                draw.steps("overlap", "overlap", low=0, high=1, percent=True,
-                           note="share of a step in which the busier side works"),
-            ],
-        ),
-        (
-            "Health",
-            [
-                draw.steps("logprob_diff", "logprob_diff_mean", low=0,
-                           note="engine against trainer, per token"),
-                draw.steps("mismatch_kl", "mismatch_kl", low=0,
-                           note="from the engine's policy to the trainer's"),
-                draw.steps("effective sample size", "effective_sample_size", low=0, high=1, percent=True),
-                draw.steps("kl", "kl", note="to the reference model"),
-                draw.steps("entropy", "entropy", low=0, note="nats per token"),
-                draw.steps("gradient norm", "grad_norm", low=0),
-                draw.steps("loss", "loss"),
-            ],
-        ),
-    ]  # fmt: skip
-    drawn = [(title, [one for one in found if one is not None]) for title, found in sections]
-    return [(title, found) for title, found in drawn if found]
+        ("Groups", [draw.plot(plot, task) for task in shown for plot in GROUPS]),
+        ("Asynchrony", [draw.plot(plot) for plot in ASYNCHRONY]),
+        ("Health", [draw.plot(plot) for plot in HEALTH]),
+    ]
+    return with_something(sections)
 
 
 def _learning(draw: Overlay, task: str) -> list[Chart | None]:
@@ -231,16 +217,6 @@ def _learning(draw: Overlay, task: str) -> list[Chart | None]:
         draw.steps(f"{task}: reward in training", f"reward/{task}"),
         draw.validations(f"{task}: validation {metric}", task, metric),
     ]
-
-
-def _groups(draw: Overlay, task: str) -> list[Chart | None]:
-    return [
-        draw.steps(f"{task}: equal rewards", f"frac_reward_zero_std/{task}", low=0, high=1, percent=True,
-                   note="share of the trained groups that teach nothing"),
-        draw.steps(f"{task}: tokens of a completion", f"completion_tokens/{task}", low=0),
-        draw.steps(f"{task}: truncated", f"truncated/{task}", low=0, percent=True,
-                   note="share of the rollouts that a token limit cut off"),
-    ]  # fmt: skip
 
 
 @frozen
@@ -255,6 +231,15 @@ class Overlay:
     @_parts.default
     def _parts_of_all(self) -> Callable[[float], float]:
         return _parts([x for run in self.runs for x, _ in points(run.steps, "step")])
+
+    def plot(self, plot: Plot, task: str = "") -> Chart | None:
+        """Return the chart of the first metric of a plot."""
+        (name, metric), *others = plot.metrics.items()
+        title = f"{task}: {plot.title}" if task else f"{plot.title}: {name}" if others else plot.title
+        metric = metric.format(task)
+        if plot.rare and not any(y for run in self.runs for _, y in points(run.steps, metric)):
+            return None
+        return self.steps(title, metric, note=plot.note, low=plot.low, high=plot.high, percent=plot.percent)
 
     def steps(self, title: str, metric: str, **options: Any) -> Chart | None:
         """Return the chart of a metric of the steps, or None if no run has it."""
@@ -271,7 +256,10 @@ class Overlay:
             return self._chart(title, [_binned(curve, parts) for curve in curves], {}, dots=True, **bounds)
         own = {}
         if all(len(arm.runs) == 1 for arm in self.arms):
-            own = {i: _own_intervals(run, task, metric) for i, run in enumerate(self.runs)}
+            own = {
+                i: intervals(run.validations, f"validation/{task}/{metric}")
+                for i, run in enumerate(self.runs)
+            }
         return self._chart(title, [*map(dict, curves)], own, dots=True, **bounds)
 
     def _chart(
