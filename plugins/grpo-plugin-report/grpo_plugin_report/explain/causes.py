@@ -1,4 +1,4 @@
-"""What the causes of ``grpo-core explain`` share. Pure.
+"""The finding of a cause of ``grpo-core explain``, and words that causes share. Pure.
 
 A cause is a function of the facts of a run that returns nothing, or a finding with three lines of evidence
 and a fix.  The first causes of the list explain the later ones: a run whose rewards are all equal has also an
