@@ -1,7 +1,7 @@
 """An engine in a file: transformers' forward pass, token by token, in a child process.
 
-grpo-core check ./examples/custom_engine.py:MyEngine
-grpo-core train --env math:sort --engine ./examples/custom_engine.py:MyEngine
+grpo-core check ./examples/custom_engine.py:mine
+grpo-core train --env math:sort --engine ./examples/custom_engine.py:mine
 """
 
 import random
@@ -12,11 +12,9 @@ from grpo_core.kit import (
     DecodingServer,
     check_request,
     read_weights,
-    takes_weights_by,
 )
 
 
-@takes_weights_by("shm", "cuda_ipc", "collective")
 class MyEngine(ChildEngine):
     """The parent's side: starts a ``Server`` in its own process, and again if it dies.
 
@@ -190,5 +188,5 @@ class Batch:
 
 
 @grpo.hookimpl
-def grpo_engines() -> dict[str, type]:
-    return {"mine": MyEngine}
+def grpo_engines() -> dict[str, grpo.Offer]:
+    return {"mine": grpo.Offer(MyEngine, transports=("shm", "cuda_ipc", "collective"))}

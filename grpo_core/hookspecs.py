@@ -6,6 +6,7 @@ the hot path.  Which offer is used is decided by name in the configuration, neve
 
 An offer is a factory under a name.
 
+* An ``Offer`` holds the factory with what the core has to know before it calls it.
 * The factory is a callable, or ``"module:attribute"``: then the module is imported when the offer is first
   used, so that listing a plugin stays cheap.
 * A name that ends with ``*`` is a prefix: it stands for every name that begins with what is before the
@@ -19,11 +20,11 @@ before the factory is called.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import pluggy
 from attrs import field, frozen
-from attrs.validators import matches_re
+from attrs.validators import deep_iterable, in_, matches_re
 
 if TYPE_CHECKING:
     from grpo_core.app.placement import Placement
@@ -64,6 +65,57 @@ class Command:
     """The sentence with which the function's docstring begins; ``grpo-core --help`` prints it."""
 
 
+Transport = Literal["shm", "cuda_ipc", "collective"]
+"""``shm``: memory of the trainer's machine; ``cuda_ipc``: memory of the trainer's GPU; ``collective``: sent
+by NCCL or TCP, also to other machines."""
+
+Function = Callable[..., Any] | str
+"""A function, or ``"module:function"``, which is imported when it is first called."""
+
+
+@frozen(kw_only=True)
+class Offer:
+    """A factory, and what the core has to know before it calls it.
+
+    A hook may return it instead of a bare factory.  The functions receive the options that the configuration
+    gives, by name; they must load neither torch nor a model.
+    """
+
+    factory: Function = field(kw_only=False)
+    """The factory, or ``"module:attribute"``."""
+    requires: Mapping[str, str] = field(factory=dict)
+    """Modules that have to be installed, each with the command that installs it.  They are not imported
+    before the factory is called."""
+    check: Function | None = None
+    """Raises ValueError or ConfigError for options that make no sense.  It may also name ``group_size`` (an
+    advantage, a filter), ``betas`` (an optimizer) and ``section``, the table ``[trainer]`` (a trainer)."""
+    transports: tuple[Transport, ...] = field(
+        default=("shm",), validator=deep_iterable(in_(get_args(Transport)))
+    )
+    """Transports by which an engine can take weights; one that reads them with
+    ``grpo_core.kit.read_weights`` can take them by all."""
+    memory: Function | None = None
+    """Returns ``MemoryPart``s for an ``EngineLoad``, the first argument of the function of an engine."""
+    workers: Function | None = None
+    """Returns the number of engines that the options of an engine describe."""
+    needs_adapters: Function | None = None
+    """Returns the option that lets an engine compute adapters itself, or an empty string."""
+    placement: str = ""
+    """Name of the placement whose workers have the trainer's processes."""
+    takes_parts: bool = False
+    """Whether an optimizer computes each number by itself, so that ranks may give it parts of parameters."""
+    state: Function | None = None
+    """Returns shape and dtype of each slot of an optimizer's state, for the name and shape of a parameter."""
+    restored: Function | None = None
+    """Makes a slot of an optimizer's state from its name and the tensors in it, if it consists of several."""
+    by_turn: bool = False
+    """Whether an advantage function learns from groups with equal rewards if those of their turns differ."""
+    once: bool = False
+    """Whether the factory returns one object, which workers cannot share."""
+    made_by: object = None
+    """Object whose code the factory runs, for the provenance of a run; None is the factory."""
+
+
 @hookspec
 def grpo_commands() -> Mapping[str, Command]:  # type: ignore[empty-body]
     """Offer commands: ``{name: Command("module:function", help=...)}``.
@@ -84,7 +136,7 @@ def grpo_config_sections() -> Mapping[str, object]:  # type: ignore[empty-body]
 
 
 @hookspec
-def grpo_environments() -> Mapping[str, Callable[..., Environment] | str]:  # type: ignore[empty-body]
+def grpo_environments() -> Mapping[str, Callable[..., Environment] | Offer | str]:  # type: ignore[empty-body]
     """Offer environments: ``{name: factory(**options)}``.
 
     The factory is called in the environment's own process, on its main thread.  A class will do.
@@ -92,7 +144,7 @@ def grpo_environments() -> Mapping[str, Callable[..., Environment] | str]:  # ty
 
 
 @hookspec
-def grpo_dataloaders() -> Mapping[str, Callable[..., object] | str]:  # type: ignore[empty-body]
+def grpo_dataloaders() -> Mapping[str, Callable[..., object] | Offer | str]:  # type: ignore[empty-body]
     """Offer dataloaders: ``{name: factory(split, **options)}``.
 
     The factory is called with ``"train"`` on a thread of the run's process, and again whenever a stream has
@@ -103,7 +155,7 @@ def grpo_dataloaders() -> Mapping[str, Callable[..., object] | str]:  # type: ig
 
 
 @hookspec
-def grpo_players() -> Mapping[str, Callable[..., Player | None] | str]:  # type: ignore[empty-body]
+def grpo_players() -> Mapping[str, Callable[..., Player | None] | Offer | str]:  # type: ignore[empty-body]
     """Offer players: ``{name: factory(setup: PlayerSetup, **options)}``; ``tasks.NAME.player`` selects one.
 
     None plays turn by turn.
@@ -111,52 +163,52 @@ def grpo_players() -> Mapping[str, Callable[..., Player | None] | str]:  # type:
 
 
 @hookspec
-def grpo_samplers() -> Mapping[str, Callable[..., Sampler] | str]:  # type: ignore[empty-body]
+def grpo_samplers() -> Mapping[str, Callable[..., Sampler] | Offer | str]:  # type: ignore[empty-body]
     """Offer samplers: ``{name: factory(**options)}``."""
 
 
 @hookspec
-def grpo_validation_strategies() -> Mapping[str, Callable[..., ValidationStrategy] | str]:  # type: ignore[empty-body]
+def grpo_validation_strategies() -> Mapping[str, Callable[..., ValidationStrategy] | Offer | str]:  # type: ignore[empty-body]
     """Offer validation strategies: ``{name: factory(**options)}``."""
 
 
 @hookspec
-def grpo_engines() -> Mapping[str, Callable[..., Engine] | str]:  # type: ignore[empty-body]
+def grpo_engines() -> Mapping[str, Callable[..., Engine] | Offer | str]:  # type: ignore[empty-body]
     """Offer engines: ``{name: factory(setup: EngineSetup, **options)}``."""
 
 
 @hookspec
-def grpo_trainers() -> Mapping[str, Callable[..., Trainer] | str]:  # type: ignore[empty-body]
+def grpo_trainers() -> Mapping[str, Callable[..., Trainer] | Offer | str]:  # type: ignore[empty-body]
     """Offer trainers: ``{name: factory(setup: TrainerSetup, **options)}``."""
 
 
 @hookspec
-def grpo_losses() -> Mapping[str, LossFunction | str]:  # type: ignore[empty-body]
+def grpo_losses() -> Mapping[str, LossFunction | Offer | str]:  # type: ignore[empty-body]
     """Offer losses: ``{name: pure function}``; its keyword-only parameters are its options."""
 
 
 @hookspec
-def grpo_advantages() -> Mapping[str, AdvantageFunction | str]:  # type: ignore[empty-body]
+def grpo_advantages() -> Mapping[str, AdvantageFunction | Offer | str]:  # type: ignore[empty-body]
     """Offer advantages: ``{name: pure function}``; its keyword-only parameters are its options."""
 
 
 @hookspec
-def grpo_optimizers() -> Mapping[str, OptimizerFunction | str]:  # type: ignore[empty-body]
+def grpo_optimizers() -> Mapping[str, OptimizerFunction | Offer | str]:  # type: ignore[empty-body]
     """Offer optimizers: ``{name: function(groups, **options) -> torch's optimizers}``."""
 
 
 @hookspec
-def grpo_filters() -> Mapping[str, Filter | str]:  # type: ignore[empty-body]
+def grpo_filters() -> Mapping[str, Filter | Offer | str]:  # type: ignore[empty-body]
     """Offer filters: ``{name: function(group, **options) -> reason | None}``; ``[filters]`` selects them."""
 
 
 @hookspec
-def grpo_trackers() -> Mapping[str, Callable[..., Tracker] | str]:  # type: ignore[empty-body]
+def grpo_trackers() -> Mapping[str, Callable[..., Tracker] | Offer | str]:  # type: ignore[empty-body]
     """Offer trackers: ``{name: factory(run: RunInfo, **options)}``; ``tracking.trackers`` selects them."""
 
 
 @hookspec
-def grpo_placements() -> Mapping[str, Callable[..., Placement] | str]:  # type: ignore[empty-body]
+def grpo_placements() -> Mapping[str, Callable[..., Placement] | Offer | str]:  # type: ignore[empty-body]
     """Offer places where engines and environments run: ``{name: factory(plugins: PluginHost, **options)}``.
 
     See ``grpo_core.app.placement``.
@@ -164,12 +216,12 @@ def grpo_placements() -> Mapping[str, Callable[..., Placement] | str]:  # type: 
 
 
 @hookspec
-def grpo_data_planes() -> Mapping[str, Callable[..., DataPlane] | str]:  # type: ignore[empty-body]
+def grpo_data_planes() -> Mapping[str, Callable[..., DataPlane] | Offer | str]:  # type: ignore[empty-body]
     """Offer places for the tokens of finished rollouts: ``{name: factory(placement, **options)}``."""
 
 
 @hookspec
-def grpo_models() -> Mapping[str, Callable[..., ModelSource] | str]:  # type: ignore[empty-body]
+def grpo_models() -> Mapping[str, Callable[..., ModelSource] | Offer | str]:  # type: ignore[empty-body]
     """Offer models that are made: ``{name: factory(**options)}``; see ``grpo_core.model_sources``."""
 
 

@@ -6,7 +6,6 @@ An engine:
     DecodingServer         base class of the loop in that process: takes calls between decoding steps
     read_weights           returns the tensors of published weights of any transport
     read_buckets           yields them some at a time, so that an engine needs no second copy
-    takes_weights_by       declares the transports by which an engine can take weights
     check_request          refuses requests that do not fit the model
     Connection, Call       the child's end of the pipe, for a server with its own loop
     die_with               ends this process when another one ends
@@ -16,7 +15,7 @@ An engine:
 A placement, which runs engines and environments somewhere else (see ``grpo_plugin_ray``):
 
     Placement, Devices, EnvironmentSpec, EnvironmentWorker, Retain    its contract
-    EnvironmentProcess, PluginHost, PluginSelection, Offer   make environments and engines in a worker
+    EnvironmentProcess, PluginHost, PluginSelection, Selected   make environments and engines in a worker
     Copies, WeightsLease, mapped, COLLECTIVE                 keep and read published weights
     from_here, variables_of                                  take variables that env_vars names
     pack_requests, unpack_requests, pack_completions, unpack_completions   small pickles of both
@@ -37,18 +36,14 @@ A data plane, which keeps the tokens of finished rollouts outside of the run's p
     RemotePlane, TokenReader    its base class, and what the trainer's processes read it by
     fetched                     returns tokens and prompts that are there, with one call to the plane
 
-A loss, an advantage, a filter or an optimizer:
+A player (see ``grpo_plugin_agents``):
 
-    checks_options    gives it a check of its options, which runs before any process starts
-
-
-    Ids, as_ids, concatenated   arrays of tokens
-    cancel                      cancels tasks and waits until they have ended
     new_key, MIXED_UP_ADVICE    key of a rollout's client, by which an environment keeps its rollouts apart
+    cancel                      cancels tasks and waits until they have ended
     normalised, MessageError, parsed, numbered, well_formed    read messages and calls that clients write
     parted, THOUGHT_OPENS, THOUGHT_ENDS, THOUGHT_KEYS          a model's thinking in its messages
-A player (see ``grpo_plugin_agents``):
-A sampler or a tracker with a state:
+    Ids, as_ids, concatenated   arrays of tokens
+
 A sampler, a validation strategy or a tracker with a state:
 
     derive_seed       returns a number that depends on names and numbers alone
@@ -118,8 +113,6 @@ if TYPE_CHECKING:
     from grpo_core.engines.child import ChildEngine as ChildEngine
     from grpo_core.engines.decoding_server import DecodingServer as DecodingServer
     from grpo_core.engines.decoding_server import check_request as check_request
-    from grpo_core.engines.transports import Transport as Transport
-    from grpo_core.engines.transports import takes_weights_by as takes_weights_by
     from grpo_core.engines.wire import Packed as Packed
     from grpo_core.engines.wire import pack_completions as pack_completions
     from grpo_core.engines.wire import pack_requests as pack_requests
@@ -135,13 +128,13 @@ if TYPE_CHECKING:
     from grpo_core.environments.spec import EnvironmentSpec as EnvironmentSpec
     from grpo_core.errors import cut as cut
     from grpo_core.errors import wrong_input as wrong_input
+    from grpo_core.hookspecs import Transport as Transport
     from grpo_core.incidents import Incident as Incident
     from grpo_core.incidents import report as report
     from grpo_core.incidents import reported_to as reported_to
     from grpo_core.inert import inert as inert
     from grpo_core.interpreters import from_here as from_here
     from grpo_core.interpreters import variables_of as variables_of
-    from grpo_core.loop.advantages import checks_options as checks_options
     from grpo_core.loop.metrics import headline as headline
     from grpo_core.loop.retention import Retention as Retention
     from grpo_core.loss import needs_of as needs_of
@@ -151,7 +144,7 @@ if TYPE_CHECKING:
     from grpo_core.planes import RemotePlane as RemotePlane
     from grpo_core.playing import derive_seed as derive_seed
     from grpo_core.plugins.host import PluginHost as PluginHost
-    from grpo_core.plugins.offers import Offer as Offer
+    from grpo_core.plugins.offers import Selected as Selected
     from grpo_core.plugins.options import AsJson as AsJson
     from grpo_core.plugins.options import Flag as Flag
     from grpo_core.plugins.selection import PluginSelection as PluginSelection

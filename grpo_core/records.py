@@ -464,9 +464,8 @@ class MemoryPart:
 class EngineLoad:
     """The model and the work of an engine, for an estimate of its memory.
 
-    The factory of an engine may have a function ``memory(load: EngineLoad, **options)`` that returns
-    ``MemoryPart``s, a static method for example.  It is called with the engine's options before anything is
-    started, and must load neither torch nor a model.
+    The ``Offer`` of an engine may have a function ``memory(load: EngineLoad, **options)`` that returns
+    ``MemoryPart``s.  It is called with the engine's options before anything is started.
     """
 
     parameters: int

@@ -32,8 +32,11 @@ class Marked(grpo.Environment):
     def solve(self, prompt):
         return prompt.answer
 
+@grpo.hookimpl
+def grpo_engines():
+    return {"unreadable": grpo.Offer(Unreadable, requires={"no_such_module": "pip install no-such"})}
+
 class Unreadable:
-    requires = {"no_such_module": "pip install no-such"}
     def __init__(self, setup):
         Path("started").touch()
 """
@@ -108,7 +111,7 @@ CHOICES = [
         [*option("trainer.tokens_per_microbatch", "100"), *option("rollout.max_tokens", "4000")],
         "trainer.tokens_per_microbatch = 100: a completion may have 4000 tokens (rollout.max_tokens)",
     ),
-    (["--engine", "./file.py:Unreadable"], "no_such_module is not installed: pip install no-such"),
+    (["--engine", "./file.py:unreadable"], "no_such_module is not installed: pip install no-such"),
 ]  # fmt: skip
 
 

@@ -110,22 +110,26 @@ def test_an_optimizer_that_could_not_be_made_is_refused(
 
 
 ENGINE = """
+import grpo_core
 from grpo_core.engines.local.engine import LocalEngine
 
 class Mine(LocalEngine):
     def __init__(self, setup, *, adds=False):
         super().__init__(setup)
 
-    @staticmethod
-    def needs_adapters(*, adds=False):
-        return "adds" if adds else ""
+def needs_adapters(*, adds=False):
+    return "adds" if adds else ""
+
+@grpo_core.hookimpl
+def grpo_engines():
+    return {"mine": grpo_core.Offer(Mine, needs_adapters=needs_adapters)}
 """
 
 
 def test_an_engine_that_needs_adapters_is_refused_where_the_weight_syncs_send_none(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(ENGINE)
     host = PluginHost.discover()
-    mine = {"name": f"{tmp_path / 'mine.py'}:Mine", "options": {"adds": True}}
+    mine = {"name": f"{tmp_path / 'mine.py'}:mine", "options": {"adds": True}}
     needs = (
         r"engine\.options\.adds = true needs adapters: a section \[model\.lora\] with publish = \"adapters\""
     )
@@ -142,6 +146,8 @@ def test_an_engine_that_needs_adapters_is_refused_where_the_weight_syncs_send_no
 
 
 OPTIMIZER = """
+import grpo_core
+
 def sgd(groups, *, nesterov=False):
     raise NotImplementedError
 
@@ -149,14 +155,16 @@ def check(*, nesterov=False):
     if nesterov:
         raise ValueError("nesterov is true")
 
-sgd.check_options = check
+@grpo_core.hookimpl
+def grpo_optimizers():
+    return {"checked": grpo_core.Offer(sgd, check=check)}
 """
 
 
 def test_a_check_is_told_only_what_it_asks_for(host: PluginHost, tmp_path: Any) -> None:
     """An optimizer whose check does not name the betas is checked without them."""
     (tmp_path / "mine.py").write_text(OPTIMIZER)
-    name = f"{tmp_path}/mine.py:sgd"
+    name = f"{tmp_path}/mine.py:checked"
     checked(host, {"optimizer": {"name": name}})
     with pytest.raises(PluginError, match="nesterov is true"):
         checked(host, {"optimizer": {"name": name, "options": {"nesterov": True}}})

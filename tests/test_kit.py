@@ -8,8 +8,8 @@ import pytest
 
 from grpo_core import Canary, Completion, EngineError, GenerationRequest, Weights, WeightSyncError
 from grpo_core.engines import wire
-from grpo_core.engines.transports import transports_of
-from grpo_core.kit import Call, DecodingServer, check_request, takes_weights_by
+from grpo_core.hookspecs import Offer
+from grpo_core.kit import Call, DecodingServer, check_request
 from grpo_core.testing import FakeEngine, check_engine
 
 
@@ -268,20 +268,11 @@ def test_an_idle_server_is_told_once():
     assert line.waits == [5.0, True, False, False, 5.0, True]
 
 
-def test_a_factory_declares_the_transports_of_its_engines():
-    @takes_weights_by("shm", "collective")
-    def factory(setup): ...
-
-    @takes_weights_by("cuda_ipc")
-    class Engine: ...
-
-    class Child(Engine): ...
-
-    assert transports_of(factory) == ("shm", "collective")
-    assert transports_of(Child) == ("cuda_ipc",)
-    assert transports_of(lambda setup: None) == ("shm",)
-    with pytest.raises(ValueError, match="transport 'pigeon': expected 'shm', 'cuda_ipc', 'collective'"):
-        takes_weights_by("pigeon")
+def test_an_offer_names_the_transports_of_its_engines():
+    assert Offer(FakeEngine).transports == ("shm",)
+    assert Offer(FakeEngine, transports=("cuda_ipc", "shm")).transports == ("cuda_ipc", "shm")
+    with pytest.raises(ValueError, match="pigeon"):
+        Offer(FakeEngine, transports=("pigeon",))
 
 
 def test_the_contract_of_an_engine_says_what_was_asked_when_it_fails():

@@ -20,13 +20,12 @@ from grpo_core.demo.tiny import make_tiny_model
 from grpo_core.errors import PluginError
 from grpo_core.model_sources import StartModel
 from grpo_core.planes import MemoryPlane
+from grpo_core.plugins.host import PluginHost
 from grpo_core.testing import check_data_plane, check_model_source, check_optimizer, check_placement
 from grpo_core.testing.trainers import TrainerContract
-from grpo_core.training import optimizers
 from grpo_core.training.trainer import TorchTrainer
 from grpo_core.weights.copies import WeightsLease
 from grpo_core.weights.shm import SharedMemoryWriter
-from grpo_plugin_algorithms import optimizers as further
 
 # ---------------------------------------------------------------------------------- trainers
 
@@ -230,21 +229,25 @@ def uphill(groups):
     return torch.optim.SGD([group.for_torch() for group in groups], maximize=True)
 
 
-def declares_nothing_that_it_keeps(groups):
-    return decoupled(groups)
+declares_nothing_that_it_keeps = grpo.Offer(
+    decoupled, state=lambda name, shape, **options: {"velocity": (shape, "float32")}
+)
 
 
-declares_nothing_that_it_keeps.state = lambda name, shape, **options: {"velocity": (shape, "float32")}
+def built_in(name):
+    return PluginHost.discover().find("optimizer", name).offer
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("function", "options"),
     [
-        (optimizers.adamw, {}),
-        (further.muon, {}),
+        (built_in("adamw"), {}),
+        (built_in("muon"), {}),
         pytest.param(
-            further.adamw_torchao, {}, marks=pytest.mark.skipif(not find_spec("torchao"), reason="torchao")
+            built_in("adamw_torchao"),
+            {},
+            marks=pytest.mark.skipif(not find_spec("torchao"), reason="torchao"),
         ),
         (sgd, {}),
         (decoupled, {}),

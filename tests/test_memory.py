@@ -18,7 +18,7 @@ from grpo_core.app.machine import Gpu, Memory
 from grpo_core.commands.running import configured
 from grpo_core.config import LoraConfig, ModelConfig
 from grpo_core.demo.tiny import make_tiny_model
-from grpo_core.engines.local.engine import LocalEngine
+from grpo_core.engines.local.memory import memory as local_memory
 from grpo_core.errors import ConfigError, ModelError
 from grpo_core.models import parameters_in, shapes_in
 from grpo_core.plugins.host import PluginHost
@@ -330,20 +330,20 @@ LOAD = EngineLoad(
 
 
 def test_the_local_engine_tells_its_weights_and_its_cache():
-    found = sizes(LocalEngine.memory(LOAD))
+    found = sizes(local_memory(LOAD))
     assert found == {
         "weights": (2000, "host"),
         "keys and values": (50 * 320 * (2 * 3 * 2 * 16) * 2, "host"),
         "logits": (2 * 50 * 100 * 4, "host"),
         "head": (100 * 64 * 2, "host"),
     }
-    few = sizes(LocalEngine.memory(LOAD, max_rows=10, dtype="float32", device="cuda"))
+    few = sizes(local_memory(LOAD, max_rows=10, dtype="float32", device="cuda"))
     assert few["weights"] == (4000, "cuda")
     assert few["keys and values"] == (10 * 320 * (2 * 3 * 2 * 16) * 4, "cuda")
 
 
 def test_only_the_weights_of_an_engine_are_certain():
-    assert [part.name for part in LocalEngine.memory(LOAD) if part.certain] == ["weights"]
+    assert [part.name for part in local_memory(LOAD) if part.certain] == ["weights"]
 
 
 # ---------------------------------------------------------------------------------- files of a model
@@ -590,4 +590,5 @@ def test_the_build_of_torch_is_read_without_importing_it():
 
 
 def test_the_host_of_plugins_is_the_one_that_discovers(monkeypatch):
-    assert PluginHost.discover().find("engine", "local").load().memory is LocalEngine.memory
+    selected = PluginHost.discover().find("engine", "local")
+    assert selected.loaded(selected.offer.memory) is local_memory

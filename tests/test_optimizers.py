@@ -140,12 +140,12 @@ def test_an_optimizer_keeps_what_it_says_that_it_keeps(model: str, chosen: Optim
             slot: (tuple(v.shape), str(v.dtype)[6:]) if isinstance(v, torch.Tensor) else ((), "int")
             for slot, v in state.items()
         }
-        assert kept == state_of(make.function, chosen.options, parameter_name, parameter.shape)
+        assert kept == state_of(make.selected, chosen.options, parameter_name, parameter.shape)
         tensors = [v for v in state.values() if isinstance(v, torch.Tensor)]
         nbytes += sum(value.nbytes for value in tensors if value.dim())
         tables |= {shape for shape, dtype in kept.values() if dtype == "uint8"}
     shapes = {parameter_name: tuple(parameter.shape) for parameter_name, parameter in trainer._named}
-    assert state_bytes(make.function, chosen.options, shapes) == nbytes
+    assert state_bytes(make.selected, chosen.options, shapes) == nbytes
     assert bool(tables) == (chosen.name in ("adamw_8bit", "adamw_torchao"))
 
 

@@ -16,6 +16,7 @@ from grpo_core.api.reward import environment_of
 from grpo_core.app.launch import task_name
 from grpo_core.config import Config, read_toml
 from grpo_core.errors import ConfigError
+from grpo_core.hookspecs import Offer
 from grpo_core.plugins.host import PROGRAM
 from grpo_core.plugins.offers import Factory, Kind
 from grpo_core.protocols import Sampler, Tracker, ValidationStrategy
@@ -32,7 +33,7 @@ class Given:
     """A configuration's table, and the objects of the program that it names."""
 
     table: dict[str, Any] = field(factory=dict)
-    offers: dict[Kind, dict[str, Factory]] = field(factory=dict)
+    offers: dict[Kind, dict[str, Factory | Offer]] = field(factory=dict)
     holds_out: bool = True
     """Whether there may be held-out prompts."""
 
@@ -43,7 +44,7 @@ class Given:
         several = {**config.get("tasks", {}), **self.table.get("tasks", {})}
         return {} if self.holds_out or sets or len(several) > 1 else {"validation": {"every": 0}}
 
-    def offer(self, kind: Kind, name: str, factory: Factory) -> str:
+    def offer(self, kind: Kind, name: str, factory: Factory | Offer) -> str:
         """Offer an object; return the name for the configuration.  Raises ConfigError for a second one."""
         known = self.offers.setdefault(kind, {})
         if name in known:
@@ -119,7 +120,10 @@ def _task(found: Given, name: str, env: Any, splits: Mapping[str, Any]) -> dict[
     if isinstance(env, type) or (isinstance(env, functools.partial) and isinstance(env.func, type)):
         return {"env": found.offer("environment", name, env), **_source(splits)}
     if hasattr(env, "evaluate") or hasattr(env, "run"):
-        return {"env": found.offer("environment", name, _Itself(env, made_by=env)), **_source(splits)}
+        return {
+            "env": found.offer("environment", name, Offer(lambda: env, made_by=env, once=True)),
+            **_source(splits),
+        }
     if not callable(env):
         raise ConfigError(
             f"env is {type(env).__name__}; expected the name of an environment, an environment or its "
@@ -134,25 +138,9 @@ def _task(found: Given, name: str, env: Any, splits: Mapping[str, Any]) -> dict[
     environment = environment_of(env, name, rows)  # without a state, so that workers can share it
     paths = {split: given for split, given in splits.items() if isinstance(given, str)}
     return {
-        "env": found.offer("environment", name, _Itself(environment, made_by=env, once=False)),
+        "env": found.offer("environment", name, Offer(lambda: environment, made_by=env)),
         **_source(paths),
     }
-
-
-class _Itself:
-    """A factory that returns an object that is there already.
-
-    Args:
-        made: the object.
-        made_by: object of the program whose code it runs, for the provenance of a run.
-        once: whether the object has a state, so that several workers cannot share it.
-    """
-
-    def __init__(self, made: Any, *, made_by: Any, once: bool = True) -> None:
-        self._made, self.made_by, self.once = made, made_by, once
-
-    def __call__(self) -> Any:
-        return self._made
 
 
 def _splits(data: Any) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from grpo_core.errors import ConfigError, ModelError
 from grpo_core.loss import needs_of
 from grpo_core.models import directory_here, dtypes_in, parameters_in, shapes_in, size_of
 from grpo_core.plugins.host import PluginHost
+from grpo_core.plugins.offers import Factory, Selected
 from grpo_core.records import EngineLoad, MemoryPart
 from grpo_core.training.memory import (
     FLOAT32,
@@ -167,16 +168,15 @@ def certain_parts(
     lora = config.model.lora
     sends_all = lora is None or lora.publish == "merged"
     found: list[ProcessMemory] = []
-    of_trainer = _memory(host.find("trainer", config.trainer.name).load())
+    of_trainer = _memory(host.find("trainer", config.trainer.name))
     if of_trainer is not None and here is not None:
         loss = host.function("loss", config.loss.name, **config.loss.options)
         needs = needs_of(loss.function, loss.options)
-        optimizer = host.find("optimizer", config.optimizer.name).load()
         parts = of_trainer(
             parameters=parameters,
             trained=changed,
             published=parameters if sends_all else changed,
-            optimizer=state_bytes(optimizer, config.optimizer.options, trained),
+            optimizer=_state_bytes(config, host, trained),
             dtype=dtype,
             device=device,
             transport=transport(config.engine, engines.get("validation.engine"), placement, host),
@@ -194,7 +194,7 @@ def certain_parts(
             parts = [*parts, *_at_rest(parts)]
         found += _ranks(parts, config.trainer.ranks, device, gpus_seen(devices.trainer, len(gpus)))
     for key, engine in engines.items() if not placement.remote else ():
-        of_engine = _memory(host.find("engine", engine.name).load())
+        of_engine = _memory(host.find("engine", engine.name))
         variables = [*devices.engines.get(key, ()), *[{}] * engine.workers][: engine.workers]
         for seen, count in Counter(gpus_seen(each, len(gpus)) for each in variables).items():
             if of_engine is not None:
@@ -322,9 +322,15 @@ def _load(
     )
 
 
-def _memory(factory: Any) -> Any:
-    """Return the function with which a factory tells its memory; one that it inherits may not fit it."""
-    return factory.memory if "memory" in getattr(factory, "__dict__", {}) else None
+def _memory(selected: Selected) -> Factory | None:
+    """Return the function that estimates the memory of what is selected."""
+    return None if selected.offer.memory is None else selected.loaded(selected.offer.memory)
+
+
+def _state_bytes(config: Config, host: PluginHost, trained: Mapping[str, Sequence[int]]) -> int | None:
+    """Return the bytes of the optimizer's state; None if it does not declare them."""
+    selected = host.find("optimizer", config.optimizer.name)
+    return state_bytes(selected, config.optimizer.options, trained)
 
 
 def _config_of(directory: str) -> Mapping[str, Any]:
@@ -407,8 +413,7 @@ def footprint(
 def _checkpoint_bytes(config: Config, host: PluginHost, trained: Mapping[str, Sequence[int]]) -> int:
     """Return the bytes of a checkpoint; an optimizer that does not tell its state counts as AdamW."""
     weights = FLOAT32 * sum(map(prod, trained.values()))
-    optimizer = host.find("optimizer", config.optimizer.name).load()
-    kept = state_bytes(optimizer, config.optimizer.options, trained)
+    kept = _state_bytes(config, host, trained)
     return weights + (2 * weights if kept is None else kept)
 
 

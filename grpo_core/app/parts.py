@@ -79,8 +79,7 @@ def trainer_here(config: TrainerConfig, plugins: PluginHost) -> TrainerConfig | 
 
 def placement_of(config: TrainerConfig, plugins: PluginHost) -> str:
     """Return the name of the placement that has the trainer's processes; empty if this machine has them."""
-    name: str = getattr(plugins.find("trainer", config.name).load(), "placement", "")
-    return name
+    return plugins.find("trainer", config.name).offer.placement
 
 
 def make_data_plane(config: DataPlaneConfig, plugins: PluginHost, placement: Placement) -> DataPlane:

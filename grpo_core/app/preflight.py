@@ -8,7 +8,6 @@ import re
 from collections.abc import Mapping
 from math import lcm
 from pathlib import Path
-from typing import Any
 
 from attrs import evolve
 
@@ -46,7 +45,8 @@ from grpo_core.loop.metrics import COMPARED, documented
 from grpo_core.loss import LossSetting, needs_of, problems_of
 from grpo_core.model_sources import model_source
 from grpo_core.models import chat_template, check_path
-from grpo_core.plugins.host import Offer, PluginHost
+from grpo_core.plugins.host import PluginHost
+from grpo_core.plugins.offers import Selected
 from grpo_core.reporting.selection import check_trackers
 from grpo_core.response_formats import check_response_format
 from grpo_core.training.setup import steps_of_profile
@@ -113,7 +113,7 @@ def checks_of_plugins(config: Config, host: PluginHost, step: int = 0) -> list[W
     found = []
     for plugin in host.plugins:
         for name, given in plugin.offers.get("preflight", {}).items():
-            offer = Offer("preflight", name, plugin, given)
+            offer = Selected("preflight", name, plugin, given)
             function = offer.load()
             try:
                 messages = list(function(config, host))
@@ -209,8 +209,9 @@ def _check_adapters(config: Config, host: PluginHost) -> None:
     if config.model.lora is not None and config.model.lora.publish == "adapters":
         return
     for key, engine in engines_of(config, trains=True).items():
-        needing: Any = getattr(host.find("engine", engine.name).load(), "needs_adapters", None)
-        if needing is not None and (option := needing(**engine.options)):
+        selected = host.find("engine", engine.name)
+        needing = selected.offer.needs_adapters
+        if needing is not None and (option := selected.loaded(needing)(**engine.options)):
             raise ConfigError(
                 f"{key}.options.{option} = {json.dumps(engine.options[option])} needs adapters: a section "
                 '[model.lora] with publish = "adapters"; or leave it out'
@@ -387,8 +388,7 @@ def _check_place_of_trainer(config: Config, host: PluginHost) -> None:
             f'trainer.name = "{trainer.name}": its processes are in the workers of placement.name = '
             f'"{needed}", and placement.name is "{config.placement.name}"; set it to "{needed}"'
         )
-    if (check_section := getattr(host.find("trainer", trainer.name).load(), "check", None)) is not None:
-        check_section(trainer)
+    host.check_values("trainer", trainer.name, trainer.options, section=trainer)
 
 
 def _check_budget(config: Config) -> None:
@@ -429,7 +429,7 @@ def _check_ranks(config: Config, host: PluginHost) -> None:
             f"{ranks}: trainer.compile = true is for one process with float32 weights; leave one of them out"
         )
     name = config.optimizer.name
-    if not getattr(host.find("optimizer", name).load(), "takes_parts", False):
+    if not host.find("optimizer", name).offer.takes_parts:
         raise ConfigError(
             f"{ranks}: the optimizer {name!r} computes with whole parameters, of which each rank holds a "
             'part; use optimizer.name = "adamw"'
@@ -492,7 +492,7 @@ def _check_by_turn(config: Config, host: PluginHost) -> None:
     if not equal and not config.dynamic_sampling.enabled:
         return
     name = config.advantage.name
-    if getattr(host.find("advantage", name).load(), "by_turn", False):
+    if host.find("advantage", name).offer.by_turn:
         key = f"[filters.{equal[0]}]" if equal else "dynamic_sampling.enabled = true"
         raise ConfigError(
             f"{key} filters groups whose rollouts have equal rewards, and advantage.name = {name!r} learns "
@@ -532,17 +532,17 @@ def _check_idle(config: Config) -> None:
         )
 
 
-def _check_of_program(key: str, task: TaskConfig, config: EnvironmentConfig, offer: Offer) -> None:
+def _check_of_program(key: str, task: TaskConfig, config: EnvironmentConfig, selected: Selected) -> None:
     """Raise ConfigError for settings that make no sense for an object on a thread of the program."""
     if task.env_vars:
         raise ConfigError(
-            f"{key}.env_vars: {offer.name!r} is an object of this program, which has its own environment "
+            f"{key}.env_vars: {selected.name!r} is an object of this program, which has its own environment "
             "variables; set them there"
         )
-    if config.workers > 1 and getattr(offer.given, "once", False):
+    if config.workers > 1 and selected.offer.once:
         raise ConfigError(
-            f"environment.workers = {config.workers}: {offer.name!r} is one object; give its class, of which "
-            "each worker makes an object of its own"
+            f"environment.workers = {config.workers}: {selected.name!r} is one object; give its class, of "
+            "which each worker makes an object of its own"
         )
 
 
@@ -570,6 +570,5 @@ def _check_environment(
         if not remote:
             Interpreter.find(own.python)
         return
-    offer = host.find("environment", task.env)
-    if not isinstance(offer.given, str):
+    if not isinstance(host.find("environment", task.env).offer.factory, str):
         host.check_options("environment", task.env, task.options)

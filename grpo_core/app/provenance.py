@@ -137,7 +137,7 @@ def of_environment(env: str, host: PluginHost) -> dict[str, str]:
         return {"env": env}
     plugin = offer.plugin
     known = {"env": env, "distribution": plugin.distribution, "version": plugin.version}
-    return known | (code_of(offer.load()) if host.of_program(env) else {})
+    return known | (code_of(offer.offer.made_by or offer.load()) if host.of_program(env) else {})
 
 
 def code_of(factory: Any) -> dict[str, str]:
@@ -146,8 +146,7 @@ def code_of(factory: Any) -> dict[str, str]:
     In a notebook there is no file, and the hash is that of the source text; without source text there is no
     hash.
     """
-    defined = getattr(factory, "made_by", factory)
-    defined = defined.func if isinstance(defined, functools.partial) else defined
+    defined = factory.func if isinstance(factory, functools.partial) else factory
     defined = defined if inspect.isroutine(defined) or isinstance(defined, type) else type(defined)
     try:
         file = Path(inspect.getsourcefile(defined) or "")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from attrs import evolve
 
@@ -13,10 +12,10 @@ from grpo_core.app.placement import Placement
 from grpo_core.config import EngineConfig, EnvironmentConfig, TaskConfig
 from grpo_core.engines.limited import LimitedEngine
 from grpo_core.engines.pool import EnginePool
-from grpo_core.engines.transports import Transport, transports_of
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.environments.spec import EnvironmentSpec
 from grpo_core.errors import ConfigError
+from grpo_core.hookspecs import Transport
 from grpo_core.loop.agreement import Tolerance
 from grpo_core.plugins.host import PluginHost
 from grpo_core.protocols import Engine
@@ -65,10 +64,10 @@ def workers_of(config: EngineConfig, plugins: PluginHost) -> int:
 
     Raises ConfigError if both are given and differ.
     """
-    factory: Any = plugins.find("engine", config.name).load()
-    if "workers" not in getattr(factory, "__dict__", {}):
+    selected = plugins.find("engine", config.name)
+    if selected.offer.workers is None:
         return config.workers
-    described: int = factory.workers(**config.options)
+    described: int = selected.loaded(selected.offer.workers)(**config.options)
     if config.workers not in (1, described):
         raise ConfigError(
             f"engine.workers = {config.workers}: the options of engine {config.name!r} describe {described}; "
@@ -173,4 +172,4 @@ def _impossible(engine: EngineConfig, placement: Placement, shared: bool) -> Ite
 
 
 def _transports(plugins: PluginHost, engine: str) -> set[Transport]:
-    return set(transports_of(plugins.find("engine", engine).load()))
+    return set(plugins.find("engine", engine).offer.transports)

@@ -19,10 +19,11 @@ from grpo_core.app.placement import LocalPlacement
 from grpo_core.config import SamplerConfig, SourceConfig, parse_settings
 from grpo_core.environments.sourced import Sections, taken_sections
 from grpo_core.errors import ConfigError, GrpoError, PluginError, describe
+from grpo_core.hookspecs import Offer
 from grpo_core.inert import inert
 from grpo_core.loss import needs_of
 from grpo_core.plugins.host import Kind, PluginHost
-from grpo_core.plugins.offers import FROM_THE_CORE, Offer, Plugin, signature_of
+from grpo_core.plugins.offers import FROM_THE_CORE, Plugin, Selected, signature_of
 from grpo_core.plugins.options import Settings, Words
 from grpo_core.plugins.selection import PluginSelection
 from grpo_core.processes import scratch_directory
@@ -104,14 +105,14 @@ def check(
     return 1 if counts["failed"] else 0
 
 
-def find(host: PluginHost, name: str, kind: str | None = None) -> Offer:
+def find(host: PluginHost, name: str, kind: str | None = None) -> Selected:
     """Find the offer with this name, of any kind.
 
     Raises PluginError if there is no such offer, ConfigError if it could be of several kinds.
     """
     if kind is not None and kind not in CHECKED:
         raise ConfigError(f"--kind {kind}: there is no such kind; expected {', '.join(CHECKED)}")
-    found: dict[Kind, Offer] = {}
+    found: dict[Kind, Selected] = {}
     missing: dict[Kind, PluginError] = {}
     for each in CHECKED:
         if kind in (None, each):
@@ -131,20 +132,20 @@ def find(host: PluginHost, name: str, kind: str | None = None) -> Offer:
     raise next(near, next(iter(missing.values())))
 
 
-def elsewhere(name: str, python: str) -> Offer:
+def elsewhere(name: str, python: str) -> Selected:
     """Return an environment that only another interpreter can find."""
-    return Offer(
+    return Selected(
         "environment",
         name,
         Plugin(name=python, distribution="another interpreter", version="", module=""),
-        name,
+        Offer(name),
     )
 
 
-def _is_a(kind: Kind, offer: Offer) -> bool:
+def _is_a(kind: Kind, offer: Selected) -> bool:
     """Return whether a hook offers it as this kind, or it looks like one (see ``CHECKED``)."""
     factory = offer.load()
-    if offer.given in offer.plugin.offers.get(kind, {}).values():
+    if offer.offer in offer.plugin.offers.get(kind, {}).values():
         return True
     if FROM_THE_CORE[kind] is not None and kind != "dataloader":
         return hasattr(factory, CHECKED[kind])
@@ -154,7 +155,7 @@ def _is_a(kind: Kind, offer: Offer) -> bool:
 
 def findings(
     host: PluginHost,
-    offer: Offer,
+    offer: Selected,
     options: Mapping[str, Any],
     tasks: Sequence[str] = (),
     sections: Sections | None = None,
@@ -337,7 +338,7 @@ def _tracker(host: PluginHost, name: str, options: Mapping[str, Any]) -> Iterato
 # ---------------------------------------------------------------------------------- parts of the machine
 
 
-def _part(host: PluginHost, offer: Offer, options: Mapping[str, Any]) -> Iterator[Finding]:
+def _part(host: PluginHost, offer: Selected, options: Mapping[str, Any]) -> Iterator[Finding]:
     """Check a part whose clauses go on with what was started before, and end with it."""
     name = offer.name
     try:
@@ -352,7 +353,7 @@ def _part(host: PluginHost, offer: Offer, options: Mapping[str, Any]) -> Iterato
 
 
 def _contract(
-    host: PluginHost, offer: Offer, options: Mapping[str, Any], stack: contextlib.ExitStack
+    host: PluginHost, offer: Selected, options: Mapping[str, Any], stack: contextlib.ExitStack
 ) -> Iterable[Callable[[], object]]:
     """Return the contract of an offer's kind; what it starts ends with the stack."""
     make: Callable[..., Any] = functools.partial(host.make, offer.kind, offer.name)
@@ -375,7 +376,7 @@ def _contract(
         case "optimizer":
             from grpo_core.testing.optimizers import OptimizerContract
 
-            return OptimizerContract(offer.load(), options)
+            return OptimizerContract(offer.offer, options)
         case "model":
             from grpo_core.testing.model_sources import ModelSourceContract
 

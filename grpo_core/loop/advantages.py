@@ -7,8 +7,8 @@ rollout.  None masks the rollout: it is not trained and does not count.  A plugi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import numpy as np
 from attrs import frozen
@@ -24,29 +24,12 @@ __all__ = [
     "EQUAL",
     "SMALLEST",
     "Clipped",
-    "checks_options",
     "equal",
     "group",
     "normalize",
 ]
 
 Scores = list[list[float | None]]
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def checks_options(check: Callable[..., None]) -> Callable[[_Function], _Function]:
-    """Give a function a check of the values of its options, which runs before any process starts.
-
-    Args:
-        check: is called with the run's ``group_size`` and the options that the configuration gives; raises
-            ValueError.  It may leave ``group_size`` out.
-    """
-
-    def give(function: _Function) -> _Function:
-        function.check_options = check  # type: ignore[attr-defined]
-        return function
-
-    return give
 
 
 @frozen
@@ -70,7 +53,7 @@ class Clipped:
         return str(self.function)
 
 
-def _divided(*, scale: str = "group", **options: Any) -> None:
+def check_group(*, scale: str = "group", **options: Any) -> None:
     numbers = {name: options[name] for name in ("ddof", "epsilon") if name in options}
     formulas.check_ranges(scale=scale, **numbers)
     if scale == "none" and numbers:
@@ -79,7 +62,6 @@ def _divided(*, scale: str = "group", **options: Any) -> None:
         )
 
 
-@checks_options(_divided)
 def group(
     groups: Sequence[Group],
     *,

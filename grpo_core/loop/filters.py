@@ -9,16 +9,15 @@ from __future__ import annotations
 from statistics import fmean
 from typing import Any
 
-from grpo_core.loop.advantages import checks_options, equal
+from grpo_core.loop.advantages import equal
 from grpo_core.records import Group
 
 
-def _tolerance(*, group_size: int, tolerance: float = 0.0) -> None:
+def check_equal_rewards(*, group_size: int, tolerance: float = 0.0) -> None:
     if tolerance < 0:
         raise ValueError(f"tolerance is {tolerance}; expected 0 or more")
 
 
-@checks_options(_tolerance)
 def equal_rewards(group: Group, *, tolerance: float = 0.0) -> str | None:
     """Filter a group whose rewards are all equal: it has no advantages (DAPO, arXiv 2503.14476).
 
@@ -30,12 +29,11 @@ def equal_rewards(group: Group, *, tolerance: float = 0.0) -> str | None:
     return "its rewards are equal" if equal(rewards, tolerance) else None
 
 
-def _band(*, group_size: int, low: float = 0.0, high: float = 1.0, **options: Any) -> None:
+def check_pass_rate(*, group_size: int, low: float = 0.0, high: float = 1.0, **options: Any) -> None:
     if not 0 <= low <= high <= 1:
         raise ValueError(f"low is {low} and high is {high}; expected 0 <= low <= high <= 1")
 
 
-@checks_options(_band)
 def pass_rate(
     group: Group, *, low: float = 0.0, high: float = 1.0, success: float | None = None
 ) -> str | None:
@@ -57,7 +55,7 @@ def pass_rate(
     return f"its pass rate {rate:.3g} is above {high:g}" if rate > high else None
 
 
-def _bounds(*, group_size: int, shortest: float = 0.0, longest: float = 0.0) -> None:
+def check_mean_length(*, group_size: int, shortest: float = 0.0, longest: float = 0.0) -> None:
     if shortest < 0 or longest < 0 or (longest and longest < shortest):
         raise ValueError(
             f"shortest is {shortest} and longest is {longest}; expected 0 <= shortest <= longest, where 0 is "
@@ -65,7 +63,6 @@ def _bounds(*, group_size: int, shortest: float = 0.0, longest: float = 0.0) -> 
         )
 
 
-@checks_options(_bounds)
 def mean_length(group: Group, *, shortest: float = 0.0, longest: float = 0.0) -> str | None:
     """Filter a group by the mean number of sampled tokens of its rollouts.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from grpo_core.hookspecs import hookimpl
+from grpo_core.hookspecs import Offer, hookimpl
 
 
 @hookimpl
@@ -38,13 +38,23 @@ def grpo_validation_strategies() -> Mapping[str, str]:
 
 
 @hookimpl
-def grpo_engines() -> Mapping[str, str]:
-    return {"local": "grpo_core.engines.local.engine:LocalEngine"}
+def grpo_engines() -> Mapping[str, Offer]:
+    return {
+        "local": Offer(
+            "grpo_core.engines.local.engine:LocalEngine",
+            memory="grpo_core.engines.local.memory:memory",
+            transports=("shm", "cuda_ipc", "collective"),
+        )
+    }
 
 
 @hookimpl
-def grpo_trainers() -> Mapping[str, str]:
-    return {"torch": "grpo_core.training.process:ProcessTrainer"}
+def grpo_trainers() -> Mapping[str, Offer]:
+    return {
+        "torch": Offer(
+            "grpo_core.training.process:ProcessTrainer", memory="grpo_core.training.memory:trainer_parts"
+        )
+    }
 
 
 @hookimpl
@@ -61,21 +71,27 @@ def grpo_losses() -> Mapping[str, str]:
 
 
 @hookimpl
-def grpo_advantages() -> Mapping[str, str]:
-    return {"group": "grpo_core.loop.advantages:group"}
+def grpo_advantages() -> Mapping[str, Offer]:
+    home = "grpo_core.loop.advantages"
+    return {"group": Offer(f"{home}:group", check=f"{home}:check_group")}
 
 
 @hookimpl
-def grpo_optimizers() -> Mapping[str, str]:
-    return {"adamw": "grpo_core.training.optimizers:adamw"}
-
-
-@hookimpl
-def grpo_filters() -> Mapping[str, str]:
+def grpo_optimizers() -> Mapping[str, Offer]:
+    home = "grpo_core.training.optimizers"
     return {
-        "equal_rewards": "grpo_core.loop.filters:equal_rewards",
-        "pass_rate": "grpo_core.loop.filters:pass_rate",
-        "mean_length": "grpo_core.loop.filters:mean_length",
+        "adamw": Offer(
+            f"{home}:adamw", check=f"{home}:check_eps", state=f"{home}:adamw_state", takes_parts=True
+        )
+    }
+
+
+@hookimpl
+def grpo_filters() -> Mapping[str, Offer]:
+    home = "grpo_core.loop.filters"
+    return {
+        name: Offer(f"{home}:{name}", check=f"{home}:check_{name}")
+        for name in ("equal_rewards", "pass_rate", "mean_length")
     }
 
 

@@ -32,6 +32,7 @@ import pluggy
 import grpo_core
 from grpo_core import hookspecs
 from grpo_core.errors import ConfigError, PluginError, SelectionError, describe, did_you_mean, one_line
+from grpo_core.hookspecs import Offer
 from grpo_core.plugins.commands import Found
 from grpo_core.plugins.hints import KEYS, install_command
 from grpo_core.plugins.installed import (
@@ -47,8 +48,9 @@ from grpo_core.plugins.offers import (
     Bound,
     Factory,
     Kind,
-    Offer,
     Plugin,
+    Selected,
+    as_offer,
     check_options,
     check_requirements,
     checked_offers,
@@ -75,7 +77,7 @@ if TYPE_CHECKING:
     )
     from grpo_core.records import Group
 
-__all__ = ["BUILT_IN", "HOOKS", "Kind", "Offer", "Plugin", "PluginHost", "listing"]
+__all__ = ["BUILT_IN", "HOOKS", "Kind", "Plugin", "PluginHost", "listing"]
 
 BUILT_IN = "core"
 """Name of the plugin that the core itself is; it is always there."""
@@ -86,7 +88,7 @@ SECTIONS = "grpo_config_sections"
 PROGRAM = "program"
 """Name of the plugin whose offers are objects of the program that called ``grpo_core.train``."""
 
-Offers = Mapping[Kind, Mapping[str, Factory]]
+Offers = Mapping[Kind, Mapping[str, Factory | Offer]]
 """Objects of a program, by kind and name."""
 NO_OFFERS: Offers = MappingProxyType({})
 
@@ -163,7 +165,10 @@ class PluginHost:
         if not offers:
             return
         plugin = Plugin(name=PROGRAM, distribution="this program", version="", module="")
-        plugin.offers = {kind: dict(factories) for kind, factories in offers.items()}
+        plugin.offers = {
+            kind: {name: as_offer(given) for name, given in factories.items()}
+            for kind, factories in offers.items()
+        }
         self.plugins.append(plugin)
 
     @staticmethod
@@ -178,8 +183,8 @@ class PluginHost:
 
         Raises PluginError if there is none, if there are several, or if its plugin is broken.
         """
-        offer = self.find(kind, name)
-        return functools.partial(offer.load(), *offer.args) if offer.args else offer.load()
+        selected = self.find(kind, name)
+        return functools.partial(selected.load(), *selected.args) if selected.args else selected.load()
 
     @overload
     def make(self, kind: Literal["environment"], name: str, /, *args: Any, **options: Any) -> Environment: ...
@@ -201,18 +206,18 @@ class PluginHost:
 
         Raises PluginError for unknown, missing or mistyped options and if the factory raises.
         """
-        offer = self.find(kind, name)
-        factory = offer.load()
-        check_requirements(offer, factory)
-        args = (*args_with_paths(offer, factory), *args)
-        check_options(offer, factory, options, given=len(args))
+        selected = self.find(kind, name)
+        factory = selected.load()
+        check_requirements(selected)
+        args = (*args_with_paths(selected, factory), *args)
+        check_options(selected, factory, options, given=len(args))
         making = _making.set(self)
         try:
             return factory(*args, **with_paths(factory, options))
         except (ConfigError, ValueError, TypeError) as error:
-            raise SelectionError(f"{offer}: cannot be made: {describe(error)}") from error
+            raise SelectionError(f"{selected}: cannot be made: {describe(error)}") from error
         except (Exception, SystemExit) as error:  # code of others may call sys.exit
-            raise PluginError(f"{offer}: cannot be made: {describe(error)}") from error
+            raise PluginError(f"{selected}: cannot be made: {describe(error)}") from error
         finally:
             _making.reset(making)
 
@@ -237,10 +242,10 @@ class PluginHost:
 
         Raises PluginError for unknown, missing or mistyped options.
         """
-        offer = self.find(kind, name)
-        function = offer.load()
-        check_options(offer, function, options, given=None)
-        return Bound(offer, function, with_paths(function, options))
+        selected = self.find(kind, name)
+        function = selected.load()
+        check_options(selected, function, options, given=None)
+        return Bound(selected, function, with_paths(function, options))
 
     def check_options(
         self, kind: Kind, name: str, options: Mapping[str, Any], *, filled: Sequence[str] = ()
@@ -258,15 +263,15 @@ class PluginHost:
         Raises:
             PluginError: there is no such offer, or an option is unknown, missing or mistyped.
         """
-        offer = self.find(kind, name)
-        factory = offer.load()
-        check_requirements(offer, factory)
+        selected = self.find(kind, name)
+        factory = selected.load()
+        check_requirements(selected)
         given = FROM_THE_CORE[kind]
-        given = given if given is None else given + len(offer.args)
-        check_options(offer, factory, options, given=given, filled=filled)
+        given = given if given is None else given + len(selected.args)
+        check_options(selected, factory, options, given=given, filled=filled)
 
     def check_values(self, kind: Kind, name: str, options: Mapping[str, Any], **known: Any) -> None:
-        """Let a function check the values of its options, if it has an attribute ``check_options``.
+        """Let the offer check the values of its options, if it has a function ``check``.
 
         Args:
             kind: of the offer.
@@ -277,19 +282,18 @@ class PluginHost:
 
         Raises PluginError with what the check says.
         """
-        offer = self.find(kind, name)
-        function = offer.load()
-        check = getattr(function, "check_options", None)
-        if check is None:
+        selected = self.find(kind, name)
+        if selected.offer.check is None:
             return
+        check = selected.loaded(selected.offer.check)
         named = inspect.signature(check).parameters
         known = {key: value for key, value in known.items() if key in named}
         try:
-            check(**known, **with_paths(function, options))
+            check(**known, **with_paths(selected.load(), options))
         except ValueError as error:
-            raise SelectionError(f"{offer}: {one_line(error)}") from error
+            raise SelectionError(f"{selected}: {one_line(error)}") from error
 
-    def find(self, kind: Kind, name: str) -> Offer:
+    def find(self, kind: Kind, name: str) -> Selected:
         """Find the offer with this name; an offer that is a string is not imported yet."""
         if (plugin := self.load_file(name)) is not None:
             return self._find_in_file(kind, name, plugin)
@@ -300,18 +304,20 @@ class PluginHost:
                 if (
                     found := matching(plugin.offers.get(kind, {}), name.removeprefix(f"{plugin.name}:"))
                 ) is not None:
-                    return Offer(kind, name, plugin, *found)
+                    return Selected(kind, name, plugin, *found)
         bare = [
-            Offer(kind, name, plugin, *found)
+            Selected(kind, name, plugin, *found)
             for plugin in self.plugins
             if (found := matching(plugin.offers.get(kind, {}), name, bare=True)) is not None
         ]
         if len(bare) == 1:
             return bare[0]
         if bare:
-            spellings = " or ".join(repr(f"{offer.plugin.name}:{name}") for offer in bare)
+            spellings = " or ".join(repr(f"{selected.plugin.name}:{name}") for selected in bare)
             raise SelectionError(
-                f"{spaced(kind)} {name!r} is offered by " + " and ".join(str(o.plugin) for o in bare) + f"; "
+                f"{spaced(kind)} {name!r} is offered by "
+                + " and ".join(str(each.plugin) for each in bare)
+                + f"; "
                 f"write {spellings}"
             )
         raise self._unknown(kind, name)
@@ -406,7 +412,7 @@ class PluginHost:
 
     # ------------------------------------------------------------------------------ files
 
-    def _find_in_file(self, kind: Kind, name: str, plugin: Plugin) -> Offer:
+    def _find_in_file(self, kind: Kind, name: str, plugin: Plugin) -> Selected:
         place = in_file(name)
         assert place is not None
         path, wanted = place
@@ -414,15 +420,14 @@ class PluginHost:
         if plugin.fault is not None:
             raise self._broken(kind, name, plugin)
         if (found := matching(plugin.offers.get(kind, {}), wanted)) is not None:
-            return Offer(kind, name, plugin, *found)
+            return Selected(kind, name, plugin, *found)
         module = sys.modules[module_name(module_file)]
         if not wanted and kind == "environment" and inspect.iscoroutinefunction(getattr(module, "run", None)):
-            return Offer(
-                kind, name, plugin, "grpo_core.environments.program:AgentProgram", (str(module_file),)
-            )
+            agent = Offer("grpo_core.environments.program:AgentProgram")
+            return Selected(kind, name, plugin, agent, (str(module_file),))
         factory = getattr(module, wanted, None) if wanted else None
         if callable(factory):
-            return Offer(kind, name, plugin, factory)
+            return Selected(kind, name, plugin, Offer(factory))
         here = {
             key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__
         }

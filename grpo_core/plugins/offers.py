@@ -25,6 +25,7 @@ from grpo_core.errors import (
     did_you_mean,
     one_line,
 )
+from grpo_core.hookspecs import Function, Offer
 
 if TYPE_CHECKING:
     from grpo_core.config.sections import PluginSection
@@ -99,7 +100,7 @@ class Plugin:
     distribution: str
     version: str
     module: str
-    offers: dict[Kind, dict[str, Factory | str]] = field(factory=dict)
+    offers: dict[Kind, dict[str, Offer]] = field(factory=dict)
     sections: tuple[PluginSection, ...] = ()
     """The sections that it adds to the configuration."""
     fault: BaseException | None = None
@@ -120,13 +121,13 @@ class Plugin:
 
 
 @frozen
-class Offer:
-    """A factory that was selected by name."""
+class Selected:
+    """An offer that was selected by name."""
 
     kind: Kind
     name: str
     plugin: Plugin
-    given: Factory | str
+    offer: Offer
     args: tuple[str, ...] = ()
     """The rest of the name, if the plugin offers a prefix; it is the first argument."""
 
@@ -135,20 +136,24 @@ class Offer:
 
     def load(self) -> Factory:
         """Return the factory.  Raises PluginError if its module cannot be imported."""
-        if not isinstance(self.given, str):
-            return self.given
-        module, _, attribute = self.given.partition(":")
+        return self.loaded(self.offer.factory)
+
+    def loaded(self, function: Function) -> Factory:
+        """Return a function of the offer.  Raises PluginError if its module cannot be imported."""
+        if not isinstance(function, str):
+            return function
+        module, _, attribute = function.partition(":")
         try:
             return cast("Factory", getattr(importlib.import_module(module), attribute))
         except Exception as error:
-            raise PluginError(f"{self}: {self.given} cannot be loaded: {describe(error)}") from error
+            raise PluginError(f"{self}: {function} cannot be loaded: {describe(error)}") from error
 
 
 @frozen
 class Bound(Generic[Given, Returned]):
     """A function that a plugin offers (a loss, an advantage), with its options filled in."""
 
-    offer: Offer
+    selected: Selected
     function: Callable[..., Returned]
     options: Mapping[str, Any]
 
@@ -159,39 +164,42 @@ class Bound(Generic[Given, Returned]):
         except GrpoError:
             raise
         except Exception as error:
-            raise PluginError(f"{self.offer} raised {type(error).__name__}: {one_line(error)}") from error
+            raise PluginError(f"{self.selected} raised {type(error).__name__}: {one_line(error)}") from error
 
     def __str__(self) -> str:
-        return str(self.offer)
+        return str(self.selected)
 
 
-def check_requirements(offer: Offer, factory: Factory) -> None:
-    """Raises ConfigError if a module that the factory needs is not installed; imports none of them.
-
-    A factory names them in ``requires``: ``{module: command that installs it}``.
-    """
-    requires: Mapping[str, str] = getattr(factory, "requires", {})
-    for module, command in requires.items():
+def check_requirements(selected: Selected) -> None:
+    """Raises ConfigError if a module that the factory needs is not installed; imports none of them."""
+    for module, command in selected.offer.requires.items():
         if importlib.util.find_spec(module) is None:
-            raise ConfigError(f"{offer}: {module} is not installed: {command}")
+            raise ConfigError(f"{selected}: {module} is not installed: {command}")
 
 
-def checked_offers(hook: str, returned: Any) -> dict[str, Factory | str]:
+def checked_offers(hook: str, returned: Any) -> dict[str, Offer]:
     if not isinstance(returned, Mapping):
         raise PluginError(f"{hook}() returned {type(returned).__name__}, expected a dict of name: factory")
-    for name, factory in returned.items():
+    offers = {name: as_offer(given) for name, given in returned.items()}
+    for name, offer in offers.items():
+        factory = offer.factory
         if not isinstance(name, str) or not name:
             raise PluginError(f"{hook}() offers {name!r}: a name is a string")
         if not callable(factory) and not (isinstance(factory, str) and re.fullmatch(r"[\w.]+:\w+", factory)):
             raise PluginError(
                 f'{hook}() offers {name!r} as {factory!r}: expected a callable or "module:attribute"'
             )
-    return dict(returned)
+    return offers
+
+
+def as_offer(given: Offer | Function) -> Offer:
+    """Return an offer as it is, and a bare factory as an offer."""
+    return given if isinstance(given, Offer) else Offer(given)
 
 
 def matching(
-    offers: Mapping[str, Factory | str], name: str, *, bare: bool = False
-) -> tuple[Factory | str, tuple[str, ...]] | None:
+    offers: Mapping[str, Offer], name: str, *, bare: bool = False
+) -> tuple[Offer, tuple[str, ...]] | None:
     """Return the offer with this name, or with its longest prefix; ``"*"`` needs the plugin's name."""
     if name in offers and not name.endswith("*"):
         return offers[name], ()
@@ -211,7 +219,7 @@ def signature_of(factory: Factory) -> inspect.Signature | None:
 
 
 def check_options(
-    offer: Offer,
+    selected: Selected,
     factory: Factory,
     options: Mapping[str, Any],
     *,
@@ -221,7 +229,7 @@ def check_options(
     """Check names and types of options against the signature, which may be that of an attrs class.
 
     Args:
-        offer: whose options they are, for messages.
+        selected: whose options they are, for messages.
         factory: the callable that is going to receive the options.
         options: what the user gave.
         given: positional arguments that come from the core; None: only keyword-only parameters are options.
@@ -244,15 +252,15 @@ def check_options(
     for name, value in options.items():
         if name not in known:
             raise SelectionError(
-                f"{offer} has no option {name!r}.{did_you_mean(name, set(known))} "
+                f"{selected} has no option {name!r}.{did_you_mean(name, set(known))} "
                 f"Its options: {spelled or 'none'}"
             )
         if not fits(hint := hint_of(factory, known[name]), value):
-            raise SelectionError(f"{offer}: option {name!r} is {value!r}; expected {_spelled(hint)}")
+            raise SelectionError(f"{selected}: option {name!r} is {value!r}; expected {_spelled(hint)}")
     present = {*options, *filled}
     missing = [name for name, p in known.items() if p.default is p.empty and name not in present]
     if missing:
-        raise SelectionError(f"{offer} needs the option {missing[0]!r}. Its options: {spelled}")
+        raise SelectionError(f"{selected} needs the option {missing[0]!r}. Its options: {spelled}")
 
 
 def hint_of(factory: Factory, parameter: inspect.Parameter) -> Any:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_core.plugins.offers import Factory, Offer, hint_of, signature_of
+from grpo_core.plugins.offers import Factory, Selected, hint_of, signature_of
 
 _NAMES: Mapping[str, Any] = {
     "Path": Path,
@@ -29,22 +29,22 @@ _NAMES: Mapping[str, Any] = {
 """The names in an annotation of a path."""
 
 
-def with_absolute_paths(offer: Offer, options: Mapping[str, Any]) -> dict[str, Any]:
+def with_absolute_paths(selected: Selected, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of an offer with absolute paths, as strings.
 
     Raises PluginError if an offer that is not an environment cannot be imported.
     """
-    return _absolute(_hints_of(offer), options)
+    return _absolute(_hints_of(selected), options)
 
 
-def with_absolute_path(offer: Offer) -> str:
+def with_absolute_path(selected: Selected) -> str:
     """Return the name of an offer with an absolute path, if it ends with one, as ``code:harbor:./tasks``.
 
     Raises PluginError if an offer that is not an environment cannot be imported.
     """
-    if not offer.args or next(iter(_hints_of(offer).values()), Any) is not Path:
-        return offer.name
-    return offer.name.removesuffix(offer.args[0]) + absolute(offer.args[0])
+    if not selected.args or next(iter(_hints_of(selected).values()), Any) is not Path:
+        return selected.name
+    return selected.name.removesuffix(selected.args[0]) + absolute(selected.args[0])
 
 
 def with_absolute_paths_of_file(file: Path, attribute: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,10 +58,10 @@ def with_paths(factory: Factory, options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _mapped(hints.get(name, Any), value, _path) for name, value in options.items()}
 
 
-def args_with_paths(offer: Offer, factory: Factory) -> tuple[Any, ...]:
+def args_with_paths(selected: Selected, factory: Factory) -> tuple[Any, ...]:
     """Return what the name of an offer gives to its factory, with a ``Path`` if it expects one."""
     hint = next(iter(_hints(factory).values()), Any)
-    return tuple(_mapped(hint, value, _path) for value in offer.args)
+    return tuple(_mapped(hint, value, _path) for value in selected.args)
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
@@ -90,12 +90,12 @@ def _mapped(hint: Any, value: Any, change: Callable[[str], Any]) -> Any:
     return value
 
 
-def _hints_of(offer: Offer) -> dict[str, Any]:
+def _hints_of(selected: Selected) -> dict[str, Any]:
     """Return the annotations of an offer's parameters, in order.  Raises PluginError."""
-    if offer.kind == "environment" and isinstance(offer.given, str):
-        module, _, attribute = offer.given.partition(":")
+    if selected.kind == "environment" and isinstance(selected.offer.factory, str):
+        module, _, attribute = selected.offer.factory.partition(":")
         return _read_hints(_file_of(module), attribute)
-    return _hints(offer.load())
+    return _hints(selected.load())
 
 
 def _hints(factory: Factory) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo_core.plugins.offers import Bound, Offer, Plugin
+from grpo_core.hookspecs import Function, Offer
+from grpo_core.plugins.offers import Bound, Plugin, Selected, as_offer
 from grpo_core.protocols import ParameterGroup
 from grpo_core.training.optimization import Optimization, flat
 from grpo_core.training.optimizers import state_of
@@ -27,7 +28,7 @@ STEPS = 60
 BETAS = (0.9, 0.95)
 
 
-def check_optimizer(function: Callable[..., Any], **options: Any) -> None:
+def check_optimizer(function: Function | Offer, **options: Any) -> None:
     """Check all of an optimizer's contract.  Raises AssertionError or PluginError."""
     for clause in OptimizerContract(function, options):
         clause()
@@ -37,12 +38,14 @@ class OptimizerContract:
     """The contract of an optimizer, without which checkpoints or schedules are wrong; iterates over clauses.
 
     Args:
-        function: the function that makes optimizers from groups of parameters.
+        function: the function that makes optimizers from groups of parameters, or its offer.
         options: its options.
     """
 
-    def __init__(self, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
-        self._function, self._options = function, dict(options)
+    def __init__(self, function: Function | Offer, options: Mapping[str, Any]) -> None:
+        plugin = Plugin(name="checked", distribution="", version="", module="")
+        self._selected = Selected("optimizer", "checked", plugin, as_offer(function))
+        self._options = dict(options)
 
     def __iter__(self) -> Iterator[Callable[[], None]]:
         yield self.it_trains_each_parameter_once
@@ -118,11 +121,11 @@ class OptimizerContract:
         _same(went_on, continued, "an optimizer that continues from the saved state of its parameters")
 
     def it_keeps_the_state_that_it_declares(self) -> None:
-        """An optimizer without an attribute ``state`` declares nothing."""
+        """An optimizer whose offer has no ``state`` declares nothing."""
         task = _Regression(self._made)
         task.train(1)
         for name, parameter in task.parameters.items():
-            declared = state_of(self._function, self._options, name, parameter.shape)
+            declared = state_of(self._selected, self._options, name, parameter.shape)
             if declared is None:
                 return
             found = {
@@ -135,9 +138,7 @@ class OptimizerContract:
             )
 
     def _made(self, groups: Sequence[ParameterGroup]) -> Bound[Sequence[ParameterGroup], Any]:
-        plugin = Plugin(name="checked", distribution="", version="", module="")
-        name = getattr(self._function, "__name__", "checked")
-        return Bound(Offer("optimizer", name, plugin, self._function), self._function, self._options)
+        return Bound(self._selected, self._selected.load(), self._options)
 
 
 class _Regression:

@@ -16,7 +16,7 @@ from typing import Any
 from grpo_core.config import Config, as_table
 from grpo_core.errors import ConfigError, describe
 from grpo_core.plugins.host import PluginHost
-from grpo_core.plugins.offers import Offer, Plugin, checked_offers
+from grpo_core.plugins.offers import Plugin, Selected, checked_offers
 
 
 def check_preflight(module: ModuleType) -> None:
@@ -27,7 +27,7 @@ def check_preflight(module: ModuleType) -> None:
     """
     plugin = Plugin(name="checked", distribution="", version="", module=module.__name__)
     for name, offered in checked_offers("grpo_preflight", module.grpo_preflight()).items():
-        check_function(name, Offer("preflight", name, plugin, offered).load())
+        check_function(name, Selected("preflight", name, plugin, offered).load())
 
 
 def check_function(name: str, function: Callable[..., Any]) -> None:

@@ -135,12 +135,12 @@ class Optimization:
                     twins[key] = first
                 else:
                     tensors[key] = value
-        return tensors, {"optimizer": self._make.offer.name, "numbers": numbers, "twins": twins}
+        return tensors, {"optimizer": self._make.selected.name, "numbers": numbers, "twins": twins}
 
     def restore(self, tensors: Mapping[str, Tensor], about: Mapping[str, Any], device: torch.device) -> None:
         """Continue with what was saved.  Raises ValueError or KeyError if it is not of these optimizers."""
-        if about["optimizer"] != self._make.offer.name:
-            raise ValueError(f"it is of {about['optimizer']!r}, not of {self._make.offer.name!r}")
+        if about["optimizer"] != self._make.selected.name:
+            raise ValueError(f"it is of {about['optimizer']!r}, not of {self._make.selected.name!r}")
         moved = {key: tensor.to(device) for key, tensor in tensors.items()}
         moved |= {key: moved[first] for key, first in about["twins"].items()}
         by_name = dict(self._named)
@@ -152,11 +152,11 @@ class Optimization:
                 parts.setdefault((name, slot), {})[part] = value
             else:
                 self._keep(by_name[name], slot, value)
-        restored: Any = getattr(self._make.function, "restored", None)
-        if parts and restored is None:
-            raise ValueError(f"{self._make} does not restore tensors that consist of several")
+        selected = self._make.selected
         for (name, slot), found in parts.items():
-            self._keep(by_name[name], slot, restored(slot, found))
+            if selected.offer.restored is None:
+                raise ValueError(f"{self._make} does not restore tensors that consist of several")
+            self._keep(by_name[name], slot, selected.loaded(selected.offer.restored)(slot, found))
         for name, parameter in self._named:
             self._check(name, parameter)
 
@@ -165,7 +165,7 @@ class Optimization:
 
     def _check(self, name: str, parameter: nn.Parameter) -> None:
         """Raise ValueError unless the optimizer keeps such a state: fused kernels do not look at shapes."""
-        expected = state_of(self._make.function, self._make.options, name, parameter.shape)
+        expected = state_of(self._make.selected, self._make.options, name, parameter.shape)
         found = {
             slot: (tuple(value.shape), str(value.dtype)[6:]) if isinstance(value, Tensor) else ((), "int")
             for slot, value in flat(self.state(parameter)).items()

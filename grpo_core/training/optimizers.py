@@ -1,15 +1,16 @@
 """The default optimizer, and the state that any keeps for a parameter.
 
-``kept_state`` declares that state: the memory estimate adds it up, and a trainer that continues compares it
+Their offers declare that state: the memory estimate adds it up, and a trainer that continues compares it
 with what its checkpoint holds.  torch is imported when an optimizer is made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import inf, prod
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
+from grpo_core.plugins.offers import Selected
 from grpo_core.protocols import ParameterGroup
 
 if TYPE_CHECKING:
@@ -17,51 +18,36 @@ if TYPE_CHECKING:
 
 State = Mapping[str, tuple[tuple[int, ...], str]]
 """Shape and dtype of each slot of a parameter's state; the dtype "int" is a plain number."""
-StateOf = Callable[..., State]
-"""A function of (name, shape) of a parameter and the optimizer's options."""
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "int": 0}
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
-
-def kept_state(state: StateOf) -> Callable[[_Function], _Function]:
-    """Declare what an optimizer keeps for a parameter; a plugin sets the attribute ``state`` instead."""
-
-    def declare(function: _Function) -> _Function:
-        function.state = state  # type: ignore[attr-defined]
-        return function
-
-    return declare
-
-
-def state_of(
-    function: Callable[..., Any], options: Mapping[str, Any], name: str, shape: Sequence[int]
-) -> State | None:
-    """Return what an optimizer keeps for a parameter; None if it does not say so."""
-    state: StateOf | None = getattr(function, "state", None)
-    return None if state is None else state(name, tuple(shape), **options)
+def state_of(selected: Selected, options: Mapping[str, Any], name: str, shape: Sequence[int]) -> State | None:
+    """Return what an optimizer keeps for a parameter; None if its offer does not say so."""
+    if selected.offer.state is None:
+        return None
+    state: State = selected.loaded(selected.offer.state)(name, tuple(shape), **options)
+    return state
 
 
 def state_bytes(
-    function: Callable[..., Any], options: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]
+    selected: Selected, options: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]
 ) -> int | None:
     """Return the bytes that an optimizer keeps for parameters; None if it does not say so.
 
     Counters of updates are too few to count.
     """
-    states = [state_of(function, options, name, shape) for name, shape in shapes.items()]
+    states = [state_of(selected, options, name, shape) for name, shape in shapes.items()]
     known = [state for state in states if state is not None]
     if len(known) < len(states):
         return None
     return sum(ITEMSIZE[dtype] * prod(shape) for state in known for shape, dtype in state.values() if shape)
 
 
-def _of_adamw(name: str, shape: tuple[int, ...], **options: Any) -> State:
+def adamw_state(name: str, shape: tuple[int, ...], **options: Any) -> State:
     return {"step": ((), "float32"), "exp_avg": (shape, "float32"), "exp_avg_sq": (shape, "float32")}
 
 
-@kept_state(_of_adamw)
 def adamw(groups: Sequence[ParameterGroup], *, eps: float = 1e-8) -> list[Optimizer]:
     """AdamW with two moments for each parameter (arXiv 1711.05101), fused, by torch.
 
@@ -74,10 +60,6 @@ def adamw(groups: Sequence[ParameterGroup], *, eps: float = 1e-8) -> list[Optimi
     return [torch.optim.AdamW([group.for_torch() for group in groups], eps=eps, fused=True)]
 
 
-def _check_eps(*, eps: float = 1e-8, **options: Any) -> None:
+def check_eps(*, eps: float = 1e-8, **options: Any) -> None:
     if not 0 <= eps < inf:
         raise ValueError(f"eps is {eps}; expected a finite number >= 0")
-
-
-adamw.takes_parts = True  # type: ignore[attr-defined]  # with trainer.ranks each holds parts of parameters
-adamw.check_options = _check_eps  # type: ignore[attr-defined]

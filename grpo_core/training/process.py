@@ -18,7 +18,6 @@ from grpo_core.processes import Child, RemoteTraceback, scratch_directory
 from grpo_core.protocols import Trainer
 from grpo_core.records import Batch, StepResult, Weights
 from grpo_core.restarts import DEATH_IS_SEEN
-from grpo_core.training.memory import trainer_parts
 from grpo_core.training.plan import PADDED, Layout, shares
 from grpo_core.training.setup import TrainerSetup
 
@@ -66,8 +65,6 @@ class ProcessTrainer(Trainer):
 
     target: ClassVar[str] = "grpo_core.training.trainer:create"
     """Makes the trainer in the child from ``setup``, as ``module:function``; a subclass may name another."""
-
-    memory = staticmethod(trainer_parts)
 
     def __init__(self, setup: TrainerSetup) -> None:
         self._deadline = setup.trainer.deadline

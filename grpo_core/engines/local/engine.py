@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from grpo_core.engines.child import ChildEngine
-from grpo_core.engines.local.memory import memory
-from grpo_core.engines.transports import takes_weights_by
 from grpo_core.records import EngineSetup
 
 
-@takes_weights_by("shm", "cuda_ipc", "collective")
 class LocalEngine(ChildEngine):
     """Decodes with grpo-core's own decoder in a child process, on the CPU or one GPU.
 
@@ -17,8 +14,6 @@ class LocalEngine(ChildEngine):
         dtype: type of weights, keys and values: "float32", "bfloat16", or "auto": as the trainer sends them.
         max_rows: requests that are decoded at once.  The others wait in order; those for one token go first.
     """
-
-    memory = staticmethod(memory)
 
     def __init__(
         self, setup: EngineSetup, *, device: str = "auto", dtype: str = "auto", max_rows: int = 512

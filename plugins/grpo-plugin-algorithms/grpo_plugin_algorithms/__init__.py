@@ -12,15 +12,39 @@ def grpo_losses() -> dict[str, str]:
 
 
 @grpo.hookimpl
-def grpo_advantages() -> dict[str, str]:
-    names = ("reinforce_plus_plus", "gdpo", "max_rl", "pass_at_k", "turns", "gigpo")
-    return {name: f"grpo_plugin_algorithms.advantages:{name}" for name in names}
+def grpo_advantages() -> dict[str, grpo.Offer]:
+    home = "grpo_plugin_algorithms.advantages"
+    scaled = f"{home}:check_scaled"
+    return {
+        "reinforce_plus_plus": grpo.Offer(f"{home}:reinforce_plus_plus", check=f"{home}:check_numbers"),
+        "gdpo": grpo.Offer(f"{home}:gdpo", check=f"{home}:check_scaled_parts"),
+        "max_rl": grpo.Offer(f"{home}:max_rl"),
+        "pass_at_k": grpo.Offer(f"{home}:pass_at_k", check=f"{home}:check_pass_at_k"),
+        "turns": grpo.Offer(f"{home}:turns", check=scaled, by_turn=True),
+        "gigpo": grpo.Offer(f"{home}:gigpo", check=scaled, by_turn=True),
+    }
 
 
 @grpo.hookimpl
-def grpo_optimizers() -> dict[str, str]:
-    names = ("adamw_8bit", "adamw_torchao", "muon")
-    return {name: f"grpo_plugin_algorithms.optimizers:{name}" for name in names}
+def grpo_optimizers() -> dict[str, grpo.Offer]:
+    home = "grpo_plugin_algorithms.optimizers"
+    eps = f"{home}:check_eps"
+    return {
+        "adamw_8bit": grpo.Offer(
+            f"{home}:adamw_8bit",
+            requires={"bitsandbytes": "pip install 'grpo-core[optimizers]'"},
+            check=eps,
+            state=f"{home}:adamw_8bit_state",
+        ),
+        "adamw_torchao": grpo.Offer(
+            f"{home}:adamw_torchao",
+            requires={"torchao": "pip install 'grpo-core[torchao]'"},
+            check=eps,
+            state=f"{home}:adamw_torchao_state",
+            restored=f"{home}:adamw_torchao_restored",
+        ),
+        "muon": grpo.Offer(f"{home}:muon", check=f"{home}:check_muon", state=f"{home}:muon_state"),
+    }
 
 
 @grpo.hookimpl

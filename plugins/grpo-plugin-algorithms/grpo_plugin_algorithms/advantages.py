@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import isfinite
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from grpo_core import Group, Rollout, advantages
-from grpo_core.kit import checks_options
 from grpo_plugin_algorithms import formulas
 
 Scores = list[list[float | None]]
 TokenScores = list[list[NDArray[np.floating[Any]] | None]]
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def by_turn(function: _Function) -> _Function:
-    """Declare that groups whose rollouts have equal rewards teach, if the rewards of their turns differ."""
-    function.by_turn = True  # type: ignore[attr-defined]
-    return function
-
-
-def _in_range(*, weights: Mapping[str, float] | None = None, **options: Any) -> None:
+def check_numbers(*, weights: Mapping[str, float] | None = None, **options: Any) -> None:
     known = ("scale", "ddof", "epsilon", "batch_epsilon", "floor", "discount")
     advantages.check_ranges(**{name: value for name, value in options.items() if name in known})
     numbers = options | {f"weights.{part}": weight for part, weight in (weights or {}).items()}
@@ -35,14 +27,14 @@ def _in_range(*, weights: Mapping[str, float] | None = None, **options: Any) -> 
         raise ValueError(f"weight is {options['weight']}; expected at least 0")
 
 
-def _divided(*, scale: str = "group", **options: Any) -> None:
-    _in_range(scale=scale, **options)
+def check_scaled(*, scale: str = "group", **options: Any) -> None:
+    check_numbers(scale=scale, **options)
     _refuse_idle(scale, {"ddof", "epsilon"} & set(options))
 
 
-def _divided_parts(*, scale: str = "group", **options: Any) -> None:
-    """Check as ``_divided``; the deviation over the step has a ``ddof``, too."""
-    _in_range(scale=scale, **options)
+def check_scaled_parts(*, scale: str = "group", **options: Any) -> None:
+    """Check as ``check_scaled``; the deviation over the step has a ``ddof``, too."""
+    check_numbers(scale=scale, **options)
     _refuse_idle(scale, {"epsilon"} & set(options))
 
 
@@ -53,13 +45,12 @@ def _refuse_idle(scale: str, given: set[str]) -> None:
         )
 
 
-def _enough(*, group_size: int, k: int = 2, **options: Any) -> None:
-    _in_range(**options)
+def check_pass_at_k(*, group_size: int, k: int = 2, **options: Any) -> None:
+    check_numbers(**options)
     if not 1 <= k <= group_size:
         raise ValueError(f"k is {k}; expected 1 to {group_size} (rollout.group_size)")
 
 
-@checks_options(_in_range)
 def reinforce_plus_plus(
     groups: Sequence[Group],
     *,
@@ -87,7 +78,6 @@ def reinforce_plus_plus(
     )
 
 
-@checks_options(_divided_parts)
 def gdpo(
     groups: Sequence[Group],
     *,
@@ -150,7 +140,6 @@ def max_rl(groups: Sequence[Group]) -> Scores:
     return [advantages.of_known(formulas.max_rl, each.rewards) for each in groups]
 
 
-@checks_options(_enough)
 def pass_at_k(groups: Sequence[Group], *, k: int = 2, success: float | None = None) -> Scores:
     """Credit a rollout for what it adds to pass@k; see ``formulas.pass_at_k``.
 
@@ -170,8 +159,6 @@ def pass_at_k(groups: Sequence[Group], *, k: int = 2, success: float | None = No
     return [of_group(each) for each in groups]
 
 
-@by_turn
-@checks_options(_divided)
 def turns(
     groups: Sequence[Group],
     *,
@@ -197,8 +184,6 @@ def turns(
     return _on_tokens(groups, scores)
 
 
-@by_turn
-@checks_options(_divided)
 def gigpo(
     groups: Sequence[Group],
     *,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from math import inf, prod
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from grpo_core import ParameterGroup
-from grpo_core.kit import checks_options
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -24,20 +23,8 @@ BLOCK = 256
 SMALLEST_8BIT = 4096
 """Numbers of a parameter below which its state stays float32: bitsandbytes' default."""
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
-
-def has(**attributes: Any) -> Callable[[_Function], _Function]:
-    """Declare what the core asks an optimizer for: ``state``, ``requires``, ``restored``."""
-
-    def declare(function: _Function) -> _Function:
-        vars(function).update(attributes)
-        return function
-
-    return declare
-
-
-def _check_eps(*, eps: float = 1e-8, **options: Any) -> None:
+def check_eps(*, eps: float = 1e-8, **options: Any) -> None:
     if not 0 <= eps < inf:
         raise ValueError(f"eps is {eps}; expected a finite number >= 0")
 
@@ -46,7 +33,7 @@ def _of_adamw(shape: tuple[int, ...]) -> State:
     return {"step": ((), "float32"), "exp_avg": (shape, "float32"), "exp_avg_sq": (shape, "float32")}
 
 
-def _of_adamw_8bit(name: str, shape: tuple[int, ...], **options: Any) -> State:
+def adamw_8bit_state(name: str, shape: tuple[int, ...], **options: Any) -> State:
     n = prod(shape)
     if n < SMALLEST_8BIT:
         return {"step": ((), "int"), "state1": (shape, "float32"), "state2": (shape, "float32")}
@@ -62,8 +49,6 @@ def _of_adamw_8bit(name: str, shape: tuple[int, ...], **options: Any) -> State:
     }
 
 
-@checks_options(_check_eps)
-@has(state=_of_adamw_8bit, requires={"bitsandbytes": "pip install 'grpo-core[optimizers]'"})
 def adamw_8bit(groups: Sequence[ParameterGroup], *, eps: float = 1e-8) -> list[Optimizer]:
     """AdamW with moments of 8 bits in blocks of 256 numbers (arXiv 2110.02861), by bitsandbytes.
 
@@ -78,7 +63,7 @@ def adamw_8bit(groups: Sequence[ParameterGroup], *, eps: float = 1e-8) -> list[O
     return [AdamW8bit([group.for_torch() for group in groups], eps=eps)]
 
 
-def _of_adamw_torchao(name: str, shape: tuple[int, ...], **options: Any) -> State:
+def adamw_torchao_state(name: str, shape: tuple[int, ...], **options: Any) -> State:
     n = prod(shape)
     if n < SMALLEST_8BIT or n % BLOCK:
         return _of_adamw(shape)
@@ -93,7 +78,7 @@ def _of_adamw_torchao(name: str, shape: tuple[int, ...], **options: Any) -> Stat
     }
 
 
-def _restored_torchao(slot: str, parts: Mapping[str, Any]) -> Any:
+def adamw_torchao_restored(slot: str, parts: Mapping[str, Any]) -> Any:
     """Make a moment of torchao again from its parts."""
     import torch
     from torchao.optim.subclass_8bit import OptimState8bit
@@ -102,12 +87,6 @@ def _restored_torchao(slot: str, parts: Mapping[str, Any]) -> Any:
     return OptimState8bit(parts["codes"], parts["scale"], parts["qmap"], signed, dtype=torch.float32)
 
 
-@checks_options(_check_eps)
-@has(
-    state=_of_adamw_torchao,
-    requires={"torchao": "pip install 'grpo-core[torchao]'"},
-    restored=_restored_torchao,
-)
 def adamw_torchao(groups: Sequence[ParameterGroup], *, eps: float = 1e-8) -> list[Optimizer]:
     """AdamW with moments of 8 bits in blocks of 256 numbers (arXiv 2110.02861), by torchao.
 
@@ -136,7 +115,7 @@ def _is_hidden(name: str, shape: Sequence[int], adamw: Sequence[str]) -> bool:
     return len(shape) == 2 and not any(fnmatchcase(name, pattern) for pattern in adamw)
 
 
-def _of_muon(
+def muon_state(
     name: str, shape: tuple[int, ...], *, adamw: Sequence[str] = EMBEDDINGS, **options: Any
 ) -> State:
     if _is_hidden(name, shape, adamw):
@@ -144,16 +123,14 @@ def _of_muon(
     return _of_adamw(shape)
 
 
-def _check_muon(*, momentum: float = 0.95, ns_steps: int = 5, **options: Any) -> None:
+def check_muon(*, momentum: float = 0.95, ns_steps: int = 5, **options: Any) -> None:
     if not 0 <= momentum < 1:
         raise ValueError(f"momentum is {momentum}; expected at least 0 and less than 1")
     if not 1 <= ns_steps < 100:
         raise ValueError(f"ns_steps is {ns_steps}; expected 1 to 99")
-    _check_eps(**options)
+    check_eps(**options)
 
 
-@checks_options(_check_muon)
-@has(state=_of_muon)
 def muon(
     groups: Sequence[ParameterGroup],
     *,

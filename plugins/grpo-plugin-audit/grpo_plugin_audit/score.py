@@ -250,8 +250,7 @@ def _read_by_score(config: Config, names: Sequence[str]) -> list[str]:
 
 def _taken(task: TaskConfig, host: PluginHost) -> tuple[TaskConfig, list[str]]:
     """Leave out the options of a task that another environment does not take; return their names, too."""
-    offer = host.find("environment", task.env)
-    if isinstance(offer.given, str):
+    if isinstance(host.find("environment", task.env).offer.factory, str):
         return task, []
     taken = {}
     for option, value in task.options.items():

@@ -4,5 +4,6 @@ import grpo_core as grpo
 
 
 @grpo.hookimpl
-def grpo_environments() -> dict[str, str]:
-    return {"*": "grpo_plugin_gym.environment:Gym"}
+def grpo_environments() -> dict[str, grpo.Offer]:
+    requires = {"gymnasium": "pip install gymnasium"}
+    return {"*": grpo.Offer("grpo_plugin_gym.environment:Gym", requires=requires)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, Literal
 
 from attrs import define
@@ -39,8 +38,6 @@ class Gym(grpo.Environment):
         wrong_action: reward of a reply that is no action; the model sees why, and goes on.
         success: reward from which a rollout is a success; None claims no accuracy.
     """
-
-    requires = MappingProxyType({"gymnasium": "pip install gymnasium"})
 
     def __init__(
         self,

@@ -51,8 +51,6 @@ class Judge(grpo.Environment):
         retries: number of attempts after the first.
     """
 
-    requires = MappingProxyType({"openai": "pip install openai"})
-
     def __init__(
         self,
         *,

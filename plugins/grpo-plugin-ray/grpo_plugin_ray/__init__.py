@@ -12,17 +12,23 @@ from collections.abc import Mapping
 
 import grpo_core
 
-
-@grpo_core.hookimpl
-def grpo_placements() -> Mapping[str, str]:
-    return {"ray": "grpo_plugin_ray.placement:RayPlacement"}
+RAY = {"ray": "pip install 'grpo-core[ray]'"}
 
 
 @grpo_core.hookimpl
-def grpo_trainers() -> Mapping[str, str]:
-    return {"ray": "grpo_plugin_ray.trainer:RayTrainer"}
+def grpo_placements() -> Mapping[str, grpo_core.Offer]:
+    return {"ray": grpo_core.Offer("grpo_plugin_ray.placement:RayPlacement", requires=RAY)}
 
 
 @grpo_core.hookimpl
-def grpo_data_planes() -> Mapping[str, str]:
-    return {"ray": "grpo_plugin_ray.data_plane:RayPlane"}
+def grpo_trainers() -> Mapping[str, grpo_core.Offer]:
+    return {
+        "ray": grpo_core.Offer(
+            "grpo_plugin_ray.trainer:RayTrainer", placement="ray", check="grpo_plugin_ray.trainer:check"
+        )
+    }
+
+
+@grpo_core.hookimpl
+def grpo_data_planes() -> Mapping[str, grpo_core.Offer]:
+    return {"ray": grpo_core.Offer("grpo_plugin_ray.data_plane:RayPlane", requires=RAY)}

@@ -18,7 +18,7 @@ from typing import Any
 from attrs import evolve, field, frozen
 
 from grpo_core import ChildDied, ConfigError, EngineError, GrpoError, PluginError
-from grpo_core.kit import Incident, Offer, RemoteTraceback, report
+from grpo_core.kit import Incident, RemoteTraceback, Selected, report
 
 ENVIRON = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 """Environment variables that choose Ray's coming defaults, about which it warns."""
@@ -115,11 +115,11 @@ class PluginRequirement:
     versions: Mapping[str, str] = field(factory=dict)
 
     @classmethod
-    def of(cls, offer: Offer) -> PluginRequirement:
-        plugin = offer.plugin
+    def of(cls, selected: Selected) -> PluginRequirement:
+        plugin = selected.plugin
         installed = (plugin.distribution,) if _version(plugin.distribution) != MISSING else ()
         return cls(
-            name=absolute(offer.name),
+            name=absolute(selected.name),
             allow=() if plugin.distribution == "grpo-core" else installed,
             versions={"python": _python(), **{name: _version(name) for name in ("grpo-core", *installed)}},
         )

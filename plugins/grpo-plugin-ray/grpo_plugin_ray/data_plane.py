@@ -104,8 +104,6 @@ class RayPlane(RemotePlane):
         placement: the run's; its engines and environments are in Ray workers, too.
     """
 
-    requires = RayPlacement.requires
-
     def __init__(self, placement: Placement) -> None:
         if not isinstance(placement, RayPlacement):
             raise ConfigError('data_plane.name = "ray" keeps tokens in a Ray cluster: add --ray')

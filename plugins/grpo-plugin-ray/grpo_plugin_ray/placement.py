@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from grpo_core import ConfigError, Engine, EngineSetup
 from grpo_core.kit import (
@@ -37,9 +36,6 @@ class RayPlacement:
     Args:
         address: of a running cluster ("auto", "host:6379"); empty: one of this machine alone, for the run.
     """
-
-    requires = MappingProxyType({"ray": "pip install 'grpo-core[ray]'"})
-    """Packages that have to be installed, each with the command for it."""
 
     pooled = True
 

@@ -18,7 +18,7 @@ import struct
 import sys
 from collections.abc import Awaitable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from attrs import evolve, frozen
 
@@ -230,8 +230,6 @@ class RayTrainer(ProcessTrainer):
     Raises ConfigError if the run does not use a Ray cluster.
     """
 
-    placement: ClassVar[str] = "ray"
-
     def __init__(self, setup: TrainerSetup, *, spread: bool = False, start_deadline: float = 300.0) -> None:
         ray = load()
         if not ray.is_initialized():
@@ -243,12 +241,6 @@ class RayTrainer(ProcessTrainer):
             [self._each] * self._ranks, strategy="SPREAD" if spread else "PACK"
         )
         super().__init__(setup if gpu else evolve(setup, env_vars={**NO_GPU, **setup.env_vars}))
-
-    @classmethod
-    def check(cls, config: TrainerConfig) -> None:
-        """Raise ConfigError for keys that name GPUs."""
-        if given := named_gpus(config):
-            raise ConfigError(f"trainer.{given}: Ray chooses the GPUs of the ranks; leave it out")
 
     def _rendezvous(self) -> str:
         return ""  # it is known when rank 0 has a place
@@ -288,3 +280,9 @@ class RayTrainer(ProcessTrainer):
     async def aclose(self) -> None:
         await super().aclose()
         load().util.remove_placement_group(self._room)
+
+
+def check(*, section: TrainerConfig) -> None:
+    """Raise ConfigError for keys that name GPUs."""
+    if given := named_gpus(section):
+        raise ConfigError(f"trainer.{given}: Ray chooses the GPUs of the ranks; leave it out")

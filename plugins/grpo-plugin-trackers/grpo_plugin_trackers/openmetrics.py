@@ -29,8 +29,6 @@ class OpenMetrics(grpo.Tracker):
         host: the address; anybody who reaches it can read the numbers.
     """
 
-    requires = {"prometheus_client": "pip install 'grpo-plugin-trackers[openmetrics]'"}  # noqa: RUF012
-
     def __init__(self, run: grpo.RunInfo, port: int = 9464, host: str = LOOPBACK) -> None:
         self._run, self._port, self._host = run.name, port, host
         self._registry: Any = None

@@ -23,8 +23,6 @@ class TensorBoard(grpo.Tracker):
         every: number of steps between two times.
     """
 
-    requires = {"tensorboard": "pip install 'grpo-plugin-trackers[tensorboard]'"}  # noqa: RUF012
-
     def __init__(
         self, run: grpo.RunInfo, directory: Path | None = None, completions: int = 8, every: int = 20
     ) -> None:

@@ -23,8 +23,6 @@ class Trackio(grpo.Tracker):
         artifacts: whether each checkpoint is kept as a version of an artifact with the run's name.
     """
 
-    requires = {"trackio": "pip install trackio"}  # noqa: RUF012
-
     def __init__(
         self,
         run: grpo.RunInfo,

@@ -32,8 +32,6 @@ class WeightsAndBiases(grpo.Tracker):
     Raises ConfigError if it is online and there is no key: W&B would ask for it on the terminal.
     """
 
-    requires = {"wandb": "pip install 'grpo-plugin-trackers[wandb]'"}  # noqa: RUF012
-
     def __init__(
         self,
         run: grpo.RunInfo,

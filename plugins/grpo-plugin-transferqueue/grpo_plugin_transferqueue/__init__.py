@@ -9,7 +9,14 @@ from collections.abc import Mapping
 
 import grpo_core
 
+INSTALL = "pip install TransferQueue==0.1.11"
+"""The command for the release that the tests run."""
+
 
 @grpo_core.hookimpl
-def grpo_data_planes() -> Mapping[str, str]:
-    return {"transferqueue": "grpo_plugin_transferqueue.data_plane:TransferQueuePlane"}
+def grpo_data_planes() -> Mapping[str, grpo_core.Offer]:
+    return {
+        "transferqueue": grpo_core.Offer(
+            "grpo_plugin_transferqueue.data_plane:TransferQueuePlane", requires={"transfer_queue": INSTALL}
+        )
+    }

@@ -15,17 +15,16 @@ import importlib
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
-from types import MappingProxyType
 from typing import Any
 
 from attrs import frozen
 
 from grpo_core import ConfigError, DataPlaneError
 from grpo_core.kit import Placement, RemotePlane
+from grpo_plugin_transferqueue import INSTALL
 from grpo_plugin_transferqueue.servers import (
     DEADLINE,
     ENVIRON,
-    INSTALL,
     Line,
     Server,
     Servers,
@@ -61,8 +60,6 @@ class TransferQueuePlane(RemotePlane):
         units: number of processes that keep tokens, which Ray spreads over its machines; one more knows where
             each token is.
     """
-
-    requires = MappingProxyType({"transfer_queue": INSTALL})
 
     def __init__(self, placement: Placement, *, units: int = 1) -> None:
         address = getattr(placement, "address", None)

@@ -20,11 +20,10 @@ from typing import Any, TypeVar
 from attrs import frozen
 
 from grpo_core import ConfigError, DataPlaneError
+from grpo_plugin_transferqueue import INSTALL
 
 T = TypeVar("T")
 
-INSTALL = "pip install TransferQueue==0.1.11"
-"""The command for the release that the tests run."""
 ENVIRON = {"TQ_NUM_THREADS": "1"}
 """Environment variables of its processes and clients.  With every call it warns of more threads than the
 machine has cores, and nothing is computed here."""

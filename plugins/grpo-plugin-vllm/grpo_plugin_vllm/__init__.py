@@ -14,8 +14,14 @@ import grpo_core
 
 
 @grpo_core.hookimpl
-def grpo_engines() -> Mapping[str, str]:
+def grpo_engines() -> Mapping[str, grpo_core.Offer]:
     return {
-        "vllm": "grpo_plugin_vllm.engine:VllmEngine",
-        "http": "grpo_plugin_vllm.http:HttpEngine",
+        "vllm": grpo_core.Offer(
+            "grpo_plugin_vllm.engine:VllmEngine",
+            requires={"vllm": "pip install 'grpo-core[vllm]' (on a CPU, see docs/engines.md)"},
+            memory="grpo_plugin_vllm.memory:memory",
+            needs_adapters="grpo_plugin_vllm.engine:needs_adapters",
+            transports=("shm", "cuda_ipc", "collective"),
+        ),
+        "http": grpo_core.Offer("grpo_plugin_vllm.http:HttpEngine", workers="grpo_plugin_vllm.http:workers"),
     }

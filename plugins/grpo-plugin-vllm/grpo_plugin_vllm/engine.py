@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from grpo_core import ConfigError, EngineSetup
-from grpo_core.kit import ChildEngine, takes_weights_by
-from grpo_plugin_vllm.memory import memory
+from grpo_core.kit import ChildEngine
 from grpo_plugin_vllm.options import Options
 
 
-@takes_weights_by("shm", "cuda_ipc", "collective")
 class VllmEngine(ChildEngine):
     """Decodes with vLLM in a child process, on the CPU or on GPUs.
 
@@ -40,16 +37,6 @@ class VllmEngine(ChildEngine):
     Raises ValueError if an option is out of its range, and ConfigError if completions have to be reproducible
     (``EngineSetup.reproducible``) without ``seeds``, or with a prefix cache.
     """
-
-    requires = MappingProxyType({"vllm": "pip install 'grpo-core[vllm]' (on a CPU, see docs/engines.md)"})
-    """Packages that have to be installed, each with the command for it."""
-
-    memory = staticmethod(memory)
-
-    @staticmethod
-    def needs_adapters(*, native_lora: bool = False, **_: Any) -> str:
-        """Return the option that lets vLLM compute adapters; "" if it shall not."""
-        return "native_lora" if native_lora else ""
 
     def __init__(
         self,
@@ -138,6 +125,11 @@ class VllmEngine(ChildEngine):
         child = await self._ready_child()
         told: dict[str, int] = await child.call("prefix_cache", seconds=self._setup.deadline)
         return told
+
+
+def needs_adapters(*, native_lora: bool = False, **_: Any) -> str:
+    """Return the option that lets vLLM compute adapters; "" if it shall not."""
+    return "native_lora" if native_lora else ""
 
 
 def _between(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:

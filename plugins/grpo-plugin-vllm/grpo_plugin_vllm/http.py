@@ -54,6 +54,11 @@ TORN = "updating"
 """The server's version while its weights change: tokens that carry it are thrown away."""
 
 
+def workers(*, url: str | list[str] = URL, remote: bool = False, **options: Any) -> int:
+    """Return the number of servers, which is that of the engines.  Raises ConfigError."""
+    return len(_addresses(url, remote=remote))
+
+
 class HttpEngine:
     """Asks a vLLM server that already runs for completions, over HTTP.
 
@@ -124,11 +129,6 @@ class HttpEngine:
         """Largest number of tokens of a prompt with its completion, when the server has said so."""
         self._closed = False
         self._syncing = asyncio.Lock()
-
-    @staticmethod
-    def workers(*, url: str | list[str] = URL, remote: bool = False, **options: Any) -> int:
-        """Return the number of servers, which is that of the engines.  Raises ConfigError."""
-        return len(_addresses(url, remote=remote))
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Return one completion for each request, in order.  Cancelling the task frees the server's rows.

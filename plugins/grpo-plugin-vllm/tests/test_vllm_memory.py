@@ -10,8 +10,8 @@ ON_GPU = EngineLoad(parameters=1000, config={}, dtype="bfloat16", requests=8, to
 
 
 def told(load, **options):
-    factory = PluginHost.discover().find("engine", "vllm").load()
-    return [(part.name, part.nbytes, part.device) for part in factory.memory(load, **options)]
+    selected = PluginHost.discover().find("engine", "vllm")
+    return [(p.name, p.nbytes, p.device) for p in selected.loaded(selected.offer.memory)(load, **options)]
 
 
 def test_on_a_gpu_vllm_takes_its_share_whatever_the_model_needs():
