@@ -36,6 +36,10 @@ A data plane, which keeps the tokens of finished rollouts outside of the run's p
     RemotePlane, TokenReader    its base class, and what the trainer's processes read it by
     fetched                     returns tokens and prompts that are there, with one call to the plane
 
+An environment that is made of others:
+
+    as_feedback, units, DEADLINE    read what one returns, and divide its episodes into calls
+
 A player (see ``grpo_plugin_agents``):
 
     new_key, MIXED_UP_ADVICE    key of a rollout's client, by which an environment keeps its rollouts apart
@@ -120,7 +124,10 @@ if TYPE_CHECKING:
     from grpo_core.engines.wire import unpack_requests as unpack_requests
     from grpo_core.environments.apart import MIXED_UP_ADVICE as MIXED_UP_ADVICE
     from grpo_core.environments.apart import new_key as new_key
+    from grpo_core.environments.feedback import as_feedback as as_feedback
+    from grpo_core.environments.host import DEADLINE as DEADLINE
     from grpo_core.environments.host import EnvironmentHost as EnvironmentHost
+    from grpo_core.environments.host import units as units
     from grpo_core.environments.pool import EnvironmentWorker as EnvironmentWorker
     from grpo_core.environments.process import EnvironmentProcess as EnvironmentProcess
     from grpo_core.environments.sourced import SourcedProcess as SourcedProcess

@@ -9,10 +9,7 @@ from grpo_core.hookspecs import Offer, hookimpl
 
 @hookimpl
 def grpo_environments() -> Mapping[str, str]:
-    return {
-        "agent:*": "grpo_core.environments.program:AgentProgram",
-        "compose": "grpo_core.environments.compose:Compose",
-    }
+    return {"agent:*": "grpo_core.environments.program:AgentProgram"}
 
 
 @hookimpl

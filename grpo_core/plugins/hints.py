@@ -25,6 +25,7 @@ INSTALL: Mapping[tuple[Kind, str], str] = {
     ("data_plane", "transferqueue"): "pip install grpo-plugin-transferqueue",
     ("engine", "vllm"): VLLM,
     ("environment", "code"): "pip install grpo-plugin-code",
+    ("environment", "compose"): "pip install grpo-plugin-judge",
     ("environment", "gym"): "pip install grpo-plugin-gym",
     ("environment", "inspect"): "pip install grpo-plugin-inspect",
     ("environment", "judge"): "pip install grpo-plugin-judge",

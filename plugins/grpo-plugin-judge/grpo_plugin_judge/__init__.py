@@ -1,9 +1,12 @@
-"""Language models that judge replies by a rubric: ``judge:openai``."""
+"""Rewards from language models that judge by a rubric, and from several environments together."""
 
 import grpo_core as grpo
 
 
 @grpo.hookimpl
-def grpo_environments() -> dict[str, grpo.Offer]:
+def grpo_environments() -> dict[str, grpo.Offer | str]:
     requires = {"openai": "pip install openai"}
-    return {"openai": grpo.Offer("grpo_plugin_judge.environment:Judge", requires=requires)}
+    return {
+        "compose": "grpo_plugin_judge.compose:Compose",
+        "openai": grpo.Offer("grpo_plugin_judge.environment:Judge", requires=requires),
+    }

@@ -23,12 +23,18 @@ from typing import Any, Literal
 import attrs
 from attrs import field, frozen
 
-from grpo_core.environments.feedback import as_feedback
-from grpo_core.environments.host import DEADLINE, units
-from grpo_core.errors import ConfigError, GrpoError, PluginError, describe, did_you_mean
-from grpo_core.plugins.host import PluginHost
-from grpo_core.protocols import Environment
-from grpo_core.records import Episode, Feedback, Prompt
+from grpo_core import (
+    ConfigError,
+    Environment,
+    Episode,
+    Feedback,
+    GrpoError,
+    PluginError,
+    Prompt,
+    did_you_mean,
+    errors,
+)
+from grpo_core.kit import DEADLINE, PluginHost, as_feedback, units
 
 KEYS = ("env", "options", "weight", "requires")
 """Keys of a part."""
@@ -293,7 +299,7 @@ def _made(parts: Mapping[str, Any]) -> list[Part]:
             environment = host.make("environment", given["env"], **given.get("options", {}))
         except GrpoError as error:
             kind = ConfigError if error.exit_status == ConfigError.exit_status else PluginError
-            raise kind(f"part {name!r}: {describe(error)}") from error
+            raise kind(f"part {name!r}: {errors.describe(error)}") from error
         made[name] = Part(name, environment, weight, requires)
     return list(made.values())
 

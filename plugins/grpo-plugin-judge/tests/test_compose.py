@@ -5,10 +5,8 @@ import textwrap
 
 import pytest
 
-from grpo_core.config import EnvironmentConfig
-from grpo_core.environments.process import EnvironmentProcess
-from grpo_core.errors import GrpoError
-from grpo_core.records import Episode, Prompt
+from grpo_core import Episode, GrpoError, Prompt
+from grpo_core.kit import EnvironmentConfig, EnvironmentProcess
 from grpo_core.testing import HostedEnvironment, make_offer
 
 PARTS = '''
@@ -126,7 +124,7 @@ def parts(tmp_path):
             name: {"env": f"{file}:{table.pop('kind')}", **table}
             for name, table in ((name, dict(table)) for name, table in given.items())
         }
-        return make_offer("environment", "compose", plugins=[], parts=tables, formula=formula)
+        return make_offer("environment", "compose", plugins=["judge"], parts=tables, formula=formula)
 
     make.file = f"{file}:"
     return make
@@ -286,7 +284,7 @@ def test_all_parts_are_closed(parts):
 def test_parts_are_looked_for_among_the_plugins_of_the_run_alone():
     """A plugin that a run leaves out is not imported for a part, either."""
     with pytest.raises(GrpoError, match="there is no environment 'math:sort'"):
-        make_offer("environment", "compose", plugins=[], parts={"sort": {"env": "math:sort"}})
+        make_offer("environment", "compose", plugins=["judge"], parts={"sort": {"env": "math:sort"}})
 
 
 # ---------------------------------------------------------------------------------- what is refused
