@@ -1,5 +1,4 @@
-"""Draws the pictures of the explanations from the code itself: staleness.svg, corrections.svg, laws.svg,
-planning.svg.
+"""Draws the pictures of the explanations from the code itself: staleness.svg, corrections.svg, laws.svg.
 
     python docs/_pictures.py
 
@@ -22,12 +21,9 @@ from attrs import define, field
 from grpo_core import events
 from grpo_core.app import launch
 from grpo_core.losses.corrections import Correction, importance_weights
-from grpo_core.planning.commands import Planner, variants_of
-from grpo_core.planning.forecast import forecast
-from grpo_core.planning.outcomes import DrawnOutcomes
-from grpo_core.planning.picture import drawn
-from grpo_core.planning.times import Times, read_times
 from grpo_core.plugins.host import PluginHost
+from grpo_plugin_replay.forecast import forecast
+from grpo_plugin_replay.times import read_times
 
 DOCS = Path(__file__).parent
 WIDTH = 640
@@ -130,10 +126,8 @@ def simulated(steps: int, prompts: int, max_staleness: int, *times: str) -> Watc
         ],
         {},
     )[0]
-    taken: Times = read_times(None, times)
-    outcomes = DrawnOutcomes(taken.rollout)
     watched = Watched()
-    forecast(config, taken, outcomes, PluginHost.discover(), emit=watched.receive)
+    forecast(config, read_times(None, times), PluginHost.discover(), emit=watched.receive)
     return watched
 
 
@@ -296,43 +290,10 @@ def laws() -> str:
     return svg(bottom + 48, "Groups in flight and ready during twelve steps, below the bound", parts)
 
 
-# ------------------------------------------------------------------------------ planning
-
-
-def planning() -> str:
-    """Draw the picture that ``grpo-core simulate --picture`` writes."""
-    config, host = launch.configure(
-        [
-            {
-                "tasks": {"task": {"env": "math:sort"}},
-                "trainer": {"prompts_per_step": 16},
-                "rollout": {"max_tokens": 4096},
-                "validation": {"every": 0, "at_start": False},
-            }
-        ],
-        {},
-    )
-    times = read_times(
-        None,
-        (
-            "engine.row=0.0002",
-            "engine.rows=256",
-            "engine.sync=2",
-            "rollout.tokens=800",
-            "trainer.step=2",
-            "trainer.token=0.00015",
-        ),
-    )
-    planner = Planner(config, times, DrawnOutcomes(times.rollout), host, seed=0, steps=20)
-    rows = [planner.row("as configured", {}), *planner.rows(variants_of(["pipeline.max_staleness=0,1,4"]))]
-    return drawn(rows, len(rows) - 1)
-
-
 PICTURES = {
     "staleness.svg": staleness,
     "corrections.svg": corrections,
     "laws.svg": laws,
-    "planning.svg": planning,
 }
 
 

@@ -75,6 +75,15 @@ A command that shows runs, besides ``grpo_core.Run``:
     headline, progress, SHARES  choose the metric that stands for a task, and word it
     THOUGHT_KEYS                keys of a message with its thoughts
 
+A command that computes steps of a run again, or reads settings:
+
+    configured, changed, merge, structured, read_toml    make a configuration, or another table, of tables
+    Settings, Words             annotations of options
+    differences, shown          the keys in which two tables differ, and their values
+    trainer_again, checkpoint_fault        start the trainer of a run, from what it has saved
+    advantages_again, trains_all_rows, make_batch      make the rows of a step from stored groups
+    simulate_run, SimulatedParts           run the real pipeline on virtual time, with parts that only take time
+
 ``examples/custom_engine.py`` is a complete engine.  Check yours with ``grpo-core check ./file.py:MyEngine``.
 """
 
@@ -87,6 +96,9 @@ from grpo_core._lazy import attach
 if TYPE_CHECKING:
     from grpo_core.aio import cancel as cancel
     from grpo_core.aio import to_the_end as to_the_end
+    from grpo_core.app.again import advantages_again as advantages_again
+    from grpo_core.app.again import trainer_again as trainer_again
+    from grpo_core.app.again import trains_all_rows as trains_all_rows
     from grpo_core.app.gpus import Devices as Devices
     from grpo_core.app.launch import configure as configure
     from grpo_core.app.launch import new_directory as new_directory
@@ -101,7 +113,11 @@ if TYPE_CHECKING:
     from grpo_core.app.rejudging import KnownPrompts as KnownPrompts
     from grpo_core.app.rejudging import judge as judge
     from grpo_core.app.rejudging import look_up as look_up
+    from grpo_core.app.resume import differences as differences
+    from grpo_core.app.resume import shown as shown
     from grpo_core.app.run import lines_of_incidents as lines_of_incidents
+    from grpo_core.app.simulation import SimulatedParts as SimulatedParts
+    from grpo_core.app.simulation import simulate_run as simulate_run
     from grpo_core.app.tasks import Tasks as Tasks
     from grpo_core.complaints import complain as complain
     from grpo_core.complaints import say as say
@@ -111,7 +127,10 @@ if TYPE_CHECKING:
     from grpo_core.config import TaskConfig as TaskConfig
     from grpo_core.config import TrainerConfig as TrainerConfig
     from grpo_core.config import check_settings as check_settings
+    from grpo_core.config import merge as merge
     from grpo_core.config import parse_settings as parse_settings
+    from grpo_core.config import read_toml as read_toml
+    from grpo_core.config import structured as structured
     from grpo_core.credentials import secrets_in as secrets_in
     from grpo_core.data import leakage as leakage
     from grpo_core.engines.child import ChildEngine as ChildEngine
@@ -144,16 +163,21 @@ if TYPE_CHECKING:
     from grpo_core.interpreters import variables_of as variables_of
     from grpo_core.loop.metrics import headline as headline
     from grpo_core.loop.retention import Retention as Retention
+    from grpo_core.loop.rows import make_batch as make_batch
     from grpo_core.loss import needs_of as needs_of
     from grpo_core.messages import MessageError as MessageError
     from grpo_core.messages import normalised as normalised
     from grpo_core.messages import parsed as parsed
     from grpo_core.planes import RemotePlane as RemotePlane
     from grpo_core.playing import derive_seed as derive_seed
+    from grpo_core.plugins.configured import changed as changed
+    from grpo_core.plugins.configured import configured as configured
     from grpo_core.plugins.host import PluginHost as PluginHost
     from grpo_core.plugins.offers import Selected as Selected
     from grpo_core.plugins.options import AsJson as AsJson
     from grpo_core.plugins.options import Flag as Flag
+    from grpo_core.plugins.options import Settings as Settings
+    from grpo_core.plugins.options import Words as Words
     from grpo_core.plugins.selection import PluginSelection as PluginSelection
     from grpo_core.processes import Call as Call
     from grpo_core.processes import Child as Child

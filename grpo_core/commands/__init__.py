@@ -53,23 +53,4 @@ def grpo_commands() -> Mapping[str, Command]:
             "grpo_core.commands.doctor:doctor",
             help="Look at this machine, and estimate the memory that a run takes; start nothing.",
         ),
-        "replay": Command(
-            "grpo_core.cli_finished:replay",
-            help="Compute a step of a run again from its files, and compare it bit for bit with what the "
-            "run recorded.",
-        ),
-        "fork": Command(
-            "grpo_core.cli_finished:fork",
-            help="Compute a step of a run again with another loss, learning rate or advantage, and show "
-            "what differs.",
-        ),
-        "bisect": Command(
-            "grpo_core.commands.bisect:bisect",
-            help="Find the first step, and there the first value, at which two runs differ.",
-        ),
-        "simulate": Command(
-            "grpo_core.planning.commands:simulate",
-            help="Forecast the time of a run: the real pipeline on virtual time, with service times that "
-            "you give.",
-        ),
     }

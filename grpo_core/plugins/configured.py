@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from grpo_core.config import Config, build, merge
+from grpo_core.config import Config, as_table, build, merge, replace_parts
 from grpo_core.config.problems import problems
 from grpo_core.errors import ConfigError
 from grpo_core.plugins.host import NO_OFFERS, Offers, PluginHost
@@ -42,6 +42,13 @@ def configured(
     for name in _names(table):
         host.load_file(name)
     return build([table], host.sections), host
+
+
+def changed(config: Config, changes: Mapping[str, Any], host: PluginHost) -> Config:
+    """Return a configuration with changes, which are a table; the options of a part that is replaced go."""
+    for name in _names(changes):
+        host.load_file(name)
+    return build([replace_parts(as_table(config), changes), changes], host.sections)
 
 
 def _names(table: Mapping[str, Any]) -> Iterator[str]:

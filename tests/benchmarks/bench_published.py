@@ -32,10 +32,9 @@ from attrs import evolve, field, frozen
 
 from grpo_core.app.launch import configure
 from grpo_core.config import Config
-from grpo_core.planning.forecast import forecast
-from grpo_core.planning.outcomes import DrawnOutcomes
-from grpo_core.planning.times import EngineTimes, Times, TrainerTimes
 from grpo_core.plugins.host import PluginHost
+from grpo_plugin_replay.forecast import forecast
+from grpo_plugin_replay.times import EngineTimes, Times, TrainerTimes
 
 FULLY_ASYNC = "verl docs/advance/fully_async.md, 2026-08-22"
 ONE_STEP = "verl docs/advance/one_step_off.md, 2026-08-22"
@@ -269,7 +268,7 @@ def configuration(row: Published, *, engines: int, pipeline: dict[str, Any], upd
 
 def seconds(config: Config, times: Times) -> float:
     """Return the seconds per step of a simulated run."""
-    return forecast(config, times, DrawnOutcomes(times.rollout), PluginHost.discover()).seconds_per_step
+    return forecast(config, times, PluginHost.discover()).seconds_per_step
 
 
 def forecast_of(row: Published, same: float = 0.5) -> float:

@@ -22,10 +22,10 @@ from pathlib import Path
 
 from safetensors.numpy import load_file
 
-from grpo_core.commands.history import read
-from grpo_core.commands.replay import Replayer
 from grpo_core.errors import GrpoError
 from grpo_core.loop import checkpoint
+from grpo_plugin_replay.history import read
+from grpo_plugin_replay.replay import Replayer
 
 GRPO = Path(sys.executable).with_name("grpo-core")
 STEPS, EVERY, EACH, FLIPS = 12, 4, 10, 50

@@ -12,20 +12,22 @@ from attrs import evolve, frozen
 from rich.console import Console
 from rich.table import Table
 
-from grpo_core.aio import to_the_end
-from grpo_core.app.parts import make_advantages, make_shaping
-from grpo_core.app.paths import with_absolute_paths
-from grpo_core.commands.history import StepRecord, compared, read
-from grpo_core.commands.replay import Replayer, batch_of
-from grpo_core.complaints import say
-from grpo_core.config import Config, as_table, check_settings, parse_settings, replace_parts
-from grpo_core.errors import ConfigError
-from grpo_core.loop.rows import with_advantages
-from grpo_core.loss import needs_of
-from grpo_core.plugins.configured import configured
-from grpo_core.plugins.host import PluginHost
-from grpo_core.records import Group, Rollout, StepResult
-from grpo_core.reporting.stored import OF_ROLLOUT
+from grpo_core import ConfigError, Group, Rollout, StepResult
+from grpo_core.kit import (
+    Config,
+    PluginHost,
+    Settings,
+    Words,
+    advantages_again,
+    changed,
+    check_settings,
+    parse_settings,
+    say,
+    to_the_end,
+    trains_all_rows,
+)
+from grpo_plugin_replay.history import StepRecord, compared, read
+from grpo_plugin_replay.replay import Replayer, batch_of
 
 CHANGEABLE = (
     "trainer.*",
@@ -51,6 +53,10 @@ FIXED = tuple(
     )
 )
 """Keys of these sections that a step does not depend on, or that belong to the rollouts."""
+WHY = (
+    "a fork computes a step again from its stored rollouts, and this key changes how they were made, or "
+    "nothing at all"
+)
 
 
 @frozen(kw_only=True)
@@ -62,33 +68,49 @@ class Side:
     saved: Path
 
 
-def main(
-    directory: Path,
+def fork(
+    run: Path,
+    /,
     *,
     step: int,
-    settings: Sequence[str],
+    settings: Settings = None,
     scored: Path | None = None,
-    block: Sequence[str] = (),
+    no_plugin: Words = None,
 ) -> int:
-    """Run ``grpo-core fork``; return the exit status."""
+    """Compute a step of a run again with another loss, learning rate or advantage, and show what differs.
+
+    Parameters
+    ----------
+    run
+        Directory of the run.
+    step
+        Step that is computed twice from the same weights and rollouts: as it was, and with the changes.
+    settings
+        Set a configuration key for this step, as in "trainer.lr=1e-4"; may be repeated.
+    scored
+        Directory that grpo-core score has written: the step has the rewards in it.
+    no_plugin
+        Do not load this installed plugin; may be repeated.
+    """
     if not settings and scored is None:
         raise ConfigError(
             "fork needs something that changes: --set, as in --set loss.options.clip_low=0.1, or --scored"
         )
-    changes = parse_settings(settings)
-    return to_the_end(_main(directory, step, changes, scored, block))
+    return to_the_end(_fork(run, step, parse_settings(settings or ()), scored, no_plugin or ()))
 
 
-async def _main(
+async def _fork(
     directory: Path, step: int, changes: Mapping[str, Any], scored: Path | None, block: Sequence[str]
 ) -> int:
     history = read(directory)
     recorded = history.step(step)
     groups = history.groups(step)
     given = groups if scored is None else rewarded(groups, read_rewards(scored, step), scored)
-    config, host = forked(recorded.config, changes, block)
-    changed = reconsidered(groups, given, recorded.config, config, host)
-    if scored is None and as_table(config) == as_table(recorded.config):
+    check_settings(changes, CHANGEABLE, WHY, but=FIXED)
+    host = PluginHost.discover(recorded.config.plugins, block)
+    config = changed(recorded.config, changes, host)
+    others = reconsidered(groups, given, recorded.config, config, host)
+    if scored is None and config == recorded.config:
         say("note: the run had these values already")
     async with Replayer(history, block=block) as replayer:
         say(f"step {step} of {directory}, from {await replayer.begin(step)}")
@@ -102,31 +124,13 @@ async def _main(
             say(f"step {step}, as it was: differs from the run: {was.difference}")
             return 1
         base = Side(groups=groups, result=was.result, saved=await replayer.save("as it was"))
-        await replayer.make(config, before, threads=threads_of(recorded, changes))
-        result = await replayer.step(batch_of(changed, recorded))
-        fork = Side(groups=changed, result=result, saved=await replayer.save("forked"))
-        say(f"the first number that differs: {first_number(base, fork) or 'there is none'}")
-        _show(recorded, base, fork)
+        threads = 0 if "threads" in changes.get("trainer", {}) else recorded.threads
+        await replayer.make(config, before, threads=threads)
+        result = await replayer.step(batch_of(others, recorded))
+        forked = Side(groups=others, result=result, saved=await replayer.save("forked"))
+        say(f"the first number that differs: {first_number(base, forked) or 'there is none'}")
+        _show(recorded, base, forked)
     return 0
-
-
-def forked(config: Config, changes: Mapping[str, Any], block: Sequence[str]) -> tuple[Config, PluginHost]:
-    """Return a changed configuration, and its plugins.  Raises ConfigError if rollouts would be others."""
-    why = (
-        "a fork computes a step again from its stored rollouts, and this key changes how they were made, or "
-        "nothing at all"
-    )
-    check_settings(changes, CHANGEABLE, why, but=FIXED)
-    table = replace_parts(as_table(config), changes)  # the options of another loss are its own
-    config, host = configured([table, changes], block)
-    return with_absolute_paths(config, host), host
-
-
-def threads_of(recorded: StepRecord, changes: Mapping[str, Any]) -> int:
-    """Return the number of torch threads of the fork: those of the run, or 0 if a change gives the number."""
-    return (
-        0 if recorded.digest is None or "threads" in changes.get("trainer", {}) else recorded.digest.threads
-    )
 
 
 # ---------------------------------------------------------------------------------- other rewards
@@ -197,7 +201,7 @@ def _judgement(line: Mapping[str, Any], rollout: Rollout, where: str) -> dict[st
     """Return the fields of a rollout that its line replaces.  Raises ConfigError."""
     found = {}
     for name, (is_right, expected) in _JUDGEMENT.items():
-        key = OF_ROLLOUT[name]
+        key = "reply_answer" if name == "answer" else name  # "answer" is that of the prompt
         if key in line:
             if not is_right(line[key]):
                 raise ConfigError(f"{where}: {key} is {line[key]!r:.80}; expected {expected}")
@@ -245,20 +249,8 @@ def reconsidered(
     groups: Sequence[Group], given: Sequence[Group], was: Config, now: Config, host: PluginHost
 ) -> Sequence[Group]:
     """Return the given groups, which may have other rewards, with the advantages of another configuration."""
-
-    def all_rows(config: Config) -> bool:
-        loss = host.function("loss", config.loss.name, **config.loss.options)
-        return config.loss.all_rows or "all_rows" in needs_of(loss.function, loss.options)
-
-    before, after = ((each.advantage, each.shaping, all_rows(each)) for each in (was, now))
-    if before == after and given is groups:
-        return groups
-    return with_advantages(
-        given,
-        make_advantages(now.advantage, host),
-        shaping=make_shaping(now.shaping, max_tokens=now.rollout.max_tokens),
-        all_rows=all_rows(now),
-    )
+    before, after = ((each.advantage, each.shaping, trains_all_rows(each, host)) for each in (was, now))
+    return groups if before == after and given is groups else advantages_again(given, now, host)
 
 
 # ---------------------------------------------------------------------------------- what differs

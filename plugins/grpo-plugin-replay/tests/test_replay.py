@@ -19,9 +19,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from grpo_core.commands import bisect, fork, history, replay
-from grpo_core.errors import CheckpointError, ConfigError
-from grpo_core.reporting.verification import verified
+from grpo_core import ConfigError, Run, errors
+from grpo_plugin_replay import bisect, fork, history, replay
 
 pytestmark = pytest.mark.long
 
@@ -104,7 +103,7 @@ def test_two_runs_with_the_same_seed_have_the_same_weights_to_the_last_bit(runs,
         assert arrays(first, pattern)
     assert bisect.bisect(first, second) == 0
     assert "steps 1 to 4 are the same" in capsys.readouterr().out
-    assert not verified(first).findings
+    assert not Run(first).verify()
 
 
 def test_bisect_notes_once_for_each_run_that_its_rollouts_are_not_stored(runs, tmp_path, capsys):
@@ -156,7 +155,7 @@ def test_the_stages_of_the_timeline_sum_to_the_time_of_the_run(runs):
 
 
 def test_a_step_is_computed_again_from_the_newest_checkpoint_before_it(runs, capsys):
-    assert replay.main(runs[0], step=4) == 0
+    assert replay.replay(runs[0], step=4) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0].endswith("from checkpoint step-000002")
     assert [line.split(" (")[0] for line in said[1:]] == [
@@ -169,7 +168,7 @@ def test_adapters_with_dropout_and_a_resume_with_other_settings_are_replayed_fro
 ):
     shutil.copytree(resumed, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints")
-    assert replay.main(tmp_path / "run", step=4) == 0
+    assert replay.replay(tmp_path / "run", step=4) == 0
     said = capsys.readouterr().out
     assert "from the model that the run started from" in said
     assert said.count("bit for bit") == 4
@@ -183,7 +182,7 @@ def test_a_step_that_was_computed_otherwise_is_told_with_its_first_tensor(run, c
         if line["event"] == "RunStarted":
             line["config"]["trainer"]["lr"] *= 1.5
     events.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert replay.main(run, step=3) == 1
+    assert replay.replay(run, step=3) == 1
     told = capsys.readouterr().out.splitlines()[-1]
     assert told.startswith(
         "step 3: differs from the run: the first tensor that differs is model.embed_tokens.weight"
@@ -193,7 +192,7 @@ def test_a_step_that_was_computed_otherwise_is_told_with_its_first_tensor(run, c
 
 def test_a_step_without_fingerprints_is_not_said_to_be_the_same(run, capsys):
     without_fingerprints(run, step=3)
-    assert replay.main(run, step=4) == 0
+    assert replay.replay(run, step=4) == 0
     third, fourth = capsys.readouterr().out.splitlines()[1:]
     assert third.startswith("step 3: computed again, and compared with nothing")
     assert fourth.startswith("step 4: the same weights and optimizer state, bit for bit (")
@@ -218,7 +217,7 @@ def without_fingerprints(run, step):
 def test_what_was_not_stored_is_told_with_the_setting_that_stores_it(settings, message, run):
     (run / settings[0]).unlink()
     with pytest.raises(ConfigError, match=message):
-        replay.main(run, step=4)
+        replay.replay(run, step=4)
 
 
 # ---------------------------------------------------------------------------------- damage
@@ -243,9 +242,9 @@ def flip(path, name, at, bit):
 )  # fmt: skip
 def test_a_flipped_bit_is_found_before_anything_is_computed(file, name, message, run):
     flip(run / file, name, 4, bit=21)
-    with pytest.raises((ConfigError, CheckpointError), match=message):
-        replay.main(run, step=4)
-    (finding,) = verified(run).findings
+    with pytest.raises((ConfigError, errors.CheckpointError), match=message):
+        replay.replay(run, step=4)
+    (finding,) = Run(run).verify()
     assert file.partition("/")[2] in finding or message.partition(" ")[0] in finding
 
 
@@ -258,7 +257,7 @@ def test_a_fork_shows_the_first_number_that_differs_and_the_metrics_beside_each_
     judged = {"step": 1, "group": 0, "seed": stored[0][1].seed, "reward": first.reward + 7, "success": None}
     (tmp_path / "rollouts.jsonl").write_text(json.dumps(judged) + "\n")
     changes = ["advantage.options.scale=none", "trainer.lr=0.01"]
-    assert fork.main(runs[0], step=1, settings=changes, scored=tmp_path) == 0
+    assert fork.fork(runs[0], step=1, settings=changes, scored=tmp_path) == 0
     said = capsys.readouterr().out
     mean = statistics.fmean(judged["reward"] if i == 1 else each.reward for i, each in enumerate(stored[0]))
     assert f"slot 0, rollout 0: {first.advantage!r} -> {first.reward - mean!r}" in said
@@ -363,11 +362,11 @@ def test_two_rewards_of_one_rollout_are_refused(runs, tmp_path):
 @pytest.mark.parametrize("key", ["health.canary_tolerance=1", 'trainer.stop_when="reward/x > 1"', "seed=9"])
 def test_a_fork_refuses_a_key_that_no_step_depends_on(key, runs):
     with pytest.raises(ConfigError, match=f"^--set {key.partition('=')[0]}: a fork computes a step again"):
-        fork.main(runs[0], step=1, settings=[key])
+        fork.fork(runs[0], step=1, settings=[key])
 
 
 def test_a_fork_with_the_values_of_the_run_says_so(runs, capsys):
-    assert fork.main(runs[0], step=1, settings=["trainer.threads=1"]) == 0
+    assert fork.fork(runs[0], step=1, settings=["trainer.threads=1"]) == 0
     assert "note: the run had these values already" in capsys.readouterr().out
 
 
@@ -375,13 +374,13 @@ def test_a_fork_refuses_what_would_make_other_rollouts(runs):
     with pytest.raises(
         ConfigError, match=r"rollout.max_tokens: a fork computes a step again from its stored"
     ):
-        fork.main(runs[0], step=1, settings=["rollout.max_tokens=3"])
+        fork.fork(runs[0], step=1, settings=["rollout.max_tokens=3"])
 
 
 def test_a_fork_computes_with_the_threads_that_are_asked_for(runs, capsys):
-    assert fork.main(runs[0], step=1, settings=["trainer.threads=2"]) == 0
+    assert fork.fork(runs[0], step=1, settings=["trainer.threads=2"]) == 0
     assert "torch threads: 1 as it was, 2 forked" in capsys.readouterr().out
-    assert fork.main(runs[0], step=1, settings=["trainer.lr=0.01"]) == 0
+    assert fork.fork(runs[0], step=1, settings=["trainer.lr=0.01"]) == 0
     assert "torch threads" not in capsys.readouterr().out
 
 

@@ -9,14 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from grpo_core.config import build, structured
-from grpo_core.errors import ConfigError
-from grpo_core.planning import commands
-from grpo_core.planning.forecast import forecast
-from grpo_core.planning.outcomes import DrawnOutcomes
-from grpo_core.planning.tables import best, table
-from grpo_core.planning.times import Times, read_times
-from grpo_core.plugins.host import PluginHost
+from grpo_core import ConfigError
+from grpo_core.kit import PluginHost, configured, structured
+from grpo_plugin_replay import simulate as commands
+from grpo_plugin_replay.forecast import forecast
+from grpo_plugin_replay.simulate import best, table
+from grpo_plugin_replay.times import Times, read_times
 
 GRPO = Path(sys.executable).with_name("grpo-core")
 ROWS = 8
@@ -41,7 +39,7 @@ def config(max_staleness=0, steps=12, **sections):
         "checkpoint": {"every": 0},
         "pipeline": {"max_staleness": max_staleness},
     }
-    return build([{key: base.get(key, {}) | sections.get(key, {}) for key in base | sections}])
+    return configured([{key: base.get(key, {}) | sections.get(key, {}) for key in base | sections}])[0]
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +52,7 @@ def seconds(host):
     """Returns a function that returns the seconds of a step."""
 
     def seconds(of_config, of_times, **options):
-        drawn = DrawnOutcomes(of_times.rollout)
-        return forecast(of_config, of_times, drawn, host, **options).seconds_per_step
+        return forecast(of_config, of_times, host, **options).seconds_per_step
 
     return seconds
 
@@ -81,14 +78,14 @@ def test_generation_and_training_that_share_cores_take_longer_while_both_compute
 
 
 def test_the_shares_say_which_side_waits(host):
-    found = forecast(config(0), times(), DrawnOutcomes(times().rollout), host)
+    found = forecast(config(0), times(), host)
     assert found.generating == pytest.approx(0.25)
     assert found.training == pytest.approx(0.75)
     assert found.staleness_max == 0
 
 
 def test_staleness_is_what_the_real_buffer_allows(host):
-    found = forecast(config(2), times(), DrawnOutcomes(times().rollout), host)
+    found = forecast(config(2), times(), host)
     assert found.staleness_max == 2
 
 
@@ -178,8 +175,8 @@ def test_a_run_that_fails_says_why(seconds):
 
 @pytest.mark.long
 def test_the_best_choice_is_the_first_of_those_that_are_about_as_fast(host):
-    planner = commands.Planner(config(1), times(), DrawnOutcomes(times().rollout), host, seed=0)
-    rows = planner.rows(commands.variants_of([]))
+    planner = commands.Planner(config(1), times(), host, seed=0)
+    rows = [planner.row(*variant) for variant in commands.variants_of([])]
     assert best(rows).name == "pipeline.max_staleness=1"
     assert [row.settings for row in rows][:2] == [
         {"pipeline.max_staleness": 0},
@@ -294,9 +291,7 @@ def test_the_least_number_of_steps_measures_what_many_steps_measure(host):
     """Generation alone takes time, so groups of several steps are finished at the same moment."""
     bursts = times(engine={"rows": 0}, trainer={"step": 0.0})
     few, many = (
-        commands.Planner(config(4), bursts, DrawnOutcomes(bursts.rollout), host, seed=0, steps=steps)
-        .row("", {})
-        .forecast.seconds_per_step
+        commands.Planner(config(4), bursts, host, seed=0, steps=steps).row("", {}).forecast.seconds_per_step
         for steps in (12, 102)
     )
     assert few == pytest.approx(many, rel=0.02)

@@ -20,11 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 from attrs import define, field
 
-from grpo_core.planning.outcomes import Outcome, Outcomes, log_normal
-from grpo_core.planning.times import EngineTimes, EnvironmentTimes, TrainerTimes
-from grpo_core.playing import Player
-from grpo_core.protocols import Trainer
-from grpo_core.records import (
+from grpo_core import (
     AgentClient,
     Batch,
     Completion,
@@ -35,21 +31,26 @@ from grpo_core.records import (
     Prompt,
     SessionStart,
     StepResult,
+    Trainer,
     Weights,
+)
+from grpo_plugin_replay.times import (
+    EngineTimes,
+    EnvironmentTimes,
+    Outcome,
+    RolloutTimes,
+    TrainerTimes,
+    log_normal,
 )
 
 T = TypeVar("T")
-
-VALIDATION = "validation"
-"""Begin of the group of a validation's rollouts."""
 
 
 class Plays:
     """Decides how each rollout turns out when its first completion is asked for."""
 
-    def __init__(self, outcomes: Outcomes, *, seed: int, group_size: int, groups: int) -> None:
-        self.outcomes, self.seed = outcomes, seed
-        self._group_size, self._groups = group_size, groups
+    def __init__(self, times: RolloutTimes, *, seed: int, group_size: int) -> None:
+        self.times, self.seed, self._group_size = times, seed, group_size
         self._known: list[Outcome] = []
         self._open: dict[str, list[Outcome]] = {}
         """Rollouts of each group that have not been asked for."""
@@ -72,12 +73,8 @@ class Plays:
         waiting = self._open.get(group)
         if not waiting:
             rng = random.Random(f"{self.seed} {group}")
-            if group.startswith(VALIDATION):
-                waiting = [self.outcomes.validation(int(group.split()[-1]), rng)]
-            else:
-                progress = min(1.0, int(group) / self._groups)
-                waiting = self.outcomes.group(progress, self._group_size, rng)
-            self._open[group] = waiting
+            size = 1 if group.startswith("validation") else self._group_size
+            waiting = self._open[group] = [self.times.drawn(rng) for _ in range(size)]
         outcome = waiting.pop()
         if not waiting:
             del self._open[group]
@@ -320,11 +317,11 @@ class PlannedEnvironment:
 
     needs_group = False
     success: float | None = None
-    player: Player | None = None
+    player: Any = None
 
     def __init__(self, times: EnvironmentTimes, plays: Plays) -> None:
         self.times, self._plays = times, plays
-        self.max_turns = plays.outcomes.max_turns
+        self.max_turns = plays.times.turns
         self._rng = random.Random(f"{plays.seed} environment")
 
     async def open(self, prompts: Mapping[str, Prompt]) -> list[SessionStart]:

@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import attrs
-from attrs import define, field
+from attrs import define, field, frozen
 
-from grpo_core.app.launch import configure
-from grpo_core.complaints import complain, say
-from grpo_core.config import Config, as_table, build, merge, parse_setting, parse_settings, read_toml
-from grpo_core.errors import ConfigError
-from grpo_core.planning.forecast import Forecast, fewest_steps, for_steps, forecast
-from grpo_core.planning.moments import Moments
-from grpo_core.planning.outcomes import DrawnOutcomes, Outcomes
-from grpo_core.planning.picture import check_writable, write
-from grpo_core.planning.settings import (
-    DRAWN,
-    check_comparable,
-    idle,
-    unknown,
+from grpo_core import ConfigError
+from grpo_core.kit import (
+    AsJson,
+    Config,
+    Flag,
+    PluginHost,
+    Settings,
+    Words,
+    changed,
+    complain,
+    configure,
+    parse_settings,
+    read_toml,
+    say,
 )
-from grpo_core.planning.tables import Row, as_json, best, table, work_differs
-from grpo_core.planning.times import Times, fitting, read_times
-from grpo_core.plugins.host import PluginHost
-from grpo_core.plugins.options import AsJson, Flag, Settings, Words
+from grpo_plugin_replay.forecast import Forecast, fewest_steps, for_steps, forecast
+from grpo_plugin_replay.times import Times, fitting, read_times
 
 STEPS = 100
 """Largest number of steps that are simulated unless the user says how many."""
@@ -39,6 +38,56 @@ ROLLOUTS = 12_800
 """Number of rollouts that are enough for the means, and take about a second."""
 SWEEP = (0, 1, 2, 4)
 """Values of ``pipeline.max_staleness`` that are compared if no others are given."""
+
+SIMULATED = (
+    "checkpoint.every",
+    "checkpoint.every_minutes",
+    "dynamic_sampling.*",
+    "engine.max_requests",
+    "engine.workers",
+    "loss.all_rows",
+    "pipeline.*",
+    "rollout.deadline",
+    "rollout.group_size",
+    "rollout.max_in_flight",
+    "rollout.max_retries",
+    "rollout.max_tokens",
+    "trainer.prompts_per_step",
+    "trainer.steps",
+    "validation.at_start",
+    "validation.every",
+    "validation.pause",
+)
+"""Patterns of keys that the simulated pipeline obeys."""
+WITHOUT_EFFECT = (
+    "checkpoint.best",
+    "checkpoint.keep",
+    "health.*",
+    "seed",
+    "tracking.*",
+    "trainer.betas",
+    "trainer.lr",
+    "trainer.lr_*",
+    "trainer.max_grad_norm",
+    "trainer.stop_when",
+    "trainer.warmup_updates",
+    "trainer.weight_decay",
+)
+"""Patterns of keys that may change what a run learns, and hardly what a step takes."""
+DRAWN = (
+    "advantage.*",
+    "sampler.*",
+    "shaping.*",
+    "tasks.*",
+    "validation.deadline",
+    "validation.prompts",
+)
+"""Patterns of keys that the simulated pipeline obeys because rollouts are drawn."""
+NEAR = 1.02
+"""Forecasts that differ by less than this factor are as good as each other."""
+WORK = ("dynamic_sampling.*", "rollout.group_size", "trainer.prompts_per_step")
+"""Patterns of keys that change how many rollouts a step trains: seconds per step do not compare these."""
+HEADS = ("", "s/step", "overlap", "generating", "training", "waiting", "staleness", "tokens/s")
 
 Variant = tuple[str, Mapping[str, Any]]
 """The name of a line of the table, and the table of its changes of the configuration."""
@@ -55,7 +104,6 @@ def simulate(
     steps: int | None = None,
     seed: int = 0,
     as_json: AsJson = False,
-    picture: Path | None = None,
     no_plugin: Words = None,
 ) -> int:
     """Forecast the time of a run: the real pipeline on virtual time, with service times that you give.
@@ -81,14 +129,11 @@ def simulate(
         Seed of what is drawn.
     as_json
         Print the forecasts as JSON.
-    picture
-        Draw the forecasts, and some steps of each simulated run, in this SVG file.
     no_plugin
         Do not load this installed plugin; may be repeated.
     """
-    if picture is not None:
-        check_writable(picture)
-    steps = at_least_one("--steps", steps)
+    if steps is not None and steps < 1:
+        raise ConfigError(f"--steps is {steps}; expected 1 or more")
     tables = [read_toml(config)] if config else []
     changes, variants = parse_settings(settings or []), variants_of(sweep or [], cross=cross)
     check_comparable(dict.fromkeys(key for _, each in variants for key in flat(each)))
@@ -100,28 +145,23 @@ def simulate(
             f"note: completions have {service.rollout.tokens:g} tokens on average (rollout.tokens of the "
             f"service times), and rollout.max_tokens of the configuration cuts them off at {limit}"
         )
-    planner = Planner(run, service, DrawnOutcomes(service.rollout), host, steps=steps, seed=seed)
-    planner.check([{}, *(each for _, each in variants)])
-    rows = [planner.row("as configured", {}), *planner.rows(variants)]
+    planner = Planner(run, service, host, steps=steps, seed=seed)
+    for each in ({}, *(its for _, its in variants)):
+        planner.configured(each)
+    rows = [planner.row("as configured", {}), *(planner.row(*variant) for variant in variants)]
     _show(rows, len(rows) - 1, service, as_json=as_json)
-    if picture is not None:
-        write(picture, rows, len(rows) - 1)
     return 0
 
 
 def _note_without_effect(changes: Mapping[str, Any], variants: Sequence[Variant]) -> None:
     """Say which of the given keys change nothing in a simulation with given service times."""
     given = flat(changes)
-    for key in unknown(given, *DRAWN):
+    for key in unknown(given):
         complain(
             f"note: the simulation does not know what {key} changes: it changes no service time; --time "
             "gives those that you expect"
         )
-    _note_idle({*idle(given), *idle(key for _, each in variants for key in flat(each))})
-
-
-def _note_idle(keys: Collection[str]) -> None:
-    if keys:
+    if keys := {*idle(given), *idle(key for _, each in variants for key in flat(each))}:
         complain(f"note: no time depends on {', '.join(sorted(keys))}")
 
 
@@ -139,37 +179,35 @@ def refuse_unknown_parts(config: Config) -> None:
         )
 
 
+@frozen(kw_only=True)
+class Row:
+    """A line of the table."""
+
+    name: str
+    """Name of the variant, such as "pipeline.max_staleness=2"."""
+    settings: Mapping[str, Any]
+    """Configuration keys in which it differs from the present configuration."""
+    forecast: Forecast
+
+
 @define
 class Planner:
     """Makes forecasts for variants of a configuration."""
 
     config: Config
     times: Times
-    outcomes: Outcomes
     host: PluginHost
     seed: int
     steps: int | None = None
-    _made: list[tuple[Config, Forecast, Moments]] = field(init=False, factory=list)
-
-    def check(self, variants: Iterable[Mapping[str, Any]]) -> None:
-        """Raise ConfigError for the first of these changes that cannot be simulated."""
-        for changes in variants:
-            self._configured(changes)
+    _made: list[tuple[Config, Forecast]] = field(init=False, factory=list)
 
     def row(self, name: str, changes: Mapping[str, Any]) -> Row:
         """Return the forecast for the configuration with changes, which are a table."""
-        config = self._configured(changes)
-        found, moments = self._forecast(config)
-        return Row(name=name, settings=flat(changes), forecast=found, moments=moments)
+        return Row(name=name, settings=flat(changes), forecast=self._forecast(self.configured(changes)))
 
-    def rows(self, variants: Iterable[Variant]) -> list[Row]:
-        """Return a forecast for each variant."""
-        return [self.row(*each) for each in variants]
-
-    def _configured(self, changes: Mapping[str, Any]) -> Config:
-        config = self.config
-        if changes:
-            config = build([merge(as_table(config), changes)], self.host.sections)
+    def configured(self, changes: Mapping[str, Any]) -> Config:
+        """Return the configuration with changes.  Raises ConfigError if it cannot be simulated."""
+        config = changed(self.config, changes, self.host)
         refuse_unknown_parts(config)
         staleness = config.pipeline.max_staleness
         if self.steps is not None and self.steps < (least := fewest_steps(staleness)):
@@ -179,23 +217,20 @@ class Planner:
             )
         return config
 
-    def _forecast(self, config: Config) -> tuple[Forecast, Moments]:
-        for known, found, moments in self._made:
+    def _forecast(self, config: Config) -> Forecast:
+        for known, found in self._made:
             if known == config:
-                return found, moments
-        moments = Moments()
+                return found
         held_out = config.validation.prompts * max(1, len(config.tasks))
         found = forecast(
             for_steps(config, self.steps or enough_steps(config)),
             self.times,
-            self.outcomes,
             self.host,
             seed=self.seed,
             held_out=held_out if config.validation.measures else 0,
-            emit=moments.receive,
         )
-        self._made.append((config, found, moments))
-        return found, moments
+        self._made.append((config, found))
+        return found
 
 
 def enough_steps(config: Config) -> int:
@@ -203,13 +238,6 @@ def enough_steps(config: Config) -> int:
     rollouts = config.trainer.prompts_per_step * config.rollout.group_size
     fewest = max(FEWEST, fewest_steps(config.pipeline.max_staleness))
     return max(fewest, min(STEPS, ROLLOUTS // rollouts))
-
-
-def at_least_one(option: str, value: int | None) -> int | None:
-    """Return the value of an option.  Raises ConfigError if it is given and below 1."""
-    if value is not None and value < 1:
-        raise ConfigError(f"{option} is {value}; expected 1 or more")
-    return value
 
 
 def variants_of(sweep: Sequence[str], *, cross: bool = False) -> list[Variant]:
@@ -225,7 +253,7 @@ def variants_of(sweep: Sequence[str], *, cross: bool = False) -> list[Variant]:
         given = list(itertools.product(*(_values(text) for text in sweep)))
     else:
         given = [(each,) for text in sweep for each in _values(text)]
-    return [(" ".join(each), functools.reduce(merge, map(parse_setting, each))) for each in given]
+    return [(" ".join(each), parse_settings(each)) for each in given]
 
 
 def _values(text: str) -> list[str]:
@@ -244,6 +272,36 @@ def flat(changes: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in changes.items():
         found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return found
+
+
+# ---------------------------------------------------------------------------------- which keys it knows
+
+
+def unknown(changes: Iterable[str]) -> list[str]:
+    """Return the keys whose effect on the times no simulated part knows."""
+    return [key for key in changes if not _fits(key, (*SIMULATED, *WITHOUT_EFFECT, *DRAWN))]
+
+
+def idle(changes: Iterable[str]) -> list[str]:
+    """Return the keys among these that no time depends on."""
+    return [key for key in changes if _fits(key, WITHOUT_EFFECT)]
+
+
+def check_comparable(keys: Iterable[str]) -> None:
+    """Raise ConfigError for keys whose values a simulation with given service times cannot compare."""
+    if found := unknown(keys):
+        raise ConfigError(
+            f"{', '.join(found)}: the simulation does not know what this changes, because the service times "
+            "are the same for all of its values; give those of each value with --time, one command for "
+            f"each. A sweep can change {', '.join(sorted((*SIMULATED, *DRAWN)))}"
+        )
+
+
+def _fits(key: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(key, pattern) for pattern in patterns)
+
+
+# ---------------------------------------------------------------------------------- what it prints
 
 
 def _show(rows: Sequence[Row], compared: int, times: Times, *, as_json: bool) -> None:
@@ -273,8 +331,70 @@ def _why(choice: Row, among: Sequence[Row]) -> str:
 
 def _print_json(rows: Sequence[Row], choice: Row | None, times: Times) -> None:
     found = {
-        "rows": [as_json(row) for row in rows],
+        "rows": [
+            {"name": row.name, "settings": dict(row.settings), **attrs.asdict(row.forecast)} for row in rows
+        ],
         "best": None if choice is None else choice.name,
         "times": attrs.asdict(times),
     }
     print(json.dumps(found, indent=2))
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return a table with a line for each row."""
+    lines = [HEADS, *(_cells(row) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    its = row.forecast
+    return (
+        row.name,
+        f"{its.seconds_per_step:.3g}" if its.seconds_per_step < 1000 else f"{its.seconds_per_step:.0f}",
+        f"{its.overlap:.0%}",
+        f"{its.generating:.0%}",
+        f"{its.training:.0%}",
+        f"{its.waiting:.0%}",
+        f"{its.staleness_mean:.2f}, max {its.staleness_max:.0f}",
+        f"{its.tokens_per_second:.0f}",
+    )
+
+
+def best(rows: Sequence[Row]) -> Row | None:
+    """Return the first row that is about as fast as the fastest one; None if no key has an effect."""
+    candidates = [row for row in rows if not _only_idle(row, rows)]
+    if not candidates:
+        return None
+    speed = [_speed(row, by_work=work_differs(rows)) for row in candidates]
+    return next(row for row, its in zip(candidates, speed, strict=True) if its * NEAR >= max(speed))
+
+
+def work_differs(rows: Sequence[Row]) -> bool:
+    """Return whether a step of one row trains another number of rollouts than a step of another row."""
+    return any(fnmatchcase(key, pattern) for key in _varied(rows) for pattern in WORK)
+
+
+def _speed(row: Row, *, by_work: bool) -> float:
+    its = row.forecast
+    return its.rollouts_per_second if by_work else 1 / max(its.seconds_per_step, 1e-9)
+
+
+def _only_idle(row: Row, rows: Sequence[Row]) -> bool:
+    """Return whether the row differs from the others by nothing but keys that no time depends on."""
+    own = [key for key in row.settings if key in _varied(rows)]
+    return bool(own) and idle(own) == own
+
+
+def _varied(rows: Sequence[Row]) -> set[str]:
+    """Return the keys whose values differ between the rows; of a single row, all of them."""
+    keys = {key for row in rows for key in row.settings}
+    if len(rows) == 1:
+        return keys
+    return {key for key in keys if any(row.settings.get(key) != rows[0].settings.get(key) for row in rows)}

@@ -8,12 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from grpo_core.app.resume import differences, shown
-from grpo_core.commands.history import History, first_metric, first_tensor, read
-from grpo_core.complaints import say
-from grpo_core.config import as_table
-from grpo_core.errors import ConfigError
-from grpo_core.records import Group, Rollout
+from grpo_core import ConfigError, Group, Rollout
+from grpo_core.kit import differences, say, shown
+from grpo_plugin_replay.history import History, first_metric, first_tensor, read
 
 NAMES = {
     "ids": "the id",
@@ -44,7 +41,7 @@ def bisect(run_a: Path, run_b: Path, /) -> int:
     last = min(max(one.steps, default=0), max(other.steps, default=0))
     if not last:
         raise ConfigError(f"{run_a} and {run_b}: one of them has made no step yet")
-    mine, its = (as_table(each.step(last).config) for each in (one, other))
+    mine, its = (each.step(last).table for each in (one, other))
     for key, a, b in differences(mine, its):
         if key.partition(".")[0] not in ELSEWHERE:
             say(f"configuration: {key} is {shown(a)} and {shown(b)}")

@@ -15,21 +15,19 @@ from typing import Self
 
 from attrs import define, evolve, field, frozen
 
-from grpo_core.aio import to_the_end
-from grpo_core.app.parts import trainer_here
-from grpo_core.commands.history import History, StepRecord, first_metric, first_tensor, read
-from grpo_core.complaints import say
-from grpo_core.config import Config, TrainerConfig
-from grpo_core.errors import CheckpointError, ConfigError
-from grpo_core.loop import checkpoint
-from grpo_core.loop.rows import make_batch
-from grpo_core.models import local_directory
-from grpo_core.plugins.host import PluginHost
-from grpo_core.processes import scratch_directory
-from grpo_core.protocols import Trainer
-from grpo_core.records import Batch, Group, StateDigest, StepResult
-from grpo_core.training.setup import TrainerSetup
-from grpo_core.validation.target import started_from
+from grpo_core import Batch, ConfigError, Group, StateDigest, StepResult, Trainer, errors
+from grpo_core.kit import (
+    Config,
+    PluginHost,
+    Words,
+    checkpoint_fault,
+    make_batch,
+    say,
+    scratch_directory,
+    to_the_end,
+    trainer_again,
+)
+from grpo_plugin_replay.history import History, StepRecord, first_metric, first_tensor, read
 
 SECTIONS = ("seed", "model", "trainer", "loss", "teacher", "optimizer", "health")
 """Parts of the configuration that a trainer is made from."""
@@ -49,15 +47,30 @@ class Replayed:
     """It says what differs from what the run recorded; it is empty if nothing does."""
 
 
-def main(directory: Path, *, step: int, block: Sequence[str] = ()) -> int:
-    """Run ``grpo-core replay``; return the exit status."""
-    return to_the_end(_main(directory, step, block))
+def replay(run: Path, /, *, step: int, no_plugin: Words = None) -> int:
+    """Compute a step of a run again from its files, and compare it bit for bit with what the run recorded.
+
+    It needs no engine and no environment.  The exit status is 1 if something differs.
+
+    Parameters
+    ----------
+    run
+        Directory of the run.
+    step
+        Step that is computed again, from 1; those between it and the checkpoint before it are as well.
+    no_plugin
+        Do not load this installed plugin; may be repeated.
+    """
+    return to_the_end(_replay(run, step, no_plugin or ()))
 
 
-async def _main(directory: Path, step: int, block: Sequence[str]) -> int:
+async def _replay(directory: Path, step: int, block: Sequence[str]) -> int:
     history = read(directory)
-    recorded = history.step(step)
-    check_digest(recorded)
+    if history.step(step).digest is None:
+        raise ConfigError(
+            f"the run has recorded no fingerprints of step {step}, so nothing could be compared; a run "
+            "records them with trainer.fingerprints = true, the default"
+        )
     async with Replayer(history, block=block) as replayer:
         say(f"step {step} of {directory}, from {await replayer.begin(step)}")
         replayed = None
@@ -71,15 +84,6 @@ async def _main(directory: Path, step: int, block: Sequence[str]) -> int:
             f"trainer {name!r} returned no fingerprints of step {step}, so nothing was compared"
         )
     return 0
-
-
-def check_digest(recorded: StepRecord) -> None:
-    """Raise ConfigError if there is nothing to compare a step with."""
-    if recorded.digest is None:
-        raise ConfigError(
-            f"the run has recorded no fingerprints of step {recorded.step}, so nothing could be compared; a "
-            "run records them with trainer.fingerprints = true, the default"
-        )
 
 
 def _told(replayed: Replayed, recorded: StepRecord) -> str:
@@ -124,20 +128,19 @@ class Replayer:
     async def begin(self, step: int) -> str:
         """Make a trainer that holds the newest saved version before a step; return where it comes from.
 
-        Raises CheckpointError if that checkpoint is damaged, and ConfigError if rollouts of the steps are:
-        they name the tensor, or the slot and the token.
+        Raises CheckpointError if that checkpoint is damaged, and ConfigError if rollouts of the steps are.
         """
-        run = self.history.run
-        saved = [each for each in checkpoint.complete_names(run.checkpoints) if each[0] < step]
-        version, directory = max(saved, key=lambda each: each[0], default=(0, None))
-        if directory is not None and (fault := checkpoint.fault(directory)) is not None:
-            raise CheckpointError(
+        saved = self.history.run.checkpoints
+        version = max((each for each in saved if each < step), default=0)
+        directory = saved.get(version)
+        if directory is not None and (fault := checkpoint_fault(directory)) is not None:
+            raise errors.CheckpointError(
                 f"{directory}: {fault}; to replay from the checkpoint before, move this one away"
             )
         for number in range(version + 1, step + 1):  # before anything costly is started
             self.history.check(number)
         recorded = self.history.step(version + 1)
-        await self.make(recorded.config, directory, threads=_threads(recorded))
+        await self.make(recorded.config, directory, threads=recorded.threads)
         self.version = version
         return "the model that the run started from" if directory is None else f"checkpoint {directory.name}"
 
@@ -152,7 +155,7 @@ class Replayer:
         assert self._made_for is not None
         if _parts(recorded.config) != _parts(self._made_for):  # the run was resumed here with other settings
             directory = await self.save(f"step-{self.version}")
-            await self.make(recorded.config, directory, threads=_threads(recorded))
+            await self.make(recorded.config, directory, threads=recorded.threads)
         groups = self.history.groups(recorded.step)
         began = time.monotonic()
         result = await self.step(batch_of(groups, recorded))
@@ -186,30 +189,12 @@ class Replayer:
     async def make(self, config: Config, directory: Path | None, *, threads: int) -> None:
         """Make a trainer, which continues from what was saved in a directory, in place of the present one."""
         await self.stop()
-        host = PluginHost.discover(config.plugins, self.block)
-        teacher = config.teacher
-        setup = TrainerSetup(
-            sections=config.sections,
-            model=evolve(config.model, path=str(started_from(self.history.run, config))),
-            trainer=evolve(config.trainer, threads=threads or config.trainer.threads, profile=0),
-            loss=config.loss,
-            teacher=evolve(teacher, path=local_directory(teacher.path)) if teacher.path else teacher,
-            optimizer=config.optimizer,
-            seed=config.seed,
-            colocated=config.pipeline.max_staleness > 0,
-            resume_from=str(directory) if directory else None,
-            async_save=False,
-            max_non_finite=config.health.max_non_finite,
-            plugins=host.selection.allow,
-            block=host.selection.block,
-            log=str(self.scratch / "trainer.log"),
-        )
         self._made_for, self._names = config, ()
-        chosen = config.trainer
-        if trainer_here(chosen, host) is None:  # a replay needs no cluster: the same ranks, on this machine
-            chosen = TrainerConfig()
-        self._trainer = host.make("trainer", chosen.name, setup, **chosen.options)
-        await self._trainer.started()
+        host = PluginHost.discover(config.plugins, self.block)
+        log = self.scratch / "trainer.log"
+        self._trainer = await trainer_again(
+            self.history.run.path, config, host, saved=directory, threads=threads, log=log
+        )
 
     async def stop(self) -> None:
         """Close the present trainer."""
@@ -221,10 +206,6 @@ class Replayer:
 def batch_of(groups: Sequence[Group], recorded: StepRecord) -> Batch:
     """Make the batch of a step from groups that have their advantages."""
     return make_batch(groups, step=recorded.step - 1, temperature=recorded.config.rollout.temperature)
-
-
-def _threads(recorded: StepRecord) -> int:
-    return recorded.digest.threads if recorded.digest else 0
 
 
 def _parts(config: Config) -> list[object]:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from attrs import frozen
 
-from grpo_core.config import Config
-from grpo_core.errors import ConfigError
-from grpo_core.plugins.configured import configured
-from grpo_core.records import Group, StateDigest
-from grpo_core.reporting.files import digest as digest_of
-from grpo_core.reporting.stored import TEXTS, TOKENS, stored_rollouts
-from grpo_core.run_directory import ROLLOUTS, RunDirectory
+from grpo_core import ConfigError, Group, Run, StateDigest
+from grpo_core.kit import Config, configured
 
 WIDTH = 4
 """Bytes of a tensor's fingerprint in a ``StateDigest``."""
@@ -28,16 +24,23 @@ class StepRecord:
     """A step as the run recorded it; ``step`` is the version that it made."""
 
     step: int
+    table: Mapping[str, Any]
+    """The configuration as tables."""
     config: Config
     metrics: Mapping[str, float | None]
     digest: StateDigest | None
+
+    @property
+    def threads(self) -> int:
+        """Number of torch threads that computed the step; 0 if it is not known."""
+        return self.digest.threads if self.digest else 0
 
 
 @frozen(kw_only=True)
 class History:
     """The steps of a run that count: those that a resumed run made again are there once."""
 
-    run: RunDirectory
+    run: Run
     steps: Mapping[int, StepRecord]
     files: Mapping[str, str]
     """Digest of each file of rollouts, by its name."""
@@ -52,44 +55,42 @@ class History:
     def groups(self, number: int) -> list[Group]:
         """Return the groups that a step trained.  Raises ConfigError if they are damaged or not stored."""
         self.check(number)
-        return stored_rollouts(self.run.path, number)
+        return self.run.rollouts(number)
 
     def check(self, number: int) -> None:
         """Raise ConfigError if the rollouts of a step are damaged, or not stored."""
-        for name in self._files(number):
-            path = self.run.path / name
-            if name in self.files and digest_of(path.read_bytes()) != self.files[name]:
-                raise ConfigError(
-                    f"{path} is not what the run wrote (its sha256 differs); the step cannot be computed "
-                    "again from it"
-                )
-
-    def _files(self, number: int) -> list[str]:
-        name = f"{ROLLOUTS}/step-{number:06d}"
-        texts = next((f"{name}{end}" for end in TEXTS if (self.run.path / f"{name}{end}").is_file()), None)
+        texts, tokens = self.run.texts().get(number), f"rollouts/step-{number:06d}.safetensors"
         if texts is None:
             raise ConfigError(
                 f"{self.run.path}: has not stored the rollouts of step {number}; a run stores all of them "
                 'with the tracker "files", tracking.files.every = 1 and tracking.files.keep = 0, the defaults'
             )
-        if not (self.run.path / f"{name}{TOKENS}").is_file():
+        if not (self.run.path / tokens).is_file():
             raise ConfigError(
                 f"{self.run.path}: has not stored the tokens of step {number}; a run stores them with "
                 "tracking.files.tokens = true, the default"
             )
-        return [texts, f"{name}{TOKENS}"]
+        for name in (texts, tokens):
+            path = self.run.path / name
+            if name in self.files and sha256(path.read_bytes()).hexdigest() != self.files[name]:
+                raise ConfigError(
+                    f"{path} is not what the run wrote (its sha256 differs); the step cannot be computed "
+                    "again from it"
+                )
 
 
 def read(path: Path) -> History:
     """Read what a run recorded.  Raises ConfigError if it is no run, or its events are not readable."""
-    run = RunDirectory.existing(path)
+    run = Run(path)
+    if not (run.path / "events.jsonl").is_file():
+        raise ConfigError(f"{path}: has no events.jsonl yet")
     steps: dict[int, StepRecord] = {}
     files: dict[str, str] = {}
     table: Mapping[str, Any] = {}
     config: Config | None = None
     names: tuple[str, ...] = ()
-    for event in run.events():
-        match event.get("event"):
+    for event in run.events("RunStarted", "Recorded", "StepEnded"):
+        match event["event"]:
             case "RunStarted":
                 table, config = event["config"], None
                 steps = {number: step for number, step in steps.items() if number <= event["step"]}
@@ -97,19 +98,14 @@ def read(path: Path) -> History:
                 files[event["file"]] = event["digest"]
             case "StepEnded":
                 config = config or configured([table], stored=True)[0]
-                found = _digest(event.get("digest"), names)
-                names = found.names if found else names
+                found = None
+                if (digest := event.get("digest")) is not None:  # a process names tensors at its first step
+                    names = tuple(digest["names"]) or names
+                    found = StateDigest(**{**digest, "names": names})
                 steps[event["step"]] = StepRecord(
-                    step=event["step"], config=config, metrics=event["metrics"], digest=found
+                    step=event["step"], table=table, config=config, metrics=event["metrics"], digest=found
                 )
     return History(run=run, steps=steps, files=files)
-
-
-def _digest(value: Mapping[str, Any] | None, names: tuple[str, ...]) -> StateDigest | None:
-    """Return fingerprints with the names of their tensors, which a process tells at its first step."""
-    if value is None:
-        return None
-    return StateDigest(**{**value, "names": tuple(value["names"]) or names})
 
 
 # ---------------------------------------------------------------------------------- comparisons

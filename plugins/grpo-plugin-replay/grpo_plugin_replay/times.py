@@ -1,7 +1,9 @@
-"""The service times of a run: how long each part takes for what it is given."""
+"""The service times of a run: how long each part takes for what it is given, and how rollouts turn out."""
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,8 +11,17 @@ from typing import Any
 from attrs import asdict, evolve, field, frozen
 from attrs.validators import ge, gt, le
 
-from grpo_core.config import merge, parse_setting, read_toml, structured
-from grpo_core.errors import ConfigError
+from grpo_core import ConfigError
+from grpo_core.kit import merge, parse_settings, read_toml, structured
+
+
+@frozen
+class Outcome:
+    """A rollout as it turns out."""
+
+    turn_tokens: tuple[int, ...]
+    """Number of tokens of each completion."""
+    reward: float
 
 
 @frozen(kw_only=True)
@@ -34,7 +45,7 @@ class EngineTimes:
 
 @frozen(kw_only=True)
 class RolloutTimes:
-    """The lengths and rewards of rollouts, where no recorded ones are there."""
+    """The lengths and rewards of rollouts, which are independent of each other."""
 
     tokens: float = field(default=256.0, validator=ge(1))
     """Mean number of tokens of a completion, before `rollout.max_tokens` cuts it off."""
@@ -46,6 +57,11 @@ class RolloutTimes:
     """Number of tokens of a prompt."""
     pass_rate: float = field(default=0.5, validator=[ge(0), le(1)])
     """Share of the rollouts with the reward 1; the others have the reward 0."""
+
+    def drawn(self, rng: random.Random) -> Outcome:
+        """Draw a rollout."""
+        lengths = (max(1, round(log_normal(rng, self.tokens, self.spread))) for _ in range(self.turns))
+        return Outcome(tuple(lengths), float(rng.random() < self.pass_rate))
 
 
 @frozen(kw_only=True)
@@ -120,12 +136,20 @@ def read_times(file: Path | None, settings: Iterable[str], fitted: Times | None 
     table: Mapping[str, Any] = {} if fitted is None else asdict(fitted)
     table = table if file is None else merge(table, read_toml(file))
     try:
-        for setting in settings:
+        given = [*settings]
+        for setting in given:
             if "=" not in setting:
                 raise ConfigError(
                     f"--time {setting}: expected part.key=seconds, as in --time engine.token=0.02"
                 )
-            table = merge(table, parse_setting(setting))
-        return structured(Times, table)
+        return structured(Times, parse_settings(given, onto=table))
     except ConfigError as error:
         raise ConfigError(f"service times: {error}") from None
+
+
+def log_normal(rng: random.Random, mean: float, spread: float) -> float:
+    """Draw a number with this mean, and a standard deviation of ``spread`` times the mean."""
+    if not spread or not mean:
+        return mean
+    variance = math.log1p(spread * spread)
+    return mean * math.exp(rng.gauss(0.0, math.sqrt(variance)) - variance / 2)

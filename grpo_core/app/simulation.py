@@ -1,0 +1,169 @@
+"""A run of the real pipeline on virtual time, with parts that take the time that they are said to take."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from attrs import frozen
+
+from grpo_core.app.parts import (
+    dynamic_sampling,
+    make_advantages,
+    make_buffer,
+    make_sampler,
+    make_schedule,
+    make_shaping,
+    rollout_places,
+    sampling_params,
+)
+from grpo_core.config import Config
+from grpo_core.data.samplers import PromptStream
+from grpo_core.engines.limited import LimitedEngine
+from grpo_core.engines.pool import EnginePool
+from grpo_core.events import Event
+from grpo_core.incidents import reported_to
+from grpo_core.loop.pipeline import Pipeline, Save
+from grpo_core.loop.rollout import LostBudget, RolloutRequest, derive_seed, play
+from grpo_core.plugins.host import PluginHost
+from grpo_core.protocols import Engine, EnvironmentClient, Loader, Renderer, Trainer
+from grpo_core.records import Prompt, Rollout
+from grpo_core.testing.clock import run
+
+
+@frozen(kw_only=True)
+class SimulatedParts:
+    """The parts that do nothing in a simulated run but take time."""
+
+    engine: Callable[[], Engine]
+    """Makes one of the engines of ``engine.workers``."""
+    trainer: Trainer
+    environments: Mapping[str, EnvironmentClient]
+    """By task."""
+    loaders: Mapping[str, Loader]
+    renderer: Renderer
+    save: Save
+    """Writes a checkpoint."""
+    held_out: int = 0
+    """Number of rollouts of a validation; the name of their groups begins with "validation"."""
+
+
+def simulate_run(
+    config: Config, host: PluginHost, parts: SimulatedParts, *, seed: int, emit: Callable[[Event], None]
+) -> None:
+    """Run the pipeline that a configuration describes; ``emit`` receives its events on virtual time.
+
+    Raises GrpoError if the run fails, such as by a deadline that rollouts cannot keep.
+    """
+
+    async def story() -> None:
+        engine = _engine(config, parts)
+        with reported_to(lambda incident: None):  # what is tried again counts in the times
+            try:
+                await _pipeline(config, host, parts, engine, seed, emit).run()
+            finally:
+                await engine.aclose()
+
+    with _rare_collections():
+        run(story(), horizon=float("inf"))
+
+
+def _pipeline(
+    config: Config,
+    host: PluginHost,
+    parts: SimulatedParts,
+    engine: Engine,
+    seed: int,
+    emit: Callable[[Event], None],
+) -> Pipeline:
+    weights = {name: task.weight for name, task in config.tasks.items()} or dict.fromkeys(parts.loaders, 1.0)
+    stream = PromptStream(
+        sampler=make_sampler(config.sampler, host, seed=config.seed, weights=weights),
+        loaders=parts.loaders,
+        name=config.sampler.name,
+    )
+    step = config.trainer.prompts_per_step
+    outstanding = (config.pipeline.max_staleness + 1) * step
+    lost = LostBudget(outstanding * config.rollout.group_size * (config.rollout.max_retries + 1))
+    sampling, tasks = sampling_params(config.rollout), list(parts.environments)
+
+    def observe_attempt(task: str, rollouts: Sequence[Rollout], attempts: int) -> None:
+        for rollout in rollouts:
+            lost.observe(rollout)
+
+    async def validate(version: int) -> dict[str, dict[str, float]]:
+        await play(
+            [
+                RolloutRequest(
+                    prompt=Prompt(messages="-", id=str(i), environment=tasks[i % len(tasks)]),
+                    seed=derive_seed(seed, version, i),
+                    group=f"validation {version} {i}",
+                )
+                for i in range(parts.held_out)
+            ],
+            engine=engine,
+            environments=parts.environments,
+            renderer=parts.renderer,
+            sampling=sampling,
+            deadline=config.validation.deadline,
+        )
+        return {}
+
+    return Pipeline(
+        buffer=make_buffer(config.trainer, config.pipeline, config.rollout),
+        draw=stream.draw,
+        passed_over=stream.passed_over,
+        observe=stream.observe,
+        untrained=stream.untrained,
+        engine=engine,
+        trainer=parts.trainer,
+        environments=parts.environments,
+        renderer=parts.renderer,
+        sampling=sampling,
+        group_size=config.rollout.group_size,
+        places=rollout_places(config.rollout),
+        advantages=make_advantages(config.advantage, host),
+        all_rows=config.loss.all_rows,
+        shaping=make_shaping(config.shaping, max_tokens=config.rollout.max_tokens),
+        dynamic=dynamic_sampling(config.dynamic_sampling, {}, host, prompts_per_step=step),
+        seed=seed,
+        emit=emit,
+        observe_attempt=observe_attempt,
+        schedule=make_schedule(
+            rollout=config.rollout,
+            engine=config.engine,
+            trainer=config.trainer,
+            pipeline=config.pipeline,
+            validation=config.validation,
+            checkpoint=config.checkpoint,
+        ),
+        validate=validate if parts.held_out else None,
+        save=parts.save if config.checkpoint.every else None,
+    )
+
+
+def _engine(config: Config, parts: SimulatedParts) -> Engine:
+    """Make the engine of the configuration, or its pool of engines."""
+
+    def one() -> Engine:
+        engine, limit = parts.engine(), config.engine.max_requests
+        return LimitedEngine(engine, limit) if limit else engine
+
+    if config.engine.workers == 1:
+        return one()
+    return EnginePool(lambda number: one(), config.engine.workers, deadline=config.engine.deadline)
+
+
+@contextlib.contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Let Python look for circles of objects less often: a simulated run makes many objects and few circles.
+
+    Looking as often as usual takes an eighth of a simulation's time.
+    """
+    usual = gc.get_threshold()
+    gc.set_threshold(100_000, *usual[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*usual)

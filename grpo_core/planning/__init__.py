@@ -1,1 +1,0 @@
-"""Forecasts of runs: the real pipeline on virtual time, with service times that are given or measured."""

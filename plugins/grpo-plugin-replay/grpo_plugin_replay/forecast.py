@@ -1,0 +1,139 @@
+"""A forecast: a run of the real pipeline with planned parts, on virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from attrs import evolve, frozen
+
+from grpo_core import ConfigError, GrpoError, events
+from grpo_core.kit import Config, PluginHost, SimulatedParts, simulate_run
+from grpo_plugin_replay.times import Times
+from grpo_plugin_replay.world import (
+    PlannedEngine,
+    PlannedEnvironment,
+    PlannedLoader,
+    PlannedRenderer,
+    PlannedTrainer,
+    Plays,
+    SharedCores,
+)
+
+WARM_UP = 2
+"""Steps at the beginning that do not count in means: the pipeline is empty, and a real trainer warms up."""
+
+
+def fewest_steps(max_staleness: int) -> int:
+    """Return the number of steps below which a forecast is mostly of the groups of the warm-up.
+
+    The groups of ``max_staleness + 1`` steps are begun at the same time, and may be finished at the same
+    time: one of so many steps waits for them, and the others do not.
+    """
+    return WARM_UP + 2 * (max_staleness + 1)
+
+
+@frozen(kw_only=True)
+class Forecast:
+    """The seconds and shares of a run, as means over its steps without the first two."""
+
+    seconds_per_step: float
+    overlap: float
+    """Share of the time in which the busier side, generation or training, was busy."""
+    generating: float
+    """Share of the time in which rollouts were played."""
+    training: float
+    """Share of the time in which the trainer computed a step."""
+    waiting: float
+    """Share of the time in which training waited for groups."""
+    staleness_mean: float
+    staleness_max: float
+    tokens_per_second: float
+    rollouts_per_second: float
+    """Rows that were trained in a second: one for each rollout with a learning signal, or for each of its
+    segments."""
+    skipped: float
+    """Number of prompts that were skipped because no attempt at them succeeded."""
+
+
+def summarise(steps: Sequence[Mapping[str, float]]) -> Forecast:
+    """Return the means of the metrics of a run's steps."""
+    counted = steps[WARM_UP:] if len(steps) > 2 * WARM_UP else steps
+
+    def mean(name: str) -> float:
+        return fmean(step.get(name, 0.0) for step in counted)
+
+    seconds = max(mean("time/step"), 1e-9)
+    return Forecast(
+        seconds_per_step=mean("time/step"),
+        overlap=mean("overlap"),
+        generating=min(mean("time/generate") / seconds, 1.0),
+        training=mean("time/train") / seconds,
+        waiting=mean("time/wait_for_groups") / seconds,
+        staleness_mean=mean("staleness_mean"),
+        staleness_max=max(step.get("staleness_max", 0.0) for step in steps),
+        tokens_per_second=mean("tokens_per_second/generation"),
+        rollouts_per_second=mean("rows") / seconds,
+        skipped=steps[-1].get("buffer/skipped", 0.0),
+    )
+
+
+def forecast(
+    config: Config,
+    times: Times,
+    host: PluginHost,
+    *,
+    seed: int = 0,
+    held_out: int = 0,
+    emit: Callable[[Any], None] = lambda event: None,
+) -> Forecast:
+    """Run the pipeline that a configuration describes, on virtual time.
+
+    Args:
+        held_out: number of rollouts of a validation.
+        emit: receives the events of the run while the virtual event loop runs.
+
+    Raises ConfigError if the simulated run fails, such as by a deadline that rollouts cannot keep.
+    """
+    steps: list[Mapping[str, float]] = []
+
+    def receive(event: Any) -> None:
+        if isinstance(event, events.StepEnded):
+            steps.append(event.metrics)
+        emit(event)
+
+    async def save(step: int, failure: Any) -> Any:
+        await asyncio.sleep(times.checkpoint.cut)
+
+        async def written() -> Path:
+            await asyncio.sleep(times.checkpoint.write)
+            return Path(f"step-{step:06d}")
+
+        return written
+
+    plays = Plays(times.rollout, seed=seed, group_size=config.rollout.group_size)
+    cores = SharedCores(times.machine.slowdown)
+    tasks = list(config.tasks) or ["task"]
+    parts = SimulatedParts(
+        engine=lambda: PlannedEngine(times.engine, plays, cores),
+        trainer=PlannedTrainer(times.trainer, cores, seed=seed),
+        environments={task: PlannedEnvironment(times.environment, plays) for task in tasks},
+        loaders={task: PlannedLoader(task) for task in tasks},
+        renderer=PlannedRenderer(times.rollout.prompt_tokens),
+        save=save,
+        held_out=held_out,
+    )
+    try:
+        simulate_run(config, host, parts, seed=seed, emit=receive)
+    except GrpoError as error:
+        raise ConfigError(f"the simulated run fails after {len(steps)} steps: {error}") from error
+    return summarise(steps)
+
+
+def for_steps(config: Config, steps: int) -> Config:
+    """Return the configuration of a run with another number of steps, which no other key changes."""
+    trainer = evolve(config.trainer, steps=steps, epochs=0.0, time_limit=0.0, stop_when="")
+    return evolve(config, trainer=trainer)
