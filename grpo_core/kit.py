@@ -80,9 +80,9 @@ A command that computes steps of a run again, or reads settings:
     configured, changed, merge, structured, read_toml    make a configuration, or another table, of tables
     Settings, Words             annotations of options
     differences, shown          the keys in which two tables differ, and their values
-    trainer_again, checkpoint_fault        start the trainer of a run, from what it has saved
+    trainer_again, saved_before            start the trainer of a run, from what it has saved
     advantages_again, trains_all_rows, make_batch      make the rows of a step from stored groups
-    simulate_run, SimulatedParts           run the real pipeline on virtual time, with parts that only take time
+    simulate_run, SimulatedParts           run the real pipeline on virtual time, with parts that take time
 
 ``examples/custom_engine.py`` is a complete engine.  Check yours with ``grpo-core check ./file.py:MyEngine``.
 """
@@ -97,6 +97,7 @@ if TYPE_CHECKING:
     from grpo_core.aio import cancel as cancel
     from grpo_core.aio import to_the_end as to_the_end
     from grpo_core.app.again import advantages_again as advantages_again
+    from grpo_core.app.again import saved_before as saved_before
     from grpo_core.app.again import trainer_again as trainer_again
     from grpo_core.app.again import trains_all_rows as trains_all_rows
     from grpo_core.app.gpus import Devices as Devices

@@ -9,6 +9,8 @@ from attrs import evolve
 
 from grpo_core.app.parts import make_advantages, make_shaping, trainer_here
 from grpo_core.config import Config, TrainerConfig
+from grpo_core.errors import CheckpointError
+from grpo_core.loop import checkpoint
 from grpo_core.loop.rows import with_advantages
 from grpo_core.loss import needs_of
 from grpo_core.models import local_directory
@@ -18,6 +20,21 @@ from grpo_core.records import Group
 from grpo_core.run_directory import RunDirectory
 from grpo_core.training.setup import TrainerSetup
 from grpo_core.validation.target import started_from
+
+
+def saved_before(run: Path, step: int) -> tuple[int, Path | None]:
+    """Return the newest checkpoint before a step, with its own step; 0 and None are the model of the start.
+
+    Raises CheckpointError if it is damaged.
+    """
+    saved = dict(checkpoint.complete_names(RunDirectory(run).checkpoints))
+    version = max((each for each in saved if each < step), default=0)
+    directory = saved.get(version)
+    if directory is not None and (fault := checkpoint.fault(directory)) is not None:
+        raise CheckpointError(
+            f"{directory}: {fault}; to replay from the checkpoint before, move this one away"
+        )
+    return version, directory
 
 
 async def trainer_again(

@@ -15,13 +15,13 @@ from typing import Self
 
 from attrs import define, evolve, field, frozen
 
-from grpo_core import Batch, ConfigError, Group, StateDigest, StepResult, Trainer, errors
+from grpo_core import Batch, ConfigError, Group, StateDigest, StepResult, Trainer
 from grpo_core.kit import (
     Config,
     PluginHost,
     Words,
-    checkpoint_fault,
     make_batch,
+    saved_before,
     say,
     scratch_directory,
     to_the_end,
@@ -130,13 +130,7 @@ class Replayer:
 
         Raises CheckpointError if that checkpoint is damaged, and ConfigError if rollouts of the steps are.
         """
-        saved = self.history.run.checkpoints
-        version = max((each for each in saved if each < step), default=0)
-        directory = saved.get(version)
-        if directory is not None and (fault := checkpoint_fault(directory)) is not None:
-            raise errors.CheckpointError(
-                f"{directory}: {fault}; to replay from the checkpoint before, move this one away"
-            )
+        version, directory = saved_before(self.history.run.path, step)
         for number in range(version + 1, step + 1):  # before anything costly is started
             self.history.check(number)
         recorded = self.history.step(version + 1)
