@@ -110,7 +110,7 @@ def offers():
     hosts = [source_of("grpo_core.plugins.builtins")]
     for plugin in PLUGINS:
         project = tomllib.loads(plugin.read_text())["project"]
-        names |= {project["name"], *project["entry-points"]["grpo_core"]}
+        names |= {project["name"], *project["entry-points"].get("grpo_core", ())}
         hosts += plugin.parent.glob("grpo_plugin_*/__init__.py")
     for path in hosts:
         names |= offered_by(path)
