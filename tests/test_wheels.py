@@ -113,7 +113,7 @@ def test_wheels_are_installed_into_an_empty_environment_and_train(index, environ
     line = json.loads((tmp_path / "run" / "provenance.jsonl").read_text())
     assert set(line["plugins"]) == {"math", "curriculum"}
     script = run(grpo, "completion", "bash", cwd=tmp_path, **clean)
-    assert "score" in script
+    assert "validate" in script
 
 
 @pytest.mark.slow

@@ -15,10 +15,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TextIO
 
 from attrs import field, frozen
 from cyclopts import App
+from rich.filesize import decimal
 
 from grpo_core import ConfigError, Run
 from grpo_core.kit import (
@@ -79,15 +80,21 @@ def list_(directories: list[Path] | None = None, /, *, as_json: AsJson = False) 
         Print the list as JSON.
     """
     directories = directories or [RUNS]
-    found = sorted((_listed(path, named=path in directories) for path in _runs(directories)), key=_age)
+    listed = [_listed(path, named=path in directories) for path in _runs(directories)]
+    found = sorted(listed, key=lambda each: (each.started or datetime.min, str(each.path)))
     if as_json:
         print(json.dumps([_as_json(each) for each in found], indent=2))
         return 0
     if not found:
         say(f"there are no runs in {', '.join(map(str, directories))}")
         return 0
-    heads = ("run", "state", "tasks", "steps", "learnt", "started", "size")
-    say(_aligned([heads, *map(_line, found)]))
+    table = [("run", "state", "tasks", "steps", "learnt", "started", "size")]
+    for each in found:
+        learnt = ", ".join(f"{task} {score}" for task in each.scores if (score := _score(each, task)))
+        started = f"{each.started:%Y-%m-%d %H:%M}" if each.started else ""
+        name, tasks, size = str(each.path), "+".join(each.tasks), decimal(_nbytes(each.path))
+        table.append((name, each.state, tasks, _steps(each), learnt, started, size))
+    say(_aligned(table))
     return 0
 
 
@@ -142,11 +149,11 @@ def prune(directories: list[Path], /, *, keep: int = 1, yes: Flag = False) -> in
             for unwanted in [] if run is None else _unwanted(run, keep):
                 nbytes = _nbytes(unwanted)
                 total += nbytes
-                say(f"{'removed' if yes else 'would remove'} {unwanted} ({_size(nbytes)})")
+                say(f"{'removed' if yes else 'would remove'} {unwanted} ({decimal(nbytes)})")
                 if yes:
                     shutil.rmtree(unwanted)
     told = "freed" if yes else "would free"
-    say(f"{told} {_size(total)}" + ("" if yes or not total else "; --yes removes them"))
+    say(f"{told} {decimal(total)}" + ("" if yes or not total else "; --yes removes them"))
     return 0
 
 
@@ -179,23 +186,19 @@ def export(directory: Path, /, *, output: Path | None = None) -> int:
     names = dict.fromkeys(name for row in rows for name in ["step", *row])
     if not names:
         raise ConfigError(f"{directory}: has no metrics, so there is nothing to export")
-    if output is None:
-        _write_csv(sys.stdout, names, rows)
-        return 0
-    try:
-        with output.open("x", encoding="utf-8", newline="") as file:
-            _write_csv(file, names, rows)
-    except FileExistsError:
-        raise ConfigError(f"--output {output}: exists; give another name") from None
-    except OSError as error:
-        raise ConfigError(f"--output {output}: cannot be written: {error.strerror}") from error
+    with contextlib.ExitStack() as stack:
+        file: TextIO = sys.stdout
+        try:
+            if output is not None:
+                file = stack.enter_context(output.open("x", encoding="utf-8", newline=""))
+        except FileExistsError:
+            raise ConfigError(f"--output {output}: exists; give another name") from None
+        except OSError as error:
+            raise ConfigError(f"--output {output}: cannot be written: {error.strerror}") from error
+        writer = csv.DictWriter(file, list(names), restval="")
+        writer.writeheader()
+        writer.writerows(rows)
     return 0
-
-
-def _write_csv(file: Any, names: Iterable[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    writer = csv.DictWriter(file, list(names), restval="")
-    writer.writeheader()
-    writer.writerows(rows)
 
 
 # ---------------------------------------------------------------------------------- reading
@@ -259,30 +262,8 @@ def _unwanted(run: RunDirectory, keep: int) -> list[Path]:
 # ---------------------------------------------------------------------------------- showing
 
 
-def _age(each: Summary) -> tuple[datetime, str]:
-    return each.started or datetime.min, str(each.path)
-
-
-def _line(each: Summary) -> tuple[str, ...]:
-    started = f"{each.started:%Y-%m-%d %H:%M}" if each.started else ""
-    size = _size(_nbytes(each.path))
-    return (
-        str(each.path),
-        each.state,
-        "+".join(each.tasks),
-        _steps(each),
-        _learnt(each),
-        started,
-        size,
-    )
-
-
 def _steps(each: Summary) -> str:
     return f"{each.step} of {each.steps}" if each.steps else str(each.step)
-
-
-def _learnt(each: Summary) -> str:
-    return ", ".join(f"{task} {score}" for task in each.scores if (score := _score(each, task)))
 
 
 def _score(each: Summary, task: str) -> str:
@@ -299,14 +280,6 @@ def _nbytes(directory: Path) -> int:
             with contextlib.suppress(OSError):
                 found += os.stat(os.path.join(parent, name)).st_size
     return found
-
-
-def _size(nbytes: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000:
-            return f"{nbytes:.3g} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.3g} TB"
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> str:

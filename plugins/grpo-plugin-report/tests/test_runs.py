@@ -90,7 +90,7 @@ def test_of_a_directory_the_runs_that_go_on_are_left_out_and_all_others_are_prun
     assert runs.prune([tmp_path], keep=1, yes=True) == 0
     printed = capsys.readouterr()
     assert [len(list(run.checkpoints.glob("step-*"))) for run in (first, goes_on, last)] == [1, 4, 1]
-    assert printed.out.splitlines()[-1] == "freed 12 kB"
+    assert printed.out.splitlines()[-1] == "freed 12.0 kB"
     assert printed.err.startswith(f"left out: {goes_on.path}: process ")
 
 
@@ -141,7 +141,7 @@ def test_the_newest_and_the_best_checkpoint_stay_and_nothing_goes_without_yes(ma
     scores = {"metric": "validation/sort/accuracy", "scores": {"0": 0.2, "2": 0.5, "4": 0.4}}
     (run.checkpoints / "scores.json").write_text(json.dumps(scores))
     runs.prune([run.path], keep=1, yes=False)
-    assert "would free 4 kB; --yes removes them" in capsys.readouterr().out
+    assert "would free 4.0 kB; --yes removes them" in capsys.readouterr().out
     assert len(list(run.checkpoints.glob("step-*"))) == 4
     runs.prune([run.path], keep=1, yes=True)
     assert sorted(p.name for p in run.checkpoints.glob("step-*")) == ["step-000002", "step-000004"]
