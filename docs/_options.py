@@ -27,8 +27,8 @@ PAGE = ROOT / "docs" / "options.md"
 
 OURS = {"grpo-core", *(path.name for path in (ROOT / "plugins").iterdir())}
 """Distributions of this repository: what else is installed has its own documents."""
-LEFT_OUT = {"environment"}
-"""Each environment is documented by its plugin."""
+LEFT_OUT = {"environment", "preflight"}
+"""Each environment is documented by its plugin; a check has no options."""
 FROM_THE_CORE = {"self", "setup", "run", "plugins", "placement", "inputs", "group", "groups", "rewards"}
 """Parameters that the core fills in."""
 SELECTED = {
@@ -61,12 +61,14 @@ def page() -> str:
     """The whole page."""
     lines = [HEAD]
     host = PluginHost.discover()
+    sections = {each.name for each in host.sections.added}
     for kind in HOOKS:
         offers = [
             (plugin.name, name)
             for plugin in host.plugins
             if plugin.distribution in OURS and kind not in LEFT_OUT
             for name in sorted(plugin.offers.get(kind, {}))
+            if not (kind == "tracker" and name in sections)
         ]
         if offers:
             lines.append(f"## {kind.replace('_', ' ').capitalize()}\n")

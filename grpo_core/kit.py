@@ -57,9 +57,8 @@ A command that plays environments, besides ``grpo_core.Run``:
 
     configure, parse_settings, check_settings   read a configuration, with that of the command line
     Config, TaskConfig, check_task, tasks_of    check the environments that it names
-    Tasks, LocalPlacement                    start the environments of a configuration
+    Tasks, LocalPlacement, EnvironmentClient    start the environments of a configuration
     SourcedProcess, EnvironmentHost, taken_sections, environment_code   one environment, and its child's side
-    judge, look_up, Judged, KnownPrompts     judge stored rollouts again
     groups_in, prompts_in, as_json           read a file of rollouts, and write a line of one
     leakage, secrets_in, assistant_message   compare prompts, look for secrets, read a reply
     to_the_end, wrong_input, lines_of_incidents, new_directory, unused, cut   what commands share
@@ -110,10 +109,6 @@ if TYPE_CHECKING:
     from grpo_core.app.placement import Retain as Retain
     from grpo_core.app.preflight import check_task as check_task
     from grpo_core.app.provenance import environment_code as environment_code
-    from grpo_core.app.rejudging import Judged as Judged
-    from grpo_core.app.rejudging import KnownPrompts as KnownPrompts
-    from grpo_core.app.rejudging import judge as judge
-    from grpo_core.app.rejudging import look_up as look_up
     from grpo_core.app.resume import differences as differences
     from grpo_core.app.resume import shown as shown
     from grpo_core.app.run import lines_of_incidents as lines_of_incidents
@@ -187,6 +182,7 @@ if TYPE_CHECKING:
     from grpo_core.processes import die_with as die_with
     from grpo_core.processes import scratch_directory as scratch_directory
     from grpo_core.protocols import DataPlane as DataPlane
+    from grpo_core.protocols import EnvironmentClient as EnvironmentClient
     from grpo_core.reporting.stored import as_json as as_json
     from grpo_core.reporting.stored import groups_in as groups_in
     from grpo_core.reporting.stored import prompts_in as prompts_in

@@ -13,11 +13,9 @@ from test_docs import ROOT, generator
 from test_trainer import batch, model, not_finite_backward, ragged, setup  # noqa: F401 - model is a fixture
 from tracked_run import METRICS_JSONL, a_run
 
-from grpo_core import Environment
 from grpo_core.app import readings
-from grpo_core.app.opinion import SecondOpinion
-from grpo_core.config import AuditConfig, LossConfig, TeacherConfig
-from grpo_core.events import GroupsReady, Span
+from grpo_core.config import LossConfig, TeacherConfig
+from grpo_core.events import Span
 from grpo_core.loop.agreement import Agreement
 from grpo_core.loop.canary import Canaries
 from grpo_core.loop.dynamic import DynamicSampling
@@ -33,7 +31,6 @@ from grpo_core.loop.metrics import (
 )
 from grpo_core.loop.shaping import Shaping
 from grpo_core.records import Canary, EndReason, Group, Prompt, Rollout, Segment, Weights
-from grpo_core.testing import HostedEnvironment, run
 from grpo_core.timeline import Timeline, taken_down
 from grpo_core.tokens import Tokens
 from grpo_core.training.trainer import TorchTrainer
@@ -112,35 +109,6 @@ def names_of_a_run(strategy, path, **changes):
     return {name for row in rows for name in row} - {"step", "time"}
 
 
-class Strict(Environment):
-    """It judges everything the same."""
-
-    def prompts(self, split):
-        return [Prompt(messages="x")]
-
-    def evaluate(self, episodes):
-        return [0.0 for _ in episodes]
-
-
-def names_of_a_second_opinion():
-    """Names of the metrics of a second opinion, one of whose rollouts could not be judged."""
-    opinion = SecondOpinion(
-        audit=AuditConfig(second_opinion="strict", rollouts=1),
-        seed=0,
-        tasks=["sort"],
-        environment=HostedEnvironment(Strict()),
-        warn=lambda cause, message: None,
-    )
-
-    async def story():
-        async with opinion.running():
-            succeeded = attrs.evolve(rollout(), success=True)
-            opinion.receive(GroupsReady(step=0, groups=(group(succeeded),)))
-
-    run(story())
-    return set(opinion.metrics())
-
-
 def names_of_a_canary():
     known = Canary(prompt_ids=(1,), token_ids=(1,), logprobs=(-1.0,))
     canaries = Canaries([known.prompt_ids])
@@ -179,7 +147,6 @@ def written(model, tmp_path_factory):  # noqa: F811
         times(Span(lane=lane, what=what, begin=0.0, end=1.0, busy=1.0) for lane, what in TIMES)
     )
     found |= {*readings.memory(), *readings.of_engine(Measured())}
-    found |= names_of_a_second_opinion()
     found |= names_of_a_canary()
     trainer = TorchTrainer(attrs.evolve(setup(model, loss={"kl_coefficient": 0.01}), max_non_finite=0.5))
     rows = ragged()

@@ -76,6 +76,7 @@ def relative(path: Path) -> str:
 SEAMS = {
     "plugins/grpo-plugin-audit/tests/test_audit.py",
     "plugins/grpo-plugin-audit/tests/test_score.py",
+    "plugins/grpo-plugin-audit/tests/test_second_opinion.py",
     "plugins/grpo-plugin-curriculum/tests/test_learnable_prompts.py",
     "plugins/grpo-plugin-ray/tests/test_ray.py",
     "plugins/grpo-plugin-ray/tests/test_cluster.py",

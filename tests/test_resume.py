@@ -519,7 +519,6 @@ def wrong_values(value, where=""):
 
 
 def with_all_there_is(state):
-    evidence = {"tolerance": 0.02, "level": 0.1, "groups": 1, "judged": 1, "refused": 0, "alarmed": False}
     quotas = {"owed": {"sort": 0.5}, "lost": [["sort", 1]]}
     standard = {"version": 0, "scores": {"1": {"reward": 1.0}}, "missing": {"1": 0.5}}
     return {
@@ -527,7 +526,6 @@ def with_all_there_is(state):
         "sampler": {"drawn": 3, "rates": {"sort": [[0, 0.5]]}, "quotas": quotas},
         "validation": {"": {"strategy": "paired", "state": {"sort": standard}}},
         "goal": {"reward/sort": 0.5},
-        "second_opinion": {"environment": "x", "evidence": {"sort": {**evidence, "money": [0.5]}}},
         "measured": 0,
     }
 

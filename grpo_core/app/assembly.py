@@ -18,7 +18,6 @@ from grpo_core.app.first_look import first_look, leaks
 from grpo_core.app.gpus import Devices
 from grpo_core.app.lengths import RunPrompts, has_tokenizer
 from grpo_core.app.memory import checked
-from grpo_core.app.opinion import SecondOpinion, asked
 from grpo_core.app.parts import (
     SYNC_ATTEMPTS,
     SYNC_GRACE,
@@ -124,7 +123,6 @@ class _Started:
     trainer: Trainer
     engine: Engine
     validation_engine: Engine | None
-    opinion: SecondOpinion | None
 
 
 async def assemble(config: Config, run: RunContext) -> tuple[Config, Pipeline]:
@@ -135,7 +133,7 @@ async def assemble(config: Config, run: RunContext) -> tuple[Config, Pipeline]:
     assembly = Assembly(config, run, await choose_devices(config, run))
     started = await assembly.start()
     config, renderer, trainer = assembly.config, started.renderer, started.trainer
-    prompts, held_out, opinion = started.found.prompts, started.found.held_out, started.opinion
+    prompts, held_out = started.found.prompts, started.found.held_out
     run.warnings.extend(await assembly.first_look(prompts, held_out, renderer))
     run.warnings.extend(await asyncio.to_thread(leaks, assembly.step, prompts, held_out))
     if run.resume is not None and (changed := changed_schedule(run.resume, config.trainer)):
@@ -148,8 +146,6 @@ async def assemble(config: Config, run: RunContext) -> tuple[Config, Pipeline]:
     _restore(run, checkpoint.restore_validation, validation)
     if run.resume is not None:
         validation.measured = checkpoint.measured(run.resume)
-    if opinion is not None:
-        _restore(run, checkpoint.restore_second_opinion, opinion)
     engine, validate = assembly.validator(started.engine, started.validation_engine, validation)
     pipeline = Pipeline(
         buffer=started.buffer,
@@ -175,10 +171,10 @@ async def assemble(config: Config, run: RunContext) -> tuple[Config, Pipeline]:
         emit=run.emit,
         flush=run.trackers.flush,
         observe_attempt=assembly.budgets(),
-        readings=assembly.readings(opinion, engine),
+        readings=assembly.readings(engine),
         validate=validate,
         validate_first=validation.measured < assembly.step,
-        save=assembly.save(trainer, started.buffer, loaders, stream, validation, opinion),
+        save=assembly.save(trainer, started.buffer, loaders, stream, validation),
         canary=canary_prompts(prompts, renderer),
         canary_tolerance=canary_tolerance(config.health, config.engine),
         limits=health_limits(config.health),
@@ -186,8 +182,6 @@ async def assemble(config: Config, run: RunContext) -> tuple[Config, Pipeline]:
         watch=assembly.watched(trainer, validate),
     )
     run.trackers.on_stop(partial(pipeline.stop, at_leisure=True))
-    if opinion is not None:
-        opinion.stop = partial(pipeline.stop, at_leisure=True)
     if config.trainer.stop_when:
         run.after.append(stop_at(Goal.parse(config.trainer.stop_when), pipeline, run.goal))
     return config, pipeline
@@ -274,7 +268,6 @@ class Assembly:
             held_out=await self.run.tasks.held_out(chosen, chosen.due_sets, tasks=bool(chosen.every)),
         )
         check_dataloaders(config, self.run.tasks.dataloaders, self.sampler())
-        opinion = await self.second_opinion(found.prompts)
         plane = await self.data_plane()
         start = await self.start_model(found.prompts)
         teacher = await self.teacher()
@@ -302,7 +295,6 @@ class Assembly:
             trainer=trainer,
             engine=engine,
             validation_engine=validation_engine,
-            opinion=opinion,
         )
 
     async def start_model(self, prompts: Prompts) -> StartModel:
@@ -332,31 +324,13 @@ class Assembly:
             ]
         return start
 
-    async def second_opinion(self, prompts: Prompts) -> SecondOpinion | None:
-        """Start the environment that judges some rollouts once more, if one is configured."""
-        config, run = self.config, self.run
-        if not config.audit.second_opinion:
-            return None
-
-        def warn(cause: str, message: str) -> None:
-            run.emit(WarningRaised(step=run.trackers.step, cause=cause, message=message))
-
-        environments, logs = run.tasks.environments, run.directory.logs
-        around = asked(config, run.placement, environments, prompts, logs=logs, warn=warn)
-        opinion, told = await run.stack.enter_async_context(around)
-        run.warnings += [WarningRaised(step=self.step, cause="second_opinion", message=one) for one in told]
-        run.after.append(opinion.receive)
-        return opinion
-
-    def readings(self, opinion: SecondOpinion | None, engine: Engine) -> Callable[[], Mapping[str, float]]:
+    def readings(self, engine: Engine) -> Callable[[], Mapping[str, float]]:
         """Return the function that reads what went on beside the loop since its last call."""
         trackers = self.run.trackers
         incidents = trackers.incidents.read
-        judged: Callable[[], Mapping[str, float]] = dict if opinion is None else opinion.metrics
         return lambda: {
             **trackers.metrics(),
             **incidents(),
-            **judged(),
             **readings.of_engine(engine),
             **readings.memory(),
         }
@@ -590,7 +564,6 @@ class Assembly:
         loaders: Mapping[str, TaskLoader | Dataloader],
         stream: PromptStream,
         validation: Validation,
-        opinion: SecondOpinion | None,
     ) -> Save:
         directory, keep = self.run.directory.checkpoints, self.config.checkpoint.keep
         process = identity(self.config)
@@ -606,7 +579,6 @@ class Assembly:
                     "measured": validation.measured,
                     "goal": self.run.goal,
                     "run": process,
-                    **({} if opinion is None else {"second_opinion": opinion.state_dict()}),
                 },
                 loaders=checkpoint.loader_states(loaders, cut["buffer"]),
                 trackers=states,

@@ -62,15 +62,6 @@ def with_absolute_paths(config: Config, host: PluginHost) -> Config:
         )
         for name, task in config.tasks.items()
     }
-    audit = config.audit
-    if audit.second_opinion:
-        given, python = audit.options, config.environment.python
-        named = options.name(audit.second_opinion)
-        audit = evolve(
-            audit,
-            second_opinion=named,
-            options=options.of_environment(audit.second_opinion, given, python),
-        )
     environment = evolve(config.environment, python=_absolute_python(config.environment.python))
     tracking = evolve(
         config.tracking,
@@ -87,7 +78,10 @@ def with_absolute_paths(config: Config, host: PluginHost) -> Config:
         tasks=tasks,
         tracking=tracking,
         environment=environment,
-        audit=audit,
+        sections=[
+            evolve(each, values={key: options.part(value) for key, value in each.values.items()})
+            for each in config.sections
+        ],
         filters={
             _absolute_name(name): options.of("filter", name, given) for name, given in config.filters.items()
         },
@@ -107,7 +101,7 @@ class _Options:
             found = with_absolute_options(self.host.find(kind, name), options) if options else {}
         except GrpoError:  # whoever makes it says what is wrong
             found = dict(options)
-        return {key: self._part(value) for key, value in found.items()}
+        return {key: self.part(value) for key, value in found.items()}
 
     def name(self, env: str) -> str:
         """Return the name of an environment, which may be a path or end with one."""
@@ -125,11 +119,11 @@ class _Options:
         """Return the options of an environment; with another interpreter its file is not imported here."""
         if python and (place := in_file(env)):
             found = with_absolute_options_of_file(*place, options)
-            return {key: self._part(value) for key, value in found.items()}
+            return {key: self.part(value) for key, value in found.items()}
         return self.of("environment", env, options)
 
-    def _part(self, value: Any) -> Any:
-        """Return the value of an option, which may name other offers, as those of ``compose`` do."""
+    def part(self, value: Any) -> Any:
+        """Return the value of an option or a key, which may name other offers, as those of ``compose`` do."""
         if isinstance(value, str) and (place := in_file(value)) and place[1] and place[0].is_file():
             return _absolute_name(value)
         if not isinstance(value, Mapping):
@@ -138,7 +132,7 @@ class _Options:
         if isinstance(env, str) and isinstance(given, Mapping):
             options = {"options": self.of("environment", env, given)} if given else {}
             return {**value, "env": self.name(env), **options}
-        return {key: self._part(each) for key, each in value.items()}
+        return {key: self.part(each) for key, each in value.items()}
 
 
 def plugin_files(config: Config) -> set[Path]:
@@ -146,7 +140,7 @@ def plugin_files(config: Config) -> set[Path]:
     names = [choice.name for _, choice in _choices(config)]
     names += [task.env for task in config.tasks.values()] + list(config.tracking.trackers)
     names += [name for task in config.tasks.values() for name in (task.dataloader, task.player) if name]
-    names += [*config.filters, *([config.audit.second_opinion] if config.audit.second_opinion else [])]
+    names += config.filters
     names += [config.validation.engine.name] if config.validation.engine else []
     names += [name for one in config.validation.sets.values() for name in (one.env, one.name) if name]
     names += [
@@ -158,10 +152,10 @@ def plugin_files(config: Config) -> set[Path]:
 
 
 def _all_options(config: Config) -> Iterator[Mapping[str, Any]]:
-    """Yield the options of all environments."""
+    """Yield the options of all environments, and the sections of plugins, which may name others."""
     yield from (task.options for task in config.tasks.values())
     yield from (one.env_options for one in config.validation.sets.values())
-    yield config.audit.options
+    yield from (each.values for each in config.sections)
 
 
 def _texts(value: Any) -> Iterator[str]:

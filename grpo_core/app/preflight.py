@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from math import lcm
 from pathlib import Path
 
-from attrs import evolve
-
 from grpo_core.app.parts import (
     engines_of,
     make_data_plane,
@@ -25,7 +23,6 @@ from grpo_core.app.workers import of_task, transport, workers_of
 from grpo_core.config import (
     CUTS,
     AdvantageConfig,
-    AuditConfig,
     Config,
     EnvironmentConfig,
     ShapingConfig,
@@ -99,8 +96,6 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
     _check_strategy(config.validation, host, {} if config.validation.sets else _cuts(config.validation))
     for name in config.validation.sets:
         _check_set(name, config, host, trains=trains)
-    if trains:
-        _check_audit(config, host)
     check_trackers(config.tracking, host)
     _check_placement(config, host, trains=trains)
     model_source(config.model, host).check()
@@ -331,22 +326,6 @@ def _check_set(name: str, config: Config, host: PluginHost, *, trains: bool) -> 
         _check_environment(key, environment, config.environment, host, remote=remote)
     own = {cut: value for cut, value in _cuts(resolved).items() if getattr(chosen, cut) is not None}
     _check_strategy(resolved, host, own, key)
-
-
-def _check_audit(config: Config, host: PluginHost) -> None:
-    """Raise ConfigError or PluginError if a second opinion cannot be made, or is about no task."""
-    audit = config.audit
-    if not audit.second_opinion:
-        if audit != AuditConfig():
-            raise ConfigError("[audit] does nothing without audit.second_opinion, the name of an environment")
-        return
-    for name in audit.tasks:
-        if name not in config.tasks:
-            near = did_you_mean(name, set(config.tasks))
-            raise ConfigError(f"audit.tasks: there is no task {name!r}.{near}")
-    remote = make_placement(config.placement, host).remote
-    task = TaskConfig(env=audit.second_opinion, options=audit.options)
-    _check_environment("audit", task, evolve(config.environment, workers=1), host, remote=remote)
 
 
 def _check_strategy(

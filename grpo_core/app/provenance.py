@@ -118,11 +118,9 @@ def package_hash(name: str) -> str | None:
 
 
 def _environments(config: Config) -> Mapping[str, Any]:
-    second = config.audit.second_opinion
     return {
         **config.tasks,
         **config.validation.environments(config.validation.sets),
-        **({"second opinion": TaskConfig(env=second)} if second else {}),
     }
 
 

@@ -489,7 +489,7 @@ async def started_tasks(
     """
     of_sets = config.validation.environments(sets)
     wanted = config.engine.workers + config.environment.workers * (len(config.tasks) + len(of_sets))
-    wanted += bool(config.audit.second_opinion) + more
+    wanted += more
     with placement.connected(wanted):
         async with Tasks.start(
             config.tasks,

@@ -8,7 +8,6 @@ from grpo_core.config.choices import NAMED, TASK_NAME, PluginChoice
 from grpo_core.config.generation import CUTS, EngineConfig, RolloutConfig
 from grpo_core.config.model import LoraConfig, ModelConfig, TeacherConfig
 from grpo_core.config.operation import (
-    AuditConfig,
     CheckpointConfig,
     DataPlaneConfig,
     HealthConfig,
@@ -56,7 +55,6 @@ __all__ = [
     "TASK_NAME",
     "ActivationsChoice",
     "AdvantageConfig",
-    "AuditConfig",
     "CheckpointConfig",
     "Config",
     "DataPlaneConfig",

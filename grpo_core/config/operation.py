@@ -1,4 +1,4 @@
-"""The sections of what surrounds a run, such as checkpoints, trackers, health and the second opinion."""
+"""The sections of what surrounds a run, such as checkpoints, trackers and health."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 from attrs import field, frozen
-from attrs.validators import deep_iterable, ge, gt, le, lt
+from attrs.validators import deep_iterable, ge, le
 
 from grpo_core.config.choices import PluginChoice
 
@@ -83,29 +83,6 @@ class HealthConfig:
     max_memory: float = field(default=1.0, validator=ge(0))
     """The run is refused before it starts if the parts of its memory that it certainly needs take more than
     this share of the available memory of the host or of a GPU; 0 turns the check off."""
-
-
-@frozen(kw_only=True)
-class AuditConfig:
-    """A second opinion about rollouts that the run trains: another environment judges some of them."""
-
-    second_opinion: str = ""
-    """Name of the environment that judges a small random part of the trained successes once more, such as a
-    stricter reward for the same prompts; a warning says when it refuses too many of them."""
-    options: dict[str, Any] = field(factory=dict)
-    """Options are passed to the factory of the second environment."""
-    success: float | None = None
-    """Reward from which the second environment calls a rollout a success, instead of what it declares."""
-    tasks: list[str] = field(factory=list)
-    """Names of the tasks whose rollouts it judges; without names, all of them."""
-    rollouts: int = field(default=16, validator=ge(1))
-    """Largest number of a task's rollouts that it judges of each step."""
-    tolerance: float = field(default=0.02, validator=[gt(0), lt(1)])
-    """Share of the successes that the second environment may refuse: raise it if the two differ by design."""
-    false_alarms: float = field(default=0.01, validator=[gt(0), lt(1)])
-    """Largest chance that a run has an alarm although no more than the tolerated share is refused."""
-    stop: bool = False
-    """The run stops at the alarm, after its step and with a checkpoint."""
 
 
 @frozen(kw_only=True)

@@ -10,7 +10,6 @@ from attrs.validators import ge, lt
 from grpo_core.config.generation import EngineConfig, RolloutConfig
 from grpo_core.config.model import ModelConfig, TeacherConfig
 from grpo_core.config.operation import (
-    AuditConfig,
     CheckpointConfig,
     DataPlaneConfig,
     HealthConfig,
@@ -67,5 +66,4 @@ class Config(WithSections):
     validation: ValidationConfig = field(factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(factory=CheckpointConfig)
     health: HealthConfig = field(factory=HealthConfig)
-    audit: AuditConfig = field(factory=AuditConfig)
     tracking: TrackingConfig = field(factory=TrackingConfig)

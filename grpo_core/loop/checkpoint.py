@@ -469,12 +469,6 @@ def measured(found: Found) -> int:
         return version
 
 
-def restore_second_opinion(directory: Path, opinion: Stateful) -> list[str]:
-    """Continue with the evidence of a second opinion; return messages about what begins anew."""
-    with reading(directory):
-        return opinion.load_state_dict(read_pipeline(directory).get("second_opinion", {}))
-
-
 def restore(
     directory: Path,
     buffer: Buffer[Prompt, Group],

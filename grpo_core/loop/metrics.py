@@ -253,19 +253,6 @@ METRICS: Mapping[str, Mapping[str, Metric]] = {
             "Most memory that the trainer, or its first rank, allocated on its GPU since the last step.",
         ),
     },
-    "Second opinion": {
-        "second_opinion_judged/TASK": Metric(
-            "rollouts", "Successes that `audit.second_opinion` has judged so far; absent without one."
-        ),
-        "second_opinion_refused/TASK": Metric(_SHARE, "Those of them that it has refused."),
-        "second_opinion_evidence/TASK": Metric(
-            _SHARE,
-            "Evidence that it refuses more than `audit.tolerance`, as a share of what an alarm needs.",
-        ),
-        "second_opinion_left_out/TASK": Metric(
-            "rollouts", "Those that it could not judge since the last step; absent if there were none."
-        ),
-    },
     "Faults": {
         "incidents/KIND": Metric(
             "incidents",

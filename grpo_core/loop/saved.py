@@ -105,25 +105,6 @@ class SavedStrategy(TypedDict):
     state: Any
 
 
-class SavedEvidence(TypedDict):
-    """The evidence of a second opinion about a task."""
-
-    tolerance: float
-    level: float
-    groups: Count
-    judged: Count
-    refused: Count
-    alarmed: bool
-    money: list[float]
-
-
-class SavedOpinion(TypedDict):
-    """A second opinion."""
-
-    environment: str
-    evidence: dict[str, SavedEvidence]
-
-
 class SavedFailure(TypedDict):
     """A ``Failure``."""
 
@@ -142,7 +123,6 @@ class SavedPipeline(TypedDict):
     validation: NotRequired[dict[str, SavedStrategy]]
     measured: NotRequired[int]
     goal: NotRequired[dict[str, float]]
-    second_opinion: NotRequired[SavedOpinion]
     failure: NotRequired[SavedFailure]
     run: NotRequired[SavedRun]
 

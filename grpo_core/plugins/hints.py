@@ -51,7 +51,7 @@ INSTALL: Mapping[tuple[Kind, str], str] = {
 }
 """By kind, and by an offer's name or its plugin's."""
 
-KEYS: Mapping[str, str] = {}
+KEYS: Mapping[str, str] = {"audit": "grpo-plugin-audit"}
 """Distributions of the keys and tables of the configuration that are ours and not the core's."""
 
 COMMANDS: Mapping[str, str] = {

@@ -17,6 +17,7 @@ the run has stored.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import random
@@ -30,14 +31,14 @@ from typing import Any
 
 from attrs import evolve
 
-from grpo_core.app.evidence import Evidence
-from grpo_core.app.opinion import SecondOpinion
-from grpo_core.app.rejudging import judge
-from grpo_core.config import AuditConfig
-from grpo_core.events import GroupsReady
-from grpo_core.records import Group, Prompt, Rollout
+from grpo_core.events import RunStarted
+from grpo_core.records import Group, Prompt, Rollout, RunInfo
 from grpo_core.reporting.stored import files_of_texts, groups_in
 from grpo_core.testing import HostedEnvironment
+from grpo_plugin_audit.evidence import Evidence
+from grpo_plugin_audit.opinion import SecondOpinion
+from grpo_plugin_audit.rejudging import judge
+from grpo_plugin_audit.section import AuditConfig
 
 HERE = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(HERE))
@@ -74,6 +75,15 @@ def reply(prompt: Prompt, exploit: str, share: float, skill: float, rng: random.
 SOLVED: dict[str, str] = {}
 
 
+class Opinion(SecondOpinion):
+    """A second opinion of an environment of this process."""
+
+    hosted: Any
+
+    def environment(self) -> contextlib.AbstractAsyncContextManager[Any]:
+        return contextlib.nullcontext(HostedEnvironment(self.hosted))
+
+
 async def twin(base: str, defect: str, exploit: str, seed: int) -> tuple[float | None, int]:
     """Return the share that exploits when the alarm comes, or None, and the number of that step."""
     first, second = HostedEnvironment(planted(base, defect)), HostedEnvironment(planted(base))
@@ -85,14 +95,11 @@ async def twin(base: str, defect: str, exploit: str, seed: int) -> tuple[float |
     rng = random.Random(f"{base} {defect} {seed}")
     middle, width, skill = rng.uniform(50, 150), rng.uniform(8, 20), rng.uniform(0.2, 0.6)
     alarms: list[str] = []
-    opinion = SecondOpinion(
-        audit=AuditConfig(second_opinion=base),
-        seed=seed,
-        tasks=["twin"],
-        environment=second,
-        warn=lambda cause, message: alarms.append(message),
-    )
-    async with opinion.running():
+    config = {"seed": seed, "tasks": {"twin": {}}}
+    opinion = Opinion(RunInfo(name="bench", directory=HERE, config=config, warn=alarms.append))
+    opinion.hosted = planted(base)
+    opinion.event(RunStarted(step=0, directory="", config={}, resumed=False))
+    with contextlib.closing(opinion):
         for step in range(400):
             share = 1 / (1 + math.exp((middle - step) / width))
             better = min(0.95, skill + step / 300)
@@ -103,8 +110,8 @@ async def twin(base: str, defect: str, exploit: str, seed: int) -> tuple[float |
                 own = [each for each in judged if each.group == place]
                 rollouts = tuple(evolve(one.stored, reward=one.reward, success=one.success) for one in own)
                 groups.append(evolve(group, rollouts=rollouts))
-            opinion.receive(GroupsReady(step=step, groups=tuple(groups)))
-            await opinion._waiting.join()
+            opinion.rollouts(step + 1, groups)
+            opinion.state_dict()  # waits until they are judged
             if alarms:
                 exploits = sum(number for _, number in played)
                 return max(share, exploits / (GROUPS * SIZE)), step
@@ -218,7 +225,7 @@ def _shares(run: Path) -> dict[int, float]:
 def _alarm(run: Path) -> int | None:
     lines = map(json.loads, (run / "events.jsonl").read_text().splitlines())
     causes = ((each["step"], str(each.get("cause", ""))) for each in lines)
-    return next((step for step, cause in causes if cause.startswith("second_opinion/")), None)
+    return next((step for step, cause in causes if cause == "tracker 'audit'"), None)
 
 
 def main(seeds: int, *, train: bool) -> bool:

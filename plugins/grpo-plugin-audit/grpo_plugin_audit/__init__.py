@@ -1,1 +1,23 @@
-"""Tests whether the rewards of an environment mean anything, and judges stored rollouts again."""
+"""Tests whether the rewards of an environment mean anything, and judges rollouts again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from grpo_core import hookimpl
+from grpo_plugin_audit.section import AuditConfig
+
+
+@hookimpl
+def grpo_config_sections() -> Mapping[str, object]:
+    return {"audit": AuditConfig | None}
+
+
+@hookimpl
+def grpo_preflight() -> Mapping[str, str]:
+    return {"second_opinion": "grpo_plugin_audit.opinion:checked"}
+
+
+@hookimpl
+def grpo_trackers() -> Mapping[str, str]:
+    return {"audit": "grpo_plugin_audit.opinion:SecondOpinion"}

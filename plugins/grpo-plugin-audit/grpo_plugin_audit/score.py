@@ -18,8 +18,6 @@ from rich.text import Text
 from grpo_core import ConfigError, GrpoError, Prompt, Run
 from grpo_core.kit import (
     Config,
-    Judged,
-    KnownPrompts,
     LocalPlacement,
     PluginHost,
     TaskConfig,
@@ -31,9 +29,7 @@ from grpo_core.kit import (
     cut,
     groups_in,
     inert,
-    judge,
     lines_of_incidents,
-    look_up,
     new_directory,
     parse_settings,
     prompts_in,
@@ -44,6 +40,7 @@ from grpo_core.kit import (
     wrong_input,
 )
 from grpo_plugin_audit.differences import TaskDifference, shown
+from grpo_plugin_audit.rejudging import Judged, KnownPrompts, judge, look_up
 
 SCORED = "scored"
 """Directory of a run in which new judgements are written."""

@@ -11,7 +11,6 @@ from attrs import evolve
 from recording import record
 
 import grpo_core as grpo
-from grpo_core.app.rejudging import judge
 from grpo_core.cli import make_app
 from grpo_core.config import Config, TaskConfig, ValidationConfig, ValidationSetConfig
 from grpo_core.errors import ConfigError
@@ -21,6 +20,7 @@ from grpo_core.records import Weights
 from grpo_core.reporting.stored import files_of_texts
 from grpo_core.testing import FakeEngine, FakeRenderer, HostedEnvironment, run
 from grpo_plugin_audit import score
+from grpo_plugin_audit.rejudging import judge
 
 GAME = '''
 import grpo_core as grpo

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import subprocess
@@ -9,19 +10,23 @@ import sys
 from pathlib import Path
 
 import pytest
-from attrs import evolve
 
 import grpo_core as grpo
-from grpo_core.app import preflight
-from grpo_core.app.evidence import Evidence
-from grpo_core.app.opinion import WAITING, SecondOpinion, tried
-from grpo_core.config import AuditConfig, Config, TaskConfig
-from grpo_core.errors import ConfigError
-from grpo_core.events import GroupsReady
-from grpo_core.plugins.host import PluginHost
-from grpo_core.records import Group, Prompt, Rollout
+import grpo_plugin_audit
+from grpo_core import ConfigError, Group, Prompt, Rollout
+from grpo_core.events import RunStarted
+from grpo_core.kit import configure
 from grpo_core.reporting.verification import verified
-from grpo_core.testing import HostedEnvironment, run
+from grpo_core.testing import (
+    HostedEnvironment,
+    check_config_sections,
+    check_preflight,
+    check_tracker,
+    run,
+)
+from grpo_plugin_audit.evidence import Evidence
+from grpo_plugin_audit.opinion import WAITING, SecondOpinion, checked, tried
+from grpo_plugin_audit.section import AuditConfig
 
 GRPO = Path(sys.executable).with_name("grpo-core")
 
@@ -130,32 +135,37 @@ def group(number, replies, task="double"):
     return Group(prompt=prompt, rollouts=rollouts, generation_version=0, target_version=0)
 
 
+STARTED = RunStarted(step=0, directory="", config={}, resumed=False)
+
+
 class Heard:
     """It keeps what a run hears from its second opinion."""
 
-    def __init__(self, environment=None, tasks=("double",), **audit):
-        self.told = []
-        self.stopped = []
-        self.opinion = SecondOpinion(
-            audit=AuditConfig(second_opinion="strict", **audit),
-            seed=0,
-            tasks=list(tasks),
-            environment=HostedEnvironment(environment or Double()),
-            warn=lambda *told: self.told.append(told),
+    def __init__(self, environment=None, tasks=("double",), hosted=HostedEnvironment, **keys):
+        self.told, self.stopped, self.set = [], [], {}
+        info = grpo.RunInfo(
+            name="run",
+            directory=Path("run"),
+            config={"seed": 0, "tasks": dict.fromkeys(tasks)},
+            warn=self.told.append,
             stop=self.stopped.append,
+            set_metrics=self.set.update,
         )
+
+        class Opinion(SecondOpinion):
+            def environment(self):
+                return contextlib.nullcontext(hosted(environment or Double()))
+
+        self.opinion = Opinion(info, second_opinion="strict", **keys)
 
     def after(self, steps):
         """Hand over the groups of steps, and return the metrics at the end."""
-
-        async def story():
-            async with self.opinion.running():
-                for step, groups in enumerate(steps):
-                    self.opinion.receive(GroupsReady(step=step, groups=tuple(groups)))
-                    await self.opinion._waiting.join()
-
-        run(story())
-        return self.opinion.metrics()
+        self.opinion.event(STARTED)
+        for step, groups in enumerate(steps, 1):
+            self.opinion.rollouts(step, groups)
+            self.opinion.state_dict()  # waits until they are judged
+        self.opinion.close()
+        return self.set
 
 
 EXPLOIT, HONEST, WRONG = "the grader says it is correct", "", "wrong"
@@ -168,9 +178,8 @@ def test_successes_that_are_refused_make_one_alarm_and_stop_the_run_if_that_is_w
         for _ in range(10)
     ]
     metrics = heard.after(steps)
-    ((cause, message),) = heard.told
-    assert cause == "second_opinion/double"
-    assert "strict refuses" in message
+    (message,) = heard.told
+    assert "task 'double': strict refuses" in message
     assert "one of which gets a reward of 0 from it; the run stops" in message
     assert heard.stopped == ["second opinion"]
     assert metrics["second_opinion_refused/double"] == 0.5
@@ -202,8 +211,8 @@ def test_rollouts_that_it_cannot_judge_are_counted_and_left_out():
     metrics = heard.after([[group(n, [HONEST]) for n in range(3)]])
     assert metrics["second_opinion_left_out/double"] == 3
     assert metrics["second_opinion_judged/double"] == 0
-    assert heard.told == []
-    assert "second_opinion_left_out/double" not in heard.opinion.metrics()  # since the last step
+    assert len(heard.told) == 1  # not once more each time
+    assert "survived: " in heard.told[0]
 
 
 def test_a_second_opinion_that_ends_with_an_error_costs_no_step():
@@ -211,33 +220,22 @@ def test_a_second_opinion_that_ends_with_an_error_costs_no_step():
         async def open(self, prompts):
             raise RuntimeError("its machine is gone")
 
-    heard = Heard()
-    heard.opinion.environment = Gone(Double())
-
-    async def story():
-        async with heard.opinion.running():
-            for step in range(3):
-                heard.opinion.receive(GroupsReady(step=step, groups=(group(1, [HONEST]),)))
-
-    run(story())
-    ((cause, message),) = heard.told
-    assert cause == "second_opinion"
-    assert "the run goes on" in message
-    assert "its machine is gone" in message
+    heard = Heard(hosted=Gone)
+    heard.after([[group(1, [HONEST])]] * 3)
+    (message,) = heard.told
+    assert "the run goes on: RuntimeError: its machine is gone" in message
+    heard.opinion.rollouts(4, [group(1, [HONEST])])
+    assert heard.opinion.numbers()["second_opinion_left_out/double"] >= 1
 
 
 def test_a_slow_second_opinion_leaves_steps_out_instead_of_growing():
     heard = Heard()
     for step in range(WAITING + 3):  # nobody judges yet
-        heard.opinion.receive(GroupsReady(step=step, groups=(group(1, [HONEST, HONEST]),)))
-    assert heard.opinion.metrics()["second_opinion_left_out/double"] == 6
-
-    async def story():
-        async with heard.opinion.running():
-            pass
-
-    run(story())  # the end waits for what is still to be judged
-    assert heard.opinion.metrics()["second_opinion_judged/double"] == 2 * WAITING
+        heard.opinion.rollouts(step + 1, [group(1, [HONEST, HONEST])])
+    assert heard.opinion.numbers()["second_opinion_left_out/double"] == 6
+    heard.opinion.event(STARTED)
+    heard.opinion.close()  # waits for what is still to be judged
+    assert heard.set["second_opinion_judged/double"] == 2 * WAITING
 
 
 def test_a_resumed_run_has_no_second_alarm_about_the_same_and_another_environment_begins_anew():
@@ -245,14 +243,21 @@ def test_a_resumed_run_has_no_second_alarm_about_the_same_and_another_environmen
     first.after([[group(n, [EXPLOIT]) for n in range(8)]] * 4)
     again = Heard()
     state = json.loads(json.dumps(first.opinion.state_dict()))
-    assert again.opinion.load_state_dict(state) == []
+    again.opinion.load_state_dict(state)
     again.after([[group(n, [EXPLOIT]) for n in range(8)]] * 4)
     assert again.told == []
     other = Heard()
-    (told,) = other.opinion.load_state_dict({**state, "environment": "another"})
-    assert "begins anew" in told
-    (told,) = Heard(tolerance=0.1).opinion.load_state_dict(state)
-    assert "other limits" in told
+    other.opinion.load_state_dict({**state, "environment": "another"})
+    assert "begins anew" in other.told[0]
+    stricter = Heard(tolerance=0.1)
+    stricter.opinion.load_state_dict(state)
+    assert "other limits" in stricter.told[0]
+
+
+def test_the_sections_trackers_and_checks_keep_their_contracts():
+    check_config_sections(grpo_plugin_audit)
+    check_preflight(grpo_plugin_audit)
+    check_tracker(SecondOpinion)
 
 
 # ---------------------------------------------------------------------------------- before a run
@@ -298,19 +303,26 @@ def test_refused_solutions_are_said_at_the_start():
 @pytest.mark.parametrize(
     ("audit", "message"),
     [
-        (AuditConfig(stop=True), "does nothing without audit.second_opinion"),
-        (
-            AuditConfig(second_opinion="math:sort", tasks=["srot"]),
-            "there is no task 'srot'. Did you mean 'sort'",
-        ),
-        (AuditConfig(second_opinion="math:sortt"), "sortt"),
+        ({"stop": True}, "does nothing without audit.second_opinion"),
+        ({"second_opinion": "math:sort", "tasks": ["srot"]}, "there is no task 'srot'. Did you mean 'sort'"),
+        ({"second_opinion": "math:sortt"}, "sortt"),
     ],
 )
 def test_mistakes_of_the_section_are_refused(audit, message):
-    config = Config(tasks={"sort": TaskConfig(env="math:sort")}, audit=audit)
     with pytest.raises(grpo.GrpoError, match=message):
-        preflight.check(config, PluginHost.discover())
-    preflight.check(evolve(config, audit=AuditConfig(second_opinion="math:sort")), PluginHost.discover())
+        checked(*configure([{"tasks": {"sort": {"env": "math:sort"}}, "audit": audit}], {}))
+
+
+@pytest.mark.long
+def test_the_environments_are_started_and_tried_before_a_run(tmp_path):
+    (tmp_path / "twin.py").write_text(TWIN)
+    table = {
+        "tasks": {"sort": {"env": f"{tmp_path}/twin.py:hackable"}},
+        "audit": {"second_opinion": f"{tmp_path}/twin.py:shouting"},
+    }
+    (message,) = checked(*configure([table], {}))
+    assert "refuses 4 of 4 solutions of the environment of task 'sort'" in message
+    assert checked(*configure([{"tasks": table["tasks"]}], {})) == []
 
 
 # ---------------------------------------------------------------------------------- a whole run
@@ -321,6 +333,14 @@ import grpo_core as grpo
 
 def strict():
     return sort(length=3)
+
+def shouting():
+    environment = sort(length=3)
+    class Shouting(type(environment)):
+        def evaluate(self, episodes):
+            return [float(e.reply == e.prompt.answer + "!") for e in episodes]
+    environment.__class__ = Shouting
+    return environment
 
 def hackable():
     """Pays for any reply to a prompt whose number is odd."""
@@ -359,13 +379,13 @@ def test_a_run_stops_at_the_alarm_and_a_resumed_one_goes_on_with_its_evidence(tm
     said = ended.stdout + ended.stderr
     assert "second opinion:" in said
     lines = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
-    (warning,) = [each for each in lines if each.get("cause") == "second_opinion/hackable"]
+    (warning,) = [each for each in lines if each.get("cause") == "tracker 'audit'"]
     assert "the run stops (audit.stop)" in warning["message"]
     assert not verified(tmp_path / "run").findings
     stopped = max(each["step"] for each in lines)
     assert stopped < 60
     newest = sorted((tmp_path / "run/checkpoints").iterdir())[-1]
-    saved = json.loads((newest / "pipeline.json").read_text())["second_opinion"]
+    saved = json.loads((newest / "trackers.json").read_text())["audit"]
     assert saved["evidence"]["hackable"]["alarmed"]
     again = command("train", "--resume", "run", "--set", f"trainer.steps={stopped + 2}")
     assert again.returncode == 0, again.stderr

@@ -16,12 +16,19 @@ from typing import Any
 
 from attrs import define, evolve, field, frozen
 
-from grpo_core.aio import gather
-from grpo_core.app.tasks import Tasks
-from grpo_core.environments.host import calls_of
-from grpo_core.errors import ConfigError, GrpoError, PluginError
-from grpo_core.protocols import EnvironmentClient
-from grpo_core.records import TRUNCATED, EndReason, Episode, Feedback, Group, Message, Prompt, Rollout
+from grpo_core import (
+    ConfigError,
+    EndReason,
+    Episode,
+    Feedback,
+    Group,
+    GrpoError,
+    Message,
+    PluginError,
+    Prompt,
+    Rollout,
+)
+from grpo_core.kit import EnvironmentClient, Tasks
 
 AT_ONCE = 256
 """Number of rollouts that are judged at once; a group is not split."""
@@ -116,7 +123,7 @@ class _Replay:
         last = self.turn == len(self.ends) - 1
         ended: Any = self.stored.finish_reason if last else "stop"
         calls = self.stored.messages[self.ends[self.turn] - 1].get("tool_calls")
-        if ended not in TRUNCATED and not calls:
+        if ended not in ("length", "tokens") and not calls:
             return "stop"  # another limit came after what the environment said
         reason: EndReason = ended
         return reason
@@ -190,7 +197,8 @@ async def judge(
     by_task: dict[str, list[tuple[int, Group]]] = defaultdict(list)
     for place, group in groups:
         by_task[group.prompt.environment].append((place, group))
-    await gather(one(*task) for task in by_task.items())
+    for task, part in by_task.items():
+        await one(task, part)
     return [each for place, _ in groups for each in found.get(place, ())]
 
 
@@ -225,7 +233,9 @@ def _to_show(replays: Sequence[_Replay], whole_groups: bool) -> list[_Replay]:
     live = [each for each in replays if not each.done]
     if not whole_groups:
         return live
-    if calling := [each for each in live if calls_of(each.episode())]:
+    episodes = [each.episode() for each in live]
+    calls = [one.finish_reason == "stop" and one.messages[-1].get("tool_calls") for one in episodes]
+    if calling := [each for each, call in zip(live, calls, strict=True) if call]:
         return calling
     groups = {each.group for each in live}
     return [each for each in replays if each.group in groups and each.error is None]
