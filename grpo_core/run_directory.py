@@ -28,7 +28,7 @@ import re
 import shutil
 import socket
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import NoneType
@@ -281,13 +281,9 @@ class RunDirectory:
         Raises ConfigError if a line is something else.
         """
         found: dict[str, dict[str, float]] = {}
-        for row in metrics_rows(self.path / "metrics.jsonl", containing=b'"validation/'):
-            scores: dict[str, dict[str, float]] = {}
-            for key, value in row.items():
-                _, *names = key.split("/", 2)
-                if key.startswith("validation/") and len(names) == 2 and value is not None:
-                    scores.setdefault(names[0], {})[names[1]] = value
-            found = scores | found
+        for row in validations(metrics_rows(self.path / "metrics.jsonl", containing=b'"validation/')):
+            known = {name: value for name, value in row.items() if value is not None}
+            found.setdefault(known.pop("task"), {n: value for n, value in known.items() if n != "step"})
         return found
 
     def remove_model(self) -> None:
@@ -368,6 +364,19 @@ def metrics_rows(file: Path, containing: bytes = b"") -> Iterator[dict[str, Any]
                 "file: remove the line"
             ) from error
         yield row
+
+
+def validations(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row for each validation of a task or set in rows of metrics: its step, task and metrics."""
+    found: dict[tuple[int, str], dict[str, Any]] = {}
+    for row in rows:
+        for key, value in row.items():
+            first, _, rest = key.partition("/")
+            task, _, metric = rest.partition("/")
+            if first == "validation" and metric:
+                at = row["step"], task
+                found.setdefault(at, {"step": at[0], "task": task})[metric] = value
+    return list(found.values())
 
 
 def planned_steps(config: object, started: object = None) -> int:

@@ -255,7 +255,7 @@ def test_a_cause_is_one_line_a_minute_at_most_and_the_end_has_the_numbers():
         "survived, step 3: engine 0: status 503: full retry",
         "survived, step 3: engine 0: status 503: full retry",
         "survived, step 3: engine 0: status 503: full retry (13 more times)",
-        "survived in this run: 14 retried, 1 died (the report has each)",
+        "survived in this run: 14 retried, 1 died (events.jsonl has each)",
     ]
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_core.config import read_toml
 from grpo_core.errors import ConfigError
-from grpo_core.run_directory import CONFIG, ROLLOUTS, VALIDATION, RunDirectory, metrics_rows
+from grpo_core.run_directory import CONFIG, ROLLOUTS, VALIDATION, RunDirectory, metrics_rows, validations
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -151,15 +151,7 @@ class Run:
         Args:
             rows: the metrics, if they are read already.
         """
-        found: dict[tuple[int, str], dict[str, Any]] = {}
-        for row in self.metrics() if rows is None else rows:
-            for key, value in row.items():
-                first, _, rest = key.partition("/")
-                task, _, metric = rest.partition("/")
-                if first == "validation" and metric:
-                    at = row["step"], task
-                    found.setdefault(at, {"step": at[0], "task": task})[metric] = value
-        return list(found.values())
+        return validations(self.metrics() if rows is None else rows)
 
     def steps(self, *, validation: bool = False) -> list[int]:
         """Return the steps whose rollouts are stored, or the versions whose validation is."""

@@ -178,7 +178,7 @@ class TerminalTracker(Tracker):
             case IncidentReported():
                 self._survive(event)
             case RunEnded() if self._survived:
-                self.say(f"survived in this run: {by_kind(self._survived)} (the report has each)")
+                self.say(f"survived in this run: {by_kind(self._survived)} (events.jsonl has each)")
 
     def _count(self, event: StepEnded) -> None:
         """Keep the time and the numbers of a step."""

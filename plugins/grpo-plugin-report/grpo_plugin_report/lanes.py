@@ -209,7 +209,7 @@ def _overview(
     )
     each = max(1, len(steps) // 6)
     marks = [(clock.at(ranges[step][0]) / clock.seconds * 100, f"step {step[1]}") for step in steps[::each]]
-    return View(f"The whole run, {_clock(clock.seconds)}", lanes, tuple(_apart(marks)))
+    return View(f"The whole run, {duration(clock.seconds)}", lanes, tuple(_apart(marks)))
 
 
 def _stacked(kinds: Mapping[str, Sequence[float]]) -> Iterable[tuple[str, str]]:
@@ -254,7 +254,7 @@ def _zoomed(
         busy: dict[str, list[float]] = {}
         for span in sorted(its, key=lambda one: one.begin):
             left, right = place(span.begin), place(span.end)
-            told = f"{span.what}: {_clock(span.end - span.begin)}, step {span.step}"
+            told = f"{span.what}: {duration(span.end - span.begin)}, step {span.step}"
             high = THIN if span.kind == "wait" else HEIGHT
             bars.append((span.kind, round(left, 2), round(max(0.6, right - left), 2), high, told))
             share = min(1.0, span.busy / (span.end - span.begin)) if span.end > span.begin else 0.0
@@ -262,7 +262,7 @@ def _zoomed(
         drawn.append(Drawn(lane, _busy(busy, 1), spans=tuple(bars)))
     marks = [(place(ranges[step][0]) / WIDTH * 100, f"step {step[1]}") for step in steps]
     numbers = f"{steps[0][1]} to {steps[-1][1]}" if len(steps) > 1 else f"{steps[0][1]}"
-    return View(f"{title} {numbers}, {_clock(length)}", tuple(drawn), tuple(_apart(marks)), opened)
+    return View(f"{title} {numbers}, {duration(length)}", tuple(drawn), tuple(_apart(marks)), opened)
 
 
 def _busy(kinds: Mapping[str, Sequence[float]], columns: int) -> str:
@@ -289,7 +289,7 @@ def _apart(marks: Iterable[tuple[float, str]]) -> list[tuple[float, str]]:
     return kept
 
 
-def _clock(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """Return a time in a few digits: ``3 h 05 min``, ``2 min 10 s``, ``1.52 s``, ``12 ms``."""
     if seconds >= 3600:
         return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:02.0f} min"

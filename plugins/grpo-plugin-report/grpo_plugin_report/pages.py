@@ -14,7 +14,7 @@ from typing import Any
 
 from grpo_core import ConfigError
 from grpo_core.kit import inert
-from grpo_plugin_report.charts import readings
+from grpo_plugin_report.charts import label, readings
 from grpo_plugin_report.curves import Task
 
 GENERATOR = '<meta name="generator" content="grpo-core report">'
@@ -95,12 +95,7 @@ def _is_page(path: Path) -> bool:
 
 def number(value: Any) -> str:
     """Format a number in a few digits: 12345678 is 12.3M."""
-    if not is_number(value):
-        return "-"
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= size:
-            return f"{value / (1e3 if unit == 'k' else size):.3g}{unit}"
-    return f"{value:,.0f}" if float(value).is_integer() or abs(value) >= 1000 else f"{value:.3g}"
+    return label(value) if is_number(value) else "-"
 
 
 def measure(task: Task, value: Any) -> str:

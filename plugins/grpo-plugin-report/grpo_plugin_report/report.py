@@ -185,7 +185,7 @@ def tiles(files: Files) -> list[tuple[str, str, str]]:
     done = steps[-1].get("step", len(steps)) if steps else 0
     told = [
         ("steps", f"{done} of {facts.planned}" if facts.planned else f"{done}", ""),
-        ("training time", _clock(seconds), "without the start" if steps else ""),
+        ("training time", lanes.duration(seconds), "without the start" if steps else ""),
     ]
     if steps and seconds:
         stale, most = facts.of("staleness_mean").mean, facts.of("staleness_max").most
@@ -218,9 +218,3 @@ def browse(files: Files, pieces: browsing.Pieces | None = None, runs: int = 1) -
     model = files.table.get("model")
     text_of = browsing.token_texts(files.run.path, model.get("path") if isinstance(model, Mapping) else None)
     return browsing.select(files.run, MOST_ROLLOUTS, text_of, pieces=pieces, runs=runs)
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
