@@ -33,7 +33,7 @@ class Accelerated(grpo.Trainer):
     """
 
     def __init__(self, setup: grpo.TrainerSetup, *, fused: bool = False) -> None:
-        if setup.transport == "collective":
+        if setup.transport != "shm":
             raise grpo.ConfigError(
                 "this trainer publishes to engines of its own machine; leave out engine.transport"
             )

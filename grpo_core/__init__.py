@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from grpo_core.errors import did_you_mean as did_you_mean
     from grpo_core.hookspecs import Command as Command
     from grpo_core.hookspecs import Offer as Offer
+    from grpo_core.hookspecs import Transport as Transport
     from grpo_core.hookspecs import hookimpl as hookimpl
     from grpo_core.limits import Limits as Limits
     from grpo_core.loading import load_object as load_object

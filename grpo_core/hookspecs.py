@@ -20,11 +20,11 @@ before the factory is called.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 from attrs import field, frozen
-from attrs.validators import deep_iterable, in_, matches_re
+from attrs.validators import matches_re
 
 if TYPE_CHECKING:
     from grpo_core.app.placement import Placement
@@ -65,9 +65,32 @@ class Command:
     """The sentence with which the function's docstring begins; ``grpo-core --help`` prints it."""
 
 
-Transport = Literal["shm", "cuda_ipc", "collective"]
-"""``shm``: memory of the trainer's machine; ``cuda_ipc``: memory of the trainer's GPU; ``collective``: sent
-by NCCL or TCP, also to other machines."""
+@frozen(kw_only=True)
+class Transport:
+    """A way of weights from the trainer to the engines; its locations begin with its name: ``"NAME:..."``."""
+
+    writer: str = field(validator=matches_re(r"[\w.]+:\w+"))
+    """Function ``"module:function"`` of the trainer's process: ``(setup: TrainerSetup, device, ranks)``.  It
+    returns an object with ``write(version, tensors, *, dtype) -> Weights``."""
+    reader: str = field(validator=matches_re(r"[\w.]+:\w+"))
+    """Function of the engine's process: ``(weights, device)``.  It returns the bytes of all tensors, as
+    uint8."""
+    stream: str = field(default="", validator=matches_re(r"([\w.]+:\w+)?"))
+    """Function like ``reader`` that yields the bytes in the buckets of ``grpo_core.weights.layout``, for
+    engines without memory for all; empty if what is read is no copy."""
+    several: bool = True
+    """Whether several engines may read, at their own pace."""
+    remote: bool = False
+    """Whether the engines, or the ranks of the trainer, may be on other machines."""
+    same_gpu: bool = False
+    """Whether the engine reads the memory of the trainer's GPU, which it must see."""
+    on_device: bool = False
+    """Whether what is published is in memory of the trainer's device, and not of its machine."""
+
+    def __call__(self) -> Transport:
+        """Return itself: an offer is a factory."""
+        return self
+
 
 Function = Callable[..., Any] | str
 """A function, or ``"module:function"``, which is imported when it is first called."""
@@ -89,11 +112,9 @@ class Offer:
     check: Function | None = None
     """Raises ValueError or ConfigError for options that make no sense.  It may also name ``group_size`` (an
     advantage, a filter), ``betas`` (an optimizer) and ``section``, the table ``[trainer]`` (a trainer)."""
-    transports: tuple[Transport, ...] = field(
-        default=("shm",), validator=deep_iterable(in_(get_args(Transport)))
-    )
+    transports: tuple[str, ...] = ("shm",)
     """Transports by which an engine can take weights; one that reads them with
-    ``grpo_core.kit.read_weights`` can take them by all."""
+    ``grpo_core.kit.read_weights`` can take them by any: ``("*",)``."""
     memory: Function | None = None
     """Returns ``MemoryPart``s for an ``EngineLoad``, the first argument of the function of an engine."""
     workers: Function | None = None
@@ -232,3 +253,8 @@ def grpo_preflight() -> Mapping[str, Callable[[Config, PluginHost], Iterable[str
     The function returns warnings, which the run raises with the name as their cause, and raises ConfigError
     for a run that must not start.
     """
+
+
+@hookspec
+def grpo_transports() -> Mapping[str, Transport | str]:  # type: ignore[empty-body]
+    """Offer transports of weights: ``{name: Transport(...)}``; ``engine.transport`` selects one."""

@@ -16,7 +16,7 @@ A placement, which runs engines and environments somewhere else (see ``grpo_plug
 
     Placement, Devices, EnvironmentSpec, EnvironmentWorker, Retain    its contract
     EnvironmentProcess, PluginHost, PluginSelection, Selected   make environments and engines in a worker
-    Copies, WeightsLease, mapped, COLLECTIVE                 keep and read published weights
+    Copies, WeightsLease, mapped, transport_of               keep and read published weights
     from_here, variables_of                                  take variables that env_vars names
     pack_requests, unpack_requests, pack_completions, unpack_completions   small pickles of both
 
@@ -150,7 +150,6 @@ if TYPE_CHECKING:
     from grpo_core.environments.spec import EnvironmentSpec as EnvironmentSpec
     from grpo_core.errors import cut as cut
     from grpo_core.errors import wrong_input as wrong_input
-    from grpo_core.hookspecs import Transport as Transport
     from grpo_core.incidents import Incident as Incident
     from grpo_core.incidents import report as report
     from grpo_core.incidents import reported_to as reported_to
@@ -206,12 +205,12 @@ if TYPE_CHECKING:
     from grpo_core.unicode import well_formed as well_formed
     from grpo_core.validation.results import SHARES as SHARES
     from grpo_core.validation.results import progress as progress
-    from grpo_core.weights import COLLECTIVE as COLLECTIVE
     from grpo_core.weights.copies import Copies as Copies
     from grpo_core.weights.copies import WeightsLease as WeightsLease
     from grpo_core.weights.copies import mapped as mapped
     from grpo_core.weights.reading import read_buckets as read_buckets
     from grpo_core.weights.reading import read_weights as read_weights
     from grpo_core.weights.shm import SharedMemoryWriter as SharedMemoryWriter
+    from grpo_core.weights.transports import transport_of as transport_of
 
 __getattr__, __dir__, __all__ = attach(__name__)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-THOUGHT_OPENS, THOUGHT_ENDS = "<think>", "</think>"
+THOUGHT_OPENS = "<think>"
+THOUGHT_ENDS = "</think>"
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Keys of a message with thinking that is parted already; templates, response formats and agents use them."""
 

@@ -32,7 +32,6 @@ from grpo_core.records import EngineSetup, GenerationRequest
 from grpo_core.testing import EngineUnderTest, make_test_model
 from grpo_core.training.ranks import Alone
 from grpo_core.training.setup import TrainerSetup
-from grpo_core.training.trainer import _writer
 from grpo_core.weights import collective, cuda_ipc, nccl
 from grpo_core.weights.collective import CollectiveWriter, pulled
 from grpo_core.weights.reading import read_weights
@@ -447,7 +446,7 @@ def test_the_trainer_takes_its_ports_from_the_configuration():
         port = free.getsockname()[1]
     config = build([{"engine": {"transport": "collective", "collective_ports": [port, port]}}])
     setup = TrainerSetup(transport="collective", collective_ports=config.engine.collective_ports)
-    assert _writer(setup, CPU, Alone())._socket.getsockname()[1] == port
+    assert collective.writer(setup, CPU, Alone())._socket.getsockname()[1] == port
 
 
 @pytest.mark.parametrize("ports", [[0, 1], [2, 1], [1, 65536], [-1, 5]])

@@ -11,18 +11,20 @@ import pytest
 from killing import GRPO, Run
 
 from grpo_core.app import gpus
-from grpo_core.app.gpus import choose
+from grpo_core.app.gpus import choose, joined_to_trainer
 from grpo_core.config import EngineConfig, TrainerConfig, as_toml, build
 from grpo_core.errors import ConfigError
+from grpo_core.plugins.host import PluginHost
 
 TRAINER = TrainerConfig()
+HOST = PluginHost.discover(allow=[])
 ONE, TWO, THREE = (EngineConfig(workers=n) for n in (1, 2, 3))
 
 
 def seen(trainer, count, engine, validation=None):
     """GPUs of the trainer, then of each worker: "0" or "1,2"; "" for a process whose variables are left."""
     engines = {"engine": engine} | ({"validation.engine": validation} if validation else {})
-    devices = choose(trainer, engines, count)
+    devices = choose(trainer, engines, count, joined_to_trainer(engines, HOST))
     workers = [worker for key in engines for worker in devices.engines.get(key, ())]
     return [of.get("CUDA_VISIBLE_DEVICES", "") for of in (devices.trainer, *workers)], devices.shared
 
@@ -149,7 +151,7 @@ def test_the_choice_is_told_unless_there_is_none():
 )
 def test_gpus_that_cannot_be_meant_are_refused_in_one_line(trainer, engine, count, message):
     with pytest.raises(ConfigError, match=message) as refused:
-        choose(trainer, {"engine": engine}, count)
+        choose(trainer, {"engine": engine}, count, joined_to_trainer({"engine": engine}, HOST))
     assert "\n" not in str(refused.value)
 
 

@@ -76,7 +76,7 @@ def sizes(parts):
 
 def parts_of(**changes):
     chosen = {
-        "parameters": 1000, "optimizer": 8000, "dtype": "float32", "device": "host", "transport": "shm",
+        "parameters": 1000, "optimizer": 8000, "dtype": "float32", "device": "host", "on_device": False,
         "reference": False, "async_save": True,
     } | changes  # fmt: skip
     return trainer_parts(**dict.fromkeys(("trained", "published"), chosen["parameters"]) | chosen)
@@ -105,7 +105,7 @@ def test_a_trainer_on_a_gpu_leaves_publication_and_checkpoint_to_the_host():
 
 
 def test_a_block_that_engines_read_on_the_gpu_is_there_and_no_copy_means_no_copy():
-    found = sizes(parts_of(dtype="bfloat16", device="cuda", transport="cuda_ipc", async_save=False))
+    found = sizes(parts_of(dtype="bfloat16", device="cuda", on_device=True, async_save=False))
     assert found["published weights"] == (2000, "cuda")
     assert "checkpoint copy" not in found
 

@@ -39,7 +39,7 @@ from grpo_core.training.passes import Passes
 from grpo_core.training.ranks import Alone
 from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.snapshot import Snapshot
-from grpo_core.weights.cuda_ipc import CudaIpcWriter
+from grpo_core.weights import cuda_ipc
 from grpo_core.weights.shm import SharedMemoryWriter
 from grpo_plugin_algorithms.optimizers import adamw_torchao
 
@@ -277,8 +277,8 @@ def test_a_gpu_has_larger_microbatches_and_pays_more_for_each():
 
 def test_weights_stay_on_the_gpu_for_cuda_ipc_and_on_a_cpu_they_are_shared_memory():
     setup = TrainerSetup(transport="cuda_ipc")
-    assert isinstance(trainers._writer(setup, CUDA, Alone()), CudaIpcWriter)
-    assert isinstance(trainers._writer(setup, CPU, Alone()), SharedMemoryWriter)
+    assert isinstance(cuda_ipc.writer(setup, CUDA, Alone()), cuda_ipc.CudaIpcWriter)
+    assert isinstance(cuda_ipc.writer(setup, CPU, Alone()), SharedMemoryWriter)
 
 
 @pytest.mark.parametrize("window", [None, 2])

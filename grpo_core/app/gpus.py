@@ -9,13 +9,15 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from attrs import field, frozen
 
 from grpo_core.config import EngineConfig, TrainerConfig
 from grpo_core.errors import ConfigError
+from grpo_core.plugins.host import PluginHost
+from grpo_core.weights.transports import find_transport
 
 Group = tuple[int, ...]
 """The GPUs of one process; empty for a process that uses none."""
@@ -47,16 +49,28 @@ def visible() -> int:
     return torch.cuda.device_count()
 
 
-def choose(trainer: TrainerConfig | None, engines: Mapping[str, EngineConfig], count: int) -> Devices:
+def joined_to_trainer(engines: Mapping[str, EngineConfig], plugins: PluginHost) -> set[str]:
+    """Return the keys of the engines that read the memory of the trainer's GPU."""
+    named = {key: engine.transport for key, engine in engines.items() if engine.transport != "auto"}
+    return {key for key, name in named.items() if find_transport(name, plugins).same_gpu}
+
+
+def choose(
+    trainer: TrainerConfig | None,
+    engines: Mapping[str, EngineConfig],
+    count: int,
+    joined: Collection[str] = (),
+) -> Devices:
     """Give the trainer a GPU, and each worker of each engine some, as configured or else by this rule.
 
     The trainer gets the first GPU that no engine is given, and the workers share the rest evenly; where they
-    are more than GPUs, they take turns.  With ``cuda_ipc`` the engine gets the trainer's GPU first.
+    are more than GPUs, they take turns.
 
     Args:
         trainer: None if nothing is trained.
         engines: sections by key, as in "validation.engine".
         count: number of GPUs of this machine.
+        joined: keys of engines that read the memory of the trainer's GPU, and get this GPU first.
 
     Raises ConfigError if the configured GPUs are not there, or are not the right number, or collide.
     """
@@ -71,7 +85,7 @@ def choose(trainer: TrainerConfig | None, engines: Mapping[str, EngineConfig], c
     if not count:
         return Devices()
     taken = {gpu for groups in given.values() for group in groups or () for gpu in group}
-    trains = _of_trainer(trainer, engines, taken, count)
+    trains = _of_trainer(trainer, engines, taken, count, joined)
     rest = [gpu for gpu in range(count) if gpu not in taken and gpu not in trains]
     rest = rest or [gpu for gpu in range(count) if gpu not in trains] or [*trains]
     shares = _shares(rest, sum(engines[key].workers for key, groups in given.items() if groups is None))
@@ -80,9 +94,9 @@ def choose(trainer: TrainerConfig | None, engines: Mapping[str, EngineConfig], c
         for key, groups in given.items()
     }
     for key, engine in engines.items():
-        if engine.transport == "cuda_ipc" and trains and given[key] is None:
+        if key in joined and trains and given[key] is None:
             chosen[key] = [(*trains, *(gpu for gpu in rest if gpu not in trains))]
-        _check_overlap(key, engine, trains)
+        _check_overlap(key, engine, trains, joined=key in joined)
     used = {gpu for groups in chosen.values() for group in groups for gpu in group}
     alone = count == 1
     return Devices(
@@ -158,7 +172,11 @@ def _index(device: object) -> int | None:
 
 
 def _of_trainer(
-    trainer: TrainerConfig | None, engines: Mapping[str, EngineConfig], taken: set[int], count: int
+    trainer: TrainerConfig | None,
+    engines: Mapping[str, EngineConfig],
+    taken: set[int],
+    count: int,
+    joined: Collection[str],
 ) -> Group:
     if trainer is None or trainer.device == "cpu":
         return ()
@@ -171,8 +189,8 @@ def _of_trainer(
                 'use "cuda", and name their GPUs in trainer.gpus'
             )
         return (index,)
-    for engine in engines.values():
-        if engine.transport == "cuda_ipc" and engine.gpus:
+    for key, engine in engines.items():
+        if key in joined and engine.gpus:
             return (engine.gpus[0],)
     free = [gpu for gpu in range(count) if gpu not in taken]
     if trainer.ranks > 1:
@@ -190,16 +208,17 @@ def _of_trainer(
     return (free[0] if free else 0,)
 
 
-def _check_overlap(key: str, engine: EngineConfig, trains: Group) -> None:
+def _check_overlap(key: str, engine: EngineConfig, trains: Group, *, joined: bool) -> None:
     """Refuse an engine that is given the trainer's GPU, unless this can only be meant."""
     gpus = {*engine.gpus}
     if not gpus or not trains:
         return
-    if engine.transport == "cuda_ipc":
+    if joined:
         if not gpus & {*trains}:
             raise ConfigError(
-                f'{key}.transport = "cuda_ipc": the engine must see the trainer\'s GPU {trains[0]}, and '
-                f'{key}.gpus = {engine.gpus}; name it there first, or use "collective" or "shm"'
+                f'{key}.transport = "{engine.transport}": the engine must see the trainer\'s GPU '
+                f'{trains[0]}, and {key}.gpus = {engine.gpus}; name it there first, or use "collective" or '
+                '"shm"'
             )
     elif gpus & {*trains} and gpus != {*trains}:
         raise ConfigError(

@@ -16,7 +16,7 @@ from typing import Any
 from attrs import evolve, frozen
 
 from grpo_core.app import machine
-from grpo_core.app.gpus import choose, gpus_seen, number_of, visible
+from grpo_core.app.gpus import choose, gpus_seen, joined_to_trainer, number_of, visible
 from grpo_core.app.parts import engine_dtype, engines_of, make_placement, trainer_here
 from grpo_core.app.teacher import teacher_model
 from grpo_core.app.workers import transport
@@ -40,6 +40,7 @@ from grpo_core.training.memory import (
     trainer_parts,
 )
 from grpo_core.training.optimizers import state_bytes
+from grpo_core.weights.transports import find_transport
 
 HOST = "host"
 PROMPT_TOKENS = 256
@@ -164,7 +165,8 @@ def certain_parts(
     dtype = _sent(_dtype(config, device), engine_dtype(engines.values()))
     here = trainer_here(config.trainer, host)
     # there are GPUs whose memory was not asked for, or is not told
-    devices = choose(here, {} if placement.remote else engines, len(gpus) or visible())
+    on_gpus = {} if placement.remote else engines
+    devices = choose(here, on_gpus, len(gpus) or visible(), joined_to_trainer(on_gpus, host))
     lora = config.model.lora
     sends_all = lora is None or lora.publish == "merged"
     found: list[ProcessMemory] = []
@@ -179,7 +181,9 @@ def certain_parts(
             optimizer=_state_bytes(config, host, trained),
             dtype=dtype,
             device=device,
-            transport=transport(config.engine, engines.get("validation.engine"), placement, host),
+            on_device=find_transport(
+                transport(config.engine, engines.get("validation.engine"), placement, host), host
+            ).on_device,
             reference="reference" in needs,
             teacher=_teacher_bytes(config, device) if "teacher" in needs else 0,
             async_save=config.checkpoint.async_save,

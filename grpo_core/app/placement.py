@@ -88,7 +88,8 @@ class LocalPlacement:
         return contextlib.nullcontext()
 
     def devices(self, trainer: TrainerConfig | None, engines: Mapping[str, EngineConfig]) -> Devices:
-        return gpus.choose(trainer, engines, gpus.visible())
+        joined = gpus.joined_to_trainer(engines, self._plugins)
+        return gpus.choose(trainer, engines, gpus.visible(), joined)
 
     def engine(self, number: int, config: EngineConfig, setup: EngineSetup) -> Engine:
         if setup.log_directory:

@@ -20,6 +20,7 @@ from grpo_core.loop.agreement import Tolerance
 from grpo_core.plugins.host import PluginHost
 from grpo_core.protocols import Engine
 from grpo_core.records import EngineSetup
+from grpo_core.weights.transports import find_transport
 
 
 def make_engine(
@@ -115,36 +116,41 @@ def transport(
     plugins: PluginHost,
     *,
     from_here: bool = True,
-) -> Transport:
+) -> str:
     """Choose the transport of weights from the trainer to the engines.
 
     Args:
         validation: the engine that only validation uses, if there is one.
         from_here: whether the trainer's processes are on this machine.
 
-    Raises ConfigError if an engine does not support it, PluginError for an unknown engine.
+    Raises ConfigError if an engine does not support it, PluginError for an unknown engine or transport.
     """
     engines = [engine] if validation is None else [engine, validation]
     if validation is not None and validation.transport != "auto":
         raise ConfigError("validation.engine.transport: weights come to all engines by engine.transport")
-    if engine.transport == "auto" and from_here:
+    if engine.transport != "auto":
+        chosen = engine.transport
+    elif from_here:
         return "shm"
-    chosen: Transport = "collective" if engine.transport == "auto" else engine.transport
-    takes = set.intersection(*(_transports(plugins, each.name) for each in engines))
+    else:
+        chosen = "collective"
+    offer = find_transport(chosen, plugins)
+    takes = set.intersection(*(_transports(plugins, each.name, chosen) for each in engines))
     if chosen not in takes:
         names = " and ".join(repr(each.name) for each in engines)
         raise ConfigError(
             f"engine.transport = {chosen!r}: engine {names} takes weights by {', '.join(sorted(takes))} only"
         )
     shared = any(each.workers > 1 for each in engines)
-    for problem in _impossible(engine, placement, shared) if from_here else _not_from_elsewhere(engine):
+    here = _impossible(engine, offer, placement, shared)
+    for problem in here if from_here else _not_from_elsewhere(engine, offer):
         raise ConfigError(problem)
     return chosen
 
 
-def _not_from_elsewhere(engine: EngineConfig) -> Iterator[str]:
+def _not_from_elsewhere(engine: EngineConfig, offer: Transport) -> Iterator[str]:
     """Yield reasons why engines cannot reach a trainer in the workers of a placement as configured."""
-    if engine.transport not in ("auto", "collective"):
+    if not offer.remote:
         yield (
             f'engine.transport = "{engine.transport}" is for a trainer of this machine, and this one is in '
             'workers, which may be on several: use "collective", or leave it out'
@@ -156,20 +162,21 @@ def _not_from_elsewhere(engine: EngineConfig) -> Iterator[str]:
         )
 
 
-def _impossible(engine: EngineConfig, placement: Placement, shared: bool) -> Iterator[str]:
+def _impossible(engine: EngineConfig, offer: Transport, placement: Placement, shared: bool) -> Iterator[str]:
     """Yield reasons why the chosen transport cannot reach the engines from this machine."""
     told = f'engine.transport = "{engine.transport}"'
-    if engine.transport == "collective" and placement.remote and is_loopback(engine.collective_host):
+    if offer.remote and placement.remote and is_loopback(engine.collective_host):
         yield (
             f"{told}: workers on other machines cannot reach engine.collective_host = "
             f"{engine.collective_host!r}; set it to an address of this machine in the cluster's network"
         )
-    if engine.transport == "cuda_ipc" and (placement.pooled or shared):
+    if not offer.several and (placement.pooled or shared):
         yield (
             f"{told} is for one engine: of several, one that is late would read what the trainer writes "
             'next; use "collective" or "shm"'
         )
 
 
-def _transports(plugins: PluginHost, engine: str) -> set[Transport]:
-    return set(plugins.find("engine", engine).offer.transports)
+def _transports(plugins: PluginHost, engine: str, chosen: str) -> set[str]:
+    declared = set(plugins.find("engine", engine).offer.transports)
+    return declared | {chosen} if "*" in declared else declared

@@ -46,6 +46,7 @@ CHECKED: Mapping[Kind, str] = {
     "model": "start_model",
     "data_plane": "put",
     "placement": "connected",
+    "transport": "reader",
     "preflight": "config",
 }
 """Kinds that can be checked, with the method or first parameter by which a class or function is
@@ -71,7 +72,7 @@ def check(
     kind
         Kind of the offer, if the name is ambiguous: environment, dataloader, player, sampler,
         validation_strategy, engine, loss, advantage, filter, tracker, trainer, optimizer, model, data_plane,
-        placement or preflight.
+        placement, preflight or transport.
     settings
         Set an option of the offer, as in "length=3", or the source of an environment's prompts, as in
         "source.path=train.jsonl", or the fields of a dataloader's rows, as in "source.prompt=text"; may be
@@ -176,10 +177,10 @@ def findings(
             yield from _filter(host, offer.name, options)
         case "tracker":
             yield from _tracker(host, offer.name, options)
-        case "preflight" | "player" | "trainer" | "optimizer" | "model" | "data_plane" | "placement":
-            yield from _part(host, offer, options)
-        case _:
+        case "validation_strategy":
             yield from _strategy(host, offer.name, options)
+        case _:
+            yield from _part(host, offer, options)
 
 
 # ---------------------------------------------------------------------------------- environments
@@ -369,6 +370,10 @@ def _contract(
                 check_function(offer.name, offer.load())
 
             return [it_warns_or_refuses]
+        case "transport":
+            from grpo_core.testing.transports import TransportContract
+
+            return TransportContract(offer.name)
         case "player":
             from grpo_core.testing.players import PlayerContract
 

@@ -47,10 +47,10 @@ class EngineConfig(PluginChoice):
     env_vars: dict[str, str] = field(factory=dict)
     """Environment variables are set in each engine worker of a cluster before the engine's plugin is
     loaded. `$NAME` in a value stands for the variable NAME of this process, and `$$` for a dollar sign."""
-    transport: Literal["auto", "shm", "cuda_ipc", "collective"] = "auto"
+    transport: str = "auto"
     """Transport of weights to engines: `shm` works through shared memory (in a cluster, its object store),
-    `cuda_ipc` by a handle to GPU memory, `collective` by NCCL between GPUs and by TCP otherwise. `auto` is
-    `shm`: the two others have not been run on GPUs yet."""
+    `cuda_ipc` by a handle to GPU memory, `collective` by NCCL between GPUs and by TCP otherwise; a plugin may
+    offer others. `auto` is `shm`: `cuda_ipc` and `collective` have not been run on GPUs yet."""
     collective_host: str = "127.0.0.1"
     """Engines reach the trainer at this address of its machine (`collective` only); on a cluster use an
     address of its network."""

@@ -40,7 +40,7 @@ def grpo_engines() -> Mapping[str, Offer]:
         "local": Offer(
             "grpo_core.engines.local.engine:LocalEngine",
             memory="grpo_core.engines.local.memory:memory",
-            transports=("shm", "cuda_ipc", "collective"),
+            transports=("*",),
         )
     }
 
@@ -95,6 +95,15 @@ def grpo_filters() -> Mapping[str, Offer]:
 @hookimpl
 def grpo_placements() -> Mapping[str, str]:
     return {"local": "grpo_core.app.placement:LocalPlacement"}
+
+
+@hookimpl
+def grpo_transports() -> Mapping[str, str]:
+    return {
+        "shm": "grpo_core.weights.transports:SHM",
+        "cuda_ipc": "grpo_core.weights.transports:CUDA_IPC",
+        "collective": "grpo_core.weights.transports:COLLECTIVE",
+    }
 
 
 @hookimpl

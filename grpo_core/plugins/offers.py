@@ -45,6 +45,7 @@ Kind = Literal[
     "tracker",
     "placement",
     "data_plane",
+    "transport",
     "model",
     "preflight",
 ]
@@ -64,6 +65,7 @@ HOOKS: Mapping[Kind, str] = {
     "tracker": "grpo_trackers",
     "placement": "grpo_placements",
     "data_plane": "grpo_data_planes",
+    "transport": "grpo_transports",
     "model": "grpo_models",
     "preflight": "grpo_preflight",
 }
@@ -82,6 +84,7 @@ FROM_THE_CORE: Mapping[Kind, int | None] = {
     "tracker": 1,
     "placement": 1,
     "data_plane": 1,
+    "transport": 0,
     "model": 0,
     "preflight": None,
 }

@@ -2,6 +2,7 @@
 
     check_environment, check_sampler, check_validation_strategy   each is a whole test
     check_loss, check_advantage, check_filter, check_tracker, check_agent   likewise
+    check_transport                          the bytes that a transport of weights carries
     check_player                             what a player makes of rollouts
     check_commands, check_config_sections, check_preflight   what a module offers to the command line, to the
                                              configuration, and before a run
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     from grpo_core.testing.trackers import a_run as a_run
     from grpo_core.testing.trackers import check_tracker as check_tracker
     from grpo_core.testing.trainers import check_trainer as check_trainer
+    from grpo_core.testing.transports import check_transport as check_transport
     from grpo_core.weights.collective import CollectiveWriter as CollectiveWriter
     from grpo_core.weights.shm import SharedMemoryWriter as SharedMemoryWriter
 

@@ -82,7 +82,7 @@ def trainer_parts(
     optimizer: int | None,
     dtype: str,
     device: str,
-    transport: str,
+    on_device: bool,
     reference: bool,
     async_save: bool,
     teacher: int = 0,
@@ -96,14 +96,14 @@ def trainer_parts(
         optimizer: bytes of the optimizer's state; None if the optimizer does not tell, which counts as 0.
         dtype: dtype of the weights that engines receive.
         device: "host" or a GPU.
-        transport: of the weights to engines.
+        on_device: whether the trainer keeps published weights on its device.
         reference: whether the loss needs logprobs of a reference; adapters need no second model for it.
         async_save: whether checkpoints are written from a copy.
         teacher: bytes of the teacher's weights; 0 without a teacher.
     """
     tensor, changed = FLOAT32 * parameters, FLOAT32 * trained
     adapters = trained != parameters
-    on_host = transport == "shm" or device == "host"
+    on_host = not on_device or device == "host"
     kept = optimizer or 0
     smaller = "a smaller model"
     fewer = "model.lora.rank" if adapters else smaller

@@ -47,7 +47,7 @@ class TrainerSetup(WithSections):
     """A directory that ``Trainer.save`` wrote; None: start from ``model``."""
     async_save: bool = True
     """Write checkpoints while training goes on; see ``CheckpointConfig``."""
-    transport: Literal["shm", "cuda_ipc", "collective"] = "shm"
+    transport: str = "shm"
     """Transport of weights to engines; see ``EngineConfig``.  From a CPU, ``cuda_ipc`` is ``shm``."""
     engine_dtype: Literal["auto", "bfloat16", "float16"] = "auto"
     """Dtype of the engines' weights, which are sent in it if it is smaller than the trainer's."""

@@ -23,6 +23,7 @@ from grpo_core import cpu
 from grpo_core import loss as losses
 from grpo_core.addresses import is_loopback
 from grpo_core.errors import ConfigError, PluginError, TrainerError
+from grpo_core.loading import load_object
 from grpo_core.losses.aggregation import row_weights
 from grpo_core.losses.corrections import token_errors
 from grpo_core.losses.entropy import EntropyControl
@@ -49,10 +50,8 @@ from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.teacher import Teacher, check_vocabulary
 from grpo_core.training.totals import Totals, off_policy
 from grpo_core.training.update import Update
-from grpo_core.weights.collective import CollectiveWriter
-from grpo_core.weights.cuda_ipc import CudaIpcWriter
 from grpo_core.weights.publishing import Writer, whole
-from grpo_core.weights.shm import SharedMemoryWriter
+from grpo_core.weights.transports import installed_transport
 
 MAX_LOST_UPDATES = 3
 """Updates in a row without a finite gradient after which the trainer gives up."""
@@ -98,7 +97,8 @@ class TorchTrainer:
             torch.cuda.set_device(self._device)  # otherwise some calls would take memory of the first GPU
         self._ranks = _ranks(setup, self._device)
         # before the model is made: its port may be taken
-        self._writer = _writer(setup, self._device, self._ranks)
+        make = load_object(installed_transport(setup.transport).writer, who="transport")
+        self._writer: Writer = make(setup, self._device, self._ranks)
         host = PluginHost.discover(setup.plugins, setup.block)
         self._loss = host.function("loss", setup.loss.name, **setup.loss.options)
         self._needs = losses.needs_of(self._loss.function, self._loss.options)
@@ -515,14 +515,5 @@ def _ranks(setup: TrainerSetup, device: torch.device) -> Ranks:
         rendezvous=setup.rendezvous,
         device=device,
         seconds=setup.trainer.deadline,
-        leaves=setup.transport == "collective" and not is_loopback(setup.collective_host),
+        leaves=installed_transport(setup.transport).remote and not is_loopback(setup.collective_host),
     )
-
-
-def _writer(setup: TrainerSetup, device: torch.device, ranks: Ranks) -> Writer:
-    if setup.transport == "collective":
-        first, last = setup.collective_ports
-        return CollectiveWriter(device, setup.collective_host, range(first, last + 1), ranks)
-    if setup.transport == "cuda_ipc" and device.type == "cuda":
-        return CudaIpcWriter(device, ranks)
-    return SharedMemoryWriter(ranks)

@@ -1,7 +1,8 @@
 """Transports of weights from the trainer to engines.
 
-``shm``, ``cuda_ipc`` and ``collective`` are the transports, each with a writer for the trainer; ``reading``
-reads what any of them published, and ``copies`` keeps it.  This module needs no torch.
+``shm``, ``cuda_ipc`` and ``collective`` are built in, each with a writer for the trainer.  ``transports``
+finds them and others, ``reading`` reads what any of them published, and ``copies`` keeps it.  This module
+needs no torch.
 """
 
 from __future__ import annotations
@@ -11,9 +12,6 @@ import tempfile
 
 from grpo_core.errors import WeightSyncError
 from grpo_core.records import Weights
-
-COLLECTIVE = "collective:"
-"""Prefix of a location that names a trainer's socket; see ``collective``."""
 
 
 def anonymous_file(name: str) -> int:

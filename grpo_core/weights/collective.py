@@ -36,17 +36,21 @@ import threading
 import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from grpo_core.errors import ConfigError, WeightSyncError, one_line
 from grpo_core.records import Weights
-from grpo_core.weights import COLLECTIVE
 from grpo_core.weights.layout import LowRankSum, Slice, buckets, slices
 from grpo_core.weights.line import Line, proof, proves, shut
 from grpo_core.weights.nccl import ENGINE, TRAINER, Pair, device_id, memory_setting, settle
 from grpo_core.weights.publishing import ALONE, Publishers, pack
+
+if TYPE_CHECKING:
+    from grpo_core.training.setup import TrainerSetup
+
+SCHEME = "collective:"
 
 PROOF_SECONDS = 10.0
 """Seconds in which a new connection has to prove that it has the secret."""
@@ -113,7 +117,7 @@ class CollectiveWriter:
             version,
             tensors,
             block=self._memory,
-            location=lambda: f"{COLLECTIVE}{json.dumps(ends if len(ends) > 1 else here)}",
+            location=lambda: f"{SCHEME}{json.dumps(ends if len(ends) > 1 else here)}",
             dtype=dtype,
             ranks=self._ranks,
             apart=True,
@@ -238,6 +242,12 @@ class CollectiveWriter:
             with self._state:
                 readers.discard(line)
                 self._state.notify_all()
+
+
+def writer(setup: TrainerSetup, device: torch.device, ranks: Publishers) -> CollectiveWriter:
+    """Return the writer of a trainer's rank."""
+    first, last = setup.collective_ports
+    return CollectiveWriter(device, setup.collective_host, range(first, last + 1), ranks)
 
 
 class _Partner:
@@ -432,7 +442,7 @@ def streamed(weights: Weights, device: torch.device | None = None) -> Generator[
 
 def _trainer(weights: Weights, device: torch.device | None) -> tuple[_Trainer, list[int]]:
     """Return the trainer of weights, and the number of the publication at each of its ranks."""
-    told = json.loads(weights.location.removeprefix(COLLECTIVE))
+    told = json.loads(weights.location.removeprefix(SCHEME))
     ends = told if isinstance(told[0], list) else [told]
     key = tuple((host, port, secret) for host, port, secret, _ in ends), device or torch.device("cpu")
     if key not in _trainers:

@@ -16,7 +16,8 @@ from typing import Any
 from attrs import evolve, frozen
 
 from grpo_core.records import Weights
-from grpo_core.weights import COLLECTIVE, anonymous_file, unreadable
+from grpo_core.weights import anonymous_file, unreadable
+from grpo_core.weights.transports import transport_of
 
 
 @frozen(kw_only=True, eq=False)
@@ -44,11 +45,11 @@ class Copies:
         self._free: list[tuple[int, mmap.mmap]] = []
 
     async def hold(self, weights: Weights) -> WeightsLease:
-        """Copy weights published in shared memory; return weights of a collective transport unchanged.
+        """Copy weights published in shared memory; return weights that engines of any machine can read.
 
         Raises WeightSyncError if the shared memory cannot be read.
         """
-        if weights.location.startswith(COLLECTIVE):
+        if transport_of(weights.location).remote:
             return WeightsLease(weights=weights)
         return await asyncio.to_thread(lambda: self.copy(weights, mapped(weights)))
 

@@ -9,16 +9,20 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from grpo_core.errors import WeightSyncError
 from grpo_core.records import Weights
 from grpo_core.weights.layout import LowRankSum
-from grpo_core.weights.publishing import ALONE, Publishers, pack
+from grpo_core.weights.publishing import ALONE, Publishers, Writer, pack
+from grpo_core.weights.shm import SharedMemoryWriter
 
-SCHEME = "cuda:"
+if TYPE_CHECKING:
+    from grpo_core.training.setup import TrainerSetup
+
+SCHEME = "cuda_ipc:"
 _BYTES = ("handle", "counter", "event")
 _HANDLE = ("device", "handle", "size", "offset", "counter", "counter_offset", "event", "must_wait")
 """Fields that ``torch.UntypedStorage._share_cuda_`` returns and ``_new_shared_cuda`` takes, in order."""
@@ -78,6 +82,11 @@ class CudaIpcWriter:
         return self._block
 
 
+def writer(setup: TrainerSetup, device: torch.device, ranks: Publishers) -> Writer:
+    """Return the writer of a trainer's rank; from a CPU it writes shared memory."""
+    return CudaIpcWriter(device, ranks) if device.type == "cuda" else SharedMemoryWriter(ranks)
+
+
 def described(uuid: str, handle: Iterable[Any]) -> str:
     """Encode a handle as a location, with the UUID of the device: processes number devices differently."""
     fields = dict(zip(_HANDLE, handle, strict=True))
@@ -100,7 +109,7 @@ _opened: dict[str, torch.Tensor] = {}
 """The last block that was opened."""
 
 
-def opened(weights: Weights) -> torch.Tensor:
+def read(weights: Weights, device: torch.device | None = None) -> torch.Tensor:
     """Open the trainer's block, uint8 [n >= nbytes].  Raises WeightSyncError if that is not possible."""
     if weights.location not in _opened:
         _opened.clear()

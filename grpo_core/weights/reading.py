@@ -8,11 +8,12 @@ from contextlib import closing
 import torch
 from attrs import evolve
 
+from grpo_core.loading import load_object
 from grpo_core.records import Weights
-from grpo_core.weights import COLLECTIVE, collective, cuda_ipc, shm, unreadable
 from grpo_core.weights.adapters import added
 from grpo_core.weights.layout import buckets, unpack
 from grpo_core.weights.layout import verify as check_sums
+from grpo_core.weights.transports import transport_of
 
 
 def read_weights(
@@ -50,8 +51,10 @@ def read_buckets(
     if weights.base:
         yield from added(weights, read_weights(evolve(weights, base=""), verify=verify, device=device))
         return
-    sent = weights.location.startswith(COLLECTIVE)
-    with closing(collective.streamed(weights, device) if sent else _parts(weights)) as parts:
+    sent = transport_of(weights.location).stream
+    with closing(
+        load_object(sent, who="transport")(weights, device) if sent else _parts(weights, device)
+    ) as parts:
         for bucket in buckets(weights):
             tensors = unpack(bucket.tensors, next(parts), bucket.begin)
             if verify or sent:  # what is sent again is verified again
@@ -61,19 +64,13 @@ def read_buckets(
         next(parts, None)  # ends the transfer
 
 
-def _parts(weights: Weights) -> Generator[torch.Tensor]:
-    whole = block(weights)
+def _parts(weights: Weights, device: torch.device | None) -> Generator[torch.Tensor]:
+    whole = block(weights, device)
     for bucket in buckets(weights):
         yield whole[bucket.begin : bucket.end]
 
 
 def block(weights: Weights, device: torch.device | None = None) -> torch.Tensor:
     """Return all bytes, uint8 [nbytes or more].  Raises WeightSyncError if they cannot be read."""
-    if weights.location.startswith(COLLECTIVE):
-        return collective.pulled(weights, device)
-    if weights.location.startswith(cuda_ipc.SCHEME):
-        return cuda_ipc.opened(weights)
-    try:
-        return shm.mapped(weights)
-    except (OSError, ValueError) as error:
-        raise unreadable(weights, error) from None
+    whole: torch.Tensor = load_object(transport_of(weights.location).reader, who="transport")(weights, device)
+    return whole

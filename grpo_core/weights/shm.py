@@ -11,15 +11,18 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterable
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import torch
 
 from grpo_core.errors import WeightSyncError
 from grpo_core.records import Weights
-from grpo_core.weights import anonymous_file
+from grpo_core.weights import anonymous_file, unreadable
 from grpo_core.weights.layout import LowRankSum
 from grpo_core.weights.publishing import ALONE, Publishers, pack
+
+if TYPE_CHECKING:
+    from grpo_core.training.setup import TrainerSetup
 
 
 class SharedMemoryWriter:
@@ -73,6 +76,19 @@ def _of_first_rank(location: str) -> mmap.mmap:
             f"the shared memory {location} of the trainer's rank 0 cannot be written ({error}); all ranks of "
             "a trainer run on one machine, under one user"
         ) from None
+
+
+def writer(setup: TrainerSetup, device: torch.device, ranks: Publishers) -> SharedMemoryWriter:
+    """Return the writer of a trainer's rank."""
+    return SharedMemoryWriter(ranks)
+
+
+def read(weights: Weights, device: torch.device | None = None) -> torch.Tensor:
+    """Map the block, uint8 [nbytes].  Raises WeightSyncError if that is not possible."""
+    try:
+        return mapped(weights)
+    except (OSError, ValueError) as error:
+        raise unreadable(weights, error) from None
 
 
 def mapped(weights: Weights) -> torch.Tensor:

@@ -33,7 +33,6 @@ from grpo_core import (
     WeightSyncError,
 )
 from grpo_core.kit import (
-    COLLECTIVE,
     Copies,
     Incident,
     Packed,
@@ -43,6 +42,7 @@ from grpo_core.kit import (
     pack_completions,
     pack_requests,
     reported_to,
+    transport_of,
     unpack_completions,
     unpack_requests,
 )
@@ -330,7 +330,7 @@ class Store:
 
         Raises WeightSyncError.
         """
-        if weights.location.startswith(COLLECTIVE):
+        if transport_of(weights.location).remote:
             held = WeightsLease(weights=weights)
         else:
             reference = await asyncio.to_thread(self._put, weights)

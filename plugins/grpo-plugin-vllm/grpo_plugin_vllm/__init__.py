@@ -21,7 +21,7 @@ def grpo_engines() -> Mapping[str, grpo_core.Offer]:
             requires={"vllm": "pip install 'grpo-core[vllm]' (on a CPU, see docs/engines.md)"},
             memory="grpo_plugin_vllm.memory:memory",
             needs_adapters="grpo_plugin_vllm.engine:needs_adapters",
-            transports=("shm", "cuda_ipc", "collective"),
+            transports=("*",),
         ),
         "http": grpo_core.Offer("grpo_plugin_vllm.http:HttpEngine", workers="grpo_plugin_vllm.http:workers"),
     }

@@ -27,7 +27,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.platforms import current_platform
 
 from grpo_core import Weights, WeightSyncError
-from grpo_core.kit import COLLECTIVE, read_buckets, read_weights
+from grpo_core.kit import read_buckets, read_weights, transport_of
 from grpo_plugin_vllm.transfer import KEEP, LAYERWISE, PLAIN_LINEAR, from_table, rank_of
 
 
@@ -97,7 +97,7 @@ def _fetch(table: dict[str, Any], device: torch.device, adapters: Path | None, k
 
 def _has_room(weights: Weights, device: torch.device) -> bool:
     """Return whether weights that are sent can be kept; others are where the trainer put them."""
-    if weights.base or not weights.location.startswith(COLLECTIVE):
+    if weights.base or not transport_of(weights.location).stream:
         return False
     if device.type == "cuda":
         return bool(torch.cuda.mem_get_info(device)[0] > weights.nbytes + MARGIN)

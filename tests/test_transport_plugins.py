@@ -1,0 +1,121 @@
+"""A transport of a plugin carries the weights of whole runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from killing import GRPO
+
+from grpo_core.errors import GrpoError
+from grpo_core.testing import check_transport
+from grpo_core.weights.transports import installed_transport
+
+PLUGIN = """
+import json, os
+import grpo_core as grpo
+
+@grpo.hookimpl
+def grpo_transports():
+    return {"spool": grpo.Transport(writer="spool_weights:writer", reader="spool_weights:reader")}
+"""
+WEIGHTS = '''
+import mmap, os, tempfile
+import torch
+from attrs import evolve
+from grpo_core.testing import SharedMemoryWriter
+
+SPOOL = os.environ["SPOOL"]
+
+class Writer:
+    """Writes each version into a file of a directory that is shared."""
+    def __init__(self, ranks):
+        self.memory = SharedMemoryWriter(ranks)
+    def write(self, version, tensors, *, dtype=None):
+        weights = self.memory.write(version, tensors, dtype=dtype)
+        path = os.path.join(SPOOL, f"version-{version}")
+        with open(weights.location, "rb") as source, open(path, "wb") as file:
+            file.write(source.read(weights.nbytes))
+        return evolve(weights, location=f"spool:{path}")
+
+def writer(setup, device, ranks):
+    return Writer(ranks)
+
+def reader(weights, device):
+    with open(weights.location.removeprefix("spool:"), "rb") as file:
+        return torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
+'''
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    info = tmp_path / "site" / "spool-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: spool\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[grpo_core]\nspool = spool_plugin\n")
+    (info.parent / "spool_plugin.py").write_text(PLUGIN)
+    (info.parent / "spool_weights.py").write_text(WEIGHTS)
+    (tmp_path / "spool").mkdir()
+    monkeypatch.setenv("PYTHONPATH", str(info.parent))
+    monkeypatch.setenv("SPOOL", str(tmp_path / "spool"))
+    monkeypatch.syspath_prepend(str(info.parent))
+    installed_transport.cache_clear()
+    for module in ("spool_plugin", "spool_weights"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    yield tmp_path
+    installed_transport.cache_clear()
+
+
+SMALL = [
+    "trainer.steps=2", "trainer.prompts_per_step=2", "rollout.group_size=2", "validation.prompts=2",
+    "model.options.warm_start_steps=0",
+]  # fmt: skip
+
+
+def train(directory, *settings):
+    command = [GRPO, "train", "--env", "math:sort", "--output", "run"]
+    words = [word for setting in (*SMALL, *settings) for word in ("--set", setting)]
+    return subprocess.run([*command, *words], cwd=directory, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.long
+def test_a_transport_of_a_plugin_carries_the_weights_of_a_run(installed):
+    done = train(installed, "engine.transport=spool")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(os.listdir(installed / "spool")) == ["version-0", "version-1", "version-2"]
+
+
+def test_an_unknown_transport_is_refused_before_anything_starts(tmp_path):
+    done = train(tmp_path, "engine.transport=shn")
+    assert done.returncode == 2
+    assert "there is no transport 'shn'. Did you mean 'shm'" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["shm", "cuda_ipc", "collective"])
+def test_the_built_in_transports_keep_their_contract(name):
+    check_transport(name)
+
+
+def test_a_transport_of_a_plugin_is_checked(installed):
+    check_transport("spool")
+    done = subprocess.run([GRPO, "check", "spool"], cwd=installed, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 passed, 0 failed" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "told"),
+    [
+        ('f"spool:{path}"', 'f"spoon:{path}"', "there is no transport 'spoon'. Did you mean 'spool'"),
+        ("bytearray(file.read())", "bytearray(b'!' + file.read()[1:])", "checksum"),
+    ],
+)
+def test_a_transport_that_breaks_its_contract_is_found(installed, right, wrong, told):
+    assert right in WEIGHTS
+    (installed / "site" / "spool_weights.py").write_text(WEIGHTS.replace(right, wrong))
+    with pytest.raises((AssertionError, GrpoError), match=re.escape(told)):
+        check_transport("spool")
