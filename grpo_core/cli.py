@@ -8,10 +8,9 @@ without a configuration load no torch.
 from __future__ import annotations
 
 import sys
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CycloptsError
 
 from grpo_core import commands
 from grpo_core.errors import ConfigError, GrpoError
@@ -49,135 +48,6 @@ def make_app(chosen: str = "", found: Found | None = None) -> App:
     for name, command in found.commands.items():
         app.command(command.target, name=name, help=None if name == chosen else command.help)
     return app
-
-
-def train(
-    config: Path | None = None,
-    *,
-    env: Annotated[list[str] | None, Parameter(negative="")] = None,
-    sampler: str | None = None,
-    validation: str | None = None,
-    engine: str | None = None,
-    set_: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None,
-    output: Path | None = None,
-    resume: str | None = None,
-    until: str | None = None,
-    profile: int | None = None,
-    quiet: Annotated[bool, Parameter(negative="")] = False,
-    json: Annotated[bool, Parameter(negative="")] = False,
-    ray: str | None = None,
-    no_plugin: Annotated[list[str] | None, Parameter(name="--no-plugin", negative="")] = None,
-) -> int:
-    """Train a model with asynchronous GRPO.
-
-    Parameters
-    ----------
-    config
-        A TOML file; every key has a default, which `grpo-core config` prints.
-    env
-        Environment to train on, as "math:sort" or "./file.py:Class"; may be repeated.
-    sampler
-        Sampler that chooses the next prompts.
-    validation
-        Validation strategy for held-out prompts.
-    engine
-        Engine that generates completions.
-    set_
-        Set a configuration key, as in "trainer.lr=1e-4"; may be repeated.
-    output
-        Directory of the run, which must be empty or new.  Default: runs/NAME.
-    resume
-        Continue the run in this directory.  Without a value, continue the latest run in runs/.
-    until
-        End the run with a checkpoint before this time, as in "18:30" or "2026-11-23T07:00".
-    profile
-        Time this many steps after the first two, trace as many more, and print where the time of every
-        process went.
-    quiet
-        Print only warnings, recovered faults and the summary.
-    json
-        Print events as JSON, one a line, on standard output, and everything else on standard error.
-    ray
-        Run engines and environments on the Ray cluster at this address ("auto", "host:6379").  Without a
-        value, start a local cluster for this run.
-    no_plugin
-        Do not load this installed plugin; may be repeated.
-    """
-    from grpo_core.commands import running
-
-    if quiet and json:
-        raise ConfigError("--quiet and --json: leave one of them out")
-    chosen = {"sampler": sampler, "validation": validation, "engine": engine}
-    settings = [
-        *(set_ or []),
-        *([] if until is None else [running.time_limit(until)]),
-        *([] if profile is None else [f"trainer.profile={profile}"]),
-        *(['tracking.terminal.view="quiet"'] if quiet else []),
-        *(['tracking.terminal.view="json"'] if json else []),
-    ]
-    return running.train(
-        config_file=config,
-        envs=env or [],
-        chosen={section: name for section, name in chosen.items() if name is not None},
-        settings=settings,
-        output=output,
-        resume=resume,
-        ray=ray,
-        block=no_plugin or [],
-    )
-
-
-def validate(
-    model: str,
-    /,
-    *,
-    env: Annotated[list[str] | None, Parameter(negative="")] = None,
-    only: Annotated[list[str] | None, Parameter(negative="")] = None,
-    validation: str | None = None,
-    engine: str | None = None,
-    set_: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None,
-    output: Path | None = None,
-    json: bool = False,
-    no_plugin: Annotated[list[str] | None, Parameter(name="--no-plugin", negative="")] = None,
-) -> int:
-    """Validate a model, or the newest checkpoint of a run, on held-out prompts.
-
-    Parameters
-    ----------
-    model
-        Directory of a run or of a model, or a hub id.
-    env
-        Environment to validate on, as "math:sort"; may be repeated.  Default: the tasks and validation sets
-        of the run.
-    only
-        Task or validation set of the run to measure; may be repeated.  Default: all.
-    validation
-        Validation strategy for the prompts.  Default: the strategy of the run.
-    engine
-        Engine that generates completions.  Default: the engine of the run's validation.
-    set_
-        Set a configuration key, as in "validation.prompts=1000"; may be repeated.
-    output
-        Directory for the results and the rollouts.  Default: RUN/validated/DATE, or
-        runs/TASKS-validated-DATE for a model.
-    json
-        Print the results as JSON.
-    no_plugin
-        Do not load this installed plugin; may be repeated.
-    """
-    from grpo_core.commands import running
-
-    chosen = {"validation": validation, "engine": engine}
-    return running.validate(
-        target=model,
-        envs=env or [],
-        chosen={section: name for section, name in chosen.items() if name is not None},
-        settings=set_ or [],
-        only=only or [],
-        output=output,
-        as_json=json,
-        block=no_plugin or [],
-    )
 
 
 def plugins(*, json: bool = False) -> int:

@@ -329,8 +329,6 @@ def test_a_tight_run_warns_and_a_resumed_run_is_refused_as_well(tmp_path, small,
     assert train(settings=["trainer.steps=3", "health.max_memory=0"], resume="run") == 0
 
 
-def train(**given):
+def train(envs=(), settings=(), **given):
     """Run the command in this process, where a test can stand in for the machine."""
-    nothing = {"config_file": None, "envs": [], "chosen": {}, "settings": [], "output": None, "resume": None,
-               "ray": None, "block": []}  # fmt: skip
-    return running.train(**{**nothing, **given})
+    return running.train(env=list(envs), set_=list(settings), **given)

@@ -10,9 +10,9 @@ from grpo_core.hookspecs import Command, hookimpl
 @hookimpl
 def grpo_commands() -> Mapping[str, Command]:
     return {
-        "train": Command("grpo_core.cli:train", help="Train a model with asynchronous GRPO."),
+        "train": Command("grpo_core.commands.running:train", help="Train a model with asynchronous GRPO."),
         "validate": Command(
-            "grpo_core.cli:validate",
+            "grpo_core.commands.running:validate",
             help="Validate a model, or the newest checkpoint of a run, on held-out prompts.",
         ),
         "export": Command(
@@ -20,7 +20,7 @@ def grpo_commands() -> Mapping[str, Command]:
             help="Write a checkpoint of a run as a directory for transformers or peft, with a model card.",
         ),
         "verify": Command(
-            "grpo_core.cli_finished:verify",
+            "grpo_core.commands.running:verify",
             help="Check the events of a run: no prompt was lost, trained twice, or trained too late.",
         ),
         "check": Command(

@@ -1,4 +1,4 @@
-"""The commands, called with parsed arguments."""
+"""The commands ``train``, ``validate`` and ``verify``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.text import Text
 
 from grpo_core.aio import to_the_end
-from grpo_core.app import measuring, profile, run
+from grpo_core.app import measuring, run
+from grpo_core.app import profile as profiles
 from grpo_core.app.launch import RUNS, configure, continued, new_run, tasks_of
 from grpo_core.complaints import complain, say, to_a_reader
 from grpo_core.config import Config, check_settings, merge, parse_settings, read_toml
@@ -22,6 +23,7 @@ from grpo_core.interrupts import INTERRUPTED
 from grpo_core.loop.endings import GOAL_REACHED
 from grpo_core.plugins.hints import install_command
 from grpo_core.plugins.host import PluginHost
+from grpo_core.plugins.options import AsJson, Block, Flag, Settings, Words
 from grpo_core.reporting.selection import REPORT
 from grpo_core.reporting.verification import verified
 from grpo_core.run_directory import RunDirectory
@@ -44,28 +46,78 @@ MEASURED_BY = (
 
 
 def train(
+    config: Path | None = None,
     *,
-    config_file: Path | None,
-    envs: Sequence[str],
-    chosen: Mapping[str, str],
-    settings: Sequence[str],
-    output: Path | None,
-    resume: str | None,
-    ray: str | None,
-    block: Sequence[str],
+    env: Words = None,
+    sampler: str | None = None,
+    validation: str | None = None,
+    engine: str | None = None,
+    set_: Settings = None,
+    output: Path | None = None,
+    resume: str | None = None,
+    until: str | None = None,
+    profile: int | None = None,
+    quiet: Flag = False,
+    as_json: AsJson = False,
+    ray: str | None = None,
+    no_plugin: Block = None,
 ) -> int:
-    """Run ``grpo-core train``; return the exit status."""
-    changes = _changes(envs, chosen, settings)
+    """Train a model with asynchronous GRPO.
+
+    Parameters
+    ----------
+    config
+        A TOML file; every key has a default, which `grpo-core config` prints.
+    env
+        Environment to train on, as "math:sort" or "./file.py:Class"; may be repeated.
+    sampler
+        Sampler that chooses the next prompts.
+    validation
+        Validation strategy for held-out prompts.
+    engine
+        Engine that generates completions.
+    set_
+        Set a configuration key, as in "trainer.lr=1e-4"; may be repeated.
+    output
+        Directory of the run, which must be empty or new.  Default: runs/NAME.
+    resume
+        Continue the run in this directory.  Without a value, continue the latest run in runs/.
+    until
+        End the run with a checkpoint before this time, as in "18:30" or "2026-11-23T07:00".
+    profile
+        Time this many steps after the first two, trace as many more, and print where the time of every
+        process went.
+    quiet
+        Print only warnings, recovered faults and the summary.
+    as_json
+        Print events as JSON, one a line, on standard output, and everything else on standard error.
+    ray
+        Run engines and environments on the Ray cluster at this address ("auto", "host:6379").  Without a
+        value, start a local cluster for this run.
+    no_plugin
+        Do not load this installed plugin; may be repeated.
+    """
+    if quiet and as_json:
+        raise ConfigError("--quiet and --json: leave one of them out")
+    settings = [
+        *(set_ or []),
+        *([] if until is None else [time_limit(until)]),
+        *([] if profile is None else [f"trainer.profile={profile}"]),
+        *(['tracking.terminal.view="quiet"'] if quiet else []),
+        *(['tracking.terminal.view="json"'] if as_json else []),
+    ]
+    changes = _changes(env, {"sampler": sampler, "validation": validation, "engine": engine}, settings)
+    block = no_plugin or []
     if ray is not None:
         changes = merge(changes, {"placement": {"name": "ray", "options": {"address": ray}}})
     if resume is None:
-        start = new_run([read_toml(config_file)] if config_file else [], changes, block, output=output)
+        start = new_run([read_toml(config)] if config else [], changes, block, output=output)
     else:
-        if config_file is not None or output is not None:
+        if config is not None or output is not None:
             raise ConfigError(
                 "--resume continues a run as it was configured: leave out CONFIG.toml and --output"
             )
-        if envs:
+        if env:
             raise ConfigError(
                 "--resume continues a run with its tasks: leave out --env "
                 "(--set tasks.NAME.env=... adds a task)"
@@ -103,7 +155,7 @@ def train(
         directory.unlock()
     with to_a_reader():
         if start.config.trainer.profile and over is None:
-            tell(profile.told(directory.profile, start.config.trainer.profile))
+            tell(profiles.told(directory.profile, start.config.trainer.profile))
         if REPORT in start.config.tracking.trackers and not start.host.offers("tracker", REPORT):
             page = install_command("tracker", REPORT)
             tell(f"its page: {page}, then grpo-core report {directory.path}")
@@ -134,21 +186,49 @@ def time_limit(until: str, now: datetime | None = None) -> str:
 
 
 def validate(
+    model: str,
+    /,
     *,
-    target: str,
-    envs: Sequence[str],
-    chosen: Mapping[str, str],
-    settings: Sequence[str],
-    output: Path | None,
-    as_json: bool,
-    block: Sequence[str],
-    only: Sequence[str] = (),
+    env: Words = None,
+    only: Words = None,
+    validation: str | None = None,
+    engine: str | None = None,
+    set_: Settings = None,
+    output: Path | None = None,
+    as_json: AsJson = False,
+    no_plugin: Block = None,
 ) -> int:
-    """Run ``grpo-core validate``; return the exit status."""
-    changes = _changes(envs, chosen, settings)
+    """Validate a model, or the newest checkpoint of a run, on held-out prompts.
+
+    Parameters
+    ----------
+    model
+        Directory of a run or of a model, or a hub id.
+    env
+        Environment to validate on, as "math:sort"; may be repeated.  Default: the tasks and validation sets
+        of the run.
+    only
+        Task or validation set of the run to measure; may be repeated.  Default: all.
+    validation
+        Validation strategy for the prompts.  Default: the strategy of the run.
+    engine
+        Engine that generates completions.  Default: the engine of the run's validation.
+    set_
+        Set a configuration key, as in "validation.prompts=1000"; may be repeated.
+    output
+        Directory for the results and the rollouts.  Default: RUN/validated/DATE, or
+        runs/TASKS-validated-DATE for a model.
+    as_json
+        Print the results as JSON.
+    no_plugin
+        Do not load this installed plugin; may be repeated.
+    """
+    changes = _changes(env, {"validation": validation, "engine": engine}, set_)
     why = "a model is measured as it is, and no validation depends on this key"
-    check_settings(parse_settings(settings), MEASURED_BY, why, but=["tasks.*.weight"])
-    measurement = measuring.prepare(target, changes, tasks=bool(envs), only=only, output=output, block=block)
+    check_settings(parse_settings(set_ or []), MEASURED_BY, why, but=["tasks.*.weight"])
+    measurement = measuring.prepare(
+        model, changes, tasks=bool(env), only=only or [], output=output, block=no_plugin or []
+    )
     console = Console(stderr=True)
 
     def tell(text: str, style: str = "dim") -> None:
@@ -169,9 +249,15 @@ def validate(
     return 0
 
 
-def verify(*, directory: Path) -> int:
-    """Run ``grpo-core verify``; return the exit status."""
-    found = verified(directory)
+def verify(run: Path, /) -> int:
+    """Check the events of a run: no prompt was lost, trained twice, or trained too late.
+
+    Parameters
+    ----------
+    run
+        Directory of the run.
+    """
+    found = verified(run)
     say(str(found))
     return 1 if found.findings else 0
 
@@ -179,9 +265,9 @@ def verify(*, directory: Path) -> int:
 def configured(
     config_file: Path | None,
     *,
-    envs: Sequence[str],
-    chosen: Mapping[str, str],
-    settings: Sequence[str],
+    envs: Sequence[str] | None,
+    chosen: Mapping[str, str | None],
+    settings: Sequence[str] | None,
     block: Sequence[str],
 ) -> tuple[Config, PluginHost]:
     """Build the configuration of a command from its file and its options; return it and the plugins."""
@@ -189,11 +275,16 @@ def configured(
     return configure(tables, _changes(envs, chosen, settings), block)
 
 
-def _changes(envs: Sequence[str], chosen: Mapping[str, str], settings: Sequence[str]) -> dict[str, Any]:
-    changes: dict[str, Any] = {section: {"name": name} for section, name in chosen.items()}
+def _changes(
+    envs: Sequence[str] | None, chosen: Mapping[str, str | None], settings: Sequence[str] | None
+) -> dict[str, Any]:
+    """Return the table of the options of a command."""
+    changes: dict[str, Any] = {
+        section: {"name": name} for section, name in chosen.items() if name is not None
+    }
     if envs:
         changes["tasks"] = tasks_of(envs)
-    return parse_settings(settings, changes)
+    return parse_settings(settings or [], changes)
 
 
 def _summary(outcome: run.Outcome, again: str) -> str:
