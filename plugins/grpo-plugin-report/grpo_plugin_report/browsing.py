@@ -129,29 +129,32 @@ def _add_tokens(
     found: Selection, groups: Sequence[_Sized], run: Run, texts: str, words: _Words, room: int
 ) -> int:
     """Give rollouts their tokens while there is room, or say why not; return the number of bytes."""
-    used = 0
+    from safetensors import SafetensorError
+
+    faults = (OSError, SafetensorError, ValueError, LookupError, TypeError, ArithmeticError)
     name = texts.partition(".")[0] + ".safetensors"
+    used, stored, why = 0, None, "none"
     try:
-        stored, why = _StoredTokens.read(run.path / name), "none"
-    except ValueError:
-        stored, why = None, "damaged"
-        run.damaged[name] = {0}
+        if (run.path / name).is_file():
+            stored, why = _StoredTokens(run.path / name), "room"
+    except faults:
+        why = "damaged"
     for group, lines, _ in groups:
         for rollout, line in zip(group["rollouts"], lines, strict=True):
             packed = None
             if stored is not None and used < room:
-                why = "room"
                 try:
                     packed = stored.packed(line, words)
-                except (ValueError, LookupError, TypeError, ArithmeticError):
+                except faults:
                     stored, why = None, "damaged"
-                    run.damaged[name] = {0}
             if packed is None:
-                rollout["untold"] = why if stored is None else "room"
+                rollout["untold"] = why
                 continue
             rollout["tokens"] = packed
             used += len(json.dumps(packed))
             found.tokens += 1
+    if why == "damaged":
+        run.damaged[name] = {0}
     return used
 
 
@@ -362,21 +365,8 @@ class _StoredTokens:
         if "turn_rollouts" in names:
             self._turns = {name: read(f"turn_{name}") for name in ("rollouts", "advantages", "lengths")}
 
-    @classmethod
-    def read(cls, path: Path) -> _StoredTokens | None:
-        """Return a file of tokens; None if there is none.
-
-        Raises ValueError if it cannot be read.
-        """
-        from safetensors import SafetensorError
-
-        try:
-            return cls(path) if path.is_file() else None
-        except (OSError, SafetensorError) as error:
-            raise ValueError(str(error)) from error
-
     def packed(self, rollout: int, words: _Words) -> dict[str, Any] | None:
-        """Return the tokens of a rollout; None if they do not fit.  Raises LookupError or ValueError.
+        """Return the tokens of a rollout; None if they do not fit.
 
         Logprobs are in thousandths of a nat.  Versions and advantages are runs, ``[value, length, ...]``, of
         the sampled tokens; the mask is the lengths of runs, of which the first was not sampled.
@@ -406,15 +396,11 @@ class _StoredTokens:
         return found
 
     def _joined(self, name: str, parts: Sequence[slice]) -> NDArray[Any]:
-        """Return some parts of an array, one after another.  Raises ValueError if they cannot be read."""
+        """Return some parts of an array, one after another."""
         import numpy as np
-        from safetensors import SafetensorError
 
-        try:
-            array = self._file.get_slice(name)
-            return np.concatenate([array[0:0], *(array[part] for part in parts)])
-        except SafetensorError as error:
-            raise ValueError(str(error)) from error
+        array = self._file.get_slice(name)
+        return np.concatenate([array[0:0], *(array[part] for part in parts)])
 
 
 def _base64(numbers: NDArray[Any]) -> str:
