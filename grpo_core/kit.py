@@ -48,6 +48,10 @@ A player (see ``grpo_plugin_agents``):
     parted, THOUGHT_OPENS, THOUGHT_ENDS, THOUGHT_KEYS          a model's thinking in its messages
     Ids, as_ids, concatenated   arrays of tokens
 
+A section of the configuration:
+
+    only_with       marks a key that does nothing unless another one is set: such a run is refused
+
 A sampler, a validation strategy or a tracker with a state:
 
     derive_seed       returns a number that depends on names and numbers alone
@@ -127,6 +131,7 @@ if TYPE_CHECKING:
     from grpo_core.config import parse_settings as parse_settings
     from grpo_core.config import read_toml as read_toml
     from grpo_core.config import structured as structured
+    from grpo_core.config.idle import only_with as only_with
     from grpo_core.credentials import secrets_in as secrets_in
     from grpo_core.data import leakage as leakage
     from grpo_core.engines.child import ChildEngine as ChildEngine

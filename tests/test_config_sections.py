@@ -12,6 +12,7 @@ from test_cli import events, grpo, refused
 from test_plugins import install, plugin  # noqa: F401
 
 from grpo_core import EngineSetup, TrainerSetup
+from grpo_core.app import preflight
 from grpo_core.app.launch import configure
 from grpo_core.commands.defaults import text
 from grpo_core.config import Config, as_table, as_toml, build, parse_setting
@@ -25,6 +26,7 @@ SECTIONS = '''
     from attrs import field, frozen
     from attrs.validators import ge
     from grpo_core import hookimpl
+    from grpo_core.kit import only_with
 
     @frozen(kw_only=True)
     class Budget:
@@ -32,7 +34,7 @@ SECTIONS = '''
 
         tokens: int = field(default=1000, validator=ge(0))
         """Largest number of tokens."""
-        names: list[str] = field(factory=list)
+        names: list[str] = field(factory=list, metadata=only_with("tokens"))
         """Names of those who pay."""
 
     @frozen(kw_only=True)
@@ -135,6 +137,17 @@ def test_what_a_run_stores_is_read_back(installed):
 def test_a_wrong_key_or_value_is_refused_as_the_cores_are(installed, table, message):
     with pytest.raises(ConfigError, match=message):
         configured(table)
+
+
+def test_a_key_of_a_section_that_does_nothing_is_refused(installed):
+    start = {"tasks": {"sort": {"env": "math:sort"}}, "plugins": ["budget", "math"]}
+    config, host = configure([start], {"budget": {"names": ["a"]}})
+    message = (
+        r'budget\.names = \["a"\] does nothing with budget\.tokens = 1000: change that, or leave out names'
+    )
+    with pytest.raises(ConfigError, match=message):
+        preflight.check(config, host)
+    preflight.check(*configure([start], {"budget": {"names": ["a"], "tokens": 5}}))
 
 
 def test_a_section_is_unknown_where_its_plugin_is_not_loaded(installed):

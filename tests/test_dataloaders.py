@@ -372,7 +372,6 @@ def test_a_stream_is_refused_where_the_number_of_prompts_is_needed(opened, chang
         ),
         ({"source": {"validation_split": "test"}}, r"tasks.t.source.validation_split = 'test'"),
         ({"source": {"deduplicate": True}}, r"tasks.t.source.deduplicate = True"),
-        ({"dataloader": ""}, r"tasks.t.dataloader_options does nothing without tasks.t.dataloader"),
         ({"dataloader_options": {"tabel": "a"}}, r"has no option 'tabel'. Did you mean 'table'\?"),
         ({"dataloader": "{file}:rosw"}, r"has no 'rosw'. Did you mean 'rows'\?"),
     ],

@@ -238,7 +238,7 @@ def test_a_row_with_a_token_that_the_teacher_does_not_have_is_left_out(models: t
     ("tables", "error", "message"),
     [
         ({"loss": {"name": "distillation"}}, ConfigError, "learns from a teacher: set teacher.path"),
-        ({"teacher": {"path": "some/model"}}, ConfigError, "'grpo' does not ask it"),
+        ({"teacher": {"path": "some/model"}}, ConfigError, "does nothing without a loss with a teacher"),
         (
             {"loss": {"name": "distillation"}, "teacher": {"path": "./nowhere"}},
             ModelError,

@@ -31,20 +31,29 @@ def checked(host: PluginHost, table: dict[str, Any]) -> None:
             {"trainer": {"lr_end": 0.5}},
             r"trainer\.lr_end = 0\.5 does nothing with .*lr_schedule = \"constant\"",
         ),
-        ({"shaping": {"overlong_limit": 10}}, r"shaping\.overlong_limit = 10 does nothing without .*_buffer"),
-        ({"shaping": {"overlong_penalty": 2.0}}, r"overlong_penalty = 2\.0 does nothing without .*_buffer"),
-        ({"dynamic_sampling": {"tolerance": 0.1}}, r"tolerance = 0\.1 does nothing without .*enabled = true"),
+        (
+            {"shaping": {"overlong_limit": 10}},
+            r"shaping\.overlong_limit = 10 does nothing with .*_buffer = 0",
+        ),
+        (
+            {"shaping": {"overlong_penalty": 2.0}},
+            r"overlong_penalty = 2\.0 does nothing with .*_buffer = 0",
+        ),
+        (
+            {"dynamic_sampling": {"tolerance": 0.1}},
+            r"tolerance = 0\.1 does nothing with .*enabled = false",
+        ),
         (
             {"dynamic_sampling": {"tolerance": 0.1}, "filters": {"pass_rate": {"high": 0.9}}},
-            r"tolerance = 0\.1 does nothing without .*; a filter of \[filters\] has options of its own",
+            r"tolerance = 0\.1 does nothing with .*enabled = false: change that, or leave out tolerance",
         ),
         (
             {"dynamic_sampling": {"max_extra_groups": 5}},
-            r"max_extra_groups = 5 does nothing without a filter",
+            r"max_extra_groups = 5 does nothing with dynamic_sampling\.enabled = false: change that",
         ),
         (
             {"dynamic_sampling": {"enabled": False, "max_extra_groups": 5}},
-            r"max_extra_groups = 5 does nothing without a filter: .*or leave it out",
+            r"max_extra_groups = 5 does nothing with .*or leave out max_extra_groups",
         ),
         (
             {"advantage": {"name": "turns"}, "dynamic_sampling": {"enabled": True}},
@@ -53,6 +62,26 @@ def checked(host: PluginHost, table: dict[str, Any]) -> None:
         (
             {"advantage": {"name": "gigpo"}, "filters": {"equal_rewards": {}}},
             r"\[filters\.equal_rewards\] .*advantage\.name = 'gigpo' learns from",
+        ),
+        (
+            {"trainer": {"reference_every": 5}},
+            r"reference_every = 5 does nothing without a loss with a reference model \(loss\.options\.kl",
+        ),
+        (
+            {"trainer": {"reference_mix": 0.5}},
+            r"trainer\.reference_mix = 0\.5 does nothing with trainer\.reference_every = 0",
+        ),
+        (
+            {"teacher": {"path": "some/model"}},
+            r"path = \"some/model\" does nothing without a loss with a teacher \(loss\.options\.teacher",
+        ),
+        (
+            {"tasks": {"sort": {"dataloader_options": {"a": 1}}}},
+            r"tasks\.sort\.dataloader_options = {\"a\": 1} does nothing with tasks\.sort\.dataloader = \"\"",
+        ),
+        (
+            {"tasks": {"sort": {"player_options": {"a": 1}}}},
+            r"tasks\.sort\.player_options = {\"a\": 1} does nothing with tasks\.sort\.player = \"\"",
         ),
         (
             {"validation": {"top_p": 0.9}},
@@ -81,6 +110,10 @@ def test_a_key_without_effect_is_refused(host: PluginHost, table: dict[str, Any]
         {"trainer": {"lr_schedule": "cosine", "lr_end": 0.5}},
         {"shaping": {"overlong_buffer": 5, "overlong_limit": 10, "overlong_penalty": 2.0}},
         {"dynamic_sampling": {"enabled": True, "tolerance": 0.1, "max_extra_groups": 5}},
+        {
+            "trainer": {"reference_every": 5, "reference_mix": 0.5},
+            "loss": {"options": {"kl_coefficient": 0.1}},
+        },
         {"dynamic_sampling": {"max_extra_groups": 5}, "filters": {"pass_rate": {"high": 0.9}}},
         {"advantage": {"name": "turns"}, "filters": {"pass_rate": {"high": 0.9}}},
         {"advantage": {"name": "group"}, "filters": {"equal_rewards": {}}},

@@ -318,8 +318,6 @@ def test_a_resumed_run_has_the_reference_that_it_had(model: str, tmp_path: Path,
 @pytest.mark.parametrize(
     ("trainer", "options", "message"),
     [
-        ({"reference_every": 5}, {}, "has no reference model"),
-        ({"reference_mix": 0.5}, {"kl_coefficient": 0.1}, "does nothing without trainer.reference_every"),
         ({"proximal": "generation"}, {"correction": "token_mask"}, "does nothing with"),
     ],
 )

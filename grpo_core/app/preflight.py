@@ -25,12 +25,12 @@ from grpo_core.config import (
     AdvantageConfig,
     Config,
     EnvironmentConfig,
-    ShapingConfig,
     SourceConfig,
     TaskConfig,
     TrainerConfig,
     ValidationConfig,
 )
+from grpo_core.config.idle import OF_LOSS, idle_keys
 from grpo_core.data.files import check_there
 from grpo_core.data.samplers import plugin_state
 from grpo_core.errors import ConfigError, GrpoError, PluginError, did_you_mean, one_line
@@ -62,7 +62,8 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
     for name, task in config.tasks.items():
         _check_environment(f"tasks.{name}", task, config.environment, host, remote=remote)
         check_dataloader(name, task, host)
-        check_player(name, task, host)
+        if task.player:
+            host.check_options("player", task.player, task.player_options)
     weights = {name: task.weight for name, task in config.tasks.items()}
     sampler = make_sampler(config.sampler, host, seed=config.seed, weights=weights)
     plugin_state(sampler, f"sampler {config.sampler.name!r}")  # it does not fail at the first checkpoint then
@@ -90,7 +91,7 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
     _check_goal(config)
     _check_filters(config, host)
     _check_by_turn(config, host)
-    _check_idle(config)
+    _check_idle(config, host)
     make_shaping(config.shaping, max_tokens=config.rollout.max_tokens)
     # with sets, a key of [validation] may be meant for the strategy of one of them
     _check_strategy(config.validation, host, {} if config.validation.sets else _cuts(config.validation))
@@ -132,11 +133,6 @@ _PLACES = ("path", "validation_path", "subset", "split", "validation_split", "de
 def check_dataloader(name: str, task: TaskConfig, host: PluginHost) -> None:
     """Raise ConfigError or PluginError if a task's dataloader cannot be made."""
     if not task.dataloader:
-        if task.dataloader_options:
-            raise ConfigError(
-                f"tasks.{name}.dataloader_options does nothing without tasks.{name}.dataloader, the name of "
-                f"a dataloader; options of the environment belong into tasks.{name}.options"
-            )
         return
     host.check_options("dataloader", task.dataloader, task.dataloader_options)
     usual = SourceConfig()
@@ -149,16 +145,6 @@ def check_dataloader(name: str, task: TaskConfig, host: PluginHost) -> None:
         )
 
 
-def check_player(name: str, task: TaskConfig, host: PluginHost) -> None:
-    """Raise ConfigError or PluginError if a task's player cannot be made."""
-    if task.player:
-        host.check_options("player", task.player, task.player_options)
-    elif task.player_options:
-        raise ConfigError(
-            f"tasks.{name}.player_options does nothing without tasks.{name}.player, the name of a player"
-        )
-
-
 def _check_loss(config: Config, host: PluginHost) -> None:
     """Raise ConfigError for options of the loss that cannot be, or that make no sense with other sections."""
     host.check_options("loss", config.loss.name, config.loss.options)
@@ -168,16 +154,6 @@ def _check_loss(config: Config, host: PluginHost) -> None:
         updates_per_step=config.trainer.updates_per_step,
     )
     loss = host.function("loss", config.loss.name, **config.loss.options)
-    trainer = config.trainer
-    if trainer.reference_every and "reference" not in needs_of(loss.function, loss.options):
-        raise ConfigError(
-            f"trainer.reference_every = {trainer.reference_every}: the loss {config.loss.name!r} has no "
-            "reference model; set loss.options.kl_coefficient, or leave it out"
-        )
-    if trainer.reference_mix < 1 and not trainer.reference_every:
-        raise ConfigError(
-            f"trainer.reference_mix = {trainer.reference_mix:g} does nothing without trainer.reference_every"
-        )
     if problems := problems_of(loss.function, config.loss.options, setting):
         raise ConfigError(f"loss {config.loss.name!r}: " + "; ".join(problems))
 
@@ -216,19 +192,13 @@ def _check_adapters(config: Config, host: PluginHost) -> None:
 def _check_teacher(config: Config, host: PluginHost) -> None:
     """Raise ConfigError if the loss and the teacher do not fit, and ModelError if the teacher is no model."""
     loss = host.function("loss", config.loss.name, **config.loss.options)
-    needed = "teacher" in needs_of(loss.function, loss.options)
-    if needed and not config.teacher.path:
+    if "teacher" not in needs_of(loss.function, loss.options):
+        return
+    if not config.teacher.path:
         raise ConfigError(
             f"the loss {config.loss.name!r} learns from a teacher: set teacher.path to a model's directory "
             "or hub id, or loss.options.teacher_coefficient = 0"
         )
-    if not needed and config.teacher.path:
-        raise ConfigError(
-            f"teacher.path is {config.teacher.path!r}, and the loss {config.loss.name!r} does not ask it: "
-            'set loss.options.teacher_coefficient, or loss.name = "distillation"'
-        )
-    if not needed:
-        return
     teacher = teacher_model(config.teacher.path)
     if (Path(teacher).expanduser() / ADAPTERS).is_file():  # transformers adds them to the model they name
         require_peft()
@@ -480,35 +450,15 @@ def _check_by_turn(config: Config, host: PluginHost) -> None:
         )
 
 
-def _check_idle(config: Config) -> None:
-    """Raise ConfigError for a key that was changed and does nothing without another one."""
-    trainer, shaping, dynamic = config.trainer, config.shaping, config.dynamic_sampling
-    if trainer.lr_schedule == "constant" and trainer.lr_end != (usual := TrainerConfig().lr_end):
-        raise ConfigError(
-            f'trainer.lr_end = {trainer.lr_end:g} does nothing with trainer.lr_schedule = "constant": set '
-            f'lr_schedule to "linear" or "cosine", or leave lr_end at {usual:g}'
-        )
-    usual_shaping = ShapingConfig()
-    for name, value, default in (
-        ("overlong_limit", shaping.overlong_limit, usual_shaping.overlong_limit),
-        ("overlong_penalty", shaping.overlong_penalty, usual_shaping.overlong_penalty),
-    ):
-        if not shaping.overlong_buffer and value != default:
-            raise ConfigError(
-                f"shaping.{name} = {value} does nothing without shaping.overlong_buffer, over whose "
-                "tokens the penalty rises: set it, or leave both out"
-            )
-    if dynamic.tolerance and not dynamic.enabled:
-        raise ConfigError(
-            f"dynamic_sampling.tolerance = {dynamic.tolerance:g} does nothing without "
-            "dynamic_sampling.enabled = true: set it, or leave tolerance out; a filter of [filters] has "
-            "options of its own"
-        )
-    if dynamic.max_extra_groups and not dynamic.enabled and not config.filters:
-        raise ConfigError(
-            f"dynamic_sampling.max_extra_groups = {dynamic.max_extra_groups} does nothing without a filter: "
-            "set dynamic_sampling.enabled = true, or leave it out"
-        )
+def _check_idle(config: Config, host: PluginHost) -> None:
+    """Raise ConfigError for keys that were changed and do nothing."""
+    loss = host.function("loss", config.loss.name, **config.loss.options)
+    there = [OF_LOSS[need] for need in needs_of(loss.function, loss.options) if need in OF_LOSS]
+    found = list(idle_keys(config, config, there))
+    for each in host.sections.added:
+        found += idle_keys(config.section(each.kind, None), config, there, each.name)
+    if found:
+        raise ConfigError("\n".join(found))
 
 
 def _check_of_program(key: str, task: TaskConfig, config: EnvironmentConfig, selected: Selected) -> None:

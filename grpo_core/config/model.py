@@ -8,6 +8,8 @@ from typing import Any, Literal
 from attrs import field, frozen
 from attrs.validators import ge, gt, lt
 
+from grpo_core.config.idle import OF_LOSS, only_with
+
 
 @frozen(kw_only=True)
 class LoraConfig:
@@ -62,7 +64,7 @@ class ModelConfig:
 class TeacherConfig:
     """The teacher, a frozen model that scores the policy's tokens for on-policy distillation."""
 
-    path: str = ""
+    path: str = field(default="", metadata=only_with(OF_LOSS["teacher"]))
     """The teacher is a model's directory, a hub id, or a run's directory, which stands for its newest
     checkpoint. Its vocabulary has to be that of the trained model."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

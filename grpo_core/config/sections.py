@@ -29,7 +29,7 @@ class PluginSection:
 
     name: str
     """Name of the table, as "budget" or "model.lora", or that of a core table to which it adds keys."""
-    kind: type
+    kind: type[Any]
     """An attrs class, whose fields are the keys."""
     optional: bool = False
     """Whether the section is missing unless the configuration has the table."""

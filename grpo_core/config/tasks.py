@@ -10,6 +10,7 @@ from attrs import field, frozen
 from attrs.validators import ge, gt, le, optional
 
 from grpo_core.config.choices import PluginChoice
+from grpo_core.config.idle import only_with
 
 
 @frozen(kw_only=True)
@@ -70,12 +71,12 @@ class TaskConfig:
     dataloader: str = ""
     """Prompts come from this dataloader of a plugin, as in "sql:questions" or "./file.py:Questions", instead
     of the environment.  Of `source`, the keys about the fields of a row count, and `where` and `workers`."""
-    dataloader_options: dict[str, Any] = field(factory=dict)
+    dataloader_options: dict[str, Any] = field(factory=dict, metadata=only_with("dataloader"))
     """Options are passed to the dataloader's factory."""
     player: str = ""
     """Name of the player of the rollouts: "turns" of the core, or a plugin's.  If it is empty, "agents" plays
     those of an environment that defines `run`, and "turns" all others."""
-    player_options: dict[str, Any] = field(factory=dict)
+    player_options: dict[str, Any] = field(factory=dict, metadata=only_with("player"))
     """Options are passed to the player's factory."""
     python: str = ""
     """The environment runs in this Python interpreter or directory of a virtual environment, instead of
@@ -98,9 +99,9 @@ class DynamicSamplingConfig:
 
     enabled: bool = False
     """Train only groups whose rewards differ, and generate others instead of the rest."""
-    tolerance: float = field(default=0.0, validator=ge(0))
+    tolerance: float = field(default=0.0, validator=ge(0), metadata=only_with("enabled"))
     """Rewards of a group are equal if they differ by no more than this."""
-    max_extra_groups: int = field(default=0, validator=ge(0))
+    max_extra_groups: int = field(default=0, validator=ge(0), metadata=only_with("enabled", "filters"))
     """The run ends with an error when more groups than this are filtered between two steps.  0 allows 20 for
     each group of a step."""
 
@@ -136,10 +137,10 @@ class ShapingConfig:
     """Each sampled token costs this much reward."""
     overlong_buffer: int = field(default=0, validator=ge(0))
     """DAPO's soft overlong punishment rises over this many tokens below `overlong_limit`; 0 is off."""
-    overlong_limit: int = field(default=0, validator=ge(0))
+    overlong_limit: int = field(default=0, validator=ge(0), metadata=only_with("overlong_buffer"))
     """Rollouts with this many sampled tokens or more have the whole penalty; 0 takes `rollout.max_tokens` for
     each of their turns."""
-    overlong_penalty: float = field(default=1.0, validator=ge(0))
+    overlong_penalty: float = field(default=1.0, validator=ge(0), metadata=only_with("overlong_buffer"))
     """The whole penalty of an overlong rollout."""
 
 

@@ -10,6 +10,7 @@ from attrs import field, frozen
 from attrs.validators import deep_iterable, ge, gt, le, lt, optional
 
 from grpo_core.config.choices import PluginChoice
+from grpo_core.config.idle import OF_LOSS, only_with
 
 GOAL = re.compile(r"\s*(\S+)\s*(>=|<=)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*")
 """A condition on a metric: its name, the comparison, and a number."""
@@ -99,7 +100,7 @@ class TrainerConfig(PluginChoice):
     """Peak learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate after the warm-up."""
-    lr_end: float = field(default=0.1, validator=[ge(0), le(1)])
+    lr_end: float = field(default=0.1, validator=[ge(0), le(1)], metadata=only_with("lr_schedule"))
     """A linear or cosine schedule ends at this share of `lr`."""
     warmup_updates: int = field(default=5, validator=ge(0))
     """Number of updates in which the learning rate rises linearly to `lr`."""
@@ -112,10 +113,10 @@ class TrainerConfig(PluginChoice):
     proximal: Literal["recompute", "generation"] = "recompute"
     """Proximal logprobs are recomputed with the trainer's weights at the start of the step (one more forward
     pass if there are several updates), or taken from generation."""
-    reference_every: int = field(default=0, validator=ge(0))
+    reference_every: int = field(default=0, validator=ge(0), metadata=only_with(OF_LOSS["reference"]))
     """The reference model of a KL term takes the trained weights every this many steps; with 0 it keeps the
     weights that the run started from."""
-    reference_mix: float = field(default=1.0, validator=[gt(0), le(1)])
+    reference_mix: float = field(default=1.0, validator=[gt(0), le(1)], metadata=only_with("reference_every"))
     """The reference model becomes this share of the trained weights and keeps the rest of its own when it is
     refreshed; 1 copies them, less makes an exponential moving average."""
     tokens_per_microbatch: int = field(default=8192, validator=ge(1))
