@@ -63,6 +63,8 @@ A command that plays environments, besides ``grpo_core.Run``:
     Config, TaskConfig, check_task, tasks_of    check the environments that it names
     Tasks, LocalPlacement, EnvironmentClient    start the environments of a configuration
     SourcedProcess, EnvironmentHost, taken_sections, environment_code   one environment, and its child's side
+    find_target, drop_overridden, start_session, check_config   let a model play
+    received, raise_interrupt, task_name, merge, has_source    let a person play
     groups_in, prompts_in, as_json           read a file of rollouts, and write a line of one
     leakage, secrets_in, assistant_message   compare prompts, look for secrets, read a reply
     to_the_end, wrong_input, lines_of_incidents, new_directory, unused, cut   what commands share
@@ -71,7 +73,8 @@ A command that shows runs, besides ``grpo_core.Run``:
 
     say, complain               print a result, and an error, with control characters escaped
     inert                       escapes them alone
-    AsJson, Flag                annotations of options
+    AsJson, Flag, Settings, Words    annotations of options
+    HOOKS, Kind                 hooks by the kind of their offers
     RunDirectory                locks the directory of a run
     Retention                   names the checkpoints that stay
     planned_steps               returns the number of steps of a whole run
@@ -104,8 +107,10 @@ if TYPE_CHECKING:
     from grpo_core.app.again import trainer_again as trainer_again
     from grpo_core.app.again import trains_all_rows as trains_all_rows
     from grpo_core.app.gpus import Devices as Devices
+    from grpo_core.app.launch import check_config as check_config
     from grpo_core.app.launch import configure as configure
     from grpo_core.app.launch import new_directory as new_directory
+    from grpo_core.app.launch import task_name as task_name
     from grpo_core.app.launch import tasks_of as tasks_of
     from grpo_core.app.launch import unused as unused
     from grpo_core.app.placement import LocalPlacement as LocalPlacement
@@ -116,6 +121,7 @@ if TYPE_CHECKING:
     from grpo_core.app.resume import differences as differences
     from grpo_core.app.resume import shown as shown
     from grpo_core.app.run import lines_of_incidents as lines_of_incidents
+    from grpo_core.app.session import start_session as start_session
     from grpo_core.app.simulation import SimulatedParts as SimulatedParts
     from grpo_core.app.simulation import simulate_run as simulate_run
     from grpo_core.app.tasks import Tasks as Tasks
@@ -151,6 +157,7 @@ if TYPE_CHECKING:
     from grpo_core.environments.pool import EnvironmentWorker as EnvironmentWorker
     from grpo_core.environments.process import EnvironmentProcess as EnvironmentProcess
     from grpo_core.environments.sourced import SourcedProcess as SourcedProcess
+    from grpo_core.environments.sourced import has_source as has_source
     from grpo_core.environments.sourced import taken_sections as taken_sections
     from grpo_core.environments.spec import EnvironmentSpec as EnvironmentSpec
     from grpo_core.errors import cut as cut
@@ -161,6 +168,8 @@ if TYPE_CHECKING:
     from grpo_core.inert import inert as inert
     from grpo_core.interpreters import from_here as from_here
     from grpo_core.interpreters import variables_of as variables_of
+    from grpo_core.interrupts import raise_interrupt as raise_interrupt
+    from grpo_core.interrupts import received as received
     from grpo_core.loop.metrics import headline as headline
     from grpo_core.loop.retention import Retention as Retention
     from grpo_core.loop.rows import make_batch as make_batch
@@ -173,6 +182,8 @@ if TYPE_CHECKING:
     from grpo_core.plugins.configured import changed as changed
     from grpo_core.plugins.configured import configured as configured
     from grpo_core.plugins.host import PluginHost as PluginHost
+    from grpo_core.plugins.offers import HOOKS as HOOKS
+    from grpo_core.plugins.offers import Kind as Kind
     from grpo_core.plugins.offers import Selected as Selected
     from grpo_core.plugins.options import AsJson as AsJson
     from grpo_core.plugins.options import Flag as Flag
@@ -210,6 +221,8 @@ if TYPE_CHECKING:
     from grpo_core.unicode import well_formed as well_formed
     from grpo_core.validation.results import SHARES as SHARES
     from grpo_core.validation.results import progress as progress
+    from grpo_core.validation.target import drop_overridden as drop_overridden
+    from grpo_core.validation.target import find_target as find_target
     from grpo_core.weights.copies import Copies as Copies
     from grpo_core.weights.copies import WeightsLease as WeightsLease
     from grpo_core.weights.copies import mapped as mapped

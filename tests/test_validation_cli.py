@@ -26,7 +26,7 @@ def grpo(cwd, *arguments):
 
 
 def find(name):
-    return target.find(name, lambda model: model == "tiny")
+    return target.find_target(name, lambda model: model == "tiny")
 
 
 # ---------------------------------------------------------------------------------- configuration

@@ -25,7 +25,7 @@ from grpo_core.inert import inert
 from grpo_core.interrupts import received
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.installed import importing_file
-from grpo_core.validation.target import EvalTarget, drop_overridden, find
+from grpo_core.validation.target import EvalTarget, drop_overridden, find_target
 
 T = TypeVar("T")
 PathLike = str | os.PathLike[str]
@@ -196,11 +196,11 @@ async def session(
         target = EvalTarget(name="the model", model=None, version=0, table={})
         if model is not None:
             host = PluginHost.discover(changes.get("plugins"), block)
-            found = find(os.fspath(model), lambda name: host.offers("model", name))
+            found = find_target(os.fspath(model), lambda name: host.offers("model", name))
             target = drop_overridden(found, changes, tasks=env is not None)
         chosen, host = configure([asked.defaults(table), target.table], changes, block, offers=asked.offers)
         preflight.check(chosen, host, trains=False)
-    async with sessions.started(chosen, host, target, status) as started:
+    async with sessions.start_session(chosen, host, target, status) as started:
         yield started
 
 

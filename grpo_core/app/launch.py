@@ -61,7 +61,7 @@ def new_run(
 ) -> Launch:
     """Prepare a new run.  The arguments are those of ``configure``.  Raises GrpoError for wrong input."""
     config, host = configure(layers, changes, block, offers)
-    check(config, host)
+    check_config(config, host)
     check_model(config, host)
     with wrong_input():
         warnings = preflight.checks_of_plugins(config, host)
@@ -79,7 +79,7 @@ def continued(
     warnings: list[WarningRaised] = []
     try:
         if resumed.over is None:  # otherwise no part is started
-            check(resumed.config, host)
+            check_config(resumed.config, host)
             check_model(resumed.config, host)
             with wrong_input():
                 step = resumed.found.step if resumed.found else 0
@@ -121,7 +121,7 @@ def configure(
     return (build([replace_parts(preset, given), given], host.sections) if preset else config), host
 
 
-def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
+def check_config(config: Config, host: PluginHost, *, trains: bool = True) -> None:
     """Check what the configuration names; whatever is wrong with it is wrong input."""
     with wrong_input():
         preflight.check(config, host, trains=trains)

@@ -11,7 +11,7 @@ from typing import Any
 from attrs import frozen
 
 from grpo_core.app import provenance, run
-from grpo_core.app.launch import RUNS, check, configure, new_directory, unused
+from grpo_core.app.launch import RUNS, check_config, configure, new_directory, unused
 from grpo_core.config import Config
 from grpo_core.errors import ConfigError, wrong_input
 from grpo_core.events import Event, ValidationPlayed, WarningRaised
@@ -20,7 +20,7 @@ from grpo_core.models import chat_template
 from grpo_core.plugins.host import NO_OFFERS, Offers, PluginHost
 from grpo_core.reporting.stored import write_validation
 from grpo_core.run_directory import CONFIG
-from grpo_core.validation.target import EvalTarget, drop_overridden, find
+from grpo_core.validation.target import EvalTarget, drop_overridden, find_target
 
 Results = Mapping[str, Mapping[str, float]]
 
@@ -113,10 +113,10 @@ def prepare(
         return PluginHost.discover(changes.get("plugins"), block).offers("model", name)
 
     with wrong_input():
-        measured = drop_overridden(find(target, offered), changes, tasks=tasks)
+        measured = drop_overridden(find_target(target, offered), changes, tasks=tasks)
     config, host = configure([measured.table], changes, block, offers)
     _check_only(only, config)
-    check(config, host, trains=False)
+    check_config(config, host, trains=False)
     if measured.model is not None:
         check_files(measured.model, chat_template(config.model.chat_template))
     directory = new_directory(output or _name(Path(target), config))

@@ -85,7 +85,7 @@ class Session:
 
 
 @contextlib.asynccontextmanager
-async def started(
+async def start_session(
     config: Config, host: PluginHost, target: EvalTarget, status: Callable[[str], None]
 ) -> AsyncIterator[Session]:
     """Start the environments of all tasks, and an engine with the target's weights.

@@ -39,16 +39,6 @@ def grpo_commands() -> Mapping[str, Command]:
         "completion": Command(
             "grpo_core.cli:completion", help="Print the completion of commands and options for a shell."
         ),
-        "try": Command(
-            "grpo_core.cli_authors:try_",
-            help="Play against an environment in the terminal, or let a model play and show all that "
-            "happens.",
-        ),
-        "new": Command(
-            "grpo_core.commands.scaffold:new",
-            help="Write a new plugin into the directory grpo-plugin-NAME: code, a test, and what a package"
-            " needs.",
-        ),
         "doctor": Command(
             "grpo_core.commands.doctor:doctor",
             help="Look at this machine, and estimate the memory that a run takes; start nothing.",

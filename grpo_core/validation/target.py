@@ -35,7 +35,7 @@ class EvalTarget:
     """Messages to the user about the choice."""
 
 
-def find(target: str, offered: Callable[[str], bool]) -> EvalTarget:
+def find_target(target: str, offered: Callable[[str], bool]) -> EvalTarget:
     """A run (its newest complete checkpoint, or the model that it starts from), or a model.
 
     Args:

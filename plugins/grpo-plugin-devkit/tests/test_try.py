@@ -12,16 +12,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from attrs import evolve
 from rich.console import Console
 
 import grpo_core as grpo
-from grpo_core.cli_authors import try_
-from grpo_core.commands.person import InputEnded, Person, Replies, TextRenderer
-from grpo_core.commands.transcript import ShownEnvironment, Transcript
-from grpo_core.commands.trying import Choice, _chosen, _play, main
-from grpo_core.errors import ConfigError
-from grpo_core.loop.rollout import SamplingParams
+from grpo_core import ConfigError
+from grpo_core.kit import Config
 from grpo_core.testing import HostedEnvironment, run
+from grpo_plugin_devkit.person import InputEnded, Person, Replies, TextRenderer
+from grpo_plugin_devkit.transcript import ShownEnvironment, Transcript
+from grpo_plugin_devkit.trying import BY_HAND, Choice, _chosen, _play, try_
 
 GRPO = Path(sys.executable).with_name("grpo-core")
 
@@ -74,11 +74,14 @@ def played(lines, *, choice=None, environment=None, width=80):
         async def prompts_of(self, task, split):
             return await hosted.prompts(split)
 
-    params = SamplingParams(temperature=1.0, max_tokens=1000)
-    person = Person(replies, solve, transcript.line)
-    story = _play(
-        Tasks(), "task", choice or Choice(split="train"), shown, person, TextRenderer(), params, transcript
+    session = grpo.Session(
+        config=Config(tasks={}, rollout=evolve(Config(tasks={}).rollout, **BY_HAND)),
+        engine=Person(replies, solve, transcript.line),
+        renderer=TextRenderer(),
+        environments={"task": hosted},
+        tasks=Tasks(),
     )
+    story = _play(session, "task", choice or Choice(split="train"), shown, transcript)
     try:
         run(story)
     except InputEnded as end:
@@ -182,7 +185,7 @@ def test_a_prompt_is_chosen_by_its_id():
     with pytest.raises(ConfigError, match=r"--prompt x: shop has .*the ids begin with tea, milk"):
         _chosen(prompts, Choice(split="train", prompt="x"), "shop")
     with pytest.raises(ConfigError, match="--prompts is 0; expected a number of at least 1"):
-        main("x", target=None, engine=None, choice=Choice(split="train", prompts=0), settings=[], block=[])
+        try_("x", prompts=0)
     with pytest.raises(ConfigError, match="shop has no prompts of the split 'validation'"):
         _chosen([], Choice(split="validation"), "shop")
 

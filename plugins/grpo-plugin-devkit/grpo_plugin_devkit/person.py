@@ -6,10 +6,9 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TextIO
 
-from grpo_core.interrupts import raise_interrupt, received
-from grpo_core.protocols import Engine
-from grpo_core.records import Completion, GenerationRequest, Message, Weights
-from grpo_core.testing.fakes import FakeRenderer
+from grpo_core import Completion, Engine, GenerationRequest, Message, Weights
+from grpo_core.kit import raise_interrupt, received
+from grpo_core.testing import FakeRenderer
 
 HELP = """\
   a reply is a line; a line that ends with \\ goes on in the next one

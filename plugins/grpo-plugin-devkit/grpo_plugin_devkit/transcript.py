@@ -10,10 +10,8 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from grpo_core.inert import inert
-from grpo_core.playing import Player
-from grpo_core.protocols import EnvironmentClient
-from grpo_core.records import AgentClient, Episode, Feedback, Message, Prompt, Rollout, SessionStart
+from grpo_core import AgentClient, Episode, Feedback, Message, Prompt, Rollout, SessionStart
+from grpo_core.kit import EnvironmentClient, inert
 
 STYLES = {"user": "cyan", "system": "magenta", "tool": "yellow", "assistant": "green"}
 
@@ -130,7 +128,7 @@ class ShownEnvironment(EnvironmentClient):
         self._environment, self._transcript = environment, transcript
         self.max_turns, self.needs_group = environment.max_turns, environment.needs_group
         self.success = environment.success
-        self.player: Player | None = environment.player
+        self.player = environment.player
         self.prompt: Prompt | None = None
         self.conversation: tuple[Message, ...] = ()
         """The messages so far."""

@@ -1,6 +1,6 @@
 """``grpo-core new``: writes a plugin that works, as a distribution of its own.
 
-The files come from ``grpo_core/scaffold``.  They are templates of ``string.Template``.
+The files come from ``templates``.  They are templates of ``string.Template``.
 """
 
 from __future__ import annotations
@@ -18,14 +18,10 @@ from typing import Literal
 
 from attrs import frozen
 
-import grpo_core
-from grpo_core.errors import ConfigError
-from grpo_core.inert import inert
-from grpo_core.plugins.host import PluginHost
-from grpo_core.plugins.offers import HOOKS, Kind
-from grpo_core.plugins.options import Flag
+from grpo_core import ConfigError
+from grpo_core.kit import HOOKS, Flag, Kind, PluginHost, inert
 
-TEMPLATES = Path(grpo_core.__file__).parent / "scaffold"
+TEMPLATES = Path(__file__).parent / "templates"
 LONGEST_NAME = 32
 """Number of characters of a name; longer ones would make the lines of the files too long."""
 

@@ -12,10 +12,8 @@ import tomllib
 import pytest
 import yaml
 
-from grpo_core.commands import scaffold
-from grpo_core.errors import ConfigError
-from grpo_core.loading import load_object
-from grpo_core.records import EngineSetup
+from grpo_core import ConfigError, EngineSetup, load_object
+from grpo_plugin_devkit import new as scaffold
 
 MADE = [(sort, "") for sort in scaffold.SORTS] + [("environment", variant) for variant in scaffold.VARIANTS]
 IN_CI = ("environment", "agent", "loss", "sampler")

@@ -1,0 +1,1 @@
+"""Commands for those who write plugins of grpo-core: ``new`` and ``try``."""

@@ -1,0 +1,251 @@
+"""``grpo-core try``: a person, or a model, plays against an environment in the terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+from attrs import evolve, frozen
+from rich.console import Console
+
+from grpo_core import ConfigError, Prompt, Session
+from grpo_core.kit import (
+    LocalPlacement,
+    PluginHost,
+    RunDirectory,
+    Settings,
+    Tasks,
+    Words,
+    check_config,
+    check_task,
+    configure,
+    drop_overridden,
+    find_target,
+    has_source,
+    lines_of_incidents,
+    merge,
+    parse_settings,
+    reported_to,
+    start_session,
+    task_name,
+    to_the_end,
+    wrong_input,
+)
+from grpo_plugin_devkit.person import InputEnded, Person, Replies, TextRenderer
+from grpo_plugin_devkit.transcript import ShownEnvironment, Transcript
+
+BY_HAND = {"max_tokens": 1_000_000, "deadline": 1e9}
+"""Limits of a person's replies: there are none."""
+NAMED = 5
+"""Number of ids that an error names."""
+
+
+@frozen(kw_only=True)
+class Choice:
+    """The prompts that are played, and how a model plays them."""
+
+    split: str
+    prompt: str | None = None
+    """Id of the prompt; None: the first ones."""
+    prompts: int = 1
+    """Number of prompts that are played in turn."""
+    seed: int = 0
+    temperature: float | None = None
+    """Sampling temperature of a model; None: as in training."""
+
+
+def try_(
+    name: str,
+    /,
+    *,
+    model: str | None = None,
+    run: Path | None = None,
+    prompt: str | None = None,
+    prompts: int = 1,
+    split: Literal["train", "validation"] = "train",
+    seed: int = 0,
+    temperature: float | None = None,
+    engine: str | None = None,
+    settings: Settings = None,
+    no_plugin: Words = None,
+) -> int:
+    """Play against an environment in the terminal, or let a model play and show all that happens.
+
+    Replies are typed, or are the lines of standard input.
+
+    Parameters
+    ----------
+    name
+        Name of the environment, as "math:sort" or "./file.py:Class"; with --run also a task of the run.
+    model
+        Directory, hub id or name of a model that plays, as in "tiny".
+    run
+        Directory of a run whose newest checkpoint plays.
+    prompt
+        Id of the prompt.  Default: the first one.
+    prompts
+        Number of prompts that are played one after another.
+    split
+        Prompts to play: those for training, or those for validation.
+    seed
+        Seed of a model that plays.
+    temperature
+        Sampling temperature of a model that plays.  Default: as in training.
+    engine
+        Engine of a model that plays.
+    settings
+        Set an option of the environment, as in "length=3", or the source of its prompts, as in
+        "source.path=train.jsonl"; may be repeated.
+    no_plugin
+        Do not load this installed plugin; may be repeated.
+    """
+    if model is not None and run is not None:
+        raise ConfigError("--model and --run: one of them plays; leave the other one out")
+    if prompts < 1:
+        raise ConfigError(f"--prompts is {prompts}; expected a number of at least 1")
+    choice = Choice(split=split, prompt=prompt, prompts=prompts, seed=seed, temperature=temperature)
+    options, block = parse_settings(settings or []), no_plugin or []
+    target = model if run is None else str(RunDirectory.existing(run).path)
+    console = Console(highlight=False)
+    if target is not None:
+        to_the_end(_by_model(name, target, engine, options, choice, block, console))
+    elif engine is not None:
+        raise ConfigError("--engine is for a model that plays: add --model DIR or --run RUN")
+    else:
+        to_the_end(_by_hand(name, options, choice, block, sys.stdin, console))
+    return 0
+
+
+async def _by_hand(
+    name: str,
+    options: dict[str, Any],
+    choice: Choice,
+    block: Sequence[str],
+    source: TextIO,
+    console: Console,
+) -> None:
+    task = task_name(name)
+    with wrong_input():
+        changes = {**_changes({}, task, name, options), "rollout": BY_HAND}
+        config, host = configure([], changes, block)
+        check_task(task, config.tasks[task], config, host)
+    transcript = Transcript(console, echo=not source.isatty())
+
+    def tell(text: str) -> None:
+        transcript.line(text, "dim")
+
+    around = Tasks.start(
+        config.tasks, config.environment, LocalPlacement(host), sets={}, logs=None, host=host
+    )
+    with reported_to(lines_of_incidents(tell)):
+        async with around as tasks:
+            environment = tasks.environments[task]
+            if environment.runs_agents:
+                raise ConfigError(
+                    f"{name} is an agent, which plays by itself: let a model play, with --model tiny or "
+                    "--run RUN"
+                )
+            shown = ShownEnvironment(environment, transcript)
+
+            async def solve() -> str | None:
+                if shown.prompt is None:
+                    return None
+                (solution,) = await environment.solve([evolve(shown.prompt, messages=shown.conversation)])
+                return solution
+
+            replies = Replies(source, tell, lambda: shown.has_tools)
+            if replies.typed:
+                tell("/help lists the commands, /quit ends")
+            session = Session(
+                config=config,
+                engine=Person(replies, solve, tell),
+                renderer=TextRenderer(),
+                environments=tasks.environments,
+                tasks=tasks,
+            )
+            try:
+                await _play(session, task, choice, shown, transcript)
+            except InputEnded as end:
+                tell(f"{end}: this rollout has no reward")
+
+
+async def _by_model(
+    name: str,
+    target: str,
+    engine: str | None,
+    options: dict[str, Any],
+    choice: Choice,
+    block: Sequence[str],
+    console: Console,
+) -> None:
+    with wrong_input():
+        found = find_target(target, lambda model: PluginHost.discover(block=block).offers("model", model))
+        of_run = found.table.get("tasks", {})
+        task = name if name in of_run else task_name(name)
+        changes = _changes(of_run, task, name, options)
+        if engine is not None:
+            changes["engine"] = {"name": engine}
+        measured = drop_overridden(found, changes, tasks=True)
+        config, host = configure([measured.table], changes, block)
+    check_config(config, host, trains=False)
+    transcript = Transcript(console, echo=True)
+    errors = Console(stderr=True)
+
+    def tell(text: str) -> None:
+        errors.print(text, style="dim", markup=False, soft_wrap=True)
+
+    async with start_session(config, host, measured, tell) as session:
+        shown = ShownEnvironment(session.environments[task], transcript)
+        await _play(session, task, choice, shown, transcript)
+
+
+def _changes(of_run: Mapping[str, Any], task: str, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration's table for one task: an environment, or a task of a run.
+
+    Args:
+        options: options of the environment, with the section ``environment``, and ``source`` of the task.
+    """
+    of_task = {"source"} if has_source(options) else set()
+    own = {key: value for key, value in options.items() if key not in of_task | {"environment"}}
+    changed = {"options": own, **{key: options[key] for key in of_task}}
+    chosen = merge(of_run[task] if name in of_run else {"env": name}, changed)
+    section = {"environment": options["environment"]} if "environment" in options else {}
+    return {"tasks": {task: chosen}, **section}
+
+
+async def _play(
+    session: Session, task: str, choice: Choice, shown: ShownEnvironment, transcript: Transcript
+) -> None:
+    """Play some prompts one after another."""
+    chosen = _chosen(await session.prompts(task, split=choice.split), choice, task)
+    for number, prompt in enumerate(chosen):
+        if number:
+            transcript.line("")
+        transcript.line(f"{task}: prompt {prompt.id} of {choice.split}", "bold")
+        ((rollout,),) = await session.play(
+            [prompt], seed=choice.seed, temperature=choice.temperature, environments={task: shown}
+        )
+        if shown.player is not None:
+            for message in rollout.messages:
+                transcript.message(message)
+        transcript.end(rollout)
+        if isinstance(prompt.answer, str):
+            transcript.line(f"  the answer of the prompt: {prompt.answer}", "dim")
+
+
+def _chosen(prompts: Sequence[Prompt], choice: Choice, task: str) -> Sequence[Prompt]:
+    """Return the prompts that are played.  Raises ConfigError if there is no such prompt."""
+    if not len(prompts):
+        raise ConfigError(f"{task} has no prompts of the split {choice.split!r}")
+    if choice.prompt is None:
+        return [prompts[place] for place in range(min(choice.prompts, len(prompts)))]
+    for place in range(len(prompts)):
+        if (prompt := prompts[place]).id == choice.prompt:
+            return [prompt]
+    some = ", ".join(prompts[place].id for place in range(min(NAMED, len(prompts))))
+    raise ConfigError(
+        f"--prompt {choice.prompt}: {task} has no such prompt in the split {choice.split!r}; the ids begin "
+        f"with {some}"
+    )
