@@ -78,10 +78,10 @@ def with_absolute_paths(config: Config, host: PluginHost) -> Config:
         tasks=tasks,
         tracking=tracking,
         environment=environment,
-        sections=[
+        sections=tuple(
             evolve(each, values={key: options.part(value) for key, value in each.values.items()})
             for each in config.sections
-        ],
+        ),
         filters={
             _absolute_name(name): options.of("filter", name, given) for name, given in config.filters.items()
         },
