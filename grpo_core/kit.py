@@ -66,7 +66,7 @@ A command that plays environments, besides ``grpo_core.Run``:
     find_target, drop_overridden, start_session, check_config   let a model play
     received, raise_interrupt, task_name, merge, has_source    let a person play
     groups_in, prompts_in, as_json           read a file of rollouts, and write a line of one
-    leakage, secrets_in, assistant_message   compare prompts, look for secrets, read a reply
+    leakage, assistant_message               compare prompts, read a reply
     to_the_end, wrong_input, lines_of_incidents, new_directory, unused, cut   what commands share
 
 A command that shows runs, besides ``grpo_core.Run``:
@@ -138,7 +138,6 @@ if TYPE_CHECKING:
     from grpo_core.config import read_toml as read_toml
     from grpo_core.config import structured as structured
     from grpo_core.config.idle import only_with as only_with
-    from grpo_core.credentials import secrets_in as secrets_in
     from grpo_core.data import leakage as leakage
     from grpo_core.engines.child import ChildEngine as ChildEngine
     from grpo_core.engines.decoding_server import DecodingServer as DecodingServer

@@ -385,7 +385,6 @@ class Audit:
     # ------------------------------------------------------------------------------ all together
 
     async def _levels(self) -> list[Finding]:
-        wrong = [trial for trial in self.everything if trial.kind in ("nonsense", "empty", "degenerate")]
         found = rewards.scored(self.everything)
         bad = [each for each in self.incidents if each.kind in ("deadline", "died")]
         if bad and found.severity == "passed":
@@ -394,7 +393,6 @@ class Audit:
             found,
             rewards.reach(self.everything, self.scale),
             rewards.bounds(self.everything, self.scale),
-            rewards.parts(self._right, wrong),
         ]
 
     async def _touched(self, environment: Audited) -> list[Finding]:

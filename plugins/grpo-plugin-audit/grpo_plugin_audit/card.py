@@ -1,10 +1,9 @@
-"""The quality card of an environment: the findings of an audit as JSON, and as one page."""
+"""The quality card of an environment: the findings of an audit as JSON."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 from attrs import field, frozen
 
 from grpo_core import __version__
-from grpo_core.kit import inert
 from grpo_plugin_audit.records import Finding, Severity
 
 SCHEMA = "2"
@@ -78,30 +76,6 @@ class Card:
 
     def write_json(self, path: Path) -> None:
         path.write_text(json.dumps(self.report(), indent=2, default=str) + "\n", encoding="utf-8")
-
-    def write_page(self, path: Path) -> None:
-        path.write_text(self.page(), encoding="utf-8", errors="xmlcharrefreplace")
-
-    def page(self) -> str:
-        """Return the card as one page that opens offline, without a script."""
-        from jinja2 import Environment, PackageLoader, StrictUndefined
-
-        environment = Environment(
-            loader=PackageLoader("grpo_plugin_audit"),
-            autoescape=True,
-            undefined=StrictUndefined,
-            trim_blocks=True,
-            lstrip_blocks=True,
-            finalize=lambda value: inert(value) if type(value) is str else value,
-        )
-        counts = Counter(finding.severity for finding in self.findings)
-        return environment.get_template("audit.html").render(
-            card=self,
-            findings=sorted(self.findings, key=lambda one: list(STATUS).index(one.severity)),
-            counts=[(name, counts[name]) for name in STATUS if counts[name]],
-            measured={f.check: json.dumps(f.measured, indent=1, default=str) for f in self.findings},
-            version=__version__,
-        )
 
 
 def _result(finding: Finding) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from grpo_core.kit import (
     inert,
     parse_settings,
     reported_to,
-    secrets_in,
     taken_sections,
     to_the_end,
 )
@@ -64,7 +63,6 @@ def audit(
     model: str | None = None,
     engine: str | None = None,
     json: Path | None = None,
-    html: Path | None = None,
     no_plugin: Annotated[list[str] | None, Parameter(name="--no-plugin", negative="")] = None,
 ) -> int:
     """Find out whether the rewards of an environment mean anything: what is paid, and what should not be.
@@ -91,8 +89,6 @@ def audit(
         Engine of this model.
     json
         File for the quality card as JSON.
-    html
-        File for the quality card as one page.
     no_plugin
         Do not load this installed plugin; may be repeated.
     """
@@ -100,15 +96,9 @@ def audit(
         raise ConfigError("--engine is for a model that plays: add --model")
     if prompts < 1 or not seconds > 0:
         raise ConfigError(f"--prompts is {prompts} and --seconds {seconds:g}; expected numbers above 0")
-    for file in (json, html):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise ConfigError(f"{file}: there is no directory {file.absolute().parent}; make it first")
+    if json is not None and not json.absolute().parent.is_dir():
+        raise ConfigError(f"{json}: there is no directory {json.absolute().parent}; make it first")
     options = parse_settings(set_ or [])
-    if secrets := sorted(set(secrets_in({"set": options}))):
-        raise ConfigError(
-            f"{', '.join(secrets)}: this option is named like a secret, and a card would show it; let the "
-            "environment read a variable (os.environ) instead"
-        )
     host = PluginHost.discover(block=no_plugin or [])
     elsewhere = options.get("environment", {}).get("python")  # only that interpreter can find it
     offer = f"{name} ({elsewhere})" if elsewhere else str(host.find("environment", name))
@@ -143,8 +133,6 @@ def audit(
     console.print(f"{told}, in {card.seconds:.1f} s")
     if json is not None:
         card.write_json(json)
-    if html is not None:
-        card.write_page(html)
     return 1 if counts["failed"] else 0
 
 

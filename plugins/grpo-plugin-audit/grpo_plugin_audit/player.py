@@ -203,7 +203,6 @@ def _trial(game: _Game) -> Trial:
         reward=None if error is not None else game.reward,
         error=error,
         ended=not game.stuck,
-        parts=dict(game.feedback.metrics),
         answers=game.answers,
         turns=game.turns,
     )

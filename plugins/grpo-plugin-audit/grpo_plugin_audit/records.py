@@ -101,8 +101,6 @@ class Trial:
     error: str | None = None
     ended: bool = True
     """Whether the rollout came to its end; own solutions may know only how to begin."""
-    parts: Mapping[str, float] = field(factory=dict)
-    """Metrics of its feedback."""
     answers: tuple[str, ...] = ()
     """The environment's messages between the turns."""
     turns: int = 1

@@ -445,34 +445,6 @@ def bounds(trials: Sequence[Trial], scale: Scale) -> Finding:
     )
 
 
-def parts(right: Sequence[Trial], wrong: Sequence[Trial]) -> Finding:
-    """Tell the parts of the reward: the metrics of feedback, for solutions and for nonsense."""
-    check, title = "runtime.reward_attribution", "parts of the reward"
-    names = sorted({name for trial in (*right, *wrong) for name in trial.parts})
-    if not names:
-        return not_applicable(check, title, "the feedback has no metrics")
-
-    def mean(trials: Sequence[Trial], name: str) -> float | None:
-        values = [trial.parts[name] for trial in trials if name in trial.parts]
-        return fmean(values) if values else None
-
-    table = {name: (mean(right, name), mean(wrong, name)) for name in names}
-    still = [n for n in names if spread([t.parts[n] for t in (*right, *wrong) if n in t.parts]) <= TOLERANCE]
-    told = ", ".join(f"{name} {_figure(one)} / {_figure(other)}" for name, (one, other) in table.items())
-    return Finding(
-        check=check,
-        title=title,
-        severity="noted" if still else "passed",
-        told=f"means for solutions / for other replies: {told}",
-        advice=f"{', '.join(still)} never changes here: it teaches nothing" if still else "",
-        measured={name: {"solutions": one, "others": other} for name, (one, other) in table.items()},
-    )
-
-
-def _figure(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
-
-
 def scored(trials: Sequence[Trial]) -> Finding:
     """Judge whether every reply gets a reward."""
     lost = [trial for trial in trials if trial.reward is None and trial.ended]
