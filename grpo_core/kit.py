@@ -74,6 +74,7 @@ A command that shows runs, besides ``grpo_core.Run``:
     say, complain               print a result, and an error, with control characters escaped
     inert                       escapes them alone
     AsJson, Flag, Settings, Words    annotations of options
+    Scores, checked_scores      what an advantage function returns, and its check
     HOOKS, Kind                 hooks by the kind of their offers
     RunDirectory                locks the directory of a run
     Retention                   names the checkpoints that stay
@@ -171,6 +172,8 @@ if TYPE_CHECKING:
     from grpo_core.interrupts import received as received
     from grpo_core.loop.metrics import headline as headline
     from grpo_core.loop.retention import Retention as Retention
+    from grpo_core.loop.rows import Scores as Scores
+    from grpo_core.loop.rows import checked_scores as checked_scores
     from grpo_core.loop.rows import make_batch as make_batch
     from grpo_core.loss import needs_of as needs_of
     from grpo_core.messages import MessageError as MessageError

@@ -22,9 +22,9 @@ from grpo_core.errors import ConfigError, PluginError
 from grpo_core.loop import advantages
 from grpo_core.loop.advantages import Clipped
 from grpo_core.plugins.host import PluginHost
-from grpo_core.testing.objectives import a_group, check_advantage
 from grpo_plugin_algorithms import advantages as methods
 from grpo_plugin_algorithms import formulas as further
+from grpo_plugin_devkit.objectives import a_group, check_advantage
 
 NEMO = json.loads((Path(__file__).parent / "vectors" / "nemo_rl_advantages.json").read_text())
 CANCELLED = {"grpo_small_var_looTrue_normTrue"}

@@ -12,7 +12,7 @@ from grpo_core.loop import advantages
 from grpo_core.loop.advantages import normalize
 from grpo_core.loop.dynamic import DynamicSampling
 from grpo_core.loop.metrics import task_metrics
-from grpo_core.testing.objectives import a_group, check_advantage
+from grpo_plugin_devkit.objectives import a_group, check_advantage
 
 rewards = st.integers(-40, 40).map(lambda eighths: eighths / 8)
 one_group = st.lists(rewards, min_size=2, max_size=16)

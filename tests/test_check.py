@@ -18,7 +18,7 @@ from grpo_core.cli import make_app
 from grpo_core.commands import check
 from grpo_core.errors import ConfigError, PluginError, SelectionError
 from grpo_core.plugins.host import Kind, PluginHost
-from grpo_core.testing import check_environment, decoding, run
+from grpo_core.testing import check_environment, decoding, finding_of, run
 from grpo_core.testing.environments import environment_findings
 
 GRPO = Path(sys.executable).with_name("grpo-core")
@@ -415,7 +415,7 @@ def test_every_kind_that_has_a_hook_can_be_checked():
 
 
 def test_a_clause_that_had_nothing_to_check_is_noted_and_not_passed():
-    found = check._found("its canary", lambda: "there is none")
+    found = finding_of("its canary", lambda: "there is none")
     assert (found.outcome, found.told) == ("noted", "there is none")
 
 

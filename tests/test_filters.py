@@ -14,7 +14,7 @@ from grpo_core.loop import filters
 from grpo_core.loop.dynamic import DynamicSampling, Rejection
 from grpo_core.loop.laws import Laws
 from grpo_core.plugins.host import PluginHost
-from grpo_core.testing.objectives import a_group
+from grpo_plugin_devkit.objectives import a_group
 
 FILE = """
 import grpo_core as grpo

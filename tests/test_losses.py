@@ -17,8 +17,8 @@ from grpo_core import losses
 from grpo_core.config import build
 from grpo_core.errors import ConfigError
 from grpo_core.loss import LossInputs, LossSetting, needs_of, problems_of
-from grpo_core.testing.objectives import LossContract, check_loss
 from grpo_plugin_algorithms import losses as further
+from grpo_plugin_devkit.objectives import LossContract, check_loss
 
 NAMED = (
     losses.grpo,

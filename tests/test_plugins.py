@@ -10,7 +10,7 @@ import pytest
 import grpo_core
 from grpo_core.errors import ConfigError, PluginError
 from grpo_core.plugins.host import HOOKS, PluginHost, listing
-from grpo_core.testing.objectives import a_group
+from grpo_plugin_devkit.objectives import a_group
 
 VERSION = grpo_core.__version__
 

@@ -19,8 +19,8 @@ from grpo_core.loop import advantages
 from grpo_core.loop.rows import with_advantages
 from grpo_core.loop.shaping import Shaping, shaped_rewards
 from grpo_core.records import Rollout, Segment
-from grpo_core.testing.objectives import a_group
 from grpo_core.tokens import Tokens
+from grpo_plugin_devkit.objectives import a_group
 
 NEMO = json.loads((Path(__file__).parent / "vectors" / "nemo_rl_advantages.json").read_text())["rewards"]
 

@@ -20,11 +20,11 @@ from grpo_core.loop import advantages
 from grpo_core.loop.rows import make_batch, with_advantages
 from grpo_core.records import Group, Rollout, Row, Segment
 from grpo_core.testing.hosted import HostedEnvironment
-from grpo_core.testing.objectives import a_group, check_advantage
 from grpo_core.tokens import Tokens
 from grpo_core.training.microbatch import collate
 from grpo_plugin_algorithms import advantages as methods
 from grpo_plugin_algorithms import formulas as further
+from grpo_plugin_devkit.objectives import a_group, check_advantage
 
 rewards = st.integers(-8, 8).map(lambda quarters: quarters / 4)
 games = st.lists(st.lists(rewards, min_size=1, max_size=4), min_size=2, max_size=5)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import importlib.metadata
 import io
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -18,16 +18,15 @@ from grpo_core.app.parts import make_sampler
 from grpo_core.app.placement import LocalPlacement
 from grpo_core.config import SamplerConfig, SourceConfig, parse_settings
 from grpo_core.environments.sourced import Sections, taken_sections
-from grpo_core.errors import ConfigError, GrpoError, PluginError, describe
+from grpo_core.errors import ConfigError, GrpoError, PluginError
 from grpo_core.hookspecs import Offer
 from grpo_core.inert import inert
-from grpo_core.loss import needs_of
 from grpo_core.plugins.host import Kind, PluginHost
 from grpo_core.plugins.offers import FROM_THE_CORE, Plugin, Selected, signature_of
 from grpo_core.plugins.options import Settings, Words
 from grpo_core.plugins.selection import PluginSelection
 from grpo_core.processes import scratch_directory
-from grpo_core.testing.conformance import Finding
+from grpo_core.testing.conformance import Finding, finding_of, told_by
 from grpo_core.testing.environments import conformance_of
 
 CHECKED: Mapping[Kind, str] = {
@@ -51,6 +50,8 @@ CHECKED: Mapping[Kind, str] = {
 }
 """Kinds that can be checked, with the method or first parameter by which a class or function is
 recognised."""
+CONTRACTS = "grpo_core.contracts"
+"""Group of the entry points that name the checks of a kind: a function of (host, offer, options)."""
 STYLES = {"passed": ("ok    ", "green"), "failed": ("FAILED", "bold red"), "noted": ("note  ", "yellow")}
 
 
@@ -171,16 +172,22 @@ def findings(
             yield from _sampler(host, offer.name, options, tasks)
         case "engine":
             yield from _engine(host, offer.name, options)
-        case "loss" | "advantage":
-            yield from _function(host, offer.kind, offer.name, options)
-        case "filter":
-            yield from _filter(host, offer.name, options)
+        case "loss" | "advantage" | "filter":
+            yield from _of_another(host, offer, options)
         case "tracker":
             yield from _tracker(host, offer.name, options)
         case "validation_strategy":
             yield from _strategy(host, offer.name, options)
         case _:
             yield from _part(host, offer, options)
+
+
+def _of_another(host: PluginHost, offer: Selected, options: Mapping[str, Any]) -> Iterator[Finding]:
+    """Run the checks of a kind whose contract another distribution has."""
+    for entry in importlib.metadata.entry_points(group=CONTRACTS, name=offer.kind):
+        yield from entry.load()(host, offer, options)
+        return
+    raise ConfigError(f"{offer}: the contract of its kind is missing: pip install grpo-plugin-devkit")
 
 
 # ---------------------------------------------------------------------------------- environments
@@ -217,7 +224,7 @@ def _dataloader(
         lambda split: host.make("dataloader", name, split, **options), source=source, name=name
     )
     for clause in contract:
-        found = _found(clause.__name__.replace("_", " "), clause)
+        found = finding_of(clause.__name__.replace("_", " "), clause)
         yield found
         if found.outcome == "failed":
             return
@@ -247,7 +254,9 @@ def _sampler(
     except Exception as error:  # of the contract, or of the sampler, which may raise anything
         calls = [line for note in getattr(error, "__notes__", ()) for line in note.splitlines()]
         yield Finding(
-            "its contract", "failed", "\n".join([f"{_told(error)}{advice}", *(f"        {c}" for c in calls)])
+            "its contract",
+            "failed",
+            "\n".join([f"{told_by(error)}{advice}", *(f"        {c}" for c in calls)]),
         )
     else:
         yield Finding(
@@ -273,53 +282,7 @@ def _strategy(host: PluginHost, name: str, options: Mapping[str, Any]) -> Iterat
         contract.training_goes_on_as_if_it_were_not_there,
     ):
         about = clause.__name__.replace("_", " ")
-        yield _found(about, clause)
-
-
-# ---------------------------------------------------------------------------------- losses and advantages
-
-
-def _function(
-    host: PluginHost, kind: Literal["loss", "advantage"], name: str, options: Mapping[str, Any]
-) -> Iterator[Finding]:
-    from grpo_core.testing.objectives import AdvantageContract, LossContract
-
-    contract: Iterable[Callable[[], object]]
-    try:
-        if kind == "loss":
-            loss = host.function("loss", name, **options)
-            needed = needs_of(loss.function, loss.options)
-            contract = LossContract(loss, needed)
-            yield Finding("what it needs", "noted", ", ".join(sorted(needed)) or "nothing")
-        else:
-            contract = AdvantageContract(host.function("advantage", name, **options))
-    except PluginError as error:
-        yield Finding("its options", "failed", str(error))
-        return
-    for clause in contract:
-        yield _found(clause.__name__.replace("_", " "), clause)
-
-
-# ---------------------------------------------------------------------------------- filters
-
-
-def _filter(host: PluginHost, name: str, options: Mapping[str, Any]) -> Iterator[Finding]:
-    from grpo_core.testing.filters import FilterContract, groups
-
-    try:
-        host.check_values("filter", name, options, group_size=4)
-        rejects = host.function("filter", name, **options)
-    except GrpoError as error:
-        yield Finding("its options", "failed", str(error))
-        return
-    failed = False
-    for clause in FilterContract(rejects):
-        found = _found(clause.__name__.replace("_", " "), clause)
-        failed |= found.outcome == "failed"
-        yield found
-    if not failed:
-        rejected = sum(rejects(group) is not None for group in groups())
-        yield Finding("what it rejects", "noted", f"{rejected} of the {len(groups())} groups that were tried")
+        yield finding_of(about, clause)
 
 
 # ---------------------------------------------------------------------------------- trackers
@@ -330,7 +293,7 @@ def _tracker(host: PluginHost, name: str, options: Mapping[str, Any]) -> Iterato
 
     for clause in TrackerContract(lambda run: host.make("tracker", name, run, **options)):
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            found = _found(clause.__name__.replace("_", " "), clause)  # some trackers print
+            found = finding_of(clause.__name__.replace("_", " "), clause)  # some trackers print
         yield found
         if clause.__name__ == "its_factory_makes_a_tracker" and found.outcome == "failed":
             return
@@ -347,7 +310,7 @@ def _part(host: PluginHost, offer: Selected, options: Mapping[str, Any]) -> Iter
         with contextlib.ExitStack() as stack:
             for clause in _contract(host, offer, options, stack):
                 with contextlib.redirect_stderr(io.StringIO()):
-                    found = _found(clause.__name__.replace("_", " "), clause)
+                    found = finding_of(clause.__name__.replace("_", " "), clause)
                 yield found
     except GrpoError as error:
         yield Finding("it can be made", "failed", str(error))
@@ -418,28 +381,11 @@ def _engine(host: PluginHost, name: str, options: Mapping[str, Any]) -> Iterator
             return
         yield Finding("it can be made", "passed", "")
         story = check_engine(tried.engine, tried.publish, prompt_ids=(5, 8, 2))
-        yield _found("its contract", functools.partial(runner.run, story))
+        yield finding_of("its contract", functools.partial(runner.run, story))
         tried.engine = runner.run(made(**options))
         update = tried.engine.update_weights(tried.publish(0))
-        taken = _found("it takes weights", functools.partial(runner.run, update))
+        taken = finding_of("it takes weights", functools.partial(runner.run, update))
         yield taken
         for about, law in decoding.ENGINE_LAWS.items() if taken.outcome == "passed" else ():
-            yield _found(about, functools.partial(runner.run, law(tried)))
-        yield _found("it can be closed", functools.partial(runner.run, tried.engine.aclose()))
-
-
-def _found(check: str, ask: Callable[[], object]) -> Finding:
-    """Ask a clause.  A text that it returns says why there was nothing to check."""
-    try:
-        note = ask()
-    except Exception as error:  # of the contract, or of what is checked, which may raise anything
-        return Finding(check, "failed", _told(error))
-    return Finding(check, "noted", note) if isinstance(note, str) else Finding(check, "passed", "")
-
-
-def _told(error: Exception) -> str:
-    """Return what an error says; if what is checked raised it, also the line that did."""
-    where = traceback.extract_tb(error.__traceback__)[-1]
-    if isinstance(error, AssertionError | GrpoError):
-        return str(error) or f"this does not hold: {where.line}"
-    return f"{describe(error)} ({Path(where.filename).name}, line {where.lineno}: {where.line})"
+            yield finding_of(about, functools.partial(runner.run, law(tried)))
+        yield finding_of("it can be closed", functools.partial(runner.run, tried.engine.aclose()))

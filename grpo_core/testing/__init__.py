@@ -1,7 +1,8 @@
 """The test kit of plugin authors: contracts as checks, fakes that keep them, and a virtual clock.
 
     check_environment, check_sampler, check_validation_strategy   each is a whole test
-    check_loss, check_advantage, check_filter, check_tracker, check_agent   likewise
+    check_tracker, check_agent               likewise
+    Finding, finding_of                      what a check found
     check_transport                          the bytes that a transport of weights carries
     check_player                             what a player makes of rollouts
     check_commands, check_config_sections, check_preflight   what a module offers to the command line, to the
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from grpo_core.testing.clock import Deadlock as Deadlock
     from grpo_core.testing.clock import run as run
     from grpo_core.testing.commands import check_commands as check_commands
+    from grpo_core.testing.conformance import Finding as Finding
+    from grpo_core.testing.conformance import finding_of as finding_of
     from grpo_core.testing.contracts import MemoryLoader as MemoryLoader
     from grpo_core.testing.contracts import check_sampler as check_sampler
     from grpo_core.testing.dataloaders import check_dataloader as check_dataloader
@@ -50,12 +53,9 @@ if TYPE_CHECKING:
     from grpo_core.testing.fakes import FakeRenderer as FakeRenderer
     from grpo_core.testing.fakes import FakeTrainer as FakeTrainer
     from grpo_core.testing.fakes import prompts as prompts
-    from grpo_core.testing.filters import check_filter as check_filter
     from grpo_core.testing.hosted import HostedEnvironment as HostedEnvironment
     from grpo_core.testing.hosted import finished as finished
     from grpo_core.testing.model_sources import check_model_source as check_model_source
-    from grpo_core.testing.objectives import check_advantage as check_advantage
-    from grpo_core.testing.objectives import check_loss as check_loss
     from grpo_core.testing.offers import find_offer as find_offer
     from grpo_core.testing.offers import make_offer as make_offer
     from grpo_core.testing.optimizers import check_optimizer as check_optimizer

@@ -9,8 +9,10 @@ from __future__ import annotations
 import itertools
 import math
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from attrs import define, evolve, field, frozen
@@ -18,7 +20,7 @@ from attrs import define, evolve, field, frozen
 from grpo_core.config import EnvironmentConfig
 from grpo_core.environments.apart import MIXED_UP_ADVICE
 from grpo_core.environments.pool import EnvironmentWorker
-from grpo_core.errors import GrpoError, PluginError
+from grpo_core.errors import GrpoError, PluginError, describe
 from grpo_core.incidents import Incident
 from grpo_core.records import Episode, Feedback, Prompt, Rollout, SessionStart
 from grpo_core.tool_calls import assistant_message
@@ -66,6 +68,23 @@ class Finding:
     outcome: Outcome
     told: str
     """The result in words, with advice if the check failed."""
+
+
+def finding_of(check: str, ask: Callable[[], object]) -> Finding:
+    """Ask a clause.  A text that it returns says why there was nothing to check."""
+    try:
+        note = ask()
+    except Exception as error:  # of the contract, or of what is checked, which may raise anything
+        return Finding(check, "failed", told_by(error))
+    return Finding(check, "noted", note) if isinstance(note, str) else Finding(check, "passed", "")
+
+
+def told_by(error: Exception) -> str:
+    """Return what an error says; if what is checked raised it, also the line that did."""
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    if isinstance(error, AssertionError | GrpoError):
+        return str(error) or f"this does not hold: {where.line}"
+    return f"{describe(error)} ({Path(where.filename).name}, line {where.lineno}: {where.line})"
 
 
 class Broken(Exception):  # noqa: N818

@@ -22,6 +22,7 @@ from grpo_core import ConfigError
 from grpo_core.kit import HOOKS, Flag, Kind, PluginHost, inert
 
 TEMPLATES = Path(__file__).parent / "templates"
+CONTRACTS = "grpo_plugin_devkit.contracts"
 LONGEST_NAME = 32
 """Number of characters of a name; longer ones would make the lines of the files too long."""
 
@@ -32,7 +33,8 @@ class Sort:
 
     Attributes:
         kind: the kind of the offer.
-        contract: function of ``grpo_core.testing`` that tests it.
+        contract: function of ``kit`` that tests it.
+        kit: module of the contract.
         trains: options of ``grpo-core train`` that use the plugin NAME.
         a_class: whether it is a class; otherwise it is a function.
         needs: distributions that it imports.
@@ -42,6 +44,7 @@ class Sort:
     contract: str
     trains: str
     a_class: bool = True
+    kit: str = "grpo_core.testing"
     needs: tuple[str, ...] = ()
 
 
@@ -66,16 +69,25 @@ SORTS: Mapping[str, Sort] = {
     ),
     "engine": Sort(kind="engine", contract="check_decoding", trains="--env math:sort --engine NAME"),
     "loss": Sort(
-        kind="loss", contract="check_loss", trains="--env math:sort --set loss.name=NAME", a_class=False
+        kind="loss",
+        contract="check_loss",
+        kit=CONTRACTS,
+        trains="--env math:sort --set loss.name=NAME",
+        a_class=False,
     ),
     "advantage": Sort(
         kind="advantage",
         contract="check_advantage",
+        kit=CONTRACTS,
         trains="--env math:sort --set advantage.name=NAME",
         a_class=False,
     ),
     "filter": Sort(
-        kind="filter", contract="check_filter", trains="--env math:sort --set filters.NAME={}", a_class=False
+        kind="filter",
+        contract="check_filter",
+        kit=CONTRACTS,
+        trains="--env math:sort --set filters.NAME={}",
+        a_class=False,
     ),
     "tracker": Sort(
         kind="tracker",
@@ -198,6 +210,7 @@ def _files(sort: str, name: str, variant: str) -> dict[str, str]:
         "title": sort if sort != "validation" else "validation strategy",
         "summary": f"{about[0].upper()}{about[1:]}.",
         "hook": HOOKS[chosen.kind],
+        "kit": chosen.kit,
         "contract": chosen.contract,
         "dependencies": ", ".join(f'"{each}"' for each in needs),
         "train": f"grpo-core train {chosen.trains.replace('NAME', name)}",

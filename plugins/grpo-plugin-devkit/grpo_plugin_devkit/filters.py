@@ -14,8 +14,8 @@ from typing import Any
 
 from attrs import evolve
 
-from grpo_core.records import Group, Rollout
-from grpo_core.testing.objectives import a_group
+from grpo_core import Group, Rollout
+from grpo_plugin_devkit.objectives import a_group
 
 REWARDS: tuple[tuple[float | None, ...], ...] = (
     (0.0, 1.0, 1.0, 0.25),

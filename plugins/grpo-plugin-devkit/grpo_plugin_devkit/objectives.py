@@ -15,15 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import evolve
 
-from grpo_core.loop.rows import Scores, checked_scores
-from grpo_core.loss import LossInputs, Need, needs_of
-from grpo_core.records import Group, Prompt, Rollout, Segment
-from grpo_core.tokens import Tokens
+from grpo_core import Group, LossInputs, Prompt, Rollout, Segment, Tokens
+from grpo_core.kit import Scores, checked_scores, needs_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from grpo_core.loss import LossOutput
+    LossOutput = tuple[Tensor, dict[str, Tensor]]
 
 LENGTHS = (5, 1, 9, 3)
 """Sampled tokens of each row of a loss's inputs."""
@@ -54,7 +52,7 @@ class LossContract:
         needs: what it declares to need.
     """
 
-    def __init__(self, loss: Callable[[LossInputs], LossOutput], needs: frozenset[Need]) -> None:
+    def __init__(self, loss: Callable[[LossInputs], LossOutput], needs: frozenset[str]) -> None:
         self._loss, self._needs = loss, needs
 
     def __iter__(self) -> Iterator[Callable[[], None]]:
