@@ -175,16 +175,6 @@ def views(found: Sequence[Span]) -> list[View]:
     return made
 
 
-def stages(found: Sequence[Span]) -> list[tuple[str, float]]:
-    """Return the stages of the loop with their shares of its time, the longest first, without the start."""
-    seconds: dict[str, float] = {}
-    for span in found:
-        if span.lane == LOOP and span.what != STARTING:
-            seconds[span.what] = seconds.get(span.what, 0.0) + span.busy
-    whole = sum(seconds.values())
-    return [(what, part / whole) for what, part in sorted(seconds.items(), key=lambda one: -one[1]) if whole]
-
-
 # ---------------------------------------------------------------------------------- the two kinds of views
 
 

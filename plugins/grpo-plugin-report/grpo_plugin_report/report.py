@@ -130,9 +130,8 @@ def render(files: Files) -> str:
     """The page."""
     from markupsafe import Markup
 
-    tasks = tasks_of(files.steps, files.validations, files.table)
+    facts, tasks = files.facts, tasks_of(files.steps, files.validations, files.table)
     selection = browse(files)  # before ``unreadable``: it may find more that cannot be read
-    spans = lanes.spans(files.run.timeline())
     return rendered(
         "report.html",
         name=files.run.path.resolve().name,
@@ -145,13 +144,13 @@ def render(files: Files) -> str:
         warnings=warnings(files.told("WarningRaised")),
         errors=files.told("ErrorRaised")[-MOST_TOLD:],
         skipped=files.told("PromptSkipped"),
-        incidents=sorted(files.facts.incidents.items()),
+        incidents=sorted(facts.incidents.items()),
         most_told=MOST_TOLD,
         resumed=[row.get("step") for row in files.told("RunStarted") if row.get("resumed")],
         unreadable=files.unreadable,
-        views=lanes.views(spans),
+        views=lanes.views(lanes.spans(files.run.timeline())),
         kinds=lanes.KINDS,
-        stages=lanes.stages(spans)[:MOST_STAGES],
+        stages=[(what, facts.stage(what)) for what, _ in facts.stages.most_common(MOST_STAGES)],
         browser=Markup(browsing.as_script([selection])) if selection.groups else "",
         rule=selection.rule(),
         config=(files.run.path / "config.toml").read_text(encoding="utf-8", errors="replace"),
