@@ -5,12 +5,12 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from attrs import define, field, frozen
+from attrs import asdict, define, field, frozen
 
-from grpo_core import Prompt, Rollout
 from grpo_core.kit import cut
+from grpo_plugin_audit.rejudging import Judged
 
 LARGEST = 10
 """Number of changes of a task that are shown."""
@@ -20,38 +20,15 @@ IDS = 5
 """Number of prompts that are named."""
 
 
-class Judgement(Protocol):
-    """A stored rollout, and another judgement of it."""
-
-    @property
-    def prompt(self) -> Prompt: ...
-    @property
-    def stored(self) -> Rollout: ...
-    @property
-    def reward(self) -> float | None: ...
-    @property
-    def success(self) -> bool | None: ...
-    @property
-    def error(self) -> str | None: ...
-    @property
-    def answers_differ(self) -> bool: ...
-    @property
-    def unfinished(self) -> bool: ...
-    @property
-    def moved(self) -> bool: ...
-    @property
-    def changed(self) -> bool: ...
-
-
 @frozen(kw_only=True, order=False)
 class Change:
     """A rollout whose reward changed."""
 
     step: int
     prompt: str
+    seed: int
     before: float | None
     after: float | None
-    seed: int
     reply: str
     error: str | None
 
@@ -90,24 +67,26 @@ class TaskDifference:
     """Number of groups whose rewards differ, before and after: only these teach something."""
     errors: Counter[str] = field(factory=Counter)
     """Numbers of the rollouts without a reward now, by error."""
-    largest: list[tuple[float, int, Change]] = field(factory=list)
+    largest: list[Change] = field(factory=list)
+    """The largest changes in falling order, one of each group; of equal ones the first."""
 
     @property
     def changed(self) -> int:
         """Number of rollouts with another judgement."""
         return self.higher + self.lower + self.success_only + self.now_unscored + self.now_scored
 
-    def add(self, step: int, group: Sequence[Judgement]) -> None:
+    def add(self, step: int, group: Sequence[Judged]) -> None:
         """Count the rollouts of a group."""
         for each in group:
             self._count(each)
         if changes := [_change(step, each) for each in group if each.changed]:
-            self._remember(max(changes, key=lambda change: change.size))
+            worst = max(changes, key=lambda change: change.size)
+            self.largest = heapq.nlargest(LARGEST, [*self.largest, worst], key=lambda change: change.size)
         self.groups += 1
         for place, rewards in enumerate(([e.stored.reward for e in group], [e.reward for e in group])):
             self.teaching[place] += len({reward for reward in rewards if reward is not None}) > 1
 
-    def _count(self, each: Judgement) -> None:
+    def _count(self, each: Judged) -> None:
         before, after = each.stored.reward, each.reward
         self.judged += 1
         self.answers_differ += each.answers_differ
@@ -129,17 +108,6 @@ class TaskDifference:
             self.with_success += 1
             self.successes = [self.successes[0] + each.stored.success, self.successes[1] + each.success]
 
-    def _remember(self, change: Change) -> None:
-        item = (change.size, -self.groups, change)  # of equal changes the first
-        if len(self.largest) < LARGEST:
-            heapq.heappush(self.largest, item)
-        else:
-            heapq.heappushpop(self.largest, item)
-
-    def changes(self) -> list[Change]:
-        """Return the largest changes, in falling order, one for each group."""
-        return [change for _, _, change in sorted(self.largest, key=lambda item: item[:2], reverse=True)]
-
     def mean(self, place: int) -> float | None:
         """Return the mean reward before (0) or after (1)."""
         return self.rewards[place] / self.scored if self.scored else None
@@ -159,22 +127,11 @@ class TaskDifference:
             "accuracy": {"before": self.accuracy(0), "after": self.accuracy(1)},
             "groups_with_different_rewards": {"before": self.teaching[0], "after": self.teaching[1]},
             "errors": dict(self.errors.most_common()),
-            "largest_changes": [
-                {
-                    "step": change.step,
-                    "prompt": change.prompt,
-                    "seed": change.seed,
-                    "before": change.before,
-                    "after": change.after,
-                    "reply": change.reply,
-                    "error": change.error,
-                }
-                for change in self.changes()
-            ],
+            "largest_changes": [asdict(change) for change in self.largest],
         }
 
 
-def _change(step: int, each: Judgement) -> Change:
+def _change(step: int, each: Judged) -> Change:
     last = (each.stored.messages or ({},))[-1]
     return Change(
         step=step,
@@ -234,7 +191,7 @@ def _table(difference: TaskDifference) -> Iterator[str]:
 
 
 def _changes(difference: TaskDifference, width: int) -> Iterator[str]:
-    changes = difference.changes()
+    changes = difference.largest
     if not changes:
         return
     yield f"\n  the largest changes of {len(changes)} groups:" if len(changes) > 1 else ""
