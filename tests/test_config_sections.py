@@ -14,6 +14,7 @@ from test_plugins import install, plugin  # noqa: F401
 from grpo_core import EngineSetup, TrainerSetup
 from grpo_core.app import preflight
 from grpo_core.app.launch import configure
+from grpo_core.app.paths import with_absolute_paths
 from grpo_core.commands.defaults import text
 from grpo_core.config import Config, as_table, as_toml, build, parse_setting
 from grpo_core.config.sections import PluginSections
@@ -36,6 +37,8 @@ SECTIONS = '''
         """Largest number of tokens."""
         names: list[str] = field(factory=list, metadata=only_with("tokens"))
         """Names of those who pay."""
+        of: str = ""
+        """Function that pays, as "./file.py:name"."""
 
     @frozen(kw_only=True)
     class Adapters:
@@ -102,6 +105,19 @@ def test_a_section_that_is_not_given_has_its_defaults_and_an_optional_one_is_off
     assert given.section(installed.Adapters, None) == installed.Adapters()
 
 
+def test_a_file_that_a_section_names_is_found_from_any_directory(installed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("")
+    config, host = configure(
+        [{"plugins": ["budget"], "budget": {"names": ["a"], "of": "./mine.py:Payer"}}], {}
+    )
+    there = with_absolute_paths(config, host)
+    assert there.section(installed.Budget).of == f"{tmp_path}/mine.py:Payer"
+    monkeypatch.chdir("/")
+    again, host = configure([as_table(there)], {})
+    assert with_absolute_paths(again, host) == again  # what a resumed run compares
+
+
 def test_engines_and_trainers_receive_the_sections(installed):
     config = configured({"budget": {"tokens": 5}})
     for setup in (TrainerSetup(sections=config.sections), EngineSetup(model="m", sections=config.sections)):
@@ -111,7 +127,10 @@ def test_engines_and_trainers_receive_the_sections(installed):
 def test_what_a_run_stores_is_read_back(installed):
     config = configured({"budget": {"names": ["a"]}, "model": {"adapters": {"rank": 2}}})
     table = tomllib.loads(as_toml(config))
-    assert (table["budget"], table["model"]["adapters"]) == ({"tokens": 1000, "names": ["a"]}, {"rank": 2})
+    assert (table["budget"], table["model"]["adapters"]) == (
+        {"tokens": 1000, "names": ["a"], "of": ""},
+        {"rank": 2},
+    )
     assert table["trainer"]["patience"] == 2.5
     assert configured(table) == config
     assert as_table(configured(table)) == as_table(config)
@@ -172,7 +191,7 @@ def test_the_keys_of_ours_are_not_those_of_the_core():
 def test_the_configuration_is_printed_with_the_sections(installed):
     printed = text()
     table = tomllib.loads(printed)
-    assert table["budget"] == {"tokens": 1000, "names": []}
+    assert table["budget"] == {"tokens": 1000, "names": [], "of": ""}
     assert table["trainer"]["patience"] == 2.5
     assert "adapters" not in table["model"]
     assert "# Largest number of tokens.\ntokens = 1000\n" in printed
@@ -244,7 +263,7 @@ def test_the_sections_of_a_file_work_in_a_run_and_when_it_is_resumed(tmp_path):
     assert done.returncode == 0, done.stderr
     run = tmp_path / "run"
     (started,) = events(run, "RunStarted")
-    assert started["config"]["budget"] == {"tokens": 7, "names": []}
+    assert started["config"]["budget"] == {"tokens": 7, "names": [], "of": ""}
     more = ["--set", "trainer.steps=2", "--set", "budget.tokens=8"]
     done = grpo(tmp_path, "train", "--resume", "run", *more)
     assert done.returncode == 0, done.stderr
