@@ -74,6 +74,7 @@ A command that shows runs, besides ``grpo_core.Run``:
     say, complain               print a result, and an error, with control characters escaped
     inert                       escapes them alone
     AsJson, Flag, Settings, Words    annotations of options
+    ModelConfig, checkpoint_tensors, encode, make_tiny_model    a small model for the contract of a trainer
     Scores, checked_scores      what an advantage function returns, and its check
     HOOKS, Kind                 hooks by the kind of their offers
     RunDirectory                locks the directory of a run
@@ -131,6 +132,7 @@ if TYPE_CHECKING:
     from grpo_core.config import Config as Config
     from grpo_core.config import EngineConfig as EngineConfig
     from grpo_core.config import EnvironmentConfig as EnvironmentConfig
+    from grpo_core.config import ModelConfig as ModelConfig
     from grpo_core.config import TaskConfig as TaskConfig
     from grpo_core.config import TrainerConfig as TrainerConfig
     from grpo_core.config import check_settings as check_settings
@@ -140,6 +142,8 @@ if TYPE_CHECKING:
     from grpo_core.config import structured as structured
     from grpo_core.config.idle import only_with as only_with
     from grpo_core.data import leakage as leakage
+    from grpo_core.demo.tiny import encode as encode
+    from grpo_core.demo.tiny import make_tiny_model as make_tiny_model
     from grpo_core.engines.child import ChildEngine as ChildEngine
     from grpo_core.engines.decoding_server import DecodingServer as DecodingServer
     from grpo_core.engines.decoding_server import check_request as check_request
@@ -228,6 +232,7 @@ if TYPE_CHECKING:
     from grpo_core.weights.copies import Copies as Copies
     from grpo_core.weights.copies import WeightsLease as WeightsLease
     from grpo_core.weights.copies import mapped as mapped
+    from grpo_core.weights.names import checkpoint_tensors as checkpoint_tensors
     from grpo_core.weights.reading import read_buckets as read_buckets
     from grpo_core.weights.reading import read_weights as read_weights
     from grpo_core.weights.shm import SharedMemoryWriter as SharedMemoryWriter

@@ -21,11 +21,12 @@ from grpo_core.errors import PluginError
 from grpo_core.model_sources import StartModel
 from grpo_core.planes import MemoryPlane
 from grpo_core.plugins.host import PluginHost
-from grpo_core.testing import check_data_plane, check_model_source, check_optimizer, check_placement
-from grpo_core.testing.trainers import TrainerContract
+from grpo_core.testing import check_data_plane, check_model_source, check_optimizer
 from grpo_core.training.trainer import TorchTrainer
 from grpo_core.weights.copies import WeightsLease
 from grpo_core.weights.shm import SharedMemoryWriter
+from grpo_plugin_devkit.placements import check_placement
+from grpo_plugin_devkit.trainers import TrainerContract
 
 # ---------------------------------------------------------------------------------- trainers
 

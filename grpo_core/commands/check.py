@@ -172,7 +172,7 @@ def findings(
             yield from _sampler(host, offer.name, options, tasks)
         case "engine":
             yield from _engine(host, offer.name, options)
-        case "loss" | "advantage" | "filter":
+        case "loss" | "advantage" | "filter" | "trainer" | "placement":
             yield from _of_another(host, offer, options)
         case "tracker":
             yield from _tracker(host, offer.name, options)
@@ -322,10 +322,6 @@ def _contract(
     """Return the contract of an offer's kind; what it starts ends with the stack."""
     make: Callable[..., Any] = functools.partial(host.make, offer.kind, offer.name)
     match offer.kind:
-        case "trainer":
-            from grpo_core.testing.trainers import TrainerContract
-
-            return stack.enter_context(TrainerContract(lambda setup: make(setup, **options)))
         case "preflight":
             from grpo_core.testing.preflight import check_function
 
@@ -350,15 +346,11 @@ def _contract(
 
             directory = stack.enter_context(scratch_directory())
             return ModelSourceContract(lambda: make(**options), Path(directory))
-        case "data_plane":
+        case _:
             from grpo_core.testing.planes import DataPlaneContract
 
             runner = stack.enter_context(asyncio.Runner())
             return DataPlaneContract(lambda: make(LocalPlacement(host), **options), runner.run)
-        case _:
-            from grpo_core.testing.placements import PlacementContract
-
-            return stack.enter_context(PlacementContract(lambda plugins: make(plugins, **options)))
 
 
 # ---------------------------------------------------------------------------------- engines

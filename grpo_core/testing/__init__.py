@@ -8,7 +8,8 @@
     check_commands, check_config_sections, check_preflight   what a module offers to the command line, to the
                                              configuration, and before a run
     check_dataloader                         the rows that a dataloader gives, also after a resume
-    check_trainer, check_optimizer, check_model_source, check_data_plane, check_placement   likewise
+    check_optimizer, check_model_source, check_data_plane   likewise
+    within                                   a time limit for what a contract waits for
     EnvironmentContract                      the same as a test class, whose attributes name the environment
     check_decoding                           the same for an engine
     check_engine, ENGINE_LAWS                what an engine does, and what it computes
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from grpo_core.testing.decoding import ENGINE_LAWS as ENGINE_LAWS
     from grpo_core.testing.decoding import EngineUnderTest as EngineUnderTest
     from grpo_core.testing.decoding import check_decoding as check_decoding
+    from grpo_core.testing.decoding import load_test_model as load_test_model
     from grpo_core.testing.decoding import make_test_model as make_test_model
     from grpo_core.testing.decoding import start_engine as start_engine
     from grpo_core.testing.engines import check_engine as check_engine
@@ -55,11 +57,11 @@ if TYPE_CHECKING:
     from grpo_core.testing.fakes import prompts as prompts
     from grpo_core.testing.hosted import HostedEnvironment as HostedEnvironment
     from grpo_core.testing.hosted import finished as finished
+    from grpo_core.testing.limits import within as within
     from grpo_core.testing.model_sources import check_model_source as check_model_source
     from grpo_core.testing.offers import find_offer as find_offer
     from grpo_core.testing.offers import make_offer as make_offer
     from grpo_core.testing.optimizers import check_optimizer as check_optimizer
-    from grpo_core.testing.placements import check_placement as check_placement
     from grpo_core.testing.planes import check_data_plane as check_data_plane
     from grpo_core.testing.players import check_player as check_player
     from grpo_core.testing.preflight import check_preflight as check_preflight
@@ -67,7 +69,6 @@ if TYPE_CHECKING:
     from grpo_core.testing.strategies import check_validation_strategy as check_validation_strategy
     from grpo_core.testing.trackers import a_run as a_run
     from grpo_core.testing.trackers import check_tracker as check_tracker
-    from grpo_core.testing.trainers import check_trainer as check_trainer
     from grpo_core.testing.transports import check_transport as check_transport
     from grpo_core.weights.collective import CollectiveWriter as CollectiveWriter
     from grpo_core.weights.shm import SharedMemoryWriter as SharedMemoryWriter

@@ -48,6 +48,11 @@ REFUSED = "expected EngineError, see check_request of grpo_core.kit"
 SMALL = GenerationRequest(prompt_ids=(5, 6, 7), max_tokens=5, seed=3)
 
 
+def load_test_model(path: Path) -> torch.nn.Module:
+    """Return the module of a small model on the CPU."""
+    return models.load(path, device=torch.device("cpu"))
+
+
 def make_test_model(directory: Path, *, width: int = 128) -> Path:
     """Write a random model with 256 positions, 4 heads and tied embeddings, and its tokenizer.
 
@@ -86,7 +91,7 @@ class EngineUnderTest:
     @property
     def module(self) -> Any:
         if self._module is None:
-            self._module = models.load(self.model, device=torch.device("cpu"))
+            self._module = load_test_model(self.model)
         return self._module
 
     def tensors(self, version: int) -> list[tuple[str, torch.Tensor]]:

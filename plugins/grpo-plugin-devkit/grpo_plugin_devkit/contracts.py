@@ -5,6 +5,9 @@ check_loss, check_advantage, check_filter    each is a whole test
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -13,8 +16,10 @@ from grpo_core.kit import PluginHost, Selected, needs_of
 from grpo_core.testing import Finding, finding_of
 from grpo_plugin_devkit.filters import FilterContract, check_filter, groups
 from grpo_plugin_devkit.objectives import AdvantageContract, LossContract, check_advantage, check_loss
+from grpo_plugin_devkit.placements import PlacementContract, check_placement
+from grpo_plugin_devkit.trainers import TrainerContract, check_trainer
 
-__all__ = ["check_advantage", "check_filter", "check_loss"]
+__all__ = ["check_advantage", "check_filter", "check_loss", "check_placement", "check_trainer"]
 
 
 def objective(host: PluginHost, offer: Selected, options: Mapping[str, Any]) -> Iterator[Finding]:
@@ -53,3 +58,22 @@ def of_filter(host: PluginHost, offer: Selected, options: Mapping[str, Any]) -> 
     if not failed:
         rejected = sum(rejects(group) is not None for group in groups())
         yield Finding("what it rejects", "noted", f"{rejected} of the {len(groups())} groups that were tried")
+
+
+def part(host: PluginHost, offer: Selected, options: Mapping[str, Any]) -> Iterator[Finding]:
+    """Check a trainer or a placement, whose clauses continue with what was started before."""
+    make: Callable[..., Any] = functools.partial(host.make, offer.kind, offer.name)
+    contract: TrainerContract | PlacementContract
+    if offer.kind == "trainer":
+        contract = TrainerContract(lambda setup: make(setup, **options))
+    else:
+        contract = PlacementContract(lambda plugins: make(plugins, **options))
+    try:
+        host.check_values(offer.kind, offer.name, options)
+        with contract:
+            for clause in contract:
+                with contextlib.redirect_stderr(io.StringIO()):
+                    found = finding_of(clause.__name__.replace("_", " "), clause)
+                yield found
+    except GrpoError as error:
+        yield Finding("it can be made", "failed", str(error))

@@ -23,16 +23,16 @@ from typing import Any, TypeVar
 import torch
 from attrs import evolve
 
-from grpo_core.config import ModelConfig, TrainerConfig
-from grpo_core.demo.tiny import encode, make_tiny_model
-from grpo_core.protocols import Trainer
-from grpo_core.records import Batch, Row, Weights
-from grpo_core.testing.limits import within
-from grpo_core.tokens import Tokens
-from grpo_core.training import model as models
-from grpo_core.training.setup import TrainerSetup
-from grpo_core.weights.names import checkpoint_tensors
-from grpo_core.weights.reading import read_weights
+from grpo_core import Batch, Row, Tokens, Trainer, TrainerSetup, Weights
+from grpo_core.kit import (
+    ModelConfig,
+    TrainerConfig,
+    checkpoint_tensors,
+    encode,
+    make_tiny_model,
+    read_weights,
+)
+from grpo_core.testing import load_test_model, within
 
 T = TypeVar("T")
 
@@ -184,7 +184,7 @@ class TrainerContract:
         assert (directory / "trainer" / "config.json").is_file(), (
             "save() wrote no transformers model: there is no trainer/config.json"
         )
-        module = models.load(directory / "trainer", device=torch.device("cpu"))
+        module = load_test_model(directory / "trainer")
         _same(published, checkpoint_tensors(module), "in the checkpoint", exactly=False)
         self._went_on = self._weights()
 
@@ -273,7 +273,7 @@ class TrainerContract:
         return {name: tensor.clone() for name, tensor in read_weights(self._publish()).items()}
 
     def _start(self) -> dict[str, torch.Tensor]:
-        module = models.load(self._path / "m", device=torch.device("cpu"))
+        module = load_test_model(self._path / "m")
         return checkpoint_tensors(module)
 
     def _batch(self) -> Batch:
@@ -283,7 +283,7 @@ class TrainerContract:
     @torch.no_grad()
     def _logprobs(self, weights: Weights, ids: tuple[int, ...]) -> torch.Tensor:
         """Return the logprobs after each token of ``ids`` under published weights, by transformers."""
-        module = models.load(self._path / "m", device=torch.device("cpu"))
+        module = load_test_model(self._path / "m")
         own = checkpoint_tensors(module)
         for name, tensor in read_weights(weights).items():
             own[name].copy_(tensor)

@@ -19,16 +19,17 @@ from typing import Any, TypeVar
 
 import torch
 
-from grpo_core.config import EngineConfig, TrainerConfig
-from grpo_core.environments.spec import EnvironmentSpec
-from grpo_core.plugins.host import PluginHost
-from grpo_core.records import EngineSetup, Episode, GenerationRequest, Prompt
-from grpo_core.testing.decoding import make_test_model
-from grpo_core.testing.limits import within
-from grpo_core.training import model as models
-from grpo_core.weights.names import checkpoint_tensors
-from grpo_core.weights.reading import read_weights
-from grpo_core.weights.shm import SharedMemoryWriter
+from grpo_core import EngineSetup, Episode, GenerationRequest, Prompt
+from grpo_core.kit import (
+    EngineConfig,
+    EnvironmentSpec,
+    PluginHost,
+    SharedMemoryWriter,
+    TrainerConfig,
+    checkpoint_tensors,
+    read_weights,
+)
+from grpo_core.testing import load_test_model, make_test_model, within
 
 T = TypeVar("T")
 
@@ -185,7 +186,7 @@ class PlacementContract:
             engine = self._placement.engine(0, self._engine_config(), setup)
             try:
                 writer, retain = SharedMemoryWriter(), self._placement.retain()
-                module = models.load(model, device=torch.device("cpu"))
+                module = load_test_model(model)
                 weights = writer.write(3, list(checkpoint_tensors(module).items()))
                 lease = await retain(weights)
                 await within(PATIENCE, engine.update_weights(lease.weights), "update_weights()")
