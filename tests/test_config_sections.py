@@ -199,7 +199,9 @@ def test_the_configuration_is_printed_with_the_sections(installed):
     (alone,) = tomllib.loads(text(["budget"]))
     assert alone == "budget"
     assert tomllib.loads(text(["trainer"]))["trainer"]["patience"] == 2.5
-    assert tomllib.loads(text(["budget"], ["budget.tokens=7"])) == {"budget": {"tokens": 7, "names": []}}
+    assert tomllib.loads(text(["budget"], ["budget.tokens=7"])) == {
+        "budget": {"tokens": 7, "names": [], "of": ""}
+    }
 
 
 def test_the_sections_are_listed_with_their_plugin(installed):
