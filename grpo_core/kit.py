@@ -36,6 +36,11 @@ A data plane, which keeps the tokens of finished rollouts outside of the run's p
     RemotePlane, TokenReader    its base class, and what the trainer's processes read it by
     fetched                     returns tokens and prompts that are there, with one call to the plane
 
+A source of models:
+
+    ModelRequest, StartModel    what it is asked for, and what it returns
+    build, Renderer, chat_template    read its preset and its tokenizer
+
 An environment that is made of others:
 
     as_feedback, units, DEADLINE    read what one returns, and divide its episodes into calls
@@ -135,6 +140,7 @@ if TYPE_CHECKING:
     from grpo_core.config import ModelConfig as ModelConfig
     from grpo_core.config import TaskConfig as TaskConfig
     from grpo_core.config import TrainerConfig as TrainerConfig
+    from grpo_core.config import build as build
     from grpo_core.config import check_settings as check_settings
     from grpo_core.config import merge as merge
     from grpo_core.config import parse_settings as parse_settings
@@ -175,6 +181,7 @@ if TYPE_CHECKING:
     from grpo_core.interrupts import raise_interrupt as raise_interrupt
     from grpo_core.interrupts import received as received
     from grpo_core.loop.metrics import headline as headline
+    from grpo_core.loop.rendering import Renderer as Renderer
     from grpo_core.loop.retention import Retention as Retention
     from grpo_core.loop.rows import Scores as Scores
     from grpo_core.loop.rows import checked_scores as checked_scores
@@ -183,6 +190,9 @@ if TYPE_CHECKING:
     from grpo_core.messages import MessageError as MessageError
     from grpo_core.messages import normalised as normalised
     from grpo_core.messages import parsed as parsed
+    from grpo_core.model_sources import ModelRequest as ModelRequest
+    from grpo_core.model_sources import StartModel as StartModel
+    from grpo_core.models import chat_template as chat_template
     from grpo_core.planes import RemotePlane as RemotePlane
     from grpo_core.playing import derive_seed as derive_seed
     from grpo_core.plugins.configured import changed as changed

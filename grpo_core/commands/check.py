@@ -172,7 +172,7 @@ def findings(
             yield from _sampler(host, offer.name, options, tasks)
         case "engine":
             yield from _engine(host, offer.name, options)
-        case "loss" | "advantage" | "filter" | "trainer" | "placement":
+        case "loss" | "advantage" | "filter" | "trainer" | "model" | "placement":
             yield from _of_another(host, offer, options)
         case "tracker":
             yield from _tracker(host, offer.name, options)
@@ -341,11 +341,6 @@ def _contract(
             from grpo_core.testing.optimizers import OptimizerContract
 
             return OptimizerContract(offer.offer, options)
-        case "model":
-            from grpo_core.testing.model_sources import ModelSourceContract
-
-            directory = stack.enter_context(scratch_directory())
-            return ModelSourceContract(lambda: make(**options), Path(directory))
         case _:
             from grpo_core.testing.planes import DataPlaneContract
 

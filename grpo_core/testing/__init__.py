@@ -8,7 +8,7 @@
     check_commands, check_config_sections, check_preflight   what a module offers to the command line, to the
                                              configuration, and before a run
     check_dataloader                         the rows that a dataloader gives, also after a resume
-    check_optimizer, check_model_source, check_data_plane   likewise
+    check_optimizer, check_data_plane        likewise
     within                                   a time limit for what a contract waits for
     EnvironmentContract                      the same as a test class, whose attributes name the environment
     check_decoding                           the same for an engine
@@ -58,7 +58,6 @@ if TYPE_CHECKING:
     from grpo_core.testing.hosted import HostedEnvironment as HostedEnvironment
     from grpo_core.testing.hosted import finished as finished
     from grpo_core.testing.limits import within as within
-    from grpo_core.testing.model_sources import check_model_source as check_model_source
     from grpo_core.testing.offers import find_offer as find_offer
     from grpo_core.testing.offers import make_offer as make_offer
     from grpo_core.testing.optimizers import check_optimizer as check_optimizer

@@ -9,17 +9,26 @@ import contextlib
 import functools
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from grpo_core import GrpoError, PluginError
-from grpo_core.kit import PluginHost, Selected, needs_of
+from grpo_core.kit import PluginHost, Selected, needs_of, scratch_directory
 from grpo_core.testing import Finding, finding_of
 from grpo_plugin_devkit.filters import FilterContract, check_filter, groups
+from grpo_plugin_devkit.model_sources import ModelSourceContract, check_model_source
 from grpo_plugin_devkit.objectives import AdvantageContract, LossContract, check_advantage, check_loss
 from grpo_plugin_devkit.placements import PlacementContract, check_placement
 from grpo_plugin_devkit.trainers import TrainerContract, check_trainer
 
-__all__ = ["check_advantage", "check_filter", "check_loss", "check_placement", "check_trainer"]
+__all__ = [
+    "check_advantage",
+    "check_filter",
+    "check_loss",
+    "check_model_source",
+    "check_placement",
+    "check_trainer",
+]
 
 
 def objective(host: PluginHost, offer: Selected, options: Mapping[str, Any]) -> Iterator[Finding]:
@@ -61,16 +70,19 @@ def of_filter(host: PluginHost, offer: Selected, options: Mapping[str, Any]) -> 
 
 
 def part(host: PluginHost, offer: Selected, options: Mapping[str, Any]) -> Iterator[Finding]:
-    """Check a trainer or a placement, whose clauses continue with what was started before."""
+    """Check a trainer, a source of models or a placement, whose clauses build on each other."""
     make: Callable[..., Any] = functools.partial(host.make, offer.kind, offer.name)
-    contract: TrainerContract | PlacementContract
-    if offer.kind == "trainer":
-        contract = TrainerContract(lambda setup: make(setup, **options))
-    else:
-        contract = PlacementContract(lambda plugins: make(plugins, **options))
     try:
         host.check_values(offer.kind, offer.name, options)
-        with contract:
+        with contextlib.ExitStack() as stack:
+            contract: Iterable[Callable[[], object]]
+            if offer.kind == "trainer":
+                contract = stack.enter_context(TrainerContract(lambda setup: make(setup, **options)))
+            elif offer.kind == "model":
+                directory = stack.enter_context(scratch_directory())
+                contract = ModelSourceContract(lambda: make(**options), Path(directory))
+            else:
+                contract = stack.enter_context(PlacementContract(lambda plugins: make(plugins, **options)))
             for clause in contract:
                 with contextlib.redirect_stderr(io.StringIO()):
                     found = finding_of(clause.__name__.replace("_", " "), clause)

@@ -17,12 +17,9 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
-from grpo_core.config import build
-from grpo_core.errors import GrpoError
-from grpo_core.model_sources import ModelRequest, StartModel
-from grpo_core.records import Prompt
-from grpo_core.testing.fakes import prompts
-from grpo_core.testing.hosted import HostedEnvironment
+from grpo_core import GrpoError, Prompt
+from grpo_core.kit import ModelRequest, Renderer, StartModel, build, chat_template
+from grpo_core.testing import HostedEnvironment, prompts
 
 SEED = 7
 TASK = "task"
@@ -82,9 +79,6 @@ class ModelSourceContract:
         path = Path(found.path)
         for name in NEEDED:
             assert (path / name).is_file(), f"{path} has no {name}"
-        from grpo_core.loop.rendering import Renderer
-        from grpo_core.models import chat_template
-
         renderer = Renderer.load(str(path), trust_remote_code=False, chat_template=chat_template(""))
         assert renderer.prompt_ids([{"role": "user", "content": "ab"}]), "its tokenizer gives no tokens"
         self._made = found
