@@ -45,6 +45,12 @@ An environment that is made of others:
 
     as_feedback, units, DEADLINE    read what one returns, and divide its episodes into calls
 
+A transport of weights (see ``grpo_plugin_scale``):
+
+    Writer, Publishers, ALONE   the trainer's side, and the ranks that publish together
+    pack, LowRankSum            lay tensors out in a block of bytes
+    buckets, slices, Slice      the parts in which a block is sent
+
 A player (see ``grpo_plugin_agents``):
 
     new_key, MIXED_UP_ADVICE    key of a rollout's client, by which an environment keeps its rollouts apart
@@ -242,7 +248,15 @@ if TYPE_CHECKING:
     from grpo_core.weights.copies import Copies as Copies
     from grpo_core.weights.copies import WeightsLease as WeightsLease
     from grpo_core.weights.copies import mapped as mapped
+    from grpo_core.weights.layout import LowRankSum as LowRankSum
+    from grpo_core.weights.layout import Slice as Slice
+    from grpo_core.weights.layout import buckets as buckets
+    from grpo_core.weights.layout import slices as slices
     from grpo_core.weights.names import checkpoint_tensors as checkpoint_tensors
+    from grpo_core.weights.publishing import ALONE as ALONE
+    from grpo_core.weights.publishing import Publishers as Publishers
+    from grpo_core.weights.publishing import Writer as Writer
+    from grpo_core.weights.publishing import pack as pack
     from grpo_core.weights.reading import read_buckets as read_buckets
     from grpo_core.weights.reading import read_weights as read_weights
     from grpo_core.weights.shm import SharedMemoryWriter as SharedMemoryWriter

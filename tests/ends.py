@@ -14,11 +14,11 @@ import fake_gpus
 import torch
 
 from grpo_core.errors import WeightSyncError
-from grpo_core.weights import collective, nccl
-from grpo_core.weights.collective import CollectiveWriter
-from grpo_core.weights.line import Line
-from grpo_core.weights.nccl import Pair
 from grpo_core.weights.reading import read_weights
+from grpo_plugin_scale.weights import collective, nccl
+from grpo_plugin_scale.weights.collective import CollectiveWriter
+from grpo_plugin_scale.weights.line import Line
+from grpo_plugin_scale.weights.nccl import Pair
 
 CPU = torch.device("cpu")
 PATIENCE, RELEASE, SECONDS = 0.3, 1.0, 2.0

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed
 
-from grpo_core.weights import collective, cuda_ipc, nccl
+from grpo_plugin_scale.weights import collective, cuda_ipc, nccl
 
 GPU = torch.device("cuda", 0)
 

@@ -32,9 +32,9 @@ from grpo_core.records import EngineSetup, GenerationRequest
 from grpo_core.testing import EngineUnderTest, make_test_model
 from grpo_core.training.ranks import Alone
 from grpo_core.training.setup import TrainerSetup
-from grpo_core.weights import collective, cuda_ipc, nccl
-from grpo_core.weights.collective import CollectiveWriter, pulled
 from grpo_core.weights.reading import read_weights
+from grpo_plugin_scale.weights import collective, cuda_ipc, nccl
+from grpo_plugin_scale.weights.collective import CollectiveWriter, pulled
 
 
 def real(count: int) -> list[pytest.MarkDecorator]:

@@ -17,7 +17,7 @@ from grpo_core.errors import ConfigError
 from grpo_core.plugins.host import PluginHost
 
 TRAINER = TrainerConfig()
-HOST = PluginHost.discover(allow=[])
+HOST = PluginHost.discover()
 ONE, TWO, THREE = (EngineConfig(workers=n) for n in (1, 2, 3))
 
 

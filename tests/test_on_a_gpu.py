@@ -39,9 +39,9 @@ from grpo_core.training.passes import Passes
 from grpo_core.training.ranks import Alone
 from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.snapshot import Snapshot
-from grpo_core.weights import cuda_ipc
 from grpo_core.weights.shm import SharedMemoryWriter
 from grpo_plugin_algorithms.optimizers import adamw_torchao
+from grpo_plugin_scale.weights import cuda_ipc
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -24,11 +24,12 @@ from grpo_core.errors import WeightSyncError
 from grpo_core.records import EngineSetup, GenerationRequest, TensorInfo, TensorPart, Weights
 from grpo_core.training.process import ProcessTrainer
 from grpo_core.training.setup import TrainerSetup
-from grpo_core.weights import collective, layout
-from grpo_core.weights.collective import CollectiveWriter
+from grpo_core.weights import layout
 from grpo_core.weights.layout import checksum, laid_out, load_tensors, slices
 from grpo_core.weights.reading import read_buckets, read_weights
 from grpo_core.weights.shm import SharedMemoryWriter
+from grpo_plugin_scale.weights import collective
+from grpo_plugin_scale.weights.collective import CollectiveWriter
 
 model, untied = model, untied  # fixtures of the tests of ranks
 CPU = torch.device("cpu")

@@ -10,7 +10,11 @@ import sys
 import pytest
 from killing import GRPO
 
-from grpo_core.errors import GrpoError
+from grpo_core.app.placement import LocalPlacement
+from grpo_core.app.workers import transport
+from grpo_core.config import EngineConfig
+from grpo_core.errors import GrpoError, PluginError
+from grpo_core.plugins.host import PluginHost
 from grpo_core.testing import check_transport
 from grpo_core.weights.transports import installed_transport
 
@@ -95,8 +99,17 @@ def test_an_unknown_transport_is_refused_before_anything_starts(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_transport_that_is_not_installed_is_refused_with_the_command_that_installs_it():
+    config = EngineConfig(transport="collective")
+    host = PluginHost.discover(allow=[])
+    with pytest.raises(
+        PluginError, match="there is no transport 'collective': pip install grpo-plugin-scale"
+    ):
+        transport(config, None, LocalPlacement(host), host)
+
+
 @pytest.mark.parametrize("name", ["shm", "cuda_ipc", "collective"])
-def test_the_built_in_transports_keep_their_contract(name):
+def test_the_transports_of_the_project_keep_their_contract(name):
     check_transport(name)
 
 

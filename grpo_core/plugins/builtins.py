@@ -99,11 +99,7 @@ def grpo_placements() -> Mapping[str, str]:
 
 @hookimpl
 def grpo_transports() -> Mapping[str, str]:
-    return {
-        "shm": "grpo_core.weights.transports:SHM",
-        "cuda_ipc": "grpo_core.weights.transports:CUDA_IPC",
-        "collective": "grpo_core.weights.transports:COLLECTIVE",
-    }
+    return {"shm": "grpo_core.weights.transports:SHM"}
 
 
 @hookimpl

@@ -48,6 +48,8 @@ INSTALL: Mapping[tuple[Kind, str], str] = {
     ("tracker", "openmetrics"): "pip install 'grpo-plugin-trackers[openmetrics]'",
     ("tracker", "tensorboard"): "pip install 'grpo-plugin-trackers[tensorboard]'",
     ("tracker", "wandb"): "pip install 'grpo-plugin-trackers[wandb]'",
+    ("transport", "collective"): "pip install grpo-plugin-scale",
+    ("transport", "cuda_ipc"): "pip install grpo-plugin-scale",
 }
 """By kind, and by an offer's name or its plugin's."""
 

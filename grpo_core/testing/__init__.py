@@ -17,7 +17,7 @@
     HostedEnvironment                        an environment as a run uses it, in this process
     demonstrations                           what ``solve`` says in turn, played with the environment
     MemoryLoader                             a loader in memory, for tests of samplers
-    SharedMemoryWriter, CollectiveWriter     publish weights, as the trainer does
+    SharedMemoryWriter                       publishes weights, as the trainer does
     find_offer, make_offer                   what an installed plugin offers, by name
     run                                      runs a coroutine on virtual time
 
@@ -69,7 +69,6 @@ if TYPE_CHECKING:
     from grpo_core.testing.trackers import a_run as a_run
     from grpo_core.testing.trackers import check_tracker as check_tracker
     from grpo_core.testing.transports import check_transport as check_transport
-    from grpo_core.weights.collective import CollectiveWriter as CollectiveWriter
     from grpo_core.weights.shm import SharedMemoryWriter as SharedMemoryWriter
 
 __getattr__, __dir__, __all__ = attach(__name__)

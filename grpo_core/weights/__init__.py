@@ -1,8 +1,7 @@
 """Transports of weights from the trainer to engines.
 
-``shm``, ``cuda_ipc`` and ``collective`` are built in, each with a writer for the trainer.  ``transports``
-finds them and others, ``reading`` reads what any of them published, and ``copies`` keeps it.  This module
-needs no torch.
+``shm`` is built in.  ``transports`` finds it and others, ``reading`` reads what any of them published, and
+``copies`` keeps it.  This module needs no torch.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def pack(
     block: Callable[[int], torch.Tensor],
     location: Callable[[], str],
     dtype: torch.dtype | None = None,
-    ranks: Publishers = ALONE,
+    ranks: Publishers | None = None,
     apart: bool = False,
 ) -> Weights:
     """Copy tensors into a block, one after the other.  Tied tensors appear once, under one name.
@@ -83,6 +83,7 @@ def pack(
         apart: whether each of them has a block of its own, for these rows alone; see ``layout.slices``.
             Otherwise all write to one block, where the rows lie as the whole tensors.
     """
+    ranks = ranks or ALONE
     shares = [_share(name, tensor, dtype, ranks) for name, tensor in tensors]
     offsets, nbytes = laid_out([share.nbytes for share in shares])
     places, size = [offset + share.begin for share, offset in zip(shares, offsets, strict=True)], nbytes

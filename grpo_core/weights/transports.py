@@ -1,4 +1,4 @@
-"""The built-in transports of weights, and how the processes of a run find any of them.  Needs no torch."""
+"""The built-in transport of weights, and how the processes of a run find any of them.  Needs no torch."""
 
 from __future__ import annotations
 
@@ -11,20 +11,6 @@ from grpo_core.plugins.host import PluginHost
 SHM = Transport(
     writer="grpo_core.weights.shm:writer",
     reader="grpo_core.weights.shm:read",
-)
-CUDA_IPC = Transport(
-    writer="grpo_core.weights.cuda_ipc:writer",
-    reader="grpo_core.weights.cuda_ipc:read",
-    several=False,
-    same_gpu=True,
-    on_device=True,
-)
-COLLECTIVE = Transport(
-    writer="grpo_core.weights.collective:writer",
-    reader="grpo_core.weights.collective:pulled",
-    stream="grpo_core.weights.collective:streamed",
-    remote=True,
-    on_device=True,
 )
 
 

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from ends import PATIENCE, RELEASE, SECONDS, Engine, Trainer, ends
 
 from grpo_core.errors import WeightSyncError
-from grpo_core.weights import COLLECTIVE
+from grpo_plugin_scale.weights.collective import SCHEME
 
 SLACK = 5.0
 """Seconds for what the limits do not count: starts of processes and copies on a busy machine."""
@@ -115,7 +115,7 @@ def trainer_stopped(watch, trainer, engine, other):
 
 def stranger(watch, trainer, engine, other):
     first = trainer.write(1)
-    host, port, secret, _ = json.loads(first.location.removeprefix(COLLECTIVE))
+    host, port, secret, _ = json.loads(first.location.removeprefix(SCHEME))
     wrong = evolve(first, location=first.location.replace(secret, "0" * len(secret)))
     watch.begin()
     with socket.create_connection((host, port)) as connection:

@@ -24,8 +24,8 @@ from grpo_core.config import ModelConfig, TrainerConfig
 from grpo_core.processes import Child
 from grpo_core.training.process import ProcessTrainer
 from grpo_core.training.setup import TrainerSetup
-from grpo_core.weights import collective
 from grpo_core.weights.reading import read_buckets
+from grpo_plugin_scale.weights import collective
 
 LAYERS, TIMES = 4, 7
 

@@ -26,10 +26,10 @@ from attrs import evolve
 from grpo_core.demo.tiny import CHARACTERS, write_tokenizer
 from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.records import EngineSetup, GenerationRequest, Weights
-from grpo_core.weights.collective import CollectiveWriter
 from grpo_core.weights.layout import BUCKET
 from grpo_core.weights.names import checkpoint_tensors
 from grpo_core.weights.shm import SharedMemoryWriter
+from grpo_plugin_scale.weights.collective import CollectiveWriter
 
 MIB = 1 << 20
 UPDATES = 3

@@ -44,11 +44,11 @@ from grpo_core.training.model import BuildModel
 from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.sharded import ShardedModel
 from grpo_core.training.trainer import TorchTrainer
-from grpo_core.weights.collective import CollectiveWriter
-from grpo_core.weights.cuda_ipc import CudaIpcWriter
 from grpo_core.weights.publishing import Writer
 from grpo_core.weights.reading import read_weights
 from grpo_core.weights.shm import SharedMemoryWriter
+from grpo_plugin_scale.weights.collective import CollectiveWriter
+from grpo_plugin_scale.weights.cuda_ipc import CudaIpcWriter
 
 START = 600.0
 """Seconds for a start of an engine on a GPU, which compiles and captures graphs."""

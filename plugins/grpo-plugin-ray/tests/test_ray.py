@@ -38,7 +38,6 @@ from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Canary, EngineSetup, Episode, GenerationRequest, Prompt, Weights
 from grpo_core.testing import FakeEngine, FakeRenderer
 from grpo_core.testing.engines import check_engine
-from grpo_core.weights.collective import CollectiveWriter
 from grpo_core.weights.copies import Copies
 from grpo_core.weights.shm import SharedMemoryWriter
 from grpo_plugin_agents.server import AgentServer
@@ -47,6 +46,7 @@ from grpo_plugin_ray.cluster import PluginRequirement
 from grpo_plugin_ray.engines import RayEngine, Store, WorkerSetup
 from grpo_plugin_ray.environments import EnvironmentSetup, RayEnvironment
 from grpo_plugin_ray.placement import RayPlacement
+from grpo_plugin_scale.weights.collective import CollectiveWriter
 
 pytestmark = [
     pytest.mark.slow,

@@ -321,7 +321,7 @@ import sys
 import torch
 from grpo_plugin_vllm import worker
 from grpo_plugin_vllm.transfer import as_table
-from grpo_core.testing import CollectiveWriter
+from grpo_plugin_scale.weights.collective import CollectiveWriter
 
 GIB, given = 1 << 30, sys.argv[1]
 torch.cuda.mem_get_info = lambda device: (2 * GIB if given == "room" else GIB, 80 * GIB)

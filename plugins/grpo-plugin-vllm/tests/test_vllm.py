@@ -22,12 +22,12 @@ from grpo_core import EngineError, EngineSetup, GenerationRequest, ModelError, T
 from grpo_core.kit import PluginHost
 from grpo_core.testing import (
     ENGINE_LAWS,
-    CollectiveWriter,
     EngineUnderTest,
     check_engine,
     make_test_model,
     start_engine,
 )
+from grpo_plugin_scale.weights.collective import CollectiveWriter
 from grpo_plugin_vllm.engine import VllmEngine
 from grpo_plugin_vllm.transfer import LAYERWISE
 

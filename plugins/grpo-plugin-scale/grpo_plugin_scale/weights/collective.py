@@ -40,15 +40,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from grpo_core.errors import ConfigError, WeightSyncError, one_line
-from grpo_core.records import Weights
-from grpo_core.weights.layout import LowRankSum, Slice, buckets, slices
-from grpo_core.weights.line import Line, proof, proves, shut
-from grpo_core.weights.nccl import ENGINE, TRAINER, Pair, device_id, memory_setting, settle
-from grpo_core.weights.publishing import ALONE, Publishers, pack
+from grpo_core import ConfigError, Weights, WeightSyncError, errors
+from grpo_core.kit import ALONE, LowRankSum, Publishers, Slice, buckets, pack, slices
+from grpo_plugin_scale.weights.line import Line, proof, proves, shut
+from grpo_plugin_scale.weights.nccl import ENGINE, TRAINER, Pair, device_id, memory_setting, settle
 
 if TYPE_CHECKING:
-    from grpo_core.training.setup import TrainerSetup
+    from grpo_core import TrainerSetup
 
 SCHEME = "collective:"
 
@@ -177,7 +175,7 @@ class CollectiveWriter:
             except PermissionError:
                 pass  # a stranger, which is none of the user's engines
             except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
-                print(f"collective: an engine has gone: {one_line(error)}", flush=True)
+                print(f"collective: an engine has gone: {errors.one_line(error)}", flush=True)
             finally:
                 self._forget(connection)
                 if pair is not None:
@@ -460,7 +458,7 @@ def _arriving(weights: Weights) -> Iterator[None]:
         _hang_up()
         raise WeightSyncError(
             f"version {weights.version} did not arrive from the trainer by engine.transport = "
-            f'"collective": {one_line(error)}'
+            f'"collective": {errors.one_line(error)}'
         ) from None
     except GeneratorExit:
         _hang_up()

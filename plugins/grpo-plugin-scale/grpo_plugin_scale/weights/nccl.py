@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from grpo_core.weights.line import Line
+from grpo_plugin_scale.weights.line import Line
 
 _dist: Any = torch.distributed
 """``torch.distributed``, untyped: its contents depend on how torch was built."""

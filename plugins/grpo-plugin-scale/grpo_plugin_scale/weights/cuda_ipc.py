@@ -13,14 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from grpo_core.errors import WeightSyncError
-from grpo_core.records import Weights
-from grpo_core.weights.layout import LowRankSum
-from grpo_core.weights.publishing import ALONE, Publishers, Writer, pack
-from grpo_core.weights.shm import SharedMemoryWriter
+from grpo_core import Weights, WeightSyncError
+from grpo_core.kit import ALONE, LowRankSum, Publishers, SharedMemoryWriter, Writer, pack
 
 if TYPE_CHECKING:
-    from grpo_core.training.setup import TrainerSetup
+    from grpo_core import TrainerSetup
 
 SCHEME = "cuda_ipc:"
 _BYTES = ("handle", "counter", "event")

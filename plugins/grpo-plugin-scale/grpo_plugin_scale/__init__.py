@@ -1,0 +1,27 @@
+"""Transports of weights for GPUs and clusters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from grpo_core import Transport, hookimpl
+
+
+@hookimpl
+def grpo_transports() -> Mapping[str, Transport]:
+    return {
+        "cuda_ipc": Transport(
+            writer="grpo_plugin_scale.weights.cuda_ipc:writer",
+            reader="grpo_plugin_scale.weights.cuda_ipc:read",
+            several=False,
+            same_gpu=True,
+            on_device=True,
+        ),
+        "collective": Transport(
+            writer="grpo_plugin_scale.weights.collective:writer",
+            reader="grpo_plugin_scale.weights.collective:pulled",
+            stream="grpo_plugin_scale.weights.collective:streamed",
+            remote=True,
+            on_device=True,
+        ),
+    }
