@@ -543,7 +543,7 @@ def test_filters_are_checked(capsys, tmp_path, name, failed, told):
 
 
 @pytest.mark.parametrize("name", ["equal_rewards", "pass_rate", "mean_length"])
-def test_the_filters_of_the_core_keep_their_contract(capsys, name):
+def test_our_filters_keep_their_contract(capsys, name):
     status, out = checked(capsys, name)
     assert (status, out.splitlines()[-1]) == (0, "6 passed, 0 failed, 1 to note")
 

@@ -14,6 +14,7 @@ from grpo_core.loop import filters
 from grpo_core.loop.dynamic import DynamicSampling, Rejection
 from grpo_core.loop.laws import Laws
 from grpo_core.plugins.host import PluginHost
+from grpo_plugin_algorithms import filters as further
 from grpo_plugin_devkit.objectives import a_group
 
 FILE = """
@@ -36,21 +37,21 @@ def test_a_filter_says_why() -> None:
     assert filters.equal_rewards(a_group([1.0, 0.9]), tolerance=0.2) == "its rewards are equal"
     assert filters.equal_rewards(a_group([1.0, 0.0])) is None
     mostly = a_group([1.0, 1.0, 1.0, 0.0])
-    assert filters.pass_rate(mostly, low=0.1, high=0.7) == "its pass rate 0.75 is above 0.7"
-    assert filters.pass_rate(mostly, low=0.8) == "its pass rate 0.75 is below 0.8"
-    assert filters.pass_rate(mostly, low=0.75, high=0.75) is None
-    assert filters.mean_length(mostly, longest=4) == (
+    assert further.pass_rate(mostly, low=0.1, high=0.7) == "its pass rate 0.75 is above 0.7"
+    assert further.pass_rate(mostly, low=0.8) == "its pass rate 0.75 is below 0.8"
+    assert further.pass_rate(mostly, low=0.75, high=0.75) is None
+    assert further.mean_length(mostly, longest=4) == (
         "its rollouts have 5.0 sampled tokens on average, more than 4"
     )
-    assert filters.mean_length(mostly, shortest=6) == (
+    assert further.mean_length(mostly, shortest=6) == (
         "its rollouts have 5.0 sampled tokens on average, fewer than 6"
     )
-    assert filters.mean_length(mostly, shortest=5, longest=5) is None
+    assert further.mean_length(mostly, shortest=5, longest=5) is None
 
 
 def made(tables: dict[str, Any], **host: Any) -> DynamicSampling | None:
     config = build([tables])
-    plugins = PluginHost.discover(allow=[])
+    plugins = PluginHost.discover(allow=["algorithms"])
     return dynamic_sampling(config.dynamic_sampling, config.filters, plugins, prompts_per_step=2)
 
 
@@ -125,7 +126,7 @@ def test_a_filter_that_returns_no_text_is_named(tmp_path: Any) -> None:
 )
 def test_filters_are_checked_before_a_run(tables: dict[str, Any], message: str) -> None:
     with pytest.raises(PluginError, match=message):
-        _check_filters(build([{"filters": tables}]), PluginHost.discover(allow=[]))
+        _check_filters(build([{"filters": tables}]), PluginHost.discover(allow=["algorithms"]))
 
 
 @pytest.mark.parametrize(

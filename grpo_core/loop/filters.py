@@ -1,13 +1,10 @@
-"""The filters of groups that the configuration offers.  Pure.
+"""The default filter of groups.  Pure.
 
 A filter is a function of a finished group and its options.  It returns why the group shall not be trained, or
 None.  Filters see rewards as the environment gave them.  A plugin offers more of them by ``grpo_filters``.
 """
 
 from __future__ import annotations
-
-from statistics import fmean
-from typing import Any
 
 from grpo_core.loop.advantages import equal
 from grpo_core.records import Group
@@ -27,53 +24,3 @@ def equal_rewards(group: Group, *, tolerance: float = 0.0) -> str | None:
     """
     rewards = [reward for reward in group.rewards if reward is not None]
     return "its rewards are equal" if equal(rewards, tolerance) else None
-
-
-def check_pass_rate(*, group_size: int, low: float = 0.0, high: float = 1.0, **options: Any) -> None:
-    if not 0 <= low <= high <= 1:
-        raise ValueError(f"low is {low} and high is {high}; expected 0 <= low <= high <= 1")
-
-
-def pass_rate(
-    group: Group, *, low: float = 0.0, high: float = 1.0, success: float | None = None
-) -> str | None:
-    """Filter a group whose share of successes is outside of a band.
-
-    Args:
-        group: a finished group.
-        low: smallest share of successes that is trained.
-        high: largest share of successes that is trained.
-        success: a rollout with this reward or more is a success.  None: what the task declares as a success,
-            or a reward of 1 if it declares none.
-    """
-    done = group.successes(success)
-    if not done:
-        return "none of its rollouts has a reward"
-    rate = fmean(done)
-    if rate < low:
-        return f"its pass rate {rate:.3g} is below {low:g}"
-    return f"its pass rate {rate:.3g} is above {high:g}" if rate > high else None
-
-
-def check_mean_length(*, group_size: int, shortest: float = 0.0, longest: float = 0.0) -> None:
-    if shortest < 0 or longest < 0 or (longest and longest < shortest):
-        raise ValueError(
-            f"shortest is {shortest} and longest is {longest}; expected 0 <= shortest <= longest, where 0 is "
-            "no limit"
-        )
-
-
-def mean_length(group: Group, *, shortest: float = 0.0, longest: float = 0.0) -> str | None:
-    """Filter a group by the mean number of sampled tokens of its rollouts.
-
-    Args:
-        group: a finished group.
-        shortest: smallest mean that is trained.
-        longest: largest mean that is trained; 0 is no limit.
-    """
-    mean = fmean(rollout.n_sampled for rollout in group.rollouts)
-    if mean < shortest:
-        return f"its rollouts have {mean:.1f} sampled tokens on average, fewer than {shortest:g}"
-    if longest and mean > longest:
-        return f"its rollouts have {mean:.1f} sampled tokens on average, more than {longest:g}"
-    return None

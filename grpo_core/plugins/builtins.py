@@ -86,10 +86,7 @@ def grpo_optimizers() -> Mapping[str, Offer]:
 @hookimpl
 def grpo_filters() -> Mapping[str, Offer]:
     home = "grpo_core.loop.filters"
-    return {
-        name: Offer(f"{home}:{name}", check=f"{home}:check_{name}")
-        for name in ("equal_rewards", "pass_rate", "mean_length")
-    }
+    return {"equal_rewards": Offer(f"{home}:equal_rewards", check=f"{home}:check_equal_rewards")}
 
 
 @hookimpl

@@ -10,6 +10,7 @@ VLLM = "pip install 'grpo-core[vllm]'"
 
 ALGORITHMS: Mapping[Kind, tuple[str, ...]] = {
     "advantage": ("gdpo", "gigpo", "max_rl", "pass_at_k", "reinforce_plus_plus", "turns"),
+    "filter": ("mean_length", "pass_rate"),
     "loss": ("cispo", "distillation", "dppo", "gspo", "reinforce", "sapo", "vespo"),
     "optimizer": ("adamw_8bit", "adamw_torchao", "muon"),
     "validation_strategy": ("majority", "paired", "pass_at_k"),

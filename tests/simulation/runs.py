@@ -50,7 +50,7 @@ from grpo_core.events import (
     Synced,
 )
 from grpo_core.incidents import reported_to
-from grpo_core.loop import checkpoint, filters
+from grpo_core.loop import checkpoint
 from grpo_core.loop.advantages import group as group_advantages
 from grpo_core.loop.buffer import Buffer, Slot
 from grpo_core.loop.dynamic import DynamicSampling
@@ -67,6 +67,7 @@ from grpo_core.testing import clock
 from grpo_core.validation.runner import Context, Results
 from grpo_core.validation.sets import Measured, Validation
 from grpo_core.versions import Interval
+from grpo_plugin_algorithms import filters
 from grpo_plugin_curriculum.curriculum import Curriculum
 from grpo_plugin_curriculum.learnable_prompts import LearnablePrompts
 from simulation.agents import SimulatedEndpoint

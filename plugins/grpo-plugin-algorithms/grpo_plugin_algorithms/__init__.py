@@ -1,4 +1,4 @@
-"""Losses, advantages, optimizers and validation strategies of published methods."""
+"""Losses, advantages, optimizers, filters and validation strategies of published methods."""
 
 from __future__ import annotations
 
@@ -54,3 +54,10 @@ def grpo_validation_strategies() -> dict[str, str]:
         "majority": "grpo_plugin_algorithms.strategies:Majority",
         "paired": "grpo_plugin_algorithms.paired:Paired",
     }
+
+
+@grpo.hookimpl
+def grpo_filters() -> dict[str, grpo.Offer]:
+    home = "grpo_plugin_algorithms.filters"
+    names = ("pass_rate", "mean_length")
+    return {name: grpo.Offer(f"{home}:{name}", check=f"{home}:check_{name}") for name in names}
