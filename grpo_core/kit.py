@@ -103,6 +103,13 @@ A command that computes steps of a run again, or reads settings:
     advantages_again, trains_all_rows, make_batch      make the rows of a step from stored groups
     simulate_run, SimulatedParts           run the real pipeline on virtual time, with parts that take time
 
+A command that estimates a run before it starts (see ``grpo_plugin_doctor``):
+
+    check_config, check_model, model_source    check a configuration and its model
+    planned, Planned            the processes that a run will start on this machine
+    directory_here, weight_files, header_of, size_of    read the files of a model
+    model_shapes, trained_pass, pass_bytes, state_bytes    count what training takes
+
 ``examples/custom_engine.py`` is a complete engine.  Check yours with ``grpo-core check ./file.py:MyEngine``.
 """
 
@@ -121,6 +128,7 @@ if TYPE_CHECKING:
     from grpo_core.app.again import trains_all_rows as trains_all_rows
     from grpo_core.app.gpus import Devices as Devices
     from grpo_core.app.launch import check_config as check_config
+    from grpo_core.app.launch import check_model as check_model
     from grpo_core.app.launch import configure as configure
     from grpo_core.app.launch import new_directory as new_directory
     from grpo_core.app.launch import task_name as task_name
@@ -129,6 +137,8 @@ if TYPE_CHECKING:
     from grpo_core.app.placement import LocalPlacement as LocalPlacement
     from grpo_core.app.placement import Placement as Placement
     from grpo_core.app.placement import Retain as Retain
+    from grpo_core.app.planned import Planned as Planned
+    from grpo_core.app.planned import planned as planned
     from grpo_core.app.preflight import check_task as check_task
     from grpo_core.app.provenance import environment_code as environment_code
     from grpo_core.app.resume import differences as differences
@@ -198,7 +208,12 @@ if TYPE_CHECKING:
     from grpo_core.messages import parsed as parsed
     from grpo_core.model_sources import ModelRequest as ModelRequest
     from grpo_core.model_sources import StartModel as StartModel
+    from grpo_core.model_sources import model_source as model_source
     from grpo_core.models import chat_template as chat_template
+    from grpo_core.models import directory_here as directory_here
+    from grpo_core.models import header_of as header_of
+    from grpo_core.models import size_of as size_of
+    from grpo_core.models import weight_files as weight_files
     from grpo_core.planes import RemotePlane as RemotePlane
     from grpo_core.playing import derive_seed as derive_seed
     from grpo_core.plugins.configured import changed as changed
@@ -236,6 +251,10 @@ if TYPE_CHECKING:
     from grpo_core.tokens import fetched as fetched
     from grpo_core.tool_calls import assistant_message as assistant_message
     from grpo_core.tool_calls import numbered as numbered
+    from grpo_core.training.activations import model_shapes as model_shapes
+    from grpo_core.training.activations import pass_bytes as pass_bytes
+    from grpo_core.training.activations import trained_pass as trained_pass
+    from grpo_core.training.optimizers import state_bytes as state_bytes
     from grpo_core.training.process import ProcessTrainer as ProcessTrainer
     from grpo_core.training.process import RankProcess as RankProcess
     from grpo_core.typed import Count as Count

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -201,40 +200,6 @@ def size_of(directory: str, name: str) -> int:
             f"model {directory!r}: {path.name} is no configuration: {str(error)[:200]}"
         ) from None
     return given if isinstance(given, int) and given > 0 else UNKNOWN_SIZE
-
-
-def parameters_in(directory: Path) -> int | None:
-    """Count a model's parameters by the headers of its safetensors files; None if they do not tell."""
-    shapes = shapes_in(directory)
-    return None if shapes is None else sum(map(prod, shapes.values()))
-
-
-def shapes_in(directory: Path) -> dict[str, tuple[int, ...]] | None:
-    """Return the shapes of a model's parameters by the headers of its safetensors files; tied ones once.
-
-    Returns None if the files do not tell: there are none, they are quantised, or they hold models of several
-    kinds, for pictures for one.
-    """
-    try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        headers = [header_of(path) for path in weight_files(directory)]
-        if {"quantization_config", "text_config"} & config.keys():
-            return None
-        shapes = {name: info["shape"] for header in headers for name, info in header.items()}
-        if config.get("tie_word_embeddings"):
-            shapes.pop("lm_head.weight", None)
-        return {name: tuple(map(int, shape)) for name, shape in shapes.items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return None
-
-
-def dtypes_in(directory: Path) -> dict[str, str]:
-    """Return the dtype of each tensor in a model's files, such as "BF16"; empty if the files do not tell."""
-    try:
-        headers = [header_of(path) for path in weight_files(directory)]
-        return {name: info["dtype"] for header in headers for name, info in header.items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return {}
 
 
 def header_of(path: Path) -> dict[str, Any]:

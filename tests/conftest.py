@@ -6,9 +6,7 @@ Choose one with ``--hypothesis-profile=nightly`` or ``HYPOTHESIS_PROFILE=nightly
 """
 
 import os
-import stat
 
-import pytest
 from hypothesis import Phase, settings
 
 from grpo_core.garbage import collect_rarely, spare_the_collector
@@ -30,19 +28,3 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 def pytest_collection_finish():
     """A million objects of tests and libraries stay: no test looks at them again."""
     spare_the_collector()
-
-
-@pytest.fixture
-def two_gpus(tmp_path, monkeypatch):
-    """A machine with two GPUs, as a stand-in for nvidia-smi tells it."""
-    tool = tmp_path / "bin" / "nvidia-smi"
-    tool.parent.mkdir()
-    tool.write_text(
-        "#!/bin/sh\n"
-        'test "$1" = "--query-gpu=index,uuid,name,memory.total,memory.free,driver_version" || exit 1\n'
-        'echo "0, GPU-aaaa, NVIDIA H200, 143771, 143000, 570.86.15"\n'
-        'echo "1, GPU-bbbb, NVIDIA L4, 23034, 22000, 570.86.15"\n'
-    )
-    tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -14,12 +14,11 @@ import pytest
 import torch
 from test_trainer import batch, ragged, same, save, scores, setup, weights
 
-from grpo_core.app import memory, preflight
+from grpo_core.app import preflight
 from grpo_core.app.paths import with_absolute_paths
 from grpo_core.config import LoraConfig, LossConfig, TeacherConfig, build
 from grpo_core.demo import tiny
 from grpo_core.errors import ConfigError, ModelError
-from grpo_core.models import parameters_in, shapes_in
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Row
 from grpo_core.tokens import Tokens
@@ -266,33 +265,6 @@ def test_a_model_is_validated_without_its_teacher() -> None:
     tables = {"loss": {"name": "distillation"}, "teacher": {"path": "./gone"}}
     config = build([{"tasks": {"sort": {"env": "math:sort"}}}, tables])
     preflight.check(config, PluginHost.discover(), trains=False)
-
-
-# ---------------------------------------------------------------------------------- memory
-
-
-def test_the_estimate_of_memory_knows_the_teacher(models: tuple[str, str]) -> None:
-    student, teacher = models
-    host, shapes = PluginHost.discover(["algorithms"]), shapes_in(Path(student))
-    assert shapes is not None
-    parameters = parameters_in(Path(teacher))
-    assert parameters is not None
-
-    def bytes_with(dtype: str) -> int:
-        config = build(
-            [
-                {
-                    "trainer": {"device": "cpu"},
-                    "loss": {"name": "distillation"},
-                    "teacher": {"path": teacher, "dtype": dtype},
-                }
-            ]
-        )
-        (trainer, *_) = memory.certain_parts(config, host, student, shapes, [])
-        return {part.name: part.nbytes for part in trainer.parts}["teacher"]
-
-    assert bytes_with("auto") == 4 * parameters
-    assert bytes_with("bfloat16") == 2 * parameters
 
 
 # ---------------------------------------------------------------------------------- whole runs

@@ -25,7 +25,6 @@ MODULES_WITH_EFFECTS = {"np.random", "numpy.random"}
 
 COMPARED = {
     ("advantages.py", "group"): "a value of the option `scale`, which is also the name of an advantage",
-    ("app/machine.py", "memory"): "a part of the machine, which is also the name of a data plane",
     ("data/states.py", "torch"): "the package, which is also the name of the trainer",
     ("environments/tools.py", "torch"): "the package, which is also the name of the trainer",
     ("validation/runner.py", "batched"): "a mode of the strategy, which is also the name of a strategy",

@@ -13,15 +13,13 @@ import attrs
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_memory import EIGHT_PARAMETERS, eight_billion
 from test_trainer import batch, ragged, row, same, save, weights
 from test_trainer import setup as plain_setup
 
-from grpo_core.app import memory, preflight
+from grpo_core.app import preflight
 from grpo_core.config import OptimizerConfig, ParameterGroupConfig, build
 from grpo_core.demo import tiny
 from grpo_core.errors import CheckpointError, ConfigError, PluginError
-from grpo_core.models import shapes_in
 from grpo_core.plugins.host import PluginHost
 from grpo_core.training.microbatch import collate
 from grpo_core.training.optimization import divided, flat
@@ -408,29 +406,3 @@ def test_the_optimizer_of_a_plugin_trains_and_continues(model: str, tmp_path: Pa
     assert same(trainer, resumed)
     with pytest.raises(PluginError, match=r"train .* parameters once each"):
         TorchTrainer(setup(model, OptimizerConfig(name=f"{tmp_path}/own.py:half"), weight_decay=0.1))
-
-
-# ---------------------------------------------------------------------------------- memory
-
-
-def test_the_estimate_of_memory_knows_the_bytes_of_each_optimizer(tmp_path: Path) -> None:
-    directory = eight_billion(tmp_path / "eight")
-    shapes = shapes_in(directory)
-    assert shapes is not None
-    host = PluginHost.discover(["algorithms"])
-
-    def of(name: str) -> int:
-        tables = {
-            "model": {"path": str(directory)},
-            "trainer": {"device": "cpu"},
-            "optimizer": {"name": name},
-        }
-        (trainer, *_) = memory.certain_parts(build([tables]), host, str(directory), shapes, [])
-        parts = {part.name: part.nbytes for part in trainer.parts}
-        assert parts["checkpoint copy"] == parts["weights"] + parts["optimizer"]
-        return parts["optimizer"]
-
-    embeddings, gains = 2 * 128256 * 4096, 65 * 4096
-    assert of("adamw") == 8 * EIGHT_PARAMETERS
-    assert of("muon") == 8 * (embeddings + gains) + 4 * (EIGHT_PARAMETERS - embeddings - gains)
-    assert of("adamw_8bit") == pytest.approx(2 * (1 + 4 / 256) * EIGHT_PARAMETERS, rel=1e-4)

@@ -78,6 +78,8 @@ SEAMS = {
     "plugins/grpo-plugin-audit/tests/test_score.py",
     "plugins/grpo-plugin-audit/tests/test_second_opinion.py",
     "plugins/grpo-plugin-curriculum/tests/test_learnable_prompts.py",
+    "plugins/grpo-plugin-doctor/tests/test_doctor.py",
+    "plugins/grpo-plugin-doctor/tests/test_memory.py",
     "plugins/grpo-plugin-ray/tests/test_ray.py",
     "plugins/grpo-plugin-ray/tests/test_cluster.py",
     "plugins/grpo-plugin-ray/tests/test_ray_plane.py",

@@ -17,7 +17,6 @@ from grpo_core.app import readings, workers
 from grpo_core.app.first_look import first_look, leaks
 from grpo_core.app.gpus import Devices
 from grpo_core.app.lengths import RunPrompts, has_tokenizer
-from grpo_core.app.memory import checked
 from grpo_core.app.parts import (
     SYNC_ATTEMPTS,
     SYNC_GRACE,
@@ -314,14 +313,7 @@ class Assembly:
         if start.prepare is None:  # it may have been downloaded just now
             path, template = Path(start.path), chat_template(self.config.model.chat_template)
             odd = await asyncio.to_thread(check_files, path, template)
-            tight = await asyncio.to_thread(checked, self.config, self.run.plugins, path)
-            self.run.warnings += [
-                WarningRaised(step=self.step, cause=cause, message=message)
-                for cause, message in [
-                    *(("model", each) for each in odd),
-                    *(("memory", each) for each in tight),
-                ]
-            ]
+            self.run.warnings += [WarningRaised(step=self.step, cause="model", message=each) for each in odd]
         return start
 
     def readings(self, engine: Engine) -> Callable[[], Mapping[str, float]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from attrs import frozen
 
-from grpo_core.app import memory, preflight
+from grpo_core.app import preflight
 from grpo_core.app import resume as continuing
 from grpo_core.app.paths import with_absolute_paths
 from grpo_core.config import Config, build, merge, replace_parts
@@ -127,11 +127,13 @@ def check_config(config: Config, host: PluginHost, *, trains: bool = True) -> No
         preflight.check(config, host, trains=trains)
 
 
-def check_model(config: Config, host: PluginHost) -> None:
-    """Refuse a model whose files contradict each other or that cannot fit, if it is on this machine."""
-    if not host.offers("model", config.model.path) and (directory := directory_here(config.model.path)):
-        check_files(directory, chat_template(config.model.chat_template))
-        memory.checked(config, host, directory)
+def check_model(config: Config, host: PluginHost) -> list[str]:
+    """Return what is odd in the files of a model that is on this machine.
+
+    Raises ModelError if they contradict each other.
+    """
+    directory = None if host.offers("model", config.model.path) else directory_here(config.model.path)
+    return [] if directory is None else check_files(directory, chat_template(config.model.chat_template))
 
 
 def tasks_of(envs: Sequence[str]) -> dict[str, Any]:

@@ -39,8 +39,4 @@ def grpo_commands() -> Mapping[str, Command]:
         "completion": Command(
             "grpo_core.cli:completion", help="Print the completion of commands and options for a shell."
         ),
-        "doctor": Command(
-            "grpo_core.commands.doctor:doctor",
-            help="Look at this machine, and estimate the memory that a run takes; start nothing.",
-        ),
     }

@@ -80,9 +80,6 @@ class HealthConfig:
     max_non_finite: float = field(default=0.1, validator=[ge(0), le(1)])
     """The run stops when more than this share of an update's rows has a loss that is not finite; fewer rows
     are skipped and counted."""
-    max_memory: float = field(default=1.0, validator=ge(0))
-    """The run is refused before it starts if the parts of its memory that it certainly needs take more than
-    this share of the available memory of the host or of a GPU; 0 turns the check off."""
 
 
 @frozen(kw_only=True)

@@ -54,7 +54,7 @@ INSTALL: Mapping[tuple[Kind, str], str] = {
 }
 """By kind, and by an offer's name or its plugin's."""
 
-KEYS: Mapping[str, str] = {"audit": "grpo-plugin-audit"}
+KEYS: Mapping[str, str] = {"audit": "grpo-plugin-audit", "health.max_memory": "grpo-plugin-doctor"}
 """Distributions of the keys and tables of the configuration that are ours and not the core's."""
 
 COMMANDS: Mapping[str, str] = {

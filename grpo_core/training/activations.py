@@ -19,7 +19,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from grpo_core.config import TrainerConfig
 from grpo_core.errors import ModelError, one_line
+from grpo_core.training.budget import token_budget
+from grpo_core.training.logprobs import extra_bytes_on_gpu
 from grpo_core.training.microbatch import MicroBatch
 from grpo_core.training.model import Scorer
 from grpo_core.training.packing import Part, exchange_attention
@@ -147,7 +150,7 @@ def _fake_experts() -> Iterator[None]:
         moe._grouped_mm = before
 
 
-def shapes(path: str, *, trust_remote_code: bool = False) -> Shapes:
+def model_shapes(path: str, *, trust_remote_code: bool = False) -> Shapes:
     """Return the figures of the model in a directory or of a hub id, from its configuration.
 
     Raises ModelError if transformers cannot make such a model.
@@ -160,6 +163,29 @@ def shapes(path: str, *, trust_remote_code: bool = False) -> Shapes:
         vocabulary=int(embedding.weight.shape[0]),
         tensors={name: tuple(parameter.shape) for name, parameter in module.named_parameters()},
     )
+
+
+def trained_pass(
+    config: TrainerConfig, *, rows: int, tokens: int, sampled: int, vocabulary: int, dtype: str, on_gpu: bool
+) -> Pass:
+    """Return the largest micro-batch of a trainer whose updates have so many rows."""
+    budget = token_budget(config, vocabulary, torch.device("cuda" if on_gpu else "cpu"))
+    at_once = max(1, min(budget // tokens, rows))
+    return Pass(
+        rows=at_once,
+        tokens=tokens,
+        sampled=min(tokens, sampled),
+        dtype=dtype,
+        passes=Passes.of(config),
+        offloads=on_gpu and config.activations == "offload",
+        again=rows > at_once,
+    )
+
+
+def pass_bytes(path: str, work: Pass, *, vocabulary: int, on_gpu: bool, trust_remote_code: bool) -> int:
+    """Return what a pass takes besides weights and gradients.  Raises ModelError if that is not known."""
+    extra = extra_bytes_on_gpu(work.rows * work.sampled, vocabulary) if on_gpu else 0
+    return activation_bytes(path, work, trust_remote_code=trust_remote_code) + extra
 
 
 def activation_bytes(path: str, work: Pass, *, trust_remote_code: bool = False) -> int:

@@ -7,9 +7,6 @@ at the end of the first update, so a trainer that does not fit may well start.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from math import prod
-
 from grpo_core.records import MemoryPart
 
 FLOAT32 = 4
@@ -19,59 +16,6 @@ PUBLISHED = "published weights"
 REFERENCE = "reference"
 TEACHER = "teacher"
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-NOT_LINEAR = (
-    "lm_head", "embed_out", "embed_tokens", "embed_tokens_per_layer", "embed_in", "embed_positions",
-    "word_embeddings", "tok_embeddings", "position_embeddings", "wte", "wpe",
-)  # fmt: skip
-"""Ends of the names of output layers and embeddings, in checkpoints of transformers."""
-KEPT_ACTIVATIONS = 0.2
-"""Share of the activations by which the heap of a trainer on a CPU outgrows what is allocated in it."""
-
-
-def lora_shapes(
-    shapes: Mapping[str, Sequence[int]], rank: int, targets: Sequence[str]
-) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the parameters of adapters by name.
-
-    Args:
-        shapes: of the model's tensors by name.
-        rank: of the adapters.
-        targets: names of layers; empty for all linear layers but the output layer.
-    """
-    found: dict[str, tuple[int, ...]] = {}
-    for layer, shape in _matrices(shapes):
-        chosen = any(f".{layer}".endswith(f".{target}") for target in targets)
-        if chosen if targets else not layer.endswith(NOT_LINEAR):
-            rows, columns = shape
-            found |= {f"{layer}.lora_A.weight": (rank, columns), f"{layer}.lora_B.weight": (rows, rank)}
-    return found
-
-
-def linear_parameters(shapes: Mapping[str, Sequence[int]]) -> int:
-    """Count the parameters of linear layers but the output layer; stacked experts of a mixture are none."""
-    return sum(
-        prod(shape)
-        for layer, shape in _matrices(shapes)
-        if not layer.endswith(NOT_LINEAR) and ".experts." not in layer
-    )
-
-
-def _matrices(shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, Sequence[int]]]:
-    """Yield the name of each layer whose weight is a matrix, and the shape of the weight."""
-    for name, shape in shapes.items():
-        layer = name.removesuffix(".weight")
-        if layer != name and len(shape) == 2:
-            yield layer, shape
-
-
-def kept_bytes(trained: int, activations: int) -> int:
-    """Return the bytes of freed memory that a trainer on a CPU holds at its peak.
-
-    Gradients and activations come and go in every step, and the holes that they leave do not fit those of the
-    next one.  The figure is empirical: ``tests/benchmarks/bench_doctor.py`` measures it.
-    """
-    return FLOAT32 * trained + int(KEPT_ACTIVATIONS * activations)
 
 
 def trainer_parts(

@@ -17,20 +17,27 @@ from rich.table import Table
 from rich.text import Text
 
 import grpo_core
-from grpo_core.app import machine, memory, preflight
-from grpo_core.app.gpus import number_of
-from grpo_core.app.launch import RUNS
-from grpo_core.commands.running import configured
-from grpo_core.config import Config
-from grpo_core.errors import GrpoError, ModelError, describe, one_line
-from grpo_core.inert import inert
-from grpo_core.model_files import check_files
-from grpo_core.model_sources import model_source
-from grpo_core.models import chat_template, directory_here
-from grpo_core.plugins.host import PluginHost
-from grpo_core.plugins.options import AsJson, Settings, Words
-from grpo_core.processes import scratch_directory
+from grpo_core import GrpoError, ModelError, errors
+from grpo_core.kit import (
+    AsJson,
+    Config,
+    PluginHost,
+    Settings,
+    Words,
+    check_config,
+    check_model,
+    configure,
+    directory_here,
+    inert,
+    model_source,
+    parse_settings,
+    read_toml,
+    scratch_directory,
+    tasks_of,
+)
+from grpo_plugin_doctor import Health, machine, memory
 
+RUNS = Path("runs")
 FORMAT = 1
 """Version of the JSON; it is raised when a field changes its meaning or disappears."""
 LEAST_FILES = 1024
@@ -87,13 +94,10 @@ def doctor(
     python = machine.resident()
     run: Config | None = None
     if config or env or engine or settings:
-        run, host = configured(
-            config,
-            envs=env or [],
-            chosen={} if engine is None else {"engine": engine},
-            settings=settings or [],
-            block=no_plugin or [],
-        )
+        changes: dict[str, Any] = {"tasks": tasks_of(env)} if env else {}
+        changes |= {"engine": {"name": engine}} if engine else {}
+        tables = [read_toml(config)] if config else []
+        run, host = configure(tables, parse_settings(settings or [], changes), no_plugin or [])
     else:
         host = PluginHost.discover(block=no_plugin or [])
     gpus = machine.gpus()
@@ -246,14 +250,14 @@ def _of_plugins(host: PluginHost) -> Iterator[Check]:
 def _of_configuration(config: Config, host: PluginHost, gpus: Sequence[machine.Gpu]) -> Iterator[Check]:
     about = f"{', '.join(config.tasks) or 'no task'} with model {config.model.path}"
     try:
-        preflight.check(config, host)
+        check_config(config, host)
     except GrpoError as error:
         yield Check(name="configuration", found=about, status="problem", advice=str(error))
     else:
         yield Check(name="configuration", found=about)
     yield from _of_model(config, host)
     device = config.trainer.device
-    number = number_of(device)
+    number = memory.number_of(device)
     if device.startswith("cuda") and not (number is not None and number < len(gpus)):
         yield Check(
             name="trainer.device",
@@ -266,10 +270,8 @@ def _of_configuration(config: Config, host: PluginHost, gpus: Sequence[machine.G
 def _of_model(config: Config, host: PluginHost) -> Iterator[Check]:
     """Say what does not fit together in the files of a model on this machine."""
     path = config.model.path
-    if host.offers("model", path) or (directory := directory_here(path)) is None:
-        return
     try:
-        odd = check_files(directory, chat_template(config.model.chat_template))
+        odd = check_model(config, host)
     except ModelError as error:
         yield Check(name="model", found=path, status="problem", advice=str(error))
     else:
@@ -288,7 +290,7 @@ def _of_memory(
                 return None, [Check(name="run's memory", found=f"unknown: {told}")]
             found = memory.footprint(config, host, directory, gpus, python)
     except Exception as error:  # a plugin's function or the model's own code may raise anything
-        told = describe(error) if isinstance(error, GrpoError) else one_line(error)
+        told = errors.describe(error) if isinstance(error, GrpoError) else errors.one_line(error)
         return None, [Check(name="run's memory", found=f"unknown: {told}", status="warning")]
     missing = [
         Check(name="run's memory", found=f"a part is unknown: {told}", status="warning")
@@ -323,7 +325,7 @@ def _model_directory(config: Config, host: PluginHost, scratch: Path) -> str | N
 
 def _of_capacities(found: memory.Footprint, config: Config, gpus: Sequence[machine.Gpu]) -> Iterator[Check]:
     for capacity in memory.capacities(found.processes, gpus):
-        share = config.health.max_memory
+        share = config.section(Health).max_memory
         smaller = f"What makes it smaller: {memory.changes(found.processes, capacity.device)}"
         status: Status = "ok"
         advice = ""

@@ -2,69 +2,45 @@
 
 from __future__ import annotations
 
-import json
 import struct
 from pathlib import Path
 
 import pytest
 import torch
 from attrs import evolve
+from large import EIGHT, EIGHT_PARAMETERS, eight_billion, model_files
 from logged import Logged
 from moe import FAMILIES, make_moe_model
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from grpo_core.app import machine, memory
-from grpo_core.app.machine import Gpu, Memory
-from grpo_core.commands.running import configured
 from grpo_core.config import LoraConfig, ModelConfig
 from grpo_core.demo.tiny import make_tiny_model
 from grpo_core.engines.local.memory import memory as local_memory
 from grpo_core.errors import ConfigError, ModelError
-from grpo_core.models import parameters_in, shapes_in
+from grpo_core.kit import configure, parse_settings, tasks_of
+from grpo_core.kit import configured as built
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import EngineLoad, MemoryPart
-from grpo_core.training.activations import Pass, activation_bytes, shapes
+from grpo_core.training.activations import Pass, activation_bytes, model_shapes
 from grpo_core.training.building import build_model
-from grpo_core.training.memory import linear_parameters, lora_shapes, trainer_parts
+from grpo_core.training.memory import trainer_parts
 from grpo_core.training.model import ModelSource, Scorer
 from grpo_core.training.passes import Passes, for_training
+from grpo_plugin_doctor import machine, memory
+from grpo_plugin_doctor.machine import Gpu, Memory
+from grpo_plugin_doctor.parameters import (
+    linear_parameters,
+    lora_shapes,
+    parameters_in,
+    shapes_in,
+)
 
 GIB = 1 << 30
-EIGHT = {
-    "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
-    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "tie_word_embeddings": False, "max_position_embeddings": 8192,
-}  # fmt: skip
-EIGHT_PARAMETERS = 8_030_261_248
 
 
-def model_files(directory: Path, config: dict[str, object], tensors: dict[str, list[int]]) -> Path:
-    """Write a model directory whose weights are a hole in a file: a real header, and no bytes on the disk."""
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(config))
-    (directory / "tokenizer_config.json").write_text("{}")
-    offset, header = 0, {}
-    for name, shape in tensors.items():
-        size = 2 * torch.Size(shape).numel()
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [offset, offset + size]}
-        offset += size
-    packed = json.dumps(header).encode()
-    with (directory / "model.safetensors").open("wb") as file:
-        file.write(struct.pack("<Q", len(packed)) + packed)
-        file.truncate(8 + len(packed) + offset)
-    return directory
-
-
-def eight_billion(directory: Path) -> Path:
-    d, i, v, kv = 4096, 14336, 128256, 1024
-    tensors = {"model.embed_tokens.weight": [v, d], "lm_head.weight": [v, d], "model.norm.weight": [d]}
-    for layer in range(32):
-        own = {"input_layernorm": [d], "post_attention_layernorm": [d], "mlp.gate_proj": [i, d],
-               "mlp.up_proj": [i, d], "mlp.down_proj": [d, i], "self_attn.q_proj": [d, d],
-               "self_attn.k_proj": [kv, d], "self_attn.v_proj": [kv, d],
-               "self_attn.o_proj": [d, d]}  # fmt: skip
-        tensors |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in own.items()}
-    return model_files(directory, EIGHT, tensors)
+def configured(*settings):
+    """Return the configuration of a run on sorting, and its plugins."""
+    return configure([], parse_settings(settings, {"tasks": tasks_of(["math:sort"])}))
 
 
 def sizes(parts):
@@ -127,7 +103,7 @@ def test_the_shapes_of_adapters_are_known_from_the_headers_of_the_files_alone(tm
     config = ModelConfig(path=str(tmp_path / "tiny"), lora=LoraConfig(rank=3, targets=targets))
     source = ModelSource(start=config.path, saved=None, config=config, device=torch.device("cpu"))
     held = {name: tuple(p.shape) for name, p in build_model(source).trainable()}
-    for told in (shapes_in(tmp_path / "tiny"), shapes(config.path).tensors):
+    for told in (shapes_in(tmp_path / "tiny"), model_shapes(config.path).tensors):
         found = lora_shapes(told, 3, targets)
         assert {f"base_model.model.{name}": shape for name, shape in found.items()} == held
 
@@ -204,7 +180,7 @@ def test_a_reference_has_bfloat16_weights_if_layers_have_and_it_does_not_move(tm
 
     def reference(*more: str) -> int:
         settings = [f"model.path={model}", "loss.options.kl_coefficient=0.1", "trainer.device=cpu", *more]
-        config, host = configured(None, envs=["math:sort"], chosen={}, settings=settings, block=[])
+        config, host = configured(*settings)
         (trainer, *_) = memory.certain_parts(config, host, str(model), shapes_in(model), [])
         return sizes(trainer.parts)["reference"][0]
 
@@ -222,7 +198,7 @@ def test_linear_layers_that_adapters_leave_in_bfloat16_take_two_bytes_on_a_gpu(
 
     def weights(*more: str) -> tuple[int, str]:
         settings = [f"model.path={model}", "model.lora.rank=16", *more]
-        config, host = configured(None, envs=["math:sort"], chosen={}, settings=settings, block=[])
+        config, host = configured(*settings)
         (trainer, *_) = memory.certain_parts(config, host, str(model), shapes_in(model), machine.gpus())
         return sizes(trainer.parts)["weights"]
 
@@ -245,7 +221,7 @@ def test_weights_that_rest_on_the_host_are_counted(tmp_path, two_gpus, monkeypat
     model = eight_billion(tmp_path / "model")
     settings = [f"model.path={model}", "trainer.offload=true",
                 "pipeline.max_staleness=0", "trainer.device=cuda"]  # fmt: skip
-    config, host = configured(None, envs=["math:sort"], chosen={}, settings=settings, block=[])
+    config, host = configured(*settings)
     (trainer, *_) = memory.certain_parts(config, host, str(model), shapes_in(model), machine.gpus())
     found = sizes(trainer.parts)
     p = EIGHT_PARAMETERS
@@ -270,8 +246,8 @@ def test_an_offloaded_layer_keeps_nothing_on_its_device(llama):
 def test_shapes_come_from_the_configuration_and_tied_weights_count_once(llama):
     d, i, v, kv = 128, 320, 4000, 64
     layer = 2 * d + 2 * d * d + 2 * kv * d + 3 * i * d
-    assert shapes(llama()).parameters == v * d + d + 2 * layer
-    assert shapes(llama()).vocabulary == v
+    assert model_shapes(llama()).parameters == v * d + d + 2 * layer
+    assert model_shapes(llama()).vocabulary == v
 
 
 @pytest.mark.long
@@ -315,7 +291,7 @@ def test_a_model_whose_code_looks_at_its_numbers_is_unknown_in_one_line(tmp_path
 def test_a_configuration_that_is_no_model_is_refused_in_one_line(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "no such"}')
     with pytest.raises(ModelError, match="no configuration of a causal language model"):
-        shapes(str(tmp_path))
+        model_shapes(str(tmp_path))
 
 
 # ---------------------------------------------------------------------------------- the engine
@@ -357,7 +333,7 @@ def test_parameters_are_counted_by_the_headers_of_the_files(tmp_path, llama):
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
     assert parameters_in(tmp_path / "shards") == parameters_in(tmp_path / "tiny")
     assert parameters_in(eight_billion(tmp_path / "eight")) == EIGHT_PARAMETERS
-    assert shapes(str(tmp_path / "eight")).parameters == EIGHT_PARAMETERS
+    assert model_shapes(str(tmp_path / "eight")).parameters == EIGHT_PARAMETERS
 
 
 @pytest.mark.parametrize(
@@ -384,13 +360,11 @@ def test_files_that_do_not_tell_their_size_are_left_to_the_trainer(tmp_path, con
 
 
 def run_of(directory, *settings):
-    given = [f"model.path={directory}", "tasks.sort.env=math:sort", *settings]
-    return configured(None, envs=[], chosen={}, settings=given, block=[])
+    return configured(f"model.path={directory}", *settings)
 
 
 def checked(directory, *settings):
-    config, host = run_of(directory, *settings)
-    return memory.checked(config, host, Path(directory))
+    return memory.checked(*run_of(directory, *settings))
 
 
 def test_eight_billion_parameters_do_not_fit_a_small_host(tmp_path):
@@ -592,3 +566,48 @@ def test_the_build_of_torch_is_read_without_importing_it():
 def test_the_host_of_plugins_is_the_one_that_discovers(monkeypatch):
     selected = PluginHost.discover().find("engine", "local")
     assert selected.loaded(selected.offer.memory) is local_memory
+
+
+# ---------------------------------------------------------------------------------- optimizers, teachers
+
+
+def test_the_estimate_of_memory_knows_the_bytes_of_each_optimizer(tmp_path: Path) -> None:
+    directory = eight_billion(tmp_path / "eight")
+    shapes = shapes_in(directory)
+    assert shapes is not None
+
+    def of(name: str) -> int:
+        tables = {
+            "model": {"path": str(directory)},
+            "trainer": {"device": "cpu"},
+            "optimizer": {"name": name},
+        }
+        config, host = built([tables])
+        (trainer, *_) = memory.certain_parts(config, host, str(directory), shapes, [])
+        parts = {part.name: part.nbytes for part in trainer.parts}
+        assert parts["checkpoint copy"] == parts["weights"] + parts["optimizer"]
+        return parts["optimizer"]
+
+    embeddings, gains = 2 * 128256 * 4096, 65 * 4096
+    assert of("adamw") == 8 * EIGHT_PARAMETERS
+    assert of("muon") == 8 * (embeddings + gains) + 4 * (EIGHT_PARAMETERS - embeddings - gains)
+    assert of("adamw_8bit") == pytest.approx(2 * (1 + 4 / 256) * EIGHT_PARAMETERS, rel=1e-4)
+
+
+def test_the_estimate_of_memory_knows_the_teacher(tmp_path: Path) -> None:
+    student, teacher = eight_billion(tmp_path / "student"), tmp_path / "teacher"
+    make_tiny_model(teacher, (), warm_start_steps=0)
+    shapes, parameters = shapes_in(student), parameters_in(teacher)
+
+    def bytes_with(dtype: str) -> int:
+        tables = {
+            "trainer": {"device": "cpu"},
+            "loss": {"name": "distillation"},
+            "teacher": {"path": str(teacher), "dtype": dtype},
+        }
+        config, host = built([tables])
+        (trainer, *_) = memory.certain_parts(config, host, str(student), shapes, [])
+        return {part.name: part.nbytes for part in trainer.parts}["teacher"]
+
+    assert bytes_with("auto") == 4 * parameters
+    assert bytes_with("bfloat16") == 2 * parameters

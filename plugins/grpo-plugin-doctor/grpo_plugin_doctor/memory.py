@@ -15,33 +15,25 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from grpo_core.app import machine
-from grpo_core.app.gpus import choose, gpus_seen, joined_to_trainer, number_of, visible
-from grpo_core.app.parts import engine_dtype, engines_of, make_placement, trainer_here
-from grpo_core.app.teacher import teacher_model
-from grpo_core.app.workers import transport
-from grpo_core.config import Config, EngineConfig
-from grpo_core.errors import ConfigError, ModelError
-from grpo_core.loss import needs_of
-from grpo_core.models import directory_here, dtypes_in, parameters_in, shapes_in, size_of
-from grpo_core.plugins.host import PluginHost
-from grpo_core.plugins.offers import Factory, Selected
-from grpo_core.records import EngineLoad, MemoryPart
-from grpo_core.training.memory import (
-    FLOAT32,
-    ITEMSIZE,
-    PUBLISHED,
-    REFERENCE,
-    TEACHER,
-    WEIGHTS,
-    kept_bytes,
-    linear_parameters,
-    lora_shapes,
-    trainer_parts,
+from grpo_core import ConfigError, EngineLoad, MemoryPart, ModelError
+from grpo_core.kit import (
+    Config,
+    EngineConfig,
+    PluginHost,
+    directory_here,
+    planned,
+    size_of,
+    state_bytes,
 )
-from grpo_core.training.optimizers import state_bytes
-from grpo_core.weights.transports import find_transport
+from grpo_plugin_doctor import Health, machine
+from grpo_plugin_doctor.parameters import dtypes_in, linear_parameters, lora_shapes, parameters_in, shapes_in
 
+FLOAT32 = 4
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+WEIGHTS, PUBLISHED, REFERENCE, TEACHER = "weights", "published weights", "reference", "teacher"
+"""Names of parts of a trainer."""
+KEPT_ACTIVATIONS = 0.2
+"""Share of the activations by which the heap of a trainer on a CPU outgrows what is allocated in it."""
 HOST = "host"
 PROMPT_TOKENS = 256
 """Tokens of a prompt that an estimate assumes, for each completion of ``rollout.max_tokens``."""
@@ -119,22 +111,23 @@ def parts_on(processes: Sequence[ProcessMemory], device: str) -> Iterator[tuple[
 # ---------------------------------------------------------------------------------- parts that are certain
 
 
-def checked(config: Config, host: PluginHost, directory: Path) -> list[str]:
+def checked(config: Config, host: PluginHost) -> list[str]:
     """Check that a run fits, as far as the size of its model tells; return warnings.
 
-    Args:
-        directory: of the model.  Nothing is checked if its files do not tell its size.
+    A model that is made, or that is not on this machine yet, is not checked.
 
     Raises ConfigError if the run cannot fit.
     """
-    shapes = shapes_in(directory) if config.health.max_memory else None
+    path, share = config.model.path, config.section(Health).max_memory
+    directory = None if host.offers("model", path) or not share else directory_here(path)
+    shapes = None if directory is None else shapes_in(directory)
     if shapes is None:
         return []
     gpus = machine.gpus() if 4 * FLOAT32 * sum(map(prod, shapes.values())) >= SMALLEST else []
     processes = certain_parts(config, host, str(directory), shapes, gpus)
     found = capacities(processes, gpus)
     for capacity in found:
-        if capacity.refused(config.health.max_memory):
+        if capacity.refused(share):
             raise ConfigError(refusal(capacity, processes))
     return [
         f"memory is tight: {told(capacity)}; grpo-core doctor CONFIG estimates the other parts, too"
@@ -159,52 +152,42 @@ def certain_parts(
     """Return the trainer and the engines with the parts that follow from the shapes of the parameters."""
     parameters, trained = sum(map(prod, shapes.values())), trained_shapes(config, shapes)
     changed = sum(map(prod, trained.values()))
-    placement = make_placement(config.placement, host)
-    engines = engines_of(config, trains=True)
+    plan = planned(config, host, len(gpus))
     device = trainer_device(config, gpus)
-    dtype = _sent(_dtype(config, device), engine_dtype(engines.values()))
-    here = trainer_here(config.trainer, host)
-    # there are GPUs whose memory was not asked for, or is not told
-    on_gpus = {} if placement.remote else engines
-    devices = choose(here, on_gpus, len(gpus) or visible(), joined_to_trainer(on_gpus, host))
-    lora = config.model.lora
-    sends_all = lora is None or lora.publish == "merged"
+    dtype = _sent(_chosen(config.model.dtype, device), plan.engine_dtype)
+    lora, trainer = config.model.lora, host.find("trainer", config.trainer.name)
     found: list[ProcessMemory] = []
-    of_trainer = _memory(host.find("trainer", config.trainer.name))
-    if of_trainer is not None and here is not None:
-        loss = host.function("loss", config.loss.name, **config.loss.options)
-        needs = needs_of(loss.function, loss.options)
-        parts = of_trainer(
+    if trainer.offer.memory is not None and plan.trainer is not None:
+        teacher = (parameters_in(plan.teacher) or 0) if plan.teacher else 0
+        parts = trainer.loaded(trainer.offer.memory)(
             parameters=parameters,
             trained=changed,
-            published=parameters if sends_all else changed,
+            published=parameters if lora is None or lora.publish == "merged" else changed,
             optimizer=_state_bytes(config, host, trained),
             dtype=dtype,
             device=device,
-            on_device=find_transport(
-                transport(config.engine, engines.get("validation.engine"), placement, host), host
-            ).on_device,
-            reference="reference" in needs,
-            teacher=_teacher_bytes(config, device) if "teacher" in needs else 0,
+            on_device=plan.on_device,
+            reference="reference" in plan.needs,
+            teacher=teacher * ITEMSIZE[_chosen(config.teacher.dtype, device)],
             async_save=config.checkpoint.async_save,
         )
-        if lora is not None and device != HOST and of_trainer is trainer_parts:
-            # a host has all in float32 while the model is loaded
+        if lora is not None and device != HOST:  # a host has all in float32 while the model is loaded
             less = 2 * _that_stay_in_bfloat16(config, directory, shapes, device)
             parts = [evolve(one, nbytes=one.nbytes - less) if one.name == WEIGHTS else one for one in parts]
         if config.trainer.weights == "bfloat16" and not config.trainer.reference_every:
             parts = [evolve(one, nbytes=one.nbytes // 2) if one.name == REFERENCE else one for one in parts]
         if config.trainer.offload:
             parts = [*parts, *_at_rest(parts)]
-        found += _ranks(parts, config.trainer.ranks, device, gpus_seen(devices.trainer, len(gpus)))
-    for key, engine in engines.items() if not placement.remote else ():
-        of_engine = _memory(host.find("engine", engine.name))
-        variables = [*devices.engines.get(key, ()), *[{}] * engine.workers][: engine.workers]
-        for seen, count in Counter(gpus_seen(each, len(gpus)) for each in variables).items():
-            if of_engine is not None:
-                load = _load(config, directory, parameters, dtype, engine, [gpus[gpu] for gpu in seen])
-                parts = of_engine(load, **engine.options)
-                found.append(_process(key.replace(".", " "), parts, seen, key=key, count=count))
+        found += _ranks(parts, config.trainer.ranks, device, plan.trainer)
+    for key, engine, workers in plan.engines:
+        selected = host.find("engine", engine.name)
+        if selected.offer.memory is None:
+            continue
+        of_engine = selected.loaded(selected.offer.memory)
+        for seen, count in Counter(map(tuple, workers)).items():
+            load = _load(config, directory, parameters, dtype, engine, [gpus[gpu] for gpu in seen])
+            parts = of_engine(load, **engine.options)
+            found.append(_process(key.replace(".", " "), parts, seen, key=key, count=count))
     return found
 
 
@@ -213,7 +196,7 @@ def _that_stay_in_bfloat16(
 ) -> int:
     """Count the parameters that a trainer of adapters keeps as they are in the files, in two bytes."""
     here = directory_here(directory)
-    if here is None or _dtype(config, device) != "bfloat16":
+    if here is None or _chosen(config.model.dtype, device) != "bfloat16":
         return 0
     dtypes = dtypes_in(here)
     return linear_parameters({name: shape for name, shape in shapes.items() if dtypes.get(name) == "BF16"})
@@ -259,17 +242,18 @@ def _process(
     return ProcessMemory(name=name, parts=tuple(placed), count=count)
 
 
+def number_of(device: str) -> int | None:
+    """Return the number of a GPU, which is 0 for "cuda"; None for what is no GPU."""
+    number = device.removeprefix("cuda").removeprefix(":") or "0"
+    return int(number) if number.isdigit() else None
+
+
 def trainer_device(config: Config, gpus: Sequence[machine.Gpu]) -> str:
     """Return "host" or the GPU on which the trainer computes."""
     chosen = config.trainer.device
     if chosen == "auto":
         return "cuda" if gpus and machine.build_of_torch() else HOST
     return HOST if chosen == "cpu" else chosen
-
-
-def _dtype(config: Config, device: str) -> str:
-    """Return the dtype of the trainer's products, as the trainer chooses it."""
-    return _chosen(config.model.dtype, device)
 
 
 def _sent(trainer: str, engines: str) -> str:
@@ -281,13 +265,6 @@ def _chosen(dtype: str, device: str) -> str:
     if dtype == "auto":
         return "float32" if device == HOST else "bfloat16"
     return dtype
-
-
-def _teacher_bytes(config: Config, device: str) -> int:
-    """Return the bytes of the teacher's weights; 0 if its files are not here or do not tell its size."""
-    directory = directory_here(teacher_model(config.teacher.path))
-    parameters = parameters_in(directory) if directory is not None else None
-    return (parameters or 0) * ITEMSIZE[_chosen(config.teacher.dtype, device)]
 
 
 def row_tokens(config: Config, positions: int) -> int:
@@ -324,11 +301,6 @@ def _load(
         tokens=row_tokens(config, size_of(directory, "max_position_embeddings")),
         gpu_bytes=first.total if first else 0,
     )
-
-
-def _memory(selected: Selected) -> Factory | None:
-    """Return the function that estimates the memory of what is selected."""
-    return None if selected.offer.memory is None else selected.loaded(selected.offer.memory)
 
 
 def _state_bytes(config: Config, host: PluginHost, trained: Mapping[str, Sequence[int]]) -> int | None:
@@ -383,33 +355,49 @@ def footprint(
     with_torch = machine.resident()
     if any(task.source.workers for task in config.tasks.values()):
         main = with_torch
-    from grpo_core.training.activations import shapes
+    from grpo_core.kit import model_shapes, pass_bytes, trained_pass
 
-    model = shapes(directory, trust_remote_code=config.model.trust_remote_code)
+    model = model_shapes(directory, trust_remote_code=config.model.trust_remote_code)
     bases = {"trainer": machine.resident()}
-    remote = make_placement(config.placement, host).remote
+    plan = planned(config, host, len(gpus))
+    rollouts = config.trainer.prompts_per_step * config.rollout.group_size
     processes = certain_parts(config, host, directory, model.tensors, gpus)
     changed = sum(map(prod, trained_shapes(config, model.tensors).values())) // config.trainer.ranks
-    microbatch = largest_microbatch(config, directory, model.vocabulary, trainer_device(config, gpus))
-    elsewhere = ["engine"] * remote + ["trainer"] * (trainer_here(config.trainer, host) is None)
+    device = trainer_device(config, gpus)
+    work = trained_pass(
+        config.trainer,
+        rows=max(1, rollouts // config.trainer.updates_per_step),
+        tokens=row_tokens(config, size_of(directory, "max_position_embeddings")),
+        sampled=config.rollout.max_tokens * max(1, config.rollout.max_turns),
+        vocabulary=model.vocabulary,
+        dtype=_chosen(config.model.dtype, device),
+        on_gpu=device != HOST,
+    )
+    elsewhere = ["engine"] * (not plan.engines) + ["trainer"] * (plan.trainer is None)
     missing = _not_told(config, processes, elsewhere)
     found = [ProcessMemory(name="main", parts=(_base(main), *_copies(config, processes)))]
     for process in processes:
         parts = (_base(bases.get(process.name, with_torch)), *process.parts)
         if process.name == "trainer":
             try:
-                device = process.parts[0].device
-                parts += _activations(config, directory, changed, model.vocabulary, microbatch, device)
+                nbytes = pass_bytes(
+                    directory,
+                    work,
+                    vocabulary=model.vocabulary,
+                    on_gpu=device != HOST,
+                    trust_remote_code=config.model.trust_remote_code,
+                )
+                parts += _activations(nbytes, changed, process.parts[0].device)
             except ModelError as error:
                 missing.append(str(error))
         found.append(evolve(process, parts=parts))
-    if not remote:
+    if plan.engines:
         found.append(_environments(config, python))
     return Footprint(
         processes=tuple(found),
         parameters=model.parameters,
         checkpoint=_checkpoint_bytes(config, host, trained_shapes(config, model.tensors)),
-        microbatch=microbatch,
+        microbatch=(work.rows, work.tokens),
         missing=tuple(missing),
     )
 
@@ -437,55 +425,18 @@ def _environments(config: Config, python: int) -> ProcessMemory:
     return ProcessMemory(name="environment", parts=(_base(python),), count=count)
 
 
-def largest_microbatch(config: Config, directory: str, vocabulary: int, device: str) -> tuple[int, int]:
-    """Return rows and tokens per row of the trainer's largest micro-batch, if all rows are long."""
-    import torch
+def _activations(nbytes: int, trained: int, device: str) -> tuple[MemoryPart, ...]:
+    """Return what the trainer's passes take on its device.
 
-    from grpo_core.training.budget import token_budget
-
-    kind = torch.device("cpu" if device == HOST else "cuda")
-    tokens = row_tokens(config, size_of(directory, "max_position_embeddings"))
-    return max(1, min(token_budget(config.trainer, vocabulary, kind) // tokens, _rows(config))), tokens
-
-
-def _rows(config: Config) -> int:
-    """Return the number of rows of an update."""
-    rows = config.trainer.prompts_per_step * config.rollout.group_size
-    return max(1, rows // config.trainer.updates_per_step)
-
-
-def _activations(
-    config: Config,
-    directory: str,
-    trained: int,
-    vocabulary: int,
-    microbatch: tuple[int, int],
-    device: str,
-) -> tuple[MemoryPart, ...]:
-    """Return what the trainer's passes take on its device.  Raises ModelError if that is unknown."""
-    from grpo_core.training.activations import Pass, activation_bytes
-    from grpo_core.training.logprobs import extra_bytes_on_gpu
-    from grpo_core.training.passes import Passes
-
-    rows, tokens = microbatch
-    work = Pass(
-        rows=rows,
-        tokens=tokens,
-        sampled=min(tokens, config.rollout.max_tokens * max(1, config.rollout.max_turns)),
-        dtype=_dtype(config, device),
-        passes=Passes.of(config.trainer),
-        offloads=device != HOST and config.trainer.activations == "offload",
-        again=_rows(config) > rows,
-    )
-    nbytes = activation_bytes(directory, work, trust_remote_code=config.model.trust_remote_code)
-    if device != HOST:
-        nbytes += extra_bytes_on_gpu(rows * work.sampled, vocabulary)
+    Gradients and activations come and go in every step, and on a CPU the holes that they leave do not fit
+    those of the next one.  The figure is empirical: ``tests/benchmarks/bench_doctor.py`` measures it.
+    """
     change = 'trainer.tokens_per_microbatch, trainer.activations = "recompute"'
     part = MemoryPart(name="activations", nbytes=nbytes, device=device, certain=False, change=change)
     if device != HOST:
         return (part,)
-    kept = MemoryPart(name="freed, not given back", nbytes=kept_bytes(trained, nbytes), certain=False)
-    return part, kept
+    kept = FLOAT32 * trained + int(KEPT_ACTIVATIONS * nbytes)
+    return part, MemoryPart(name="freed, not given back", nbytes=kept, certain=False)
 
 
 def _base(nbytes: int) -> MemoryPart:

@@ -10,15 +10,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_memory import EIGHT_PARAMETERS, eight_billion
+from large import EIGHT_PARAMETERS, eight_billion
 
 from grpo_core import cli
-from grpo_core.app import machine
-from grpo_core.app.memory import size
 from grpo_core.commands import running
-from grpo_core.commands.doctor import of_machine
 from grpo_core.demo.tiny import make_tiny_model
 from grpo_core.errors import ConfigError
+from grpo_plugin_doctor import machine
+from grpo_plugin_doctor.doctor import of_machine
+from grpo_plugin_doctor.memory import size
 
 GRPO = Path(sys.executable).with_name("grpo-core")
 BROKEN = "import grpo_core\nraise RuntimeError('no licence file')\n"

@@ -1,0 +1,64 @@
+"""What a run will start on this machine, as it is known before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from attrs import frozen
+
+from grpo_core.app.gpus import choose, gpus_seen, joined_to_trainer, visible
+from grpo_core.app.parts import engine_dtype, engines_of, make_placement, trainer_here
+from grpo_core.app.teacher import teacher_model
+from grpo_core.app.workers import transport
+from grpo_core.config import Config, EngineConfig
+from grpo_core.loss import needs_of
+from grpo_core.models import directory_here
+from grpo_core.plugins.host import PluginHost
+from grpo_core.weights.transports import find_transport
+
+
+@frozen(kw_only=True)
+class Planned:
+    """The trainer and the engines of a run that are on this machine."""
+
+    trainer: Sequence[int] | None
+    """The GPUs that the trainer's processes see; None if they are in the workers of a placement."""
+    on_device: bool
+    """Whether a trainer of this machine keeps published weights on its device."""
+    engines: Sequence[tuple[str, EngineConfig, Sequence[Sequence[int]]]]
+    """Key and section of each engine, and the GPUs that each of its workers sees; none with a placement."""
+    engine_dtype: str
+    """The 16-bit dtype in which all engines hold the weights, or "auto"."""
+    needs: frozenset[str]
+    """What the loss needs, as "reference"."""
+    teacher: Path | None
+    """Directory of the teacher's model; None if the loss needs none, or if it is not on this machine."""
+
+
+def planned(config: Config, host: PluginHost, gpus: int) -> Planned:
+    """Return what a run will start, on a machine with so many GPUs; 0 looks how many there are."""
+    placement, engines = make_placement(config.placement, host), engines_of(config, trains=True)
+    here = trainer_here(config.trainer, host)
+    on_gpus = {} if placement.remote else engines
+    devices = choose(here, on_gpus, gpus or visible(), joined_to_trainer(on_gpus, host))
+    loss = host.function("loss", config.loss.name, **config.loss.options)
+    needs = frozenset(needs_of(loss.function, loss.options))
+
+    def seen(key: str, engine: EngineConfig) -> Sequence[Sequence[int]]:
+        nothing: Sequence[Mapping[str, str]] = [{}] * engine.workers
+        return [gpus_seen(each, gpus) for each in [*devices.engines.get(key, ()), *nothing][: engine.workers]]
+
+    return Planned(
+        trainer=None if here is None else gpus_seen(devices.trainer, gpus),
+        on_device=here is not None
+        and find_transport(
+            transport(config.engine, engines.get("validation.engine"), placement, host), host
+        ).on_device,
+        engines=()
+        if placement.remote
+        else [(key, engine, seen(key, engine)) for key, engine in engines.items()],
+        engine_dtype=engine_dtype(engines.values()),
+        needs=needs,
+        teacher=directory_here(teacher_model(config.teacher.path)) if "teacher" in needs else None,
+    )
