@@ -10,7 +10,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from grpo_core.errors import ModelError
-from grpo_core.models import keep_softcapping, local_directory, shapes_in
+from grpo_core.models import keep_softcapping, local_directory
 from grpo_core.testing import make_test_model
 from grpo_core.weights.adapters import shapes_in_files
 from grpo_core.weights.layout import load_tensors
@@ -89,7 +89,6 @@ def test_of_two_formats_in_a_directory_the_one_of_transformers_counts(two_format
     directory, shapes = two_formats
     assert {name: tuple(tensor.shape) for name, tensor in load_tensors(directory)} == shapes
     assert shapes_in_files(directory) == shapes
-    assert shapes_in(directory) == shapes
 
 
 @pytest.mark.parametrize("said", ["{", "[]", "{}", '{"weight_map": {"a": "b.safetensors"}}', None])
@@ -100,4 +99,3 @@ def test_shards_that_cannot_be_found_are_one_clear_error(tmp_path, said):
     with pytest.raises(ModelError, match=r"model '.*safetensors") as raised:
         load_tensors(tmp_path)
     assert "\n" not in str(raised.value)
-    assert shapes_in(tmp_path) is None
