@@ -1,4 +1,4 @@
-"""What a run will start on this machine, as it is known before anything starts."""
+"""The processes that a run will start on this machine, as they are known before anything starts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Planned:
     engine_dtype: str
     """The 16-bit dtype in which all engines hold the weights, or "auto"."""
     needs: frozenset[str]
-    """What the loss needs, as "reference"."""
+    """Needs of the loss, such as "reference"."""
     teacher: Path | None
     """Directory of the teacher's model; None if the loss needs none, or if it is not on this machine."""
 

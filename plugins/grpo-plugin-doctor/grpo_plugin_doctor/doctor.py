@@ -119,7 +119,7 @@ def doctor(
 
 def of_machine(gpus: Sequence[machine.Gpu]) -> Iterator[Check]:
     """Look at versions, devices and limits."""
-    yield Check(name="grpo-core", found=f"{grpo_core.__version__}, in {Path(grpo_core.__file__).parent}")
+    yield Check(name="grpo-core", found=f"{grpo_core.__version__}, in {Path(errors.__file__).parent}")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield Check(
         name="Python",
