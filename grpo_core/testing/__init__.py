@@ -11,6 +11,7 @@
     check_optimizer, check_data_plane        likewise
     within                                   a time limit for what a contract waits for
     EnvironmentContract                      the same as a test class, whose attributes name the environment
+    findings_by_name, broken                 what the checks of an environment found
     check_decoding                           the same for an engine
     check_engine, ENGINE_LAWS                what an engine does, and what it computes
     FakeEngine, FakeEnvironment, FakeRenderer, FakeTrainer   parts without a model, for tests of others
@@ -48,8 +49,10 @@ if TYPE_CHECKING:
     from grpo_core.testing.decoding import start_engine as start_engine
     from grpo_core.testing.engines import check_engine as check_engine
     from grpo_core.testing.environments import EnvironmentContract as EnvironmentContract
+    from grpo_core.testing.environments import broken as broken
     from grpo_core.testing.environments import check_agent as check_agent
     from grpo_core.testing.environments import check_environment as check_environment
+    from grpo_core.testing.environments import findings_by_name as findings_by_name
     from grpo_core.testing.fakes import FakeEngine as FakeEngine
     from grpo_core.testing.fakes import FakeEnvironment as FakeEnvironment
     from grpo_core.testing.fakes import FakeRenderer as FakeRenderer

@@ -32,8 +32,8 @@ class Generous(Fine):
 
 
 def pytest_in(directory, *arguments):
-    """Run pytest with the plugin, as where grpo-core is installed with its entry point."""
-    plugin = "grpo_core.testing.pytest_plugin"
+    """Run pytest with the plugin, as where grpo-plugin-devkit is installed with its entry point."""
+    plugin = "grpo_plugin_devkit.pytest_plugin"
     command = [sys.executable, "-m", "pytest", "-p", plugin, "-p", "no:cacheprovider"]
     return subprocess.run([*command, *arguments], cwd=directory, capture_output=True, text=True, timeout=200)
 

@@ -1,6 +1,6 @@
-"""The pytest plugin of grpo-core: ``pytest --grpo-environment NAME`` checks an environment as a test.
+"""The pytest plugin: ``pytest --grpo-environment NAME`` checks an environment as a test.
 
-pytest loads this module wherever grpo-core is installed, so it imports nothing until an environment is named.
+pytest loads this module where grpo-plugin-devkit is installed, so it imports nothing until one is named.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def pytest_collection_modifyitems(
     names: list[str] = config.getoption("--grpo-environment")
     if not names:
         return
-    from grpo_core.config import parse_settings
-    from grpo_core.errors import GrpoError
+    from grpo_core import GrpoError
+    from grpo_core.kit import parse_settings
 
     try:
         options = parse_settings(config.getoption("--grpo-set"))
@@ -54,7 +54,7 @@ class EnvironmentItem(pytest.Item):
         self._options = options
 
     def runtest(self) -> None:
-        from grpo_core.testing.environments import broken, findings_by_name
+        from grpo_core.testing import broken, findings_by_name
 
         findings = findings_by_name(self.name, self._options)
         lines = "\n".join(f"{e.outcome}: {e.check}{f': {e.told}' if e.told else ''}" for e in findings)
@@ -64,7 +64,7 @@ class EnvironmentItem(pytest.Item):
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], *given: Any, **more: Any) -> Any:
         """Return the message alone for what grpo-core says on purpose."""
-        from grpo_core.errors import GrpoError
+        from grpo_core import GrpoError
 
         if isinstance(excinfo.value, Broken | GrpoError):
             return str(excinfo.value)
