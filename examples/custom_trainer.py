@@ -1,8 +1,8 @@
 """A trainer in a file: the training loop is Hugging Face Accelerate's, in a child process.
 
 pip install accelerate
-grpo-core check ./examples/custom_trainer.py:Accelerated
-grpo-core train --env math:sort --set trainer.name=./examples/custom_trainer.py:Accelerated \
+grpo-core check ./examples/custom_trainer.py:accelerated
+grpo-core train --env math:sort --set trainer.name=./examples/custom_trainer.py:accelerated \
     --set trainer.updates_per_step=1
 
 It computes the rows of a step as one padded batch, at a constant learning rate, which is for small models.
@@ -48,11 +48,11 @@ class Accelerated(grpo.Trainer):
         self.child = Child(f"{__file__}:Server", given, name="trainer", environ=setup.env_vars, log=log)
 
     @staticmethod
-    def check(trainer: TrainerConfig) -> None:
+    def check(section: TrainerConfig, **options: Any) -> None:
         """Refuse, when the configuration is read, what this trainer does not do."""
         default = TrainerConfig()
         for key in UNKNOWN:
-            if (given := getattr(trainer, key)) != getattr(default, key):
+            if (given := getattr(section, key)) != getattr(default, key):
                 raise grpo.ConfigError(
                     f"this trainer does not know trainer.{key} = {given!r}; leave it at "
                     f"{getattr(default, key)!r}"
@@ -225,5 +225,5 @@ class Server:
 
 
 @grpo.hookimpl
-def grpo_trainers() -> dict[str, type]:
-    return {"accelerated": Accelerated}
+def grpo_trainers() -> dict[str, grpo.Offer]:
+    return {"accelerated": grpo.Offer(Accelerated, check=Accelerated.check)}

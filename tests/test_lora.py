@@ -437,9 +437,9 @@ def test_a_reference_that_adapters_cannot_hold_is_refused() -> None:
 
 def test_an_empty_section_turns_lora_on(tmp_path: Path) -> None:
     (tmp_path / "lora.toml").write_text("[model.lora]\n")
-    config, _ = configured(tmp_path / "lora.toml", envs=["math:sort"], chosen={}, settings=[], block=())
+    config, host = configured(tmp_path / "lora.toml", envs=["math:sort"], chosen={}, settings=[], block=())
     assert config.model.lora == LoraConfig()
-    assert build([as_table(config)]) == config
+    assert build([as_table(config)], host.sections) == config
 
 
 @pytest.mark.long

@@ -30,6 +30,7 @@ from grpo_core.demo.tiny import make_tiny_model
 from grpo_core.errors import CheckpointError, ConfigError, PluginError
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import Buffer
+from grpo_core.plugins.configured import configured
 from grpo_core.records import Group, Rollout, SampleRequest, Segment
 from grpo_core.run_directory import RunDirectory
 from grpo_core.testing import prompts
@@ -206,8 +207,8 @@ def test_a_death_or_a_power_cut_in_a_resume_leaves_the_old_file_or_the_new_one(t
     for at in range(1, 20):
         for seed in (None, 0, 1, 2):
             run = with_metrics(tmp_path / f"{at} {seed}")
-            old = build([{"tasks": {"sort": TASK}}])
-            new = build([{"tasks": {"sort": TASK}, "trainer": {"steps": 7}}])
+            old, _ = configured([{"tasks": {"sort": TASK}}])
+            new, _ = configured([{"tasks": {"sort": TASK}, "trainer": {"steps": 7}}])
             run.forget_after(40, 40)
             disk = FaultyDisk(run.path, dies_at=at)
             try:

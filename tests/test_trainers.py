@@ -150,7 +150,7 @@ def test_a_trainer_of_nothing_but_the_protocol_trains_a_run_and_is_resumed(here:
 
 @pytest.mark.long
 def test_the_trainer_of_the_examples_trains_a_run_and_is_resumed(here: Path) -> None:
-    example = ["--set", f"trainer.name={ROOT / 'examples' / 'custom_trainer.py'}:Accelerated"]
+    example = ["--set", f"trainer.name={ROOT / 'examples' / 'custom_trainer.py'}:accelerated"]
     done = train(here, "--env", "./my.py:Length", *SMALL, *example)
     assert done.returncode == 0, done.stderr
     assert [row["step"] for row in steps(here)] == [1, 2, 3]
@@ -166,7 +166,7 @@ def test_the_trainer_of_the_examples_takes_rows_whose_tokens_are_in_a_data_plane
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))  # the trainer's process imports the plane's reader
     (here / "plane.py").write_text("from file_plane import FilePlane\n")
-    example = ["--set", f"trainer.name={ROOT / 'examples' / 'custom_trainer.py'}:Accelerated"]
+    example = ["--set", f"trainer.name={ROOT / 'examples' / 'custom_trainer.py'}:accelerated"]
     plane = ["--set", "data_plane.name=./plane.py:FilePlane"]
     plane += ["--set", f"data_plane.options.directory={here / 'plane'}"]
     done = train(here, "--env", "./my.py:Length", *SMALL, *example, *plane)
@@ -188,7 +188,7 @@ def test_the_trainer_of_the_examples_takes_rows_whose_tokens_are_in_a_data_plane
 def test_the_trainer_of_the_examples_refuses_what_it_does_not_do(
     here: Path, setting: str, message: str
 ) -> None:
-    example = ["--set", f"trainer.name={ROOT / 'examples' / 'custom_trainer.py'}:Accelerated"]
+    example = ["--set", f"trainer.name={ROOT / 'examples' / 'custom_trainer.py'}:accelerated"]
     done = train(here, *SORT, *SMALL, *example, "--set", setting)
     assert done.returncode == 2, done.stderr
     assert message in done.stderr

@@ -11,6 +11,7 @@ import pytest
 
 from grpo_core.config import as_table, as_toml, build
 from grpo_core.errors import ConfigError, ModelError
+from grpo_core.plugins.configured import configured
 from grpo_core.plugins.host import PluginHost
 from grpo_core.run_directory import RunDirectory
 from grpo_core.testing.strategies import check_validation_strategy
@@ -34,9 +35,9 @@ def find(name):
 
 def test_an_engine_for_validation_is_written_and_read_like_any_other_table(tmp_path):
     plain, with_engine = {"tasks": {"a": {"env": "math:sort"}}}, {"engine": {"options": {"max_rows": 4}}}
-    config = build([plain, {"validation": with_engine}])
+    config, host = configured([plain, {"validation": with_engine}])
     assert config.validation.engine.name == "local"
-    assert build([as_table(config)]) == config
+    assert build([as_table(config)], host.sections) == config
     RunDirectory.create(tmp_path / "run", config)
     assert RunDirectory.open(tmp_path / "run")[1] == config
     assert build([plain]).validation.engine is None
