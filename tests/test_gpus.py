@@ -216,13 +216,14 @@ def test_each_process_of_a_run_sees_its_own_gpus_and_one_that_replaces_it_the_sa
         before = run.seen_by()
         assert {log: gpu for log, (_, gpu) in before.items()} == expected
         os.kill(before["engine-1/engine-local.log"][0], signal.SIGKILL)
-        run.wait(
-            lambda: (
-                run.seen_by().get("engine-1/engine-local.log", before["trainer.log"])[0]
-                not in [pid for pid, _ in before.values()]
-            )
-        )
-        assert {log: gpu for log, (_, gpu) in run.seen_by().items()} == expected
+
+        def replaced() -> bool:
+            """Whether the new process has its variables; before ``exec`` it has those of its parent."""
+            now = run.seen_by()
+            is_new = now.get("engine-1/engine-local.log") not in (None, before["engine-1/engine-local.log"])
+            return is_new and {log: gpu for log, (_, gpu) in now.items()} == expected
+
+        run.wait(replaced)
     finally:
         os.kill(run.process.pid, signal.SIGINT)
         said = run.end()

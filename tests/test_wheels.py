@@ -18,7 +18,7 @@ import released
 import yaml
 
 ROOT = Path(__file__).parent.parent
-INSTALLED = ("grpo-core", "grpo-plugin-math", "grpo-plugin-curriculum")
+INSTALLED = ("grpo-core", "grpo-plugin-math", "grpo-plugin-curriculum", "grpo-plugin-devkit")
 NOT_SOURCE = shutil.ignore_patterns("build", "dist", "*.egg-info", "__pycache__", ".*", "runs")
 
 
@@ -64,7 +64,7 @@ def index(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def environment(index, tmp_path_factory):
-    """An empty environment with the core and two plugins; other libraries are those of this one."""
+    """An empty environment with the core and three plugins; other libraries are those of this one."""
     directory = tmp_path_factory.mktemp("environment")
     venv.create(directory, with_pip=True)
     python = directory / "bin" / "python"

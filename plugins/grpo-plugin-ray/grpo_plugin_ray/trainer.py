@@ -282,7 +282,7 @@ class RayTrainer(ProcessTrainer):
         load().util.remove_placement_group(self._room)
 
 
-def check(*, section: TrainerConfig) -> None:
+def check(*, section: TrainerConfig, **options: object) -> None:
     """Raise ConfigError for keys that name GPUs."""
     if given := named_gpus(section):
         raise ConfigError(f"trainer.{given}: Ray chooses the GPUs of the ranks; leave it out")
