@@ -87,7 +87,7 @@ def environment(index, tmp_path_factory):
 @pytest.mark.timeout(900)
 def test_wheels_are_installed_into_an_empty_environment_and_train(index, environment, tmp_path):
     assert len(list(index.glob("*.whl"))) == len(distributions.PROJECTS)
-    clean = {"GRPO_PLUGINS": "math,curriculum"}
+    clean = {"GRPO_PLUGINS": "math,curriculum,devkit"}
     grpo = environment / "bin" / "grpo-core"
     program = "import grpo_core; print(grpo_core.__file__)"
     where = run(environment / "bin" / "python", "-c", program, cwd=tmp_path, **clean)
