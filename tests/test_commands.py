@@ -76,6 +76,13 @@ def test_the_command_of_a_plugin_is_listed_without_importing_what_it_runs(site):
     assert not {"greeting.work", "torch", "numpy"} & set(loaded.split())
 
 
+@pytest.mark.parametrize("name", ["greet", "greeting"], ids=["its name", "its distribution"])
+def test_the_list_of_allowed_plugins_may_name_one_that_offers_commands_alone(site, name):
+    done = grpo(site(entry="greet"), "plugins", GRPO_PLUGINS=name)
+    assert done.returncode == 0, done.stderr
+    assert "command: greet" in done.stdout
+
+
 def test_a_command_of_ours_that_is_not_installed_names_what_installs_it():
     code = (
         "import sys; from grpo_core import cli, commands; from grpo_core.plugins.commands import Found\n"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from size import code_lines, counted, sums
 
-LIMITS = {"core": 25_130, "built-in": 5_980, "all distributions": 53_145}
+LIMITS = {"core": 25_140, "built-in": 5_980, "all distributions": 53_155}
 
 
 @pytest.mark.parametrize("part", LIMITS)

@@ -52,6 +52,12 @@ def find_commands(core: ModuleType) -> Found:
     return found
 
 
+def names_of_command_plugins() -> set[str]:
+    """Return the names by which ``GRPO_PLUGINS`` may allow the plugins that offer commands."""
+    found = entry_points(group=GROUP)
+    return {entry.name for entry in found} | {entry.dist.name for entry in found if entry.dist is not None}
+
+
 def offered_commands(module: ModuleType) -> dict[str, Command]:
     """Return the commands that a module offers.  Raises PluginError if its hook is missing or wrong."""
     hook = getattr(module, "grpo_commands", None)

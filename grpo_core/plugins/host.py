@@ -33,7 +33,7 @@ import grpo_core
 from grpo_core import hookspecs
 from grpo_core.errors import ConfigError, PluginError, SelectionError, describe, did_you_mean, one_line
 from grpo_core.hookspecs import Offer
-from grpo_core.plugins.commands import Found
+from grpo_core.plugins.commands import Found, names_of_command_plugins
 from grpo_core.plugins.hints import KEYS, install_command
 from grpo_core.plugins.installed import (
     import_file,
@@ -138,7 +138,7 @@ class PluginHost:
             allow = [name.strip() for name in os.environ["GRPO_PLUGINS"].split(",") if name.strip()]
         known = {name for each in found for name in each.names} | {BUILT_IN}
         if not elsewhere:
-            _check_known(allow or (), known, source)
+            _check_known(allow or (), known | names_of_command_plugins(), source)
             _check_known(block, known - {BUILT_IN}, "the list of plugins to leave out")
         for each in found:
             plugin, names = each.plugin, each.names
