@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_core import GrpoError, PluginError
-from grpo_core.kit import PluginHost, Selected, needs_of, scratch_directory
+from grpo_core.kit import PluginHost, Selected, TrainerConfig, needs_of, scratch_directory
 from grpo_core.testing import Finding, finding_of
 from grpo_plugin_devkit.filters import FilterContract, check_filter, groups
 from grpo_plugin_devkit.model_sources import ModelSourceContract, check_model_source
@@ -73,7 +73,7 @@ def part(host: PluginHost, offer: Selected, options: Mapping[str, Any]) -> Itera
     """Check a trainer, a source of models or a placement, whose clauses build on each other."""
     make: Callable[..., Any] = functools.partial(host.make, offer.kind, offer.name)
     try:
-        host.check_values(offer.kind, offer.name, options)
+        host.check_values(offer.kind, offer.name, options, section=TrainerConfig())  # of a trainer
         with contextlib.ExitStack() as stack:
             contract: Iterable[Callable[[], object]]
             if offer.kind == "trainer":
