@@ -79,15 +79,18 @@ A command that plays environments, besides ``grpo_core.Run``:
     groups_in, prompts_in, as_json           read a file of rollouts, and write a line of one
     leakage, assistant_message               compare prompts, read a reply
     to_the_end, wrong_input, lines_of_incidents, new_directory, unused, cut   what commands share
+    AsJson, Flag, Settings, Words            annotations of options of any command
+
+A contract that ``grpo-core check`` tries (see ``grpo_plugin_devkit``):
+
+    ModelConfig, checkpoint_tensors, encode, make_tiny_model    a small model for the contract of a trainer
+    Scores, checked_scores      what an advantage function returns, and its check
+    HOOKS, Kind                 hooks by the kind of their offers
 
 A command that shows runs, besides ``grpo_core.Run``:
 
     say, complain               print a result, and an error, with control characters escaped
     inert                       escapes them alone
-    AsJson, Flag, Settings, Words    annotations of options
-    ModelConfig, checkpoint_tensors, encode, make_tiny_model    a small model for the contract of a trainer
-    Scores, checked_scores      what an advantage function returns, and its check
-    HOOKS, Kind                 hooks by the kind of their offers
     RunDirectory                locks the directory of a run
     Retention                   names the checkpoints that stay
     planned_steps               returns the number of steps of a whole run
@@ -97,7 +100,6 @@ A command that shows runs, besides ``grpo_core.Run``:
 A command that computes steps of a run again, or reads settings:
 
     configured, changed, merge, structured, read_toml    make a configuration, or another table, of tables
-    Settings, Words             annotations of options
     differences, shown          the keys in which two tables differ, and their values
     trainer_again, saved_before            start the trainer of a run, from what it has saved
     advantages_again, trains_all_rows, make_batch      make the rows of a step from stored groups

@@ -14,6 +14,7 @@ from attrs import define, evolve, field, frozen
 
 from grpo_core.aio import Slots
 from grpo_core.app import readings, workers
+from grpo_core.app.again import trains_all_rows
 from grpo_core.app.first_look import first_look, leaks
 from grpo_core.app.gpus import Devices
 from grpo_core.app.lengths import RunPrompts, has_tokenizer
@@ -60,7 +61,6 @@ from grpo_core.loop.metrics import validation_metrics
 from grpo_core.loop.pipeline import ObserveAttempt, Pipeline, Save, Schedule, Validate, Watch, Written
 from grpo_core.loop.rendering import Renderer
 from grpo_core.loop.retention import Retention
-from grpo_core.loss import needs_of
 from grpo_core.model_files import check_files
 from grpo_core.model_sources import ModelRequest, StartModel, model_source
 from grpo_core.models import chat_template, local_directory
@@ -140,7 +140,6 @@ async def assemble(config: Config, run: RunContext) -> tuple[Config, Pipeline]:
     loaders = assembly.loaders(prompts)
     stream = PromptStream(sampler=assembly.sampler(), loaders=loaders, name=config.sampler.name)
     _restore(run, checkpoint.restore, started.buffer, loaders, stream)
-    loss = run.plugins.function("loss", config.loss.name, **config.loss.options)
     validation = assembly.validation(started.validation_engine or started.engine, renderer, held_out)
     _restore(run, checkpoint.restore_validation, validation)
     if run.resume is not None:
@@ -162,7 +161,7 @@ async def assemble(config: Config, run: RunContext) -> tuple[Config, Pipeline]:
         group_size=config.rollout.group_size,
         places=assembly.places,
         advantages=make_advantages(config.advantage, run.plugins),
-        all_rows=config.loss.all_rows or "all_rows" in needs_of(loss.function, loss.options),
+        all_rows=trains_all_rows(config, run.plugins),
         shaping=make_shaping(config.shaping, max_tokens=config.rollout.max_tokens),
         dynamic=assembly.dynamic(),
         seed=config.seed,

@@ -23,7 +23,7 @@ from grpo_core.interrupts import INTERRUPTED
 from grpo_core.loop.endings import GOAL_REACHED
 from grpo_core.plugins.hints import install_command
 from grpo_core.plugins.host import PluginHost
-from grpo_core.plugins.options import AsJson, Block, Flag, Settings, Words
+from grpo_core.plugins.options import AsJson, Flag, Settings, Words
 from grpo_core.reporting.selection import REPORT
 from grpo_core.reporting.verification import verified
 from grpo_core.run_directory import RunDirectory
@@ -60,7 +60,7 @@ def train(
     quiet: Flag = False,
     as_json: AsJson = False,
     ray: str | None = None,
-    no_plugin: Block = None,
+    no_plugin: Words = None,
 ) -> int:
     """Train a model with asynchronous GRPO.
 
@@ -196,7 +196,7 @@ def validate(
     set_: Settings = None,
     output: Path | None = None,
     as_json: AsJson = False,
-    no_plugin: Block = None,
+    no_plugin: Words = None,
 ) -> int:
     """Validate a model, or the newest checkpoint of a run, on held-out prompts.
 

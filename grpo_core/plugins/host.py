@@ -138,7 +138,8 @@ class PluginHost:
             allow = [name.strip() for name in os.environ["GRPO_PLUGINS"].split(",") if name.strip()]
         known = {name for each in found for name in each.names} | {BUILT_IN}
         if not elsewhere:
-            _check_known(allow or (), known | names_of_command_plugins(), source)
+            if allow:
+                _check_known(allow, known | names_of_command_plugins(), source)
             _check_known(block, known - {BUILT_IN}, "the list of plugins to leave out")
         for each in found:
             plugin, names = each.plugin, each.names

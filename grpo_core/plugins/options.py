@@ -11,5 +11,3 @@ Words = Annotated[list[str] | None, Parameter(negative="")]
 """An option that may be repeated."""
 Settings = Annotated[list[str] | None, Parameter(name="--set", negative="")]
 AsJson = Annotated[bool, Parameter(name="--json", negative="")]
-Block = Annotated[list[str] | None, Parameter(name="--no-plugin", negative="")]
-"""Installed plugins that are not loaded."""

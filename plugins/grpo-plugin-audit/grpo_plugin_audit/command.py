@@ -7,10 +7,9 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from attrs import evolve
-from cyclopts import Parameter
 from rich.console import Console
 from rich.text import Text
 
@@ -18,7 +17,9 @@ from grpo_core import ConfigError, GrpoError
 from grpo_core.kit import (
     Incident,
     PluginHost,
+    Settings,
     SourcedProcess,
+    Words,
     environment_code,
     inert,
     parse_settings,
@@ -56,14 +57,14 @@ def audit(
     name: str,
     /,
     *,
-    set_: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None,
+    set_: Settings = None,
     prompts: int = 24,
     seconds: float = 60.0,
     seed: int = 0,
     model: str | None = None,
     engine: str | None = None,
     json: Path | None = None,
-    no_plugin: Annotated[list[str] | None, Parameter(name="--no-plugin", negative="")] = None,
+    no_plugin: Words = None,
 ) -> int:
     """Find out whether the rewards of an environment mean anything: what is paid, and what should not be.
 

@@ -17,11 +17,15 @@ from rich.text import Text
 
 from grpo_core import ConfigError, GrpoError, Prompt, Run
 from grpo_core.kit import (
+    AsJson,
     Config,
+    Flag,
     LocalPlacement,
     PluginHost,
+    Settings,
     TaskConfig,
     Tasks,
+    Words,
     as_json,
     check_settings,
     check_task,
@@ -67,13 +71,13 @@ def score(
     stored: Path,
     /,
     *,
-    env: Annotated[list[str] | None, Parameter(negative="")] = None,
+    env: Words = None,
     step: Annotated[list[int] | None, Parameter(negative="")] = None,
-    validation: Annotated[bool, Parameter(negative="")] = False,
-    set_: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None,
+    validation: Flag = False,
+    set_: Settings = None,
     output: Path | None = None,
-    print_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
-    no_plugin: Annotated[list[str] | None, Parameter(name="--no-plugin", negative="")] = None,
+    print_json: AsJson = False,
+    no_plugin: Words = None,
 ) -> int:
     """Judge stored rollouts again, as after a correction of a reward, and show what changes.
 
