@@ -74,7 +74,7 @@ A command that plays environments, besides ``grpo_core.Run``:
     Config, TaskConfig, check_task, tasks_of    check the environments that it names
     Tasks, LocalPlacement, EnvironmentClient    start the environments of a configuration
     SourcedProcess, EnvironmentHost, taken_sections, environment_code   one environment, and its child's side
-    find_target, drop_overridden, start_session, check_config   let a model play
+    find_target, configure_target, start_session, check_config   let a model play
     received, raise_interrupt, task_name, merge, has_source    let a person play
     groups_in, prompts_in, as_json           read a file of rollouts, and write a line of one
     leakage, assistant_message               compare prompts, read a reply
@@ -132,6 +132,7 @@ if TYPE_CHECKING:
     from grpo_core.app.launch import check_config as check_config
     from grpo_core.app.launch import check_model as check_model
     from grpo_core.app.launch import configure as configure
+    from grpo_core.app.launch import configure_target as configure_target
     from grpo_core.app.launch import new_directory as new_directory
     from grpo_core.app.launch import task_name as task_name
     from grpo_core.app.launch import tasks_of as tasks_of
@@ -145,7 +146,7 @@ if TYPE_CHECKING:
     from grpo_core.app.provenance import environment_code as environment_code
     from grpo_core.app.resume import differences as differences
     from grpo_core.app.resume import shown as shown
-    from grpo_core.app.run import lines_of_incidents as lines_of_incidents
+    from grpo_core.app.session import lines_of_incidents as lines_of_incidents
     from grpo_core.app.session import start_session as start_session
     from grpo_core.app.simulation import SimulatedParts as SimulatedParts
     from grpo_core.app.simulation import simulate_run as simulate_run
@@ -264,7 +265,6 @@ if TYPE_CHECKING:
     from grpo_core.unicode import well_formed as well_formed
     from grpo_core.validation.results import SHARES as SHARES
     from grpo_core.validation.results import progress as progress
-    from grpo_core.validation.target import drop_overridden as drop_overridden
     from grpo_core.validation.target import find_target as find_target
     from grpo_core.weights.copies import Copies as Copies
     from grpo_core.weights.copies import WeightsLease as WeightsLease

@@ -16,7 +16,7 @@ from grpo_core.plugins.host import PluginHost
 from grpo_core.run_directory import RunDirectory
 from grpo_core.testing.strategies import check_validation_strategy
 from grpo_core.validation import target
-from grpo_core.validation.target import drop_overridden
+from grpo_core.validation.target import without_overridden
 
 GRPO = Path(sys.executable).with_name("grpo-core")
 EXAMPLE = Path(__file__).parents[1] / "examples" / "custom_validation.py"
@@ -27,7 +27,7 @@ def grpo(cwd, *arguments):
 
 
 def find(name):
-    return target.find_target(name, lambda model: model == "tiny")
+    return target.find_target(name)
 
 
 # ---------------------------------------------------------------------------------- configuration
@@ -93,7 +93,7 @@ def test_options_of_another_strategy_and_other_tasks_are_left_out(tmp_path):
     measured = find(str(a_run(tmp_path / "run", engine={"name": "local"}).path))
 
     def replaced(tasks=False, **changes):
-        return drop_overridden(measured, changes, tasks=tasks).table
+        return without_overridden(measured.table, changes, tasks=tasks)
 
     assert replaced() == measured.table
     same = replaced(validation={"name": "batched", "prompts": 3})

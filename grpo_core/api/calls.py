@@ -15,17 +15,15 @@ from typing import Any, TypeVar
 from grpo_core.aio import to_the_end
 from grpo_core.api.given import Given, configuration, given, names, trackers
 from grpo_core.api.run import Run
-from grpo_core.app import measuring, preflight, run
-from grpo_core.app import session as sessions
-from grpo_core.app.launch import Launch, configure, continued, new_run
-from grpo_core.app.session import Session
+from grpo_core.app import measuring, run
+from grpo_core.app.launch import Launch, configure_target, continued, new_run
+from grpo_core.app.session import Session, start_session
 from grpo_core.config import merge
 from grpo_core.errors import ConfigError, wrong_input
 from grpo_core.inert import inert
 from grpo_core.interrupts import received
-from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.installed import importing_file
-from grpo_core.validation.target import EvalTarget, drop_overridden, find_target
+from grpo_core.validation.target import EvalTarget, find_target
 
 T = TypeVar("T")
 PathLike = str | os.PathLike[str]
@@ -195,12 +193,11 @@ async def session(
         changes = merge(table, asked.table)
         target = EvalTarget(name="the model", model=None, version=0, table={})
         if model is not None:
-            host = PluginHost.discover(changes.get("plugins"), block)
-            found = find_target(os.fspath(model), lambda name: host.offers("model", name))
-            target = drop_overridden(found, changes, tasks=env is not None)
-        chosen, host = configure([asked.defaults(table), target.table], changes, block, offers=asked.offers)
-        preflight.check(chosen, host, trains=False)
-    async with sessions.start_session(chosen, host, target, status) as started:
+            target = find_target(os.fspath(model), changes.get("plugins"), block)
+        chosen, host = configure_target(
+            target, changes, block, asked.offers, tasks=env is not None, below=[asked.defaults(table)]
+        )
+    async with start_session(chosen, host, target, status) as started:
         yield started
 
 

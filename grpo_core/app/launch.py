@@ -24,6 +24,7 @@ from grpo_core.models import chat_template, directory_here
 from grpo_core.plugins.configured import configured
 from grpo_core.plugins.host import NO_OFFERS, Offers, PluginHost
 from grpo_core.run_directory import RunDirectory
+from grpo_core.validation.target import EvalTarget, without_overridden
 
 RUNS = Path("runs")
 """The directory in which runs are made unless another one is named."""
@@ -119,6 +120,29 @@ def configure(
     config, host = configured([given], block, offers)
     preset = model_source(config.model, host).preset
     return (build([replace_parts(preset, given), given], host.sections) if preset else config), host
+
+
+def configure_target(
+    found: EvalTarget,
+    changes: Mapping[str, Any],
+    block: Sequence[str] = (),
+    offers: Offers = NO_OFFERS,
+    *,
+    tasks: bool,
+    below: Sequence[Mapping[str, Any]] = (),
+) -> tuple[Config, PluginHost]:
+    """Build and check the configuration with which a target plays: its own, with changes.
+
+    Args:
+        tasks: whether the changes have tasks of their own.
+        below: tables that lie beneath the target's.
+
+    The other arguments are those of ``configure``.  Raises GrpoError for wrong input.
+    """
+    own = without_overridden(found.table, changes, tasks=tasks)
+    config, host = configure([*below, own], changes, block, offers)
+    check_config(config, host, trains=False)
+    return config, host
 
 
 def check_config(config: Config, host: PluginHost, *, trains: bool = True) -> None:

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 
-from grpo_core.app import provenance, run
-from grpo_core.app.launch import RUNS, check_config, configure, new_directory, unused
+from grpo_core.app import provenance
+from grpo_core.app.first_look import conventions_of_validation
+from grpo_core.app.launch import RUNS, configure_target, new_directory, unused
+from grpo_core.app.lengths import RunPrompts
+from grpo_core.app.parts import make_validation, rollout_places
+from grpo_core.app.session import start_session
+from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config
 from grpo_core.errors import ConfigError, wrong_input
 from grpo_core.events import Event, ValidationPlayed, WarningRaised
+from grpo_core.loop.rendering import Renderer
 from grpo_core.model_files import check_files
 from grpo_core.models import chat_template
 from grpo_core.plugins.host import NO_OFFERS, Offers, PluginHost
 from grpo_core.reporting.stored import write_validation
 from grpo_core.run_directory import CONFIG
-from grpo_core.validation.target import EvalTarget, drop_overridden, find_target
+from grpo_core.validation.sets import HeldOut
+from grpo_core.validation.target import EvalTarget, find_target
 
 Results = Mapping[str, Mapping[str, float]]
 
@@ -50,16 +57,7 @@ class Measurement:
                 status(f"warning: {event.message}")
 
         try:
-            results = await run.validate(
-                self.config,
-                self.target.model,
-                adapters=self.target.adapters,
-                version=self.target.version,
-                host=self.host,
-                only=self.only,
-                status=status,
-                emit=receive,
-            )
+            results = await self._measured(status, receive)
         finally:
             for event in played:
                 write_validation(self.directory, event.version, event.groups)
@@ -70,6 +68,45 @@ class Measurement:
         text = json.dumps(report, indent=2)
         (self.directory / "results.json").write_text(text + "\n", encoding="utf-8")
         return report
+
+    async def _measured(self, status: Callable[[str], None], emit: Callable[[Event], None]) -> Results:
+        """Measure with the configuration's strategies, tasks and sets; return the metrics by task.
+
+        Args:
+            emit: receives the rollouts, as an event, also if the strategy fails.
+        """
+        config, only = self.config, self.only
+        sets = [name for name in config.validation.sets if name in only or not only]
+        if only and self.target.model is not None:  # or the model may be made from the prompts of all tasks
+            needed = {*only, *(config.validation.sets[name].task for name in sets)}
+            config = evolve(config, tasks={name: one for name, one in config.tasks.items() if name in needed})
+        held_out: list[HeldOut] = []
+
+        async def look(tasks: Tasks) -> None:
+            held_out.extend(await _held_out(config, tasks, sets, only))
+
+        around = start_session(config, self.host, self.target, status, sets=sets, look=look)
+        async with around as session:
+            renderer = session.renderer
+            assert isinstance(renderer, Renderer)  # the one of a model
+            found, told = await RunPrompts(held_out=held_out).short_enough(
+                config.rollout.max_prompt_tokens, {}, renderer
+            )
+            told |= await conventions_of_validation(renderer, config.rollout.stop, found.held_out)
+            for message in told.values():
+                status(message)
+            status("validating")
+            validation = make_validation(
+                found.held_out,
+                config.rollout,
+                self.host,
+                seed=config.seed,
+                engine=session.engine,
+                renderer=renderer,
+                places=rollout_places(config.rollout),
+                emit=emit,
+            )
+            return await validation.measure(self.target.version, validation.parts)
 
     def _report(self, results: Results) -> dict[str, Any]:
         validation = self.config.validation
@@ -108,19 +145,29 @@ def prepare(
         block: plugins that are not loaded.
         offers: objects of the program that calls this.
     """
-
-    def offered(name: str) -> bool:
-        return PluginHost.discover(changes.get("plugins"), block).offers("model", name)
-
     with wrong_input():
-        measured = drop_overridden(find_target(target, offered), changes, tasks=tasks)
-    config, host = configure([measured.table], changes, block, offers)
+        measured = find_target(target, changes.get("plugins"), block)
+    config, host = configure_target(measured, changes, block, offers, tasks=tasks)
     _check_only(only, config)
-    check_config(config, host, trains=False)
     if measured.model is not None:
         check_files(measured.model, chat_template(config.model.chat_template))
     directory = new_directory(output or _name(Path(target), config))
     return Measurement(config=config, host=host, target=measured, only=only, directory=directory)
+
+
+async def _held_out(
+    config: Config, tasks: Tasks, sets: Sequence[str], only: Collection[str]
+) -> list[HeldOut]:
+    """Return what is measured.  Raises ConfigError if there is nothing to measure a task by."""
+    wanted = [name for name in config.tasks if name in only or not only]
+    held_out = await tasks.held_out(config.validation, sets, tasks=bool(wanted))
+    if not wanted:
+        return held_out
+    plain, *of_sets = held_out
+    prompts = {name: plain.prompts[name] for name in wanted}
+    if empty := [name for name, own in prompts.items() if not own]:
+        raise ConfigError(f"task {', '.join(map(repr, empty))}: there are no prompts for validation")
+    return [evolve(plain, prompts=prompts), *of_sets]
 
 
 def _check_only(only: Sequence[str], config: Config) -> None:

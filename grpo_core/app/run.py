@@ -7,7 +7,7 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -15,50 +15,33 @@ from typing import TypeVar
 
 from attrs import asdict, evolve, frozen
 
-from grpo_core.app import provenance, workers
+from grpo_core.app import provenance
 from grpo_core.app.assembly import RunContext, assemble
-from grpo_core.app.first_look import conventions_of_validation
-from grpo_core.app.lengths import RunPrompts
 from grpo_core.app.parts import (
-    canary_tolerance,
-    engine_dtype,
-    engine_setup,
-    engines_of,
-    load_renderer,
     make_placement,
-    make_validation,
-    rollout_places,
     trainer_here,
 )
-from grpo_core.app.placement import Placement
 from grpo_core.app.preflight import interval_of
 from grpo_core.app.profile import ProfileTracker
 from grpo_core.app.resume import Over
-from grpo_core.app.tasks import Tasks
+from grpo_core.app.session import started_tasks
 from grpo_core.config import Config, as_table
-from grpo_core.errors import ConfigError, describe, traceback_of
+from grpo_core.errors import describe, traceback_of
 from grpo_core.events import ErrorRaised, Event, RunEnded, RunStarted, Validated, WarningRaised
 from grpo_core.garbage import spare_the_collector
-from grpo_core.incidents import Incident, Lines, report, reported_to
+from grpo_core.incidents import report, reported_to
 from grpo_core.interrupts import handle, received
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import BufferStatistics
 from grpo_core.loop.pipeline import Pipeline
-from grpo_core.loop.rendering import Renderer
 from grpo_core.loop.retention import Retention
-from grpo_core.model_files import check_files
-from grpo_core.model_sources import ModelRequest, model_source
-from grpo_core.models import chat_template
 from grpo_core.plugins.host import PluginHost
-from grpo_core.processes import scratch_directory
-from grpo_core.protocols import Engine, Tracker
+from grpo_core.protocols import Tracker
 from grpo_core.reporting.room import DiskRoom
 from grpo_core.reporting.selection import make_trackers
 from grpo_core.reporting.trackers import Trackers
 from grpo_core.run_directory import RunDirectory
 from grpo_core.timeline import Timeline, taken_down
-from grpo_core.training.process import thread_count
-from grpo_core.validation.sets import HeldOut
 from grpo_core.versions import Interval
 
 T = TypeVar("T")
@@ -272,181 +255,6 @@ def _report(error: BaseException, emit: Callable[[Event], None], step: int) -> N
     emit(RunEnded(step=step, reason="interrupted" if interrupted else "failed"))
 
 
-async def validate(
-    config: Config,
-    model: Path | None,
-    *,
-    adapters: Path | None = None,
-    version: int,
-    host: PluginHost,
-    only: Collection[str] = (),
-    status: Callable[[str], None] = lambda text: None,
-    emit: Callable[[Event], None] = lambda event: None,
-) -> Mapping[str, Mapping[str, float]]:
-    """Measure the weights in a model directory with the configuration's strategies, tasks and sets.
-
-    Args:
-        model: None is the model that training would start from.
-        adapters: directory of adapters that belong to the model.
-        only: names of the tasks and sets that are measured; without names all are.
-        emit: receives the rollouts, as an event, also if the strategy fails.
-    """
-    placement = make_placement(config.placement, host)
-    async with contextlib.AsyncExitStack() as stack:
-        stack.enter_context(reported_to(lines_of_incidents(status)))
-        status("starting the environments")
-        sets = [name for name in config.validation.sets if name in only or not only]
-        if only and model is not None:  # otherwise the model may be made from the prompts of all tasks
-            needed = {*only, *(config.validation.sets[name].task for name in sets)}
-            config = evolve(config, tasks={name: one for name, one in config.tasks.items() if name in needed})
-        tasks = await stack.enter_async_context(started_tasks(config, placement, host, sets=sets, logs=None))
-        held_out = await _held_out(config, tasks, sets, only)
-        engine, renderer = await start_engine(
-            config,
-            model,
-            adapters=adapters,
-            version=version,
-            host=host,
-            tasks=tasks,
-            placement=placement,
-            stack=stack,
-            status=status,
-        )
-        found, told = await RunPrompts(held_out=held_out).short_enough(
-            config.rollout.max_prompt_tokens, {}, renderer
-        )
-        told |= await conventions_of_validation(renderer, config.rollout.stop, found.held_out)
-        for message in told.values():
-            status(message)
-        status("validating")
-        validation = make_validation(
-            found.held_out,
-            config.rollout,
-            host,
-            seed=config.seed,
-            engine=engine,
-            renderer=renderer,
-            places=rollout_places(config.rollout),
-            emit=emit,
-        )
-        return await validation.measure(version, validation.parts)
-
-
-async def start_engine(
-    config: Config,
-    model: Path | None,
-    *,
-    adapters: Path | None,
-    version: int,
-    host: PluginHost,
-    tasks: Tasks,
-    placement: Placement,
-    stack: contextlib.AsyncExitStack,
-    status: Callable[[str], None],
-) -> tuple[Engine, Renderer]:
-    """Start the engine of a validation with the weights of a model; it ends with the stack.
-
-    The arguments are those of ``validate``, and the started tasks and the connected placement.
-    """
-    import torch
-
-    from grpo_core.cpu import resolve_device
-    from grpo_core.training.building import saved_tensors
-    from grpo_core.training.model import published_dtype
-    from grpo_core.weights.shm import SharedMemoryWriter
-
-    engines = engines_of(config, trains=False)
-    ((key, engine_config),) = engines.items()
-    path = model or await _start_model(config, host, tasks, stack, status)
-    for odd in await asyncio.to_thread(check_files, path, chat_template(config.model.chat_template)):
-        status(f"warning: {odd}")
-    devices = await asyncio.to_thread(placement.devices, None, engines)
-    setup = engine_setup(str(path), config, engine_config, logs=None, colocated=False)
-    engine = workers.make_engine(
-        engine_config,
-        setup,
-        placement,
-        workers=workers.workers_of(engine_config, host),
-        tolerance=canary_tolerance(config.health, engine_config),
-        env_vars=devices.engines.get(key, ()),
-    )
-    stack.push_async_callback(engine.aclose)
-    status("loading the model")
-    renderer = await asyncio.to_thread(load_renderer, str(path), config.model, [engine_config])
-    writer = SharedMemoryWriter()
-    stack.callback(
-        lambda: writer
-    )  # what it wrote is there as long as it is, also for an engine that restarts
-    tensors, base = await asyncio.to_thread(saved_tensors, path, adapters, config.model)
-    dtype = None
-    if base:  # what engines add themselves they get as in a weight sync of the run, wherever it was trained
-        chosen = config.trainer.device
-        device = resolve_device(chosen, "trainer.device") if chosen == "auto" else torch.device(chosen)
-        dtype = published_dtype(config.model, engine_dtype([engine_config]), device)
-    await engine.update_weights(evolve(writer.write(version, tensors, dtype=dtype), base=base))
-    return engine, renderer
-
-
-async def _held_out(
-    config: Config, tasks: Tasks, sets: Sequence[str], only: Collection[str]
-) -> list[HeldOut]:
-    """Return what is measured.  Raises ConfigError if there is nothing to measure a task by."""
-    wanted = [name for name in config.tasks if name in only or not only]
-    held_out = await tasks.held_out(config.validation, sets, tasks=bool(wanted))
-    if not wanted:
-        return held_out
-    plain, *of_sets = held_out
-    prompts = {name: plain.prompts[name] for name in wanted}
-    if empty := [name for name, own in prompts.items() if not own]:
-        raise ConfigError(f"task {', '.join(map(repr, empty))}: there are no prompts for validation")
-    return [evolve(plain, prompts=prompts), *of_sets]
-
-
-# ---------------------------------------------------------------------------------- around it
-
-
-def lines_of_incidents(status: Callable[[str], None]) -> Callable[[Incident], None]:
-    """Return a receiver of incidents that says them in lines, not too many."""
-    lines = Lines()
-
-    def receive(incident: Incident) -> None:
-        cause = incident.kind, incident.component
-        if line := lines.line(*cause, incident.message, count=1, now=time.monotonic()):
-            status(f"survived: {line}")
-
-    return receive
-
-
-async def _start_model(
-    config: Config,
-    host: PluginHost,
-    tasks: Tasks,
-    stack: contextlib.AsyncExitStack,
-    status: Callable[[str], None],
-) -> Path:
-    """Return the directory of the model that training starts from; a made one is removed with the stack."""
-    scratch = stack.enter_context(scratch_directory())
-    request = ModelRequest(
-        directory=Path(scratch) / "model",
-        prompts=partial(tasks.prompts, "train"),
-        environments=tasks.environments,
-        seed=config.seed,
-    )
-    start = await model_source(config.model, host).start_model(request)
-    if start.prepare is not None:
-        status(start.doing)
-        threads = thread_count(config.trainer.threads, config.pipeline.max_staleness > 0)  # as the trainer
-        await asyncio.to_thread(_prepare, start.prepare, threads)
-    return Path(start.path)
-
-
-def _prepare(prepare: Callable[[], None], threads: int) -> None:
-    from grpo_core import cpu
-
-    cpu.prepare(threads)
-    prepare()
-
-
 async def _start(config: Config, run: RunContext) -> Pipeline:
     """Start every part of a run, and tell the trackers that the run has started."""
     run.trackers.status("starting the environments")
@@ -471,36 +279,6 @@ async def _start(config: Config, run: RunContext) -> Pipeline:
     for reason in run.resume.passed_over if run.resume else ():
         report("passed_over", "checkpoints", f"passed over {reason}")
     return pipeline
-
-
-@contextlib.asynccontextmanager
-async def started_tasks(
-    config: Config,
-    placement: Placement,
-    host: PluginHost,
-    *,
-    sets: Sequence[str],
-    logs: Path | None,
-    more: int = 0,
-) -> AsyncIterator[Tasks]:
-    """Start the environments of a run, and of some validation sets, while its placement is connected.
-
-    ``more``: workers besides those of engines and environments.
-    """
-    of_sets = config.validation.environments(sets)
-    wanted = config.engine.workers + config.environment.workers * (len(config.tasks) + len(of_sets))
-    wanted += more
-    with placement.connected(wanted):
-        async with Tasks.start(
-            config.tasks,
-            config.environment,
-            placement,
-            sets=of_sets,
-            logs=logs,
-            host=host,
-            seed=config.seed,
-        ) as tasks:
-            yield tasks
 
 
 def _started(config: Config, context: RunContext, buffer: BufferStatistics) -> RunStarted:

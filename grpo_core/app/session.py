@@ -2,22 +2,42 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 
 from attrs import evolve, frozen
 
+from grpo_core import protocols
 from grpo_core.aio import gather
-from grpo_core.app.parts import make_placement, sampling_params
-from grpo_core.app.run import lines_of_incidents, start_engine, started_tasks
+from grpo_core.app import workers
+from grpo_core.app.parts import (
+    canary_tolerance,
+    engine_dtype,
+    engine_setup,
+    engines_of,
+    load_renderer,
+    make_placement,
+    sampling_params,
+)
+from grpo_core.app.placement import Placement
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config
 from grpo_core.errors import ConfigError
-from grpo_core.incidents import reported_to
+from grpo_core.incidents import Incident, Lines, reported_to
+from grpo_core.loop.rendering import Renderer
 from grpo_core.loop.rollout import RolloutRequest, derive_seed, play
+from grpo_core.model_files import check_files
+from grpo_core.model_sources import ModelRequest, model_source
+from grpo_core.models import chat_template
 from grpo_core.plugins.host import PluginHost
-from grpo_core.protocols import Engine, EnvironmentClient, Renderer
+from grpo_core.processes import scratch_directory
+from grpo_core.protocols import Engine, EnvironmentClient
 from grpo_core.records import Prompt, Rollout
+from grpo_core.training.process import thread_count
 from grpo_core.validation.target import EvalTarget
 
 
@@ -29,7 +49,7 @@ class Session:
     """Configuration of the session."""
     engine: Engine
     """Engine that holds the model's weights."""
-    renderer: Renderer
+    renderer: protocols.Renderer
     """Turns messages into tokens, by the model's chat template."""
     environments: Mapping[str, EnvironmentClient]
     """Environments by task."""
@@ -86,12 +106,20 @@ class Session:
 
 @contextlib.asynccontextmanager
 async def start_session(
-    config: Config, host: PluginHost, target: EvalTarget, status: Callable[[str], None]
+    config: Config,
+    host: PluginHost,
+    target: EvalTarget,
+    status: Callable[[str], None],
+    *,
+    sets: Sequence[str] = (),
+    look: Callable[[Tasks], Awaitable[None]] | None = None,
 ) -> AsyncIterator[Session]:
     """Start the environments of all tasks, and an engine with the target's weights.
 
     Args:
         status: is called with messages to the user.
+        sets: names of the validation sets whose environments start, too.
+        look: is called when the environments have started, before the engine does.
 
     Raises GrpoError if one of them cannot be started.
     """
@@ -101,18 +129,131 @@ async def start_session(
         stack.enter_context(reported_to(lines_of_incidents(status)))
         placement = make_placement(config.placement, host)
         status("starting the environments")
-        tasks = await stack.enter_async_context(started_tasks(config, placement, host, sets=[], logs=None))
-        engine, renderer = await start_engine(
-            config,
-            target.model,
-            adapters=target.adapters,
-            version=target.version,
-            host=host,
-            tasks=tasks,
-            placement=placement,
-            stack=stack,
-            status=status,
-        )
+        tasks = await stack.enter_async_context(started_tasks(config, placement, host, sets=sets, logs=None))
+        if look is not None:
+            await look(tasks)
+        engine, renderer = await _start_engine(config, host, target, tasks, placement, stack, status)
         yield Session(
             config=config, engine=engine, renderer=renderer, environments=tasks.environments, tasks=tasks
         )
+
+
+async def _start_engine(
+    config: Config,
+    host: PluginHost,
+    target: EvalTarget,
+    tasks: Tasks,
+    placement: Placement,
+    stack: contextlib.AsyncExitStack,
+    status: Callable[[str], None],
+) -> tuple[Engine, Renderer]:
+    """Start an engine with the weights of the target; it ends with the stack."""
+    import torch
+
+    from grpo_core.cpu import resolve_device
+    from grpo_core.training.building import saved_tensors
+    from grpo_core.training.model import published_dtype
+    from grpo_core.weights.shm import SharedMemoryWriter
+
+    engines = engines_of(config, trains=False)
+    ((key, engine_config),) = engines.items()
+    path = target.model or await _start_model(config, host, tasks, stack, status)
+    for odd in await asyncio.to_thread(check_files, path, chat_template(config.model.chat_template)):
+        status(f"warning: {odd}")
+    devices = await asyncio.to_thread(placement.devices, None, engines)
+    setup = engine_setup(str(path), config, engine_config, logs=None, colocated=False)
+    engine = workers.make_engine(
+        engine_config,
+        setup,
+        placement,
+        workers=workers.workers_of(engine_config, host),
+        tolerance=canary_tolerance(config.health, engine_config),
+        env_vars=devices.engines.get(key, ()),
+    )
+    stack.push_async_callback(engine.aclose)
+    status("loading the model")
+    renderer = await asyncio.to_thread(load_renderer, str(path), config.model, [engine_config])
+    writer = SharedMemoryWriter()
+    stack.callback(
+        lambda: writer
+    )  # what it wrote is there as long as it is, also for an engine that restarts
+    tensors, base = await asyncio.to_thread(saved_tensors, path, target.adapters, config.model)
+    dtype = None
+    if base:  # what engines add themselves they get as in a weight sync of the run, wherever it was trained
+        chosen = config.trainer.device
+        device = resolve_device(chosen, "trainer.device") if chosen == "auto" else torch.device(chosen)
+        dtype = published_dtype(config.model, engine_dtype([engine_config]), device)
+    await engine.update_weights(evolve(writer.write(target.version, tensors, dtype=dtype), base=base))
+    return engine, renderer
+
+
+async def _start_model(
+    config: Config,
+    host: PluginHost,
+    tasks: Tasks,
+    stack: contextlib.AsyncExitStack,
+    status: Callable[[str], None],
+) -> Path:
+    """Return the directory of the model that training starts from; a made one is removed with the stack."""
+    scratch = stack.enter_context(scratch_directory())
+    request = ModelRequest(
+        directory=Path(scratch) / "model",
+        prompts=partial(tasks.prompts, "train"),
+        environments=tasks.environments,
+        seed=config.seed,
+    )
+    start = await model_source(config.model, host).start_model(request)
+    if start.prepare is not None:
+        status(start.doing)
+        threads = thread_count(config.trainer.threads, config.pipeline.max_staleness > 0)  # as the trainer
+        await asyncio.to_thread(_prepare, start.prepare, threads)
+    return Path(start.path)
+
+
+def _prepare(prepare: Callable[[], None], threads: int) -> None:
+    from grpo_core import cpu
+
+    cpu.prepare(threads)
+    prepare()
+
+
+def lines_of_incidents(status: Callable[[str], None]) -> Callable[[Incident], None]:
+    """Return a receiver of incidents that says them in lines, not too many."""
+    lines = Lines()
+
+    def receive(incident: Incident) -> None:
+        cause = incident.kind, incident.component
+        if line := lines.line(*cause, incident.message, count=1, now=time.monotonic()):
+            status(f"survived: {line}")
+
+    return receive
+
+
+@contextlib.asynccontextmanager
+async def started_tasks(
+    config: Config,
+    placement: Placement,
+    host: PluginHost,
+    *,
+    sets: Sequence[str],
+    logs: Path | None,
+    more: int = 0,
+) -> AsyncIterator[Tasks]:
+    """Start the environments of a run, and of some validation sets, while its placement is connected.
+
+    ``more``: workers besides those of engines and environments.
+    """
+    of_sets = config.validation.environments(sets)
+    wanted = config.engine.workers + config.environment.workers * (len(config.tasks) + len(of_sets))
+    wanted += more
+    with placement.connected(wanted):
+        async with Tasks.start(
+            config.tasks,
+            config.environment,
+            placement,
+            sets=of_sets,
+            logs=logs,
+            host=host,
+            seed=config.seed,
+        ) as tasks:
+            yield tasks

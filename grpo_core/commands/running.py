@@ -234,8 +234,6 @@ def validate(
     def tell(text: str, style: str = "dim") -> None:
         console.print(Text(inert(text), style=style), soft_wrap=True)
 
-    for note in measurement.target.notes:
-        tell(note, "")
     report = to_the_end(measurement.play(tell))
     tell(f"results and rollouts: {measurement.directory}", "")
     if as_json:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from grpo_core.config import Config, as_table
 from grpo_core.errors import ConfigError, ModelError
 from grpo_core.loop import checkpoint
 from grpo_core.models import local_directory, weights_digest
+from grpo_core.plugins.host import PluginHost
 from grpo_core.run_directory import CONFIG, RunDirectory
 
 ADAPTERS = "adapter_config.json"
@@ -35,11 +36,12 @@ class EvalTarget:
     """Messages to the user about the choice."""
 
 
-def find_target(target: str, offered: Callable[[str], bool]) -> EvalTarget:
+def find_target(target: str, allow: Any = None, block: Sequence[str] = ()) -> EvalTarget:
     """A run (its newest complete checkpoint, or the model that it starts from), or a model.
 
     Args:
-        offered: whether a plugin makes a model of that name.
+        allow: plugins that may be loaded, which may make a model of that name; None: all.
+        block: plugins that are not loaded.
 
     Raises ConfigError if ``target`` is neither, ModelError if a model lacks a part, CheckpointError if a run
     has checkpoints and none of them holds.
@@ -47,7 +49,7 @@ def find_target(target: str, offered: Callable[[str], bool]) -> EvalTarget:
     path = Path(target).expanduser()
     if (path / CONFIG).is_file():
         return _of_run(target, path)
-    if offered(target):
+    if PluginHost.discover(allow, block).offers("model", target):
         return EvalTarget(name=target, model=None, version=0, table={"model": {"path": target}})
     if path.is_dir() and not (path / "config.json").exists():
         inner = path / "trainer"
@@ -62,13 +64,15 @@ def find_target(target: str, offered: Callable[[str], bool]) -> EvalTarget:
     return EvalTarget(name=target, model=Path(directory), version=0, table={"model": {"path": directory}})
 
 
-def drop_overridden(measured: EvalTarget, changes: Mapping[str, Any], *, tasks: bool) -> EvalTarget:
-    """Leaves out of its configuration what belongs to things that the command line replaces.
+def without_overridden(
+    configured: Mapping[str, Any], changes: Mapping[str, Any], *, tasks: bool
+) -> dict[str, Any]:
+    """Return a target's configuration without what belongs to things that ``changes`` replace.
 
     Those are the options of another strategy or engine, and its ``tasks`` and validation sets, if there are
     other tasks.
     """
-    table = dict(measured.table)
+    table = dict(configured)
     if tasks:
         table.pop("tasks", None)
         table["validation"] = {k: v for k, v in table.get("validation", {}).items() if k != "sets"}
@@ -78,7 +82,7 @@ def drop_overridden(measured: EvalTarget, changes: Mapping[str, Any], *, tasks: 
             table[section] = {key: value for key, value in below.items() if key != "options"}
     if "name" in changes.get("engine", {}):
         table["validation"] = {k: v for k, v in table.get("validation", {}).items() if k != "engine"}
-    return evolve(measured, table=table)
+    return table
 
 
 def _of_run(target: str, path: Path) -> EvalTarget:

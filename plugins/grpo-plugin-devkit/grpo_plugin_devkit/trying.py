@@ -13,15 +13,13 @@ from rich.console import Console
 from grpo_core import ConfigError, Prompt, Session
 from grpo_core.kit import (
     LocalPlacement,
-    PluginHost,
     RunDirectory,
     Settings,
     Tasks,
     Words,
-    check_config,
     check_task,
     configure,
-    drop_overridden,
+    configure_target,
     find_target,
     has_source,
     lines_of_incidents,
@@ -181,22 +179,20 @@ async def _by_model(
     console: Console,
 ) -> None:
     with wrong_input():
-        found = find_target(target, lambda model: PluginHost.discover(block=block).offers("model", model))
+        found = find_target(target, block=block)
         of_run = found.table.get("tasks", {})
         task = name if name in of_run else task_name(name)
         changes = _changes(of_run, task, name, options)
         if engine is not None:
             changes["engine"] = {"name": engine}
-        measured = drop_overridden(found, changes, tasks=True)
-        config, host = configure([measured.table], changes, block)
-    check_config(config, host, trains=False)
+        config, host = configure_target(found, changes, block, tasks=True)
     transcript = Transcript(console, echo=True)
     errors = Console(stderr=True)
 
     def tell(text: str) -> None:
         errors.print(text, style="dim", markup=False, soft_wrap=True)
 
-    async with start_session(config, host, measured, tell) as session:
+    async with start_session(config, host, found, tell) as session:
         shown = ShownEnvironment(session.environments[task], transcript)
         await _play(session, task, choice, shown, transcript)
 
