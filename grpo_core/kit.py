@@ -18,6 +18,7 @@ A placement, which runs engines and environments somewhere else (see ``grpo_plug
     EnvironmentProcess, PluginHost, PluginSelection, Selected   make environments and engines in a worker
     Copies, WeightsLease, mapped, transport_of               keep and read published weights
     from_here, variables_of                                  take variables that env_vars names
+    measured, BackgroundMetrics                              metrics of an engine that is elsewhere
     pack_requests, unpack_requests, pack_completions, unpack_completions   small pickles of both
 
 A trainer whose processes are somewhere else:
@@ -177,6 +178,8 @@ if TYPE_CHECKING:
     from grpo_core.engines.wire import pack_requests as pack_requests
     from grpo_core.engines.wire import unpack_completions as unpack_completions
     from grpo_core.engines.wire import unpack_requests as unpack_requests
+    from grpo_core.engines.wrapped import BackgroundMetrics as BackgroundMetrics
+    from grpo_core.engines.wrapped import measured as measured
     from grpo_core.environments.apart import MIXED_UP_ADVICE as MIXED_UP_ADVICE
     from grpo_core.environments.apart import new_key as new_key
     from grpo_core.environments.feedback import as_feedback as as_feedback

@@ -249,7 +249,8 @@ class Engine(Protocol):
     Rollouts end there.
 
     An engine that measures itself has a method ``metrics()``, which returns numbers by name at once, such as
-    ``{"cache_use": 0.4}``; a run calls it after each step and writes them as ``engine_cache_use/engine``.
+    ``{"cache_use": 0.4}``; a run calls it after each step and writes them as ``engine_cache_use/engine``. One
+    that has to wait for them has ``metrics = grpo_core.kit.BackgroundMetrics(ask)``.
     """
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:

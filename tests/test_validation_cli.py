@@ -138,6 +138,32 @@ def test_a_run_validates_on_an_engine_of_its_own(run):
     assert (again["version"], again["validation"], again["model"]) == (4, "batched", "run")
 
 
+MEASURED = """
+import grpo_core
+from grpo_core.engines.local.engine import LocalEngine
+
+class Measured(LocalEngine):
+    def metrics(self):
+        return {"cache_use": 0.5}
+
+@grpo_core.hookimpl
+def grpo_engines():
+    return {"measured": Measured}
+"""
+
+
+@pytest.mark.long
+def test_what_an_engine_measures_is_written_whatever_is_around_it(tmp_path):
+    (tmp_path / "mine.py").write_text(MEASURED)
+    done = grpo(tmp_path, "train", "--env", "math:sort", "--set", "tasks.sort.options.length=3",
+        "--output", "run", "--engine", "./mine.py:measured", "--set", "engine.max_requests=8",
+        "--set", "engine.workers=2", "--set", "trainer.steps=1", "--set", "trainer.prompts_per_step=2",
+        "--set", "validation.prompts=4", "--set", "validation.engine.threads=1")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert {"engine_cache_use/engine_0", "engine_cache_use/engine_1"} <= rows[-1].keys() | rows[-2].keys()
+
+
 @pytest.mark.long
 def test_the_tiny_model_is_measured_as_training_starts_with_it(run):
     done = grpo(run.parent, "validate", "tiny", "--env", "math:sort", "--set", "tasks.sort.options.length=3",

@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
-from grpo_core.engines.members import measured
+from grpo_core.engines.wrapped import measured
 from grpo_core.processes import descendants, living
 from grpo_core.protocols import Engine
 

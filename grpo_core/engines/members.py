@@ -31,12 +31,6 @@ RECOVERABLE_ERRORS = (EngineError, ChildDied, WeightSyncError, DeadlineExceeded,
 """Errors after which another engine is tried; any other error, such as a broken contract, ends the run."""
 
 
-def measured(engine: Engine) -> Mapping[str, float]:
-    """Return what an engine measures itself; nothing if it measures nothing."""
-    read: Callable[[], Mapping[str, float]] = getattr(engine, "metrics", dict)
-    return read()
-
-
 class CanaryMismatch(Exception):  # noqa: N818 - a canary's finding, told apart from a sync that did not come about
     """Raised when a canary shows that an engine does not use the weights that it was given."""
 

@@ -32,7 +32,8 @@ from typing import TypeVar
 from attrs import frozen
 
 from grpo_core.aio import cancel, gather
-from grpo_core.engines.members import CLOSE, RECOVERABLE_ERRORS, CanaryMismatch, Member, measured, tokens_of
+from grpo_core.engines.members import CLOSE, RECOVERABLE_ERRORS, CanaryMismatch, Member, tokens_of
+from grpo_core.engines.wrapped import measured
 from grpo_core.errors import DeadlineExceeded, EngineError, WeightSyncError
 from grpo_core.incidents import report
 from grpo_core.loop.agreement import Tolerance

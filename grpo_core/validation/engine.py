@@ -3,46 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 
 from attrs import define, field
 
 from grpo_core import aio
+from grpo_core.engines.wrapped import WrappedEngine
 from grpo_core.errors import WeightSyncError
 from grpo_core.events import Event, Validated
 from grpo_core.loop import canary
 from grpo_core.loop.agreement import Tolerance
 from grpo_core.protocols import Engine
-from grpo_core.records import Completion, GenerationRequest, Weights
+from grpo_core.records import Weights
 from grpo_core.validation.runner import Results
 
 
-@define(eq=False)
-class WeightsTrackingEngine:
+class WeightsTrackingEngine(WrappedEngine):
     """An engine, and the weights that it was sent last."""
 
-    engine: Engine
-    weights: Weights | None = field(init=False, default=None)
-
-    @property
-    def dtype(self) -> str:
-        """The dtype in which the engine computes, if it says so."""
-        return str(getattr(self.engine, "dtype", ""))
-
-    @property
-    def positions(self) -> int:
-        """The engine's largest number of tokens of a prompt with its completion, if it has said so."""
-        return int(getattr(self.engine, "positions", 0))
-
-    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        return await self.engine.generate(requests)
+    weights: Weights | None = None
 
     async def update_weights(self, weights: Weights) -> None:
-        await self.engine.update_weights(weights)
+        await super().update_weights(weights)
         self.weights = weights
-
-    async def aclose(self) -> None:
-        await self.engine.aclose()
 
 
 @define(kw_only=True, eq=False)

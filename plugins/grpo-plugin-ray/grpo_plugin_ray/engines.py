@@ -33,12 +33,14 @@ from grpo_core import (
     WeightSyncError,
 )
 from grpo_core.kit import (
+    BackgroundMetrics,
     Copies,
     Incident,
     Packed,
     PluginHost,
     WeightsLease,
     mapped,
+    measured,
     pack_completions,
     pack_requests,
     reported_to,
@@ -135,6 +137,9 @@ class EngineWorker:
         finished, self._finished = self._finished, []
         return finished, self._new_incidents()
 
+    async def metrics(self) -> dict[str, float]:
+        return {} if self._engine is None else dict(measured(self._engine))
+
     async def aclose(self) -> None:
         if self._engine is not None:
             await self._engine.aclose()
@@ -192,6 +197,7 @@ class RayEngine:
         """The dtype in which the worker's engine computes, if it has said so."""
         self.positions = 0
         """Its largest number of tokens of a prompt with its completion, if it has said so."""
+        self.metrics = BackgroundMetrics(self._measure)
         self._store = store
         self._resources = resources
         self._deadline = made_from.setup.deadline
@@ -236,6 +242,7 @@ class RayEngine:
         """End the worker, and its engine before it."""
         already, self._death = self._death, self._death or EngineError(f"{self.name} is closed")
         self._fail_all(self._death)
+        await self.metrics.aclose()
         if self._collector is not None:
             self._collector.cancel()
         try:
@@ -257,6 +264,9 @@ class RayEngine:
                 f"cluster has {load().available_resources()} free (engine.deadline, engine.gpus_per_worker)"
             ) from None
         self._started = True
+
+    async def _measure(self) -> Mapping[str, float] | None:
+        return await self._call("metrics") if self._started and self._death is None else None
 
     async def _call(self, method: str, *args: Any) -> Any:
         return await call(self._worker, method, *args, who=self.name)

@@ -278,6 +278,32 @@ def test_weights_are_put_once_and_a_late_worker_gets_them(ray, publisher):
     asyncio.run(story())
 
 
+MEASURED = """
+import grpo_core
+from grpo_core.engines.local.engine import LocalEngine
+
+class Measured(LocalEngine):
+    def metrics(self):
+        return {"cache_use": 0.5}
+
+@grpo_core.hookimpl
+def grpo_engines():
+    return {"measured": Measured}
+"""
+
+
+def test_what_an_engine_in_a_worker_measures_is_written(tmp_path):
+    (tmp_path / "mine.py").write_text(MEASURED)
+    command = (
+        "train --env math:sort --engine ./mine.py:measured --output run "
+        "--set tasks.sort.options.length=3 --set trainer.steps=3 --set trainer.prompts_per_step=2 "
+        "--set validation.every=0 --ray"
+    )
+    done = subprocess.run([GRPO, *command.split()], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert '"engine_cache_use/engine_0": 0.5' in (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
 # ---------------------------------------------------------------------------------- faults that have a name
 
 

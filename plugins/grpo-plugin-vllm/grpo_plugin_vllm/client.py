@@ -84,7 +84,12 @@ class Client:
     async def get(
         self, path: str, *, query: Mapping[str, str] | None = None, seconds: float | None = None
     ) -> Any:
-        return await self._call("GET", path, None, query, repeatable=True, seconds=seconds)
+        answer = await self._call("GET", path, None, query, repeatable=True, seconds=seconds)
+        return self._json("GET", path, answer)
+
+    async def page(self, path: str, *, seconds: float) -> str:
+        """Return a page of text."""
+        return await self._call("GET", path, None, None, repeatable=True, seconds=seconds)
 
     async def post(
         self,
@@ -106,9 +111,10 @@ class Client:
         Raises ServerError: at once for a status that a repetition cannot change, else when the attempts are
         used up.
         """
-        return await self._call(
+        answer = await self._call(
             "POST", path, body, query, repeatable=repeatable, seconds=seconds, largest=largest
         )
+        return self._json("POST", path, answer)
 
     async def aclose(self) -> None:
         if self._session is not None:
@@ -124,7 +130,7 @@ class Client:
         repeatable: bool,
         seconds: float | None = None,
         largest: int = LARGEST,
-    ) -> Any:
+    ) -> str:
         again = (Unsent, aiohttp.ClientConnectionError) if repeatable else (Unsent,)
         what = f"{method} {self._url}{path}"
         try:
@@ -153,7 +159,7 @@ class Client:
         query: Mapping[str, str] | None,
         seconds: float | None,
         largest: int,
-    ) -> Any:
+    ) -> str:
         timeout = self._timeout if seconds is None else aiohttp.ClientTimeout(total=seconds)
         # a redirect could name another machine, which would get the prompts and could make up the answers
         request = self._open().request(
@@ -175,6 +181,9 @@ class Client:
                     )
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise Unsent(f"no connection: {error}") from error
+        return text
+
+    def _json(self, method: str, path: str, text: str) -> Any:
         try:
             return json.loads(text) if text else None
         except (ValueError, RecursionError):

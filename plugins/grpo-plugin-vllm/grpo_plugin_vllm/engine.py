@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from typing import Any
 
 from grpo_core import ConfigError, EngineSetup
-from grpo_core.kit import ChildEngine
+from grpo_core.kit import BackgroundMetrics, ChildEngine
 from grpo_plugin_vllm.options import Options
+from grpo_plugin_vllm.statistics import between
 
 
 class VllmEngine(ChildEngine):
@@ -93,28 +93,18 @@ class VllmEngine(ChildEngine):
                 "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # looking for a GPU must not start CUDA in this process
             },
         )
-        self._asking: asyncio.Task[dict[str, float] | None] | None = None
-        self._before: dict[str, float] = {}
-        self._shown: dict[str, float] = {}
-
-    def metrics(self) -> dict[str, float]:
-        """Return what vLLM said last, and ask it again, for a later call.
-
-        ``cache_use``: share of the blocks of keys and values that are in use.  ``preemptions``: requests that
-        lost their place for want of such blocks, since the call before.  ``cached_prompt_tokens``: share of
-        the prompt tokens since then that the prefix cache had.
-        """
-        asking = self._asking
-        if asking is None or asking.done():
-            if asking is not None and asking.exception() is None and (now := asking.result()):
-                self._shown, self._before = _between(self._before, now), now
-            self._asking = asyncio.create_task(self.ask("statistics"))
-        return self._shown
+        self._statistics: Mapping[str, float] = {}
+        self.metrics = BackgroundMetrics(self._measure)
 
     async def aclose(self) -> None:
         await super().aclose()
-        if self._asking is not None:  # its child is gone
-            await asyncio.gather(self._asking, return_exceptions=True)
+        await self.metrics.aclose()
+
+    async def _measure(self) -> Mapping[str, float] | None:
+        if (now := await self.ask("statistics")) is None:
+            return None
+        before, self._statistics = self._statistics, now
+        return between(before, now)
 
     async def prefix_cache(self) -> dict[str, int]:
         """Return what vLLM reused of the prompts of all requests that it finished since its start.
@@ -130,16 +120,3 @@ class VllmEngine(ChildEngine):
 def needs_adapters(*, native_lora: bool = False, **_: Any) -> str:
     """Return the option that lets vLLM compute adapters; "" if it shall not."""
     return "native_lora" if native_lora else ""
-
-
-def _between(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics of the time between two statistics of the server, which count from its start."""
-    counted = {name: now[name] - before.get(name, 0.0) for name in now}
-    if any(value < 0 for name, value in counted.items() if name != "cache_use"):  # it was replaced
-        counted = dict(now)
-    prompts = counted["prompt_tokens"]
-    return {
-        "cache_use": now["cache_use"],
-        "preemptions": counted["preemptions"],
-        "cached_prompt_tokens": counted["cached_tokens"] / prompts if prompts else 0.0,
-    }

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,10 +28,11 @@ from grpo_core import (
     Weights,
     WeightSyncError,
 )
-from grpo_core.kit import check_request, read_weights, report
+from grpo_core.kit import BackgroundMetrics, check_request, read_weights, report
 from grpo_plugin_vllm.client import NAME, Client, ServerError, UnreachableError, checked_url
 from grpo_plugin_vllm.completing import EMPTY, checked, sampling
 from grpo_plugin_vllm.files import connections
+from grpo_plugin_vllm.statistics import between, of_page
 from grpo_plugin_vllm.transfer import as_table
 
 T = TypeVar("T")
@@ -127,6 +128,8 @@ class HttpEngine:
         """The dtype in which the server computes, if it has said so; it need not be that of the weights."""
         self.positions = 0
         """Largest number of tokens of a prompt with its completion, when the server has said so."""
+        self._statistics: Mapping[str, float] = {}
+        self.metrics = BackgroundMetrics(self._measure)
         self._closed = False
         self._syncing = asyncio.Lock()
 
@@ -166,7 +169,13 @@ class HttpEngine:
 
     async def aclose(self) -> None:
         self._closed = True
+        await self.metrics.aclose()
         await self._client.aclose()
+
+    async def _measure(self) -> Mapping[str, float]:
+        now = of_page(await self._client.page("/metrics", seconds=INFO))
+        before, self._statistics = self._statistics, now
+        return between(before, now)
 
     # ------------------------------------------------------------------------------ generation
 

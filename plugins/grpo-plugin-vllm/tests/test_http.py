@@ -248,6 +248,31 @@ def test_the_servers_dtype_decides_which_differences_the_canary_allows(said, dty
     played(story)
 
 
+PAGE = """# TYPE vllm:kv_cache_usage_perc gauge
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
+vllm:num_preemptions_total{engine="0",model_name="m"} 2.0
+vllm:prefix_cache_queries_total{engine="0",model_name="m"} 10.0
+vllm:prefix_cache_hits_total{engine="0",model_name="m"} 5.0
+"""
+
+
+def test_a_server_is_measured_by_its_own_page_of_metrics():
+    async def story(engine, server):
+        later = PAGE.replace(" 10.0", " 14.0").replace(" 5.0", " 8.0").replace(" 0.25", " 0.5")
+        pages = [web.Response(text=PAGE), web.Response(text=later), (404, ""), (404, "")]
+        server.faults["/metrics"], found = pages, []
+        while pages:
+            if (now := engine.metrics()) and now not in found:
+                found.append(now)
+            await asyncio.sleep(0)
+        assert found == [
+            {"cache_use": 0.25, "preemptions": 2.0, "cached_prompt_tokens": 0.5},
+            {"cache_use": 0.5, "preemptions": 0.0, "cached_prompt_tokens": 0.75},
+        ]
+
+    played(story)
+
+
 def test_a_request_for_a_part_of_the_distribution_says_so_to_the_server():
     async def story(engine, server):
         await engine.generate([REQUEST, evolve(REQUEST, top_p=0.9, top_k=5, min_p=0.1)])

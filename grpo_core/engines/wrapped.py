@@ -1,0 +1,64 @@
+"""Engines around other engines: what they do not change is the inner engine's, so that nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any
+
+from grpo_core.protocols import Engine
+from grpo_core.records import Completion, GenerationRequest, Weights
+
+
+class WrappedEngine(Engine):
+    """An engine around another one; its attributes, such as ``metrics`` or ``dtype``, are the other's."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        return await self.engine.generate(requests)
+
+    async def update_weights(self, weights: Weights) -> None:
+        await self.engine.update_weights(weights)
+
+    async def aclose(self) -> None:
+        await self.engine.aclose()
+
+
+class BackgroundMetrics:
+    """The metrics of an engine that answers later: each call returns the last answer, and asks again.
+
+    An engine has it as its attribute ``metrics``.
+
+    Args:
+        ask: returns the metrics, or None if there are none now.  After an error the last answer stays.
+    """
+
+    def __init__(self, ask: Callable[[], Coroutine[Any, Any, Mapping[str, float] | None]]) -> None:
+        self._ask = ask
+        self._asking: asyncio.Task[Mapping[str, float] | None] | None = None
+        self._shown: Mapping[str, float] = {}
+
+    def __call__(self) -> Mapping[str, float]:
+        asking = self._asking
+        if asking is None or asking.done():
+            if asking is not None and asking.exception() is None:
+                self._shown = asking.result() or self._shown
+            self._asking = asyncio.create_task(self._ask())
+        return self._shown
+
+    async def aclose(self) -> None:
+        """Stop asking."""
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.gather(self._asking, return_exceptions=True)
+
+
+def measured(engine: Engine) -> Mapping[str, float]:
+    """Return what an engine measures itself; nothing if it measures nothing."""
+    read: Callable[[], Mapping[str, float]] = getattr(engine, "metrics", dict)
+    return read()

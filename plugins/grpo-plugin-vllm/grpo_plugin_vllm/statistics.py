@@ -1,0 +1,41 @@
+"""The statistics of vLLM, which count from its start, as metrics of the time between two of them."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+
+_SERIES = re.compile(r"^vllm:(\w+)(?:\{.*\})? (\S+)$", re.MULTILINE)
+"""A line of a server's page of metrics, in the format of Prometheus."""
+
+
+def of_page(page: str) -> dict[str, float]:
+    """Read the statistics from a server's page ``/metrics``; 0 for what is not there."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for name, value in _SERIES.findall(page):
+        found[name].append(float(value))
+    return {
+        "cache_use": max(found["kv_cache_usage_perc"], default=0.0),
+        "preemptions": sum(found["num_preemptions_total"]),
+        "prompt_tokens": sum(found["prefix_cache_queries_total"]),
+        "cached_tokens": sum(found["prefix_cache_hits_total"]),
+    }
+
+
+def between(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of the time between two statistics.
+
+    ``cache_use``: share of the blocks of keys and values that are in use now.  ``preemptions``: requests that
+    lost their place for want of such blocks.  ``cached_prompt_tokens``: share of the prompt tokens that the
+    prefix cache had.
+    """
+    counted = {name: now[name] - before.get(name, 0.0) for name in now}
+    if any(value < 0 for name, value in counted.items() if name != "cache_use"):  # it was replaced
+        counted = dict(now)
+    prompts = counted["prompt_tokens"]
+    return {
+        "cache_use": now["cache_use"],
+        "preemptions": counted["preemptions"],
+        "cached_prompt_tokens": counted["cached_tokens"] / prompts if prompts else 0.0,
+    }
