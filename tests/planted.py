@@ -9,7 +9,6 @@ import random
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from attrs import evolve
@@ -283,23 +282,6 @@ class Unbounded(Defect):
         return evolve(feedback, reward=(feedback.reward or 0.0) + 0.3 * episode.reply.count("so "))
 
 
-class Slow(Defect):
-    """Takes more than a second for each call."""
-
-    def evaluate(self, episodes):
-        time.sleep(1.3)
-        return super().evaluate(episodes)
-
-
-class Writes(Defect):
-    """Writes into the working directory."""
-
-    def judge(self, episode, feedback, place):
-        with Path("judged.log").open("a", encoding="utf-8") as file:
-            file.write(".")
-        return feedback
-
-
 class Remembers(Defect):
     """Pays for any reply once a prompt was solved, in any session."""
 
@@ -466,8 +448,6 @@ DEFECTS: Mapping[str, tuple[type[Defect], Sequence[str], frozenset[str]]] = {
     "splits overlap": (Overlap, ("sort", "tagged", "arrivals"), frozenset({"data.split_leakage"})),
     "duplicates": (Repeated, ("boxed", "choice", "calculator"), frozenset({"data.duplicates"})),
     "above the range": (Unbounded, ("sort", "choice", "duel"), frozenset({"reward.range"})),
-    "slow": (Slow, ("yesno", "boxed", "duel"), frozenset({"runtime.resource_bounds"})),
-    "writes files": (Writes, ("sort", "arrivals", "calculator"), frozenset({"runtime.host_containment"})),
     "state across sessions": (Remembers, ("sort", "boxed", "duel"), REPEATS),
     "obeys the reply": (Obeys, ("boxed", "yesno", "arrivals"), frozenset({"statistical.adversarial_floor"})),
     "longest wins": (Longest, ("sort", "tagged", "duel"), frozenset({"reward.length"})),

@@ -36,24 +36,17 @@ BATCH = 256
 """Episodes of the largest call, as in a default run."""
 
 
-ELSEWHERE = ("writes files", "other prompts each time")
-"""Defects that only a process of its own shows."""
-
-
-class Here(HostedEnvironment):
-    """An environment of this process, which tells of no files."""
-
-    async def watched(self) -> list[dict[str, str]]:
-        return []
+ELSEWHERE = "other prompts each time"
+"""The defect that only a process of its own shows."""
 
 
 async def audit(
     base: str, defect: str | None, seed: int, *, here: bool = False
 ) -> tuple[list[Finding], float]:
     """Return the findings about an environment, and the seconds that they took."""
-    if here and defect not in ELSEWHERE:
+    if here and defect != ELSEWHERE:
         begin = time.monotonic()
-        run = Audit(lambda: Here(planted(base, defect)), BATCH, Extent(seed=seed)).run()
+        run = Audit(lambda: HostedEnvironment(planted(base, defect)), BATCH, Extent(seed=seed)).run()
         return [each async for each in run], time.monotonic() - begin
     host = PluginHost.discover()
     name = f"{HERE / 'planted.py'}:planted"

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any
 
 from attrs import define, evolve, field, frozen
 
@@ -26,23 +24,17 @@ ALONE = 16
 ROUNDS = 5
 """Times that the same replies are played, in different moments."""
 AT_ONCE = 8
-"""Number of calls that are made at the same time."""
+"""Number of calls that an environment answers at the same time, if it judges each by itself."""
 FEWEST_ROUNDS = 2
 """Times that the same replies are played in any case: once is no comparison."""
 PANELS_UNTIL, FORMS_UNTIL, MISSES_UNTIL = 0.25, 0.35, 0.45
-ROUNDS_UNTIL, COMPANY_UNTIL, LATENCY_UNTIL = 0.6, 0.7, 0.8
+ROUNDS_UNTIL, COMPANY_UNTIL = 0.6, 0.7
 """Shares of the audit's seconds after which a stage plays no more prompts, or repeats nothing more, so that
 the others have time: the machine may become slower than the first calls have shown."""
 LEAST = 0.25
 """Share of the audit's seconds for playing, however long its prompts take to be made."""
 UNSTEADY = "rewards differ from call to call"
 STATELESS = "keep nothing of a rollout in the object or the module: a run has several processes"
-
-
-class Audited(EnvironmentWorker, Protocol):
-    """An environment that tells which files and addresses it has touched."""
-
-    async def watched(self) -> list[dict[str, str]]: ...
 
 
 @frozen(kw_only=True)
@@ -74,7 +66,7 @@ class Audit:
         clock: tells the seconds of which ``extent`` grants some.
     """
 
-    make: Callable[[], Audited]
+    make: Callable[[], EnvironmentWorker]
     max_batch: int
     extent: Extent
     incidents: list[Incident] = field(factory=list)
@@ -94,11 +86,7 @@ class Audit:
     """Seconds of a call with one episode."""
     _steady: bool = True
     _rounds: list[list[Trial]] = field(factory=list)
-    _seconds: list[float] = field(factory=list)
-    """Seconds of calls with one episode each."""
     _began: float = 0.0
-    _per_reply: float = 0.0
-    """Seconds of a reply in the last batch, with all of its turns."""
     _making: float = 0.0
     """Seconds in which its process was started and its prompts were made."""
 
@@ -114,12 +102,12 @@ class Audit:
                     "an agent plays its rollouts by itself: audit an environment that judges conversations, "
                     "or look at what the agent gets for a few prompts (grpo-core try)"
                 )
-            async for finding in self._stages(environment):
+            async for finding in self._stages():
                 yield finding
         finally:
             await environment.aclose()
 
-    async def _stages(self, environment: Audited) -> AsyncIterator[Finding]:
+    async def _stages(self) -> AsyncIterator[Finding]:
         stages: Sequence[Callable[[], Any]] = (
             self._prompts,
             self._solutions,
@@ -130,9 +118,7 @@ class Audit:
             self._repeat,
             self._company,
             self._elsewhere,
-            self._latency,
             self._levels,
-            lambda: self._touched(environment),
         )
         for stage in stages:
             begin = time.monotonic()
@@ -146,10 +132,9 @@ class Audit:
                 return  # what follows needs what this stage would have found
 
     def _broken(self, stage: Any, error: GrpoError) -> Finding:
-        name = getattr(stage, "__name__", "").strip("_") or "isolation"
         return Finding(
             check="runtime.startup",
-            title=f"it can be played ({name})",
+            title=f"it can be played ({stage.__name__.strip('_')})",
             severity="failed",
             told=str(error),
             advice="`grpo-core check` says more about the contract",
@@ -260,12 +245,11 @@ class Audit:
         listed = list(replies.listings(self.solutions, self.extent.seed))
         if self.player.environment.max_turns > 1:  # each turn has another solution
             surface = []
-        long, read = list(replies.lengthening(self.some)), list(replies.shortcuts(self.some))
+        long = list(replies.lengthening(self.some))
         return [
             rewards.surface_forms(await self._play(surface, FORMS_UNTIL), self.scale),
             rewards.listing(await self._play(listed, FORMS_UNTIL), self.scale),
             rewards.length(await self._play(long, FORMS_UNTIL), self.scale),
-            rewards.shortcuts(await self._play(read, FORMS_UNTIL), self.scale),
         ]
 
     async def _misses(self) -> list[Finding]:
@@ -318,7 +302,7 @@ class Audit:
             return [not_applicable(check, title, UNSTEADY)]
         seconds = 0.0 if self._late(ROUNDS_UNTIL) else 8.0
         mixed = self._mixed(min(ALONE, len(self.some), max(FEWEST, int(seconds / self._now))))
-        alone, self._seconds = await self.player.each(mixed)
+        alone, _ = await self.player.each(mixed)
         self.everything += alone
         threes: list[Trial] = []
         for place in range(0, len(mixed), 3):
@@ -365,23 +349,6 @@ class Audit:
         anew = "in a new process, in another order"
         return [seed, behaviour.compared(check, title, self._rounds[0], there, anew, STATELESS)]
 
-    async def _latency(self) -> list[Finding]:
-        one = self._mixed(1)
-        if not self._seconds:
-            _, self._seconds = await self.player.each(one * FEWEST)
-        left = self.extent.seconds - (self.clock() - self._began)
-        size = min(self.player.size, max(FEWEST, int(left / max(self._per_reply, 1e-6))))
-        mixed = self._mixed(len(self.some))
-        full = [mixed[place % len(mixed)] for place in range(size)]
-        begin = self.clock()
-        await self.player.batch(full)
-        whole = self.clock() - begin
-        number = FEWEST_ROUNDS if self._late(LATENCY_UNTIL, AT_ONCE * self._now) else AT_ONCE
-        begin = self.clock()
-        await asyncio.gather(*(Player(self.player.environment, 1).batch(one) for _ in range(number)))
-        together = self.clock() - begin
-        return [behaviour.latency(self._seconds, whole, size, together, number)]
-
     # ------------------------------------------------------------------------------ all together
 
     async def _levels(self) -> list[Finding]:
@@ -394,10 +361,6 @@ class Audit:
             rewards.reach(self.everything, self.scale),
             rewards.bounds(self.everything, self.scale),
         ]
-
-    async def _touched(self, environment: Audited) -> list[Finding]:
-        events = await environment.watched()
-        return [behaviour.files(events, tempfile.gettempdir(), os.getcwd()), behaviour.network(events)]
 
     def _late(self, until: float, needed: float = 0.0) -> bool:
         """Return whether more than a share of the audit's seconds is over when ``needed`` ones are spent."""
@@ -434,9 +397,7 @@ class Audit:
             if until is not None and self._late(until) and place(part[0]) >= FEWEST:
                 self.some = self.some[: place(part[0])]  # nor do the next stages have time for the others
                 break
-            now = self.clock()
             trials += await self.player.play(part)
-            self._per_reply = (self.clock() - now) / max(1, len(part))
         self.everything += trials
         return trials
 

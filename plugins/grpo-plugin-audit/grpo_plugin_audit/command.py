@@ -41,18 +41,6 @@ STYLES: Mapping[Severity, tuple[str, str]] = {
 COUNTED: tuple[Severity, ...] = ("failed", "warned", "noted", "passed", "not applicable")
 
 
-class WatchedProcess(SourcedProcess):
-    """A process of an environment that records the files and addresses that the environment touches."""
-
-    HOST = "grpo_plugin_audit.watch:WatchedHost"
-
-    async def watched(self) -> list[dict[str, str]]:
-        """Return the events of the running child."""
-        child = await self._started()
-        found: list[dict[str, str]] = await child.call("watched", seconds=self._config.start_deadline)
-        return found
-
-
 def audit(
     name: str,
     /,
@@ -153,7 +141,7 @@ async def findings(
     config = sections.environment
     incidents: list[Incident] = []
     make = partial(
-        WatchedProcess,
+        SourcedProcess,
         "audit",
         name,
         options,

@@ -192,23 +192,3 @@ def surfaces(solutions: Sequence[Solution]) -> Iterator[Reply]:
             text = form.format(inner, upper=inner.upper(), lower=inner.lower())
             if text != own.text:
                 yield Reply(prompt=own.prompt, text=text, kind=name)
-
-
-_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
-
-
-def shortcuts(prompts: Sequence[Prompt]) -> Iterator[Reply]:
-    """Yield replies that can be read off a prompt without understanding it."""
-    for prompt in prompts:
-        text = text_of(prompt).strip()
-        numbers, words = _NUMBER.findall(text), text.split()
-        found = {
-            "the prompt's last word": words[-1] if words else "",
-            "the prompt's first word": words[0] if words else "",
-            "the prompt's last line": text.splitlines()[-1] if text else "",
-            "the prompt's last number": numbers[-1] if numbers else "",
-            "the prompt's first number": numbers[0] if numbers else "",
-        }
-        for kind, reply in found.items():
-            if reply and reply != text:
-                yield Reply(prompt=prompt, text=reply, kind=kind)

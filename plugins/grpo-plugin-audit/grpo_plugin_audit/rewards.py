@@ -354,30 +354,6 @@ def length(trials: Sequence[Trial], scale: Scale) -> Finding:
     )
 
 
-def shortcuts(trials: Sequence[Trial], scale: Scale) -> Finding:
-    """Judge replies that can be read off the prompt: they are noted, since copying may be the task."""
-    check, title = "reward.shortcuts", "what can be read off the prompt"
-    by_kind: dict[str, list[Trial]] = defaultdict(list)
-    for trial in trials:
-        by_kind[trial.kind].append(trial)
-    if not by_kind:
-        return not_applicable(check, title, "it was not played, or each prompt is one word")
-    if not scale.known:
-        return not_applicable(check, title, "cannot be told: declare success, or define solve(prompt)")
-    rates = {kind: Rate(sum(map(scale.wins, each)), len(each)) for kind, each in by_kind.items()}
-    kind, rate = max(rates.items(), key=lambda one: one[1].interval[0])
-    guilty = rate.interval[0] > SURE
-    return Finding(
-        check=check,
-        title=title,
-        severity="noted" if guilty else "passed",
-        told=f"{kind} gets full marks for {rate} prompts",
-        evidence=str(next(t for t in by_kind[kind] if scale.wins(t))) if guilty else "",
-        advice="if copying is not the task, change the prompts" if guilty else "",
-        measured={name: one.measured() for name, one in rates.items()},
-    )
-
-
 # ---------------------------------------------------------------------------------- levels
 
 

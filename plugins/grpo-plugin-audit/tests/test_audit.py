@@ -20,7 +20,6 @@ from grpo_plugin_audit.card import Card
 from grpo_plugin_audit.player import Player
 from grpo_plugin_audit.records import Finding, Rate, Reply, Solution, Trial, bare
 from grpo_plugin_audit.training import training_signal
-from grpo_plugin_audit.watch import Watch
 
 ROOT = Path(__file__).parents[3]
 
@@ -41,18 +40,11 @@ class Sums(grpo.Environment):
         return float(reply.strip() == prompt.answer)
 
 
-class Audited(HostedEnvironment):
-    """An environment of this process, which tells of no files."""
-
-    async def watched(self):
-        return []
-
-
 def audited(environment, **extent):
     """Return the findings about a class, by check."""
 
     async def found():
-        audit = Audit(lambda: Audited(environment()), 64, Extent(**extent), pause=0.0)
+        audit = Audit(lambda: HostedEnvironment(environment()), 64, Extent(**extent), pause=0.0)
         return {finding.check: finding async for finding in audit.run()}
 
     return grpo.testing.run(found())
@@ -63,11 +55,13 @@ def test_a_slow_environment_is_audited_in_time_and_the_card_says_what_was_left_o
 
     class Slow(Sums):
         def evaluate(self, episodes):
-            now[0] += 2.0
+            now[0] += 2.1
             return super().evaluate(episodes)
 
     async def found():
-        audit = Audit(lambda: Audited(Slow()), 64, Extent(seconds=60.0), pause=0.0, clock=lambda: now[0])
+        audit = Audit(
+            lambda: HostedEnvironment(Slow()), 64, Extent(seconds=60.0), pause=0.0, clock=lambda: now[0]
+        )
         return {finding.check: finding async for finding in audit.run()}
 
     findings = grpo.testing.run(found())
@@ -75,7 +69,7 @@ def test_a_slow_environment_is_audited_in_time_and_the_card_says_what_was_left_o
     assert "runtime.startup" not in findings
     told = " ".join(each.told for each in findings.values())
     assert "3 of 5 times, since it is slow" in told
-    assert severe(findings) == {"runtime.resource_bounds"}
+    assert not severe(findings)
 
 
 def severe(findings):
@@ -443,7 +437,7 @@ def test_named_moves_are_also_played_in_turn():
 
 
 async def played_alone(environment, reply):
-    hosted = Audited(environment())
+    hosted = HostedEnvironment(environment())
     await hosted.start()
     try:
         return await Player(hosted, 8).play([reply])
@@ -565,7 +559,9 @@ def test_a_machine_that_becomes_slower_does_not_stretch_the_audit():
             return super().evaluate(episodes)
 
     async def found():
-        audit = Audit(lambda: Audited(Loaded()), 32, Extent(seconds=60.0), pause=0.0, clock=lambda: now[0])
+        audit = Audit(
+            lambda: HostedEnvironment(Loaded()), 32, Extent(seconds=60.0), pause=0.0, clock=lambda: now[0]
+        )
         return {finding.check: finding async for finding in audit.run()}
 
     findings = grpo.testing.run(found())
@@ -583,7 +579,9 @@ def test_prompts_that_take_half_of_the_time_are_not_made_again():
             return super().prompts(split)
 
     async def found():
-        audit = Audit(lambda: Audited(Puzzles()), 32, Extent(seconds=60.0), pause=0.0, clock=lambda: now[0])
+        audit = Audit(
+            lambda: HostedEnvironment(Puzzles()), 32, Extent(seconds=60.0), pause=0.0, clock=lambda: now[0]
+        )
         return {finding.check: finding async for finding in audit.run()}
 
     findings = grpo.testing.run(found())
@@ -613,22 +611,7 @@ def test_a_planted_defect_is_found_by_a_check_that_names_it(defect, base):
     assert severe(audited(lambda: planted(base, defect))) & DEFECTS[defect][2]
 
 
-# ---------------------------------------------------------------------------------- the watch, the card
-
-
-def test_the_watch_sees_what_is_written_and_connected(tmp_path):
-    watch = Watch()
-    watch.phase = "play"
-    watch.hook("open", (str(tmp_path / "read"), "r", 0))
-    watch.hook("open", (str(tmp_path / "written"), "w", 577))
-    watch.hook("os.remove", (str(tmp_path / "removed"), -1))
-    watch.hook("socket.connect", (None, ("198.51.100.7", 80)))
-    watch.hook("open", (3, "w", None))
-    assert [(kind, what.rpartition("/")[2]) for _, kind, what in watch.seen] == [
-        ("file", "written"),
-        ("file", "removed"),
-        ("socket", "('198.51.100.7', 80)"),
-    ]
+# ---------------------------------------------------------------------------------- the card
 
 
 def test_a_card_has_the_fields_of_rfc_008():
@@ -686,22 +669,6 @@ def test_the_page_shows_what_the_program_prints(monkeypatch, capsys, tmp_path):
 
 def without_times(text):
     return re.sub(r"[\d,.]+(?= m?s\b)", "#", text)
-
-
-@pytest.mark.long
-def test_files_that_an_environment_writes_are_seen_in_its_process(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "writes.py").write_text(
-        "import grpo_core as grpo\n"
-        "class Writes(grpo.Environment):\n"
-        "    def prompts(self, split):\n"
-        "        return [grpo.Prompt(messages=f'{split} {n}', answer=str(n)) for n in range(12)]\n"
-        "    def evaluate(self, episodes):\n"
-        "        open('seen.txt', 'a').write('x')\n"
-        "        return [float(e.reply == e.prompt.answer) for e in episodes]\n"
-    )
-    assert make_app()(["audit", "./writes.py:Writes", "--prompts", "4"], result_action="return_value") == 1
-    assert "seen.txt" in capsys.readouterr().out
 
 
 def test_groups_of_equal_rewards_teach_nothing():
