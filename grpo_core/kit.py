@@ -63,6 +63,7 @@ A player (see ``grpo_plugin_agents``):
 A section of the configuration:
 
     only_with       marks a key that does nothing unless another one is set: such a run is refused
+    options_of      marks a key with the options of an offer that another key names
 
 A sampler, a validation strategy or a tracker with a state:
 
@@ -166,6 +167,7 @@ if TYPE_CHECKING:
     from grpo_core.config import parse_settings as parse_settings
     from grpo_core.config import read_toml as read_toml
     from grpo_core.config import structured as structured
+    from grpo_core.config.choices import options_of as options_of
     from grpo_core.config.idle import only_with as only_with
     from grpo_core.data import leakage as leakage
     from grpo_core.demo.tiny import encode as encode

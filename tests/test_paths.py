@@ -118,6 +118,15 @@ def test_environments_that_are_not_imported_and_parts_of_others_have_absolute_pa
     assert plugin_files(config) == {here / "mine.py"}, "a change of it is noticed"
 
 
+def test_options_in_the_section_of_a_plugin_count_from_where_the_run_was_made(here):
+    host = PluginHost.discover()
+    audit = {"second_opinion": "./mine.py:Mine", "options": {"file": "a.txt", "text": "e.txt"}}
+    config = with_absolute_paths(build([{"audit": audit}], host.sections), host)
+    (values,) = (each.values for each in config.sections if each.name == "audit")
+    assert values["second_opinion"] == f"{here}/mine.py:Mine"
+    assert values["options"] == {"file": f"{here}/a.txt", "text": "e.txt"}
+
+
 def test_a_path_at_the_end_of_a_name_is_absolute_if_the_factory_expects_one(here):
     names = {"one": "code:harbor:tasks/easy", "two": "math:sort", "three": "agent:play --at tasks"}
     config = absolute({"tasks": {name: {"env": env} for name, env in names.items()}})

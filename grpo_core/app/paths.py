@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from attrs import evolve, fields_dict, frozen
+from attrs import evolve, fields, fields_dict, frozen
 
 from grpo_core.app.teacher import teacher_model
 from grpo_core.config import Config, PluginChoice, SourceConfig, ValidationSetConfig
@@ -21,6 +21,7 @@ from grpo_core.plugins.paths import absolute
 from grpo_core.plugins.paths import with_absolute_path as with_absolute_name
 from grpo_core.plugins.paths import with_absolute_paths as with_absolute_options
 from grpo_core.plugins.paths import with_absolute_paths_of_file as with_absolute_options_of_file
+from grpo_core.records import SectionValues, name_of_class
 
 Choice = TypeVar("Choice", bound=PluginChoice)
 
@@ -78,10 +79,7 @@ def with_absolute_paths(config: Config, host: PluginHost) -> Config:
         tasks=tasks,
         tracking=tracking,
         environment=environment,
-        sections=tuple(
-            evolve(each, values={key: options.part(value) for key, value in each.values.items()})
-            for each in config.sections
-        ),
+        sections=tuple(evolve(each, values=options.of_section(each)) for each in config.sections),
         filters={
             _absolute_name(name): options.of("filter", name, given) for name, given in config.filters.items()
         },
@@ -121,6 +119,16 @@ class _Options:
             found = with_absolute_options_of_file(*place, options)
             return {key: self.part(value) for key, value in found.items()}
         return self.of("environment", env, options)
+
+    def of_section(self, section: SectionValues) -> dict[str, Any]:
+        """Return the keys of a plugin's section, some of which may be the options of an offer."""
+        found = {key: self.part(value) for key, value in section.values.items()}
+        for added in self.host.sections.added:
+            for each in fields(added.kind) if name_of_class(added.kind) == section.kind else ():
+                kind, key = each.metadata.get("options_of", ("", ""))
+                if kind and (name := section.values[key]):
+                    found[each.name] = self.of(kind, name, section.values[each.name])
+        return found
 
     def part(self, value: Any) -> Any:
         """Return the value of an option or a key, which may name other offers, as those of ``compose`` do."""

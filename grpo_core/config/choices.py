@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from attrs import field, frozen
@@ -22,3 +23,15 @@ class PluginChoice:
     """Name of the offer, as `grpo-core plugins` lists it."""
     options: dict[str, Any] = field(factory=dict)
     """Options are passed to the offer's factory."""
+
+
+def options_of(kind: str, key: str) -> Mapping[str, Any]:
+    """Return the metadata of a key with the options of an offer that another key of its table names.
+
+    Paths among them become absolute, as those of all options do.
+
+    Args:
+        kind: kind of the offer, such as "environment".
+        key: the key that names it.
+    """
+    return {"options_of": (kind, key)}

@@ -7,6 +7,8 @@ from typing import Any
 from attrs import field, frozen
 from attrs.validators import ge, gt, lt
 
+from grpo_core.kit import options_of
+
 
 @frozen(kw_only=True)
 class AuditConfig:
@@ -15,7 +17,7 @@ class AuditConfig:
     second_opinion: str = ""
     """Name of the environment that judges a small random part of the trained successes once more, such as a
     stricter reward for the same prompts; a warning says when it refuses too many of them."""
-    options: dict[str, Any] = field(factory=dict)
+    options: dict[str, Any] = field(factory=dict, metadata=options_of("environment", "second_opinion"))
     """Options are passed to the factory of the second environment."""
     success: float | None = None
     """Reward from which the second environment calls a rollout a success, instead of what it declares."""
