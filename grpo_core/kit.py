@@ -8,6 +8,7 @@ An engine:
     read_buckets           yields them some at a time, so that an engine needs no second copy
     check_request          refuses requests that do not fit the model
     Connection, Call       the child's end of the pipe, for a server with its own loop
+    LocalEngine            the built-in engine, for those who extend it
     die_with               ends this process when another one ends
     scratch_directory      makes a directory for temporary files, which a killed process does not leave behind
     report, reported_to    tell the run which faults were survived; a worker sends them on
@@ -175,6 +176,7 @@ if TYPE_CHECKING:
     from grpo_core.engines.child import ChildEngine as ChildEngine
     from grpo_core.engines.decoding_server import DecodingServer as DecodingServer
     from grpo_core.engines.decoding_server import check_request as check_request
+    from grpo_core.engines.local.engine import LocalEngine as LocalEngine
     from grpo_core.engines.wire import Packed as Packed
     from grpo_core.engines.wire import pack_completions as pack_completions
     from grpo_core.engines.wire import pack_requests as pack_requests
