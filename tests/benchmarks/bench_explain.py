@@ -23,7 +23,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from simulation.broken import BREAKS, write
+from simulation.broken import BREAKS, CAUSES, write
 
 from grpo_core import Run
 from grpo_plugin_report.explain.decisions import explained
@@ -44,7 +44,8 @@ def diagnose(job: tuple[str, int]) -> tuple[str, list[str], float]:
         write(scratch / "run", cause, seed)
         began = time.perf_counter()
         found = [finding.cause for finding in explained(Facts.read(Run(scratch / "run", strict=False)))]
-        return cause, found, time.perf_counter() - began
+        took = time.perf_counter() - began
+        return cause, [cause if name == CAUSES.get(cause) else name for name in found], took
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

@@ -81,10 +81,10 @@ FAULTS = (
     Fault("the judge pays nothing", ["rewards_all_zero"], "Zero"),
     Fault("the judge pays for everything", ["rewards_all_full"], "Full"),
     Fault("the judge always pays a half", ["rewards_constant"], "Half"),
-    Fault("a fifth of the rewards is NaN", ["rewards_not_numbers"], "NotANumber"),
+    Fault("a fifth of the rewards is NaN", ["rollouts_unscored"], "NotANumber"),
     Fault("a fifth of the replies is not judged", ["rollouts_unscored"], "Silent"),
     Fault("evaluate raises", ["environment_raises"], "Raising", {"environment.max_error_rate": 1.0}),
-    Fault("the environment crashes", ["environment_dies"], "Crashing"),
+    Fault("the environment crashes", ["process_dies"], "Crashing"),
     Fault(
         "a fifth of the prompts cannot be judged",
         ["prompts_never_scored"],
@@ -92,16 +92,14 @@ FAULTS = (
         {"environment.max_error_rate": 1.0},
     ),
     Fault("the judge is slow", ["environment_is_the_bottleneck"], "Slow"),
-    Fault("solutions do not fit", ["solutions_too_long"], "LongSolutions"),
+    Fault("solutions do not fit", ["warned"], "LongSolutions"),
     Fault("three prompts", ["few_different_prompts"], "Few", {"trainer.steps": 12}),
-    Fault("validation on training prompts", ["held_out_prompts_leaked"], "Leaking", {"validation.every": 6}),
-    Fault("prompts beyond the model's positions", ["prompts_too_long"], "LongPrompts"),
+    Fault("validation on training prompts", ["warned"], "Leaking", {"validation.every": 6}),
+    Fault("prompts beyond the model's positions", ["warned"], "LongPrompts"),
     Fault("a learning rate of 10", ["learning_rate_too_high"], settings={"trainer.lr": 10.0}),
     Fault("a learning rate of 0.05", ["learning_rate_too_high"], settings={"trainer.lr": 0.05}),
     Fault("a learning rate of 1e-12", ["learning_rate_too_low"], settings={"trainer.lr": 1e-12}),
-    Fault(
-        "max_tokens = 1", ["solutions_too_long", "completions_truncated"], settings={"rollout.max_tokens": 1}
-    ),
+    Fault("max_tokens = 1", ["warned", "completions_truncated"], settings={"rollout.max_tokens": 1}),
     Fault("a clip of 1e-6", ["gradient_clip_too_small"], settings={"trainer.max_grad_norm": 1e-6}),
     Fault(
         "24 updates in a step",
@@ -120,7 +118,7 @@ FAULTS = (
     ),
     Fault(
         "the engine is killed every second",
-        ["engine_dies"],
+        ["process_dies"],
         settings={"trainer.steps": 40},
         during=kill_children,
     ),

@@ -104,13 +104,15 @@ def healthy(seed: int) -> Draw:
 
 Break = Callable[[Draw], None]
 BREAKS: dict[str, Break] = {}
+CAUSES: dict[str, str] = {}
+"""The cause that ``grpo-core explain`` names, by what was broken."""
 
 
-def breaks(cause: str) -> Callable[[Break], Break]:
-    """Register what brings a cause about."""
+def breaks(what: str, *, cause: str = "") -> Callable[[Break], Break]:
+    """Register what brings a cause about, which has its name unless another one is given."""
 
     def add(function: Break) -> Break:
-        BREAKS[cause] = function
+        BREAKS[what], CAUSES[what] = function, cause or what
         return function
 
     return add
@@ -169,7 +171,7 @@ def _filters(draw: Draw) -> None:
     draw.settings["trainer.lr"] *= 0.1
 
 
-@breaks("rewards_not_numbers")
+@breaks("rewards_not_numbers", cause="rollouts_unscored")
 def _nan(draw: Draw) -> None:
     draw.tasks(nan=draw.rng.uniform(0.08, 0.3))
     draw.settings |= {"environment.max_error_rate": draw.rng.choice([0.2, 0.5, 1.0])}
@@ -197,29 +199,29 @@ def _truncated(draw: Draw) -> None:
     draw.settings["rollout.max_tokens"] = draw.rng.choice([6, 7, 8])
 
 
-@breaks("solutions_too_long")
+@breaks("solutions_too_long", cause="warned")
 def _solutions(draw: Draw) -> None:
     draw.tasks(shown_length=draw.rng.randint(60, 400))
 
 
-@breaks("no_stop_token")
+@breaks("no_stop_token", cause="warned")
 def _no_stop(draw: Draw) -> None:
     draw.world.stops = False
     draw.tasks(judge=draw.rng.choice(["share", "parts"]))
 
 
-@breaks("tools_not_in_prompt")
+@breaks("tools_not_in_prompt", cause="warned")
 def _tools(draw: Draw) -> None:
     draw.tasks(tools=draw.rng.randint(1, 5))
 
 
-@breaks("prompts_too_long")
+@breaks("prompts_too_long", cause="warned")
 def _long(draw: Draw) -> None:
     draw.tasks(long_prompts=draw.rng.uniform(0.05, 0.4))
     draw.world.positions = 256
 
 
-@breaks("held_out_prompts_leaked")
+@breaks("held_out_prompts_leaked", cause="warned")
 def _leak(draw: Draw) -> None:
     draw.tasks(leaks=draw.rng.randint(4, 16))
 
@@ -314,7 +316,7 @@ def _mismatch(draw: Draw) -> None:
     draw.world.warmth = draw.rng.choice([draw.rng.uniform(0.4, 0.7), draw.rng.uniform(1.5, 2.5)])
 
 
-@breaks("engine_has_old_weights")
+@breaks("engine_has_old_weights", cause="known_error")
 def _old(draw: Draw) -> None:
     draw.world.old_weights = draw.rng.uniform(0.1, 0.8)
 
@@ -352,7 +354,7 @@ def _sync(draw: Draw) -> None:
     draw.world.sync = draw.generation * draw.rng.uniform(2.0, 6.0)
 
 
-@breaks("publishing_is_slow")
+@breaks("publishing_is_slow", cause="weight_sync_is_slow")
 def _publish(draw: Draw) -> None:
     draw.world.publish = draw.generation * draw.rng.uniform(2.0, 6.0)
 
@@ -397,7 +399,7 @@ def _waiting_updates(draw: Draw) -> None:
 # ---------------------------------------------------------------------------------- faults
 
 
-@breaks("engine_dies")
+@breaks("engine_dies", cause="process_dies")
 def _engine_dies(draw: Draw) -> None:
     draw.world.dies = draw.rng.uniform(0.1, 0.3)
     draw.world.restart = draw.generation * draw.rng.uniform(0.1, 1.0)
@@ -410,7 +412,7 @@ def _late(draw: Draw) -> None:
     draw.world.sync = max(draw.world.sync, draw.generation * 0.02)
 
 
-@breaks("environment_dies")
+@breaks("environment_dies", cause="process_dies")
 def _environment_dies(draw: Draw) -> None:
     draw.tasks(dies=draw.rng.uniform(0.08, 0.3))
 
@@ -432,17 +434,17 @@ def _deadline(draw: Draw) -> None:
     draw.settings["rollout.deadline"] = draw.world.token * draw.rng.uniform(7.0, 11.0)
 
 
-@breaks("disk_nearly_full")
+@breaks("disk_nearly_full", cause="warned")
 def _disk(draw: Draw) -> None:
     draw.world.free = 10 ** draw.rng.uniform(3.0, 4.0)
 
 
-@breaks("disk_full")
+@breaks("disk_full", cause="known_error")
 def _full(draw: Draw) -> None:
     draw.world.full_at = draw.rng.uniform(0.2, 0.9)
 
 
-@breaks("out_of_memory")
+@breaks("out_of_memory", cause="known_error")
 def _memory(draw: Draw) -> None:
     draw.world.memory_at = draw.rng.uniform(0.2, 0.9)
 

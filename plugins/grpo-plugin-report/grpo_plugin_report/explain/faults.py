@@ -40,86 +40,102 @@ def _per_attempt(facts: Facts, told: Messages) -> str:
     return f"{told.count:g} in {facts.attempts:g} attempts at a group, from step {told.first} to {told.last}"
 
 
-def out_of_memory(facts: Facts) -> Finding | None:
-    """The run ended because memory was missing."""
-    if facts.error is None or "out of memory" not in facts.error.message.lower():
-        return None
-    return Finding(
+REMEDIES = (
+    (
+        ("out of memory",),
         "A process of the run found no memory.",
-        (
-            f"the run ended with: {facts.error.message}",
-            f"trainer.tokens_per_microbatch = {facts.setting('trainer.tokens_per_microbatch')}, "
-            f"rollout.max_tokens = {facts.setting('rollout.max_tokens')}",
-            _kept(facts),
-        ),
         'halve trainer.tokens_per_microbatch, or set trainer.activations = "recompute"; '
         "grpo-core doctor CONFIG estimates what each process takes",
-    )
-
-
-def disk_full(facts: Facts) -> Finding | None:
-    """The run ended because the disk was full."""
-    error = facts.error
-    if error is None or not any(
-        mark in error.message for mark in ("No space left on device", "Disk quota exceeded")
-    ):
-        return None
-    warned = facts.warnings.get("disk", Messages())
-    return Finding(
+    ),
+    (
+        ("no space left on device", "disk quota exceeded"),
         "The disk of the run is full.",
-        (
-            f"the run ended with: {error.message}",
-            f"{warned.count:g} warnings about the disk came before",
-            _kept(facts),
-        ),
         "make room, then continue with --resume and --set tracking.files.keep=20 --set checkpoint.keep=1",
-    )
-
-
-def disk_nearly_full(facts: Facts) -> Finding | None:
-    """The disk will soon be full."""
-    if (told := facts.warnings.get("disk")) is None:
-        return None
-    return Finding(
-        "The disk of the run will soon be full.",
-        (told.message, f"the run said so {told.count:g} times, last at step {told.last}", _progress(facts)),
-        "make room, or continue with --resume and --set tracking.files.keep=20",
-    )
-
-
-def engine_has_old_weights(facts: Facts) -> Finding | None:
-    """The canary of a weight sync showed other weights than the trainer's."""
-    if facts.error is None or "does not use the weights of version" not in facts.error.message:
-        return None
-    return Finding(
+    ),
+    (
+        ("does not use the weights of version",),
         "An engine generates with other weights than it was sent.",
-        (
-            f"the run ended with: {facts.error.message}",
-            f"the canary failed after {facts.steps} steps in which it agreed",
-            f"engine.name = {facts.setting('engine.name')!r}, engine.transport = "
-            f"{facts.setting('engine.transport')!r}",
-        ),
         "look for a cache of older weights or renamed tensors in the engine; if it rounds weights, set "
         "health.canary_tolerance",
-    )
+    ),
+)
+"""Parts of the messages of errors, in lower case, with what they mean and what helps."""
 
 
-def environment_dies(facts: Facts) -> Finding | None:
-    """The process of an environment ends again and again."""
-    died = facts.incident("died", "environment")
-    if not _often(facts, died, 0.02):
+def known_error(facts: Facts) -> Finding | None:
+    """The run ended for want of memory or of room on the disk, or because an engine had other weights."""
+    if facts.error is not None:
+        for marks, title, fix in REMEDIES:
+            if any(mark in facts.error.message.lower() for mark in marks):
+                return Finding(title, _ended(facts, facts.error), fix)
+    return None
+
+
+def run_failed(facts: Facts) -> Finding | None:
+    """The run ended with an error that no other cause explains."""
+    if facts.error is None:
         return None
-    lost = facts.incident("rollouts_orphaned").count + facts.incident("session_lost").count
     return Finding(
-        "The process of an environment ends by itself, again and again.",
-        (
-            f"deaths: {_per_attempt(facts, died)}",
-            f"the last one: {died.message}",
-            f"{lost:g} reports of rollouts or sessions that were lost with it",
-        ),
-        "read the environment's file in logs/, and play it alone with grpo-core check; a crash in native "
-        "code or a memory limit ends a process like this",
+        "The run ended with an error.",
+        _ended(facts, facts.error),
+        f"do what the message says, then: grpo-core train --resume {facts.path}",
     )
+
+
+def _ended(facts: Facts, error: Messages) -> tuple[str, str, str]:
+    kind = f"its class: {facts.error_type or 'unknown'}; the traceback is in events.jsonl (ErrorRaised)"
+    return f"the run ended with: {error.message}", kind, _kept(facts)
+
+
+RANKED = (
+    "disk",
+    "no_stop",
+    "no_turn_end",
+    "long_solutions",
+    "tools_unseen",
+    "long_prompts",
+    "leak",
+    "near_leak",
+)
+"""Causes of the warnings that say what is wrong with a run; others say what may be."""
+
+
+def warned(facts: Facts) -> Finding | None:
+    """The run itself has warned of what is wrong, such as prompts that are too long or a disk that fills."""
+    found = [name for name in facts.warnings if name.partition("/")[0] in RANKED]
+    if not found:
+        return None
+    first = facts.warnings[found[0]]
+    return Finding(
+        "The run has warned of what is wrong.",
+        (
+            first.message,
+            f"it said so {first.count:g} times, last at step {first.last}",
+            f"further warnings of this kind: {', '.join(found[1:]) or 'none'}",
+        ),
+        "do what the warning says, then start anew or continue with --resume",
+    )
+
+
+def process_dies(facts: Facts) -> Finding | None:
+    """The process of an environment or of an engine ends again and again."""
+    for part, least, share in (("environment", SOME, 0.02), ("engine", 2 * SOME, 0.05)):
+        died = facts.incident("died", part)
+        if died.count < least or not _often(facts, died, share):
+            continue
+        kinds = ("rollouts_orphaned", "session_lost", "rollouts_lost", "retried")
+        lost = sum(facts.incident(kind).count for kind in kinds)
+        return Finding(
+            f"The process of an {part} ends by itself, again and again.",
+            (
+                f"deaths: {_per_attempt(facts, died)}",
+                f"the last one: {died.message}",
+                f"{lost:g} reports of requests, rollouts or sessions that were lost with it",
+            ),
+            f"read the {part}'s file in logs/, and try it with grpo-core check; a crash in native code or "
+            "a memory limit ends a process like this, and exit status -9 is the memory killer",
+        )
+    return None
 
 
 def environment_hangs(facts: Facts) -> Finding | None:
@@ -158,34 +174,6 @@ def environment_raises(facts: Facts) -> Finding | None:
     )
 
 
-def _unscored(facts: Facts) -> Messages:
-    told = facts.incident("unscored", "rollouts")
-    return told if _often(facts, told, 0.08) else Messages()
-
-
-def _count_unscored(facts: Facts) -> str:
-    errors = sum(facts.of(f"errors/{task}").total for task in facts.tasks)
-    return f"{errors:g} rollouts had no reward and were played again"
-
-
-def rewards_not_numbers(facts: Facts) -> Finding | None:
-    """Rewards are NaN or infinite."""
-    told = _unscored(facts)
-    marks = tuple(f"reward is {what}" for what in ("nan", "inf", "-inf"))
-    broken = sum(count for reason, count in told.reasons.items() if any(mark in reason for mark in marks))
-    if not told.count or broken < 0.5 * told.count:
-        return None
-    return Finding(
-        "An environment returns rewards that are no finite numbers.",
-        (
-            f"unscored: {_per_attempt(facts, told)}",
-            f"the last one: {told.message}",
-            _count_unscored(facts),
-        ),
-        "find the division by zero or the empty mean in evaluate; return None for what cannot be judged",
-    )
-
-
 def prompts_never_scored(facts: Facts) -> Finding | None:
     """The same prompts fail at all of their attempts."""
     told, skipped = facts.incident("unscored", "rollouts"), facts.incident("skipped")
@@ -209,36 +197,21 @@ def prompts_never_scored(facts: Facts) -> Finding | None:
 
 
 def rollouts_unscored(facts: Facts) -> Finding | None:
-    """Many rollouts of many prompts have no reward."""
-    told = _unscored(facts)
-    if not told.count:
+    """Many rollouts of many prompts have no reward, or one that is no finite number."""
+    told = facts.incident("unscored", "rollouts")
+    if not _often(facts, told, 0.08):
         return None
+    errors = sum(facts.of(f"errors/{task}").total for task in facts.tasks)
+    (reason, _), *_ = told.reasons.most_common(1) or [(told.message, 0)]
     return Finding(
         "An environment gives no reward to many rollouts.",
         (
             f"unscored: {_per_attempt(facts, told)}",
-            f"the last one: {told.message}",
-            _count_unscored(facts),
+            f"the most frequent reason: {reason}",
+            f"{errors:g} rollouts had no reward and were played again",
         ),
-        "read the message, then let evaluate score such replies (one that cannot be parsed is usually a 0)",
-    )
-
-
-def engine_dies(facts: Facts) -> Finding | None:
-    """The process of an engine ends again and again."""
-    died = facts.incident("died", "engine")
-    if died.count < 2 * SOME or not _often(facts, died, 0.05):
-        return None
-    again = facts.incident("rollouts_lost").count + facts.incident("retried").count
-    return Finding(
-        "The process of an engine ends by itself, again and again.",
-        (
-            f"deaths: {_per_attempt(facts, died)}",
-            f"the last one: {died.message}",
-            f"{again:g} reports of requests or rollouts that were generated again",
-        ),
-        "read the engine's file in logs/; exit status -9 is the memory killer: lower engine.max_requests or "
-        "rollout.max_tokens",
+        "read the reason, then let evaluate score such replies: one that cannot be parsed is usually a 0, "
+        "and a reward that is NaN comes from a division by zero or an empty mean",
     )
 
 
@@ -325,115 +298,3 @@ def killed(facts: Facts) -> Finding | None:
         f"look for the memory killer (dmesg) or a time limit of the queue, then: grpo-core train --resume "
         f"{facts.path}",
     )
-
-
-def run_failed(facts: Facts) -> Finding | None:
-    """The run ended with an error that no other cause explains."""
-    if facts.error is None:
-        return None
-    return Finding(
-        "The run ended with an error.",
-        (
-            f"the error: {facts.error.message}",
-            f"its class: {facts.error_type or 'unknown'}; the traceback is in events.jsonl (ErrorRaised)",
-            _kept(facts),
-        ),
-        f"do what the message says, then: grpo-core train --resume {facts.path}",
-    )
-
-
-# ---------------------------------------------------------------------------------- warnings
-
-
-def _warned(facts: Facts, *causes: str) -> tuple[str, Messages] | None:
-    for name, told in facts.warnings.items():
-        if name.partition("/")[0] in causes:
-            return name, told
-    return None
-
-
-def no_stop_token(facts: Facts) -> Finding | None:
-    """Completions have no token at which they stop."""
-    if (warned := _warned(facts, "no_stop", "no_turn_end")) is None:
-        return None
-    cut = max((facts.of(f"truncated/{task}").median for task in facts.tasks), default=0.0)
-    return Finding(
-        "Completions do not stop by themselves.",
-        (
-            warned[1].message,
-            f"{percent(cut)} of the rollouts are cut off by a token limit",
-            f"rollout.stop = {facts.setting('rollout.stop')}",
-        ),
-        "set rollout.stop, or name the end-of-turn token in eos_token_id of generation_config.json",
-    )
-
-
-def solutions_too_long(facts: Facts) -> Finding | None:
-    """The environment's own solutions do not fit into a completion."""
-    if (warned := _warned(facts, "long_solutions")) is None:
-        return None
-    task = warned[0].partition("/")[2]
-    return Finding(
-        f"The solutions of task {task!r} are longer than a completion may be.",
-        (
-            warned[1].message,
-            f"rollout.max_tokens = {facts.setting('rollout.max_tokens')}",
-            f"{percent(_or_zero(facts.of(f'truncated/{task}').median))} of its rollouts are cut off",
-        ),
-        "raise rollout.max_tokens above the length of the longest solution",
-    )
-
-
-def tools_not_in_prompt(facts: Facts) -> Finding | None:
-    """The chat template leaves out the tools."""
-    if (warned := _warned(facts, "tools_unseen")) is None:
-        return None
-    task = warned[0].partition("/")[2]
-    calls = facts.of(f"tool_calls/{task}")
-    return Finding(
-        f"The model does not see the tools of task {task!r}.",
-        (
-            warned[1].message,
-            f"model.chat_template = {facts.setting('model.chat_template')!r}",
-            f"tool calls of a rollout: {calls.mean:.3g}" if len(calls) else "no rollout called a tool",
-        ),
-        "set model.chat_template to a template that shows tools, or describe them in the prompts",
-    )
-
-
-def prompts_too_long(facts: Facts) -> Finding | None:
-    """Some prompts do not fit into the model's positions."""
-    if (warned := _warned(facts, "long_prompts")) is None:
-        return None
-    skipped = facts.of("buffer/skipped").most
-    return Finding(
-        "Some prompts are too long for any rollout, and are skipped.",
-        (
-            warned[1].message,
-            f"{_or_zero(skipped):g} of {_or_zero(facts.of('buffer/dispatched').most):g} prompts were skipped",
-            f"rollout.max_prompt_tokens = {facts.setting('rollout.max_prompt_tokens')}, rollout.max_tokens = "
-            f"{facts.setting('rollout.max_tokens')}",
-        ),
-        "set rollout.max_prompt_tokens as the warning says, or lower rollout.max_tokens",
-    )
-
-
-def held_out_prompts_leaked(facts: Facts) -> Finding | None:
-    """The run is validated with prompts that it trains on."""
-    if (warned := _warned(facts, "leak", "near_leak")) is None:
-        return None
-    others = sum(name.startswith(("leak/", "near_leak/")) for name in facts.warnings)
-    return Finding(
-        "Held-out prompts are among the training prompts.",
-        (
-            warned[1].message,
-            f"{others} pairs of a validation and a task are concerned",
-            f"validation.prompts = {facts.setting('validation.prompts')}",
-        ),
-        "take the validation from another split (tasks.TASK.source.validation_split), or remove these rows "
-        "(tasks.TASK.source.where)",
-    )
-
-
-def _or_zero(value: float) -> float:
-    return value if value == value else 0.0

@@ -7,10 +7,6 @@ import math
 from grpo_plugin_report.explain.causes import Finding, percent
 from grpo_plugin_report.explain.facts import Facts
 
-FASTER_SYNC = (
-    "choose a faster engine.transport (cuda_ipc on one machine, collective between machines), or train "
-    "adapters (model.lora)"
-)
 ENOUGH = 4
 """Number of steps without which nothing is said about times."""
 
@@ -56,23 +52,6 @@ def checkpoints_block(facts: Facts) -> Finding | None:
     )
 
 
-def publishing_is_slow(facts: Facts) -> Finding | None:
-    """The trainer takes long to publish its weights."""
-    share = facts.stage("publish")
-    if not _enough(facts) or share < 0.2:
-        return None
-    return Finding(
-        "The trainer takes long to publish its weights.",
-        (
-            f"it publishes in {percent(share)} of the time",
-            f"{_step(facts)}; {_training(facts)}",
-            f"engine.transport = {facts.setting('engine.transport')!r}, trainer.ranks = "
-            f"{facts.setting('trainer.ranks')}",
-        ),
-        FASTER_SYNC,
-    )
-
-
 def validation_blocks(facts: Facts) -> Finding | None:
     """Training waits for validation."""
     share = facts.lane("validation", "validate")
@@ -109,20 +88,21 @@ def updates_wait_for_rollouts(facts: Facts) -> Finding | None:
 
 
 def weight_sync_is_slow(facts: Facts) -> Finding | None:
-    """Engines take long to load new weights."""
-    share = facts.lane("sync", "update weights", "canary")
-    if not _enough(facts) or share < 0.3:
+    """The trainer takes long to publish its weights, or the engines to load them."""
+    publishes, loads = facts.stage("publish"), facts.lane("sync", "update weights", "canary")
+    if not _enough(facts) or (publishes < 0.2 and loads < 0.3):
         return None
     return Finding(
-        "Engines take long to load new weights.",
+        "New weights take long from the trainer to the engines.",
         (
-            f"a weight sync runs in {percent(share)} of the time",
-            f"training waits for it in {percent(facts.stage('wait for the weight sync'))} of the time; "
-            f"{_step(facts)}",
+            f"the trainer publishes in {percent(publishes)} of the time, engines load in {percent(loads)}",
+            f"training waits for a weight sync in {percent(facts.stage('wait for the weight sync'))} of the "
+            f"time; {_step(facts)}",
             f"engine.transport = {facts.setting('engine.transport')!r}, engine.workers = "
-            f"{facts.setting('engine.workers')}",
+            f"{facts.setting('engine.workers')}, trainer.ranks = {facts.setting('trainer.ranks')}",
         ),
-        FASTER_SYNC,
+        "choose a faster engine.transport (cuda_ipc on one machine, collective between machines), or train "
+        "adapters (model.lora)",
     )
 
 
