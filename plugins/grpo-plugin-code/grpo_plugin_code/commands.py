@@ -23,7 +23,7 @@ from attrs import field, frozen
 
 import grpo_core as grpo
 from grpo_plugin_code.images import Image
-from grpo_plugin_code.sandbox import MIB, Job, Limits, Program, Sandboxes
+from grpo_plugin_code.sandbox import MIB, Job, Limits, Sandboxes
 from grpo_plugin_code.values import WRONG, text_in
 
 PAGE = 4096
@@ -79,7 +79,6 @@ class Commands:
         at_once: number of commands that run at once, or a semaphore that others share.
         ready: number of sandboxes that are started ahead.
         image: the system of the commands, in place of this machine's.
-        program: makes the sandboxes.
 
     Raises ConfigError if there is no sandbox on this machine, or if its Python cannot keep files.
     """
@@ -93,7 +92,6 @@ class Commands:
         at_once: int | asyncio.Semaphore,
         ready: int,
         image: Image | None = None,
-        program: Program = "bubblewrap",
     ) -> None:
         if not hasattr(tarfile, "tar_filter"):  # Python 3.11.4 brought it; the sandbox's Python is this one
             raise grpo.ConfigError(
@@ -112,9 +110,7 @@ class Commands:
             output=TOLD * (TEXTS * limits.output + STATE // 1024) + packed,
         )
         places = [each for each in (place, *self._others) if each != "/tmp"]
-        self._sandboxes = Sandboxes(
-            wide, at_once=at_once, ready=ready, places=places, image=image, program=program
-        )
+        self._sandboxes = Sandboxes(wide, at_once=at_once, ready=ready, places=places, image=image)
 
     async def run(
         self,

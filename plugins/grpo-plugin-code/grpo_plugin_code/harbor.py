@@ -19,7 +19,7 @@ from attrs import frozen
 import grpo_core as grpo
 from grpo_plugin_code.commands import Commands, Ran, packed_directory, room_of
 from grpo_plugin_code.images import Image, ImageError, built, default_cache
-from grpo_plugin_code.sandbox import MIB, Limits, Program
+from grpo_plugin_code.sandbox import MIB, Limits
 from grpo_plugin_code.shell import Shell
 
 PLACE, TESTS, LOGS, SOLUTION = "/app", "/tests", "/logs", "/solution"
@@ -54,8 +54,8 @@ class HarborTask:
 class _Systems:
     """Runs commands in the systems of tasks: this machine's, and those of images."""
 
-    def __init__(self, limits: Limits, cores: int, program: Program) -> None:
-        self._limits, self._slots, self._program = limits, asyncio.Semaphore(cores), program
+    def __init__(self, limits: Limits, cores: int) -> None:
+        self._limits, self._slots = limits, asyncio.Semaphore(cores)
         self._commands: dict[Path | None, Commands] = {}
 
     def of(self, task: HarborTask) -> Commands:
@@ -68,7 +68,6 @@ class _Systems:
                 at_once=self._slots,
                 ready=1 if root is None else 0,  # there may be hundreds of images
                 image=task.image,
-                program=self._program,
             )
         return self._commands[root]
 
@@ -105,7 +104,6 @@ class Harbor(grpo.Environment):
         processes: limit of processes and threads.
         output: limit of what a command prints in KiB.
         at_once: number of commands that run at once; 0 is one for each core.
-        sandbox: program that makes the sandboxes: "bubblewrap", or "podman", which takes longer to start one.
 
     Raises:
         ConfigError: there is no task that can be played, or one cannot and ``refused`` is "stop".
@@ -132,7 +130,6 @@ class Harbor(grpo.Environment):
         processes: int = 128,
         output: int = 16,
         at_once: int = 0,
-        sandbox: Program = "bubblewrap",
     ) -> None:
         found = tasks_in(directory, images, image_cache)
         self._tasks = {name: task for name, task in found.items() if isinstance(task, HarborTask)}
@@ -153,7 +150,6 @@ class Harbor(grpo.Environment):
             output=output,
         )
         self._seconds, self._cores = seconds, at_once or len(os.sched_getaffinity(0))
-        self._program = sandbox
         self._systems = self._made()
         self._validation_size, self._seed = validation_size, seed
         self.max_turns = max_turns
@@ -201,7 +197,7 @@ class Harbor(grpo.Environment):
         )
 
     def _made(self) -> _Systems:
-        return _Systems(self._limits, self._cores, self._program)
+        return _Systems(self._limits, self._cores)
 
     @cached_property
     def _prompts(self) -> dict[str, list[grpo.Prompt]]:

@@ -13,7 +13,7 @@ from attrs import frozen
 import grpo_core as grpo
 from grpo_plugin_code.blocks import program_of
 from grpo_plugin_code.cases import Called, Printed, cases_of
-from grpo_plugin_code.sandbox import Job, Limits, Outcome, Program, Sandboxes
+from grpo_plugin_code.sandbox import Job, Limits, Outcome, Sandboxes
 from grpo_plugin_code.values import NotANumberError, form_in, form_of
 
 LONG = 2**14
@@ -45,7 +45,6 @@ class PythonCode(grpo.Environment):
         output: limit of what a program prints in KiB.
         at_once: number of programs that run at once; 0 is one for each core.
         ready: number of sandboxes that are started ahead.
-        sandbox: program that makes the sandboxes: "bubblewrap", or "podman", which takes longer to start one.
     """
 
     def __init__(
@@ -61,7 +60,6 @@ class PythonCode(grpo.Environment):
         output: int = 256,
         at_once: int = 0,
         ready: int = 4,
-        sandbox: Program = "bubblewrap",
     ) -> None:
         limits = Limits(
             seconds=seconds,
@@ -72,7 +70,7 @@ class PythonCode(grpo.Environment):
             output=output,
         )
         cores = at_once or len(os.sched_getaffinity(0))
-        self._sandboxes = Sandboxes(limits, at_once=cores, ready=ready, program=sandbox)
+        self._sandboxes = Sandboxes(limits, at_once=cores, ready=ready)
         self._tests, self._share = tests, reward == "share"
         self.success = 1.0
         self.concurrency = 2 * cores

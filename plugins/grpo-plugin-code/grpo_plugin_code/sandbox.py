@@ -1,4 +1,4 @@
-"""A sandbox of the operating system for one program: bubblewrap or podman, with limits, without a network.
+"""A sandbox of the operating system for one program: bubblewrap, with limits, without a network.
 
     environment's process                     sandbox (namespaces of its own, read-only system)
     Sandboxes.run(job)  ---- job: stdin --->  inside.py: sets limits, drops rights, runs the code
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import os
 import shutil
 import signal
@@ -27,7 +26,6 @@ from attrs import field, frozen
 from attrs.validators import ge, gt
 
 import grpo_core as grpo
-from grpo_plugin_code import containers
 from grpo_plugin_code.calls import filter_of
 from grpo_plugin_code.child import Child
 from grpo_plugin_code.images import Image
@@ -47,8 +45,6 @@ from grpo_plugin_code.users import PREFERRED, ids_of_sandboxes, in_random_order
 Reason = Literal["", "error", "time", "cpu", "output", "killed"]
 """Why a program did not end well: it exits with another status than 0, or a limit or a signal ends it."""
 
-Program = Literal["bubblewrap", "podman"]
-"""A choice of the program that makes sandboxes."""
 MIB = 2**20
 READY = b"ready\n"
 """The first line of a sandbox's values: it waits for a program."""
@@ -124,8 +120,7 @@ class Sandboxes:
         at_once: number of programs that run at once, or a semaphore that others share.
         ready: number of sandboxes that are started ahead.
         places: further directories, empty and in memory, as /tmp is.
-        image: the system of bubblewrap's sandboxes, in place of this machine's.
-        program: makes the sandboxes.
+        image: the system of the sandboxes, in place of this machine's.
 
     Raises ConfigError if there is no sandbox on this machine; nothing is ever run without one.
     """
@@ -138,10 +133,9 @@ class Sandboxes:
         ready: int,
         places: Sequence[str] = (),
         image: Image | None = None,
-        program: Program = "bubblewrap",
     ) -> None:
         self._limits, self._ready = limits, ready
-        self._command = command(limits, places, image, program)
+        self._command = command(limits, places, image)
         ids = ids_of_sandboxes()
         self._ids: Iterator[int] | None = in_random_order(ids) if ids else None
         self._slots = asyncio.Semaphore(at_once) if isinstance(at_once, int) else at_once
@@ -245,7 +239,7 @@ class _Sandbox:
             os.close(self._given)
 
     def kill(self) -> None:
-        """Kill bubblewrap or the launcher of podman, and with it every process of its sandbox."""
+        """Kill bubblewrap, and with it every process of its sandbox."""
         self._child.kill()
 
     def _told(self, reason: Reason, code: int, err: bytes) -> str:
@@ -263,23 +257,14 @@ class _Sandbox:
         return last[0][:300]
 
 
-def command(
-    limits: Limits,
-    places: Sequence[str] = (),
-    image: Image | None = None,
-    program: Program = "bubblewrap",
-) -> list[str]:
+def command(limits: Limits, places: Sequence[str] = (), image: Image | None = None) -> list[str]:
     """Return the command of a sandbox.  Raises ConfigError if it cannot be made on this machine."""
     places = ("/tmp", *places)
     system = of_this_machine(places) if image is None else of_an_image(image)
     filter_of()  # raises if this machine's system calls are unknown
-    if program == "podman":
-        room = containers.Room(
-            each=limits.files * MIB, memory=limits.memory * MIB, processes=limits.processes
-        )
-        return containers.command(system, places, room, _inside())
     words = _bubblewrap(limits, system, places)
-    words = [*words, "--", *system.python, "-I", "-S", "-X", "utf8", "-c", _inside()]
+    words += ["--", *system.python, "-I", "-S", "-X", "utf8", "-c"]
+    words.append(Path(__file__).with_name("inside.py").read_text())
     if fault := fault_of(tuple(words)):
         raise grpo.ConfigError(
             f"code: bubblewrap cannot make a sandbox on this machine: {fault}. It needs user namespaces "
@@ -295,8 +280,7 @@ def _bubblewrap(limits: Limits, system: System, places: Sequence[str]) -> list[s
     if program is None:
         raise grpo.ConfigError(
             "code: there is no sandbox on this machine, and code of a model is never run without one. "
-            "Install bubblewrap (apt install bubblewrap, dnf install bubblewrap), or podman for the option "
-            'sandbox = "podman"'
+            "Install bubblewrap (apt install bubblewrap, dnf install bubblewrap)"
         )
     words = [program, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
     words += ["--unshare-cgroup-try", "--die-with-parent", "--new-session", "--clearenv"]
@@ -318,11 +302,6 @@ def _bubblewrap(limits: Limits, system: System, places: Sequence[str]) -> list[s
         words += ["--perms", "1777", "--size", str(limits.files * MIB), "--tmpfs", place]
     words += ["--chdir", "/tmp", "--setenv", "HOME", "/tmp", "--setenv", "PATH", "/usr/bin:/bin"]
     return [*words, "--remount-ro", "/"]
-
-
-@functools.cache
-def _inside() -> str:
-    return Path(__file__).with_name("inside.py").read_text()
 
 
 def _lines(values: bytes, most: int) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import grpo_core as grpo
 from grpo_plugin_code.commands import Commands, Ran, packed, room_of
-from grpo_plugin_code.sandbox import MIB, Limits, Program
+from grpo_plugin_code.sandbox import MIB, Limits
 
 PLACE = "/work"
 """The directory that commands work in."""
@@ -58,7 +58,6 @@ class ShellTask(grpo.Environment):
         output: limit of what a command prints in KiB; the model sees no more of it.
         at_once: number of commands that run at once; 0 is one for each core.
         ready: number of sandboxes that are started ahead.
-        sandbox: program that makes the sandboxes: "bubblewrap", or "podman", which takes longer to start one.
     """
 
     success = 1.0
@@ -78,7 +77,6 @@ class ShellTask(grpo.Environment):
         output: int = 16,
         at_once: int = 0,
         ready: int = 2,
-        sandbox: Program = "bubblewrap",
     ) -> None:
         limits = Limits(
             seconds=seconds,
@@ -89,7 +87,7 @@ class ShellTask(grpo.Environment):
             output=output,
         )
         cores = at_once or len(os.sched_getaffinity(0))
-        self._commands = Commands(limits, place=PLACE, at_once=cores, ready=ready, program=sandbox)
+        self._commands = Commands(limits, place=PLACE, at_once=cores, ready=ready)
         self._tests, self._files, self._share, self._space = tests, files, reward == "share", space
         self.max_turns = max_turns
         self.concurrency, self.deadline = 2 * cores, 120.0 + 20 * seconds

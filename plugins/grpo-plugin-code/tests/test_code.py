@@ -28,7 +28,6 @@ HOSTILE = {
     for group in tomllib.loads(Path(__file__).with_name("hostile.toml").read_text()).values()
     for name, code in group.items()
 }
-with_both = pytest.mark.parametrize("program", ["bubblewrap", "podman"], indirect=True)
 in_a_sandbox = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 PRINTS = [{"input": "3\n", "output": "6\n"}, {"input": "-5\n", "output": "-10"}]
 CALLS = ["assert double(3) == 6", {"call": "double(-5)", "expected": -10}]
@@ -64,12 +63,10 @@ def judged(*episodes, **options):
 
 
 @pytest.mark.long
-@with_both
-def test_programs_that_print_and_programs_that_return_are_judged_by_their_tests(program):
+@in_a_sandbox
+def test_programs_that_print_and_programs_that_return_are_judged_by_their_tests():
     prints, returns = "print(2 * int(input()))", "def double(n):\n    return 2 * n"
-    right = judged(
-        episode(prints, PRINTS), episode(returns, CALLS), episode(prints, PRINTS, fence=""), sandbox=program
-    )
+    right = judged(episode(prints, PRINTS), episode(returns, CALLS), episode(prints, PRINTS, fence=""))
     assert [feedback.reward for feedback in right] == [1.0, 1.0, 1.0]
     assert right[0].metrics == {"passed": 1.0, "without_code": 0.0}
     half = "print(6)", "def double(n):\n    return abs(2 * n)"
@@ -106,10 +103,10 @@ def test_tests_may_be_a_json_text_as_in_many_data_sets():
 
 
 @pytest.mark.long
-@with_both
-def test_a_program_that_is_cancelled_leaves_nothing(program):
+@in_a_sandbox
+def test_a_program_that_is_cancelled_leaves_nothing():
     async def story():
-        environment = PythonCode(**SMALL, sandbox=program)
+        environment = PythonCode(**SMALL)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.5):
                 await environment.evaluate([episode("while True: pass", PRINTS)])
@@ -125,7 +122,7 @@ import asyncio, sys
 from grpo_plugin_code.sandbox import Job, Limits, Sandboxes
 
 async def main():
-    sandboxes = Sandboxes(Limits(seconds=60, cpu_seconds=60), at_once=1, ready=1, program=sys.argv[1])
+    sandboxes = Sandboxes(Limits(seconds=60, cpu_seconds=60), at_once=1, ready=1)
     await sandboxes.run(Job(code=""))
     endless = asyncio.create_task(sandboxes.run(Job(code="while True: pass")))
     await asyncio.sleep(1)
@@ -137,10 +134,10 @@ asyncio.run(main())
 
 
 @pytest.mark.long
-@with_both
-def test_sandboxes_end_with_the_process_that_has_started_them(program):
+@in_a_sandbox
+def test_sandboxes_end_with_the_process_that_has_started_them():
     before = children()
-    with subprocess.Popen([sys.executable, "-c", ENDLESS, program], stdout=subprocess.PIPE) as process:
+    with subprocess.Popen([sys.executable, "-c", ENDLESS], stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"running False\n"
         assert not children() <= before
         process.kill()
@@ -155,11 +152,11 @@ def test_a_call_that_raises_fails_alone():
 
 
 @pytest.mark.long
-@with_both
-def test_a_program_has_the_standard_library_a_private_tmp_and_nothing_of_others(program):
+@in_a_sandbox
+def test_a_program_has_the_standard_library_a_private_tmp_and_nothing_of_others():
     writes = "import json, os, random, socket\nopen('/tmp/mark', 'w').write('x')\nprint(os.listdir('/tmp'))"
     tests = [{"input": "", "output": "['mark']"}, {"input": "", "output": "['mark']"}]
-    feedback = judged(episode(writes, tests), episode(writes, tests), sandbox=program)
+    feedback = judged(episode(writes, tests), episode(writes, tests))
     assert [each.reward for each in feedback] == [1.0, 1.0]
     assert not Path("/tmp/mark").exists()
 
@@ -181,10 +178,10 @@ print(*sorted(set(os.environ) - {"HOSTNAME", "PWD", "TERM"}))
 
 
 @pytest.mark.long
-@with_both
-def test_a_program_can_write_to_nothing_but_its_tmp(program):
+@in_a_sandbox
+def test_a_program_can_write_to_nothing_but_its_tmp():
     seen = "/tmp\n['0', '1', '2', '3'] True\nHOME LC_CTYPE PATH"
-    (feedback,) = judged(episode(WRITABLE, [{"input": "", "output": seen}]), sandbox=program)
+    (feedback,) = judged(episode(WRITABLE, [{"input": "", "output": seen}]))
     assert feedback.reward == 1.0, feedback
 
 
@@ -279,11 +276,9 @@ def test_there_are_enough_hostile_programs():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "program", ["bubblewrap", pytest.param("podman", marks=pytest.mark.slow)], indirect=True
-)
+@in_a_sandbox
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_program_earns_nothing_in_bounded_time_and_leaves_nothing(name, program, tmp_path):
+def test_a_hostile_program_earns_nothing_in_bounded_time_and_leaves_nothing(name, tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("6\n")  # the right answer is on the host
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -291,7 +286,7 @@ def test_a_hostile_program_earns_nothing_in_bounded_time_and_leaves_nothing(name
         port = str(server.getsockname()[1])
         code = HOSTILE[name].replace("{secret}", str(secret)).replace("{port}", port)
         before, begin = children(), time.monotonic()
-        feedback = judged(episode(code, PRINTS[:1]), episode(code, CALLS[:1]), sandbox=program)
+        feedback = judged(episode(code, PRINTS[:1]), episode(code, CALLS[:1]))
         seconds = time.monotonic() - begin
         with pytest.raises(BlockingIOError):
             server.accept()
@@ -351,26 +346,6 @@ def test_a_bubblewrap_that_cannot_make_a_sandbox_is_refused(monkeypatch, tmp_pat
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(grpo.PluginError, match="cannot make a sandbox on this machine: bwrap: No"):
         make_offer("environment", "code:python", plugins=["code"])
-
-
-def test_without_podman_nothing_is_run(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(
-        grpo.PluginError, match='sandbox = "podman", and this machine has no podman'
-    ) as raised:
-        make_offer("environment", "code:python", plugins=["code"], sandbox="podman")
-    assert raised.value.exit_status == 2
-
-
-def test_a_podman_that_cannot_run_a_container_is_refused(monkeypatch, tmp_path):
-    fake = tmp_path / "podman"
-    fake.write_text("#!/bin/sh\necho 'Error: cannot set up namespace' >&2\nexit 125\n")
-    fake.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(
-        grpo.PluginError, match="cannot run a container on this machine: Error: cannot set up"
-    ):
-        make_offer("environment", "code:python", plugins=["code"], sandbox="podman")
 
 
 @pytest.mark.parametrize("options", [{"seconds": 0}, {"memory": 1}, {"cpu_seconds": 0}, {"processes": 0}])

@@ -53,26 +53,21 @@ def worked(*commands, tests=TESTS, files=None, **options):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("program", ["bubblewrap", "podman"], indirect=True)
-def test_files_last_from_command_to_command_and_are_tested_at_the_end(program):
-    told, feedback = worked(
-        "cat data/in.txt", *RIGHT, "ls", files={"data/in.txt": "one\n"}, sandbox=program, seconds=10.0
-    )
+def test_files_last_from_command_to_command_and_are_tested_at_the_end():
+    told, feedback = worked("cat data/in.txt", *RIGHT, "ls", files={"data/in.txt": "one\n"}, seconds=10.0)
     assert told == ["one\n", "", "", "data\ndouble.sh\nnote.txt\n"]
     assert feedback.reward == 1.0
     assert feedback.metrics == {"passed": 1.0, "commands": 4.0}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("program", ["bubblewrap", "podman"], indirect=True)
-def test_the_current_directory_and_exported_variables_last_from_command_to_command(program):
+def test_the_current_directory_and_exported_variables_last_from_command_to_command():
     told, _ = worked(
         "mkdir -p 'a b' && cd 'a b' && export GREETING=\"it's\nme\"; other=1; exit 4",
         'pwd; echo "$GREETING$other"',
         "cd ..; unset GREETING",
         "pwd; echo [$GREETING]; trap - EXIT; cd 'a b'",
         "pwd",
-        sandbox=program,
         seconds=10.0,
     )
     assert told == ["exit status 4", "/work/a b\nit's\nme\n", "", "/work\n[]\n", "/work\n"]
@@ -235,11 +230,10 @@ def rewarded(environment, *commands):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("program", ["bubblewrap", "podman"], indirect=True)
-def test_the_solution_of_a_task_earns_1_and_an_untouched_task_0(tmp_path, program):
+def test_the_solution_of_a_task_earns_1_and_an_untouched_task_0(tmp_path):
     task(tmp_path, "hello")
-    assert rewarded(harbor(tmp_path, sandbox=program), "echo hello > hello.txt").reward == 1.0
-    untouched = rewarded(harbor(tmp_path, sandbox=program))
+    assert rewarded(harbor(tmp_path), "echo hello > hello.txt").reward == 1.0
+    untouched = rewarded(harbor(tmp_path))
     assert untouched.reward == 0.0
     assert untouched.metrics == {"reward": 0.0, "commands": 0.0}
 
