@@ -20,7 +20,6 @@ from grpo_plugin_replay.world import (
     PlannedRenderer,
     PlannedTrainer,
     Plays,
-    SharedCores,
 )
 
 WARM_UP = 2
@@ -115,11 +114,10 @@ def forecast(
         return written
 
     plays = Plays(times.rollout, seed=seed, group_size=config.rollout.group_size)
-    cores = SharedCores(times.machine.slowdown)
     tasks = list(config.tasks) or ["task"]
     parts = SimulatedParts(
-        engine=lambda: PlannedEngine(times.engine, plays, cores),
-        trainer=PlannedTrainer(times.trainer, cores, seed=seed),
+        engine=lambda: PlannedEngine(times.engine, plays),
+        trainer=PlannedTrainer(times.trainer, seed=seed),
         environments={task: PlannedEnvironment(times.environment, plays) for task in tasks},
         loaders={task: PlannedLoader(task) for task in tasks},
         renderer=PlannedRenderer(times.rollout.prompt_tokens),

@@ -40,6 +40,7 @@ SWEEP = (0, 1, 2, 4)
 """Values of ``pipeline.max_staleness`` that are compared if no others are given."""
 
 SIMULATED = (
+    "advantage.*",
     "checkpoint.every",
     "checkpoint.every_minutes",
     "dynamic_sampling.*",
@@ -52,41 +53,20 @@ SIMULATED = (
     "rollout.max_in_flight",
     "rollout.max_retries",
     "rollout.max_tokens",
-    "trainer.prompts_per_step",
-    "trainer.steps",
-    "validation.at_start",
-    "validation.every",
-    "validation.pause",
-)
-"""Patterns of keys that the simulated pipeline obeys."""
-WITHOUT_EFFECT = (
-    "checkpoint.best",
-    "checkpoint.keep",
-    "health.*",
-    "seed",
-    "tracking.*",
-    "trainer.betas",
-    "trainer.lr",
-    "trainer.lr_*",
-    "trainer.max_grad_norm",
-    "trainer.stop_when",
-    "trainer.warmup_updates",
-    "trainer.weight_decay",
-)
-"""Patterns of keys that may change what a run learns, and hardly what a step takes."""
-DRAWN = (
-    "advantage.*",
     "sampler.*",
     "shaping.*",
     "tasks.*",
+    "trainer.prompts_per_step",
+    "trainer.steps",
+    "validation.at_start",
     "validation.deadline",
+    "validation.every",
+    "validation.pause",
     "validation.prompts",
 )
-"""Patterns of keys that the simulated pipeline obeys because rollouts are drawn."""
+"""Patterns of keys that the simulated pipeline obeys."""
 NEAR = 1.02
 """Forecasts that differ by less than this factor are as good as each other."""
-WORK = ("dynamic_sampling.*", "rollout.group_size", "trainer.prompts_per_step")
-"""Patterns of keys that change how many rollouts a step trains: seconds per step do not compare these."""
 HEADS = ("", "s/step", "overlap", "generating", "training", "waiting", "staleness", "tokens/s")
 
 Variant = tuple[str, Mapping[str, Any]]
@@ -139,7 +119,11 @@ def simulate(
     check_comparable(dict.fromkeys(key for _, each in variants for key in flat(each)))
     run, host = configure(tables, changes, no_plugin or [])
     service = read_times(times, time or [], fitting(run.rollout.max_tokens))
-    _note_without_effect(changes, variants)
+    for key in unknown(flat(changes)):
+        complain(
+            f"note: the simulation does not know what {key} changes: it changes no service time; --time "
+            "gives those that you expect"
+        )
     if service.rollout.tokens > (limit := run.rollout.max_tokens):
         complain(
             f"note: completions have {service.rollout.tokens:g} tokens on average (rollout.tokens of the "
@@ -149,20 +133,8 @@ def simulate(
     for each in ({}, *(its for _, its in variants)):
         planner.configured(each)
     rows = [planner.row("as configured", {}), *(planner.row(*variant) for variant in variants)]
-    _show(rows, len(rows) - 1, service, as_json=as_json)
+    _show(rows, service, as_json=as_json)
     return 0
-
-
-def _note_without_effect(changes: Mapping[str, Any], variants: Sequence[Variant]) -> None:
-    """Say which of the given keys change nothing in a simulation with given service times."""
-    given = flat(changes)
-    for key in unknown(given):
-        complain(
-            f"note: the simulation does not know what {key} changes: it changes no service time; --time "
-            "gives those that you expect"
-        )
-    if keys := {*idle(given), *idle(key for _, each in variants for key in flat(each))}:
-        complain(f"note: no time depends on {', '.join(sorted(keys))}")
 
 
 def refuse_unknown_parts(config: Config) -> None:
@@ -279,12 +251,7 @@ def flat(changes: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def unknown(changes: Iterable[str]) -> list[str]:
     """Return the keys whose effect on the times no simulated part knows."""
-    return [key for key in changes if not _fits(key, (*SIMULATED, *WITHOUT_EFFECT, *DRAWN))]
-
-
-def idle(changes: Iterable[str]) -> list[str]:
-    """Return the keys among these that no time depends on."""
-    return [key for key in changes if _fits(key, WITHOUT_EFFECT)]
+    return [key for key in changes if not any(fnmatchcase(key, pattern) for pattern in SIMULATED)]
 
 
 def check_comparable(keys: Iterable[str]) -> None:
@@ -293,51 +260,35 @@ def check_comparable(keys: Iterable[str]) -> None:
         raise ConfigError(
             f"{', '.join(found)}: the simulation does not know what this changes, because the service times "
             "are the same for all of its values; give those of each value with --time, one command for "
-            f"each. A sweep can change {', '.join(sorted((*SIMULATED, *DRAWN)))}"
+            f"each. A sweep can change {', '.join(SIMULATED)}"
         )
-
-
-def _fits(key: str, patterns: tuple[str, ...]) -> bool:
-    return any(fnmatchcase(key, pattern) for pattern in patterns)
 
 
 # ---------------------------------------------------------------------------------- what it prints
 
 
-def _show(rows: Sequence[Row], compared: int, times: Times, *, as_json: bool) -> None:
-    """Print the rows; the last ``compared`` ones are alternatives."""
-    choice = best(rows[len(rows) - compared :]) if compared else None
+def _show(rows: Sequence[Row], times: Times, *, as_json: bool) -> None:
+    """Print the rows; those after the first one are alternatives."""
+    choice = best(rows[1:])
     if as_json:
-        _print_json(rows, choice, times)
+        found = {
+            "rows": [
+                {"name": row.name, "settings": dict(row.settings), **attrs.asdict(row.forecast)}
+                for row in rows
+            ],
+            "best": choice.name,
+            "times": attrs.asdict(times),
+        }
+        print(json.dumps(found, indent=2))
         return
-    say(f"{table(rows)}\n")
-    if choice is not None:
-        say(f"best: {choice.name}, {_why(choice, rows[len(rows) - compared :])}")
+    its = choice.forecast
+    say(
+        f"{table(rows)}\n\nbest: {choice.name}, {its.seconds_per_step:.3g} s/step, "
+        f"{its.rollouts_per_second:.3g} trained rollouts/s (the first that is within 2% of the most)"
+    )
     skipped = [row.name for row in rows if row.forecast.skipped]
     if skipped:
         say(f"prompts are skipped with {', '.join(skipped)}: rollouts are longer than rollout.deadline")
-
-
-def _why(choice: Row, among: Sequence[Row]) -> str:
-    """Say how fast the best variant is, and by what it was compared."""
-    its = choice.forecast
-    if work_differs(among):
-        return (
-            f"{its.rollouts_per_second:.3g} trained rollouts/s, {its.seconds_per_step:.3g} s/step (the first "
-            "that is within 2% of the most trained rollouts per second: the steps differ in their work)"
-        )
-    return f"{its.seconds_per_step:.3g} s/step (the first that is within 2% of the fastest)"
-
-
-def _print_json(rows: Sequence[Row], choice: Row | None, times: Times) -> None:
-    found = {
-        "rows": [
-            {"name": row.name, "settings": dict(row.settings), **attrs.asdict(row.forecast)} for row in rows
-        ],
-        "best": None if choice is None else choice.name,
-        "times": attrs.asdict(times),
-    }
-    print(json.dumps(found, indent=2))
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -367,34 +318,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def best(rows: Sequence[Row]) -> Row | None:
-    """Return the first row that is about as fast as the fastest one; None if no key has an effect."""
-    candidates = [row for row in rows if not _only_idle(row, rows)]
-    if not candidates:
-        return None
-    speed = [_speed(row, by_work=work_differs(rows)) for row in candidates]
-    return next(row for row, its in zip(candidates, speed, strict=True) if its * NEAR >= max(speed))
-
-
-def work_differs(rows: Sequence[Row]) -> bool:
-    """Return whether a step of one row trains another number of rollouts than a step of another row."""
-    return any(fnmatchcase(key, pattern) for key in _varied(rows) for pattern in WORK)
-
-
-def _speed(row: Row, *, by_work: bool) -> float:
-    its = row.forecast
-    return its.rollouts_per_second if by_work else 1 / max(its.seconds_per_step, 1e-9)
-
-
-def _only_idle(row: Row, rows: Sequence[Row]) -> bool:
-    """Return whether the row differs from the others by nothing but keys that no time depends on."""
-    own = [key for key in row.settings if key in _varied(rows)]
-    return bool(own) and idle(own) == own
-
-
-def _varied(rows: Sequence[Row]) -> set[str]:
-    """Return the keys whose values differ between the rows; of a single row, all of them."""
-    keys = {key for row in rows for key in row.settings}
-    if len(rows) == 1:
-        return keys
-    return {key for key in keys if any(row.settings.get(key) != rows[0].settings.get(key) for row in rows)}
+def best(rows: Sequence[Row]) -> Row:
+    """Return the first row that trains about as many rollouts in a second as the best one."""
+    most = max(row.forecast.rollouts_per_second for row in rows)
+    return next(row for row in rows if row.forecast.rollouts_per_second * NEAR >= most)

@@ -99,15 +99,6 @@ class CheckpointTimes:
 
 
 @frozen(kw_only=True)
-class MachineTimes:
-    """The machine on which generation and training run."""
-
-    slowdown: float = field(default=1.0, validator=ge(1))
-    """Factor by which decoding and training take longer while both compute, because they share cores; 1 if
-    each has hardware of its own."""
-
-
-@frozen(kw_only=True)
 class Times:
     """The service times of a run, by part."""
 
@@ -116,7 +107,6 @@ class Times:
     environment: EnvironmentTimes = field(factory=EnvironmentTimes)
     trainer: TrainerTimes = field(factory=TrainerTimes)
     checkpoint: CheckpointTimes = field(factory=CheckpointTimes)
-    machine: MachineTimes = field(factory=MachineTimes)
 
 
 def fitting(max_tokens: int) -> Times:

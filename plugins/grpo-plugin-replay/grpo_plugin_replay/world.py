@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import bisect
-import contextlib
 import heapq
 import itertools
 import random
@@ -110,58 +109,11 @@ class _Row:
             self.call.ended.set_result(None)
 
 
-class SharedCores:
-    """The cores on which engines decode and a trainer computes: both are slower while both compute."""
-
-    def __init__(self, slowdown: float) -> None:
-        self.slowdown = slowdown
-        self._training, self._decoding = False, set[PlannedEngine]()
-        self._engines: list[PlannedEngine] = []
-        self._changed = asyncio.Event()
-
-    def join(self, engine: PlannedEngine) -> None:
-        self._engines.append(engine)
-
-    def of_decoding(self) -> float:
-        """Return the factor of an engine's seconds."""
-        return self.slowdown if self._training else 1.0
-
-    def decodes(self, engine: PlannedEngine, *, now: bool) -> None:
-        """Note whether an engine has rows."""
-        if now != (engine in self._decoding):
-            self._decoding ^= {engine}
-            self._changed.set()
-
-    async def train(self, seconds: float) -> None:
-        """Wait until the trainer has computed for what takes so many seconds if it is alone."""
-        if self.slowdown == 1.0:
-            await asyncio.sleep(seconds)
-            return
-        loop = asyncio.get_running_loop()
-        self._set_training(True)
-        while seconds > 1e-9:
-            self._changed.clear()
-            begin, factor = loop.time(), self.slowdown if self._decoding else 1.0
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(seconds * factor):
-                    await self._changed.wait()
-            seconds -= (loop.time() - begin) / factor
-        self._set_training(False)
-
-    def _set_training(self, now: bool) -> None:
-        for engine in self._engines:
-            engine.count()
-        self._training = now
-        for engine in self._engines:
-            engine.go_on()
-
-
 class PlannedEngine:
     """Decodes rows together: with n of them, each gets a token every ``token + (n - 1) * row`` seconds."""
 
-    def __init__(self, times: EngineTimes, plays: Plays, cores: SharedCores) -> None:
-        self.times, self._plays, self._cores = times, plays, cores
-        cores.join(self)
+    def __init__(self, times: EngineTimes, plays: Plays) -> None:
+        self.times, self._plays = times, plays
         self._rows: list[tuple[float, int, _Row]] = []
         """Running rows, each after the token count at which it ends; a heap."""
         self._waiting: deque[_Row] = deque()
@@ -181,7 +133,7 @@ class PlannedEngine:
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         call = _Call(len(requests), asyncio.get_running_loop().create_future())
         rows = [self._row(request, call) for request in requests]
-        self.count()
+        self._count()
         self._waiting.extend(rows)
         self._pause += self.times.prompt_token * sum(len(request.prompt_ids) for request in requests)
         self._begin_rows()
@@ -193,11 +145,11 @@ class PlannedEngine:
         return [row.completion for row in rows if row.completion is not None]
 
     async def update_weights(self, weights: Weights) -> None:
-        self.count()
+        self._count()
         self._pause += self.times.sync
-        self.go_on()
+        self._go_on()
         await asyncio.sleep(self._pause)
-        self.count()
+        self._count()
         self._marks.append(self._tokens)
         self._versions.append(weights.version)
         await asyncio.sleep(self.times.canary)
@@ -221,13 +173,13 @@ class PlannedEngine:
             row = self._waiting.popleft()
             row.begin = self._tokens
             heapq.heappush(self._rows, (self._tokens + row.tokens, next(self._order), row))
-        self.go_on()
+        self._go_on()
 
     def _seconds(self) -> float:
         """Return the seconds in which each running row gets a token."""
-        return (self.times.token + self.times.row * (len(self._rows) - 1)) * self._cores.of_decoding()
+        return self.times.token + self.times.row * (len(self._rows) - 1)
 
-    def count(self) -> None:
+    def _count(self) -> None:
         """Count the tokens until now; the number of rows has not changed since they were counted last."""
         now = asyncio.get_running_loop().time()
         passed, self._at = now - self._at, now
@@ -236,9 +188,8 @@ class PlannedEngine:
         if self._rows:
             self._tokens = min(self._tokens + (passed - paused) / self._seconds(), self._rows[0][0])
 
-    def go_on(self) -> None:
+    def _go_on(self) -> None:
         """Wait for the end of the first row."""
-        self._cores.decodes(self, now=bool(self._rows))
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -249,7 +200,7 @@ class PlannedEngine:
     def _end_rows(self) -> None:
         """End the first row, and all that end with it."""
         self._timer = None
-        self.count()
+        self._count()
         self._tokens = end = self._rows[0][0]
         while self._rows and self._rows[0][0] <= end + 1e-6:
             _, _, row = heapq.heappop(self._rows)
@@ -281,7 +232,7 @@ class PlannedEngine:
     def _forget(self, rows: Sequence[_Row]) -> None:
         """Take rows away whose caller has gone."""
         gone = {id(row) for row in rows}
-        self.count()
+        self._count()
         self._waiting = deque(row for row in self._waiting if id(row) not in gone)
         self._rows = [each for each in self._rows if id(each[2]) not in gone]
         heapq.heapify(self._rows)
@@ -291,17 +242,16 @@ class PlannedEngine:
 class PlannedTrainer(Trainer):
     """A trainer that takes the time of its tokens."""
 
-    def __init__(self, times: TrainerTimes, cores: SharedCores, *, seed: int) -> None:
-        self.times, self.version, self._cores = times, 0, cores
+    def __init__(self, times: TrainerTimes, *, seed: int) -> None:
+        self.times, self.version = times, 0
         self._rng = random.Random(f"{seed} trainer")
 
     async def step(self, batch: Batch) -> StepResult:
         tokens = sum(len(row.prompt_ids) + len(row.tokens) for row in batch.rows)
         mean = self.times.step + self.times.token * tokens
-        begin = asyncio.get_running_loop().time()
-        await self._cores.train(log_normal(self._rng, mean, self.times.spread))
+        seconds = log_normal(self._rng, mean, self.times.spread)
+        await asyncio.sleep(seconds)
         self.version += 1
-        seconds = asyncio.get_running_loop().time() - begin
         return StepResult(version=self.version, metrics={"loss": 0.0, "time/train": seconds})
 
     async def publish(self, canary: Sequence[tuple[int, ...]] = ()) -> Weights:

@@ -70,13 +70,6 @@ def test_with_staleness_a_step_takes_the_longer_of_both(seconds, training):
     assert found == pytest.approx(max(1.0, training), rel=0.01)
 
 
-@pytest.mark.parametrize(("training", "expected"), [(3.0, 4.0), (0.5, 1.5)])
-def test_generation_and_training_that_share_cores_take_longer_while_both_compute(seconds, training, expected):
-    shared = times(trainer={"step": training}, machine={"slowdown": 2.0})
-    assert seconds(config(0), shared) == pytest.approx(1.0 + training), "they take turns"
-    assert seconds(config(1, steps=60), shared) == pytest.approx(expected, rel=0.02), "one is alone"
-
-
 def test_the_shares_say_which_side_waits(host):
     found = forecast(config(0), times(), host)
     assert found.generating == pytest.approx(0.25)
@@ -257,24 +250,16 @@ def simulate(capsys):
     return simulate
 
 
-@pytest.mark.parametrize("setting", ["trainer.ranks=1,4", "model.path=a,b", "pipeline_max=1"])
+@pytest.mark.parametrize("setting", ["trainer.ranks=1,4", "trainer.lr=1e-6,1e-5", "pipeline_max=1"])
 def test_a_sweep_of_a_key_that_no_service_time_knows_is_refused(simulate, setting):
     with pytest.raises(ConfigError, match=rf"^{setting.split('=')[0]}: .*service times.*--time"):
         simulate(sweep=[setting])
 
 
 @pytest.mark.long
-def test_no_value_of_a_key_without_effect_is_the_best(simulate):
-    told = simulate(sweep=["trainer.lr=1e-6,1e-5"])
-    assert "note: no time depends on trainer.lr" in told.err
-    assert "best:" not in told.out
-
-
-@pytest.mark.long
 def test_a_setting_that_the_simulation_does_not_obey_is_noted(simulate):
-    told = simulate("trainer.ranks=4", "trainer.lr=1e-5", sweep=["pipeline.max_staleness=0,1"])
+    told = simulate("trainer.ranks=4", sweep=["pipeline.max_staleness=0,1"])
     assert "note: the simulation does not know what trainer.ranks changes" in told.err
-    assert "note: no time depends on trainer.lr" in told.err
     assert "best: pipeline.max_staleness=1" in told.out
 
 
@@ -314,7 +299,6 @@ def test_steps_that_train_more_rollouts_are_compared_by_their_rollouts(simulate)
     """Doubled groups take a little longer in a step, and train twice the rollouts."""
     told = simulate("loss.all_rows=true", sweep=["rollout.group_size=2,4"]).out
     assert "best: rollout.group_size=4, " in told
-    assert "trained rollouts per second: the steps differ in their work" in told
 
 
 @pytest.mark.long
