@@ -9,9 +9,12 @@ import pytest
 from test_pipeline import Run
 
 from grpo_core import Environment
-from grpo_core.app.parts import error_budgets
+from grpo_core.app.parts import Parts
+from grpo_core.config import Config, EnvironmentConfig, TrainerConfig
+from grpo_core.config.generation import RolloutConfig
 from grpo_core.environments.budget import ErrorBudget, errors_of_calls
 from grpo_core.errors import PluginError
+from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Rollout
 from grpo_core.testing import FakeEngine, prompts
 from grpo_core.testing.hosted import HostedEnvironment
@@ -38,9 +41,12 @@ class Judge(Environment):
 def judged_run(fails, *, needs_group=True, max_error_rate=0.2, max_retries=3, **options):
     """A run of the real pipeline whose environment is ``Judge``, with the budget of a run."""
     environment = HostedEnvironment(Judge(fails, needs_group=needs_group))
-    budgets = error_budgets(
-        {"task": environment}, max_error_rate=max_error_rate, max_retries=max_retries, max_lost=10_000
+    config = Config(
+        environment=EnvironmentConfig(max_error_rate=max_error_rate),
+        rollout=RolloutConfig(max_retries=max_retries),
+        trainer=TrainerConfig(prompts_per_step=1000),
     )
+    budgets = Parts(config, PluginHost.discover([])).budgets({"task": environment})
     return Run(environment=environment, observe_attempt=budgets, max_retries=max_retries, **options)
 
 

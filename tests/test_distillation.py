@@ -15,6 +15,7 @@ import torch
 from test_trainer import batch, ragged, same, save, scores, setup, weights
 
 from grpo_core.app import preflight
+from grpo_core.app.parts import Parts
 from grpo_core.app.paths import with_absolute_paths
 from grpo_core.config import LoraConfig, LossConfig, TeacherConfig, build
 from grpo_core.demo import tiny
@@ -258,7 +259,7 @@ def test_a_run_without_a_checkpoint_is_no_teacher(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("")
     config = build([{"loss": {"name": "distillation"}, "teacher": {"path": str(tmp_path)}}])
     with pytest.raises(ConfigError, match="a run that has no checkpoint yet"):
-        preflight._check_teacher(config, PluginHost.discover(["algorithms"]))
+        preflight._check_teacher(Parts(config, PluginHost.discover(["algorithms"])))
 
 
 def test_a_model_is_validated_without_its_teacher() -> None:

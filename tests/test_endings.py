@@ -9,7 +9,7 @@ from datetime import datetime
 import pytest
 from test_pipeline import Run
 
-from grpo_core.app.assembly import stop_at
+from grpo_core.app.build import stop_at
 from grpo_core.app.parts import with_steps
 from grpo_core.commands.running import time_limit
 from grpo_core.config import Config, TrainerConfig

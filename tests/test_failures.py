@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from recording import record
 from test_pipeline import Run, cut, resumed
 
-from grpo_core.app.parts import make_schedule
+from grpo_core.app.parts import Parts
 from grpo_core.app.resume import FIXED
 from grpo_core.config import Config, ModelConfig, PipelineConfig, RolloutConfig, build
 from grpo_core.data.loaders import TaskLoader
@@ -35,6 +35,7 @@ from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.engines.pool import EnginePool
 from grpo_core.errors import WeightSyncError
 from grpo_core.events import Dispatched, PromptSkipped, StepEnded, Synced
+from grpo_core.plugins.host import PluginHost
 from grpo_core.processes import Child
 from grpo_core.records import EngineSetup, Feedback, GenerationRequest, Weights
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeTrainer, prompts
@@ -436,15 +437,8 @@ def test_53_no_process_is_ever_forked():
     max_staleness=st.integers(0, 9),
 )
 def test_44_the_outer_deadline_is_longer_than_all_that_may_happen_within(rollout, max_staleness):
-    config = Config()
-    schedule = make_schedule(
-        rollout=rollout,
-        engine=config.engine,
-        trainer=config.trainer,
-        pipeline=PipelineConfig(max_staleness=max_staleness),
-        validation=config.validation,
-        checkpoint=config.checkpoint,
-    )
+    config = Config(rollout=rollout, pipeline=PipelineConfig(max_staleness=max_staleness))
+    schedule = Parts(config, PluginHost.discover([])).schedule()
     attempts = rollout.deadline * (rollout.max_retries + 1)
     assert schedule.rollout_deadline == rollout.deadline
     assert schedule.stall > attempts + config.engine.deadline

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from grpo_core.app.parts import dynamic_sampling, short_name
+from grpo_core.app.parts import Parts
 from grpo_core.app.preflight import _check_filters
 from grpo_core.config import build
 from grpo_core.errors import PluginError, SamplingError
 from grpo_core.loop import filters
-from grpo_core.loop.dynamic import DynamicSampling, Rejection
+from grpo_core.loop.dynamic import DynamicSampling, Rejection, short_name
 from grpo_core.loop.laws import Laws
 from grpo_core.plugins.host import PluginHost
 from grpo_plugin_algorithms import filters as further
@@ -50,9 +50,8 @@ def test_a_filter_says_why() -> None:
 
 
 def made(tables: dict[str, Any], **host: Any) -> DynamicSampling | None:
-    config = build([tables])
-    plugins = PluginHost.discover(allow=["algorithms"])
-    return dynamic_sampling(config.dynamic_sampling, config.filters, plugins, prompts_per_step=2)
+    config = build([{"trainer": {"prompts_per_step": 2}}, tables])
+    return Parts(config, PluginHost.discover(allow=["algorithms"])).dynamic()
 
 
 def test_the_first_filter_that_rejects_counts() -> None:

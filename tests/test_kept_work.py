@@ -13,7 +13,7 @@ from test_api import SMALL
 from test_pipeline import Run, cut, resumed
 
 import grpo_core
-from grpo_core.app.assembly import stop_at
+from grpo_core.app.build import stop_at
 from grpo_core.errors import (
     CheckpointError,
     ConfigError,

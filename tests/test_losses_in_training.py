@@ -14,6 +14,7 @@ from test_trainer import batch, ragged, row, same, save, scores, setup, with_tok
 from torch import Tensor
 
 from grpo_core.app import preflight
+from grpo_core.app.parts import Parts
 from grpo_core.config import LossConfig, TeacherConfig, build
 from grpo_core.demo import tiny
 from grpo_core.errors import ConfigError
@@ -326,4 +327,4 @@ def test_sections_that_contradict_each_other_are_refused(
 ) -> None:
     config = build([{"trainer": trainer, "loss": {"options": options}}])
     with pytest.raises(ConfigError, match=message):
-        preflight._check_loss(config, PluginHost.discover(()))
+        preflight._check_loss(Parts(config, PluginHost.discover(())))

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from attrs import evolve
 
-from grpo_core.app.parts import rollout_places
-from grpo_core.config import RolloutConfig
+from grpo_core.aio import Slots
 from grpo_core.errors import (
     CheckpointError,
     DeadlineExceeded,
@@ -164,7 +163,7 @@ class CountingEngine(FakeEngine):
 def test_no_more_rollouts_are_played_at_the_same_time_than_there_are_places(places, most):
     """Groups have four rollouts, which begin together."""
     engine = CountingEngine()
-    story = Run(engine=engine, places=rollout_places(RolloutConfig(max_in_flight=places)))()
+    story = Run(engine=engine, places=Slots(places))()
     assert story.result == "finished"
     assert engine.most == most
     assert len(story.trained) == len(set(story.trained)) == 48

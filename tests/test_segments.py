@@ -22,11 +22,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_core.app.parts import load_renderer
-from grpo_core.config import ModelConfig
+from grpo_core.app.parts import Parts
+from grpo_core.config import Config, ModelConfig
 from grpo_core.errors import ModelError
 from grpo_core.loop.rendering import Renderer
 from grpo_core.models import chat_template
+from grpo_core.plugins.host import PluginHost
 from grpo_core.tokens import as_ids
 
 GRPO = Path(sys.executable).with_name("grpo-core")
@@ -488,8 +489,8 @@ def test_a_template_that_is_not_there_is_named_before_anything_starts(qwen3, tmp
 
 
 def test_variables_of_the_template_come_from_the_configuration(qwen3):
-    model = ModelConfig(chat_template_kwargs={"enable_thinking": False})
-    renderer = load_renderer(str(qwen3), model, [])
+    config = Config(model=ModelConfig(chat_template_kwargs={"enable_thinking": False}))
+    renderer = Parts(config, PluginHost.discover([])).renderer(str(qwen3), [])
     assert renderer._text([user("hi")], generation=True).endswith("<think>\n\n</think>\n\n")
 
 

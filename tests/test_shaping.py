@@ -12,12 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_core import rewards as formulas
-from grpo_core.app.parts import make_shaping
+from grpo_core.app.parts import Parts
 from grpo_core.config import ShapingConfig, build
 from grpo_core.errors import ConfigError, PluginError
 from grpo_core.loop import advantages
 from grpo_core.loop.rows import with_advantages
 from grpo_core.loop.shaping import Shaping, shaped_rewards
+from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Rollout, Segment
 from grpo_core.tokens import Tokens
 from grpo_plugin_devkit.objectives import a_group
@@ -107,11 +108,12 @@ def test_advantages_compare_shaped_rewards_and_the_groups_keep_theirs(values: li
 
 
 def made(**keys: Any) -> Shaping | None:
-    return make_shaping(build([{"shaping": keys}]).shaping, max_tokens=100)
+    config = build([{"shaping": keys, "rollout": {"max_tokens": 100}}])
+    return Parts(config, PluginHost.discover([])).shaping()
 
 
 def test_the_default_section_shapes_nothing() -> None:
-    assert make_shaping(ShapingConfig(), max_tokens=100) is None
+    assert made() is None
     assert build([{}]).shaping == ShapingConfig()
 
 

@@ -12,7 +12,6 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,27 +24,21 @@ from safetensors.torch import load_file, save_file
 from test_pipeline import Run
 
 from grpo_core import cpu
-from grpo_core.app.assembly import Assembly, RunContext
-from grpo_core.app.placement import LocalPlacement
+from grpo_core.app.parts import Parts
 from grpo_core.config import (
     Config,
     EngineConfig,
     LossConfig,
     ModelConfig,
-    TeacherConfig,
     TrainerConfig,
     ValidationConfig,
 )
 from grpo_core.demo import tiny
 from grpo_core.errors import CheckpointError, ConfigError, ModelError, PluginError, TrainerError
-from grpo_core.loop.retention import Retention
 from grpo_core.loop.rows import make_batch, with_advantages
 from grpo_core.loss import needs_of
-from grpo_core.model_sources import StartModel
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Batch, Feedback, Group, Prompt, Rollout, Row, Segment, Weights
-from grpo_core.reporting.trackers import Trackers
-from grpo_core.run_directory import RunDirectory
 from grpo_core.testing import FakeEngine, FakeEnvironment
 from grpo_core.tokens import Tokens
 from grpo_core.training import microbatch
@@ -1112,24 +1105,6 @@ def test_a_trainer_that_shares_its_gpu_gives_free_memory_back_before_the_engine_
     assert len(given_back) == shares
 
 
-def assembled(config: Config, host: PluginHost, directory: Path) -> TrainerSetup:
-    """The setup of the trainer that a run would start."""
-
-    async def made() -> TrainerSetup:
-        context = RunContext(
-            directory=RunDirectory(directory),
-            plugins=host,
-            placement=LocalPlacement(host),
-            resume=None,
-            trackers=Trackers({}),
-            retention=Retention(directory),
-            stack=AsyncExitStack(),
-        )
-        return Assembly(config, context).trainer_setup(StartModel(path=config.model.path), TeacherConfig())
-
-    return asyncio.run(made())
-
-
 @pytest.mark.parametrize(
     ("engines", "sent"),
     [(["bfloat16"], "bfloat16"), (["bfloat16", "bfloat16"], "bfloat16"), (["bfloat16", "auto"], "float32")],
@@ -1140,13 +1115,13 @@ def test_a_run_sends_weights_as_its_engines_hold_them(
     engine, *more = (EngineConfig(options={"dtype": dtype}) for dtype in engines)
     validation = ValidationConfig(every=1, engine=more[0] if more else None)
     config = Config(model=ModelConfig(path=model), engine=engine, validation=validation)
-    published = TorchTrainer(assembled(config, PluginHost.discover(), tmp_path)).publish()
+    published = TorchTrainer(Parts(config, PluginHost.discover()).trainer_setup(model)).publish()
     assert {info.dtype for info in published.tensors} == {sent}
 
 
 def test_a_plugin_that_is_left_out_of_a_run_is_left_out_of_the_trainer(model: str, tmp_path: Path) -> None:
     host = PluginHost.discover(block=["math"])
     config = Config(model=ModelConfig(path=model), loss=LossConfig(name="math:loss"))
-    given = assembled(config, host, tmp_path)
+    given = Parts(config, host).trainer_setup(model)
     with pytest.raises(PluginError, match=r"left out: plugin 'math' \(left out on request\)"):
         TorchTrainer(given)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from grpo_core.aio import Slots
 from grpo_core.app import preflight
-from grpo_core.app.parts import make_validation
+from grpo_core.app.parts import Parts
 from grpo_core.config import ValidationConfig, build
 from grpo_core.errors import ConfigError, GrpoError
 from grpo_core.events import ValidationPlayed
@@ -194,17 +194,14 @@ def test_a_version_is_measured_by_what_is_due_and_all_transcripts_are_one_event(
     async def story():
         engine = FakeEngine()
         played = []
-        validation = make_validation(
+        validation = Parts(build([SORT]), PluginHost.discover(None)).validation(
             [
                 held_out("sort", every=2, at_start=False),
                 held_out("bench", every=3, name="batched", options={"n": 2}),
             ],
-            build([SORT]).rollout,
-            PluginHost.discover(None),
-            seed=0,
-            engine=engine,
-            renderer=FakeRenderer(),
-            places=Slots(100),
+            engine,
+            FakeRenderer(),
+            Slots(100),
             last=7,
             emit=played.append,
         )

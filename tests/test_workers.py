@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from grpo_core.app.parts import engine_setup, load_renderer
+from grpo_core.app.parts import Parts
 from grpo_core.app.placement import LocalPlacement
 from grpo_core.app.workers import make_engine, workers_of
 from grpo_core.cli import _with_values
-from grpo_core.config import Config, EngineConfig, EnvironmentConfig, ModelConfig
+from grpo_core.config import Config, EngineConfig, EnvironmentConfig
 from grpo_core.demo.tiny import make_tiny_model
 from grpo_core.engines.pool import EnginePool
 from grpo_core.environments.pool import EnvironmentPool
@@ -229,7 +229,7 @@ def test_an_engine_is_given_as_many_requests_at_once_as_the_user_allows(tmp_path
                 return made[-1]
 
         config = EngineConfig(name=f"{tmp_path}/counting.py:Counting", max_requests=3, workers=workers)
-        setup = engine_setup("m", Config(), config, logs=None, colocated=True)
+        setup = Parts(Config(), host).engine_setup(config, "m", logs=None, colocated=True)
         engine = make_engine(config, setup, Recorded(host), workers=workers, tolerance=Tolerance())
         await engine.update_weights(weights)
         answers = await engine.generate(requests)
@@ -254,7 +254,8 @@ def test_cluster_options_are_errors_on_this_machine(config):
 
 
 def test_an_engine_is_given_an_absolute_path_which_any_worker_can_look_up():
-    setup = engine_setup("runs/a/model", Config(), EngineConfig(), logs=Path("runs/a/logs"), colocated=True)
+    parts = Parts(Config(), PluginHost.discover([]))
+    setup = parts.engine_setup(EngineConfig(), "runs/a/model", logs=Path("runs/a/logs"), colocated=True)
     assert setup.model == f"{Path.cwd()}/runs/a/model"
     assert setup.log_directory == f"{Path.cwd()}/runs/a/logs"
 
@@ -268,7 +269,8 @@ def test_ray_stands_alone_or_with_an_address():
 
 def test_the_shortest_engine_bounds_the_rollouts_of_a_run(tmp_path):
     make_tiny_model(tmp_path / "m", (), width=16, layers=1, warm_start_steps=0)
-    longest = load_renderer(str(tmp_path / "m"), ModelConfig(), [EngineConfig()]).context
+    parts, model = Parts(Config(), PluginHost.discover([])), str(tmp_path / "m")
+    longest = parts.renderer(model, [EngineConfig()]).context
     engines = [EngineConfig(options={"max_model_len": length}) for length in (longest - 40, longest - 90)]
-    assert load_renderer(str(tmp_path / "m"), ModelConfig(), engines).context == longest - 90
-    assert load_renderer(str(tmp_path / "m"), ModelConfig(), engines[:1]).context == longest - 40
+    assert parts.renderer(model, engines).context == longest - 90
+    assert parts.renderer(model, engines[:1]).context == longest - 40

@@ -14,7 +14,7 @@ from grpo_core.app import provenance
 from grpo_core.app.first_look import conventions_of_validation
 from grpo_core.app.launch import RUNS, configure_target, new_directory, unused
 from grpo_core.app.lengths import RunPrompts
-from grpo_core.app.parts import make_validation, rollout_places
+from grpo_core.app.parts import Parts
 from grpo_core.app.session import start_session
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config
@@ -96,16 +96,8 @@ class Measurement:
             for message in told.values():
                 status(message)
             status("validating")
-            validation = make_validation(
-                found.held_out,
-                config.rollout,
-                self.host,
-                seed=config.seed,
-                engine=session.engine,
-                renderer=renderer,
-                places=rollout_places(config.rollout),
-                emit=emit,
-            )
+            parts = Parts(config, self.host)
+            validation = parts.validation(found.held_out, session.engine, renderer, parts.places(), emit=emit)
             return await validation.measure(self.target.version, validation.parts)
 
     def _report(self, results: Results) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Functions that make one part of a run from its sections of the configuration."""
+"""Makes the parts that a configuration names, each from its own sections; nothing starts here."""
 
 from __future__ import annotations
 
@@ -8,27 +8,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from attrs import evolve
+from attrs import evolve, frozen
 
 from grpo_core.aio import UNLIMITED, Slots
+from grpo_core.app import workers
 from grpo_core.app.placement import Placement
-from grpo_core.config import (
-    AdvantageConfig,
-    CheckpointConfig,
-    Config,
-    DataPlaneConfig,
-    DynamicSamplingConfig,
-    EngineConfig,
-    HealthConfig,
-    ModelConfig,
-    PipelineConfig,
-    PlacementConfig,
-    RolloutConfig,
-    SamplerConfig,
-    ShapingConfig,
-    TrainerConfig,
-    ValidationConfig,
-)
+from grpo_core.config import Config, EngineConfig, ShapingConfig, TrainerConfig, ValidationConfig
+from grpo_core.config.generation import RolloutConfig
 from grpo_core.data.dataloaders import Dataloader
 from grpo_core.environments.budget import ErrorBudget, errors_of_calls
 from grpo_core.environments.pool import EnvironmentPool
@@ -44,11 +30,14 @@ from grpo_core.loop.pipeline import ObserveAttempt, Schedule
 from grpo_core.loop.rendering import Renderer
 from grpo_core.loop.rollout import LostBudget, SamplingParams
 from grpo_core.loop.shaping import Shaping
+from grpo_core.loss import needs_of
 from grpo_core.models import chat_template
 from grpo_core.plugins.host import PluginHost
-from grpo_core.protocols import AdvantageFunction, DataPlane, Engine, Sampler
+from grpo_core.plugins.offers import Bound
+from grpo_core.protocols import AdvantageFunction, DataPlane, Engine, Sampler, ValidationStrategy
 from grpo_core.records import EngineSetup, Group, Prompt, Rollout
 from grpo_core.training.process import thread_count
+from grpo_core.training.setup import TrainerSetup
 from grpo_core.validation.runner import Context
 from grpo_core.validation.sets import HeldOut, Measured, Validation
 from grpo_core.versions import Interval
@@ -66,109 +55,354 @@ PROMPTS = 12
 """Number of prompts that the canary begins with."""
 
 
-def make_placement(config: PlacementConfig, plugins: PluginHost) -> Placement:
-    """Make the placement of engines and environments, which is not connected yet."""
-    placement: Placement = plugins.make("placement", config.name, plugins, **config.options)
-    return placement
+@frozen
+class Parts:
+    """The parts that a configuration names, made by its plugins."""
+
+    config: Config
+    plugins: PluginHost
+
+    # ------------------------------------------------------------------------------ places
+
+    def placement(self) -> Placement:
+        """Make the placement of engines and environments, which is not connected yet."""
+        chosen = self.config.placement
+        placement: Placement = self.plugins.make("placement", chosen.name, self.plugins, **chosen.options)
+        return placement
+
+    @property
+    def place_of_trainer(self) -> str:
+        """Name of the placement that has the trainer's processes; empty if this machine has them."""
+        return self.plugins.find("trainer", self.config.trainer.name).offer.placement
+
+    @property
+    def trainer_here(self) -> TrainerConfig | None:
+        """The section of the trainer; None if its processes are in the workers of a placement."""
+        return None if self.place_of_trainer else self.config.trainer
+
+    def data_plane(self, placement: Placement) -> DataPlane:
+        """Make the data plane, which is not started yet.
+
+        Raises ConfigError if it cannot work with the placement.
+        """
+        chosen = self.config.data_plane
+        plane: DataPlane = self.plugins.make("data_plane", chosen.name, placement, **chosen.options)
+        return plane
+
+    # ------------------------------------------------------------------------------ engines and trainer
+
+    def engines(self, *, trains: bool = True) -> dict[str, EngineConfig]:
+        """Return the sections of the engines that training, or a validation alone, starts, by key."""
+        own = self.config.validation.engine
+        if trains:
+            with_own = own is not None and self.config.validation.measures
+            return {"engine": self.config.engine} | ({"validation.engine": own} if own and with_own else {})
+        return {"engine": self.config.engine} if own is None else {"validation.engine": own}
+
+    def engine_setup(
+        self, section: EngineConfig, model: str, *, logs: Path | None, colocated: bool, trains: bool = True
+    ) -> EngineSetup:
+        """Make the setup of an engine.
+
+        Args:
+            section: of this engine.
+            model: directory of the model; it is made absolute, since a worker may have another working
+                directory.
+            logs: directory of its log files.
+            colocated: whether training runs on this machine at the same time.
+            trains: whether what it generates is trained.  If the order of training is fixed, and no
+                completion has tokens of two versions by chance of time, then equal seeds can give equal
+                weights, which needs the engine's help.
+        """
+        config, pipeline = self.config, self.config.pipeline
+        fixed = pipeline.policy == "in_order" and not (pipeline.max_staleness and pipeline.in_flight_updates)
+        return EngineSetup(
+            model=str(Path(model).absolute()),
+            sections=config.sections,
+            trust_remote_code=config.model.trust_remote_code,
+            threads=thread_count(section.threads, colocated),
+            seed=config.seed,
+            log_directory=str(logs.absolute()) if logs else None,
+            deadline=section.deadline,
+            max_requests=section.max_requests,
+            reproducible=trains and fixed,
+        )
+
+    def engine(
+        self,
+        section: EngineConfig,
+        setup: EngineSetup,
+        placement: Placement,
+        env_vars: Sequence[Mapping[str, str]] = (),
+    ) -> Engine:
+        """Make the engine of a section, or its pool of engines.
+
+        Args:
+            env_vars: environment variables of each engine's process, by number.
+        """
+        return workers.make_engine(
+            section,
+            setup,
+            placement,
+            workers=workers.workers_of(section, self.plugins),
+            tolerance=self.canary_tolerance(section),
+            env_vars=env_vars,
+        )
+
+    def canary_tolerance(self, section: EngineConfig) -> Tolerance:
+        """Return the tolerance for an engine, which need not say itself what it computes in."""
+        dtype = section.options.get("dtype", "auto")
+        return Tolerance(self.config.health.canary_tolerance, "" if dtype == "auto" else str(dtype))
+
+    def transport(self, placement: Placement) -> str:
+        """Choose the transport of weights.  Raises ConfigError, PluginError."""
+        own = self.config.validation.engine if self.config.validation.measures else None
+        here = self.trainer_here is not None
+        return workers.transport(self.config.engine, own, placement, self.plugins, from_here=here)
+
+    def trainer_setup(self, model: str, teacher: str = "") -> TrainerSetup:
+        """Make the setup of the trainer, as far as the configuration says what is in it.
+
+        Args:
+            model: directory of the model that the run starts from.
+            teacher: directory of the teacher's model.
+        """
+        config = self.config
+        return TrainerSetup(
+            sections=config.sections,
+            model=evolve(config.model, path=model),
+            trainer=config.trainer,
+            loss=config.loss,
+            teacher=evolve(config.teacher, path=teacher),
+            optimizer=config.optimizer,
+            seed=config.seed,
+            colocated=config.pipeline.max_staleness > 0,
+            async_save=config.checkpoint.async_save,
+            engine_dtype=engine_dtype(self.engines().values()),
+            collective_host=config.engine.collective_host,
+            collective_ports=config.engine.collective_ports,
+            max_non_finite=config.health.max_non_finite,
+            plugins=self.plugins.selection.allow,
+            block=self.plugins.selection.block,
+        )
+
+    def renderer(self, model: str, engines: Iterable[EngineConfig]) -> Renderer:
+        """Load the renderer of a model; an engine's option ``max_model_len`` bounds its rollouts, too."""
+        section = self.config.model
+        renderer = Renderer.load(
+            model,
+            trust_remote_code=section.trust_remote_code,
+            chat_template=chat_template(section.chat_template),
+            chat_template_kwargs=section.chat_template_kwargs,
+            response_format=section.response_format,
+        )
+        lengths = [engine.options.get("max_model_len") for engine in engines]
+        renderer.context = min([renderer.context, *(each for each in lengths if isinstance(each, int))])
+        return renderer
+
+    # ------------------------------------------------------------------------------ what is learnt from
+
+    @property
+    def loss(self) -> Bound[Any, Any]:
+        """The loss, with its options.  Raises ConfigError or PluginError if it cannot be made."""
+        return self.plugins.function("loss", self.config.loss.name, **self.config.loss.options)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The needs of the loss with its options, such as "reference"."""
+        return needs_of(self.loss.function, self.loss.options)
+
+    @property
+    def all_rows(self) -> bool:
+        """Whether rows whose advantage is 0 are trained: the configuration says so, or the loss."""
+        return self.config.loss.all_rows or "all_rows" in self.needs
+
+    def sampler(self) -> Sampler:
+        """Make the sampler; factories that take them get ``seed`` and the tasks' ``weights``."""
+        chosen = self.config.sampler
+        takes = inspect.signature(self.plugins.factory("sampler", chosen.name)).parameters
+        weights = {name: task.weight for name, task in self.config.tasks.items()}
+        known: dict[str, Any] = {"seed": self.config.seed, "weights": weights}
+        options = {key: value for key, value in known.items() if key in takes} | chosen.options
+        sampler: Sampler = self.plugins.make("sampler", chosen.name, **options)
+        return sampler
+
+    def advantages(self) -> AdvantageFunction:
+        """Make the advantage function, with the limits of its section."""
+        chosen = self.config.advantage
+        function: AdvantageFunction = self.plugins.function("advantage", chosen.name, **chosen.options)
+        if chosen.clip_low is None and chosen.clip_high is None:
+            return function
+        return Clipped(function, chosen.clip_low, chosen.clip_high)
+
+    def shaping(self) -> Shaping | None:
+        """Make the shaping of rewards, or None if its section changes nothing."""
+        config = self.config.shaping
+        if config == ShapingConfig():
+            return None
+        source = config.source if any(config.source) else None
+        limit = config.overlong_limit or self.config.rollout.max_tokens
+        if config.overlong_buffer > limit:
+            raise ConfigError(
+                f"shaping.overlong_buffer is {config.overlong_buffer}; expected at most "
+                f"shaping.overlong_limit, which is {limit}"
+            )
+        if any(config.target) and source is None:
+            raise ConfigError("shaping.target needs shaping.source, the range that it maps")
+        return Shaping(
+            weights=config.weights,
+            source=source,
+            target=config.target if any(config.target) else source,
+            truncated_factor=config.truncated_factor,
+            token_price=config.token_price,
+            limit=limit,
+            limit_of_turns=not config.overlong_limit,
+            buffer=config.overlong_buffer,
+            penalty=config.overlong_penalty,
+        )
+
+    def dynamic(self) -> DynamicSampling | None:
+        """Make what filters groups, or None if nothing does."""
+        config, filters = self.config.dynamic_sampling, self.config.filters
+        if not config.enabled and not filters:
+            return None
+        return DynamicSampling(
+            tolerance=config.tolerance if config.enabled else None,
+            filters={
+                short_name(name): self.plugins.function("filter", name, **options)
+                for name, options in filters.items()
+            },
+            max_extra_groups=config.max_extra_groups or EXTRA_GROUPS * self.config.trainer.prompts_per_step,
+        )
+
+    # ------------------------------------------------------------------------------ the loop
+
+    def buffer(self) -> Buffer[Prompt, Group]:
+        """Make the buffer of a new run."""
+        return Buffer(
+            prompts_per_step=self.config.trainer.prompts_per_step,
+            max_staleness=self.config.pipeline.max_staleness,
+            num_steps=self.config.trainer.steps,
+            policy=self.config.pipeline.policy,
+            max_retries=self.config.rollout.max_retries,
+        )
+
+    def places(self) -> Slots:
+        """Make the places that limit how many rollouts are played at the same time."""
+        return Slots(self.config.rollout.max_in_flight or UNLIMITED)
+
+    @property
+    def health_limits(self) -> dict[str, Limits]:
+        """The health limits by metric."""
+        config = self.config.health
+        return {
+            "logprob_diff_mean": Limits(*config.logprob_diff),
+            "mismatch_kl": Limits(*config.mismatch_kl),
+            "effective_sample_size": Limits(*config.effective_sample_size),
+            "clip_fraction_low": Limits(*config.clip_fraction),
+            "clip_fraction_high": Limits(*config.clip_fraction),
+        }
+
+    def schedule(self) -> Schedule:
+        """Make the times and numbers of the loop; its ``stall`` is longer than what may happen within it."""
+        rollout, trainer, pipeline = self.config.rollout, self.config.trainer, self.config.pipeline
+        engine, validation, checkpoint = self.config.engine, self.config.validation, self.config.checkpoint
+        attempts = rollout.max_retries + 2
+        rounds = 1
+        if rollout.max_in_flight:
+            groups = (pipeline.max_staleness + 1) * trainer.prompts_per_step
+            rounds = -(-groups // max(1, rollout.max_in_flight // rollout.group_size))
+        return Schedule(
+            validations=intervals(validation),
+            save_every=checkpoint.every,
+            save_seconds=60.0 * checkpoint.every_minutes,
+            rollout_deadline=rollout.deadline,
+            sync_deadline=SYNC_ATTEMPTS * engine.deadline + SYNC_GRACE,
+            in_flight_updates=pipeline.in_flight_updates,
+            pause_to_validate=validation.pause,
+            stall=rollout.deadline * attempts * rounds
+            + trainer.deadline
+            + SYNC_ATTEMPTS * engine.deadline
+            + validation.longest_deadline * validation.measures,
+        )
+
+    def lost_budget(self) -> LostBudget:
+        """Make the limit of rollouts that may be lost in a row: all attempts at what is outstanding."""
+        rollout = self.config.rollout
+        outstanding = (self.config.pipeline.max_staleness + 1) * self.config.trainer.prompts_per_step
+        return LostBudget(outstanding * rollout.group_size * (rollout.max_retries + 1))
+
+    def budgets(self, environments: Mapping[str, EnvironmentPool]) -> ObserveAttempt:
+        """Make the observer of attempts, which raises when too many calls fail or rollouts are lost."""
+        lost, max_retries = self.lost_budget(), self.config.rollout.max_retries
+        budgets = {task: ErrorBudget(task, self.config.environment.max_error_rate) for task in environments}
+
+        def observe(task: str, rollouts: Sequence[Rollout], attempts: int) -> None:
+            for each in rollouts:
+                lost.observe(each)
+            environment = environments[task]
+            for error in errors_of_calls(rollouts, needs_group=environment.needs_group):
+                again = attempts == 0 < max_retries
+                budgets[task].observe(error, last=not again, traceback=environment.first_traceback)
+
+        return observe
+
+    def strategy(self, section: ValidationConfig) -> ValidationStrategy:
+        """Make the strategy of ``[validation]``, or of a set."""
+        strategy: ValidationStrategy = self.plugins.make(
+            "validation_strategy", section.name, **section.options
+        )
+        return strategy
+
+    def validation(
+        self,
+        held_out: Sequence[HeldOut],
+        engine: Engine,
+        renderer: Renderer,
+        places: Slots,
+        *,
+        emit: Callable[[Event], None],
+        last: int = 0,
+    ) -> Validation:
+        """Make what validates the versions of a run until the ``last`` one."""
+        rollout = self.config.rollout
+
+        def measured(part: HeldOut) -> Measured:
+            config = part.config
+            context = Context(
+                version=0,
+                prompts={name: own[: config.prompts] for name, own in part.prompts.items() if own},
+                engine=engine,
+                environments=part.environments,
+                renderer=renderer,
+                sampling=evolve(
+                    sampling_params(rollout), top_p=config.top_p, top_k=config.top_k, min_p=config.min_p
+                ),
+                deadline=config.deadline,
+                retries=rollout.max_retries,
+                seed=self.config.seed,
+                group_size=rollout.group_size,
+                places=places,
+            )
+            strategy, interval = self.strategy(config), Interval(config.every, config.at_start)
+            return Measured(
+                set=part.name, name=config.name, strategy=strategy, interval=interval, context=context
+            )
+
+        return Validation(parts=[measured(part) for part in held_out], last=last, emit=emit)
 
 
-def trainer_here(config: TrainerConfig, plugins: PluginHost) -> TrainerConfig | None:
-    """Return the section of the trainer; None if its processes are in the workers of a placement."""
-    return None if placement_of(config, plugins) else config
-
-
-def placement_of(config: TrainerConfig, plugins: PluginHost) -> str:
-    """Return the name of the placement that has the trainer's processes; empty if this machine has them."""
-    return plugins.find("trainer", config.name).offer.placement
-
-
-def make_data_plane(config: DataPlaneConfig, plugins: PluginHost, placement: Placement) -> DataPlane:
-    """Make the data plane of a run, which is not started yet.
-
-    Raises ConfigError if it cannot work with the placement.
-    """
-    plane: DataPlane = plugins.make("data_plane", config.name, placement, **config.options)
-    return plane
-
-
-def make_sampler(
-    config: SamplerConfig, host: PluginHost, *, seed: int, weights: Mapping[str, float]
-) -> Sampler:
-    """Make the sampler; factories that take them get ``seed`` and the tasks' ``weights``."""
-    takes = inspect.signature(host.factory("sampler", config.name)).parameters
-    known: dict[str, Any] = {"seed": seed, "weights": weights}
-    options = {key: value for key, value in known.items() if key in takes} | config.options
-    sampler: Sampler = host.make("sampler", config.name, **options)
-    return sampler
-
-
-def make_advantages(config: AdvantageConfig, host: PluginHost) -> AdvantageFunction:
-    """Make the advantage function, with the limits of its section."""
-    function: AdvantageFunction = host.function("advantage", config.name, **config.options)
-    if config.clip_low is None and config.clip_high is None:
-        return function
-    return Clipped(function, config.clip_low, config.clip_high)
-
-
-def make_buffer(
-    trainer: TrainerConfig, pipeline: PipelineConfig, rollout: RolloutConfig
-) -> Buffer[Prompt, Group]:
-    return Buffer(
-        prompts_per_step=trainer.prompts_per_step,
-        max_staleness=pipeline.max_staleness,
-        num_steps=trainer.steps,
-        policy=pipeline.policy,
-        max_retries=rollout.max_retries,
+def sampling_params(config: RolloutConfig) -> SamplingParams:
+    """Return the parameters with which training samples."""
+    return SamplingParams(
+        temperature=config.temperature,
+        max_tokens=config.max_tokens,
+        stop=tuple(config.stop),
+        max_turns=config.max_turns,
+        max_total_tokens=config.max_total_tokens,
+        max_tool_calls=config.max_tool_calls,
+        truncated=config.truncated,
     )
-
-
-def engine_setup(
-    path: str,
-    config: Config,
-    engine: EngineConfig,
-    *,
-    logs: Path | None,
-    colocated: bool,
-    reproducible: bool = False,
-) -> EngineSetup:
-    """Make the setup of an engine.
-
-    Args:
-        path: directory of the model; it is made absolute, since a worker may have another working directory.
-        config: of the run.
-        engine: section of this engine.
-        logs: directory of its log files.
-        colocated: whether training runs on this machine at the same time.
-        reproducible: see ``EngineSetup``.
-    """
-    return EngineSetup(
-        model=str(Path(path).absolute()),
-        sections=config.sections,
-        trust_remote_code=config.model.trust_remote_code,
-        threads=thread_count(engine.threads, colocated),
-        seed=config.seed,
-        log_directory=str(logs.absolute()) if logs else None,
-        deadline=engine.deadline,
-        max_requests=engine.max_requests,
-        reproducible=reproducible,
-    )
-
-
-def reproducible(pipeline: PipelineConfig) -> bool:
-    """Whether a run is configured so that equal seeds can give equal weights, which needs the engine's help.
-
-    The order of training is fixed then, and no completion has tokens of two versions by chance of time.
-    """
-    return pipeline.policy == "in_order" and not (pipeline.max_staleness and pipeline.in_flight_updates)
-
-
-def engines_of(config: Config, *, trains: bool) -> dict[str, EngineConfig]:
-    """Return the sections of the engines that training, or a validation alone, starts, by key."""
-    own = config.validation.engine
-    if trains:
-        with_own = own is not None and config.validation.measures
-        return {"engine": config.engine} | ({"validation.engine": own} if own and with_own else {})
-    return {"engine": config.engine} if own is None else {"validation.engine": own}
 
 
 def engine_dtype(engines: Iterable[EngineConfig]) -> Literal["auto", "bfloat16", "float16"]:
@@ -179,24 +413,10 @@ def engine_dtype(engines: Iterable[EngineConfig]) -> Literal["auto", "bfloat16",
     return "float16" if all(option == "float16" for option in options) else "auto"
 
 
-def canary_tolerance(health: HealthConfig, engine: EngineConfig) -> Tolerance:
-    """Return the tolerance for an engine, which need not say itself what it computes in."""
-    dtype = engine.options.get("dtype", "auto")
-    return Tolerance(health.canary_tolerance, "" if dtype == "auto" else str(dtype))
-
-
-def load_renderer(path: str, model: ModelConfig, engines: Sequence[EngineConfig]) -> Renderer:
-    """Load the renderer of a model; an engine's option ``max_model_len`` bounds its rollouts, too."""
-    renderer = Renderer.load(
-        path,
-        trust_remote_code=model.trust_remote_code,
-        chat_template=chat_template(model.chat_template),
-        chat_template_kwargs=model.chat_template_kwargs,
-        response_format=model.response_format,
-    )
-    lengths = [engine.options.get("max_model_len") for engine in engines]
-    renderer.context = min([renderer.context, *(length for length in lengths if isinstance(length, int))])
-    return renderer
+def intervals(config: ValidationConfig) -> list[Interval]:
+    """Return when the tasks and each set are measured."""
+    each = (config, *map(config.of_set, config.sets))
+    return [Interval(section.every, section.at_start) for section in each]
 
 
 def canary_prompts(prompts: Mapping[str, Sequence[Prompt]], renderer: Renderer) -> list[tuple[int, ...]]:
@@ -204,11 +424,6 @@ def canary_prompts(prompts: Mapping[str, Sequence[Prompt]], renderer: Renderer) 
     some = [prompt for part in prompts.values() for prompt in part[: max(1, PROMPTS // len(prompts))]]
     encoded = [tuple(renderer.prompt_ids(prompt.messages)[-LENGTH:]) for prompt in some[:PROMPTS]]
     return [ids for ids in dict.fromkeys(encoded) if ids and max(ids) < renderer.vocabulary]
-
-
-def rollout_places(config: RolloutConfig) -> Slots:
-    """Return the places that limit how many rollouts are played at the same time."""
-    return Slots(config.max_in_flight or UNLIMITED)
 
 
 def check_dataloaders(config: Config, dataloaders: Mapping[str, Dataloader], sampler: Sampler) -> None:
@@ -241,18 +456,6 @@ def with_steps(config: Config, sizes: Mapping[str, int]) -> Config:
     return evolve(config, trainer=evolve(config.trainer, steps=steps))
 
 
-def sampling_params(config: RolloutConfig) -> SamplingParams:
-    return SamplingParams(
-        temperature=config.temperature,
-        max_tokens=config.max_tokens,
-        stop=tuple(config.stop),
-        max_turns=config.max_turns,
-        max_total_tokens=config.max_total_tokens,
-        max_tool_calls=config.max_tool_calls,
-        truncated=config.truncated,
-    )
-
-
 def check_lengths(config: RolloutConfig, positions: int) -> None:
     """Raise ConfigError if rollouts would exceed the model's positions, whatever the prompt."""
     key = "max_total_tokens" if config.max_total_tokens else "max_tokens"
@@ -262,170 +465,3 @@ def check_lengths(config: RolloutConfig, positions: int) -> None:
             f"rollout.{key} is {given}; the model has {positions} positions for prompt and completions "
             f"together: choose at most {room}"
         )
-
-
-def dynamic_sampling(
-    config: DynamicSamplingConfig,
-    filters: Mapping[str, Mapping[str, Any]],
-    host: PluginHost,
-    *,
-    prompts_per_step: int,
-) -> DynamicSampling | None:
-    """Make what filters groups, or None if nothing does."""
-    if not config.enabled and not filters:
-        return None
-    extra = config.max_extra_groups or EXTRA_GROUPS * prompts_per_step
-    return DynamicSampling(
-        tolerance=config.tolerance if config.enabled else None,
-        filters={
-            short_name(name): host.function("filter", name, **options) for name, options in filters.items()
-        },
-        max_extra_groups=extra,
-    )
-
-
-def make_shaping(config: ShapingConfig, *, max_tokens: int) -> Shaping | None:
-    """Make the shaping of rewards, or None if the section changes nothing."""
-    if config == ShapingConfig():
-        return None
-    source = config.source if any(config.source) else None
-    limit = config.overlong_limit or max_tokens
-    if config.overlong_buffer > limit:
-        raise ConfigError(
-            f"shaping.overlong_buffer is {config.overlong_buffer}; expected at most shaping.overlong_limit, "
-            f"which is {limit}"
-        )
-    if any(config.target) and source is None:
-        raise ConfigError("shaping.target needs shaping.source, the range that it maps")
-    return Shaping(
-        weights=config.weights,
-        source=source,
-        target=config.target if any(config.target) else source,
-        truncated_factor=config.truncated_factor,
-        token_price=config.token_price,
-        limit=limit,
-        limit_of_turns=not config.overlong_limit,
-        buffer=config.overlong_buffer,
-        penalty=config.overlong_penalty,
-    )
-
-
-def health_limits(config: HealthConfig) -> dict[str, Limits]:
-    """Return the health limits by metric."""
-    return {
-        "logprob_diff_mean": Limits(*config.logprob_diff),
-        "mismatch_kl": Limits(*config.mismatch_kl),
-        "effective_sample_size": Limits(*config.effective_sample_size),
-        "clip_fraction_low": Limits(*config.clip_fraction),
-        "clip_fraction_high": Limits(*config.clip_fraction),
-    }
-
-
-def error_budgets(
-    environments: Mapping[str, EnvironmentPool], *, max_error_rate: float, max_retries: int, max_lost: int
-) -> ObserveAttempt:
-    """Make an observer of attempts that raises when too many calls fail, or too many rollouts are lost.
-
-    Args:
-        max_retries: number of attempts after the first, for each prompt.
-        max_lost: number of rollouts that may be lost in a row.
-    """
-    budgets = {task: ErrorBudget(task, max_error_rate) for task in environments}
-    lost = LostBudget(max_lost)
-
-    def observe(task: str, rollouts: Sequence[Rollout], attempts: int) -> None:
-        for rollout in rollouts:
-            lost.observe(rollout)
-        environment = environments[task]
-        for error in errors_of_calls(rollouts, needs_group=environment.needs_group):
-            again = attempts == 0 < max_retries
-            budgets[task].observe(error, last=not again, traceback=environment.first_traceback)
-
-    return observe
-
-
-def make_schedule(
-    *,
-    rollout: RolloutConfig,
-    engine: EngineConfig,
-    trainer: TrainerConfig,
-    pipeline: PipelineConfig,
-    validation: ValidationConfig,
-    checkpoint: CheckpointConfig,
-) -> Schedule:
-    """Make the schedule; its ``stall`` is longer than everything that may happen within it."""
-    attempts = rollout.max_retries + 2
-    rounds = 1
-    if rollout.max_in_flight:
-        groups = (pipeline.max_staleness + 1) * trainer.prompts_per_step
-        rounds = -(-groups // max(1, rollout.max_in_flight // rollout.group_size))
-    return Schedule(
-        validations=intervals(validation),
-        save_every=checkpoint.every,
-        save_seconds=60.0 * checkpoint.every_minutes,
-        rollout_deadline=rollout.deadline,
-        sync_deadline=SYNC_ATTEMPTS * engine.deadline + SYNC_GRACE,
-        in_flight_updates=pipeline.in_flight_updates,
-        pause_to_validate=validation.pause,
-        stall=rollout.deadline * attempts * rounds
-        + trainer.deadline
-        + SYNC_ATTEMPTS * engine.deadline
-        + validation.longest_deadline * validation.measures,
-    )
-
-
-def intervals(config: ValidationConfig) -> list[Interval]:
-    """Return when the tasks and each set are measured."""
-    return [_interval(config), *(_interval(config.of_set(name)) for name in config.sets)]
-
-
-def _interval(config: ValidationConfig) -> Interval:
-    return Interval(config.every, config.at_start)
-
-
-def make_validation(
-    held_out: Sequence[HeldOut],
-    rollout: RolloutConfig,
-    plugins: PluginHost,
-    *,
-    seed: int,
-    engine: Engine,
-    renderer: Renderer,
-    places: Slots,
-    last: int = 0,
-    emit: Callable[[Event], None] = lambda event: None,
-) -> Validation:
-    """Make what validates the versions of a run until the ``last`` one."""
-
-    def context(part: HeldOut) -> Context:
-        config = part.config
-        return Context(
-            version=0,
-            prompts={name: own[: config.prompts] for name, own in part.prompts.items() if own},
-            engine=engine,
-            environments=part.environments,
-            renderer=renderer,
-            sampling=evolve(
-                sampling_params(rollout), top_p=config.top_p, top_k=config.top_k, min_p=config.min_p
-            ),
-            deadline=config.deadline,
-            retries=rollout.max_retries,
-            seed=seed,
-            group_size=rollout.group_size,
-            places=places,
-        )
-
-    return Validation(
-        parts=[
-            Measured(
-                set=part.name,
-                name=part.config.name,
-                strategy=plugins.make("validation_strategy", part.config.name, **part.config.options),
-                interval=_interval(part.config),
-                context=context(part),
-            )
-            for part in held_out
-        ],
-        last=last,
-        emit=emit,
-    )

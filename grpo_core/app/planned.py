@@ -8,11 +8,9 @@ from pathlib import Path
 from attrs import frozen
 
 from grpo_core.app.gpus import choose, gpus_seen, joined_to_trainer, visible
-from grpo_core.app.parts import engine_dtype, engines_of, make_placement, trainer_here
+from grpo_core.app.parts import Parts, engine_dtype
 from grpo_core.app.teacher import teacher_model
-from grpo_core.app.workers import transport
 from grpo_core.config import Config, EngineConfig
-from grpo_core.loss import needs_of
 from grpo_core.models import directory_here
 from grpo_core.plugins.host import PluginHost
 from grpo_core.weights.transports import find_transport
@@ -38,12 +36,10 @@ class Planned:
 
 def planned(config: Config, host: PluginHost, gpus: int) -> Planned:
     """Return what a run will start, on a machine with so many GPUs; 0 looks how many there are."""
-    placement, engines = make_placement(config.placement, host), engines_of(config, trains=True)
-    here = trainer_here(config.trainer, host)
+    parts = Parts(config, host)
+    placement, engines, here = parts.placement(), parts.engines(), parts.trainer_here
     on_gpus = {} if placement.remote else engines
     devices = choose(here, on_gpus, gpus or visible(), joined_to_trainer(on_gpus, host))
-    loss = host.function("loss", config.loss.name, **config.loss.options)
-    needs = frozenset(needs_of(loss.function, loss.options))
 
     def seen(key: str, engine: EngineConfig) -> Sequence[Sequence[int]]:
         nothing: Sequence[Mapping[str, str]] = [{}] * engine.workers
@@ -51,14 +47,11 @@ def planned(config: Config, host: PluginHost, gpus: int) -> Planned:
 
     return Planned(
         trainer=None if here is None else gpus_seen(devices.trainer, gpus),
-        on_device=here is not None
-        and find_transport(
-            transport(config.engine, engines.get("validation.engine"), placement, host), host
-        ).on_device,
+        on_device=here is not None and find_transport(parts.transport(placement), host).on_device,
         engines=()
         if placement.remote
         else [(key, engine, seen(key, engine)) for key, engine in engines.items()],
         engine_dtype=engine_dtype(engines.values()),
-        needs=needs,
-        teacher=directory_here(teacher_model(config.teacher.path)) if "teacher" in needs else None,
+        needs=parts.needs,
+        teacher=directory_here(teacher_model(config.teacher.path)) if "teacher" in parts.needs else None,
     )

@@ -9,17 +9,9 @@ from collections.abc import Mapping
 from math import lcm
 from pathlib import Path
 
-from grpo_core.app.parts import (
-    engines_of,
-    make_data_plane,
-    make_placement,
-    make_sampler,
-    make_shaping,
-    placement_of,
-    trainer_here,
-)
+from grpo_core.app.parts import Parts
 from grpo_core.app.teacher import teacher_model
-from grpo_core.app.workers import of_task, transport, workers_of
+from grpo_core.app.workers import of_task, workers_of
 from grpo_core.config import (
     CUTS,
     AdvantageConfig,
@@ -39,7 +31,7 @@ from grpo_core.interpreters import Interpreter, from_here
 from grpo_core.loop.dynamic import EQUAL_REWARDS, short_name
 from grpo_core.loop.endings import Goal
 from grpo_core.loop.metrics import COMPARED, documented
-from grpo_core.loss import LossSetting, needs_of, problems_of
+from grpo_core.loss import LossSetting, problems_of
 from grpo_core.model_sources import model_source
 from grpo_core.models import chat_template, check_path
 from grpo_core.plugins.host import PluginHost
@@ -58,23 +50,22 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
     """
     if not config.tasks and (trains or not config.validation.sets):
         raise _no_task("train on" if trains else "measure", host)
-    remote = make_placement(config.placement, host).remote
+    parts = Parts(config, host)
+    remote = parts.placement().remote
     for name, task in config.tasks.items():
         _check_environment(f"tasks.{name}", task, config.environment, host, remote=remote)
         check_dataloader(name, task, host)
         if task.player:
             host.check_options("player", task.player, task.player_options)
-    weights = {name: task.weight for name, task in config.tasks.items()}
-    sampler = make_sampler(config.sampler, host, seed=config.seed, weights=weights)
-    plugin_state(sampler, f"sampler {config.sampler.name!r}")  # it does not fail at the first checkpoint then
+    plugin_state(parts.sampler(), f"sampler {config.sampler.name!r}")  # or the first checkpoint would fail
     for engine in (config.engine, config.validation.engine):
         if engine is not None:
             host.check_options("engine", engine.name, engine.options)
             workers_of(engine, host)
     host.check_options("trainer", config.trainer.name, config.trainer.options)
-    _check_loss(config, host)
+    _check_loss(parts)
     if trains:
-        _check_teacher(config, host)
+        _check_teacher(parts)
     host.check_options("optimizer", config.optimizer.name, config.optimizer.options)
     host.check_values(
         "optimizer", config.optimizer.name, config.optimizer.options, betas=config.trainer.betas
@@ -83,7 +74,7 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
     _check_ranks(config, host)
     _check_offload(config)
     if trains:
-        _check_adapters(config, host)
+        _check_adapters(parts)
         _check_budget(config)
     _check_profile(config)
     _check_advantage(config.advantage, config.rollout.group_size, host)
@@ -91,14 +82,14 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
     _check_goal(config)
     _check_filters(config, host)
     _check_by_turn(config, host)
-    _check_idle(config, host)
-    make_shaping(config.shaping, max_tokens=config.rollout.max_tokens)
+    _check_idle(parts)
+    parts.shaping()
     # with sets, a key of [validation] may be meant for the strategy of one of them
-    _check_strategy(config.validation, host, {} if config.validation.sets else _cuts(config.validation))
+    _check_strategy(config.validation, parts, {} if config.validation.sets else _cuts(config.validation))
     for name in config.validation.sets:
-        _check_set(name, config, host, trains=trains)
+        _check_set(name, parts, trains=trains)
     check_trackers(config.tracking, host)
-    _check_placement(config, host, trains=trains)
+    _check_placement(parts, trains=trains)
     model_source(config.model, host).check()
     chat_template(config.model.chat_template)
     check_response_format(config.model.response_format)
@@ -145,16 +136,16 @@ def check_dataloader(name: str, task: TaskConfig, host: PluginHost) -> None:
         )
 
 
-def _check_loss(config: Config, host: PluginHost) -> None:
+def _check_loss(parts: Parts) -> None:
     """Raise ConfigError for options of the loss that cannot be, or that make no sense with other sections."""
-    host.check_options("loss", config.loss.name, config.loss.options)
+    config = parts.config
+    parts.plugins.check_options("loss", config.loss.name, config.loss.options)
     setting = LossSetting(
         aggregation=config.loss.aggregation,
         proximal=config.trainer.proximal,
         updates_per_step=config.trainer.updates_per_step,
     )
-    loss = host.function("loss", config.loss.name, **config.loss.options)
-    if problems := problems_of(loss.function, config.loss.options, setting):
+    if problems := problems_of(parts.loss.function, config.loss.options, setting):
         raise ConfigError(f"loss {config.loss.name!r}: " + "; ".join(problems))
 
 
@@ -175,12 +166,13 @@ def _check_lora(config: Config) -> None:
         )
 
 
-def _check_adapters(config: Config, host: PluginHost) -> None:
+def _check_adapters(parts: Parts) -> None:
     """Raise ConfigError for an engine that needs adapters where weight syncs send none."""
-    if config.model.lora is not None and config.model.lora.publish == "adapters":
+    lora = parts.config.model.lora
+    if lora is not None and lora.publish == "adapters":
         return
-    for key, engine in engines_of(config, trains=True).items():
-        selected = host.find("engine", engine.name)
+    for key, engine in parts.engines().items():
+        selected = parts.plugins.find("engine", engine.name)
         needing = selected.offer.needs_adapters
         if needing is not None and (option := selected.loaded(needing)(**engine.options)):
             raise ConfigError(
@@ -189,10 +181,10 @@ def _check_adapters(config: Config, host: PluginHost) -> None:
             )
 
 
-def _check_teacher(config: Config, host: PluginHost) -> None:
+def _check_teacher(parts: Parts) -> None:
     """Raise ConfigError if the loss and the teacher do not fit, and ModelError if the teacher is no model."""
-    loss = host.function("loss", config.loss.name, **config.loss.options)
-    if "teacher" not in needs_of(loss.function, loss.options):
+    config = parts.config
+    if "teacher" not in parts.needs:
         return
     if not config.teacher.path:
         raise ConfigError(
@@ -273,8 +265,9 @@ def interval_of(metric: str, config: Config, key: str) -> tuple[str, int]:
     )
 
 
-def _check_set(name: str, config: Config, host: PluginHost, *, trains: bool) -> None:
+def _check_set(name: str, parts: Parts, *, trains: bool) -> None:
     """Raise ConfigError or PluginError if a validation set cannot be measured."""
+    config, host = parts.config, parts.plugins
     key, validation = f"validation.sets.{name}", config.validation
     chosen, resolved = validation.sets[name], validation.of_set(name)
     if name in config.tasks:
@@ -291,18 +284,18 @@ def _check_set(name: str, config: Config, host: PluginHost, *, trains: bool) -> 
             f"{key} is never measured, since validation.every is 0: set {key}.every, to 0 if only "
             "`grpo-core validate` shall measure it"
         )
-    remote = make_placement(config.placement, host).remote
+    remote = parts.placement().remote
     for environment in validation.environments([name]).values():
         _check_environment(key, environment, config.environment, host, remote=remote)
     own = {cut: value for cut, value in _cuts(resolved).items() if getattr(chosen, cut) is not None}
-    _check_strategy(resolved, host, own, key)
+    _check_strategy(resolved, parts, own, key)
 
 
 def _check_strategy(
-    validation: ValidationConfig, host: PluginHost, cuts: Mapping[str, float], key: str = "validation"
+    validation: ValidationConfig, parts: Parts, cuts: Mapping[str, float], key: str = "validation"
 ) -> None:
     """Raise ConfigError or PluginError if a strategy cannot be made, or samples nothing that is cut."""
-    strategy = host.make("validation_strategy", validation.name, **validation.options)
+    strategy = parts.strategy(validation)
     plugin_state(strategy, f"validation strategy {validation.name!r}")
     if cuts and getattr(strategy, "temperature", None) == 0:
         cut, value = next(iter(cuts.items()))
@@ -318,26 +311,24 @@ def _cuts(validation: ValidationConfig) -> dict[str, float]:
     return {cut: value for cut in CUTS if (value := getattr(validation, cut)) != getattr(usual, cut)}
 
 
-def _check_placement(config: Config, host: PluginHost, *, trains: bool) -> None:
-    placement = make_placement(config.placement, host)
-    here = trainer_here(config.trainer, host)
-    placement.check(here if trains else None, engines_of(config, trains=trains))
-    own = config.validation.engine if config.validation.measures else None
+def _check_placement(parts: Parts, *, trains: bool) -> None:
+    placement = parts.placement()
+    placement.check(parts.trainer_here if trains else None, parts.engines(trains=trains))
     if trains:
-        _check_place_of_trainer(config, host)
-        make_data_plane(config.data_plane, host, placement)
-    transport(config.engine, own, placement, host, from_here=here is not None)
+        _check_place_of_trainer(parts)
+        parts.data_plane(placement)
+    parts.transport(placement)
 
 
-def _check_place_of_trainer(config: Config, host: PluginHost) -> None:
+def _check_place_of_trainer(parts: Parts) -> None:
     """Raise ConfigError if the trainer's processes are in another placement, or a key does not fit them."""
-    trainer, needed = config.trainer, placement_of(config.trainer, host)
-    if needed and needed != config.placement.name:
+    trainer, needed, chosen = parts.config.trainer, parts.place_of_trainer, parts.config.placement.name
+    if needed and needed != chosen:
         raise ConfigError(
             f'trainer.name = "{trainer.name}": its processes are in the workers of placement.name = '
-            f'"{needed}", and placement.name is "{config.placement.name}"; set it to "{needed}"'
+            f'"{needed}", and placement.name is "{chosen}"; set it to "{needed}"'
         )
-    host.check_values("trainer", trainer.name, trainer.options, section=trainer)
+    parts.plugins.check_values("trainer", trainer.name, trainer.options, section=trainer)
 
 
 def _check_budget(config: Config) -> None:
@@ -450,10 +441,10 @@ def _check_by_turn(config: Config, host: PluginHost) -> None:
         )
 
 
-def _check_idle(config: Config, host: PluginHost) -> None:
+def _check_idle(parts: Parts) -> None:
     """Raise ConfigError for keys that were changed and do nothing."""
-    loss = host.function("loss", config.loss.name, **config.loss.options)
-    there = [OF_LOSS[need] for need in needs_of(loss.function, loss.options) if need in OF_LOSS]
+    config, host = parts.config, parts.plugins
+    there = [OF_LOSS[need] for need in parts.needs if need in OF_LOSS]
     found = list(idle_keys(config, config, there))
     for each in host.sections.added:
         found += idle_keys(config.section(each.kind, None), config, there, each.name)

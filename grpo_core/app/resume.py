@@ -12,7 +12,7 @@ from typing import Any
 from attrs import evolve, frozen
 
 import grpo_core
-from grpo_core.app.parts import intervals, make_sampler
+from grpo_core.app.parts import Parts, intervals
 from grpo_core.app.paths import plugin_files, with_absolute_paths
 from grpo_core.config import Config, TrainerConfig, as_table, replace_parts
 from grpo_core.data.samplers import load_plugin_state
@@ -22,7 +22,6 @@ from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import BufferStatistics
 from grpo_core.loop.endings import GOAL_REACHED, Goal
 from grpo_core.loop.saved import SavedPipeline, SavedRun
-from grpo_core.loss import needs_of
 from grpo_core.models import directory_here, text_files
 from grpo_core.plugins.configured import configured
 from grpo_core.plugins.host import NO_OFFERS, Offers, PluginHost
@@ -248,10 +247,9 @@ def _check_fixed(path: Path, fixed: Mapping[str, Any], config: Config) -> None:
 
 def _check_start(path: Path, before: str, config: Config, host: PluginHost) -> None:
     """Refuse other weights below adapters, or as the reference of a loss."""
-    loss = host.function("loss", config.loss.name, **config.loss.options)
     if config.model.lora is not None:
         why = "to which its adapters belong"
-    elif "reference" in needs_of(loss.function, loss.options) and not config.trainer.reference_every:
+    elif "reference" in Parts(config, host).needs and not config.trainer.reference_every:
         why = "with which its loss compares the policy"
     else:
         return
@@ -261,16 +259,14 @@ def _check_start(path: Path, before: str, config: Config, host: PluginHost) -> N
 def _check_states(directory: Path, state: SavedPipeline, config: Config, host: PluginHost) -> None:
     """Raise CheckpointError for a state of a loader, a sampler or a strategy of wrong types."""
     checkpoint.read_loaders(directory)
-    weights = {name: task.weight for name, task in config.tasks.items()}
+    parts = Parts(config, host)
     if state.get("sampler_name", config.sampler.name) == config.sampler.name:
-        sampler = make_sampler(config.sampler, host, seed=config.seed, weights=weights)
-        load_plugin_state(sampler, f"sampler {config.sampler.name!r}", state["sampler"])
+        load_plugin_state(parts.sampler(), f"sampler {config.sampler.name!r}", state["sampler"])
     validation = config.validation
     for name, saved in state.get("validation", {}).items():
         chosen = validation.of_set(name) if name in validation.sets else None if name else validation
         if chosen is not None and chosen.name == saved["strategy"]:
-            strategy = host.make("validation_strategy", chosen.name, **chosen.options)
-            load_plugin_state(strategy, f"validation strategy {chosen.name!r}", saved["state"])
+            load_plugin_state(parts.strategy(chosen), f"validation strategy {chosen.name!r}", saved["state"])
 
 
 def _check_staleness(path: Path, ready: Any, bound: int) -> None:

@@ -16,11 +16,8 @@ from typing import TypeVar
 from attrs import asdict, evolve, frozen
 
 from grpo_core.app import provenance
-from grpo_core.app.assembly import RunContext, assemble
-from grpo_core.app.parts import (
-    make_placement,
-    trainer_here,
-)
+from grpo_core.app.build import RunContext, build_pipeline
+from grpo_core.app.parts import Parts
 from grpo_core.app.preflight import interval_of
 from grpo_core.app.profile import ProfileTracker
 from grpo_core.app.resume import Over
@@ -159,7 +156,7 @@ async def _train(
             around = RunContext(
                 directory=run,
                 plugins=host,
-                placement=make_placement(config.placement, host),
+                placement=Parts(config, host).placement(),
                 resume=resume,
                 trackers=trackers,
                 retention=watched.retention,
@@ -258,7 +255,7 @@ def _report(error: BaseException, emit: Callable[[Event], None], step: int) -> N
 async def _start(config: Config, run: RunContext) -> Pipeline:
     """Start every part of a run, and tell the trackers that the run has started."""
     run.trackers.status("starting the environments")
-    ranks = 0 if trainer_here(config.trainer, run.plugins) else config.trainer.ranks
+    ranks = 0 if Parts(config, run.plugins).trainer_here else config.trainer.ranks
     around = started_tasks(
         config,
         run.placement,
@@ -269,7 +266,7 @@ async def _start(config: Config, run: RunContext) -> Pipeline:
     )
     try:
         run.tasks = await run.stack.enter_async_context(around)
-        config, pipeline = await assemble(config, run)
+        config, pipeline = await build_pipeline(config, run)
     except BaseException:
         run.directory.take_back_config()  # a resumed run does not keep changes with which it cannot start
         raise
@@ -283,7 +280,7 @@ async def _start(config: Config, run: RunContext) -> Pipeline:
 
 def _started(config: Config, context: RunContext, buffer: BufferStatistics) -> RunStarted:
     return RunStarted(
-        step=context.resume.step if context.resume else 0,
+        step=context.step,
         directory=str(context.directory.path),
         config=as_table(config),
         resumed=context.resume is not None,

@@ -13,14 +13,9 @@ from attrs import evolve, frozen
 
 from grpo_core import protocols
 from grpo_core.aio import gather
-from grpo_core.app import workers
 from grpo_core.app.parts import (
-    canary_tolerance,
+    Parts,
     engine_dtype,
-    engine_setup,
-    engines_of,
-    load_renderer,
-    make_placement,
     sampling_params,
 )
 from grpo_core.app.placement import Placement
@@ -127,20 +122,20 @@ async def start_session(
         status(note)
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(reported_to(lines_of_incidents(status)))
-        placement = make_placement(config.placement, host)
+        parts = Parts(config, host)
+        placement = parts.placement()
         status("starting the environments")
         tasks = await stack.enter_async_context(started_tasks(config, placement, host, sets=sets, logs=None))
         if look is not None:
             await look(tasks)
-        engine, renderer = await _start_engine(config, host, target, tasks, placement, stack, status)
+        engine, renderer = await _start_engine(parts, target, tasks, placement, stack, status)
         yield Session(
             config=config, engine=engine, renderer=renderer, environments=tasks.environments, tasks=tasks
         )
 
 
 async def _start_engine(
-    config: Config,
-    host: PluginHost,
+    parts: Parts,
     target: EvalTarget,
     tasks: Tasks,
     placement: Placement,
@@ -155,54 +150,41 @@ async def _start_engine(
     from grpo_core.training.model import published_dtype
     from grpo_core.weights.shm import SharedMemoryWriter
 
-    engines = engines_of(config, trains=False)
-    ((key, engine_config),) = engines.items()
-    path = target.model or await _start_model(config, host, tasks, stack, status)
+    config, engines = parts.config, parts.engines(trains=False)
+    ((key, section),) = engines.items()
+    path = target.model or await _start_model(parts, tasks, stack, status)
     for odd in await asyncio.to_thread(check_files, path, chat_template(config.model.chat_template)):
         status(f"warning: {odd}")
     devices = await asyncio.to_thread(placement.devices, None, engines)
-    setup = engine_setup(str(path), config, engine_config, logs=None, colocated=False)
-    engine = workers.make_engine(
-        engine_config,
-        setup,
-        placement,
-        workers=workers.workers_of(engine_config, host),
-        tolerance=canary_tolerance(config.health, engine_config),
-        env_vars=devices.engines.get(key, ()),
-    )
+    setup = parts.engine_setup(section, str(path), logs=None, colocated=False, trains=False)
+    engine = parts.engine(section, setup, placement, devices.engines.get(key, ()))
     stack.push_async_callback(engine.aclose)
     status("loading the model")
-    renderer = await asyncio.to_thread(load_renderer, str(path), config.model, [engine_config])
+    renderer = await asyncio.to_thread(parts.renderer, str(path), [section])
     writer = SharedMemoryWriter()
-    stack.callback(
-        lambda: writer
-    )  # what it wrote is there as long as it is, also for an engine that restarts
+    stack.callback(lambda: writer)  # keeps what it wrote, also for an engine that restarts
     tensors, base = await asyncio.to_thread(saved_tensors, path, target.adapters, config.model)
     dtype = None
     if base:  # what engines add themselves they get as in a weight sync of the run, wherever it was trained
         chosen = config.trainer.device
         device = resolve_device(chosen, "trainer.device") if chosen == "auto" else torch.device(chosen)
-        dtype = published_dtype(config.model, engine_dtype([engine_config]), device)
+        dtype = published_dtype(config.model, engine_dtype([section]), device)
     await engine.update_weights(evolve(writer.write(target.version, tensors, dtype=dtype), base=base))
     return engine, renderer
 
 
 async def _start_model(
-    config: Config,
-    host: PluginHost,
-    tasks: Tasks,
-    stack: contextlib.AsyncExitStack,
-    status: Callable[[str], None],
+    parts: Parts, tasks: Tasks, stack: contextlib.AsyncExitStack, status: Callable[[str], None]
 ) -> Path:
     """Return the directory of the model that training starts from; a made one is removed with the stack."""
-    scratch = stack.enter_context(scratch_directory())
+    config, scratch = parts.config, stack.enter_context(scratch_directory())
     request = ModelRequest(
         directory=Path(scratch) / "model",
         prompts=partial(tasks.prompts, "train"),
         environments=tasks.environments,
         seed=config.seed,
     )
-    start = await model_source(config.model, host).start_model(request)
+    start = await model_source(config.model, parts.plugins).start_model(request)
     if start.prepare is not None:
         status(start.doing)
         threads = thread_count(config.trainer.threads, config.pipeline.max_staleness > 0)  # as the trainer

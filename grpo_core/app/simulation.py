@@ -6,16 +6,10 @@ import contextlib
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from grpo_core.app.parts import (
-    dynamic_sampling,
-    make_advantages,
-    make_buffer,
-    make_sampler,
-    make_schedule,
-    make_shaping,
-    rollout_places,
+    Parts,
     sampling_params,
 )
 from grpo_core.config import Config
@@ -25,7 +19,7 @@ from grpo_core.engines.pool import EnginePool
 from grpo_core.events import Event
 from grpo_core.incidents import reported_to
 from grpo_core.loop.pipeline import Pipeline, Save
-from grpo_core.loop.rollout import LostBudget, RolloutRequest, derive_seed, play
+from grpo_core.loop.rollout import RolloutRequest, derive_seed, play
 from grpo_core.plugins.host import PluginHost
 from grpo_core.protocols import Engine, EnvironmentClient, Loader, Renderer, Trainer
 from grpo_core.records import Prompt, Rollout
@@ -77,16 +71,9 @@ def _pipeline(
     seed: int,
     emit: Callable[[Event], None],
 ) -> Pipeline:
-    weights = {name: task.weight for name, task in config.tasks.items()} or dict.fromkeys(parts.loaders, 1.0)
-    stream = PromptStream(
-        sampler=make_sampler(config.sampler, host, seed=config.seed, weights=weights),
-        loaders=parts.loaders,
-        name=config.sampler.name,
-    )
-    step = config.trainer.prompts_per_step
-    outstanding = (config.pipeline.max_staleness + 1) * step
-    lost = LostBudget(outstanding * config.rollout.group_size * (config.rollout.max_retries + 1))
-    sampling, tasks = sampling_params(config.rollout), list(parts.environments)
+    named = Parts(evolve(config, filters={}), host)  # the tokens that they look at are not there
+    stream = PromptStream(sampler=named.sampler(), loaders=parts.loaders, name=config.sampler.name)
+    lost, sampling, tasks = named.lost_budget(), sampling_params(config.rollout), list(parts.environments)
 
     def observe_attempt(task: str, rollouts: Sequence[Rollout], attempts: int) -> None:
         for rollout in rollouts:
@@ -111,7 +98,7 @@ def _pipeline(
         return {}
 
     return Pipeline(
-        buffer=make_buffer(config.trainer, config.pipeline, config.rollout),
+        buffer=named.buffer(),
         draw=stream.draw,
         passed_over=stream.passed_over,
         observe=stream.observe,
@@ -122,22 +109,15 @@ def _pipeline(
         renderer=parts.renderer,
         sampling=sampling,
         group_size=config.rollout.group_size,
-        places=rollout_places(config.rollout),
-        advantages=make_advantages(config.advantage, host),
-        all_rows=config.loss.all_rows,
-        shaping=make_shaping(config.shaping, max_tokens=config.rollout.max_tokens),
-        dynamic=dynamic_sampling(config.dynamic_sampling, {}, host, prompts_per_step=step),
+        places=named.places(),
+        advantages=named.advantages(),
+        all_rows=named.all_rows,
+        shaping=named.shaping(),
+        dynamic=named.dynamic(),
         seed=seed,
         emit=emit,
         observe_attempt=observe_attempt,
-        schedule=make_schedule(
-            rollout=config.rollout,
-            engine=config.engine,
-            trainer=config.trainer,
-            pipeline=config.pipeline,
-            validation=config.validation,
-            checkpoint=config.checkpoint,
-        ),
+        schedule=named.schedule(),
         validate=validate if parts.held_out else None,
         save=parts.save if config.checkpoint.every else None,
     )

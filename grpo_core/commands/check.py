@@ -14,9 +14,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from grpo_core.app.parts import make_sampler
+from grpo_core.app.parts import Parts
 from grpo_core.app.placement import LocalPlacement
-from grpo_core.config import SamplerConfig, SourceConfig, parse_settings
+from grpo_core.config import Config, SamplerConfig, SourceConfig, parse_settings
 from grpo_core.environments.sourced import Sections, taken_sections
 from grpo_core.errors import ConfigError, GrpoError, PluginError
 from grpo_core.hookspecs import Offer
@@ -241,8 +241,8 @@ def _sampler(
         from grpo_core.testing.contracts import check_sampler
     except ImportError as error:
         raise ConfigError(str(error)) from None
-    config = SamplerConfig(name=name, options=dict(options))
-    make = functools.partial(make_sampler, config, host, seed=0, weights={})  # as in a run
+    config = Config(sampler=SamplerConfig(name=name, options=dict(options)))
+    make = Parts(config, host).sampler  # as in a run
     sizes = dict(zip(tasks, (50, 3, 7, *[20] * len(tasks)), strict=False))
     advice = "" if tasks else ". (If it works with certain tasks, name them: --task A --task B)"
     try:

@@ -23,8 +23,8 @@ from collections.abc import Sequence
 import numpy as np
 from attrs import evolve
 
-from grpo_core.app.parts import make_data_plane, make_placement
-from grpo_core.config import DataPlaneConfig, PlacementConfig
+from grpo_core.app.parts import Parts
+from grpo_core.config import Config, DataPlaneConfig, PlacementConfig
 from grpo_core.kit import DataPlane
 from grpo_core.loop.rows import make_batch
 from grpo_core.plugins.host import PluginHost
@@ -56,9 +56,10 @@ def installed(*modules: str) -> bool:
 
 async def measure(name: str, where: str, groups: int, *, limit: float | None) -> int:
     """Print the figures of a plane; return how many miss their limits."""
-    host = PluginHost.discover()
-    placement = make_placement(PlacementConfig(name=where), host)
-    plane = make_data_plane(DataPlaneConfig(name=name), host, placement)
+    config = Config(placement=PlacementConfig(name=where), data_plane=DataPlaneConfig(name=name))
+    parts = Parts(config, PluginHost.discover())
+    placement = parts.placement()
+    plane = parts.data_plane(placement)
     missed = 0
     with placement.connected(os.cpu_count() or 1):
         await plane.started()

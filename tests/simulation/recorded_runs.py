@@ -15,20 +15,7 @@ from typing import Any
 from attrs import asdict, evolve
 
 from grpo_core.app.first_look import first_look, leaks
-from grpo_core.app.parts import (
-    canary_prompts,
-    dynamic_sampling,
-    error_budgets,
-    health_limits,
-    make_advantages,
-    make_buffer,
-    make_sampler,
-    make_schedule,
-    make_shaping,
-    make_validation,
-    rollout_places,
-    sampling_params,
-)
+from grpo_core.app.parts import Parts, canary_prompts, sampling_params
 from grpo_core.config import Config, as_table, build, merge
 from grpo_core.data.samplers import PromptStream
 from grpo_core.engines.limited import LimitedEngine
@@ -171,7 +158,6 @@ class _Run:
 
     async def _pipeline(self) -> tuple[Pipeline, Sequence[Event]]:
         config, world = self.config, self.world
-        host = _host()
         tables = Tables(world, world.tasks, config.seed)
         renderer: Any = Renderer(world, world.tasks)
         environments = self._environments()
@@ -189,23 +175,14 @@ class _Run:
         warnings = await first_look(0, config.rollout, environments, prompts, renderer, held_out)
         warnings += leaks(0, prompts, held_out)
         loaders = {name: Loader(name, own, seed=config.seed) for name, own in prompts.items()}
-        weights = {name: task.weight for name, task in config.tasks.items()}
-        sampler = make_sampler(config.sampler, host, seed=config.seed, weights=weights)
-        stream = PromptStream(sampler=sampler, loaders=loaders, name=config.sampler.name)
+        parts = Parts(config, _host())
+        stream = PromptStream(sampler=parts.sampler(), loaders=loaders, name=config.sampler.name)
         engine = self._engine(tables)
-        validation = make_validation(
-            held_out,
-            config.rollout,
-            host,
-            seed=config.seed,
-            engine=engine,
-            renderer=renderer,
-            places=rollout_places(config.rollout),
-            last=config.trainer.steps,
-            emit=self.emit,
+        validation = parts.validation(
+            held_out, engine, renderer, parts.places(), last=config.trainer.steps, emit=self.emit
         )
         pipeline = Pipeline(
-            buffer=make_buffer(config.trainer, config.pipeline, config.rollout),
+            buffer=parts.buffer(),
             draw=stream.draw,
             passed_over=stream.passed_over,
             observe=stream.observe,
@@ -216,31 +193,19 @@ class _Run:
             renderer=renderer,
             sampling=sampling_params(config.rollout),
             group_size=config.rollout.group_size,
-            places=rollout_places(config.rollout),
-            advantages=make_advantages(config.advantage, host),
-            shaping=make_shaping(config.shaping, max_tokens=config.rollout.max_tokens),
-            dynamic=dynamic_sampling(
-                config.dynamic_sampling,
-                config.filters,
-                host,
-                prompts_per_step=config.trainer.prompts_per_step,
-            ),
+            places=parts.places(),
+            advantages=parts.advantages(),
+            shaping=parts.shaping(),
+            dynamic=parts.dynamic(),
             seed=config.seed,
             emit=self.emit,
-            observe_attempt=self._budgets(environments),
+            observe_attempt=parts.budgets(environments),
             readings=self._incidents.read,
-            schedule=make_schedule(
-                rollout=config.rollout,
-                engine=config.engine,
-                trainer=config.trainer,
-                pipeline=config.pipeline,
-                validation=config.validation,
-                checkpoint=config.checkpoint,
-            ),
+            schedule=parts.schedule(),
             validate=validation if config.validation.measures else None,
             save=self._save if config.checkpoint.every else None,
             canary=canary_prompts(prompts, renderer),
-            limits=health_limits(config.health),
+            limits=parts.health_limits,
         )
         return pipeline, warnings
 
@@ -254,16 +219,6 @@ class _Run:
             made.solve, made.first_traceback = judge.solve, ""
             found[task.name] = made
         return found
-
-    def _budgets(self, environments: dict[str, Any]) -> Any:
-        config = self.config
-        outstanding = (config.pipeline.max_staleness + 1) * config.trainer.prompts_per_step
-        return error_budgets(
-            environments,
-            max_error_rate=config.environment.max_error_rate,
-            max_retries=config.rollout.max_retries,
-            max_lost=outstanding * config.rollout.group_size * (config.rollout.max_retries + 1),
-        )
 
     def _engine(self, tables: Tables) -> Any:
         config, world = self.config, self.world

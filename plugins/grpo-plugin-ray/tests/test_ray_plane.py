@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 from plane_runs import nothing_is_lost_or_left, the_same_is_trained_with
 
+from grpo_core.config import Config
+
 pytest.importorskip("grpo_plugin_ray")
 
-from grpo_core.app.parts import make_data_plane
+from grpo_core.app.parts import Parts
 from grpo_core.app.placement import LocalPlacement
 from grpo_core.config import DataPlaneConfig
 from grpo_core.errors import DataPlaneError, SelectionError
@@ -35,7 +37,7 @@ needs_ray = [
 
 
 def made(placement) -> RayPlane:
-    return make_data_plane(DataPlaneConfig(name="ray"), PluginHost.discover(), placement)
+    return Parts(Config(data_plane=DataPlaneConfig(name="ray")), PluginHost.discover()).data_plane(placement)
 
 
 def test_tokens_go_to_a_cluster_only_if_the_run_has_one():

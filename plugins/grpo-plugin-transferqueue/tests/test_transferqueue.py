@@ -27,9 +27,9 @@ from plane_runs import nothing_is_lost_or_left, the_same_is_trained_with, train
 from test_planes import group as group_of
 from test_planes import sent
 
-from grpo_core.app.parts import make_data_plane
+from grpo_core.app.parts import Parts
 from grpo_core.app.placement import LocalPlacement
-from grpo_core.config import DataPlaneConfig
+from grpo_core.config import Config, DataPlaneConfig
 from grpo_core.errors import ConfigError, DataPlaneError
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Group, Prompt, Rollout, Segment
@@ -69,7 +69,7 @@ def test_tokens_go_to_a_cluster_only_if_the_run_has_one():
 def test_without_transferqueue_the_message_says_what_to_install():
     host = PluginHost.discover()
     with pytest.raises(ConfigError, match=r"transfer_queue is not installed: pip install TransferQueue"):
-        make_data_plane(DataPlaneConfig(name="transferqueue"), host, Cluster())
+        Parts(Config(data_plane=DataPlaneConfig(name="transferqueue")), host).data_plane(Cluster())
 
 
 @pytest.mark.slow
@@ -154,7 +154,7 @@ def told(story, **options) -> None:
 
     async def with_a_plane() -> None:
         made = DataPlaneConfig(name="transferqueue", options=options)
-        plane = make_data_plane(made, PluginHost.discover(), Cluster())
+        plane = Parts(Config(data_plane=made), PluginHost.discover()).data_plane(Cluster())
         await plane.started()
         try:
             await story(plane)
