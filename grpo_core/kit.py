@@ -162,6 +162,7 @@ if TYPE_CHECKING:
     from grpo_core.config import ModelConfig as ModelConfig
     from grpo_core.config import TaskConfig as TaskConfig
     from grpo_core.config import TrainerConfig as TrainerConfig
+    from grpo_core.config import as_table as as_table
     from grpo_core.config import build as build
     from grpo_core.config import check_settings as check_settings
     from grpo_core.config import merge as merge
@@ -192,6 +193,7 @@ if TYPE_CHECKING:
     from grpo_core.environments.host import units as units
     from grpo_core.environments.pool import EnvironmentWorker as EnvironmentWorker
     from grpo_core.environments.process import EnvironmentProcess as EnvironmentProcess
+    from grpo_core.environments.sourced import Sections as Sections
     from grpo_core.environments.sourced import SourcedProcess as SourcedProcess
     from grpo_core.environments.sourced import has_source as has_source
     from grpo_core.environments.sourced import taken_sections as taken_sections
@@ -248,6 +250,7 @@ if TYPE_CHECKING:
     from grpo_core.reporting.stored import as_json as as_json
     from grpo_core.reporting.stored import groups_in as groups_in
     from grpo_core.reporting.stored import prompts_in as prompts_in
+    from grpo_core.reporting.trackers import TrackerThread as TrackerThread
     from grpo_core.run_directory import RunDirectory as RunDirectory
     from grpo_core.run_directory import planned_steps as planned_steps
     from grpo_core.thoughts import THOUGHT_ENDS as THOUGHT_ENDS

@@ -8,10 +8,10 @@ import torch
 from attrs import define, evolve
 
 from grpo_core.records import Weights
-from grpo_core.testing import EngineUnderTest
 from grpo_core.weights.adapters import factors
 from grpo_core.weights.layout import LowRankSum
 from grpo_core.weights.names import checkpoint_tensors
+from grpo_plugin_devkit.decoding import EngineUnderTest
 
 RANK = 3
 """vLLM has room for rank 1, 8, 16 and so on: another one is filled up."""

@@ -24,8 +24,9 @@ from grpo_core.loop.rollout import RolloutRequest, SamplingParams, cause, play
 from grpo_core.playing import PlayerSetup
 from grpo_core.protocols import Environment
 from grpo_core.records import Prompt, Weights
-from grpo_core.testing import FakeEngine, FakeRenderer, check_environment
+from grpo_core.testing import FakeEngine, FakeRenderer
 from grpo_plugin_agents.server import AgentServer
+from grpo_plugin_devkit.environments import check_environment
 
 HEAD = """
 import asyncio, json, os, time, urllib.request
@@ -361,7 +362,7 @@ def test_what_an_agent_does_wrong_in_the_process_of_its_test_is_told():
 
 
 def test_an_agent_that_hangs_in_the_process_of_its_test_is_cancelled(monkeypatch):
-    monkeypatch.setattr("grpo_core.testing.agents.SECONDS", 0.5)
+    monkeypatch.setattr("grpo_plugin_devkit.agents.SECONDS", 0.5)
     with pytest.raises(AssertionError, match=r"its agent plays a rollout: .*deadline"):
         check_environment(lambda: Asks("hangs"))
 

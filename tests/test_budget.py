@@ -16,8 +16,7 @@ from grpo_core.environments.budget import ErrorBudget, errors_of_calls
 from grpo_core.errors import PluginError
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Rollout
-from grpo_core.testing import FakeEngine, prompts
-from grpo_core.testing.hosted import HostedEnvironment
+from grpo_core.testing import FakeEngine, HostedEnvironment, prompts
 
 GOOD, BAD = None, "judge away"
 

@@ -43,8 +43,7 @@ from grpo_core.data.samplers import RoundRobin, checked_sample
 from grpo_core.errors import PluginError
 from grpo_core.loop.buffer import Buffer
 from grpo_core.records import SampleRequest
-from grpo_core.testing import prompts
-from grpo_core.testing.contracts import MemoryLoader
+from grpo_core.testing import MemoryLoader, prompts
 from grpo_plugin_curriculum.curriculum import TaskOrder
 
 

@@ -15,11 +15,12 @@ import pytest
 
 import grpo_core as grpo
 from grpo_core.cli import make_app
-from grpo_core.commands import check
 from grpo_core.errors import ConfigError, PluginError, SelectionError
 from grpo_core.plugins.host import Kind, PluginHost
-from grpo_core.testing import check_environment, decoding, finding_of, run
-from grpo_core.testing.environments import environment_findings
+from grpo_core.testing import run
+from grpo_plugin_devkit import check, decoding
+from grpo_plugin_devkit.conformance import finding_of
+from grpo_plugin_devkit.environments import check_environment, environment_findings
 
 GRPO = Path(sys.executable).with_name("grpo-core")
 MADE = iter(range(10**6))

@@ -12,7 +12,7 @@ import pytest
 
 from grpo_core import commands
 from grpo_core.hookspecs import Command
-from grpo_core.testing import check_commands
+from grpo_plugin_devkit.modules import check_commands
 
 OFFERS = """
     from grpo_core import Command, hookimpl
@@ -176,5 +176,5 @@ def test_the_contract_finds_what_is_wrong(monkeypatch, tmp_path, wrong, message)
 
 
 def test_a_module_without_the_hook_is_named():
-    with pytest.raises(Exception, match="module empty has no hook grpo_commands"):
+    with pytest.raises(Exception, match="'empty' has no attribute 'grpo_commands'"):
         check_commands(ModuleType("empty"))

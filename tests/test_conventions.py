@@ -17,7 +17,7 @@ from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.loop.conventions import REPLIES, WITH_CALLS, misread
 from grpo_core.loop.rendering import Renderer
 from grpo_core.models import chat_template
-from grpo_core.testing.hosted import HostedEnvironment
+from grpo_core.testing import HostedEnvironment
 from grpo_core.validation.sets import HeldOut
 
 SHOWN = "{% if tools %}<|start|>system\n{{ tools | tojson }}<|end|>\n{% endif %}"

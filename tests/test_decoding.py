@@ -10,7 +10,7 @@ import pytest
 from adapted import AdaptedEngine
 
 from grpo_core.engines.local.engine import LocalEngine
-from grpo_core.testing import ENGINE_LAWS, EngineUnderTest, make_test_model, start_engine
+from grpo_plugin_devkit.decoding import ENGINE_LAWS, EngineUnderTest, make_test_model, start_engine
 
 pytestmark = pytest.mark.long
 

@@ -27,8 +27,8 @@ from grpo_core.errors import EngineError, ModelError, WeightSyncError
 from grpo_core.incidents import Incident, reported_to
 from grpo_core.processes import Child
 from grpo_core.records import Completion, EngineSetup, GenerationRequest
-from grpo_core.testing.engines import ids_of
 from grpo_core.weights.shm import SharedMemoryWriter
+from grpo_plugin_devkit.engines import ids_of
 
 VOCABULARY = 60
 STOP = 3

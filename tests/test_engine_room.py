@@ -10,14 +10,8 @@ import pytest
 from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, play
 from grpo_core.records import Feedback
-from grpo_core.testing import (
-    EngineUnderTest,
-    FakeEnvironment,
-    FakeRenderer,
-    make_test_model,
-    prompts,
-    start_engine,
-)
+from grpo_core.testing import FakeEnvironment, FakeRenderer, prompts
+from grpo_plugin_devkit.decoding import EngineUnderTest, make_test_model, start_engine
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from grpo_core.config import EnvironmentConfig, RolloutConfig, SourceConfig, Val
 from grpo_core.data.sources import Source
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.loop.rendering import Renderer
-from grpo_core.testing.hosted import HostedEnvironment
+from grpo_core.testing import HostedEnvironment
 from grpo_core.validation.sets import HeldOut
 
 SHOWS_TOOLS = (

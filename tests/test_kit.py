@@ -10,7 +10,8 @@ from grpo_core import Canary, Completion, EngineError, GenerationRequest, Weight
 from grpo_core.engines import wire
 from grpo_core.hookspecs import Offer
 from grpo_core.kit import Call, DecodingServer, check_request
-from grpo_core.testing import FakeEngine, check_engine
+from grpo_core.testing import FakeEngine
+from grpo_plugin_devkit.engines import check_engine
 
 
 class Counting(DecodingServer):

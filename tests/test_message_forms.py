@@ -20,8 +20,7 @@ from grpo_core.errors import ConfigError, PluginError
 from grpo_core.loop.rendering import Renderer
 from grpo_core.protocols import Tool
 from grpo_core.records import Episode, SampleRequest
-from grpo_core.testing.contracts import MemoryLoader
-from grpo_core.testing.hosted import HostedEnvironment, finished
+from grpo_core.testing import HostedEnvironment, MemoryLoader, finished
 from grpo_plugin_agents.dialects import CHAT
 
 TEMPLATE = (

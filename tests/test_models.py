@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from grpo_core.errors import ModelError
 from grpo_core.models import keep_softcapping, local_directory
-from grpo_core.testing import make_test_model
 from grpo_core.weights.adapters import shapes_in_files
 from grpo_core.weights.layout import load_tensors
+from grpo_plugin_devkit.decoding import make_test_model
 
 
 def test_a_directory_with_a_model_is_taken_as_it_is(tmp_path):

@@ -19,11 +19,11 @@ from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.errors import ModelError
 from grpo_core.loop import canary
 from grpo_core.loop.agreement import Tolerance
-from grpo_core.testing import ENGINE_LAWS, EngineUnderTest, start_engine
 from grpo_core.training.trainer import TorchTrainer
 from grpo_core.weights.layout import load_tensors
 from grpo_core.weights.names import checkpoint_tensors
 from grpo_core.weights.reading import read_weights
+from grpo_plugin_devkit.decoding import ENGINE_LAWS, EngineUnderTest, start_engine
 
 PROMPTS = ((5, 6, 7), tuple(range(20, 60)))
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"

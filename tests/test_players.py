@@ -19,7 +19,7 @@ from grpo_core.environments.players import make_player
 from grpo_core.errors import ConfigError, GrpoError, PluginError
 from grpo_core.playing import PlayerSetup
 from grpo_core.plugins.host import PluginHost
-from grpo_core.testing import check_player
+from grpo_plugin_devkit.players import check_player
 
 (DRAFTS,) = re.findall(r'```python title="drafts.py"\n(.*?)```', (ROOT / "docs/plugins.md").read_text(), re.S)
 namespace: dict = {}

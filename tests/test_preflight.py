@@ -15,7 +15,7 @@ from grpo_core.app.launch import configure
 from grpo_core.app.preflight import checks_of_plugins
 from grpo_core.errors import ConfigError, PluginError
 from grpo_core.plugins.host import PluginHost
-from grpo_core.testing import check_preflight
+from grpo_plugin_devkit.modules import check_preflight
 
 BUDGET = '''
     import grpo_core as grpo

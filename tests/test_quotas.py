@@ -15,7 +15,7 @@ from grpo_core.data.quotas import Quotas
 from grpo_core.data.samplers import Mix, PromptStream
 from grpo_core.errors import ConfigError
 from grpo_core.records import Prompt, SampleRequest
-from grpo_core.testing.contracts import MemoryLoader, check_sampler
+from grpo_core.testing import MemoryLoader, check_sampler
 from grpo_plugin_curriculum.curriculum import Curriculum, Schedule
 from grpo_plugin_curriculum.learnable_prompts import LearnablePrompts
 

@@ -10,7 +10,7 @@ from grpo_core.data.samplers import Mix, RoundRobin, checked_sample
 from grpo_core.errors import ConfigError, PluginError
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Prompt, SampleRequest
-from grpo_core.testing.contracts import MemoryLoader, check_sampler
+from grpo_core.testing import MemoryLoader, check_sampler
 from grpo_plugin_curriculum.curriculum import Curriculum, Schedule, TaskOrder
 
 

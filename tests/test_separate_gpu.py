@@ -19,11 +19,11 @@ from grpo_core.config import LoraConfig
 from grpo_core.demo import tiny
 from grpo_core.engines.local.decoder import Decoder
 from grpo_core.engines.local.llama import Llama, Shape
-from grpo_core.testing import make_test_model
 from grpo_core.training import model as models
 from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.trainer import TorchTrainer
 from grpo_core.weights.reading import read_weights
+from grpo_plugin_devkit.decoding import make_test_model
 
 pytest.importorskip("peft")  # looks for a GPU when it is imported
 CPU = torch.device("cpu")

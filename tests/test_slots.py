@@ -20,8 +20,7 @@ from grpo_core.errors import ChildDied, PluginError
 from grpo_core.incidents import reported_to
 from grpo_core.plugins.selection import PluginSelection
 from grpo_core.records import Episode, Feedback, Prompt, SessionStart
-from grpo_core.testing import clock
-from grpo_core.testing.hosted import HostedEnvironment, finished
+from grpo_core.testing import HostedEnvironment, clock, finished
 
 JUDGES = """
     import asyncio, os, signal, time

@@ -9,7 +9,7 @@ import pytest
 import grpo_core as grpo
 from grpo_core.cli import make_app
 from grpo_core.errors import ConfigError
-from grpo_core.testing import EnvironmentContract
+from grpo_plugin_devkit.environments import EnvironmentContract
 
 SPELL = """
 import grpo_core as grpo

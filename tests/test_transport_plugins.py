@@ -15,8 +15,8 @@ from grpo_core.app.workers import transport
 from grpo_core.config import EngineConfig
 from grpo_core.errors import GrpoError, PluginError
 from grpo_core.plugins.host import PluginHost
-from grpo_core.testing import check_transport
 from grpo_core.weights.transports import installed_transport
+from grpo_plugin_devkit.transports import check_transport
 
 PLUGIN = """
 import json, os

@@ -27,10 +27,10 @@ from grpo_core.config import EngineConfig
 from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.errors import ConfigError, WeightSyncError
 from grpo_core.plugins.host import PluginHost
-from grpo_core.testing import ENGINE_LAWS, EngineUnderTest, make_test_model, start_engine
 from grpo_core.weights import layout
 from grpo_core.weights.reading import read_buckets, read_weights
 from grpo_core.weights.shm import SharedMemoryWriter
+from grpo_plugin_devkit.decoding import ENGINE_LAWS, EngineUnderTest, make_test_model, start_engine
 from grpo_plugin_scale.weights import collective, cuda_ipc
 from grpo_plugin_scale.weights.collective import CollectiveWriter, pulled
 from grpo_plugin_scale.weights.line import Line, proof

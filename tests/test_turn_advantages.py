@@ -19,7 +19,7 @@ from grpo_core.errors import PluginError
 from grpo_core.loop import advantages
 from grpo_core.loop.rows import make_batch, with_advantages
 from grpo_core.records import Group, Rollout, Row, Segment
-from grpo_core.testing.hosted import HostedEnvironment
+from grpo_core.testing import HostedEnvironment
 from grpo_core.tokens import Tokens
 from grpo_core.training.microbatch import collate
 from grpo_plugin_algorithms import advantages as methods

@@ -16,8 +16,7 @@ from grpo_core.engines.limited import LimitedEngine
 from grpo_core.errors import EngineError
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, cause, derive_seed, play
 from grpo_core.records import Completion, Feedback, Weights
-from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, prompts, run
-from grpo_core.testing.hosted import HostedEnvironment
+from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, HostedEnvironment, prompts, run
 from grpo_core.tokens import Tokens
 from grpo_core.validation.runner import Context
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from grpo_core.errors import ConfigError
 from grpo_core.loop.metrics import headline
 from grpo_core.records import Rollout, Segment
-from grpo_core.testing.strategies import check_validation_strategy
+from grpo_core.testing import check_validation_strategy
 from grpo_core.tokens import Tokens
 from grpo_core.validation.estimates import interval
 from grpo_core.validation.results import table

@@ -11,8 +11,8 @@ from test_trainer import batch, ragged, setup
 
 from grpo_core.loop import canary
 from grpo_core.loop.agreement import Tolerance
-from grpo_core.testing import ENGINE_LAWS, EngineUnderTest, start_engine
 from grpo_core.training.trainer import TorchTrainer
+from grpo_plugin_devkit.decoding import ENGINE_LAWS, EngineUnderTest, start_engine
 from grpo_plugin_vllm.engine import VllmEngine
 from grpo_plugin_vllm.transfer import LAYERWISE
 

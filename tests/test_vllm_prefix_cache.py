@@ -11,7 +11,8 @@ from grpo_core.engines.pool import EnginePool
 from grpo_core.loop.rendering import Renderer
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, play
 from grpo_core.records import Feedback, Prompt
-from grpo_core.testing import EngineUnderTest, FakeEnvironment, make_test_model, start_engine
+from grpo_core.testing import FakeEnvironment
+from grpo_plugin_devkit.decoding import EngineUnderTest, make_test_model, start_engine
 
 pytestmark = [
     pytest.mark.slow,

@@ -23,10 +23,6 @@ def grpo_commands() -> Mapping[str, Command]:
             "grpo_core.commands.running:verify",
             help="Check the events of a run: no prompt was lost, trained twice, or trained too late.",
         ),
-        "check": Command(
-            "grpo_core.commands.check:check",
-            help="Check that an environment, or any other offer of a plugin, keeps its contract.",
-        ),
         "plugins": Command(
             "grpo_core.cli:plugins",
             help="List the installed plugins with their offers, or with the reason why a plugin is broken.",

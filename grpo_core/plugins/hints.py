@@ -60,6 +60,7 @@ KEYS: Mapping[str, str] = {"audit": "grpo-plugin-audit", "health.max_memory": "g
 COMMANDS: Mapping[str, str] = {
     "audit": "grpo-plugin-audit",
     "bisect": "grpo-plugin-replay",
+    "check": "grpo-plugin-devkit",
     "doctor": "grpo-plugin-doctor",
     "explain": "grpo-plugin-report",
     "fork": "grpo-plugin-replay",

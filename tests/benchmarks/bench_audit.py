@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 
 from grpo_core.plugins.host import PluginHost
-from grpo_core.testing.hosted import HostedEnvironment
+from grpo_core.testing import HostedEnvironment
 from grpo_plugin_audit.audit import Audit, Extent
 from grpo_plugin_audit.command import findings
 from grpo_plugin_audit.records import Finding, Rate

@@ -28,10 +28,9 @@ import torch
 from grpo_core.demo.tiny import make_tiny_model
 from grpo_core.engines import wire
 from grpo_core.records import EngineSetup, GenerationRequest
-from grpo_core.testing import EngineUnderTest, make_test_model
-from grpo_core.testing.decoding import mixed
 from grpo_core.weights.reading import block
 from grpo_core.weights.shm import SharedMemoryWriter
+from grpo_plugin_devkit.decoding import EngineUnderTest, make_test_model, mixed
 from grpo_plugin_scale.weights.cuda_ipc import CudaIpcWriter
 
 ROUNDS = 5

@@ -36,7 +36,6 @@ from grpo_core.config import ModelConfig, TrainerConfig
 from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.errors import EngineError
 from grpo_core.records import Batch, EngineSetup, GenerationRequest, Row
-from grpo_core.testing import ENGINE_LAWS, EngineUnderTest, make_test_model
 from grpo_core.tokens import Tokens
 from grpo_core.training.building import build_model
 from grpo_core.training.group import Group
@@ -47,6 +46,7 @@ from grpo_core.training.trainer import TorchTrainer
 from grpo_core.weights.publishing import Writer
 from grpo_core.weights.reading import read_weights
 from grpo_core.weights.shm import SharedMemoryWriter
+from grpo_plugin_devkit.decoding import ENGINE_LAWS, EngineUnderTest, make_test_model
 from grpo_plugin_scale.weights.collective import CollectiveWriter
 from grpo_plugin_scale.weights.cuda_ipc import CudaIpcWriter
 

@@ -17,16 +17,12 @@ from grpo_core import ConfigError, Group, Prompt, Rollout
 from grpo_core.events import RunStarted
 from grpo_core.kit import configure
 from grpo_core.reporting.verification import verified
-from grpo_core.testing import (
-    HostedEnvironment,
-    check_config_sections,
-    check_preflight,
-    check_tracker,
-    run,
-)
+from grpo_core.testing import HostedEnvironment, check_config_sections, run
 from grpo_plugin_audit.evidence import Evidence
 from grpo_plugin_audit.opinion import WAITING, SecondOpinion, checked, tried
 from grpo_plugin_audit.section import AuditConfig
+from grpo_plugin_devkit.modules import check_preflight
+from grpo_plugin_devkit.trackers import check_tracker
 
 GRPO = Path(sys.executable).with_name("grpo-core")
 

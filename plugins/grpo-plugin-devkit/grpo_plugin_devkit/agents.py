@@ -9,15 +9,9 @@ from random import Random
 
 from attrs import define, field
 
-from grpo_core.aio import gather
-from grpo_core.environments.players import make_player
-from grpo_core.environments.pool import EnvironmentWorker
-from grpo_core.loop.rollout import RolloutRequest, SamplingParams, play
-from grpo_core.playing import PlayerSetup
-from grpo_core.plugins.host import PluginHost
-from grpo_core.protocols import Engine
-from grpo_core.records import Completion, GenerationRequest, Prompt, Rollout, Weights
-from grpo_core.testing.fakes import FakeEngine, FakeRenderer
+from grpo_core import Completion, Engine, GenerationRequest, PlayerSetup, Prompt, Rollout, Weights
+from grpo_core.kit import EnvironmentWorker, PluginHost
+from grpo_core.testing import FakeEngine, play_rollouts
 
 SECONDS = 60.0
 """Deadline of a rollout."""
@@ -53,7 +47,7 @@ async def play_side_by_side(environment: EnvironmentWorker, plays: Plays) -> tup
             finally:
                 steps.ended(str(place))
 
-        rollouts = await gather(one(place, prompt) for place, (prompt, _) in enumerate(plays))
+        rollouts = await asyncio.gather(*(one(place, prompt) for place, (prompt, _) in enumerate(plays)))
         return rollouts, steps.most
 
 
@@ -66,8 +60,7 @@ async def _served(environment: EnvironmentWorker, plays: Plays) -> AsyncIterator
         return replies[request.group]
 
     setup = PlayerSetup(tasks={"check": True})
-    player = make_player(PluginHost.discover(), "agents", setup, {})
-    assert player is not None
+    player = PluginHost.discover().make("player", "agents", setup)
     await player.start()
     environment.player = player
     try:
@@ -80,13 +73,14 @@ async def _served(environment: EnvironmentWorker, plays: Plays) -> AsyncIterator
 
 
 async def _rollout(environment: EnvironmentWorker, engine: Engine, prompt: Prompt, place: int) -> Rollout:
-    (rollout,) = await play(
-        [RolloutRequest(prompt=prompt, seed=place, group=str(place))],
+    (rollout,) = await play_rollouts(
+        [prompt],
         engine=engine,
-        environments={prompt.environment: environment},
-        renderer=FakeRenderer(),
-        sampling=SamplingParams(temperature=1.0, max_tokens=100_000, max_turns=TURNS),
+        environment=environment,
         deadline=SECONDS,
+        first=place,
+        max_tokens=100_000,
+        max_turns=TURNS,
     )
     return rollout
 

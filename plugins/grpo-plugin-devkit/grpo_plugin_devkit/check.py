@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import importlib.metadata
+import inspect
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,20 +14,25 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from grpo_core.app.parts import Parts
-from grpo_core.app.placement import LocalPlacement
-from grpo_core.config import Config, SamplerConfig, SourceConfig, parse_settings
-from grpo_core.environments.sourced import Sections, taken_sections
-from grpo_core.errors import ConfigError, GrpoError, PluginError
-from grpo_core.hookspecs import Offer
-from grpo_core.inert import inert
-from grpo_core.plugins.host import Kind, PluginHost
-from grpo_core.plugins.offers import FROM_THE_CORE, Plugin, Selected, signature_of
-from grpo_core.plugins.options import Settings, Words
-from grpo_core.plugins.selection import PluginSelection
-from grpo_core.processes import scratch_directory
-from grpo_core.testing.conformance import Finding, finding_of, told_by
-from grpo_core.testing.environments import conformance_of
+from grpo_core import ConfigError, GrpoError, PluginError
+from grpo_core.kit import (
+    Kind,
+    LocalPlacement,
+    PluginHost,
+    PluginSelection,
+    Sections,
+    Selected,
+    Settings,
+    TrainerConfig,
+    Words,
+    inert,
+    needs_of,
+    parse_settings,
+    scratch_directory,
+    taken_sections,
+)
+from grpo_plugin_devkit.conformance import Finding, finding_of, told_by
+from grpo_plugin_devkit.environments import conformance_of
 
 CHECKED: Mapping[Kind, str] = {
     "environment": "evaluate",
@@ -50,8 +55,8 @@ CHECKED: Mapping[Kind, str] = {
 }
 """Kinds that can be checked, with the method or first parameter by which a class or function is
 recognised."""
-CONTRACTS = "grpo_core.contracts"
-"""Group of the entry points that name the checks of a kind: a function of (host, offer, options)."""
+FUNCTIONS: tuple[Kind, ...] = ("dataloader", "loss", "advantage", "optimizer", "filter", "preflight")
+"""Kinds whose offers are recognised by the first parameter."""
 STYLES = {"passed": ("ok    ", "green"), "failed": ("FAILED", "bold red"), "noted": ("note  ", "yellow")}
 
 
@@ -87,14 +92,19 @@ def check(
     host = PluginHost.discover(block=no_plugin or [])
     section = options.get("environment")
     python = section.get("python") if isinstance(section, Mapping) else None
-    offer = elsewhere(name, python) if python else find(host, name, kind)
-    sections = taken_sections(options) if offer.kind in ("environment", "dataloader") else Sections()
-    if offer.kind != "environment":  # an environment may be loadable only in its own process
-        host.check_options(offer.kind, offer.name, options)
     console = Console(highlight=False, soft_wrap=True)
-    console.print(Text(inert(str(offer)), style="bold"))
+    if python:  # only another interpreter can find it
+        console.print(Text(inert(f"environment {name!r} of another interpreter, {python}"), style="bold"))
+        found = _environment(name, options, host.selection, taken_sections(options))
+    else:
+        offer = find(host, name, kind)
+        sections = taken_sections(options) if offer.kind in ("environment", "dataloader") else Sections()
+        if offer.kind != "environment":  # an environment may be loadable only in its own process
+            host.check_options(offer.kind, offer.name, options)
+        console.print(Text(inert(str(offer)), style="bold"))
+        found = findings(host, offer, options, task or [], sections)
     counts = {"passed": 0, "failed": 0, "noted": 0}
-    for finding in findings(host, offer, options, task or [], sections):
+    for finding in found:
         mark, style = STYLES[finding.outcome]
         console.print(
             Text.assemble(
@@ -134,25 +144,17 @@ def find(host: PluginHost, name: str, kind: str | None = None) -> Selected:
     raise next(near, next(iter(missing.values())))
 
 
-def elsewhere(name: str, python: str) -> Selected:
-    """Return an environment that only another interpreter can find."""
-    return Selected(
-        "environment",
-        name,
-        Plugin(name=python, distribution="another interpreter", version="", module=""),
-        Offer(name),
-    )
-
-
 def _is_a(kind: Kind, offer: Selected) -> bool:
     """Return whether a hook offers it as this kind, or it looks like one (see ``CHECKED``)."""
     factory = offer.load()
     if offer.offer in offer.plugin.offers.get(kind, {}).values():
         return True
-    if FROM_THE_CORE[kind] is not None and kind != "dataloader":
+    if kind not in FUNCTIONS:
         return hasattr(factory, CHECKED[kind])
-    signature = signature_of(factory)
-    return signature is not None and next(iter(signature.parameters), "") == CHECKED[kind]
+    try:
+        return next(iter(inspect.signature(factory).parameters), "") == CHECKED[kind]
+    except (TypeError, ValueError):  # some callables written in C have no signature
+        return False
 
 
 def findings(
@@ -167,27 +169,21 @@ def findings(
         case "environment":
             yield from _environment(offer.name, options, host.selection, sections or Sections())
         case "dataloader":
-            yield from _dataloader(host, offer.name, options, (sections or Sections()).source)
+            yield from _dataloader(host, offer.name, options, sections or Sections())
         case "sampler":
             yield from _sampler(host, offer.name, options, tasks)
         case "engine":
             yield from _engine(host, offer.name, options)
-        case "loss" | "advantage" | "filter" | "trainer" | "model" | "placement":
-            yield from _of_another(host, offer, options)
+        case "loss" | "advantage":
+            yield from _objective(host, offer, options)
+        case "filter":
+            yield from _filter(host, offer.name, options)
         case "tracker":
             yield from _tracker(host, offer.name, options)
         case "validation_strategy":
             yield from _strategy(host, offer.name, options)
         case _:
             yield from _part(host, offer, options)
-
-
-def _of_another(host: PluginHost, offer: Selected, options: Mapping[str, Any]) -> Iterator[Finding]:
-    """Run the checks of a kind whose contract another distribution has."""
-    for entry in importlib.metadata.entry_points(group=CONTRACTS, name=offer.kind):
-        yield from entry.load()(host, offer, options)
-        return
-    raise ConfigError(f"{offer}: the contract of its kind is missing: pip install grpo-plugin-devkit")
 
 
 # ---------------------------------------------------------------------------------- environments
@@ -216,12 +212,12 @@ def _environment(
 
 
 def _dataloader(
-    host: PluginHost, name: str, options: Mapping[str, Any], source: SourceConfig
+    host: PluginHost, name: str, options: Mapping[str, Any], sections: Sections
 ) -> Iterator[Finding]:
-    from grpo_core.testing.dataloaders import DataloaderContract
+    from grpo_core.testing import DataloaderContract
 
     contract = DataloaderContract(
-        lambda split: host.make("dataloader", name, split, **options), source=source, name=name
+        lambda split: host.make("dataloader", name, split, **options), source=sections.source, name=name
     )
     for clause in contract:
         found = finding_of(clause.__name__.replace("_", " "), clause)
@@ -238,11 +234,15 @@ def _sampler(
     host: PluginHost, name: str, options: Mapping[str, Any], tasks: Sequence[str]
 ) -> Iterator[Finding]:
     try:
-        from grpo_core.testing.contracts import check_sampler
+        from grpo_core.testing import check_sampler
     except ImportError as error:
         raise ConfigError(str(error)) from None
-    config = Config(sampler=SamplerConfig(name=name, options=dict(options)))
-    make = Parts(config, host).sampler  # as in a run
+
+    def make() -> Any:  # as in a run, which fills in these options
+        takes = inspect.signature(host.factory("sampler", name)).parameters
+        known: dict[str, Any] = {"seed": 0, "weights": {}}
+        return host.make("sampler", name, **{**{key: known[key] for key in known if key in takes}, **options})
+
     sizes = dict(zip(tasks, (50, 3, 7, *[20] * len(tasks)), strict=False))
     advice = "" if tasks else ". (If it works with certain tasks, name them: --task A --task B)"
     try:
@@ -269,7 +269,7 @@ def _sampler(
 
 
 def _strategy(host: PluginHost, name: str, options: Mapping[str, Any]) -> Iterator[Finding]:
-    from grpo_core.testing.strategies import ValidationContract
+    from grpo_core.testing import ValidationContract
 
     contract = ValidationContract(lambda: host.make("validation_strategy", name, **options))
     for clause in (
@@ -285,11 +285,55 @@ def _strategy(host: PluginHost, name: str, options: Mapping[str, Any]) -> Iterat
         yield finding_of(about, clause)
 
 
+# ---------------------------------------------------------------------------------- objectives, filters
+
+
+def _objective(host: PluginHost, offer: Selected, options: Mapping[str, Any]) -> Iterator[Finding]:
+    """Check a loss or an advantage function."""
+    from grpo_plugin_devkit.objectives import AdvantageContract, LossContract
+
+    kind, name = offer.kind, offer.name
+    contract: Iterable[Callable[[], object]]
+    try:
+        if kind == "loss":
+            loss = host.function("loss", name, **options)
+            needed = needs_of(loss.function, loss.options)
+            contract = LossContract(loss, needed)
+            yield Finding("what it needs", "noted", ", ".join(sorted(needed)) or "nothing")
+        else:
+            contract = AdvantageContract(host.function("advantage", name, **options))
+    except PluginError as error:
+        yield Finding("its options", "failed", str(error))
+        return
+    for clause in contract:
+        yield finding_of(clause.__name__.replace("_", " "), clause)
+
+
+def _filter(host: PluginHost, name: str, options: Mapping[str, Any]) -> Iterator[Finding]:
+    """Check a filter, and say how many groups it rejects."""
+    from grpo_plugin_devkit.filters import FilterContract, groups
+
+    try:
+        host.check_values("filter", name, options, group_size=4)
+        rejects = host.function("filter", name, **options)
+    except GrpoError as error:
+        yield Finding("its options", "failed", str(error))
+        return
+    failed = False
+    for clause in FilterContract(rejects):
+        found = finding_of(clause.__name__.replace("_", " "), clause)
+        failed |= found.outcome == "failed"
+        yield found
+    if not failed:
+        rejected = sum(rejects(group) is not None for group in groups())
+        yield Finding("what it rejects", "noted", f"{rejected} of the {len(groups())} groups that were tried")
+
+
 # ---------------------------------------------------------------------------------- trackers
 
 
 def _tracker(host: PluginHost, name: str, options: Mapping[str, Any]) -> Iterator[Finding]:
-    from grpo_core.testing.trackers import TrackerContract
+    from grpo_plugin_devkit.trackers import TrackerContract
 
     for clause in TrackerContract(lambda run: host.make("tracker", name, run, **options)):
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
@@ -306,7 +350,7 @@ def _part(host: PluginHost, offer: Selected, options: Mapping[str, Any]) -> Iter
     """Check a part whose clauses go on with what was started before, and end with it."""
     name = offer.name
     try:
-        host.check_values(offer.kind, name, options)
+        host.check_values(offer.kind, name, options, section=TrainerConfig())  # of a trainer
         with contextlib.ExitStack() as stack:
             for clause in _contract(host, offer, options, stack):
                 with contextlib.redirect_stderr(io.StringIO()):
@@ -323,26 +367,39 @@ def _contract(
     make: Callable[..., Any] = functools.partial(host.make, offer.kind, offer.name)
     match offer.kind:
         case "preflight":
-            from grpo_core.testing.preflight import check_function
+            from grpo_plugin_devkit.modules import check_function
 
             def it_warns_or_refuses() -> None:
                 check_function(offer.name, offer.load())
 
             return [it_warns_or_refuses]
+        case "trainer":
+            from grpo_plugin_devkit.trainers import TrainerContract
+
+            return stack.enter_context(TrainerContract(lambda setup: make(setup, **options)))
+        case "model":
+            from grpo_plugin_devkit.model_sources import ModelSourceContract
+
+            directory = stack.enter_context(scratch_directory())
+            return ModelSourceContract(lambda: make(**options), Path(directory))
+        case "placement":
+            from grpo_plugin_devkit.placements import PlacementContract
+
+            return stack.enter_context(PlacementContract(lambda plugins: make(plugins, **options)))
         case "transport":
-            from grpo_core.testing.transports import TransportContract
+            from grpo_plugin_devkit.transports import TransportContract
 
             return TransportContract(offer.name)
         case "player":
-            from grpo_core.testing.players import PlayerContract
+            from grpo_plugin_devkit.players import PlayerContract
 
             return PlayerContract(lambda setup: make(setup, **options))
         case "optimizer":
-            from grpo_core.testing.optimizers import OptimizerContract
+            from grpo_core.testing import OptimizerContract
 
             return OptimizerContract(offer.offer, options)
         case _:
-            from grpo_core.testing.planes import DataPlaneContract
+            from grpo_plugin_devkit.planes import DataPlaneContract
 
             runner = stack.enter_context(asyncio.Runner())
             return DataPlaneContract(lambda: make(LocalPlacement(host), **options), runner.run)
@@ -353,8 +410,8 @@ def _contract(
 
 def _engine(host: PluginHost, name: str, options: Mapping[str, Any]) -> Iterator[Finding]:
     """Check an engine with a small random model: its contract, and its results."""
-    from grpo_core.testing import decoding
-    from grpo_core.testing.engines import check_engine
+    from grpo_plugin_devkit import decoding
+    from grpo_plugin_devkit.engines import check_engine
 
     with scratch_directory() as directory, asyncio.Runner() as runner:
         model = decoding.make_test_model(Path(directory))

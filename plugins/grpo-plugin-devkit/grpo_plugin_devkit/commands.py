@@ -10,6 +10,10 @@ from grpo_core import Command, hookimpl
 @hookimpl
 def grpo_commands() -> Mapping[str, Command]:
     return {
+        "check": Command(
+            "grpo_plugin_devkit.check:check",
+            help="Check that an environment, or any other offer of a plugin, keeps its contract.",
+        ),
         "try": Command(
             "grpo_plugin_devkit.trying:try_",
             help="Play against an environment in the terminal, or let a model play and show all that "

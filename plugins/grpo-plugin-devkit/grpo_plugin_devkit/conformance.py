@@ -1,7 +1,7 @@
 """Checks of an environment: the properties without which training on it means nothing.
 
 grpo-core check shout                                  # in its own process, as in a run
-grpo_core.testing.check_environment(Shout)           # in a test, in this process
+grpo_plugin_devkit.environments.check_environment(Shout)   # in a test, in this process
 """
 
 from __future__ import annotations
@@ -17,13 +17,9 @@ from typing import Any, Literal
 
 from attrs import define, evolve, field, frozen
 
-from grpo_core.config import EnvironmentConfig
-from grpo_core.environments.apart import MIXED_UP_ADVICE
-from grpo_core.environments.pool import EnvironmentWorker
-from grpo_core.errors import GrpoError, PluginError, describe
-from grpo_core.incidents import Incident
-from grpo_core.records import Episode, Feedback, Prompt, Rollout, SessionStart
-from grpo_core.tool_calls import assistant_message
+from grpo_core import Episode, Feedback, GrpoError, PluginError, Prompt, Rollout, SessionStart, errors
+from grpo_core.kit import MIXED_UP_ADVICE, EnvironmentConfig, EnvironmentWorker, Incident, assistant_message
+from grpo_plugin_devkit.agents import play_agent, play_side_by_side
 
 Outcome = Literal["passed", "failed", "noted"]
 
@@ -84,7 +80,7 @@ def told_by(error: Exception) -> str:
     where = traceback.extract_tb(error.__traceback__)[-1]
     if isinstance(error, AssertionError | GrpoError):
         return str(error) or f"this does not hold: {where.line}"
-    return f"{describe(error)} ({Path(where.filename).name}, line {where.lineno}: {where.line})"
+    return f"{errors.describe(error)} ({Path(where.filename).name}, line {where.lineno}: {where.line})"
 
 
 class Broken(Exception):  # noqa: N818
@@ -377,8 +373,6 @@ class Conformance:
             raise Noted("there is only one prompt")
         if not self.side_by_side:
             raise Noted("cannot be told in this process; grpo-core check and check_agent can tell")
-        from grpo_core.testing.agents import play_side_by_side
-
         together, most = self.wait(play_side_by_side(self.environment, self._plays))
         if most < 2:
             return "they play one after another"
@@ -417,8 +411,6 @@ class Conformance:
         return f"{len(solved)} of {len(solved)}"
 
     def _rollouts(self, plays: Sequence[Reply]) -> list[Rollout]:
-        from grpo_core.testing.agents import play_agent
-
         rollouts: list[Rollout] = self.wait(play_agent(self.environment, plays))
         return rollouts
 

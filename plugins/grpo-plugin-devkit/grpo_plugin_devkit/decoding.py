@@ -14,7 +14,7 @@
         runner.run(ENGINE_LAWS[law](under_test))
 
 What an engine says is compared with transformers' forward pass of the same weights, in float32.  How it
-behaves as a part of a run is the contract of ``grpo_core.testing.engines``.
+behaves as a part of a run is the contract of ``grpo_plugin_devkit.engines``.
 """
 
 from __future__ import annotations
@@ -29,16 +29,21 @@ from typing import Any
 import torch
 from attrs import define, evolve, field
 
-from grpo_core.demo.demonstrations import CONTEXT
-from grpo_core.demo.tiny import make_tiny_model
-from grpo_core.errors import EngineError, WeightSyncError
-from grpo_core.protocols import Engine
-from grpo_core.records import Canary, Completion, EngineSetup, GenerationRequest, Weights
-from grpo_core.testing.engines import check_engine, ids_of
-from grpo_core.training import model as models
-from grpo_core.weights.names import checkpoint_tensors, module_tensors
-from grpo_core.weights.publishing import Writer
-from grpo_core.weights.shm import SharedMemoryWriter
+from grpo_core import (
+    Canary,
+    Completion,
+    Engine,
+    EngineError,
+    EngineSetup,
+    GenerationRequest,
+    Weights,
+    WeightSyncError,
+)
+from grpo_core.kit import SharedMemoryWriter, Writer, checkpoint_tensors, make_tiny_model
+from grpo_plugin_devkit.engines import check_engine, ids_of
+
+CONTEXT = 256
+"""Positions of the test model."""
 
 PATIENCE = 60.0
 """Seconds after which what should have been answered is lost."""
@@ -50,7 +55,10 @@ SMALL = GenerationRequest(prompt_ids=(5, 6, 7), max_tokens=5, seed=3)
 
 def load_test_model(path: Path) -> torch.nn.Module:
     """Return the module of a small model on the CPU."""
-    return models.load(path, device=torch.device("cpu"))
+    from transformers import AutoModelForCausalLM
+
+    module: torch.nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    return module.eval()
 
 
 def make_test_model(directory: Path, *, width: int = 128) -> Path:
@@ -125,7 +133,7 @@ class EngineUnderTest:
     @torch.no_grad()
     def logprobs(self, ids: Sequence[int], version: int, temperature: float = 1.0) -> torch.Tensor:
         """By transformers, of the token after each of ``ids``, under the weights of ``version``: [T, V]."""
-        weights = _scaled(module_tensors(self.module), version)
+        weights = _scaled(dict(self.module.named_parameters()), version)
         logits = torch.func.functional_call(self.module, weights, (torch.tensor([ids]),)).logits[0]
         return torch.log_softmax(logits.float() / (temperature or 1), -1)
 

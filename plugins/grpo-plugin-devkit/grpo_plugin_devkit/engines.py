@@ -1,4 +1,4 @@
-"""The contract of ``grpo_core.protocols.Engine`` as a story that any engine has to go through.
+"""The contract of ``grpo_core.Engine`` as a story that any engine has to go through.
 
     asyncio.run(check_engine(MyEngine(setup), publish, prompt_ids=(5, 8, 2)))
 
@@ -13,12 +13,17 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from attrs import evolve
 
-from grpo_core.completions import check_completions
-from grpo_core.errors import EngineError, WeightSyncError, describe
-from grpo_core.loop import canary
-from grpo_core.loop.agreement import Tolerance, movement
-from grpo_core.protocols import Engine
-from grpo_core.records import Canary, Completion, GenerationRequest, Weights
+from grpo_core import (
+    Canary,
+    Completion,
+    Engine,
+    EngineError,
+    GenerationRequest,
+    Weights,
+    WeightSyncError,
+    errors,
+)
+from grpo_core.testing import check_canary, check_completions
 
 GROUP = 8
 
@@ -69,7 +74,7 @@ async def _asked(what: str, clause: Callable[[], Awaitable[None]]) -> None:
     except AssertionError as error:
         raise AssertionError(f"{what}: {error}") from error
     except Exception as error:
-        raise AssertionError(f"{what}: raised {describe(error)}") from error
+        raise AssertionError(f"{what}: raised {errors.describe(error)}") from error
 
 
 class _Story:
@@ -108,14 +113,19 @@ class _Story:
     async def takes(self, version: int) -> None:
         weights = self.publish(version)
         assert weights.canary, "publish() gives no canary: nothing would tell which weights are used"
-        moved = [movement(evolve(each, before=self.said.get(each.prompt_ids))) for each in weights.canary]
-        assert not self.said or max(moved) > self.tolerance, (
+        assert not self.said or max(map(self._moved, weights.canary)) > self.tolerance, (
             f"publish() gives version {version} the canary of the version before: an engine that ignores its "
             "weights would pass"
         )
         await self.engine.update_weights(weights)
-        await canary.verify(self.engine, weights, tolerance=Tolerance(self.tolerance), deadline=None)
+        await check_canary(self.engine, weights, tolerance=self.tolerance)
         self.version, self.said = version, {each.prompt_ids: each for each in weights.canary}
+
+    def _moved(self, canary: Canary) -> float:
+        """Return the difference of a context's logprobs from those of the version before."""
+        before = self.said.get(canary.prompt_ids, canary)
+        known = dict(zip(canary.token_ids, canary.logprobs, strict=True))
+        return abs(known.get(before.token_ids[0], min(canary.logprobs)) - before.logprobs[0])
 
     # ------------------------------------------------------------------------------ the clauses
 

@@ -1,6 +1,6 @@
 """The contract of environments, as checks that anybody may run on theirs; no library is needed for them.
 
-from grpo_core.testing import EnvironmentContract
+from grpo_plugin_devkit.environments import EnvironmentContract
 
 class TestMine(EnvironmentContract):
 environment = Mine  # or a name, as in "math:sort"; then it runs in a process of its own
@@ -16,11 +16,9 @@ import inspect
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
-from grpo_core.environments.sourced import Sections, SourcedProcess, taken_sections
-from grpo_core.incidents import Incident, reported_to
-from grpo_core.plugins.selection import ALL_PLUGINS, PluginSelection
-from grpo_core.testing.conformance import Conformance, Finding
-from grpo_core.testing.hosted import HostedEnvironment, finished
+from grpo_core.kit import Incident, PluginSelection, Sections, SourcedProcess, reported_to, taken_sections
+from grpo_core.testing import HostedEnvironment, finished
+from grpo_plugin_devkit.conformance import Conformance, Finding
 
 
 class EnvironmentContract:
@@ -51,7 +49,7 @@ class EnvironmentContract:
 
 
 def check_environment(make: Callable[[], Any]) -> None:
-    """Runs ``grpo_core.testing.conformance``; the test fails with all that is broken.
+    """Runs ``grpo_plugin_devkit.conformance``; the test fails with all that is broken.
 
     Args:
         make: a new environment, the same each time; a class will do.  With ``async def run`` it plays its
@@ -74,7 +72,7 @@ def name_of(environment: Any) -> str:
 
 
 def environment_findings(make: Callable[[], Any]) -> list[Finding]:
-    """Return the findings of ``grpo_core.testing.conformance`` about an environment in this process."""
+    """Return the findings of ``grpo_plugin_devkit.conformance`` about an environment in this process."""
     incidents: list[Incident] = []
     with reported_to(incidents.append), contextlib.closing(asyncio.Runner()) as runner:
 
@@ -112,13 +110,19 @@ def findings_by_name(name: str, options: Mapping[str, Any]) -> list[Finding]:
 
 @contextlib.contextmanager
 def conformance_of(
-    name: str, options: Mapping[str, Any], sections: Sections, plugins: PluginSelection = ALL_PLUGINS
+    name: str, options: Mapping[str, Any], sections: Sections, plugins: PluginSelection | None = None
 ) -> Iterator[Conformance]:
     """Yield the checks of an environment in a process of its own, which is not started yet."""
     incidents: list[Incident] = []
     config = sections.environment
     make = functools.partial(
-        SourcedProcess, "check", name, options, config=config, plugins=plugins, source=sections.source
+        SourcedProcess,
+        "check",
+        name,
+        options,
+        config=config,
+        plugins=plugins or PluginSelection(),
+        source=sections.source,
     )
     with reported_to(incidents.append), asyncio.Runner() as runner:
         yield Conformance(make, runner.run, max_batch=config.max_batch, incidents=incidents)

@@ -22,7 +22,6 @@ from grpo_core import ConfigError
 from grpo_core.kit import HOOKS, Flag, Kind, PluginHost, inert
 
 TEMPLATES = Path(__file__).parent / "templates"
-CONTRACTS = "grpo_plugin_devkit.contracts"
 LONGEST_NAME = 32
 """Number of characters of a name; longer ones would make the lines of the files too long."""
 
@@ -49,10 +48,16 @@ class Sort:
 
 
 SORTS: Mapping[str, Sort] = {
-    "environment": Sort(kind="environment", contract="check_environment", trains="--env NAME"),
+    "environment": Sort(
+        kind="environment",
+        contract="check_environment",
+        kit="grpo_plugin_devkit.environments",
+        trains="--env NAME",
+    ),
     "agent": Sort(
         kind="environment",
         contract="check_agent",
+        kit="grpo_plugin_devkit.environments",
         trains="--env NAME",
         needs=("grpo-plugin-agents", "openai>=1.60"),
     ),
@@ -67,31 +72,37 @@ SORTS: Mapping[str, Sort] = {
         contract="check_validation_strategy",
         trains="--env math:sort --validation NAME",
     ),
-    "engine": Sort(kind="engine", contract="check_decoding", trains="--env math:sort --engine NAME"),
+    "engine": Sort(
+        kind="engine",
+        contract="check_decoding",
+        kit="grpo_plugin_devkit.decoding",
+        trains="--env math:sort --engine NAME",
+    ),
     "loss": Sort(
         kind="loss",
         contract="check_loss",
-        kit=CONTRACTS,
+        kit="grpo_plugin_devkit.objectives",
         trains="--env math:sort --set loss.name=NAME",
         a_class=False,
     ),
     "advantage": Sort(
         kind="advantage",
         contract="check_advantage",
-        kit=CONTRACTS,
+        kit="grpo_plugin_devkit.objectives",
         trains="--env math:sort --set advantage.name=NAME",
         a_class=False,
     ),
     "filter": Sort(
         kind="filter",
         contract="check_filter",
-        kit=CONTRACTS,
+        kit="grpo_plugin_devkit.filters",
         trains="--env math:sort --set filters.NAME={}",
         a_class=False,
     ),
     "tracker": Sort(
         kind="tracker",
         contract="check_tracker",
+        kit="grpo_plugin_devkit.trackers",
         trains="""--env math:sort --set 'tracking.trackers=["files", "terminal", "report", "NAME"]'""",
     ),
 }

@@ -29,7 +29,8 @@ from grpo_core.kit import (
     checkpoint_tensors,
     read_weights,
 )
-from grpo_core.testing import load_test_model, make_test_model, within
+from grpo_core.testing import within
+from grpo_plugin_devkit.decoding import load_test_model, make_test_model
 
 T = TypeVar("T")
 

@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from grpo_core.records import Group, Prompt, Rollout, Segment
-from grpo_core.testing.limits import within
-from grpo_core.tokens import Tokens, fetched
+from grpo_core import Group, Prompt, Rollout, Segment, Tokens
+from grpo_core.kit import fetched
+from grpo_core.testing import within
 
 T = TypeVar("T")
 

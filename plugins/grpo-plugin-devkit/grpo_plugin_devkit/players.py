@@ -14,11 +14,18 @@ from typing import Any
 
 from attrs import define, field
 
-from grpo_core.loop.rollout import RolloutRequest, SamplingParams, play
-from grpo_core.playing import Player, PlayerSetup
-from grpo_core.records import Completion, Episode, Feedback, GenerationRequest, Prompt, Rollout, Weights
-from grpo_core.testing.clock import run
-from grpo_core.testing.fakes import FakeEngine, FakeEnvironment, FakeRenderer
+from grpo_core import (
+    Completion,
+    Episode,
+    Feedback,
+    GenerationRequest,
+    Player,
+    PlayerSetup,
+    Prompt,
+    Rollout,
+    Weights,
+)
+from grpo_core.testing import FakeEngine, FakeEnvironment, play_rollouts, run
 
 DEADLINE = 1000.0
 """Seconds of virtual time in which a rollout has to end."""
@@ -116,16 +123,14 @@ class PlayerContract:
         try:
             engine = _Overheard(self.said)
             await engine.update_weights(Weights(version=0, location="", nbytes=0, tensors=()))
-            return await play(
-                [
-                    RolloutRequest(prompt=Prompt(messages="?", id=f"{seed}", environment="task"), seed=seed)
-                    for seed in seeds
-                ],
+            return await play_rollouts(
+                [Prompt(messages="?", id=f"{seed}", environment="task") for seed in seeds],
                 engine=engine,
-                environments={"task": environment},
-                renderer=FakeRenderer(),
-                sampling=SamplingParams(temperature=1.0, max_tokens=TOKENS, **limits),
+                environment=environment,
                 deadline=deadline,
+                first=seeds[0],
+                max_tokens=TOKENS,
+                **limits,
             )
         finally:
             if player is not None:

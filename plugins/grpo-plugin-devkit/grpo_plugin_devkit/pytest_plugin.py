@@ -54,7 +54,7 @@ class EnvironmentItem(pytest.Item):
         self._options = options
 
     def runtest(self) -> None:
-        from grpo_core.testing import broken, findings_by_name
+        from grpo_plugin_devkit.environments import broken, findings_by_name
 
         findings = findings_by_name(self.name, self._options)
         lines = "\n".join(f"{e.outcome}: {e.check}{f': {e.told}' if e.told else ''}" for e in findings)

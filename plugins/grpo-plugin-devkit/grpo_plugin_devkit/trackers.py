@@ -20,33 +20,9 @@ from typing import Any
 
 from attrs import evolve
 
-from grpo_core.config import Config, as_table
-from grpo_core.errors import TrackingError, cut, one_line
-from grpo_core.events import (
-    ErrorRaised,
-    Event,
-    GroupFiltered,
-    GroupsReady,
-    IncidentReported,
-    PromptSkipped,
-    RunEnded,
-    RunStarted,
-    StageBegan,
-    StatusChanged,
-    StepEnded,
-    Validated,
-    ValidationPlayed,
-    WarningRaised,
-)
-from grpo_core.loop.advantages import group as group_advantages
-from grpo_core.loop.buffer import Buffer
-from grpo_core.loop.pipeline import Pipeline, Schedule
-from grpo_core.loop.rollout import SamplingParams
-from grpo_core.protocols import Tracker
-from grpo_core.records import Group, Prompt, RunInfo
-from grpo_core.reporting.trackers import TrackerThread
-from grpo_core.testing import clock
-from grpo_core.testing.fakes import FakeEngine, FakeEnvironment, FakeRenderer, FakeTrainer, prompts
+from grpo_core import Group, RunInfo, Tracker, errors, events
+from grpo_core.kit import Config, TrackerThread, as_table, cut
+from grpo_core.testing import a_run
 
 PATIENCE = 30.0
 """Seconds that a tracker may take for all events of a small run."""
@@ -94,27 +70,27 @@ class TrackerContract:
 
     def it_takes_every_event_of_a_run_on_a_thread_of_its_own(self) -> None:
         with tempfile.TemporaryDirectory() as directory:
-            self._tell(Path(directory), [*_started(), *a_run(), RunEnded(step=3, reason="finished")])
+            self._tell(Path(directory), [*_started(), *a_run(), events.RunEnded(step=3, reason="finished")])
 
     def it_takes_numbers_and_texts_of_any_kind(self) -> None:
         with tempfile.TemporaryDirectory() as directory:
-            self._tell(Path(directory), [*_started(), *_rare(), RunEnded(step=2, reason="finished")])
+            self._tell(Path(directory), [*_started(), *_rare(), events.RunEnded(step=2, reason="finished")])
 
     def it_takes_a_run_that_fails_at_once(self) -> None:
-        failed = [ErrorRaised(message="the model cannot be read"), RunEnded(reason="failed")]
-        for events in ([], failed, [*_started(), *failed]):
+        failed = [events.ErrorRaised(message="the model cannot be read"), events.RunEnded(reason="failed")]
+        for story in ([], failed, [*_started(), *failed]):
             with tempfile.TemporaryDirectory() as directory:
-                self._tell(Path(directory), events)
+                self._tell(Path(directory), story)
 
     def it_goes_on_where_a_resumed_run_does(self) -> None:
         """Check that what it has written in the run's directory is still there."""
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory)
-            self._tell(path, [*_started(), *a_run(), RunEnded(step=3, reason="interrupted")])
+            self._tell(path, [*_started(), *a_run(), events.RunEnded(step=3, reason="interrupted")])
             before = {file: file.stat().st_size for file in path.rglob("*") if file.is_file()}
             again = [
-                RunStarted(step=3, directory="", config=as_table(Config()), resumed=True),
-                RunEnded(step=3, reason="finished"),
+                events.RunStarted(step=3, directory="", config=as_table(Config()), resumed=True),
+                events.RunEnded(step=3, reason="finished"),
             ]
             self._tell(path, again, resumed_from=3)
             for file, size in before.items():
@@ -127,11 +103,11 @@ class TrackerContract:
                 )
 
     def it_changes_nothing_that_others_see(self) -> None:
-        events = [*_started(), *a_run(), *_rare(), RunEnded(step=3, reason="finished")]
-        before = [repr(event) for event in events]
+        story = [*_started(), *a_run(), *_rare(), events.RunEnded(step=3, reason="finished")]
+        before = [repr(event) for event in story]
         with tempfile.TemporaryDirectory() as directory:
-            self._tell(Path(directory), events)
-        for event, was in zip(events, before, strict=True):
+            self._tell(Path(directory), story)
+        for event, was in zip(story, before, strict=True):
             assert repr(event) == was, (
                 f"it changed a {type(event).__name__}, which other trackers receive, too"
             )
@@ -140,7 +116,7 @@ class TrackerContract:
         """Check that a state is of JSON, and that what has read it has the same one."""
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory)
-            state = self._tell(path, [*_started(), *a_run(), RunEnded(step=3, reason="interrupted")])
+            state = self._tell(path, [*_started(), *a_run(), events.RunEnded(step=3, reason="interrupted")])
             if state is None:
                 return
             again = self._tell(path, [], resumed_from=3, state=state)
@@ -150,16 +126,20 @@ class TrackerContract:
             )
 
     def _tell(
-        self, directory: Path, events: Sequence[Event], resumed_from: int | None = None, state: Any = None
+        self,
+        directory: Path,
+        story: Sequence[events.Event],
+        resumed_from: int | None = None,
+        state: Any = None,
     ) -> Any:
         """Send events to a new tracker, as a run does; return its state after them, None if it has none."""
-        failures: list[TrackingError] = []
+        failures: list[errors.TrackingError] = []
         tracker = self._make(_info(directory, resumed_from))
         thread = TrackerThread("checked", tracker, lambda name, error, required: failures.append(error))
         if state is not None:
             thread.load(state)
         now = time.time()
-        for event in events:
+        for event in story:
             thread.put(evolve(event, time=now))
         saved = thread.state() if thread.has_state else None
         thread.put(None)
@@ -177,7 +157,7 @@ def _short(state: Any) -> str:
     return cut(repr(state), 200)
 
 
-def _where(error: TrackingError) -> str:
+def _where(error: errors.TrackingError) -> str:
     """Return what a tracker raised, with the line that did."""
     cause = error.__cause__
     if cause is None:
@@ -185,63 +165,33 @@ def _where(error: TrackingError) -> str:
     where = traceback.extract_tb(cause.__traceback__)[-1]
     told = str(error).partition(": ")[0].removeprefix("tracker 'checked' ")
     line = f"{Path(where.filename).name}, line {where.lineno}: {where.line}"
-    return f"it {told}: {type(cause).__name__}: {one_line(cause)} ({line})"
+    return f"it {told}: {type(cause).__name__}: {errors.one_line(cause)} ({line})"
 
 
 def _info(directory: Path, resumed_from: int | None = None) -> RunInfo:
     return RunInfo(name="checked", directory=directory, config=as_table(Config()), resumed_from=resumed_from)
 
 
-def _started() -> list[Event]:
+def _started() -> list[events.Event]:
     return [
-        StatusChanged(message="the environments start"),
-        RunStarted(directory="", config=as_table(Config())),
-        StageBegan(stage="first weight sync"),
+        events.StatusChanged(message="the environments start"),
+        events.RunStarted(directory="", config=as_table(Config())),
+        events.StageBegan(stage="first weight sync"),
     ]
 
 
-def a_run() -> list[Event]:
-    """Return the events of a run of three steps; the groups of the last one are validated, too."""
-    events: list[Event] = []
-    stream = iter(prompts(100))
-
-    async def story() -> None:
-        buffer: Buffer[Prompt, Group] = Buffer(prompts_per_step=2, max_staleness=1, num_steps=3)
-        await Pipeline(
-            buffer=buffer,
-            draw=lambda request: [next(stream) for _ in range(request.expected_prompts)],
-            engine=FakeEngine(),
-            trainer=FakeTrainer(),
-            environments={"task": FakeEnvironment()},
-            renderer=FakeRenderer(),
-            sampling=SamplingParams(temperature=1.0, max_tokens=8),
-            group_size=4,
-            advantages=group_advantages,
-            schedule=Schedule(),
-            emit=events.append,
-        ).run()
-
-    clock.run(story())
-    groups = [event.groups for event in events if isinstance(event, GroupsReady)][-1]
-    return [
-        *events,
-        ValidationPlayed(step=3, version=3, groups=groups),
-        Validated(step=3, version=3, results={"task": {"reward": 0.5, "accuracy": 0.5}}),
-    ]
-
-
-def _rare() -> list[Event]:
+def _rare() -> list[events.Event]:
     """Return events as bad days have them: numbers that are none, names that come and go, hostile texts."""
-    groups = next(event.groups for event in a_run() if isinstance(event, GroupsReady))
+    groups = next(event.groups for event in a_run() if isinstance(event, events.GroupsReady))
     return [
-        GroupsReady(step=0, groups=tuple(map(_odd, groups))),
-        StepEnded(step=1, metrics={"loss": float("nan"), "only/once": float("inf")}),
-        Validated(step=1, version=1, results={"task": {}, "other task": {"reward": float("nan")}}),
-        StepEnded(step=2, metrics={}),
-        GroupFiltered(step=2, slot=1, task="task", prompt=HOSTILE, reward=0.5, reason=HOSTILE),
-        PromptSkipped(step=2, task="task", prompt=HOSTILE, error=HOSTILE, slot=2),
-        WarningRaised(step=2, cause="a cause", message=HOSTILE),
-        IncidentReported(step=2, kind="died", component="engine", message=HOSTILE, count=3),
+        events.GroupsReady(step=0, groups=tuple(map(_odd, groups))),
+        events.StepEnded(step=1, metrics={"loss": float("nan"), "only/once": float("inf")}),
+        events.Validated(step=1, version=1, results={"task": {}, "other task": {"reward": float("nan")}}),
+        events.StepEnded(step=2, metrics={}),
+        events.GroupFiltered(step=2, slot=1, task="task", prompt=HOSTILE, reward=0.5, reason=HOSTILE),
+        events.PromptSkipped(step=2, task="task", prompt=HOSTILE, error=HOSTILE, slot=2),
+        events.WarningRaised(step=2, cause="a cause", message=HOSTILE),
+        events.IncidentReported(step=2, kind="died", component="engine", message=HOSTILE, count=3),
     ]
 
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from grpo_core.testing import EnvironmentContract
+from grpo_plugin_devkit.environments import EnvironmentContract
 
 GAME = """
 import grpo_core as grpo
@@ -65,7 +65,7 @@ def test_environments_are_checked_by_name_without_any_file_of_tests(here):
 def test_a_class_with_attributes_is_a_test(here):
     (here / "test_mine.py").write_text(
         "from game import Fine, Generous\n"
-        "from grpo_core.testing import EnvironmentContract\n\n"
+        "from grpo_plugin_devkit.environments import EnvironmentContract\n\n"
         "class TestFine(EnvironmentContract):\n    environment = Fine\n    options = {'length': 3}\n\n"
         "class TestGenerous(EnvironmentContract):\n    environment = Generous\n\n"
         "class TestByName(EnvironmentContract):\n    environment = './game.py:Fine'\n\n"
@@ -97,7 +97,7 @@ def test_a_session_without_the_option_imports_nothing_of_ours_but_the_plugin(her
 def test_without_hypothesis_the_message_names_the_extra():
     program = (
         "import sys\nsys.modules['hypothesis'] = None\n"
-        "from grpo_core.testing import check_environment, EnvironmentContract\n"
+        "from grpo_plugin_devkit.environments import check_environment, EnvironmentContract\n"
         "from grpo_core.testing import check_sampler\n"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

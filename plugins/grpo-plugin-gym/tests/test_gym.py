@@ -3,7 +3,8 @@
 import pytest
 
 import grpo_core as grpo
-from grpo_core.testing import HostedEnvironment, check_environment, make_offer
+from grpo_core.testing import HostedEnvironment, make_offer
+from grpo_plugin_devkit.environments import check_environment
 
 gymnasium = pytest.importorskip("gymnasium", reason="gymnasium is not installed")
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 import grpo_core as grpo
-from grpo_core.testing import HostedEnvironment, check_environment, finished, make_offer
+from grpo_core.testing import HostedEnvironment, finished, make_offer
+from grpo_plugin_devkit.environments import check_environment
 
 HERE = Path(__file__).parent
 TASKS = HERE / "tasks_of_inspect.py"

@@ -37,10 +37,10 @@ from grpo_core.playing import PlayerSetup
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Canary, EngineSetup, Episode, GenerationRequest, Prompt, Weights
 from grpo_core.testing import FakeEngine, FakeRenderer
-from grpo_core.testing.engines import check_engine
 from grpo_core.weights.copies import Copies
 from grpo_core.weights.shm import SharedMemoryWriter
 from grpo_plugin_agents.server import AgentServer
+from grpo_plugin_devkit.engines import check_engine
 from grpo_plugin_ray import cluster
 from grpo_plugin_ray.cluster import PluginRequirement
 from grpo_plugin_ray.engines import RayEngine, Store, WorkerSetup

@@ -10,7 +10,8 @@ from statistics import fmean
 import pytest
 
 import grpo_core as grpo
-from grpo_core.testing import check_environment, find_offer, make_offer
+from grpo_core.testing import find_offer, make_offer
+from grpo_plugin_devkit.environments import check_environment
 from grpo_plugin_reasoning_gym.environment import ReasoningGym, last_answer
 from grpo_plugin_reasoning_gym.tasks import REFUSED, is_answer
 

@@ -9,7 +9,8 @@ import sys
 import pytest
 
 import grpo_core as grpo
-from grpo_core.testing import HostedEnvironment, check_environment, finished, make_offer
+from grpo_core.testing import HostedEnvironment, finished, make_offer
+from grpo_plugin_devkit.environments import check_environment
 
 textarena = pytest.importorskip("textarena", reason="needs TextArena: pip install textarena")
 

@@ -14,7 +14,8 @@ import pytest
 from logged import Logged
 
 import grpo_core as grpo
-from grpo_core.testing import a_run, check_tracker, find_offer, make_offer
+from grpo_core.testing import a_run, find_offer, make_offer
+from grpo_plugin_devkit.trackers import check_tracker
 from grpo_plugin_trackers.openmetrics import named
 
 STEP = {"loss": 0.5, "reward/sort": 0.25, "time/step": 1.5}

@@ -33,8 +33,8 @@ from grpo_core.config import Config, DataPlaneConfig
 from grpo_core.errors import ConfigError, DataPlaneError
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Group, Prompt, Rollout, Segment
-from grpo_core.testing import check_data_plane
 from grpo_core.tokens import Tokens, fetched
+from grpo_plugin_devkit.planes import check_data_plane
 from grpo_plugin_transferqueue import servers
 from grpo_plugin_transferqueue.data_plane import TransferQueuePlane
 

@@ -20,13 +20,8 @@ from killing import Run, left_after
 
 from grpo_core import EngineError, EngineSetup, GenerationRequest, ModelError, TrainerSetup
 from grpo_core.kit import PluginHost
-from grpo_core.testing import (
-    ENGINE_LAWS,
-    EngineUnderTest,
-    check_engine,
-    make_test_model,
-    start_engine,
-)
+from grpo_plugin_devkit.decoding import ENGINE_LAWS, EngineUnderTest, make_test_model, start_engine
+from grpo_plugin_devkit.engines import check_engine
 from grpo_plugin_scale.weights.collective import CollectiveWriter
 from grpo_plugin_vllm.engine import VllmEngine
 from grpo_plugin_vllm.transfer import LAYERWISE

@@ -18,14 +18,9 @@ from adapted import AdaptedEngine
 from transformers import AutoTokenizer
 
 import grpo_core
-from grpo_core.testing import (
-    ENGINE_LAWS,
-    EngineUnderTest,
-    check_engine,
-    make_offer,
-    make_test_model,
-    start_engine,
-)
+from grpo_core.testing import make_offer
+from grpo_plugin_devkit.decoding import ENGINE_LAWS, EngineUnderTest, make_test_model, start_engine
+from grpo_plugin_devkit.engines import check_engine
 from grpo_plugin_vllm.http import HttpEngine
 from grpo_plugin_vllm.transfer import PLAIN_LINEAR
 

@@ -1,10 +1,12 @@
-"""The contract of commands as a test that their authors run.
+"""The contracts of what a plugin's module offers besides parts, as tests that authors run.
 
-from grpo_core.testing import check_commands
-from grpo_plugin_mine import commands
+from grpo_plugin_devkit.modules import check_commands, check_preflight
 
 def test_my_commands_keep_the_contract():
-    check_commands(commands)
+check_commands(grpo_plugin_mine.commands)
+
+def test_my_checks_keep_the_contract():
+check_preflight(grpo_plugin_mine)
 """
 
 from __future__ import annotations
@@ -14,9 +16,12 @@ import inspect
 import subprocess
 import sys
 import typing
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
-from grpo_core.plugins.commands import offered_commands
+from grpo_core import Command, ConfigError, errors, load_object
+from grpo_core.kit import Config, PluginHost, as_table
 
 LARGE = ("torch", "transformers", "numpy", "ray", "vllm")
 """Libraries that take long to import, and that the line in ``grpo-core --help`` does not need."""
@@ -31,7 +36,7 @@ def check_commands(module: ModuleType) -> None:
     * each command exists, returns an exit status, and documents its parameters;
     * ``help`` is the sentence with which its documentation begins.
     """
-    commands = offered_commands(module)
+    commands: dict[str, Command] = dict(module.grpo_commands())
     homes = {command.target.partition(":")[0] for command in commands.values()}
     code = f"import sys, {module.__name__}; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -54,3 +59,27 @@ def check_commands(module: ModuleType) -> None:
             )
             missing = [key for key in signature.parameters if f"\n{key}\n" not in documented]
             assert not missing, f"{name}: {command.target} does not document {', '.join(missing)}"
+
+
+def check_preflight(module: ModuleType) -> None:
+    """Raise AssertionError if the functions that a module offers by ``grpo_preflight`` break their contract.
+
+    It holds that each takes a configuration and the plugins, changes no configuration, and returns texts or
+    raises ConfigError.
+    """
+    for name, offered in module.grpo_preflight().items():
+        check_function(name, load_object(offered, who=name) if isinstance(offered, str) else offered)
+
+
+def check_function(name: str, function: Callable[..., Any]) -> None:
+    """Check one function, as ``check_preflight``."""
+    config = Config()
+    try:
+        messages = function(config, PluginHost.discover())
+    except ConfigError:
+        messages = ()
+    except Exception as error:
+        raise AssertionError(f"{name!r} raised {errors.describe(error)}; expected ConfigError") from error
+    wrong = isinstance(messages, str) or not all(isinstance(each, str) for each in messages)
+    assert not wrong, f"{name!r} returned {messages!r}; expected a list of warnings"
+    assert as_table(config) == as_table(Config()), f"{name!r} changed the configuration"
