@@ -191,13 +191,13 @@ if TYPE_CHECKING:
     from grpo_core.environments.host import DEADLINE as DEADLINE
     from grpo_core.environments.host import EnvironmentHost as EnvironmentHost
     from grpo_core.environments.host import units as units
+    from grpo_core.environments.pool import EnvironmentSpec as EnvironmentSpec
     from grpo_core.environments.pool import EnvironmentWorker as EnvironmentWorker
     from grpo_core.environments.process import EnvironmentProcess as EnvironmentProcess
     from grpo_core.environments.sourced import Sections as Sections
     from grpo_core.environments.sourced import SourcedProcess as SourcedProcess
     from grpo_core.environments.sourced import has_source as has_source
     from grpo_core.environments.sourced import taken_sections as taken_sections
-    from grpo_core.environments.spec import EnvironmentSpec as EnvironmentSpec
     from grpo_core.errors import cut as cut
     from grpo_core.errors import wrong_input as wrong_input
     from grpo_core.incidents import Incident as Incident

@@ -7,10 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_core.config import EnvironmentConfig
-from grpo_core.environments.batcher import BatchedEnvironment, MicroBatcher
+from grpo_core.environments.batcher import MicroBatcher
+from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.errors import GrpoError, PluginError
-from grpo_core.records import Episode, Feedback, Prompt
-from grpo_core.testing import clock
+from grpo_core.records import Episode, Prompt
+from grpo_core.testing import FakeEnvironment, clock
 
 
 class Calls:
@@ -314,23 +315,13 @@ def test_whatever_happens_each_gets_the_own_results_or_an_own_error(
 
 
 def test_a_judge_of_groups_sees_them_whole():
-    class Relative:
-        success = None
-        max_turns = 2
-        needs_group = True
-        sizes = ()
-
-        async def evaluate(self, episodes):
-            self.sizes += (len(episodes),)
-            return [Feedback(reward=1.0)] * len(episodes)
-
     async def story():
-        environment = Relative()
-        batched = BatchedEnvironment(environment, EnvironmentConfig(max_batch=3, max_wait=0.1))
+        environment = FakeEnvironment(max_turns=2, needs_group=True)
+        batched = EnvironmentPool([environment], EnvironmentConfig(max_batch=3, max_wait=0.1))
         episodes = [Episode(prompt=Prompt(messages="?"), messages="!")] * 2
         await asyncio.gather(batched.evaluate(episodes), batched.evaluate(episodes))
         await batched.aclose()
-        assert environment.sizes == (2, 2)
+        assert environment.calls == [2, 2]
         assert (batched.max_turns, batched.needs_group) == (2, True)
 
     clock.run(story())

@@ -14,7 +14,7 @@ from test_pipeline import CountingEngine
 
 from grpo_core.aio import Slots
 from grpo_core.config import EnvironmentConfig
-from grpo_core.environments.batcher import BatchedEnvironment
+from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.errors import DeadlineExceeded, EngineError, PluginError, WeightSyncError
 from grpo_core.incidents import reported_to
 from grpo_core.loop.rollout import SamplingParams
@@ -50,7 +50,7 @@ def two_turns(episode):
 def validated(strategy, environment, *, n=10, engine=None, version=0, max_batch=None, **changes):
     """Results of a strategy on ``n`` prompts of one task."""
     if max_batch is not None:
-        environment = BatchedEnvironment(environment, EnvironmentConfig(max_batch=max_batch, max_wait=0.005))
+        environment = EnvironmentPool([environment], EnvironmentConfig(max_batch=max_batch, max_wait=0.005))
 
     async def story():
         the_engine = engine or FakeEngine(reply=echo)

@@ -70,9 +70,6 @@ def test_memory_that_is_gone_is_an_error_of_the_sync(tmp_path):
 class Worker(FakeEnvironment):
     """An environment that remembers its sessions."""
 
-    first_traceback = ""
-    slots = "none"
-
     def __init__(self, number: int, **options) -> None:
         super().__init__(lambda episode: Feedback(reward=float(number)), **options)
         self.number, self.sessions, self.closed = number, [], False
@@ -80,12 +77,6 @@ class Worker(FakeEnvironment):
 
     async def start(self):
         self.max_turns = 3
-
-    async def prompts(self, split):
-        return prompts(4)
-
-    async def solve(self, some):
-        return [prompt.answer for prompt in some]
 
     async def open(self, some):
         self.sessions += some

@@ -10,9 +10,8 @@ from typing import Protocol
 from grpo_core.app import gpus
 from grpo_core.app.gpus import Devices
 from grpo_core.config import EngineConfig, TrainerConfig
-from grpo_core.environments.pool import EnvironmentWorker
+from grpo_core.environments.pool import EnvironmentSpec, EnvironmentWorker
 from grpo_core.environments.process import EnvironmentProcess
-from grpo_core.environments.spec import EnvironmentSpec
 from grpo_core.errors import ConfigError
 from grpo_core.plugins.host import PluginHost
 from grpo_core.protocols import Engine

@@ -12,8 +12,7 @@ from grpo_core.app.placement import Placement
 from grpo_core.config import EngineConfig, EnvironmentConfig, TaskConfig
 from grpo_core.engines.limited import LimitedEngine
 from grpo_core.engines.pool import EnginePool
-from grpo_core.environments.pool import EnvironmentPool
-from grpo_core.environments.spec import EnvironmentSpec
+from grpo_core.environments.pool import EnvironmentPool, EnvironmentSpec
 from grpo_core.errors import ConfigError
 from grpo_core.hookspecs import Transport
 from grpo_core.loop.agreement import Tolerance

@@ -9,17 +9,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
 from attrs import define, field
 
-from grpo_core.config import EnvironmentConfig
-from grpo_core.environments.host import Slotted, in_slots
 from grpo_core.errors import GrpoError, PluginError
-from grpo_core.playing import Player
-from grpo_core.protocols import EnvironmentClient
-from grpo_core.records import AgentClient, Episode, Feedback, Prompt, SessionStart
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -62,7 +57,7 @@ class MicroBatcher(Generic[T, R]):
         self._call = call
         self._max_batch = max_batch
         self._max_wait = max_wait
-        self._together = together
+        self.together = together
         self._queue: deque[_Submission[T, R]] = deque()
         self._waiting = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -126,9 +121,9 @@ class MicroBatcher(Generic[T, R]):
             if submission.answer.done():  # it has just failed, or its caller was cancelled
                 self._withdraw(submission)
                 continue
-            if self._together and parts and submission.left > room:
+            if self.together and parts and submission.left > room:
                 break
-            size = submission.left if self._together else min(submission.left, room)
+            size = submission.left if self.together else min(submission.left, room)
             parts.append((submission, submission.items[submission.sent : submission.sent + size]))
             submission.sent += size
             room -= size
@@ -181,44 +176,3 @@ class MicroBatcher(Generic[T, R]):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-
-class BatchedEnvironment:
-    """An environment client that merges evaluations; groups that must stay whole are not split.
-
-    Args:
-        slots: the calls that run in slots of the environment; they are not merged.
-    """
-
-    def __init__(
-        self, environment: EnvironmentClient, config: EnvironmentConfig, slots: Slotted = "none"
-    ) -> None:
-        self._environment, self._slots = environment, slots
-        self.max_turns = environment.max_turns
-        self.needs_group = environment.needs_group
-        self.success = environment.success
-        self.player: Player | None = None
-        self.batcher = MicroBatcher[Episode, Feedback](
-            environment.evaluate,
-            max_batch=config.max_batch,
-            max_wait=config.max_wait,
-            together=environment.needs_group,
-        )
-
-    async def open(self, prompts: Mapping[str, Prompt]) -> list[SessionStart]:
-        return await self._environment.open(prompts)
-
-    async def evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
-        if in_slots(self._slots, episodes):
-            return await self._environment.evaluate(episodes)
-        return await self.batcher.submit(episodes)
-
-    async def run(self, session: str, prompt: Prompt, client: AgentClient) -> Feedback | None:
-        return await self._environment.run(session, prompt, client)
-
-    async def close(self, sessions: Sequence[str]) -> None:
-        await self._environment.close(sessions)
-
-    async def aclose(self) -> None:
-        """Stop evaluating; the environment behind the batcher stays open."""
-        await self.batcher.aclose()

@@ -81,7 +81,7 @@ class Calls:
         results: list[Any] | None = None
         while True:
             try:
-                awaitables = self._next(steps, results)
+                awaitables = steps.send(results)  # type: ignore[arg-type]  # None before the first ones
             except StopIteration as end:
                 result: T = end.value
                 return result
@@ -153,7 +153,7 @@ class Calls:
             return
         results = None if running.task is None else running.task.result()
         try:
-            awaitables = self._next(running.begun.steps, results)
+            awaitables = running.begun.steps.send(results)  # type: ignore[arg-type]
         except StopIteration as end:
             self._forget(running)
             if not running.dropped:
@@ -164,10 +164,6 @@ class Calls:
                 connection.fail(running.id, error)
         else:
             self._await(running, awaitables, connection)
-
-    def _next(self, steps: Steps[T], results: list[Any] | None) -> Sequence[Awaitable[Any]]:
-        """Run a call's next steps, or its first ones if there are no results yet."""
-        return steps.send(results)  # type: ignore[arg-type]
 
     def _await(self, running: _Running, awaitables: Sequence[Awaitable[Any]], connection: Connection) -> None:
         loop = self._runner.get_loop()

@@ -376,17 +376,13 @@ class EnvironmentHost:
 
     def _evaluate(self, episodes: Sequence[Episode]) -> Steps[list[Feedback]]:
         found = [self._with_session(episode) for episode in episodes]
-        sessions = [e.session for e in found if isinstance(e, Episode) and isinstance(e.session, Session)]
-        with _used(sessions):
-            return (yield from self._answered(found))
-
-    def _answered(self, found: Sequence[Episode | Feedback]) -> Steps[list[Feedback]]:
         tools = not self._runs_agents  # an agent has answered its calls by itself
         calling = [tools and isinstance(e, Episode) and calls_of(e) != () for e in found]
         judged = [e for e, calls in zip(found, calling, strict=True) if isinstance(e, Episode) and not calls]
         called = [e for e, calls in zip(found, calling, strict=True) if isinstance(e, Episode) and calls]
-        judgements = iter((yield from self._judged(judged)))
-        answers = iter((yield from self._answers(called)))
+        with _used([e.session for e in (*judged, *called) if isinstance(e.session, Session)]):
+            judgements = iter((yield from self._judged(judged)))
+            answers = iter((yield from self._answers(called)))
         return [
             e if isinstance(e, Feedback) else next(answers if calls else judgements)
             for e, calls in zip(found, calling, strict=True)
@@ -431,7 +427,8 @@ class EnvironmentHost:
             ]
             calls = [calls_of(episodes[i])[place] for i in here]
             boxes = [self._tools if (s := episodes[i].session) is None else s.tools for i in here]
-            results = yield from _each(_run, list(zip(boxes, calls, strict=True)))
+            pairs = list(zip(boxes, calls, strict=True))
+            results = yield from _each(lambda pair: pair[0].call(pair[1]), pairs)
             for i, call, result in zip(here, calls, results, strict=True):
                 if isinstance(result, Unavailable):
                     failed[i] = Feedback(error=self._told(result))
@@ -533,25 +530,18 @@ def calls_of(episode: Episode) -> Sequence[Mapping[str, Any]]:
 
 def _each(function: Callable[[Any], Any], items: Sequence[Any]) -> Steps[list[Any]]:
     """Return the result or error of ``function`` for each item; awaitables are awaited together."""
-    results = [_attempt(function, item) for item in items]
+    results: list[Any] = []
+    for item in items:
+        try:
+            results.append(function(item))
+        except BaseException as error:  # sys.exit(), or a library's timeout: no reason to lose the process
+            results.append(error)
     waiting = [i for i, result in enumerate(results) if inspect.isawaitable(result)]
     if waiting:
         awaited = yield [results[i] for i in waiting]
         for i, result in zip(waiting, awaited, strict=True):
             results[i] = result
     return results
-
-
-def _run(pair: tuple[Toolbox, Mapping[str, Any]]) -> Any:
-    tools, call = pair
-    return tools.call(call)
-
-
-def _attempt(function: Callable[[Any], Any], item: Any) -> Any:
-    try:
-        return function(item)
-    except BaseException as error:  # sys.exit(), or a library's timeout: no reason to lose the process
-        return error
 
 
 def _print_errors(results: Sequence[Any]) -> None:

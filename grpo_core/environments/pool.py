@@ -1,22 +1,40 @@
-"""Several workers of one environment that act as one; episodes go to the least loaded worker.
+"""The workers of one environment that act as one; episodes go to the least loaded worker.
 
-Each worker has its own batcher.  The rollouts of a group go to one worker, and rollouts with a session go to
-the worker that opened it.
+    EnvironmentPool   --- one call with the episodes of many rollouts --->   EnvironmentProcess (a worker)
+
+Each worker has its own batcher; calls that run in slots of the environment are not merged.  The rollouts of a
+group go to one worker, and rollouts with a session go to the worker that opened it.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from attrs import field, frozen
 
 from grpo_core.config import EnvironmentConfig
-from grpo_core.environments.batcher import BatchedEnvironment
-from grpo_core.environments.host import Slotted
+from grpo_core.environments.batcher import MicroBatcher
+from grpo_core.environments.host import Slotted, in_slots
 from grpo_core.playing import Player
 from grpo_core.protocols import EnvironmentClient
 from grpo_core.records import AgentClient, Episode, Feedback, Prompt, SessionStart
+
+
+@frozen(kw_only=True)
+class EnvironmentSpec:
+    """The specification of one worker of a task's environment, which is sent to where it runs."""
+
+    task: str
+    env: str
+    """Name of the environment, as in ``math:sort``."""
+    options: Mapping[str, Any] = field(factory=dict)
+    config: EnvironmentConfig = field(factory=EnvironmentConfig)
+    log: Path | None = None
+    """File for the environment's output."""
 
 
 class EnvironmentWorker(EnvironmentClient, Protocol):
@@ -41,7 +59,7 @@ class EnvironmentWorker(EnvironmentClient, Protocol):
 
 
 class EnvironmentPool:
-    """Several workers behind the ``EnvironmentWorker`` protocol, with batched ``evaluate``.
+    """Workers behind the ``EnvironmentWorker`` protocol, with batched ``evaluate``.
 
     Args:
         workers: at least one worker; all have the same environment.
@@ -57,15 +75,18 @@ class EnvironmentPool:
         success: float | None = None,
     ) -> None:
         self._workers = list(workers)
-        self._config = config
-        self._environments: list[BatchedEnvironment] = []
+        self._batchers = [
+            MicroBatcher[Episode, Feedback](
+                worker.evaluate, max_batch=config.max_batch, max_wait=config.max_wait
+            )
+            for worker in self._workers
+        ]
         self._load = [0] * len(self._workers)
         """Number of running episodes and open sessions of each worker."""
         self._homes: dict[str, int] = {}
         """The worker of each session."""
-        self.max_turns = self._workers[0].max_turns
-        self.needs_group = self._workers[0].needs_group
-        self.success = success
+        self._success = success
+        self._describe()
         self.player: Player | None = None
         """Set by the owner before the first rollout."""
 
@@ -81,11 +102,15 @@ class EnvironmentPool:
     async def start(self) -> None:
         """Start all workers together.  Raises the first error."""
         await asyncio.gather(*(worker.start() for worker in self._workers))
-        self.max_turns, self.needs_group = self._workers[0].max_turns, self._workers[0].needs_group
-        self.success = self._workers[0].success if self.success is None else self.success
-        self._environments = [
-            BatchedEnvironment(worker, self._config, worker.slots) for worker in self._workers
-        ]
+        self._describe()
+
+    def _describe(self) -> None:
+        """Take over what the environment declares, which is known once it has started."""
+        first = self._workers[0]
+        self.max_turns, self.needs_group = first.max_turns, first.needs_group
+        self.success = first.success if self._success is None else self._success
+        for batcher in self._batchers:
+            batcher.together = self.needs_group
 
     async def prompts(self, split: str) -> list[Prompt]:
         return await self._workers[0].prompts(split)
@@ -110,9 +135,7 @@ class EnvironmentPool:
         opened: dict[str, SessionStart] = {}
 
         async def ask(worker: int, sessions: list[str]) -> None:
-            answer = await self._environments[worker].open(
-                {session: prompts[session] for session in sessions}
-            )
+            answer = await self._workers[worker].open({session: prompts[session] for session in sessions})
             opened.update(zip(sessions, answer, strict=True))
 
         await asyncio.gather(*(ask(*share) for share in shares.items()))
@@ -120,8 +143,8 @@ class EnvironmentPool:
 
     async def evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
         """Return feedback for each episode, in order."""
-        if len(self._environments) == 1:
-            return await self._environments[0].evaluate(episodes)
+        if len(self._workers) == 1:
+            return await self._call(0, episodes)
         by_group: dict[str, list[int]] = defaultdict(list)
         for place, episode in enumerate(episodes):
             by_group[episode.group].append(place)
@@ -136,7 +159,7 @@ class EnvironmentPool:
 
         async def ask(worker: int, places: list[int]) -> None:
             try:
-                answer = await self._environments[worker].evaluate([episodes[place] for place in places])
+                answer = await self._call(worker, [episodes[place] for place in places])
                 feedback.update(zip(places, answer, strict=True))
             finally:
                 self._load[worker] -= len(places)
@@ -144,13 +167,19 @@ class EnvironmentPool:
         await asyncio.gather(*(ask(*share) for share in shares.items()))
         return [feedback[place] for place in range(len(episodes))]
 
+    def _call(self, worker: int, episodes: Sequence[Episode]) -> Awaitable[list[Feedback]]:
+        """Let a worker evaluate: together with episodes of others, unless these run in slots."""
+        if in_slots(self._workers[worker].slots, episodes):
+            return self._workers[worker].evaluate(episodes)
+        return self._batchers[worker].submit(episodes)
+
     async def run(self, session: str, prompt: Prompt, client: AgentClient) -> Feedback | None:
         """Let the agent play a rollout; None if ``evaluate`` judges it."""
         home = self._homes.get(session)
         worker = self._least() if home is None else home
         self._load[worker] += 1
         try:
-            return await self._environments[worker].run(session, prompt, client)
+            return await self._workers[worker].run(session, prompt, client)
         finally:
             self._load[worker] -= 1
 
@@ -161,11 +190,11 @@ class EnvironmentPool:
                 shares[worker].append(session)
                 self._load[worker] -= 1
         for worker, some in shares.items():
-            await self._environments[worker].close(some)
+            await self._workers[worker].close(some)
 
     async def aclose(self) -> None:
         """End all workers; calls that wait for them raise an error."""
-        await asyncio.gather(*(environment.aclose() for environment in self._environments))
+        await asyncio.gather(*(batcher.aclose() for batcher in self._batchers))
         await asyncio.gather(*(worker.aclose() for worker in self._workers))
 
     def _least(self) -> int:

@@ -325,7 +325,16 @@ class EnvironmentProcess:
         async with self._slots.take(slots):
             child = await self._started()
             try:
-                results: list[R] = await self._ask(child, kind.method, list(items))
+                results: list[R] = await child.call_alongside(
+                    kind.method, list(items), seconds=self._deadline, grace=self._grace
+                )
+            except asyncio.CancelledError:
+                # Code that is not async cannot be cancelled.  It may be busy for long, and the next caller's
+                # time would run meanwhile.  Where there are sessions, that is better than to lose them.
+                if self.slots == "none" and not self._has_sessions and not self.runs_agents:
+                    self._told = child
+                    child.kill()
+                raise
             except PluginError:
                 raise
             except Exception as error:
@@ -386,17 +395,6 @@ class EnvironmentProcess:
         await self._started()
         async with self._slots.take(self._slots.number):
             return await RestartBudget(MAX_DEATHS).run(ask, on=ChildDied)
-
-    async def _ask(self, child: Child, method: str, items: list[Any]) -> Any:
-        try:
-            return await child.call_alongside(method, items, seconds=self._deadline, grace=self._grace)
-        except asyncio.CancelledError:
-            # Code that is not async cannot be cancelled.  It may be busy for long, and the next caller's time
-            # would run meanwhile.  Where there are sessions, that is better than to lose them.
-            if self.slots == "none" and not self._has_sessions and not self.runs_agents:
-                self._told = child
-                child.kill()
-            raise
 
     async def _started(self) -> Child:
         """Return the running child, or a new one.  Raises PluginError if the environment cannot be made."""

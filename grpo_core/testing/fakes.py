@@ -10,7 +10,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from grpo_core.errors import EngineError
 from grpo_core.playing import Player
@@ -154,6 +154,10 @@ class FakeTrainer(Trainer):
 class FakeEnvironment:
     """Judges with ``feedback(episode)`` after ``seconds``; counts its calls."""
 
+    slots: Literal["none", "tools", "all"] = "none"
+    runs_agents = False
+    first_traceback = ""
+
     def __init__(
         self,
         feedback: Callable[[Episode], Feedback] = lambda e: Feedback(reward=float(e.reply.startswith("a"))),
@@ -172,6 +176,18 @@ class FakeEnvironment:
         self.opened: list[str] = []
         self.closed: list[str] = []
 
+    async def start(self) -> None:
+        """Do nothing: it is there."""
+
+    async def prompts(self, split: str) -> list[Prompt]:
+        return prompts(4)
+
+    async def from_source(self, prompts: Sequence[Prompt]) -> list[Prompt] | None:
+        return None
+
+    async def solve(self, prompts: Sequence[Prompt]) -> list[str | None]:
+        return [prompt.answer for prompt in prompts]
+
     async def open(self, prompts: Mapping[str, Prompt]) -> list[SessionStart]:
         self.opened += prompts
         return [SessionStart(tools=self.tools)] * len(prompts)
@@ -186,3 +202,6 @@ class FakeEnvironment:
 
     async def close(self, sessions: Sequence[str]) -> None:
         self.closed += sessions
+
+    async def aclose(self) -> None:
+        """Do nothing: nothing runs."""

@@ -25,7 +25,7 @@ from attrs import define, field
 from grpo_core.config import EnvironmentConfig
 from grpo_core.data.loaders import ShuffledIndices
 from grpo_core.data.samplers import load_plugin_state, plugin_state
-from grpo_core.environments.batcher import BatchedEnvironment
+from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.loop.advantages import group as group_advantages
 from grpo_core.loop.buffer import Buffer
 from grpo_core.loop.metrics import headline
@@ -75,7 +75,7 @@ class World:
     prompts: dict[str, list[Prompt]] = field(init=False)
     engine: FakeEngine = field(init=False)
     fakes: dict[str, FakeEnvironment] = field(init=False)
-    environments: dict[str, BatchedEnvironment] = field(init=False, factory=dict)
+    environments: dict[str, EnvironmentPool] = field(init=False, factory=dict)
 
     def __attrs_post_init__(self) -> None:
         self.prompts = {
@@ -97,7 +97,7 @@ class World:
 
     async def context(self) -> Context:
         config = EnvironmentConfig(max_batch=self.max_batch, max_wait=0.01)
-        self.environments = {task: BatchedEnvironment(fake, config) for task, fake in self.fakes.items()}
+        self.environments = {task: EnvironmentPool([fake], config) for task, fake in self.fakes.items()}
         await self.engine.update_weights(Weights(version=0, location="", nbytes=0, tensors=()))
         return self.context_of(0)
 

@@ -21,7 +21,7 @@ import statistics
 from collections.abc import Callable
 
 from grpo_core.config import EnvironmentConfig
-from grpo_core.environments.batcher import BatchedEnvironment
+from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, derive_seed, play
 from grpo_core.protocols import EnvironmentClient
 from grpo_core.records import Episode, Feedback, Prompt, Weights
@@ -103,7 +103,7 @@ def trained(turns: int, seed: int, wrap: Callable, *, lockstep: bool = False) ->
 
 
 def batcher(**options):
-    return lambda environment: BatchedEnvironment(environment, EnvironmentConfig(**options))
+    return lambda environment: EnvironmentPool([environment], EnvironmentConfig(**options))
 
 
 def show(name: str, value: float, limit: float | None = None, *, below: bool = False) -> None:

@@ -199,6 +199,7 @@ class Judge:
     needs_group = False
     max_turns = 1
     first_traceback = ""
+    slots = "none"
 
     def __init__(
         self, task: Task, seed: int, kinds: Mapping[int, int], progress: Callable[[], float]
@@ -231,6 +232,9 @@ class Judge:
 
     async def close(self, sessions: Sequence[str]) -> None:
         return None
+
+    async def aclose(self) -> None:
+        """Do nothing: nothing runs."""
 
     async def run(self, *_: Any) -> None:
         raise NotImplementedError

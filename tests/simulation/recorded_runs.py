@@ -20,7 +20,7 @@ from grpo_core.config import Config, as_table, build, merge
 from grpo_core.data.samplers import PromptStream
 from grpo_core.engines.limited import LimitedEngine
 from grpo_core.engines.pool import EnginePool
-from grpo_core.environments.batcher import BatchedEnvironment
+from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.errors import GrpoError, TrackingError, describe
 from grpo_core.events import (
     ErrorRaised,
@@ -215,9 +215,7 @@ class _Run:
         for task in self.world.tasks:
             judge = Judge(task, self.config.seed, {}, self.progress)
             judge.max_turns = 2 if task.tools else 1
-            made: Any = BatchedEnvironment(judge, self.config.environment)
-            made.solve, made.first_traceback = judge.solve, ""
-            found[task.name] = made
+            found[task.name] = EnvironmentPool([judge], self.config.environment)
         return found
 
     def _engine(self, tables: Tables) -> Any:

@@ -35,7 +35,7 @@ from grpo_core.config import EnvironmentConfig
 from grpo_core.data.loaders import ShuffledIndices, TaskLoader, fingerprint
 from grpo_core.data.samplers import Mix, PromptStream, WeightedTaskSampler
 from grpo_core.engines.pool import EnginePool
-from grpo_core.environments.batcher import BatchedEnvironment
+from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.errors import GrpoError
 from grpo_core.events import (
     Event,
@@ -146,6 +146,21 @@ class _Rows:
 
     def state_dict(self) -> dict[str, int]:
         return self._indices.state_dict()
+
+
+class _Pool(EnvironmentPool):
+    """Sees sessions that are closed twice."""
+
+    def __init__(self, *given: Any, truth: Truth) -> None:
+        super().__init__(*given)
+        self._truth = truth
+        self._closed: set[str] = set()
+
+    async def close(self, sessions: Sequence[str]) -> None:
+        twice = [session for session in sessions if session in self._closed]
+        self._truth.law(not twice, 0, f"{len(twice)} sessions are closed twice")
+        self._closed.update(sessions)
+        await super().close(sessions)
 
 
 class _Watched(Buffer[Prompt, Group]):
@@ -657,7 +672,7 @@ class Simulation:
             )
             for task, turns in TASKS.items()
         }
-        batched = {task: BatchedEnvironment(each, config) for task, each in self._environments.items()}
+        batched = {task: _Pool([each], config, truth=self.truth) for task, each in self._environments.items()}
         for task in agents:
             batched[task].player = self._endpoint
         return batched
