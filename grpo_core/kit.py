@@ -76,7 +76,7 @@ A command that plays environments, besides ``grpo_core.Run``:
     configure, parse_settings, check_settings   read a configuration, with that of the command line
     Config, TaskConfig, check_task, tasks_of    check the environments that it names
     Tasks, LocalPlacement, EnvironmentClient    start the environments of a configuration
-    SourcedProcess, EnvironmentHost, taken_sections, environment_code   one environment, and its child's side
+    SourcedProcess, Sections, taken_sections, environment_code   one environment, and its child's side
     find_target, configure_target, start_session, check_config   let a model play
     received, raise_interrupt, task_name, merge, has_source    let a person play
     groups_in, prompts_in, as_json           read a file of rollouts, and write a line of one
@@ -111,7 +111,7 @@ A command that computes steps of a run again, or reads settings:
 A command that estimates a run before it starts (see ``grpo_plugin_doctor``):
 
     check_config, check_model, model_source    check a configuration and its model
-    planned, Planned            the processes that a run will start on this machine
+    planned                     the processes that a run will start on this machine
     directory_here, weight_files, header_of, size_of    read the files of a model
     model_shapes, trained_pass, pass_bytes, state_bytes    count what training takes
 
@@ -143,7 +143,6 @@ if TYPE_CHECKING:
     from grpo_core.app.placement import LocalPlacement as LocalPlacement
     from grpo_core.app.placement import Placement as Placement
     from grpo_core.app.placement import Retain as Retain
-    from grpo_core.app.planned import Planned as Planned
     from grpo_core.app.planned import planned as planned
     from grpo_core.app.preflight import check_task as check_task
     from grpo_core.app.provenance import environment_code as environment_code
@@ -189,7 +188,6 @@ if TYPE_CHECKING:
     from grpo_core.environments.apart import new_key as new_key
     from grpo_core.environments.feedback import as_feedback as as_feedback
     from grpo_core.environments.host import DEADLINE as DEADLINE
-    from grpo_core.environments.host import EnvironmentHost as EnvironmentHost
     from grpo_core.environments.host import units as units
     from grpo_core.environments.pool import EnvironmentSpec as EnvironmentSpec
     from grpo_core.environments.pool import EnvironmentWorker as EnvironmentWorker

@@ -21,11 +21,11 @@ from grpo_core.errors import PluginError
 from grpo_core.model_sources import StartModel
 from grpo_core.planes import MemoryPlane
 from grpo_core.plugins.host import PluginHost
-from grpo_core.testing import check_optimizer
 from grpo_core.training.trainer import TorchTrainer
 from grpo_core.weights.copies import WeightsLease
 from grpo_core.weights.shm import SharedMemoryWriter
 from grpo_plugin_devkit.model_sources import check_model_source
+from grpo_plugin_devkit.optimizers import check_optimizer
 from grpo_plugin_devkit.placements import check_placement
 from grpo_plugin_devkit.planes import check_data_plane
 from grpo_plugin_devkit.trainers import TrainerContract

@@ -2,7 +2,6 @@
 
     check_sampler, check_dataloader, check_validation_strategy   each is a whole test
     check_config_sections                    what a module offers to the configuration
-    check_optimizer                          likewise
     within                                   a time limit for what a contract waits for
     FakeEngine, FakeEnvironment, FakeRenderer, FakeTrainer   parts without a model, for tests of others
     HostedEnvironment                        an environment as a run uses it, in this process
@@ -12,6 +11,8 @@
     MemoryLoader                             a loader in memory, for tests of samplers
     SharedMemoryWriter                       publishes weights, as the trainer does
     find_offer, make_offer                   what an installed plugin offers, by name
+    bound                                    a function with its options, as a run calls it
+    Optimization, flat                       optimizers as the trainer uses them, and their states
     run                                      runs a coroutine on virtual time
 
 The checks of samplers need Hypothesis (``pip install 'grpo-core[testing]'``).  The contracts of environments,
@@ -39,10 +40,9 @@ if TYPE_CHECKING:
     from grpo_core.testing.hosted import HostedEnvironment as HostedEnvironment
     from grpo_core.testing.hosted import finished as finished
     from grpo_core.testing.limits import within as within
+    from grpo_core.testing.offers import bound as bound
     from grpo_core.testing.offers import find_offer as find_offer
     from grpo_core.testing.offers import make_offer as make_offer
-    from grpo_core.testing.optimizers import OptimizerContract as OptimizerContract
-    from grpo_core.testing.optimizers import check_optimizer as check_optimizer
     from grpo_core.testing.runs import a_run as a_run
     from grpo_core.testing.runs import check_canary as check_canary
     from grpo_core.testing.runs import play_rollouts as play_rollouts
@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from grpo_core.testing.sections import check_config_sections as check_config_sections
     from grpo_core.testing.strategies import ValidationContract as ValidationContract
     from grpo_core.testing.strategies import check_validation_strategy as check_validation_strategy
+    from grpo_core.training.optimization import Optimization as Optimization
+    from grpo_core.training.optimization import flat as flat
     from grpo_core.weights.shm import SharedMemoryWriter as SharedMemoryWriter
 
 __getattr__, __dir__, __all__ = attach(__name__)

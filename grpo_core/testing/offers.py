@@ -1,12 +1,13 @@
-"""Finds the offers of installed plugins by name, for tests of a plugin."""
+"""Finds the offers of installed plugins by name, and binds others, for tests of a plugin."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from grpo_core.hookspecs import Function, Offer
 from grpo_core.plugins.host import PluginHost
-from grpo_core.plugins.offers import Kind
+from grpo_core.plugins.offers import Bound, Kind, Plugin, Selected, as_offer
 
 
 def find_offer(kind: Kind, name: str, *, plugins: Sequence[str] | None = None) -> Callable[..., Any]:
@@ -30,3 +31,10 @@ def make_offer(
     Raises PluginError for options that it does not have.
     """
     return PluginHost.discover(plugins).make(kind, name, *args, **options)
+
+
+def bound(kind: Kind, function: Function | Offer, options: Mapping[str, Any]) -> Bound[Any, Any]:
+    """A function that no plugin offers, with its options, as a run calls it."""
+    plugin = Plugin(name="checked", distribution="", version="", module="")
+    selected = Selected(kind, "checked", plugin, as_offer(function))
+    return Bound(selected, selected.load(), options)

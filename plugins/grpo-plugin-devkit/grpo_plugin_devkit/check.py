@@ -395,7 +395,7 @@ def _contract(
 
             return PlayerContract(lambda setup: make(setup, **options))
         case "optimizer":
-            from grpo_core.testing import OptimizerContract
+            from grpo_plugin_devkit.optimizers import OptimizerContract
 
             return OptimizerContract(offer.offer, options)
         case _:

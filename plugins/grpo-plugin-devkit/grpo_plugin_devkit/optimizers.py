@@ -9,17 +9,14 @@ regression, through the code of the trainer that sets learning rates and writes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from grpo_core.hookspecs import Function, Offer
-from grpo_core.plugins.offers import Bound, Plugin, Selected, as_offer
-from grpo_core.protocols import ParameterGroup
-from grpo_core.training.optimization import Optimization, flat
-from grpo_core.training.optimizers import state_of
+from grpo_core import Offer, OptimizerFunction, ParameterGroup
+from grpo_core.testing import Optimization, bound, flat
 
 LR = 1e-2
 """Learning rate of the checks."""
@@ -28,7 +25,7 @@ STEPS = 60
 BETAS = (0.9, 0.95)
 
 
-def check_optimizer(function: Function | Offer, **options: Any) -> None:
+def check_optimizer(function: OptimizerFunction | Offer, **options: Any) -> None:
     """Check all of an optimizer's contract.  Raises AssertionError or PluginError."""
     for clause in OptimizerContract(function, options):
         clause()
@@ -42,10 +39,8 @@ class OptimizerContract:
         options: its options.
     """
 
-    def __init__(self, function: Function | Offer, options: Mapping[str, Any]) -> None:
-        plugin = Plugin(name="checked", distribution="", version="", module="")
-        self._selected = Selected("optimizer", "checked", plugin, as_offer(function))
-        self._options = dict(options)
+    def __init__(self, function: OptimizerFunction | Offer, options: Mapping[str, Any]) -> None:
+        self._made = bound("optimizer", function, options)
 
     def __iter__(self) -> Iterator[Callable[[], None]]:
         yield self.it_trains_each_parameter_once
@@ -125,9 +120,9 @@ class OptimizerContract:
         task = _Regression(self._made)
         task.train(1)
         for name, parameter in task.parameters.items():
-            declared = state_of(self._selected, self._options, name, parameter.shape)
-            if declared is None:
+            if (state := self._made.selected.offer.state) is None:
                 return
+            declared = self._made.selected.loaded(state)(name, tuple(parameter.shape), **self._made.options)
             found = {
                 slot: (tuple(value.shape), str(value.dtype)[6:]) if isinstance(value, Tensor) else ((), "int")
                 for slot, value in flat(task.optimization.state(parameter)).items()
@@ -137,14 +132,12 @@ class OptimizerContract:
                 f"{found}"
             )
 
-    def _made(self, groups: Sequence[ParameterGroup]) -> Bound[Sequence[ParameterGroup], Any]:
-        return Bound(self._selected, self._selected.load(), self._options)
-
 
 class _Regression:
     """Three layers that learn a fixed function, the middle one large enough for states in 8 bits.
 
     Args:
+        made: makes optimizers of groups of parameters.
         lrs: learning rates of parameters, by the beginning of their names; the others have ``LR``.
         decays: weight decays; the others have none.
         weights: values of the parameters to start with.
@@ -152,7 +145,7 @@ class _Regression:
 
     def __init__(
         self,
-        made: Callable[[Sequence[ParameterGroup]], Bound[Sequence[ParameterGroup], Any]],
+        made: Any,
         *,
         lrs: Mapping[str, float] | None = None,
         decays: Mapping[str, float] | None = None,
@@ -179,7 +172,7 @@ class _Regression:
             )
             for chosen in dict.fromkeys(settings.values())
         ]
-        self.optimization = Optimization(list(self.parameters.items()), made(groups), groups)
+        self.optimization = Optimization(list(self.parameters.items()), made, groups)
 
     def loss(self) -> Tensor:
         hidden = torch.tanh(self._inputs @ self.parameters["first"].T)
