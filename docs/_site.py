@@ -1,6 +1,6 @@
 """Hooks of MkDocs (see mkdocs.yml): what the site shows besides the pages of docs/.
 
-README, ARCHITECTURE, CONTRIBUTING, SECURITY and CHANGELOG are pages of the site.  The reference of the public
+README, ARCHITECTURE, CONTRIBUTING and SECURITY are pages of the site.  The reference of the public
 API has a page for each public module, written from the names that the module exports.  Links between pages of
 the repository become links of the site, or links to the repository if the site has no such page.
 """
@@ -25,7 +25,6 @@ OUTSIDE = {
     "architecture.md": "ARCHITECTURE.md",
     "contributing.md": "CONTRIBUTING.md",
     "security.md": "SECURITY.md",
-    "changelog.md": "CHANGELOG.md",
 }
 """Page of the site, and the file of the repository that it shows."""
 PUBLIC = ("grpo_core", "grpo_core.losses", "grpo_core.testing", "grpo_core.kit")
