@@ -136,6 +136,7 @@ def _type(parameter: inspect.Parameter) -> str:
     if annotation is parameter.empty:
         return ""
     text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    text = text.replace("collections.abc.", "")
     return {"Mode": 'Literal["batched", "pipelined"]'}.get(text, text)
 
 

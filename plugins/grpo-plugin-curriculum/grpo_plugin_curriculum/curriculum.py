@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any, TypedDict
 
+import numpy as np
+from attrs import define, field
+
 import grpo_core as grpo
 from grpo_core.kit import Count, checked
-from grpo_plugin_curriculum.weighted import Shares, Weighted
+from grpo_plugin_curriculum.weighted import Observing, Weighted
 
 
 class TaskOrder(grpo.TaskSampler):
@@ -42,6 +44,7 @@ class TaskOrder(grpo.TaskSampler):
         return [due[(self.drawn + i) % len(due)] for i in range(request.expected_prompts)]
 
 
+@define(eq=False, slots=False)
 class Schedule(Weighted):
     """Draws each prompt's task by weights that change with the step that the prompt is for.
 
@@ -50,8 +53,6 @@ class Schedule(Weighted):
             changes in a straight line; before the first and after the last it stays.  The step is the
             request's ``target_version``, so that a longer pipeline does not shift the schedule.
         weights: weight of each task without points.  Default: the tasks' weights in the configuration, or 1.
-        seed: seed of the draws.  Default: the run's seed.
-        shares: exact shares of each request: ``"drawn"``, or ``"trained"``, as in the sampler ``mix``.
 
     Raises:
         ConfigError: points are not pairs of a rising step and a weight of at least 0, or name an unknown
@@ -60,22 +61,20 @@ class Schedule(Weighted):
 
     name = "schedule"
 
-    def __init__(
-        self,
-        points: Mapping[str, Sequence[Sequence[float]]],
-        weights: Mapping[str, float] | None = None,
-        seed: int = 0,
-        shares: Shares = "random",
-    ) -> None:
-        super().__init__(weights, seed, shares)
-        self._points = {task: self._checked_points(task, given) for task, given in points.items()}
+    _points: Mapping[str, Sequence[Sequence[float]]]
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        self._points = {task: self._checked_points(task, given) for task, given in self._points.items()}
 
     def weights(self, tasks: Sequence[str], request: grpo.SampleRequest) -> list[float]:
         self.known(self._points, tasks, "schedule")
-        return [
-            interpolate(self._points[task], request.target_version) if task in self._points else weight
-            for task, weight in zip(tasks, super().weights(tasks, request), strict=True)
-        ]
+        weights = super().weights(tasks, request)
+        for place, task in enumerate(tasks):
+            if task in self._points:
+                steps, values = np.array(self._points[task]).T
+                weights[place] = float(np.interp(request.target_version, steps, values))
+        return weights
 
     def _checked_points(self, task: str, given: Any) -> list[tuple[float, float]]:
         pairs = isinstance(given, list | tuple) and all(
@@ -91,22 +90,14 @@ class Schedule(Weighted):
         return [(float(step), self.checked(task, weight)) for step, weight in given]
 
 
-def interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
-    """Interpolate linearly between points; the value is constant beyond the first and the last."""
-    after = bisect.bisect_right(points, x, key=lambda point: point[0])
-    if after in (0, len(points)):
-        return points[min(after, len(points) - 1)][1]
-    (x0, y0), (x1, y1) = points[after - 1], points[after]
-    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
-
-
 class SavedRates(TypedDict):
     """The state of a ``Curriculum``, besides its draws."""
 
     rates: dict[str, list[tuple[Count, float]]]
 
 
-class Curriculum(Weighted):
+@define(eq=False, slots=False)
+class Curriculum(Observing):
     """Draws mostly from tasks that are neither too hard nor too easy.
 
     A group teaches most when about half of its rollouts succeed, and nothing when all of them agree.  A
@@ -124,12 +115,8 @@ class Curriculum(Weighted):
         window: number of a task's newest groups whose mean is its success rate.
         known_after: number of groups of a task after which its success rate is known.
         rest: share of its weight that a task outside of the band keeps.
-        success: a rollout with this reward or more has succeeded.  None: what the task declares as a success,
-            or a reward of 1 if it declares none.
         weights: weight of each task inside the band.  A task without one has weight 1.  Default: the tasks'
             weights in the configuration.
-        seed: seed of the draws.  Default: the run's seed.
-        shares: exact shares of each request: ``"drawn"``, or ``"trained"``, as in the sampler ``mix``.
 
     Raises:
         ConfigError: a number is out of range, or a weight names an unknown task.
@@ -137,29 +124,23 @@ class Curriculum(Weighted):
 
     name = "curriculum"
 
-    def __init__(
-        self,
-        low: float = 0.1,
-        high: float = 0.9,
-        window: int = 32,
-        known_after: int = 8,
-        rest: float = 0.1,
-        success: float | None = None,
-        weights: Mapping[str, float] | None = None,
-        seed: int = 0,
-        shares: Shares = "random",
-    ) -> None:
-        super().__init__(weights, seed, shares)
-        if not (0 <= low < high <= 1 and 0 < rest <= 1 and 1 <= known_after <= window):
+    low: float = 0.1
+    high: float = 0.9
+    window: int = 32
+    known_after: int = 8
+    rest: float = 0.1
+    _rates: dict[str, dict[int, float]] = field(init=False, factory=dict)
+    """Success rates of the newest groups of each task, by their place in the stream."""
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        band, share = 0 <= self.low < self.high <= 1, 0 < self.rest <= 1
+        if not (band and share and 1 <= self.known_after <= self.window):
             raise grpo.ConfigError(
                 "sampler curriculum: expected 0 <= low < high <= 1, 0 < rest <= 1 and 1 <= known_after <= "
-                f"window, got low = {low}, high = {high}, rest = {rest}, known_after = {known_after}, "
-                f"window = {window}"
+                f"window, got low = {self.low}, high = {self.high}, rest = {self.rest}, known_after = "
+                f"{self.known_after}, window = {self.window}"
             )
-        self._band = (low, high)
-        self._window, self._known_after, self._rest, self._success = window, known_after, rest, success
-        self._rates: dict[str, dict[int, float]] = {}
-        """Success rates of the newest groups of each task, by their place in the stream."""
 
     def observe(self, groups: Sequence[grpo.Group]) -> None:
         """Record the groups' rewards."""
@@ -168,21 +149,21 @@ class Curriculum(Weighted):
                 continue
             rates = self._rates.setdefault(group.prompt.environment, {})
             rates[group.slot] = round(fmean(succeeded), 6)
-            if len(rates) > self._window:
+            if len(rates) > self.window:
                 del rates[min(rates)]
 
     def rate(self, task: str) -> float | None:
         """Return the task's success rate, or None while it is not known."""
         rates = self._rates.get(task, {})
-        return fmean(rates.values()) if len(rates) >= self._known_after else None
+        return fmean(rates.values()) if len(rates) >= self.known_after else None
 
     def weights(self, tasks: Sequence[str], request: grpo.SampleRequest) -> list[float]:
-        (low, high), rates = self._band, [self.rate(task) for task in tasks]
-        due = [rate is None or low <= rate <= high for rate in rates]
+        rates = [self.rate(task) for task in tasks]
+        due = [rate is None or self.low <= rate <= self.high for rate in rates]
         if not any(due):
-            due = [rate is not None and rate < low for rate in rates]
+            due = [rate is not None and rate < self.low for rate in rates]
         return [
-            weight * (1.0 if now else self._rest)
+            weight * (1.0 if now else self.rest)
             for weight, now in zip(super().weights(tasks, request), due, strict=True)
         ]
 

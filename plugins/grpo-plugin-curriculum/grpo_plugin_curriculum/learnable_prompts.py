@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 import grpo_core as grpo
 from grpo_core.kit import Count, checked
-from grpo_plugin_curriculum.weighted import Shares, Weighted
+from grpo_plugin_curriculum.weighted import Observing
 
 
 @define(eq=False)
@@ -113,7 +113,8 @@ class SavedPrompts(TypedDict):
     drawn_at: dict[str, dict[str, tuple[Count, Count]]]
 
 
-class LearnablePrompts(Weighted):
+@define(eq=False, slots=False)
+class LearnablePrompts(Observing):
     """Draws the prompts whose success is least certain, and passes over those that teach little.
 
     Tasks are drawn in proportion to their weights.  Of a task, the loader offers the next prompts of the
@@ -127,12 +128,6 @@ class LearnablePrompts(Weighted):
         candidates: number of prompts that are looked at for each one that is drawn, at most.
         half_life: number of steps after which what was seen of a prompt counts by half.
         prior: number of rollouts by which the task's mean success rate counts for each prompt.
-        success: a rollout with this reward or more has succeeded.  None: what the task declares as a success,
-            or a reward of 1 if it declares none.
-        weights: weight of each task.  A task without one has weight 1.  Default: the tasks' weights in the
-            configuration.
-        seed: seed of the draws of tasks.  Default: the run's seed.
-        shares: exact shares of each request: ``"drawn"``, or ``"trained"``, as in the sampler ``mix``.
 
     Raises:
         ConfigError: a number is out of range, or a weight names an unknown task.
@@ -141,29 +136,23 @@ class LearnablePrompts(Weighted):
     name = "learnable_prompts"
     needs_places = True
 
-    def __init__(
-        self,
-        enough: float = 0.6,
-        candidates: int = 4,
-        half_life: float = 25.0,
-        prior: float = 2.0,
-        success: float | None = None,
-        weights: Mapping[str, float] | None = None,
-        seed: int = 0,
-        shares: Shares = "random",
-    ) -> None:
-        super().__init__(weights, seed, shares)
-        if not (0 <= enough <= 1 and candidates >= 1 and 0 < half_life < np.inf and 0 < prior < np.inf):
+    enough: float = 0.6
+    candidates: int = 4
+    half_life: float = 25.0
+    prior: float = 2.0
+    _rates: dict[str, Rates] = field(init=False, factory=dict)
+    _drawn_at: dict[str, dict[str, list[int]]] = field(init=False, factory=dict)
+    """Place of each prompt that is on its way, and how often it is, by task and id."""
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        positive = 0 < self.half_life < np.inf and 0 < self.prior < np.inf
+        if not (0 <= self.enough <= 1 and self.candidates >= 1 and positive):
             raise grpo.ConfigError(
                 "sampler learnable_prompts: expected 0 <= enough <= 1, candidates >= 1, half_life > 0 and "
-                f"prior > 0, got enough = {enough}, candidates = {candidates}, half_life = {half_life}, "
-                f"prior = {prior}"
+                f"prior > 0, got enough = {self.enough}, candidates = {self.candidates}, half_life = "
+                f"{self.half_life}, prior = {self.prior}"
             )
-        self._enough, self._candidates, self._success = enough, candidates, success
-        self._half_life, self._prior = half_life, prior
-        self._rates: dict[str, Rates] = {}
-        self._drawn_at: dict[str, dict[str, list[int]]] = {}
-        """Place of each prompt that is on its way, and how often it is, by task and id."""
 
     def sample(self, loaders: Mapping[str, grpo.Loader], request: grpo.SampleRequest) -> list[grpo.Prompt]:
         chosen = self.choose(sorted(loaders), request)
@@ -178,17 +167,17 @@ class LearnablePrompts(Weighted):
         """Return ``count`` of the next prompts of a task, in the epoch's order; pass the others over."""
         rates = self._rates.get(task)
         if rates is None or rates.size != len(loader):
-            rates = self._rates[task] = Rates(len(loader), self._half_life)
-        prior = rates.prior(self._prior)
+            rates = self._rates[task] = Rates(len(loader), self.half_life)
+        prior = rates.prior(self.prior)
         offered: list[int] = []
         expected: list[tuple[float, float]] = []
         good = 0
-        while good < count and len(offered) < count * self._candidates:
-            places = loader.offer(min(count - good, count * self._candidates - len(offered)))
+        while good < count and len(offered) < count * self.candidates:
+            places = loader.offer(min(count - good, count * self.candidates - len(offered)))
             offered += places
             found = rates.expected(places, now, prior)
             expected += found
-            good += sum(value >= self._enough for _, value in found)
+            good += sum(value >= self.enough for _, value in found)
         best = sorted(range(len(offered)), key=lambda i: -expected[i][1])[:count]
         taken = set(best)
         for i, place in enumerate(offered):
@@ -233,7 +222,7 @@ class LearnablePrompts(Weighted):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         found = checked(state, SavedPrompts)
-        self._rates = {task: Rates.of(its, self._half_life) for task, its in found["rates"].items()}
+        self._rates = {task: Rates.of(its, self.half_life) for task, its in found["rates"].items()}
         self._drawn_at = {
             task: {id: list(entry) for id, entry in its.items()} for task, its in found["drawn_at"].items()
         }

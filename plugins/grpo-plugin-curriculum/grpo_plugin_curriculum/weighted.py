@@ -1,31 +1,53 @@
-"""A base of samplers whose tasks have weights in the configuration."""
+"""Bases of samplers whose tasks have weights in the configuration.
 
-from __future__ import annotations
+Annotations are evaluated here: they are the types of the options of the samplers in other modules.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal
+
+from attrs import define, field
 
 import grpo_core as grpo
 
 Shares = Literal["random", "drawn", "trained"]
 
 
+@define(eq=False, slots=False)
 class Weighted(grpo.WeightedTaskSampler):
-    """Base class of the samplers of this plugin.
+    """Base class of the samplers of this plugin that draw tasks by weights.
 
     Args:
-        weights: weight of each task.  A task without one has weight 1.
-        seed: seed of the draws.
+        weights: weight of each task, or its factor.  A task without one has weight 1.  Default: the tasks'
+            weights in the configuration.
+        seed: seed of the draws of tasks.  Default: the run's seed.
         shares: exact shares of each request: ``"drawn"``, or ``"trained"``, as in the sampler ``mix``.
 
     Raises:
         ConfigError: a weight is not a finite number of at least 0.
     """
 
-    def __init__(self, weights: Mapping[str, float] | None, seed: int, shares: Shares) -> None:
-        super().__init__(seed, shares)
-        self._weights = {task: self.checked(task, weight) for task, weight in (weights or {}).items()}
+    _weights: Mapping[str, float] | None = field(default=None, kw_only=True)
+    _seed: int = field(default=0, kw_only=True)
+    _shares: Shares = field(default="random", kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        super().__init__(self._seed, self._shares)
+        self._weights = {task: self.checked(task, weight) for task, weight in (self._weights or {}).items()}
 
     def weights(self, tasks: Sequence[str], request: grpo.SampleRequest) -> list[float]:
-        self.known(self._weights, tasks, "weigh")
-        return [self._weights.get(task, 1.0) for task in tasks]
+        given = self._weights or {}
+        self.known(given, tasks, "weigh")
+        return [given.get(task, 1.0) for task in tasks]
+
+
+@define(eq=False, slots=False)
+class Observing(Weighted):
+    """Base class of samplers that look at which rollouts succeed.
+
+    Args:
+        success: a rollout with this reward or more has succeeded.  None: what the task declares as a success,
+            or a reward of 1 if it declares none.
+    """
+
+    _success: float | None = field(default=None, kw_only=True)
