@@ -1,65 +1,15 @@
-"""Chat templates are rendered as transformers renders them."""
+"""Conversations that a chat template renders turn by turn."""
 
 from __future__ import annotations
 
+from datetime import datetime
+
 import pytest
-from test_segments import (
-    FORGETS,
-    JSON_ARGUMENTS,
-    NO_END,
-    OPENS,
-    PLAIN,
-    TOOL,
-    TOOLS_LAST,
-    make_renderer,
-    make_tokenizer,
-    said,
-    user,
-)
+from test_segments import PLAIN, TOOL, make_renderer, said, user
+from transformers.utils import chat_template_utils
 
 from grpo_core.errors import ModelError
-from grpo_core.loop import templates
-from grpo_core.models import chat_template
-
-LOOPS = (
-    "{% for m in messages if m.role != 'system' %}{{ loop.index }}/{{ loop.length }}{{ loop.last }}"
-    "{{ loop.previtem.role if not loop.first }}{% if loop.index > 3 %}{% break %}{% endif %}"
-    "{{ loop.cycle('a', 'b') }}{% else %}nobody{% endfor %}"
-    "{% for name in missing %}x{% else %}none{% endfor %}"
-)
-RECURSIVE = "{% for p in tools or [] recursive %}{{ p }}({{ loop([p.function]) if p.function }}){% endfor %}"
-MACROS = (
-    "{% macro show(m, mark='-') %}{{ mark * 3 }}{{ m.content | trim | upper }}{{ caller() if caller }}"
-    "{% endmacro %}{% for m in messages %}{{ show(m) }}{% call show(m, mark='+') %}!{% endcall %}{% endfor %}"
-    "{{ 2 ** 10 }} {{ 3 * 4 }} {{ 'a' ~ 1 }} {{ messages[::-1] | map(attribute='role') | join(', ') }}"
-)
-GENERATION = (
-    "{% set x = 1 %}{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{% set x = 2 %}"
-    "{{ m.content }}{{ x }}{% endgeneration %}{{ x }}{% else %}{{ m.content }}{% endif %}{% endfor %}"
-)
-JSON = (
-    "{{ messages | tojson }}{{ tools | tojson(indent=2) }}{{ messages[0] | tojson(separators=(',', ':')) }}"
-)
-TOKENS = "{{ bos_token }}{% if documents %}{{ documents }}{% endif %}{{ strftime_now('%Y') }}{{ eos_token }}"
-
-SAME = {
-    "plain": PLAIN, "forgets": FORGETS, "opens": OPENS, "tools last": TOOLS_LAST, "no end": NO_END,
-    "json arguments": JSON_ARGUMENTS, "chatml": chat_template("chatml"), "loops": LOOPS,
-    "recursive": RECURSIVE, "macros": MACROS, "generation": GENERATION, "json": JSON, "tokens": TOKENS,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", SAME)
-def test_a_template_is_rendered_as_transformers_renders_it(name):
-    tokenizer = make_tokenizer(SAME[name])
-    renderer = make_renderer(SAME[name])
-    talk = [user(" what\nis it "), said("<think>\nso\n</think>\n\nyes <&>\N{SNOWMAN}"), user("again")]
-    for messages in (talk[:1], talk, talk + talk, [{"role": "system", "content": "be good"}, *talk]):
-        for tools in ([], [TOOL]):
-            theirs = tokenizer.apply_chat_template(
-                messages, tools=tools or None, tokenize=False, add_generation_prompt=True
-            )
-            assert renderer._text(messages, generation=True, tools=tools) == theirs
+from grpo_core.loop.rendering import Rendered
 
 
 def test_what_a_template_raises_is_told_as_before():
@@ -91,7 +41,7 @@ def test_a_turn_renders_what_is_new_and_a_fork_what_it_continues():
 
 
 def test_only_so_many_texts_are_kept():
-    kept = templates.Rendered(most=10)
+    kept = Rendered(most=10)
     talks = [(user(str(i)),) for i in range(5)]
     for talk in talks:
         kept.keep(talk, (), "1234")
@@ -104,7 +54,12 @@ def test_only_so_many_texts_are_kept():
 def test_a_template_that_tells_the_time_is_rendered_anew(monkeypatch):
     """Its text of a minute ago is not how the conversation begins now, which would end the segment."""
     minute = ["1"]
-    monkeypatch.setattr(templates, "_now", lambda form: minute[0])
+
+    class Clock(datetime):
+        def strftime(self, form):
+            return minute[0]
+
+    monkeypatch.setattr(chat_template_utils, "datetime", Clock)
     renderer = make_renderer("{{ strftime_now('%M') }}" + PLAIN)
     asked, reply, first = [user("what")], said("yes"), user("again")
     assert renderer.continuation_ids([first], before=asked, said=reply, end=None) is not None

@@ -12,6 +12,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import operator
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
@@ -21,7 +23,6 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from grpo_core.errors import ConfigError, ModelError
-from grpo_core.loop.templates import ChatTemplate, Rendered
 from grpo_core.models import UNKNOWN_SIZE, size_of
 from grpo_core.records import Message
 from grpo_core.response_formats import AUTO, response_reader
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
 _ASKED: Message = {"role": "user", "content": "?"}
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
 
-_RENDERS = "transformers.tokenization_utils_base"
-"""Module in which transformers renders templates; ``ChatTemplate`` does the same with a bound."""
+MOST_CHARACTERS = 16_000_000
+"""Number of characters of the conversations whose texts are kept."""
 
 INLINE = 4000
 """Characters that are rendered and encoded at once, in about 1 ms: a thread that computes in Python may keep
@@ -46,6 +47,8 @@ _TAIL = 64
 """Tokens of a completion in which the text that ends its turn is looked for."""
 
 T = TypeVar("T")
+
+Tools = Sequence[Mapping[str, Any]]
 
 _PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Class names that transformers saves for a tokenizer that is completely defined by its tokenizer.json."""
@@ -74,11 +77,6 @@ class Renderer:
         self.response_format = response_format
         self._read = response_reader(response_format, tokenizer)
         self._template = bool(getattr(tokenizer, "chat_template", None))
-        renders = getattr(type(tokenizer), "apply_chat_template", None)
-        self._renders_itself = getattr(renders, "__module__", "") != _RENDERS
-        """Whether the tokenizer has rendering of its own, such as that of mistral-common."""
-        self._special_tokens = dict(getattr(tokenizer, "special_tokens_map", {}))
-        self._compiled: dict[str, ChatTemplate] = {}
         self._rendered_lately = Rendered()
         self._tells_time = "strftime_now" in str(getattr(tokenizer, "chat_template", ""))
         """Whether the template may render the same conversation in another way later."""
@@ -423,12 +421,7 @@ class Renderer:
             **self._variables,
         }
         shown = [_renderable(message, arguments_are_text=self._arguments_are_text) for message in messages]
-        if self._renders_itself:
-            return str(self._tokenizer.apply_chat_template(shown, tokenize=False, **given))
-        source = self._tokenizer.get_chat_template(tools=given["tools"])
-        if (template := self._compiled.get(source)) is None:
-            template = self._compiled[source] = ChatTemplate(source)
-        return template.render({**self._special_tokens, "documents": None, **given, "messages": shown})
+        return str(self._tokenizer.apply_chat_template(shown, tokenize=False, **given))
 
     def _decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
@@ -505,3 +498,33 @@ def _sketch(message: Message, place: int) -> Message:
             {**call, "function": function} for call, function in zip(calls, functions, strict=True)
         ]
     return sketch
+
+
+class Rendered:
+    """Conversations that were rendered lately: the next turn of a rollout begins with one of them.
+
+    Messages are compared as objects, which rollouts keep from turn to turn.
+    """
+
+    def __init__(self, most: int = MOST_CHARACTERS) -> None:
+        self._most, self._size = most, 0
+        self._texts: OrderedDict[int, tuple[Sequence[Message], Tools, str]] = OrderedDict()
+
+    def find(self, messages: Sequence[Message], tools: Tools) -> str | None:
+        """Return the text of a conversation, if it is known."""
+        if not messages:
+            return None
+        known, shown, text = self._texts.get(id(messages[-1]), ((), (), ""))
+        same = len(known) == len(messages) and all(map(operator.is_, known, messages))
+        return text if same and list(shown) == list(tools) else None
+
+    def keep(self, messages: Sequence[Message], tools: Tools, text: str) -> None:
+        """Remember a text, and forget the oldest ones if all are too long."""
+        self._drop(self._texts.pop(id(messages[-1]), None))
+        self._texts[id(messages[-1])] = messages, tools, text
+        self._size += len(text)
+        while self._size > self._most:
+            self._drop(self._texts.popitem(last=False)[1])
+
+    def _drop(self, entry: tuple[Sequence[Message], Tools, str] | None) -> None:
+        self._size -= len(entry[2]) if entry else 0
