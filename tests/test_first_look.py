@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 
 import pytest
 
@@ -202,68 +201,3 @@ def test_the_rows_of_sources_are_compared_too(tmp_path):
     )
     (warning,) = leaks(0, {"letters": train}, [held_out(other[:])])
     assert "1 of the 3 held-out prompts" in warning.message
-
-
-CLIPS = (
-    "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. "
-    "How many clips did Natalia sell altogether in April and May?"
-)
-BAKER = "A baker bakes 12 loaves in the morning and 7 more after lunch; how many loaves does the baker have?"
-
-
-@pytest.mark.parametrize(
-    "planted",
-    [
-        CLIPS.upper().replace(",", ""),
-        CLIPS.replace("altogether", "in total"),
-        f"Solve this exercise. {CLIPS}",
-        CLIPS.replace("friends", "colleagues"),
-    ],
-)
-def test_held_out_prompts_that_are_nearly_trained_on_are_told(planted):
-    (warning,) = leaks(7, {"sums": asked("1+1=", BAKER, planted)}, [held_out(asked("5+5=", CLIPS))])
-    assert warning.cause == "near_leak/sums/sums"
-    assert warning.message.startswith(
-        "1 of the 2 held-out prompts of 'sums' nearly repeat training prompts of task 'sums', such as '1', "
-        "which is almost '2'"
-    )
-
-
-def test_equal_prompts_are_not_told_twice():
-    (warning,) = leaks(7, {"sums": asked(CLIPS, CLIPS.upper())}, [held_out(asked(CLIPS))])
-    assert warning.cause == "leak/sums/sums"
-
-
-def exercises(template, seed, n):
-    chance = random.Random(seed)
-    words = ["apple", "pear", "plum", "fig", "lime", "kiwi", "mango", "grape", "peach", "melon", "cherry"]
-    drawn = [[chance.randint(0, 99) for _ in range(3)] + chance.choices(words, k=6) for _ in range(n)]
-    return asked(*(template.format(*one) for one in drawn))
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{}+{}*{}=",
-        "State the final answer to the following arithmetic problem, without any words: {} + {} - {} =",
-        "Sort these words in the order of the alphabet, and separate them by commas only: {3}, {4}, {5}, {6}",
-        "In a market there are {0} stands. Each of them sells {3}, {4}, {5}, {6}, {7} and {8} to everybody "
-        "who comes by in the morning. What do you buy there, if you may take only what begins with a vowel?",
-        "Solve: {} boxes hold {} balls each, and {} balls are lost on the way; how many balls are there now?",
-    ],
-)
-def test_exercises_of_one_template_are_no_near_duplicates(template):
-    train, other = exercises(template, 1, 3000), exercises(template, 2, 300)
-    assert [w for w in leaks(0, {"sums": train}, [held_out(other, most=300)]) if "near" in w.cause] == []
-
-
-def test_a_few_exercises_with_other_figures_are_no_near_duplicates():
-    train = asked(CLIPS.replace("48", "52"), BAKER.replace("12", "7").replace(" 7 ", " 12 "), "2+3*4=")
-    assert leaks(0, {"sums": train}, [held_out(asked(CLIPS, BAKER, "2+3-4="))]) == []
-
-
-def test_near_duplicates_are_looked_for_among_a_bounded_number_of_prompts(monkeypatch):
-    monkeypatch.setattr("grpo_core.app.first_look.COMPARED", 5)
-    train = asked(*(CLIPS.upper() if i == 60 else f"{i}+1=" for i in range(100)))
-    (warning,) = leaks(0, {"sums": train}, [held_out(asked(CLIPS))])
-    assert "task 'sums' (of which 5 were compared), such as '0', which is almost '60'" in warning.message

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Container, Mapping, Sequence
-from typing import overload
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 from grpo_core.app.lengths import Tools, shown_tools, unplayable
 from grpo_core.config import RolloutConfig
-from grpo_core.data.leakage import digest, leaked, nearly_leaked, text_of
+from grpo_core.data.leakage import digest, leaked
 from grpo_core.data.sources import Source, missing
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.errors import GrpoError, ModelError
@@ -21,8 +20,6 @@ from grpo_core.validation.sets import HeldOut
 
 SOLVED = 16
 """Number of prompts of each task whose solutions are measured."""
-COMPARED = 50_000
-"""Number of training prompts of a task, evenly spread, among which near duplicates are looked for."""
 
 
 async def first_look(
@@ -156,71 +153,21 @@ async def _long_prompts(
 def leaks(
     step: int, prompts: Mapping[str, Sequence[Prompt]], held_out: Sequence[HeldOut]
 ) -> list[WarningRaised]:
-    """Return a warning for each task or set that is validated with prompts that are trained on, or nearly."""
+    """Return a warning for each task or set that is validated with prompts that are trained on."""
     trained = {task: _digests(part) for task, part in prompts.items()} if held_out else {}
     found = []
     for part in held_out:
         for name, own in part.prompts.items():
-            measured = own[: part.config.prompts]
             digests = _digests(own)[: part.config.prompts]
             for task in trained:
                 if both := leaked(trained[task], digests):
                     message = (
-                        f"{len(both):,} of the {len(measured):,} held-out prompts of {name!r} are among the "
+                        f"{len(both):,} of the {len(digests):,} held-out prompts of {name!r} are among the "
                         f"training prompts of task {task!r}, such as {own[both[0]].id!r}: its validation "
                         "measures what the run has seen"
                     )
                     found.append(WarningRaised(step=step, cause=f"leak/{name}/{task}", message=message))
-                if near := _nearly(name, measured, task, _Spread(prompts[task]), set(both)):
-                    found.append(WarningRaised(step=step, cause=f"near_leak/{name}/{task}", message=near))
     return found
-
-
-def _nearly(
-    name: str, measured: Sequence[Prompt], task: str, train: _Spread, equal: Container[int]
-) -> str | None:
-    """Return the warning about near duplicates of held-out prompts, except for those that have an equal."""
-    texts = [text_of(prompt) for prompt in measured]
-    both = {place: other for place, other in nearly_leaked(train, texts).items() if place not in equal}
-    if not both:
-        return None
-    place, other = next(iter(both.items()))
-    looked = f" (of which {len(train):,} were compared)" if train.sampled else ""
-    return (
-        f"{len(both):,} of the {len(measured):,} held-out prompts of {name!r} nearly repeat training prompts "
-        f"of task {task!r}{looked}, such as {measured[place].id!r}, which is almost {train.id(other)!r}: its "
-        "validation measures in part what the run has seen"
-    )
-
-
-class _Spread(Sequence[str]):
-    """The texts of at most ``COMPARED`` prompts, evenly spread, which are read when they are asked for."""
-
-    def __init__(self, prompts: Sequence[Prompt]) -> None:
-        self._prompts = prompts
-        self._number = min(COMPARED, len(prompts))
-        self.sampled = self._number < len(prompts)
-
-    def __len__(self) -> int:
-        return self._number
-
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        if isinstance(index, slice):
-            return [self[place] for place in range(self._number)[index]]
-        if not 0 <= index < self._number:
-            raise IndexError(index)
-        return text_of(self._prompt(index))
-
-    def id(self, index: int) -> str:
-        """Return the id of a prompt."""
-        return self._prompt(index).id
-
-    def _prompt(self, index: int) -> Prompt:
-        return self._prompts[index * len(self._prompts) // self._number]
 
 
 def _digests(prompts: Sequence[Prompt]) -> Sequence[int]:

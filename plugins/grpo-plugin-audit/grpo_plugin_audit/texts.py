@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from grpo_core import Prompt
 from grpo_core.kit import leakage
+from grpo_plugin_audit.near import nearly_leaked
 from grpo_plugin_audit.records import Finding, Rate, Severity, Solution, bare, short, text_of
 from grpo_plugin_audit.rewards import SURE, not_applicable
 
@@ -46,7 +47,7 @@ def split_leakage(train: Sequence[Prompt], held_out: Sequence[Prompt], turns: in
     compared = train[:: max(1, len(train) // COMPARED)]
     near: dict[int, int] = {}
     if turns == 1:
-        found = leakage.nearly_leaked(*([leakage.text_of(p) for p in each] for each in (compared, some)))
+        found = nearly_leaked(*([leakage.text_of(p) for p in each] for each in (compared, some)))
         near = {place: other for place, other in found.items() if place not in set(both)}
     rate, nearly = Rate(len(both), len(some)), Rate(len(near), len(some))
     begun = both if turns == 1 else leakage.leaked(map(leakage.digest, train), map(leakage.digest, some))

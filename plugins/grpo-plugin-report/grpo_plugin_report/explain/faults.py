@@ -95,7 +95,6 @@ RANKED = (
     "tools_unseen",
     "long_prompts",
     "leak",
-    "near_leak",
 )
 """Causes of the warnings that say what is wrong with a run; others say what may be."""
 
