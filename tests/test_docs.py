@@ -51,7 +51,6 @@ def test_every_event_is_documented():
 GENERATED = {
     "configuration": "docs/configuration.md",
     "options": "docs/options.md",
-    "metrics": "docs/metrics.md",
     "records": "docs/plugins.md",
     "catalogue": "docs/catalogue.md",
     "learning": "docs/learning.md",

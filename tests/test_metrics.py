@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import get_args
 
 import attrs
 import numpy as np
 import pytest
-from test_docs import ROOT, generator
+from test_docs import ROOT
 from test_trainer import batch, model, not_finite_backward, ragged, setup  # noqa: F401 - model is a fixture
 from tracked_run import METRICS_JSONL, a_run
 
@@ -173,9 +174,8 @@ def test_every_metric_that_a_run_writes_is_documented(written):
 
 @pytest.mark.long
 def test_every_documented_metric_is_written_by_a_run(written):
-    entries = {entry for section in METRICS.values() for entry in section}
     on_a_gpu = {"memory_gpu/NAME"}
-    assert entries - {documented(name) for name in written} == on_a_gpu
+    assert set(METRICS) - {documented(name) for name in written} == on_a_gpu
 
 
 @pytest.mark.long
@@ -184,8 +184,9 @@ def test_a_name_has_one_slash_at_most_and_two_behind_validation(written):
         assert name.count("/") <= (2 if name.startswith("validation/") else 1), name
 
 
-def test_the_page_of_the_metrics_is_what_the_code_says():
-    assert (ROOT / "docs" / "metrics.md").read_text() == generator("metrics").page()
+def test_the_page_of_the_metrics_says_what_each_of_them_means():
+    rows = re.findall(r"^\| `(.+?)` \|", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE)
+    assert tuple(rows) == METRICS
 
 
 @pytest.mark.parametrize(
