@@ -18,7 +18,7 @@ from grpo_core.loop import checkpoint
 from grpo_core.loop.advantages import group as group_advantages
 from grpo_core.loop.buffer import Buffer
 from grpo_core.loop.dynamic import DynamicSampling
-from grpo_core.loop.pipeline import Pipeline
+from grpo_core.loop.pipeline import Learning, Pipeline, Playing
 from grpo_core.loop.pipeline import Schedule as When
 from grpo_core.loop.rollout import SamplingParams
 from grpo_core.records import Feedback, Group, Prompt, Rollout
@@ -126,17 +126,16 @@ class Run:
         self.drawn_from = stream = PromptStream(sampler=sampler, loaders=self.loaders, name="tested")
         self.pipeline = Pipeline(
             buffer=self.buffer,
-            draw=stream.draw,
-            observe=stream.observe,
-            untrained=stream.untrained,
+            prompts=stream,
             engine=FakeEngine(),
+            playing=Playing(
+                environments=dict.fromkeys(TASKS, environment or FakeEnvironment(self.feedback)),
+                renderer=FakeRenderer(),
+                sampling=SamplingParams(temperature=1.0, max_tokens=8),
+                group_size=4,
+            ),
+            learning=Learning(advantages=group_advantages, dynamic=DynamicSampling(max_extra_groups=extra)),
             trainer=self.trainer,
-            environments=dict.fromkeys(TASKS, environment or FakeEnvironment(self.feedback)),
-            renderer=FakeRenderer(),
-            sampling=SamplingParams(temperature=1.0, max_tokens=8),
-            group_size=4,
-            advantages=group_advantages,
-            dynamic=DynamicSampling(max_extra_groups=extra),
             emit=self.events.append,
             schedule=When(rollout_deadline=60.0, stall=3600.0, save_every=1, in_flight_updates=False),
             save=self.save,

@@ -119,8 +119,11 @@ def ended(seed):
         prompts_per_step=1,
         group_size=2,
         trainer=Slow(rng, step),
-        schedule={"validations": [Interval(rng.choice([0, 1, 3]))], "save_every": rng.choice([0, 2, 5])},
-        time_limit=TimeLimit(end=limit, seconds=limit),
+        schedule={
+            "validations": [Interval(rng.choice([0, 1, 3]))],
+            "save_every": rng.choice([0, 2, 5]),
+            "time_limit": TimeLimit(end=limit, seconds=limit),
+        },
     )
     times = []
 

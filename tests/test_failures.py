@@ -116,7 +116,7 @@ def test_22_slow_prompts_are_trained_like_all_others_and_nothing_finished_is_thr
 def test_24_a_small_dataset_begins_anew_and_never_ends_a_run(size):
     loader = TaskLoader("task", prompts(size), seed=0)
     small = Run(steps=6)
-    small.pipeline.draw = lambda request: loader.take(request.expected_prompts)
+    small.pipeline.prompts.draw = lambda request: loader.take(request.expected_prompts)
     small()
     counts = Counter(small.trained)
     assert counts.total() == 24
@@ -184,7 +184,9 @@ def test_28_a_long_run_needs_no_more_memory_than_a_short_one():
 
     long = Run(steps=510, trainer=Forgetful(), environment=ForgetfulEnvironment())
     long.pipeline.emit = measure
-    long.pipeline.draw = lambda request: long.stream.take(request.expected_prompts)  # keeps no request
+    long.pipeline.prompts.draw = lambda request: long.stream.take(
+        request.expected_prompts
+    )  # keeps no request
     tracemalloc.start()
     try:
         long()

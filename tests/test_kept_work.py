@@ -90,7 +90,7 @@ def environment_fails(run_):
 
 
 def budget_of_errors(run_):
-    run_.pipeline.observe_attempt = late(run_, PluginError("environment 'task' fails too often"))
+    run_.pipeline.checks.observe_attempt = late(run_, PluginError("environment 'task' fails too often"))
 
 
 def tracker_fails(run_):
@@ -98,7 +98,7 @@ def tracker_fails(run_):
         await run_.pipeline._changes.until(lambda: True if run_.trainer.version >= AT else None)
         raise TrackingError("tracker 'files' failed")
 
-    run_.pipeline.watch = [died]
+    run_.pipeline.checks.watch = [died]
 
 
 def sync_fails(run_):
@@ -140,7 +140,7 @@ def paused_validation_fails(run_):
 
 
 def sampler_that_observes_fails(run_):
-    run_.pipeline.observe = late(run_)
+    run_.pipeline.prompts.observe = late(run_)
 
 
 def readings_fail(run_):
@@ -173,12 +173,12 @@ def health_fails(run_):
         )
 
     run_.trainer.step = stepped
-    run_.pipeline.limits = {"logprob_diff_mean": Limits(hard=2.0)}
+    run_.pipeline.checks.limits = {"logprob_diff_mean": Limits(hard=2.0)}
 
 
 def advantages_fail(run_):
-    advantages, raising = run_.pipeline.advantages, late(run_)
-    run_.pipeline.advantages = lambda groups: raising() or advantages(groups)
+    advantages, raising = run_.pipeline.learning.advantages, late(run_)
+    run_.pipeline.learning.advantages = lambda groups: raising() or advantages(groups)
 
 
 def loss_fails(run_):
@@ -273,7 +273,7 @@ def test_the_step_that_runs_is_finished_and_no_other_is_begun():
 
     run_.trainer.step = stepped
 
-    run_.pipeline.watch = [after_the_begin_of_a_step(run_, failed)]
+    run_.pipeline.checks.watch = [after_the_begin_of_a_step(run_, failed)]
     fails(run_, TrackingError)
     assert [event.step for event in run_.of(StepEnded)] == list(range(1, AT + 2))
     assert [version for version, *_ in run_.saved] == [AT + 1]
@@ -336,7 +336,7 @@ def tracked(run_, **trackers):
     async def story():
         running = Trackers(trackers)
         run_.pipeline.emit, run_.pipeline.flush = running.emit, running.flush
-        run_.pipeline.watch = [running.watch]
+        run_.pipeline.checks.watch = [running.watch]
         try:
             with pytest.raises(TrackingError, match="tracker 'bad'") as caught:
                 await run_.pipeline.run()
@@ -405,7 +405,7 @@ def test_a_trainer_that_has_died_saves_nothing():
         run_.trainer.step = run_.pipeline.save = gone
         await gone()
 
-    run_.pipeline.watch = [died]
+    run_.pipeline.checks.watch = [died]
     (note,) = fails(run_, TrainerError, "^trainer died")
     assert note.endswith("could not be saved: trainer died (killed by SIGKILL)")
     assert not run_.saved
@@ -413,7 +413,7 @@ def test_a_trainer_that_has_died_saves_nothing():
 
 def test_a_trainer_that_never_answers_does_not_hold_the_run_for_ever():
     run_ = saving(schedule={"ending": 500.0})
-    run_.pipeline.watch = [after_the_begin_of_a_step(run_, [])]
+    run_.pipeline.checks.watch = [after_the_begin_of_a_step(run_, [])]
     step = run_.trainer.step
 
     async def stepped(batch):
@@ -488,7 +488,7 @@ def test_a_run_that_fails_before_its_first_step_has_nothing_to_save(begun):
     async def died():
         raise BoomError("boom")
 
-    again.pipeline.watch = [died]
+    again.pipeline.checks.watch = [died]
     assert fails(again, BoomError) == []
     assert again.saved == []
 

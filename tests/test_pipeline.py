@@ -36,11 +36,12 @@ from grpo_core.incidents import reported_to
 from grpo_core.loop.advantages import group as group_advantages
 from grpo_core.loop.buffer import Buffer
 from grpo_core.loop.dynamic import DynamicSampling
-from grpo_core.loop.pipeline import Pipeline, Schedule
+from grpo_core.loop.pipeline import Checks, Learning, Pipeline, Playing, Schedule
 from grpo_core.loop.rollout import SamplingParams
 from grpo_core.loop.shaping import Shaping
 from grpo_core.records import Completion, Feedback
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, FakeTrainer, prompts, run
+from grpo_core.testing.fakes import FakePrompts
 from grpo_core.versions import Interval
 
 
@@ -75,16 +76,27 @@ class Run:
             policy=policy,
             max_retries=changes.pop("max_retries", 3),
         )
+
+        def some(*names):
+            return {name: changes.pop(name) for name in names if name in changes}
+
         self.pipeline = Pipeline(
             buffer=self.buffer,
-            draw=self.draw,
+            prompts=FakePrompts(self.draw),
             engine=self.engine,
+            playing=Playing(
+                environments={"task": self.environment},
+                renderer=FakeRenderer(),
+                sampling=SamplingParams(temperature=1.0, max_tokens=8),
+                group_size=changes.pop("group_size", 4),
+                **some("places", "seed"),
+            ),
+            learning=Learning(
+                advantages=changes.pop("advantages", group_advantages),
+                **some("all_rows", "shaping", "dynamic"),
+            ),
+            checks=Checks(**some("observe_attempt", "canary", "tolerance", "limits", "watch")),
             trainer=self.trainer,
-            environments={"task": self.environment},
-            renderer=FakeRenderer(),
-            sampling=SamplingParams(temperature=1.0, max_tokens=8),
-            group_size=changes.pop("group_size", 4),
-            advantages=changes.pop("advantages", group_advantages),
             emit=self.events.append,
             schedule=Schedule(**{"rollout_deadline": 60.0, "stall": 3600.0, **changes.pop("schedule", {})}),
             **changes,
@@ -241,11 +253,11 @@ def test_the_sampler_is_told_the_trainers_version_although_the_engine_holds_an_o
     done = Run(environment=equal, engine=FakeEngine(update_seconds=2.0), dynamic=dynamic, max_staleness=2)
     versions = []
 
-    def draw(request, draw=done.pipeline.draw):
+    def draw(request, draw=done.pipeline.prompts.draw):
         versions.append(done.trainer.version)
         return draw(request)
 
-    done.pipeline.draw = draw
+    done.pipeline.prompts.draw = draw
     done()
     assert [request.current_version for request in done.requests] == versions
     assert any(request.generation_version < request.current_version for request in done.requests)
@@ -381,7 +393,7 @@ def test_an_error_anywhere_ends_the_run_with_its_cause(who):
         case "trainer":
             run_.trainer.step = boom
         case "sampler":
-            run_.pipeline.draw = boom_now
+            run_.pipeline.prompts.draw = boom_now
         case "update":
             run_.engine.update_weights = boom
         case "publish":
@@ -438,7 +450,7 @@ def test_a_timeout_of_a_plugin_s_own_is_not_told_as_a_deadline_of_the_run(who):
     if who == "engine":
         run_.engine.update_weights = update_weights
     else:
-        run_.pipeline.draw = draw
+        run_.pipeline.prompts.draw = draw
     with pytest.raises(TimeoutError, match="the socket timed out"):
         run_()
 
@@ -485,7 +497,7 @@ def test_a_process_that_dies_while_the_first_weights_are_validated_ends_the_run_
 
 def test_masked_rollouts_are_counted_by_task_and_not_trained():
     run_ = Run(steps=3)
-    run_.pipeline.advantages = lambda groups: [[None, 1.0, None, -1.0] for _ in groups]
+    run_.pipeline.learning.advantages = lambda groups: [[None, 1.0, None, -1.0] for _ in groups]
     run_()
     assert [event.metrics["masked/task"] for event in run_.of(StepEnded)] == [8.0] * 3
     assert [len(batch.rows) for batch in run_.trainer.batches] == [8] * 3
@@ -501,7 +513,7 @@ class Cutting(FakeEngine):
 
 def unscored_if_truncated(judge, **changes):
     run_ = Run(environment=FakeEnvironment(judge), **changes)
-    run_.pipeline.sampling = evolve(run_.pipeline.sampling, truncated="unscored")
+    run_.pipeline.playing.sampling = evolve(run_.pipeline.playing.sampling, truncated="unscored")
     return run_()
 
 
@@ -564,7 +576,7 @@ def test_groups_with_equal_rewards_reach_the_trainer_if_the_loss_needs_all_rows(
 
 def test_advantages_of_the_wrong_shape_are_an_error_that_says_so():
     run_ = Run()
-    run_.pipeline.advantages = lambda groups: [[0.0] * len(group.rollouts) for group in groups[:-1]]
+    run_.pipeline.learning.advantages = lambda groups: [[0.0] * len(group.rollouts) for group in groups[:-1]]
     with pytest.raises(
         PluginError, match=r"returned groups of sizes \[4, 4, 4\]; expected .* \[4, 4, 4, 4\]"
     ):
@@ -575,7 +587,9 @@ def test_each_group_that_is_trained_or_filtered_is_observed_once():
     seen = []
     equal = FakeEnvironment(lambda e: Feedback(reward=float(e.prompt.id not in "048" and e.reply == "a")))
     dynamic = DynamicSampling(max_extra_groups=100)
-    run_ = Run(environment=equal, dynamic=dynamic, observe=lambda groups: seen.append(list(groups)))()
+    run_ = Run(environment=equal, dynamic=dynamic)
+    run_.pipeline.prompts.observe = lambda groups: seen.append(list(groups))
+    run_()
     trained = [list(event.groups) for event in run_.of(GroupsReady)]
     filtered = {event.prompt for event in run_.of(GroupFiltered)}
     assert [groups for groups in seen if len(groups) > 1] == trained

@@ -24,7 +24,7 @@ from grpo_core.events import GroupFiltered, GroupsReady, Saved, Saving, StepEnde
 from grpo_core.loop.advantages import group as advantages
 from grpo_core.loop.buffer import Buffer
 from grpo_core.loop.dynamic import DynamicSampling
-from grpo_core.loop.pipeline import Pipeline, Schedule
+from grpo_core.loop.pipeline import Learning, Pipeline, Playing, Schedule
 from grpo_core.loop.rollout import SamplingParams
 from grpo_core.loop.rows import make_batch
 from grpo_core.planes import MemoryPlane
@@ -35,6 +35,7 @@ from grpo_core.reporting.files import FilesTracker
 from grpo_core.reporting.trackers import call
 from grpo_core.run_directory import RunDirectory
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, FakeTrainer, prompts, run
+from grpo_core.testing.fakes import FakePrompts
 from grpo_core.tokens import PlacedIds, PlacedTokens, Tokens, as_ids, contents_of, digest_of, fetched
 from grpo_core.training.batching import Costs, length
 from grpo_core.training.plan import Layout, shares, with_tokens
@@ -259,15 +260,17 @@ class Story:
         self.held: list[int] = []
         self.pipeline = Pipeline(
             buffer=Buffer(prompts_per_step=GROUPS, max_staleness=1, num_steps=STEPS, policy="in_order"),
-            draw=self.draw,
+            prompts=FakePrompts(self.draw),
             engine=FakeEngine(),
-            trainer=self.trainer,
+            playing=Playing(
+                environments={"task": FakeEnvironment()},
+                renderer=FakeRenderer(),
+                sampling=SamplingParams(temperature=1.0, max_tokens=4),
+                group_size=4,
+            ),
             plane=plane,
-            environments={"task": FakeEnvironment()},
-            renderer=FakeRenderer(),
-            sampling=SamplingParams(temperature=1.0, max_tokens=4),
-            group_size=4,
-            advantages=advantages,
+            learning=Learning(advantages=advantages),
+            trainer=self.trainer,
             emit=self.note,
             schedule=Schedule(rollout_deadline=60.0, stall=3600.0),
             **changes,

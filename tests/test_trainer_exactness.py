@@ -175,7 +175,7 @@ def test_a_run_trains_the_weights_that_plain_torch_trains(
         environment=FakeEnvironment(lambda episode: Feedback(reward=float(episode.reply.count("a")))),
         all_rows=True,
     )
-    run.pipeline.sampling = SamplingParams(temperature=TEMPERATURE, max_tokens=8)
+    run.pipeline.playing.sampling = SamplingParams(temperature=TEMPERATURE, max_tokens=8)
     assert run().result == "finished"
     expected = plain_torch(model, trainer.rows)
     for step, (mine, theirs) in enumerate(zip(trainer.weights, expected, strict=True)):

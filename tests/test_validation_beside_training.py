@@ -17,11 +17,12 @@ from grpo_core.loop.advantages import group as group_advantages
 from grpo_core.loop.agreement import Tolerance
 from grpo_core.loop.buffer import Buffer
 from grpo_core.loop.laws import Laws
-from grpo_core.loop.pipeline import Pipeline, Schedule
+from grpo_core.loop.pipeline import Checks, Learning, Pipeline, Playing, Schedule
 from grpo_core.loop.rollout import SamplingParams
 from grpo_core.records import Prompt, SampleRequest
 from grpo_core.reporting.files import plain
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, FakeTrainer, run
+from grpo_core.testing.fakes import FakePrompts
 from grpo_core.validation.engine import DedicatedValidator, WeightsTrackingEngine
 from grpo_core.validation.runner import Context, run_strategy
 from grpo_core.validation.strategies import Batched, Pipelined
@@ -87,18 +88,20 @@ class Training:
         buffer = Buffer(prompts_per_step=4, max_staleness=2, num_steps=STEPS, policy=policy, max_retries=3)
         self.pipeline = Pipeline(
             buffer=buffer,
-            draw=lambda request: self.draw(request, numbers),
+            prompts=FakePrompts(lambda request: self.draw(request, numbers)),
             engine=engine,
+            playing=Playing(
+                environments={"task": self.environment},
+                renderer=FakeRenderer(),
+                sampling=SAMPLING,
+                group_size=4,
+            ),
+            learning=Learning(advantages=group_advantages),
             trainer=self.trainer,
-            environments={"task": self.environment},
-            renderer=FakeRenderer(),
-            sampling=SAMPLING,
-            group_size=4,
-            advantages=group_advantages,
+            checks=Checks(watch=watch),
             emit=self.emit,
             schedule=Schedule(validations=[Interval(every)] if strategy else (), stall=3600.0, **schedule),
             validate=validate,
-            watch=watch,
         )
 
     @staticmethod

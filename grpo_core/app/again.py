@@ -11,7 +11,6 @@ from grpo_core.app.parts import Parts
 from grpo_core.config import Config, TrainerConfig
 from grpo_core.errors import CheckpointError
 from grpo_core.loop import checkpoint
-from grpo_core.loop.rows import with_advantages
 from grpo_core.models import local_directory
 from grpo_core.plugins.host import PluginHost
 from grpo_core.protocols import Trainer
@@ -65,8 +64,7 @@ async def trainer_again(
 
 def advantages_again(groups: Sequence[Group], config: Config, host: PluginHost) -> list[Group]:
     """Return the groups of a step with the advantages that a configuration gives them."""
-    parts = Parts(config, host)
-    return with_advantages(groups, parts.advantages(), shaping=parts.shaping(), all_rows=parts.all_rows)
+    return Parts(config, host).learning().with_advantages(groups)
 
 
 def trains_all_rows(config: Config, host: PluginHost) -> bool:

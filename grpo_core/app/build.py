@@ -20,10 +20,8 @@ from grpo_core.app.parts import (
     SYNC_ATTEMPTS,
     SYNC_GRACE,
     Parts,
-    canary_prompts,
     check_dataloaders,
     check_lengths,
-    sampling_params,
     with_steps,
 )
 from grpo_core.app.placement import Placement
@@ -36,7 +34,7 @@ from grpo_core.data.samplers import PromptStream
 from grpo_core.events import Event, StepEnded, Validated, WarningRaised
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import Buffer
-from grpo_core.loop.endings import GOAL_REACHED, Failure, Goal, TimeLimit
+from grpo_core.loop.endings import GOAL_REACHED, Failure, Goal
 from grpo_core.loop.metrics import validation_metrics
 from grpo_core.loop.pipeline import Pipeline, Save, Validate, Watch, Written
 from grpo_core.loop.rendering import Renderer
@@ -186,40 +184,22 @@ async def _pipeline(
         engine = WeightsTrackingEngine(engine)
         validate = _dedicated(parts, run, validation, own, engine)
         watch.append(validate.watch)
-    seconds = config.trainer.time_limit
     pipeline = Pipeline(
         buffer=buffer,
-        draw=stream.draw,
-        ready=stream.ready,
-        passed_over=stream.passed_over,
-        observe=stream.observe,
-        untrained=stream.untrained,
+        prompts=stream,
         engine=engine,
-        trainer=trainer,
+        playing=evolve(parts.playing(environments, renderer), places=places),
         plane=plane,
-        environments=environments,
-        renderer=renderer,
-        sampling=sampling_params(config.rollout),
-        group_size=config.rollout.group_size,
-        places=places,
-        advantages=parts.advantages(),
-        all_rows=parts.all_rows,
-        shaping=parts.shaping(),
-        dynamic=parts.dynamic(),
-        seed=config.seed,
-        schedule=parts.schedule(),
+        learning=parts.learning(),
+        trainer=trainer,
+        checks=evolve(parts.checks(environments, prompts, renderer), watch=watch),
+        schedule=parts.schedule(began=run.began),
         emit=run.emit,
         flush=run.trackers.flush,
-        observe_attempt=parts.budgets(environments),
         readings=_readings(run.trackers, engine),
         validate=validate,
         validate_first=validation.measured < run.step,
         save=_save(config, run, trainer, buffer, loaders, stream, validation),
-        canary=canary_prompts(prompts, renderer),
-        canary_tolerance=parts.canary_tolerance(config.engine),
-        limits=parts.health_limits,
-        time_limit=TimeLimit(end=run.began + seconds, seconds=seconds) if seconds else None,
-        watch=watch,
     )
     run.trackers.on_stop(partial(pipeline.stop, at_leisure=True))
     if config.trainer.stop_when:

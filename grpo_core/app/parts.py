@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from attrs import evolve, frozen
 
+from grpo_core import protocols
 from grpo_core.aio import UNLIMITED, Slots
 from grpo_core.app import workers
 from grpo_core.app.placement import Placement
@@ -25,8 +26,9 @@ from grpo_core.loop.agreement import Tolerance
 from grpo_core.loop.buffer import Buffer
 from grpo_core.loop.canary import LENGTH
 from grpo_core.loop.dynamic import DynamicSampling, short_name
+from grpo_core.loop.endings import TimeLimit
 from grpo_core.loop.health import Limits
-from grpo_core.loop.pipeline import ObserveAttempt, Schedule
+from grpo_core.loop.pipeline import Checks, Learning, ObserveAttempt, Playing, Schedule
 from grpo_core.loop.rendering import Renderer
 from grpo_core.loop.rollout import LostBudget, SamplingParams
 from grpo_core.loop.shaping import Shaping
@@ -34,7 +36,14 @@ from grpo_core.loss import needs_of
 from grpo_core.models import chat_template
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.offers import Bound
-from grpo_core.protocols import AdvantageFunction, DataPlane, Engine, Sampler, ValidationStrategy
+from grpo_core.protocols import (
+    AdvantageFunction,
+    DataPlane,
+    Engine,
+    EnvironmentClient,
+    Sampler,
+    ValidationStrategy,
+)
 from grpo_core.records import EngineSetup, Group, Prompt, Rollout
 from grpo_core.training.process import thread_count
 from grpo_core.training.setup import TrainerSetup
@@ -291,20 +300,54 @@ class Parts:
         """Make the places that limit how many rollouts are played at the same time."""
         return Slots(self.config.rollout.max_in_flight or UNLIMITED)
 
-    @property
-    def health_limits(self) -> dict[str, Limits]:
-        """The health limits by metric."""
-        config = self.config.health
-        return {
-            "logprob_diff_mean": Limits(*config.logprob_diff),
-            "mismatch_kl": Limits(*config.mismatch_kl),
-            "effective_sample_size": Limits(*config.effective_sample_size),
-            "clip_fraction_low": Limits(*config.clip_fraction),
-            "clip_fraction_high": Limits(*config.clip_fraction),
-        }
+    def playing(self, environments: Mapping[str, EnvironmentClient], renderer: protocols.Renderer) -> Playing:
+        """Make the way in which groups are played."""
+        return Playing(
+            environments=environments,
+            renderer=renderer,
+            sampling=sampling_params(self.config.rollout),
+            group_size=self.config.rollout.group_size,
+            places=self.places(),
+            seed=self.config.seed,
+        )
 
-    def schedule(self) -> Schedule:
-        """Make the times and numbers of the loop; its ``stall`` is longer than what may happen within it."""
+    def learning(self) -> Learning:
+        """Make the advantages and filters of groups."""
+        return Learning(
+            advantages=self.advantages(),
+            all_rows=self.all_rows,
+            shaping=self.shaping(),
+            dynamic=self.dynamic(),
+        )
+
+    def checks(
+        self,
+        environments: Mapping[str, EnvironmentPool],
+        prompts: Mapping[str, Sequence[Prompt]],
+        renderer: Renderer,
+    ) -> Checks:
+        """Make the checks that end a run which cannot learn."""
+        config = self.config.health
+        return Checks(
+            observe_attempt=self.budgets(environments),
+            canary=canary_prompts(prompts, renderer),
+            tolerance=self.canary_tolerance(self.config.engine),
+            limits={
+                "logprob_diff_mean": Limits(*config.logprob_diff),
+                "mismatch_kl": Limits(*config.mismatch_kl),
+                "effective_sample_size": Limits(*config.effective_sample_size),
+                "clip_fraction_low": Limits(*config.clip_fraction),
+                "clip_fraction_high": Limits(*config.clip_fraction),
+            },
+        )
+
+    def schedule(self, *, began: float = 0.0) -> Schedule:
+        """Make the times and numbers of the loop; its ``stall`` is longer than what may happen within it.
+
+        Args:
+            began: start of the program, on the clock of the event loop.
+        """
+        seconds = self.config.trainer.time_limit
         rollout, trainer, pipeline = self.config.rollout, self.config.trainer, self.config.pipeline
         engine, validation, checkpoint = self.config.engine, self.config.validation, self.config.checkpoint
         attempts = rollout.max_retries + 2
@@ -320,6 +363,7 @@ class Parts:
             sync_deadline=SYNC_ATTEMPTS * engine.deadline + SYNC_GRACE,
             in_flight_updates=pipeline.in_flight_updates,
             pause_to_validate=validation.pause,
+            time_limit=TimeLimit(end=began + seconds, seconds=seconds) if seconds else None,
             stall=rollout.deadline * attempts * rounds
             + trainer.deadline
             + SYNC_ATTEMPTS * engine.deadline

@@ -18,7 +18,7 @@ from grpo_core.engines.limited import LimitedEngine
 from grpo_core.engines.pool import EnginePool
 from grpo_core.events import Event
 from grpo_core.incidents import reported_to
-from grpo_core.loop.pipeline import Pipeline, Save
+from grpo_core.loop.pipeline import Checks, Pipeline, Save
 from grpo_core.loop.rollout import RolloutRequest, derive_seed, play
 from grpo_core.plugins.host import PluginHost
 from grpo_core.protocols import Engine, EnvironmentClient, Loader, Renderer, Trainer
@@ -99,25 +99,14 @@ def _pipeline(
 
     return Pipeline(
         buffer=named.buffer(),
-        draw=stream.draw,
-        passed_over=stream.passed_over,
-        observe=stream.observe,
-        untrained=stream.untrained,
+        prompts=stream,
         engine=engine,
+        playing=evolve(named.playing(parts.environments, parts.renderer), seed=seed),
+        learning=named.learning(),
         trainer=parts.trainer,
-        environments=parts.environments,
-        renderer=parts.renderer,
-        sampling=sampling,
-        group_size=config.rollout.group_size,
-        places=named.places(),
-        advantages=named.advantages(),
-        all_rows=named.all_rows,
-        shaping=named.shaping(),
-        dynamic=named.dynamic(),
-        seed=seed,
+        checks=Checks(observe_attempt=observe_attempt),
+        schedule=evolve(named.schedule(), time_limit=None),
         emit=emit,
-        observe_attempt=observe_attempt,
-        schedule=named.schedule(),
         validate=validate if parts.held_out else None,
         save=parts.save if config.checkpoint.every else None,
     )

@@ -30,7 +30,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from math import isfinite
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from attrs import define, evolve, field, frozen
 
@@ -135,31 +135,54 @@ class Schedule:
     sync_deadline: float | None = None
     """Seconds that an engine may take to load new weights, and again to answer their canary."""
     in_flight_updates: bool = True
+    time_limit: TimeLimit | None = None
+    """Ends the run in time for a last checkpoint, on the clock of the event loop."""
     pause_to_validate: bool = False
     """Whether steps and groups wait while validation runs; it starts when the running ones have ended."""
 
 
-@define(kw_only=True, eq=False)
-class Pipeline:
-    """Runs the four tasks of the module's docstring.  ``run`` may be called once."""
+class Prompts(Protocol):
+    """The prompts of a run, and what learns from their groups; see ``PromptStream``."""
 
-    buffer: Buffer[Prompt, Group]
-    draw: Callable[[SampleRequest], list[Prompt]]
-    """Draws exactly the expected number of prompts."""
-    ready: Callable[[int, Callable[[], None]], bool] = lambda n, changed: True
-    """Whether so many prompts can be drawn at once; calls ``changed`` when it is worth asking again."""
-    passed_over: list[PromptsPassedOver] = field(factory=list)
+    passed_over: list[PromptsPassedOver]
     """Events about the prompts that ``draw`` looked at; they are emitted before the dispatch, and removed."""
-    engine: Engine
-    trainer: Trainer
-    plane: DataPlane = field(factory=lambda: MemoryPlane(None))
-    """Keeps the tokens of the groups that wait to be trained."""
+
+    def ready(self, n: int, changed: Callable[[], None]) -> bool:
+        """Return whether so many prompts can be drawn at once.
+
+        If not, call ``changed`` when it is worth asking again.
+        """
+
+    def draw(self, request: SampleRequest) -> list[Prompt]:
+        """Draw exactly the expected number of prompts."""
+
+    def observe(self, groups: Sequence[Group]) -> None:
+        """Receive the groups of each step, and those that were filtered; a curriculum learns from them."""
+
+    def untrained(self, prompt: Prompt, target_version: int) -> None:
+        """Receive a prompt that was filtered or skipped, and its slot's target version.
+
+        Another one is drawn instead.
+        """
+
+
+@define(kw_only=True, eq=False)
+class Playing:
+    """How the groups of a run are played."""
+
     environments: Mapping[str, EnvironmentClient]
     renderer: Renderer
     sampling: SamplingParams
     group_size: int
     places: Slots = field(factory=lambda: Slots(UNLIMITED))
     """Limits how many rollouts are played at the same time."""
+    seed: int = 0
+
+
+@define(kw_only=True, eq=False)
+class Learning:
+    """Advantages of groups, and the groups from which nothing is learnt."""
+
     advantages: AdvantageFunction
     all_rows: bool = False
     """Rows with advantage 0 are trained as well, because the loss needs them."""
@@ -167,33 +190,56 @@ class Pipeline:
     """Shapes the rewards that the advantages compare; None compares the environment's."""
     dynamic: DynamicSampling | None = None
     """Filters groups without a learning signal; None trains all groups."""
-    seed: int = 0
+
+    def with_advantages(self, groups: Sequence[Group]) -> list[Group]:
+        """Return the groups of a step with their advantages."""
+        return with_advantages(groups, self.advantages, shaping=self.shaping, all_rows=self.all_rows)
+
+    def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Return metrics of the rewards of a step, and of what was filtered since the last one."""
+        shaped = shaped_rewards(self.shaping(groups)) if self.shaping is not None else {}
+        return {**shaped, **(self.dynamic.read() if self.dynamic is not None else {})}
+
+
+@define(kw_only=True, eq=False)
+class Checks:
+    """Checks that end a run which cannot learn."""
+
+    observe_attempt: ObserveAttempt = lambda task, rollouts, attempts: None
+    """Counts what an attempt at a group lost or left unscored, and raises when it is too much."""
+    canary: Sequence[tuple[int, ...]] = ()
+    """Prompts (token ids) that check the engine after the first syncs; see ``grpo_core.loop.canary``."""
+    tolerance: Tolerance = field(factory=Tolerance)
+    """Tolerance of the canary."""
+    limits: Mapping[str, health.Limits] = field(factory=dict)
+    """Health limits by metric."""
+    watch: Sequence[Watch] = ()
+    """Background watchers; each raises if a process that the run needs has died."""
+
+
+@define(kw_only=True, eq=False)
+class Pipeline:
+    """Runs the four tasks of the module's docstring.  ``run`` may be called once."""
+
+    buffer: Buffer[Prompt, Group]
+    prompts: Prompts
+    engine: Engine
+    playing: Playing
+    plane: DataPlane = field(factory=lambda: MemoryPlane(None))
+    """Keeps the tokens of the groups that wait to be trained."""
+    learning: Learning
+    trainer: Trainer
+    checks: Checks = field(factory=Checks)
     schedule: Schedule = field(factory=Schedule)
     emit: Callable[[Event], None] = lambda event: None
     flush: Callable[[], Awaitable[None]] = _nothing_to_flush
     """Returns when all events until now are on disk: a checkpoint must not be newer than its events."""
-    observe: Callable[[Sequence[Group]], None] = lambda groups: None
-    """Receives the groups of each step, and the groups that were filtered; a curriculum learns from them."""
-    untrained: Callable[[Prompt, int], None] = lambda prompt, target_version: None
-    """Receives each prompt that was filtered or skipped, and its slot's target version; another one is drawn
-    instead."""
-    observe_attempt: ObserveAttempt = lambda task, rollouts, attempts: None
-    """Counts what an attempt at a group lost or left unscored, and raises when it is too much."""
     readings: Callable[[], Mapping[str, float]] = dict
     """Returns metrics of what went on beside the loop since its last call, such as incidents."""
     validate: Validate | None = None
     validate_first: bool = True
     """The version that the run begins with was not measured yet: the run is new, or was stopped before."""
     save: Save | None = None
-    canary: Sequence[tuple[int, ...]] = ()
-    """Prompts (token ids) that check the engine after the first syncs; see ``grpo_core.loop.canary``."""
-    canary_tolerance: Tolerance = field(factory=Tolerance)
-    limits: Mapping[str, health.Limits] = field(factory=dict)
-    """Health limits by metric."""
-    time_limit: TimeLimit | None = None
-    """Ends the run in time for a last checkpoint, on the clock of the event loop."""
-    watch: Sequence[Watch] = ()
-    """Background watchers; each raises if a process that the run needs has died."""
 
     _canaries: Canaries = field(init=False)
     _changes: Changes = field(init=False, factory=Changes)
@@ -231,7 +277,7 @@ class Pipeline:
 
     @_canaries.default
     def _begin_with_prompts(self) -> Canaries:
-        return Canaries(list(self.canary))
+        return Canaries(list(self.checks.canary))
 
     # ------------------------------------------------------------------------------ public methods
 
@@ -268,7 +314,7 @@ class Pipeline:
     async def _run(self) -> None:
         self._measured = -1 if self.validate_first else self._trained
         async with asyncio.TaskGroup() as tasks:
-            watches = [tasks.create_task(died(), name="watch") for died in self.watch]
+            watches = [tasks.create_task(died(), name="watch") for died in self.checks.watch]
             stage("first weight sync")
             weights = self._canaries.published(await self.trainer.publish(self._canaries.contexts))
             await self._unless_leaving(self._update_engine(weights))
@@ -342,7 +388,7 @@ class Pipeline:
 
     async def _stop_in_time(self) -> None:
         """Stop when a step, a weight sync and a checkpoint would take what is left of the time limit."""
-        limit, now = self.time_limit, asyncio.get_running_loop().time
+        limit, now = self.schedule.time_limit, asyncio.get_running_loop().time
         while limit is not None and (left := limit.left(now())) > 0:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left):  # less is left after something has taken longer than before
@@ -356,8 +402,8 @@ class Pipeline:
         now = asyncio.get_running_loop().time
         began = now()
         yield
-        if self.time_limit is not None:
-            self.time_limit.observe(part, now() - began)
+        if self.schedule.time_limit is not None:
+            self.schedule.time_limit.observe(part, now() - began)
             self._changes.notify()
 
     # ------------------------------------------------------------------------------ collect
@@ -372,7 +418,7 @@ class Pipeline:
         """Reserve slots first, draw prompts second; nothing awaits in between, so every cut is consistent."""
         if self._paused or self._leaving:
             return None
-        if (wanted := self.buffer.wanted) and not self.ready(wanted, self._changes.notify):
+        if (wanted := self.buffer.wanted) and not self.prompts.ready(wanted, self._changes.notify):
             return None
         slots = self.buffer.reserve()
         if slots is None:
@@ -384,10 +430,10 @@ class Pipeline:
                 current_version=self._trained,
                 expected_prompts=len(slots),
             )
-            slots = self.buffer.assign(slots, self.draw(request))
-            for event in self.passed_over:
+            slots = self.buffer.assign(slots, self.prompts.draw(request))
+            for event in self.prompts.passed_over:
                 self.emit(evolve(event, step=self._trained))
-            self.passed_over.clear()
+            self.prompts.passed_over.clear()
         self.emit(Dispatched(step=self._trained, slots=tuple(slots)))
         return slots
 
@@ -396,27 +442,29 @@ class Pipeline:
         assert prompt is not None
         requests = [
             RolloutRequest(
-                prompt=prompt, seed=derive_seed(self.seed, slot.id, slot.attempts, i), group=str(slot.id)
+                prompt=prompt,
+                seed=derive_seed(self.playing.seed, slot.id, slot.attempts, i),
+                group=str(slot.id),
             )
-            for i in range(self.group_size - len(slot.partial_rollouts))
+            for i in range(self.playing.group_size - len(slot.partial_rollouts))
         ]
-        async with self.places.take(len(requests)):
+        async with self.playing.places.take(len(requests)):
             with self._meter.generating():
                 rollouts = await play(
                     requests,
                     engine=self.engine,
-                    environments=self.environments,
-                    renderer=self.renderer,
-                    sampling=self.sampling,
+                    environments=self.playing.environments,
+                    renderer=self.playing.renderer,
+                    sampling=self.playing.sampling,
                     deadline=self.schedule.rollout_deadline,
                 )
-        if self.shaping is not None:
-            rollouts = list(map(self.shaping.checked, rollouts))
+        if self.learning.shaping is not None:
+            rollouts = list(map(self.learning.shaping.checked, rollouts))
         for rollout in rollouts:
             self._meter.count(prompt.environment, rollout)
-        self.observe_attempt(prompt.environment, rollouts, slot.attempts)
+        self.checks.observe_attempt(prompt.environment, rollouts, slot.attempts)
         finished = (*slot.partial_rollouts, *(rollout for rollout in rollouts if rollout.error is None))
-        if len(finished) == self.group_size:
+        if len(finished) == self.playing.group_size:
             await self._confirmed(finished)
             group = Group(
                 prompt=prompt,
@@ -425,14 +473,16 @@ class Pipeline:
                 target_version=slot.target_version,
                 slot=slot.id,
             )
-            rejected = None if self.dynamic is None else self.dynamic.rejects(group)
+            rejected = None if self.learning.dynamic is None else self.learning.dynamic.rejects(group)
             if rejected is None:
                 self._canaries.finished(group)
                 group = await self.plane.put(group)
             self._finish(slot, group, rejected)
             self._changes.notify()
             return
-        kept = () if self.environments[prompt.environment].needs_group else finished  # compared: all or none
+        kept = (
+            () if self.playing.environments[prompt.environment].needs_group else finished
+        )  # compared: all or none
         self._fail(slot, prompt, kept, next(rollout for rollout in rollouts if rollout.error is not None))
         self._changes.notify()
 
@@ -451,10 +501,10 @@ class Pipeline:
         """Offer the prompt again, or skip it; ``first`` is the first of its unscored rollouts."""
         task, error, who = prompt.environment, first.error or "", f"rollouts of task {prompt.environment!r}"
         if self.buffer.fail(slot, kept):
-            left = f"{self.group_size - len(kept)} of {self.group_size} rollouts"
+            left = f"{self.playing.group_size - len(kept)} of {self.playing.group_size} rollouts"
             report(cause(first), who, f"{left} of prompt {prompt.id!r} are played again: {error}")
             return
-        self.untrained(prompt, slot.target_version)
+        self.prompts.untrained(prompt, slot.target_version)
         self.emit(PromptSkipped(step=self._trained, slot=slot.id, task=task, prompt=prompt.id, error=error))
         attempts = slot.attempts + 1
         report("skipped", who, f"prompt {prompt.id!r} is skipped after {attempts} attempts: {error}")
@@ -467,8 +517,8 @@ class Pipeline:
             self.emit(GroupFinished(step=step, slot=slot.id, task=task, prompt=prompt))
             return
         self.buffer.filter(slot)
-        self.observe([group])
-        self.untrained(group.prompt, slot.target_version)
+        self.prompts.observe([group])
+        self.prompts.untrained(group.prompt, slot.target_version)
         reward = fmean([reward for reward in group.rewards if reward is not None] or [0.0])
         self.emit(
             GroupFiltered(
@@ -503,14 +553,14 @@ class Pipeline:
         if groups:
             step = self.buffer.step - 1
             check_staleness(groups, step=step, max_staleness=self.buffer.max_staleness)
-            groups = with_advantages(groups, self.advantages, shaping=self.shaping, all_rows=self.all_rows)
+            groups = self.learning.with_advantages(groups)
             self.emit(GroupsReady(step=step, groups=tuple(groups)))
         return groups
 
     async def _train_step(self, groups: Sequence[Group], started: float) -> None:
         step = self._trained
         waited = self._meter.now() - started
-        batch = make_batch(groups, step=step, temperature=self.sampling.temperature)
+        batch = make_batch(groups, step=step, temperature=self.playing.sampling.temperature)
         with self._timed("step"):
             stage("wait for validation")
             async with self._stepping:
@@ -560,12 +610,11 @@ class Pipeline:
         metrics = task_metrics(groups, step=batch.step) | times(spans)
         metrics["rows"] = float(len(batch.rows))
         metrics |= {f"masked/{task}": float(count) for task, count in batch.masked.items()}
-        metrics |= shaped_rewards(self.shaping(groups)) if self.shaping is not None else {}
-        metrics |= self.dynamic.read() if self.dynamic is not None else {}
+        metrics |= self.learning.metrics(groups)
         metrics |= {**result.metrics, **self._canaries.metrics()}
         metrics |= self._meter.read(self.buffer.statistics(), trained=result.metrics, waited=waited)
         try:  # these are of plugins
-            self.observe(groups)
+            self.prompts.observe(groups)
             metrics |= self.readings()
         finally:
             self.emit(StepEnded(step=self._trained, metrics=metrics, digest=result.digest))
@@ -583,7 +632,7 @@ class Pipeline:
         """
         if not carried:
             self._recent.append(metrics)
-        findings = health.check_limits([metrics] if carried else self._recent, self.limits)
+        findings = health.check_limits([metrics] if carried else self._recent, self.checks.limits)
         for finding in (*findings, *([] if carried else health.learns_nothing(self._recent))):
             if finding.fatal and not (carried and isfinite(finding.value)):
                 raise TrainerError(f"step {self._trained}: {finding.message}")
@@ -752,7 +801,7 @@ class Pipeline:
             found = await canary.verify(
                 self.engine,
                 weights,
-                tolerance=self.canary_tolerance,
+                tolerance=self.checks.tolerance,
                 deadline=seconds,
             )
         self._canaries.verified(weights, found)
@@ -761,7 +810,7 @@ class Pipeline:
         """Raise the reason if a process that the run needs has just ended: other errors follow from that."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DEATH_IS_SEEN):
-                await gather([died() for died in self.watch])
+                await gather([died() for died in self.checks.watch])
 
     async def _validate(self, version: int) -> None:
         """Validate one version if it is due, unless the run is stopping.

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from grpo_core.errors import EngineError
+from grpo_core.events import PromptsPassedOver
 from grpo_core.playing import Player
 from grpo_core.protocols import Trainer
 from grpo_core.records import (
@@ -22,8 +23,10 @@ from grpo_core.records import (
     Episode,
     Feedback,
     GenerationRequest,
+    Group,
     Message,
     Prompt,
+    SampleRequest,
     SessionStart,
     StepResult,
     Weights,
@@ -36,6 +39,27 @@ T = TypeVar("T")
 def prompts(n: int, task: str = "task") -> list[Prompt]:
     """Make ``n`` prompts of a task."""
     return [Prompt(messages=f"prompt {i}", answer=str(i), id=str(i), environment=task) for i in range(n)]
+
+
+class FakePrompts:
+    """The prompts of a pipeline, which a function draws.
+
+    Args:
+        draw: returns as many prompts as a request expects.
+    """
+
+    def __init__(self, draw: Callable[[SampleRequest], list[Prompt]]) -> None:
+        self.draw = draw
+        self.passed_over: list[PromptsPassedOver] = []
+
+    def ready(self, n: int, changed: Callable[[], None]) -> bool:
+        return True
+
+    def observe(self, groups: Sequence[Group]) -> None:
+        return None
+
+    def untrained(self, prompt: Prompt, target_version: int) -> None:
+        return None
 
 
 class FakeRenderer:

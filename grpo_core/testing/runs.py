@@ -10,12 +10,19 @@ from grpo_core.loop import canary
 from grpo_core.loop.advantages import group as group_advantages
 from grpo_core.loop.agreement import Tolerance
 from grpo_core.loop.buffer import Buffer
-from grpo_core.loop.pipeline import Pipeline, Schedule
+from grpo_core.loop.pipeline import Learning, Pipeline, Playing, Schedule
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, play
 from grpo_core.protocols import Engine
 from grpo_core.records import Group, Prompt, Rollout, Weights
 from grpo_core.testing import clock
-from grpo_core.testing.fakes import FakeEngine, FakeEnvironment, FakeRenderer, FakeTrainer, prompts
+from grpo_core.testing.fakes import (
+    FakeEngine,
+    FakeEnvironment,
+    FakePrompts,
+    FakeRenderer,
+    FakeTrainer,
+    prompts,
+)
 
 
 async def play_rollouts(
@@ -59,14 +66,16 @@ def a_run() -> list[Event]:
         buffer: Buffer[Prompt, Group] = Buffer(prompts_per_step=2, max_staleness=1, num_steps=3)
         await Pipeline(
             buffer=buffer,
-            draw=lambda request: [next(stream) for _ in range(request.expected_prompts)],
+            prompts=FakePrompts(lambda request: [next(stream) for _ in range(request.expected_prompts)]),
             engine=FakeEngine(),
+            playing=Playing(
+                environments={"task": FakeEnvironment()},
+                renderer=FakeRenderer(),
+                sampling=SamplingParams(temperature=1.0, max_tokens=8),
+                group_size=4,
+            ),
+            learning=Learning(advantages=group_advantages),
             trainer=FakeTrainer(),
-            environments={"task": FakeEnvironment()},
-            renderer=FakeRenderer(),
-            sampling=SamplingParams(temperature=1.0, max_tokens=8),
-            group_size=4,
-            advantages=group_advantages,
             schedule=Schedule(),
             emit=events.append,
         ).run()

@@ -29,12 +29,12 @@ from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.loop.advantages import group as group_advantages
 from grpo_core.loop.buffer import Buffer
 from grpo_core.loop.metrics import headline
-from grpo_core.loop.pipeline import Pipeline, Schedule
+from grpo_core.loop.pipeline import Learning, Pipeline, Playing, Schedule
 from grpo_core.loop.rollout import SamplingParams
 from grpo_core.protocols import ValidationStrategy
 from grpo_core.records import Episode, Feedback, GenerationRequest, Group, Prompt, SampleRequest, Weights
 from grpo_core.testing import clock
-from grpo_core.testing.fakes import FakeEngine, FakeEnvironment, FakeRenderer, FakeTrainer
+from grpo_core.testing.fakes import FakeEngine, FakeEnvironment, FakePrompts, FakeRenderer, FakeTrainer
 from grpo_core.validation.runner import Context, Results, run_strategy
 from grpo_core.versions import Interval
 
@@ -280,14 +280,13 @@ def _trained(make: Callable[[], ValidationStrategy], validates: bool) -> Any:
         )
         await Pipeline(
             buffer=buffer,
-            draw=draw,
+            prompts=FakePrompts(draw),
             engine=world.engine,
+            playing=Playing(
+                environments=world.environments, renderer=FakeRenderer(), sampling=SAMPLING, group_size=4
+            ),
+            learning=Learning(advantages=group_advantages),
             trainer=trainer,
-            environments=world.environments,
-            renderer=FakeRenderer(),
-            sampling=SAMPLING,
-            group_size=4,
-            advantages=group_advantages,
             schedule=Schedule(validations=[Interval(2)] if validates else (), in_flight_updates=False),
             validate=validate,
         ).run()

@@ -20,10 +20,11 @@ from attrs import define, frozen
 from grpo_core.events import GroupsReady
 from grpo_core.loop.advantages import group as advantages
 from grpo_core.loop.buffer import Buffer
-from grpo_core.loop.pipeline import Pipeline, Schedule
+from grpo_core.loop.pipeline import Learning, Pipeline, Playing, Schedule
 from grpo_core.loop.rollout import SamplingParams
 from grpo_core.records import GenerationRequest, Group, Prompt, SampleRequest
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, FakeTrainer, prompts, run
+from grpo_core.testing.fakes import FakePrompts
 
 STEPS, GROUPS, TRAIN = 200, 16, 1.0
 SLOW = 10
@@ -78,14 +79,16 @@ def paced(bound: int, slow: float, policy: str) -> Outcome:
 
     pipeline = Pipeline(
         buffer=Buffer(prompts_per_step=GROUPS, max_staleness=bound, num_steps=STEPS, policy=policy),
-        draw=draw,
+        prompts=FakePrompts(draw),
         engine=engine,
+        playing=Playing(
+            environments={"task": FakeEnvironment(seconds=0.0)},
+            renderer=FakeRenderer(),
+            sampling=SamplingParams(temperature=1.0, max_tokens=4),
+            group_size=1,
+        ),
+        learning=Learning(advantages=advantages),
         trainer=FakeTrainer(seconds=TRAIN),
-        environments={"task": FakeEnvironment(seconds=0.0)},
-        renderer=FakeRenderer(),
-        sampling=SamplingParams(temperature=1.0, max_tokens=4),
-        group_size=1,
-        advantages=advantages,
         emit=note,
         schedule=Schedule(rollout_deadline=1e6, stall=1e6),
     )

@@ -29,7 +29,7 @@ from grpo_core.engines import wire
 from grpo_core.events import Event, GroupsReady, StepEnded
 from grpo_core.loop.advantages import group as advantages
 from grpo_core.loop.buffer import Buffer
-from grpo_core.loop.pipeline import Pipeline, Schedule
+from grpo_core.loop.pipeline import Learning, Pipeline, Playing, Schedule
 from grpo_core.loop.rollout import SamplingParams
 from grpo_core.processes import Call
 from grpo_core.records import (
@@ -44,6 +44,7 @@ from grpo_core.records import (
 )
 from grpo_core.reporting import stored
 from grpo_core.testing import FakeEnvironment, FakeRenderer, FakeTrainer, prompts, run
+from grpo_core.testing.fakes import FakePrompts
 from grpo_core.tokens import Tokens
 
 FIGURES = Path(__file__).parents[2] / "docs" / "scaling.json"
@@ -322,14 +323,18 @@ def simulate(plan: Plan, gpu: Gpu) -> Outcome:
 
     pipeline = Pipeline(
         buffer=Buffer(prompts_per_step=plan.groups, max_staleness=plan.max_staleness, num_steps=STEPS),
-        draw=draw,
-        engine=engines,  # type: ignore[arg-type]
+        prompts=FakePrompts(draw),
+        engine=engines,
+        playing=Playing(
+            environments={
+                "task": FakeEnvironment(lambda episode: Feedback(reward=random.random()), seconds=0.2)
+            },
+            renderer=Silent(),
+            sampling=SamplingParams(temperature=1.0, max_tokens=LONGEST),
+            group_size=GROUP,
+        ),
+        learning=Learning(advantages=advantages),
         trainer=trainer,
-        environments={"task": FakeEnvironment(lambda episode: Feedback(reward=random.random()), seconds=0.2)},
-        renderer=Silent(),
-        sampling=SamplingParams(temperature=1.0, max_tokens=LONGEST),
-        group_size=GROUP,
-        advantages=advantages,
         emit=note,
         schedule=Schedule(rollout_deadline=1e6, stall=1e6),
     )

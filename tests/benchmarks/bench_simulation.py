@@ -18,6 +18,9 @@ from pathlib import Path
 
 from attrs import evolve
 
+from grpo_core.loop.pipeline import Learning, Playing
+from grpo_core.testing.fakes import FakePrompts
+
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the simulation lies beside the tests
 from simulation.faults import NONE
 from simulation.runs import simulate
@@ -72,14 +75,16 @@ def pipeline(*, prompts_per_step: int, steps: int, environment: FakeEnvironment)
     stream = Endless()
     return Pipeline(
         buffer=Buffer(prompts_per_step=prompts_per_step, max_staleness=1, num_steps=steps),
-        draw=lambda request: stream.take(request.expected_prompts),
+        prompts=FakePrompts(lambda request: stream.take(request.expected_prompts)),
         engine=Engine(),
+        playing=Playing(
+            environments={"task": environment},
+            renderer=FakeRenderer(),
+            sampling=SamplingParams(temperature=1.0, max_tokens=8),
+            group_size=GROUP,
+        ),
+        learning=Learning(advantages=group_advantages),
         trainer=Trainer(),
-        environments={"task": environment},
-        renderer=FakeRenderer(),
-        sampling=SamplingParams(temperature=1.0, max_tokens=8),
-        group_size=GROUP,
-        advantages=group_advantages,
         schedule=Schedule(rollout_deadline=600.0),
     )
 

@@ -15,7 +15,7 @@ from typing import Any
 from attrs import asdict, evolve
 
 from grpo_core.app.first_look import first_look, leaks
-from grpo_core.app.parts import Parts, canary_prompts, sampling_params
+from grpo_core.app.parts import Parts
 from grpo_core.config import Config, as_table, build, merge
 from grpo_core.data.samplers import PromptStream
 from grpo_core.engines.limited import LimitedEngine
@@ -31,6 +31,7 @@ from grpo_core.events import (
     StepEnded,
 )
 from grpo_core.incidents import IncidentCounts, reported_to
+from grpo_core.loop.agreement import Tolerance
 from grpo_core.loop.endings import Failure
 from grpo_core.loop.pipeline import Pipeline, Written
 from grpo_core.plugins.host import PluginHost
@@ -183,29 +184,17 @@ class _Run:
         )
         pipeline = Pipeline(
             buffer=parts.buffer(),
-            draw=stream.draw,
-            passed_over=stream.passed_over,
-            observe=stream.observe,
-            untrained=stream.untrained,
+            prompts=stream,
             engine=engine,
+            playing=parts.playing(environments, renderer),
+            learning=parts.learning(),
             trainer=Learner(world, tables, config, seed=config.seed),
-            environments=environments,
-            renderer=renderer,
-            sampling=sampling_params(config.rollout),
-            group_size=config.rollout.group_size,
-            places=parts.places(),
-            advantages=parts.advantages(),
-            shaping=parts.shaping(),
-            dynamic=parts.dynamic(),
-            seed=config.seed,
-            emit=self.emit,
-            observe_attempt=parts.budgets(environments),
-            readings=self._incidents.read,
+            checks=evolve(parts.checks(environments, prompts, renderer), tolerance=Tolerance()),
             schedule=parts.schedule(),
+            emit=self.emit,
+            readings=self._incidents.read,
             validate=validation if config.validation.measures else None,
             save=self._save if config.checkpoint.every else None,
-            canary=canary_prompts(prompts, renderer),
-            limits=parts.health_limits,
         )
         return pipeline, warnings
 

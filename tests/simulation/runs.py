@@ -57,7 +57,7 @@ from grpo_core.loop.dynamic import DynamicSampling
 from grpo_core.loop.endings import Failure
 from grpo_core.loop.health import Limits
 from grpo_core.loop.laws import Laws, Violation
-from grpo_core.loop.pipeline import Pipeline, Schedule, Written
+from grpo_core.loop.pipeline import Checks, Learning, Pipeline, Playing, Schedule, Written
 from grpo_core.loop.rollout import LostBudget, SamplingParams
 from grpo_core.loop.shaping import Shaping
 from grpo_core.protocols import EnvironmentClient, ValidationStrategy
@@ -454,7 +454,7 @@ class Simulation:
         await pipeline.trainer.aclose()
         if left and not self._dead:
             self._broken(f"the pipeline has ended, and {left} calls of engines go on")
-        for environment in pipeline.environments.values():
+        for environment in pipeline.playing.environments.values():
             with contextlib.suppress(RuntimeError):
                 await environment.aclose()  # type: ignore[attr-defined]
 
@@ -583,21 +583,25 @@ class Simulation:
         renderer = SimulatedRenderer()
         pipeline = Pipeline(
             buffer=buffer,
-            draw=stream.draw,
-            passed_over=stream.passed_over,
-            observe=stream.observe,
-            untrained=stream.untrained,
-            observe_attempt=observe_attempt,
+            prompts=stream,
             engine=_NO_ENGINE,
+            playing=Playing(
+                environments=self._batched_environments(),
+                renderer=renderer,
+                sampling=SamplingParams(temperature=TEMPERATURE, max_tokens=8, truncated=rules.truncated),
+                group_size=self.group_size,
+                seed=self.seed,
+            ),
+            learning=Learning(
+                advantages=group_advantages, shaping=self._shaping(), dynamic=self._filtering()
+            ),
             trainer=trainer,
-            environments=self._batched_environments(),
-            renderer=renderer,
-            sampling=SamplingParams(temperature=TEMPERATURE, max_tokens=8, truncated=rules.truncated),
-            group_size=self.group_size,
-            advantages=group_advantages,
-            shaping=self._shaping(),
-            dynamic=self._filtering(),
-            seed=self.seed,
+            checks=Checks(
+                observe_attempt=observe_attempt,
+                canary=[renderer.prompt_ids(own[0].messages) for own in self._prompts.values()][:2],
+                limits=self._limits,
+                watch=[trainer.watch] if ranks > 1 else [],
+            ),
             schedule=Schedule(
                 rollout_deadline=90.0,
                 stall=3600.0,
@@ -609,9 +613,6 @@ class Simulation:
             validate=lambda version: self._validate(version, pipeline),
             validate_first=self._measured < buffer.step,
             save=save,
-            canary=[renderer.prompt_ids(prompts[0].messages) for prompts in self._prompts.values()][:2],
-            limits=self._limits,
-            watch=[trainer.watch] if ranks > 1 else [],
         )
         return pipeline, sampler, found
 
@@ -679,7 +680,7 @@ class Simulation:
 
     async def _validate(self, version: int, pipeline: Pipeline) -> Results:
         """Measure a version with held-out prompts of the tasks and of a set, through the real runner."""
-        environments = {**pipeline.environments, HELD_OUT_SET: pipeline.environments["short"]}
+        environments = {**pipeline.playing.environments, HELD_OUT_SET: pipeline.playing.environments["short"]}
         parts = [
             Measured(
                 set=name,
@@ -697,8 +698,8 @@ class Simulation:
                     },
                     engine=pipeline.engine,
                     environments=environments,
-                    renderer=pipeline.renderer,
-                    sampling=pipeline.sampling,
+                    renderer=pipeline.playing.renderer,
+                    sampling=pipeline.playing.sampling,
                     deadline=300.0,
                     retries=MAX_RETRIES,
                     seed=self.seed,
