@@ -29,6 +29,8 @@ OURS = {"grpo-core", *(path.name for path in (ROOT / "plugins").iterdir())}
 """Distributions of this repository: what else is installed has its own documents."""
 LEFT_OUT = {"environment", "preflight"}
 """Each environment is documented by its plugin; a check has no options."""
+POOL = "pool"
+"""The engine that a run makes of ``engine.workers`` others; nobody selects it."""
 FROM_THE_CORE = {"self", "setup", "run", "plugins", "placement", "inputs", "group", "groups", "rewards"}
 """Parameters that the core fills in."""
 SELECTED = {
@@ -68,7 +70,7 @@ def page() -> str:
             for plugin in host.plugins
             if plugin.distribution in OURS and kind not in LEFT_OUT
             for name in sorted(plugin.offers.get(kind, {}))
-            if not (kind == "tracker" and name in sections)
+            if not (kind == "tracker" and name in sections) and name != POOL
         ]
         if offers:
             lines.append(f"## {kind.replace('_', ' ').capitalize()}\n")

@@ -44,7 +44,7 @@ async def gather(awaitables: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 @contextlib.asynccontextmanager
-async def deadline(seconds: float | None, late: Callable[[], GrpoError]) -> AsyncIterator[None]:
+async def time_limit(seconds: float | None, late: Callable[[], GrpoError]) -> AsyncIterator[None]:
     """Raise ``late()`` if the block takes longer than ``seconds``; None is no deadline.
 
     A TimeoutError of the block itself, such as that of a socket, passes through: it is no deadline of ours.

@@ -32,6 +32,12 @@ A trainer of another library (see ``examples/custom_trainer.py``):
     SharedMemoryWriter          publishes weights for the engines of this machine
     needs_of                    returns what a loss needs with its options, such as "reference"
 
+A pool of engines (see ``grpo_plugin_scale``):
+
+    canary, Tolerance           proves that an engine uses the weights that it was given
+    reported_as, during         name an engine in incidents and in the timeline
+    gather, time_limit          await several calls, or one for a limited time
+
 A data plane, which keeps the tokens of finished rollouts outside of the run's process:
 
     DataPlane                   its contract
@@ -126,6 +132,8 @@ from grpo_core._lazy import attach
 
 if TYPE_CHECKING:
     from grpo_core.aio import cancel as cancel
+    from grpo_core.aio import gather as gather
+    from grpo_core.aio import time_limit as time_limit
     from grpo_core.aio import to_the_end as to_the_end
     from grpo_core.app.again import advantages_again as advantages_again
     from grpo_core.app.again import saved_before as saved_before
@@ -200,12 +208,15 @@ if TYPE_CHECKING:
     from grpo_core.errors import wrong_input as wrong_input
     from grpo_core.incidents import Incident as Incident
     from grpo_core.incidents import report as report
+    from grpo_core.incidents import reported_as as reported_as
     from grpo_core.incidents import reported_to as reported_to
     from grpo_core.inert import inert as inert
     from grpo_core.interpreters import from_here as from_here
     from grpo_core.interpreters import variables_of as variables_of
     from grpo_core.interrupts import raise_interrupt as raise_interrupt
     from grpo_core.interrupts import received as received
+    from grpo_core.loop import canary as canary
+    from grpo_core.loop.agreement import Tolerance as Tolerance
     from grpo_core.loop.metrics import headline as headline
     from grpo_core.loop.rendering import Renderer as Renderer
     from grpo_core.loop.retention import Retention as Retention
@@ -255,6 +266,7 @@ if TYPE_CHECKING:
     from grpo_core.thoughts import THOUGHT_KEYS as THOUGHT_KEYS
     from grpo_core.thoughts import THOUGHT_OPENS as THOUGHT_OPENS
     from grpo_core.thoughts import parted as parted
+    from grpo_core.timeline import during as during
     from grpo_core.tokens import Ids as Ids
     from grpo_core.tokens import TokenReader as TokenReader
     from grpo_core.tokens import as_ids as as_ids

@@ -11,7 +11,6 @@ from test_cli import grpo
 from test_pipeline import Run
 
 from grpo_core.engines.limited import LimitedEngine
-from grpo_core.engines.pool import EnginePool
 from grpo_core.errors import EngineError, WeightSyncError
 from grpo_core.events import Dispatched, GroupsReady
 from grpo_core.loop import canary
@@ -19,6 +18,7 @@ from grpo_core.loop.agreement import Agreement, Tolerance
 from grpo_core.records import Canary, Completion, TensorInfo, Weights
 from grpo_core.testing import FakeEngine, FakeTrainer, run
 from grpo_core.validation.engine import WeightsTrackingEngine
+from grpo_plugin_scale.engines.pool import EnginePool
 
 PROMPT = (7, 8, 9)
 

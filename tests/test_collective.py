@@ -25,7 +25,6 @@ from fake_gpus import GPU, ProcessGroup
 from grpo_core.config import build
 from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.engines.local.server import Server
-from grpo_core.engines.pool import EnginePool
 from grpo_core.errors import ConfigError, ModelError, WeightSyncError
 from grpo_core.loop.agreement import Tolerance
 from grpo_core.records import EngineSetup, GenerationRequest
@@ -33,6 +32,7 @@ from grpo_core.training.ranks import Alone
 from grpo_core.training.setup import TrainerSetup
 from grpo_core.weights.reading import read_weights
 from grpo_plugin_devkit.decoding import EngineUnderTest, make_test_model
+from grpo_plugin_scale.engines.pool import EnginePool
 from grpo_plugin_scale.weights import collective, cuda_ipc, nccl
 from grpo_plugin_scale.weights.collective import CollectiveWriter, pulled
 

@@ -32,7 +32,6 @@ from grpo_core.data.loaders import TaskLoader
 from grpo_core.demo import tiny
 from grpo_core.engines.child import ChildEngine
 from grpo_core.engines.local.engine import LocalEngine
-from grpo_core.engines.pool import EnginePool
 from grpo_core.errors import WeightSyncError
 from grpo_core.events import Dispatched, PromptSkipped, StepEnded, Synced
 from grpo_core.plugins.host import PluginHost
@@ -42,6 +41,7 @@ from grpo_core.testing import FakeEngine, FakeEnvironment, FakeTrainer, prompts
 from grpo_core.training import model as models
 from grpo_core.weights.reading import read_weights
 from grpo_core.weights.shm import SharedMemoryWriter
+from grpo_plugin_scale.engines.pool import EnginePool
 
 ROOT = Path(__file__).parent.parent
 LEFT = ("agents", "algorithms", "audit", "curriculum", "devkit", "doctor", "replay", "report", "scale")

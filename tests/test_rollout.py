@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from test_pipeline import Run
 
 from grpo_core.engines import wire
-from grpo_core.engines.pool import EnginePool
 from grpo_core.errors import EngineError, PluginError
 from grpo_core.events import Dispatched
 from grpo_core.loop.advantages import group as group_advantages
@@ -32,6 +31,7 @@ from grpo_core.records import (
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, prompts, run
 from grpo_core.tokens import Tokens
 from grpo_core.validation.runner import Context
+from grpo_plugin_scale.engines.pool import EnginePool
 
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=8)
 VERSION_0 = Weights(version=0, location="", nbytes=0, tensors=())

@@ -13,7 +13,6 @@ from grpo_core.app.workers import make_engine, workers_of
 from grpo_core.cli import _with_values
 from grpo_core.config import Config, EngineConfig, EnvironmentConfig
 from grpo_core.demo.tiny import make_tiny_model
-from grpo_core.engines.pool import EnginePool
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.errors import ConfigError, WeightSyncError
 from grpo_core.loop.agreement import Tolerance
@@ -21,6 +20,7 @@ from grpo_core.plugins.host import PluginHost
 from grpo_core.records import EngineSetup, Episode, Feedback, GenerationRequest, SessionStart, Weights
 from grpo_core.testing import FakeEngine, FakeEnvironment, prompts, run
 from grpo_core.weights.copies import Copies, mapped
+from grpo_plugin_scale.engines.pool import EnginePool
 
 # ---------------------------------------------------------------------------------- copies of weights
 
@@ -165,12 +165,11 @@ def test_one_worker_is_the_engine_itself_and_several_are_a_pool(tmp_path):
             "    engine = FakeEngine(); engine.setup = setup; return engine\n"
         )
         setup = EngineSetup(model="", threads=4, log_directory=str(tmp_path / "logs"))
-        host = PluginHost.discover([])
+        host = PluginHost.discover(["scale"])
 
         def of(**changes):
             config = EngineConfig(name=f"{tmp_path}/fake.py:fake", **changes)
-            placement, number = LocalPlacement(host), workers_of(config, host)
-            return make_engine(config, setup, placement, workers=number, tolerance=Tolerance(1e-3))
+            return make_engine(config, setup, LocalPlacement(host), host, tolerance=Tolerance(1e-3))
 
         assert isinstance(of(), FakeEngine)
         pool = of(workers=2)
@@ -183,6 +182,12 @@ def test_one_worker_is_the_engine_itself_and_several_are_a_pool(tmp_path):
         await pool.aclose()
 
     run(story())
+
+
+def test_several_engines_without_their_plugin_are_answered_with_the_line_that_installs_it():
+    wanted = r"engine\.workers = 2: several engines are a pool; .* pip install grpo-plugin-scale\."
+    with pytest.raises(ConfigError, match=wanted):
+        workers_of(EngineConfig(workers=2), PluginHost.discover([]))
 
 
 COUNTING = """
@@ -212,7 +217,7 @@ def test_an_engine_is_given_as_many_requests_at_once_as_the_user_allows(tmp_path
     weights = published(tmp_path / "memory", b"data")
 
     async def story():
-        host, made = PluginHost.discover([]), []
+        host, made = PluginHost.discover(["scale"]), []
 
         class Recorded(LocalPlacement):
             def engine(self, *args):
@@ -221,7 +226,7 @@ def test_an_engine_is_given_as_many_requests_at_once_as_the_user_allows(tmp_path
 
         config = EngineConfig(name=f"{tmp_path}/counting.py:Counting", max_requests=3, workers=workers)
         setup = Parts(Config(), host).engine_setup(config, "m", logs=None, colocated=True)
-        engine = make_engine(config, setup, Recorded(host), workers=workers, tolerance=Tolerance())
+        engine = make_engine(config, setup, Recorded(host), host, tolerance=Tolerance())
         await engine.update_weights(weights)
         answers = await engine.generate(requests)
         cancelled = asyncio.create_task(engine.generate(requests))

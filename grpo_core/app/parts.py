@@ -153,7 +153,7 @@ class Parts:
             section,
             setup,
             placement,
-            workers=workers.workers_of(section, self.plugins),
+            self.plugins,
             tolerance=self.canary_tolerance(section),
             env_vars=env_vars,
         )

@@ -12,10 +12,10 @@ from grpo_core.app.parts import (
     Parts,
     sampling_params,
 )
+from grpo_core.app.workers import POOL
 from grpo_core.config import Config
 from grpo_core.data.samplers import PromptStream
 from grpo_core.engines.limited import LimitedEngine
-from grpo_core.engines.pool import EnginePool
 from grpo_core.events import Event
 from grpo_core.incidents import reported_to
 from grpo_core.loop.pipeline import Checks, Pipeline, Save
@@ -52,7 +52,7 @@ def simulate_run(
     """
 
     async def story() -> None:
-        engine = _engine(config, parts)
+        engine = _engine(config, host, parts)
         with reported_to(lambda incident: None):  # what is tried again counts in the times
             try:
                 await _pipeline(config, host, parts, engine, seed, emit).run()
@@ -112,7 +112,7 @@ def _pipeline(
     )
 
 
-def _engine(config: Config, parts: SimulatedParts) -> Engine:
+def _engine(config: Config, host: PluginHost, parts: SimulatedParts) -> Engine:
     """Make the engine of the configuration, or its pool of engines."""
 
     def one() -> Engine:
@@ -121,7 +121,9 @@ def _engine(config: Config, parts: SimulatedParts) -> Engine:
 
     if config.engine.workers == 1:
         return one()
-    return EnginePool(lambda number: one(), config.engine.workers, deadline=config.engine.deadline)
+    make_pool = host.find("engine", POOL).load()
+    pool: Engine = make_pool(lambda number: one(), config.engine.workers, deadline=config.engine.deadline)
+    return pool
 
 
 @contextlib.contextmanager

@@ -11,9 +11,8 @@ from grpo_core.addresses import is_loopback
 from grpo_core.app.placement import Placement
 from grpo_core.config import EngineConfig, EnvironmentConfig, TaskConfig
 from grpo_core.engines.limited import LimitedEngine
-from grpo_core.engines.pool import EnginePool
 from grpo_core.environments.pool import EnvironmentPool, EnvironmentSpec
-from grpo_core.errors import ConfigError
+from grpo_core.errors import ConfigError, SelectionError
 from grpo_core.hookspecs import Transport
 from grpo_core.loop.agreement import Tolerance
 from grpo_core.plugins.host import PluginHost
@@ -21,13 +20,16 @@ from grpo_core.protocols import Engine
 from grpo_core.records import EngineSetup
 from grpo_core.weights.transports import find_transport
 
+POOL = "pool"
+"""Name of the engine that is made of others: ``factory(make, workers, *, tolerance, deadline, hold)``."""
+
 
 def make_engine(
     config: EngineConfig,
     setup: EngineSetup,
     placement: Placement,
+    plugins: PluginHost,
     *,
-    workers: int,
     tolerance: Tolerance,
     env_vars: Sequence[Mapping[str, str]] = (),
 ) -> Engine:
@@ -35,35 +37,46 @@ def make_engine(
 
     Args:
         setup: setup of a single engine; a pool divides its threads.
-        workers: number of engines; see ``workers_of``.
         tolerance: tolerance of the pool's canaries.
         env_vars: environment variables of each engine's process, by number.
     """
-    config = evolve(config, workers=workers)
+    config = evolve(config, workers=workers_of(config, plugins))
 
     def limited(engine: Engine) -> Engine:
         return LimitedEngine(engine, config.max_requests) if config.max_requests else engine
 
-    if workers == 1 and not placement.pooled:
+    if config.workers == 1 and not placement.pooled:
         return limited(placement.engine(0, config, evolve(setup, env_vars=_of(env_vars, 0))))
-    return EnginePool(
+    make_pool = plugins.find("engine", POOL).load()
+    pool: Engine = make_pool(
         lambda number: limited(
             placement.engine(
                 number, config, _share(config, evolve(setup, env_vars=_of(env_vars, number)), number)
             )
         ),
-        workers,
+        config.workers,
         tolerance=tolerance,
         deadline=config.deadline,
         hold=placement.retain(),
     )
+    return pool
 
 
 def workers_of(config: EngineConfig, plugins: PluginHost) -> int:
     """Return the number of engines of a section: ``workers``, or as many as the engine's options describe.
 
-    Raises ConfigError if both are given and differ.
+    Raises ConfigError if both are given and differ, or if there are several and nothing that pools them.
     """
+    number = _described(config, plugins)
+    if number > 1:
+        try:
+            plugins.find("engine", POOL)
+        except SelectionError as error:
+            raise ConfigError(f"engine.workers = {number}: several engines are a pool; {error}") from error
+    return number
+
+
+def _described(config: EngineConfig, plugins: PluginHost) -> int:
     selected = plugins.find("engine", config.name)
     if selected.offer.workers is None:
         return config.workers

@@ -52,7 +52,7 @@ async def verify(
             "(engine.deadline); it may be frozen"
         )
 
-    async with aio.deadline(deadline, late):
+    async with aio.time_limit(deadline, late):
         first = await _compared(engine, weights, tolerance)
         found = await _compared(engine, weights, tolerance) if first.fault else first
     if found.fault:

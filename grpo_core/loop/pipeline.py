@@ -34,7 +34,16 @@ from typing import Any, Protocol, TypeVar
 
 from attrs import define, evolve, field, frozen
 
-from grpo_core.aio import UNLIMITED, Changes, Slots, cancel, deadline, gather, raising_root_cause, root_cause
+from grpo_core.aio import (
+    UNLIMITED,
+    Changes,
+    Slots,
+    cancel,
+    gather,
+    raising_root_cause,
+    root_cause,
+    time_limit,
+)
 from grpo_core.errors import (
     DataPlaneError,
     DeadlineExceeded,
@@ -715,7 +724,9 @@ class Pipeline:
         failure = Failure(error=shortened(describe(error)), proved=self.proved)
         seconds, why = self.schedule.ending, ""
         try:
-            async with deadline(seconds, lambda: DeadlineExceeded(f"that has taken more than {seconds:g} s")):
+            async with time_limit(
+                seconds, lambda: DeadlineExceeded(f"that has taken more than {seconds:g} s")
+            ):
                 await self._save_newest(failure)
         except asyncio.CancelledError:
             why = "that was interrupted"
@@ -791,7 +802,7 @@ class Pipeline:
             )
 
         try:
-            async with deadline(seconds, late):
+            async with time_limit(seconds, late):
                 with during("sync", "update weights"):
                     await self.engine.update_weights(weights)
         except WeightSyncError:
@@ -873,7 +884,7 @@ class Pipeline:
                 f"the buffer: {self.buffer.statistics()}"
             )
 
-        async with deadline(patience, late):
+        async with time_limit(patience, late):
             return await self._changes.until(question)
 
 

@@ -24,6 +24,7 @@ INSTALL: Mapping[tuple[Kind, str], str] = {
     },
     ("data_plane", "ray"): "pip install 'grpo-core[ray]'",
     ("data_plane", "transferqueue"): "pip install grpo-plugin-transferqueue",
+    ("engine", "pool"): "pip install grpo-plugin-scale",
     ("engine", "vllm"): VLLM,
     ("environment", "code"): "pip install grpo-plugin-code",
     ("environment", "compose"): "pip install grpo-plugin-judge",

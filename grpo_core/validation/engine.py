@@ -78,7 +78,7 @@ class DedicatedValidator:
                 f"{self.deadline:g} s (validation.engine.deadline)"
             )
 
-        async with aio.deadline(self.deadline, late):
+        async with aio.time_limit(self.deadline, late):
             await self.engine.update_weights(weights)
         await canary.verify(
             self.engine, weights, tolerance=self.canary_tolerance, deadline=self.canary_deadline

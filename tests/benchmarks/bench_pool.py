@@ -24,7 +24,6 @@ from typing import Any
 from sleepy import Sleepy
 
 from grpo_core.engines import wire
-from grpo_core.engines.pool import EnginePool
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, play
 from grpo_core.plugins.host import PluginHost
 from grpo_core.protocols import Engine
@@ -32,6 +31,7 @@ from grpo_core.records import EngineSetup, Feedback, GenerationRequest, Weights
 from grpo_core.testing import FakeEnvironment, FakeRenderer, prompts
 from grpo_plugin_ray import cluster
 from grpo_plugin_ray.engines import RayEngine, Store, WorkerSetup
+from grpo_plugin_scale.engines.pool import EnginePool
 
 SLEEPY = f"{Path(__file__).with_name('sleepy.py')}:Sleepy"
 GROUP, TOKENS = 8, 64

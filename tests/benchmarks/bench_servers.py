@@ -26,7 +26,7 @@ from aiohttp import web
 
 from grpo_core import EngineSetup, GenerationRequest, Weights
 from grpo_core.app.placement import LocalPlacement
-from grpo_core.app.workers import make_engine, workers_of
+from grpo_core.app.workers import make_engine
 from grpo_core.config import EngineConfig
 from grpo_core.kit import PluginHost
 from grpo_core.testing import SharedMemoryWriter
@@ -74,12 +74,13 @@ async def rate(servers: int, weights: Weights) -> float:
     """Return the requests a second of an engine with so many servers."""
     async with contextlib.AsyncExitStack() as stack:
         urls = [await stack.enter_async_context(server()) for _ in range(servers)]
-        config, host = EngineConfig(name="vllm:http", options={"url": urls}), PluginHost.discover(["vllm"])
+        config = EngineConfig(name="vllm:http", options={"url": urls})
+        host = PluginHost.discover(["scale", "vllm"])
         engine = make_engine(
             config,
             EngineSetup(model="m"),
             LocalPlacement(host),
-            workers=workers_of(config, host),
+            host,
             tolerance=0.0,
         )
         stack.push_async_callback(engine.aclose)

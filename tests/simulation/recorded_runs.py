@@ -19,7 +19,6 @@ from grpo_core.app.parts import Parts
 from grpo_core.config import Config, as_table, build, merge
 from grpo_core.data.samplers import PromptStream
 from grpo_core.engines.limited import LimitedEngine
-from grpo_core.engines.pool import EnginePool
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.errors import GrpoError, TrackingError, describe
 from grpo_core.events import (
@@ -43,6 +42,7 @@ from grpo_core.run_directory import RunDirectory
 from grpo_core.testing import clock
 from grpo_core.timeline import Timeline, taken_down
 from grpo_core.validation.sets import HeldOut
+from grpo_plugin_scale.engines.pool import EnginePool
 from simulation.learner import CLASSES, Engine, Judge, Learner, Renderer, Tables, Task, World
 from simulation.runs import Loader
 

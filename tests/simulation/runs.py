@@ -34,7 +34,6 @@ from grpo_core.app.parts import SYNC_GRACE
 from grpo_core.config import EnvironmentConfig
 from grpo_core.data.loaders import ShuffledIndices, TaskLoader, fingerprint
 from grpo_core.data.samplers import Mix, PromptStream, WeightedTaskSampler
-from grpo_core.engines.pool import EnginePool
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.errors import GrpoError
 from grpo_core.events import (
@@ -70,6 +69,7 @@ from grpo_core.versions import Interval
 from grpo_plugin_algorithms import filters
 from grpo_plugin_curriculum.curriculum import Curriculum
 from grpo_plugin_curriculum.learnable_prompts import LearnablePrompts
+from grpo_plugin_scale.engines.pool import EnginePool
 from simulation.agents import SimulatedEndpoint
 from simulation.faults import DROPPED, NONE, Dice, Faults
 from simulation.ranks import SimulatedRanks

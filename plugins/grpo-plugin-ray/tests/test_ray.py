@@ -27,7 +27,6 @@ pytest.importorskip("grpo_plugin_ray")
 from grpo_core.config import EnvironmentConfig
 from grpo_core.demo.tiny import encode, make_tiny_model
 from grpo_core.engines.local.engine import LocalEngine
-from grpo_core.engines.pool import EnginePool
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.errors import ConfigError, EngineError, ModelError, PluginError, WeightSyncError
 from grpo_core.incidents import reported_to
@@ -46,6 +45,7 @@ from grpo_plugin_ray.cluster import PluginRequirement
 from grpo_plugin_ray.engines import RayEngine, Store, WorkerSetup
 from grpo_plugin_ray.environments import EnvironmentSetup, RayEnvironment
 from grpo_plugin_ray.placement import RayPlacement
+from grpo_plugin_scale.engines.pool import EnginePool
 from grpo_plugin_scale.weights.collective import CollectiveWriter
 
 pytestmark = [

@@ -1,10 +1,15 @@
-"""Transports of weights for GPUs and clusters."""
+"""Pools of engines, and transports of weights for GPUs and clusters."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from grpo_core import Transport, hookimpl
+
+
+@hookimpl
+def grpo_engines() -> Mapping[str, str]:
+    return {"pool": "grpo_plugin_scale.engines.pool:EnginePool"}
 
 
 @hookimpl

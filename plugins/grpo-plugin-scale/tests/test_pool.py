@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_pipeline import Run
 
-from grpo_core.engines.members import MAX_FAILURES
-from grpo_core.engines.pool import ATTEMPTS, EnginePool
 from grpo_core.errors import EngineError, PluginError, WeightSyncError
 from grpo_core.events import StepEnded
 from grpo_core.incidents import Incident, report, reported_to
 from grpo_core.records import Canary, Completion, GenerationRequest, Weights
 from grpo_core.testing import FakeEngine, run
 from grpo_core.weights.copies import WeightsLease
+from grpo_plugin_scale.engines.members import MAX_FAILURES
+from grpo_plugin_scale.engines.pool import ATTEMPTS, EnginePool
 
 PROBE = (0,)
 """Prompt of the canary."""
@@ -213,7 +213,7 @@ def test_later_turns_of_a_group_go_where_the_first_went_unless_that_has_far_more
 
 
 def test_the_member_of_the_newest_group_is_remembered_when_too_many_are(monkeypatch):
-    monkeypatch.setattr("grpo_core.engines.pool.HOMES", 1)
+    monkeypatch.setattr("grpo_plugin_scale.engines.pool.HOMES", 1)
 
     async def story():
         world = World()

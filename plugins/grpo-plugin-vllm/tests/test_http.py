@@ -796,12 +796,15 @@ def played_on(story, n=2, **options):
         async with contextlib.AsyncExitStack() as stack:
             servers = [await stack.enter_async_context(Server()) for _ in range(n)]
             given = {"url": [server.url for server in servers], **options}
-            config, host = EngineConfig(name="vllm:http", options=given), PluginHost.discover(["vllm"])
+            config, host = (
+                EngineConfig(name="vllm:http", options=given),
+                PluginHost.discover(["scale", "vllm"]),
+            )
             engine = make_engine(
                 config,
                 EngineSetup(model="m", deadline=20.0),
                 LocalPlacement(host),
-                workers=workers_of(config, host),
+                host,
                 tolerance=Tolerance(),
             )
             stack.push_async_callback(engine.aclose)
@@ -892,13 +895,13 @@ def test_what_a_server_that_dies_has_not_answered_goes_to_another_and_it_is_wait
 )
 def test_addresses_are_checked_before_anything_starts(options, told):
     with pytest.raises(ConfigError, match=told):
-        workers_of(EngineConfig(name="vllm:http", options=options), PluginHost.discover(["vllm"]))
+        workers_of(EngineConfig(name="vllm:http", options=options), PluginHost.discover(["scale", "vllm"]))
 
 
 def test_another_number_of_workers_than_of_addresses_is_refused():
     config = EngineConfig(name="vllm:http", options={"url": ["http://[::1]:1", "http://[::1]:2"]}, workers=3)
     with pytest.raises(ConfigError, match=r"engine\.workers = 3: the options .* describe 2; leave out"):
-        workers_of(config, PluginHost.discover(["vllm"]))
+        workers_of(config, PluginHost.discover(["scale", "vllm"]))
 
 
 # ---------------------------------------------------------------------------------- the key

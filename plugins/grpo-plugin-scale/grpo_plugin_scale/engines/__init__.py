@@ -1,0 +1,1 @@
+"""Several engines that act as one."""

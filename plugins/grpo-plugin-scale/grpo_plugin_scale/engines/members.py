@@ -9,17 +9,17 @@ from collections.abc import Callable, Mapping
 
 from attrs import define, field
 
-from grpo_core import aio
-from grpo_core.aio import Changes
-from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError, PluginError, WeightSyncError
-from grpo_core.incidents import reported_as
-from grpo_core.loop import canary
-from grpo_core.loop.agreement import Tolerance
-from grpo_core.protocols import Engine
-from grpo_core.records import Completion, GenerationRequest
-from grpo_core.restarts import RestartBudget
-from grpo_core.timeline import during
-from grpo_core.weights.copies import WeightsLease
+from grpo_core import (
+    ChildDied,
+    Completion,
+    DeadlineExceeded,
+    Engine,
+    EngineError,
+    GenerationRequest,
+    PluginError,
+    WeightSyncError,
+)
+from grpo_core.kit import Tolerance, WeightsLease, canary, during, reported_as, time_limit
 
 CLOSE = 10.0
 """Seconds that an engine may take to close."""
@@ -51,12 +51,12 @@ class Member:
     """Number of tokens of its running requests: prompts plus the most that may be sampled."""
     sampled: int = 0
     """Number of tokens of its completions since ``EnginePool.metrics`` was asked."""
-    budget: RestartBudget = field(factory=lambda: RestartBudget(MAX_FAILURES))
+    failures: int = 0
     """Number of engines in a row that finished nothing."""
     supervisor: asyncio.Task[None] | None = None
     _unconfirmed: float = math.inf
     """Version of the weights that the engine was given, until its canary has confirmed them."""
-    _confirmed: Changes = field(factory=Changes)
+    _confirmed: asyncio.Event = field(factory=asyncio.Event)
     _doubts: int = 0
     _calls: dict[asyncio.Task[Completion], None] = field(factory=dict)
     """Its unfinished calls, oldest first: the same story cancels them in the same order."""
@@ -110,7 +110,7 @@ class Member:
             raise
         if len(answer) != 1:
             raise PluginError(f"{self.name}: generate() returned {len(answer)} completions for one request")
-        self.budget.succeeded()
+        self.failures = 0
         self.sampled += len(answer[0].token_ids)
         await self._until_confirmed(answer[0])
         return answer[0]
@@ -120,9 +120,8 @@ class Member:
 
         If the engine is replaced before, the call is cancelled, and another member generates the tokens.
         """
-        newest = answer.versions.max(initial=0)
-        if newest >= self._unconfirmed:
-            await self._confirmed.until(lambda: True if newest < self._unconfirmed else None)
+        while answer.versions.max(initial=0) >= self._unconfirmed:
+            await self._confirmed.wait()
 
     async def give(self, held: WeightsLease, *, tolerance: Tolerance, deadline: float) -> None:
         """Give the engine these weights, and check its canary.
@@ -131,7 +130,7 @@ class Member:
         """
         doubts, self._unconfirmed = self._doubts, held.weights.version
         with reported_as(self.name):
-            async with aio.deadline(deadline, lambda: DeadlineExceeded(f"no answer within {deadline:g} s")):
+            async with time_limit(deadline, lambda: DeadlineExceeded(f"no answer within {deadline:g} s")):
                 with during(self.name, "update weights"):
                     await self.engine.update_weights(held.weights)
                 try:
@@ -140,7 +139,8 @@ class Member:
                     raise CanaryMismatch(f"{self.name} of the pool: {error}") from error
         if doubts == self._doubts:
             self.holds, self._unconfirmed = held, math.inf
-            self._confirmed.notify()
+            self._confirmed.set()
+            self._confirmed = asyncio.Event()
 
     def give_back(self) -> None:
         """Cancel its unfinished requests, which go to another member."""

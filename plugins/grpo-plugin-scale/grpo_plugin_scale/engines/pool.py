@@ -31,15 +31,24 @@ from typing import TypeVar
 
 from attrs import frozen
 
-from grpo_core.aio import cancel, gather
-from grpo_core.engines.members import CLOSE, RECOVERABLE_ERRORS, CanaryMismatch, Member, tokens_of
-from grpo_core.engines.wrapped import measured
-from grpo_core.errors import DeadlineExceeded, EngineError, WeightSyncError
-from grpo_core.incidents import report
-from grpo_core.loop.agreement import Tolerance
-from grpo_core.protocols import Engine
-from grpo_core.records import Completion, GenerationRequest, Weights
-from grpo_core.weights.copies import WeightsLease
+from grpo_core import (
+    Completion,
+    DeadlineExceeded,
+    Engine,
+    EngineError,
+    GenerationRequest,
+    Weights,
+    WeightSyncError,
+)
+from grpo_core.kit import Tolerance, WeightsLease, cancel, gather, measured, report
+from grpo_plugin_scale.engines.members import (
+    CLOSE,
+    MAX_FAILURES,
+    RECOVERABLE_ERRORS,
+    CanaryMismatch,
+    Member,
+    tokens_of,
+)
 
 T = TypeVar("T")
 
@@ -326,13 +335,13 @@ class EnginePool:
         await member.close()
         why = self._failed[member.number] = str(error) or type(error).__name__
         if not isinstance(error, DeadlineExceeded):  # it may be waiting for a machine
-            member.budget.failed()
-        if member.budget.exhausted:
+            member.failures += 1
+        if member.failures >= MAX_FAILURES:
             self._given_up.add(member.number)
             report(
                 "given_up",
                 member.name,
-                f"it failed {member.budget.failures} times and is not replaced any more: {why}",
+                f"it failed {member.failures} times and is not replaced any more: {why}",
             )
             raise error
         self._replaced += 1
