@@ -12,6 +12,7 @@ from attrs import frozen
 from grpo_core.config import ModelConfig
 from grpo_core.errors import ConfigError
 from grpo_core.models import check_path, local_directory, size_of
+from grpo_core.plugins.hints import install_command
 from grpo_core.plugins.host import PluginHost
 from grpo_core.protocols import EnvironmentClient
 from grpo_core.records import Prompt
@@ -94,9 +95,11 @@ class Pretrained:
 def model_source(config: ModelConfig, plugins: PluginHost) -> ModelSource:
     """Return the source that a plugin offers as ``model.path``, or the source of that path or hub id.
 
-    Raises ConfigError for options of a path, PluginError for unknown options of a source.
+    Raises ConfigError for options of a path, PluginError for unknown options of a source or for a known
+    source that is not installed.
     """
-    if plugins.offers("model", config.path):
+    known = install_command("model", config.path) and not Path(config.path).is_dir()
+    if known or plugins.offers("model", config.path):
         source: ModelSource = plugins.make("model", config.path, **config.options)
         return source
     if config.options:

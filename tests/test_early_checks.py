@@ -111,6 +111,7 @@ CHOICES = [
         [*option("trainer.tokens_per_microbatch", "100"), *option("rollout.max_tokens", "4000")],
         "trainer.tokens_per_microbatch = 100: a completion may have 4000 tokens (rollout.max_tokens)",
     ),
+    (["--trainer", "torhc"], "there is no trainer 'torhc'. Did you mean 'torch'?"),
     (["--engine", "./file.py:unreadable"], "no_such_module is not installed: pip install no-such"),
 ]  # fmt: skip
 
@@ -142,8 +143,9 @@ def test_validate_checks_as_early(here, arguments, message):
     assert message in refused(here, "validate", "huge", *ENV, *arguments)
 
 
-def test_a_model_that_does_not_exist_starts_nothing(here):
-    text = refused(here, "train", *ENV, *option("model.path", "./nowhere"))
+@pytest.mark.parametrize("chosen", [["--model", "./nowhere"], option("model.path", "./nowhere")], ids=str)
+def test_a_model_that_does_not_exist_starts_nothing(here, chosen):
+    text = refused(here, "train", *ENV, *chosen)
     assert "model './nowhere': there is no such directory" in text
 
 
@@ -152,6 +154,7 @@ def test_a_model_that_does_not_exist_starts_nothing(here):
     [
         (["--engine", "vllm"], "there is no engine 'vllm': pip install 'grpo-core[vllm]'"),
         (["--engine", "vllm:http"], "there is no engine 'vllm:http': pip install 'grpo-core[vllm]'"),
+        (["--model", "smollm2"], "there is no model 'smollm2': pip install grpo-plugin-smollm2"),
         (["--env", "math:sort"], "there is no environment 'math:sort': pip install grpo-plugin-math"),
         (["--ray"], "there is no placement 'ray': pip install 'grpo-core[ray]'"),
         (["--env", "reasoning_gym:gcd"], "pip install grpo-plugin-reasoning-gym"),

@@ -48,10 +48,12 @@ MEASURED_BY = (
 def train(
     config: Path | None = None,
     *,
+    model: str | None = None,
     env: Words = None,
     sampler: str | None = None,
     validation: str | None = None,
     engine: str | None = None,
+    trainer: str | None = None,
     set_: Settings = None,
     output: Path | None = None,
     resume: str | None = None,
@@ -68,6 +70,8 @@ def train(
     ----------
     config
         A TOML file; every key has a default, which `grpo-core config` prints.
+    model
+        Directory, hub id or name of the model that the run starts from, as in "tiny" or "smollm2".
     env
         Environment to train on, as "math:sort" or "./file.py:Class"; may be repeated.
     sampler
@@ -76,6 +80,8 @@ def train(
         Validation strategy for held-out prompts.
     engine
         Engine that generates completions.
+    trainer
+        Trainer that computes the steps.
     set_
         Set a configuration key, as in "trainer.lr=1e-4"; may be repeated.
     output
@@ -106,7 +112,8 @@ def train(
         *(['tracking.terminal.view="quiet"'] if quiet else []),
         *(['tracking.terminal.view="json"'] if as_json else []),
     ]
-    changes = _changes(env, {"sampler": sampler, "validation": validation, "engine": engine}, settings)
+    chosen = {"sampler": sampler, "validation": validation, "engine": engine, "trainer": trainer}
+    changes = _changes(env, chosen, settings, model)
     block = no_plugin or []
     if ray is not None:
         changes = merge(changes, {"placement": {"name": "ray", "options": {"address": ray}}})
@@ -274,12 +281,17 @@ def configured(
 
 
 def _changes(
-    envs: Sequence[str] | None, chosen: Mapping[str, str | None], settings: Sequence[str] | None
+    envs: Sequence[str] | None,
+    chosen: Mapping[str, str | None],
+    settings: Sequence[str] | None,
+    model: str | None = None,
 ) -> dict[str, Any]:
     """Return the table of the options of a command."""
     changes: dict[str, Any] = {
         section: {"name": name} for section, name in chosen.items() if name is not None
     }
+    if model is not None:
+        changes["model"] = {"path": model}
     if envs:
         changes["tasks"] = tasks_of(envs)
     return parse_settings(settings or [], changes)

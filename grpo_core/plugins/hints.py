@@ -39,6 +39,7 @@ INSTALL: Mapping[tuple[Kind, str], str] = {
     ("environment", "textarena"): "pip install grpo-plugin-textarena",
     ("environment", "trl"): "pip install grpo-plugin-trl",
     ("environment", "verifiers"): "pip install grpo-plugin-verifiers",
+    ("model", "smollm2"): "pip install grpo-plugin-smollm2",
     ("placement", "ray"): "pip install 'grpo-core[ray]'",
     ("player", "agents"): "pip install grpo-plugin-agents",
     ("sampler", "chosen"): "pip install grpo-plugin-curriculum",

@@ -66,8 +66,10 @@ class Check:
 def doctor(
     config: Path | None = None,
     *,
+    model: str | None = None,
     env: Words = None,
     engine: str | None = None,
+    trainer: str | None = None,
     settings: Settings = None,
     as_json: AsJson = False,
     no_plugin: Words = None,
@@ -80,10 +82,14 @@ def doctor(
     ----------
     config
         A TOML file, as for "train".  Without it and the options, only the machine is looked at.
+    model
+        Directory, hub id or name of the model that the run starts from.
     env
         Environment to train on, as "math:sort"; may be repeated.
     engine
         Engine that generates completions.
+    trainer
+        Trainer that computes the steps.
     settings
         Set a configuration key, as in "trainer.tokens_per_microbatch=4096"; may be repeated.
     as_json
@@ -93,9 +99,11 @@ def doctor(
     """
     python = machine.resident()
     run: Config | None = None
-    if config or env or engine or settings:
+    if config or model or env or engine or trainer or settings:
         changes: dict[str, Any] = {"tasks": tasks_of(env)} if env else {}
+        changes |= {"model": {"path": model}} if model else {}
         changes |= {"engine": {"name": engine}} if engine else {}
+        changes |= {"trainer": {"name": trainer}} if trainer else {}
         tables = [read_toml(config)] if config else []
         run, host = configure(tables, parse_settings(settings or [], changes), no_plugin or [])
     else:

