@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import field, frozen
 
 if TYPE_CHECKING:
-    from grpo_core.loop.buffer import Slot
-    from grpo_core.records import Group, Prompt, StateDigest
+    from grpo_core.records import Group, Prompt, Slot, StateDigest
 
 
 @frozen(kw_only=True)

@@ -27,11 +27,6 @@ from attrs import field, frozen
 from attrs.validators import matches_re
 
 if TYPE_CHECKING:
-    from grpo_core.app.placement import Placement
-    from grpo_core.config import Config
-    from grpo_core.model_sources import ModelSource
-    from grpo_core.playing import Player
-    from grpo_core.plugins.host import PluginHost
     from grpo_core.protocols import (
         AdvantageFunction,
         DataPlane,
@@ -176,10 +171,10 @@ def grpo_dataloaders() -> Mapping[str, Callable[..., object] | Offer | str]:  # 
 
 
 @hookspec
-def grpo_players() -> Mapping[str, Callable[..., Player | None] | Offer | str]:  # type: ignore[empty-body]
+def grpo_players() -> Mapping[str, Callable[..., object] | Offer | str]:  # type: ignore[empty-body]
     """Offer players: ``{name: factory(setup: PlayerSetup, **options)}``; ``tasks.NAME.player`` selects one.
 
-    None plays turn by turn.
+    The factory returns a ``grpo_core.Player``, or None, which plays turn by turn.
     """
 
 
@@ -229,10 +224,10 @@ def grpo_trackers() -> Mapping[str, Callable[..., Tracker] | Offer | str]:  # ty
 
 
 @hookspec
-def grpo_placements() -> Mapping[str, Callable[..., Placement] | Offer | str]:  # type: ignore[empty-body]
+def grpo_placements() -> Mapping[str, Callable[..., object] | Offer | str]:  # type: ignore[empty-body]
     """Offer places where engines and environments run: ``{name: factory(plugins: PluginHost, **options)}``.
 
-    See ``grpo_core.app.placement``.
+    The factory returns a ``grpo_core.kit.Placement``.
     """
 
 
@@ -242,12 +237,12 @@ def grpo_data_planes() -> Mapping[str, Callable[..., DataPlane] | Offer | str]: 
 
 
 @hookspec
-def grpo_models() -> Mapping[str, Callable[..., ModelSource] | Offer | str]:  # type: ignore[empty-body]
+def grpo_models() -> Mapping[str, Callable[..., object] | Offer | str]:  # type: ignore[empty-body]
     """Offer models that are made: ``{name: factory(**options)}``; see ``grpo_core.model_sources``."""
 
 
 @hookspec
-def grpo_preflight() -> Mapping[str, Callable[[Config, PluginHost], Iterable[str]] | str]:  # type: ignore[empty-body]
+def grpo_preflight() -> Mapping[str, Callable[..., Iterable[str]] | str]:  # type: ignore[empty-body]
     """Offer checks of a run before anything of it starts: ``{name: function(config, host)}``.
 
     The function returns warnings, which the run raises with the name as their cause, and raises ConfigError

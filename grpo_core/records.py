@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
 
 from attrs import NOTHING, cmp_using, field, frozen
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Default = TypeVar("Default")
+PromptT = TypeVar("PromptT")
 
 Message = Mapping[str, Any]
 """A chat message: ``{"role": "user" | "assistant" | "system" | "tool", "content": str, ...}``."""
@@ -197,6 +198,22 @@ class AgentClient:
             "ANTHROPIC_BASE_URL": self.base_url.removesuffix("/v1"),
             "ANTHROPIC_API_KEY": self.api_key,
         }
+
+
+@frozen(kw_only=True)
+class Slot(Generic[PromptT]):
+    """One prompt on its way to the trainer."""
+
+    id: int
+    """Place of the prompt in the stream, from 0."""
+    generation_version: int
+    target_version: int
+    prompt: PromptT | None = None
+    """The prompt, or None until one is assigned; a slot that is retried keeps its prompt."""
+    attempts: int = 0
+    """Number of attempts that failed before this one."""
+    partial_rollouts: tuple[Any, ...] = ()
+    """Rollouts that finished in earlier attempts, while others of their group failed."""
 
 
 @frozen(kw_only=True)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from grpo_core.errors import SlotError
-from grpo_core.loop.buffer import Buffer, Slot
+from grpo_core.loop.buffer import Buffer
+from grpo_core.records import Slot
 
 # ---------------------------------------------------------------------------------- stories
 

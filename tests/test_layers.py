@@ -53,6 +53,23 @@ def packages_of_plugins():
     }
 
 
+# ---------------------------------------------------------------------------------- contracts of plugins
+
+
+CONTRACT = ("errors", "events", "hookspecs", "loss", "records", "tokens")
+"""Modules of the contracts of plugins: they know each other, and what has no imports of ours."""
+
+
+@pytest.mark.parametrize("module", CONTRACT)
+def test_contracts_import_nothing_from_above_not_even_for_types(module):
+    known = {
+        f"grpo_core.{name}" for name in (*CONTRACT, "protocols", "messages", "versions", "limits", "unicode")
+    }
+    tree = ast.parse(source_of(f"grpo_core.{module}").read_text())
+    found = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
+    assert {name for name in found if name.startswith("grpo_core")} <= known
+
+
 # ---------------------------------------------------------------------------------- complete contracts
 
 

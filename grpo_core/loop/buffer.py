@@ -50,25 +50,10 @@ from attrs import evolve, frozen
 
 from grpo_core import versions
 from grpo_core.errors import SlotError
+from grpo_core.records import Slot
 
 PromptT = TypeVar("PromptT")
 GroupT = TypeVar("GroupT")
-
-
-@frozen(kw_only=True)
-class Slot(Generic[PromptT]):
-    """One prompt on its way to the trainer."""
-
-    id: int
-    """Place of the prompt in the stream, from 0."""
-    generation_version: int
-    target_version: int
-    prompt: PromptT | None = None
-    """The prompt, or None until one is assigned; a slot that is retried keeps its prompt."""
-    attempts: int = 0
-    """Number of attempts that failed before this one."""
-    partial_rollouts: tuple[Any, ...] = ()
-    """Rollouts that finished in earlier attempts, while others of their group failed."""
 
 
 @frozen(kw_only=True)

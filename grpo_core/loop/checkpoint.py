@@ -38,7 +38,7 @@ from grpo_core.data.samplers import PromptStream
 from grpo_core.disk import REPLACED, Disk, files, fingerprint, put, seal
 from grpo_core.errors import CheckpointError, GrpoError, describe
 from grpo_core.incidents import report
-from grpo_core.loop.buffer import Buffer, BufferStatistics, Slot
+from grpo_core.loop.buffer import Buffer, BufferStatistics
 from grpo_core.loop.endings import Failure
 from grpo_core.loop.saved import (
     SavedBuffer,
@@ -50,7 +50,7 @@ from grpo_core.loop.saved import (
     SavedSlot,
 )
 from grpo_core.models import not_finite
-from grpo_core.records import Group, Prompt, Rollout, Segment
+from grpo_core.records import Group, Prompt, Rollout, Segment, Slot
 
 if TYPE_CHECKING:
     from grpo_core.tokens import Ids, Tokens

@@ -76,7 +76,7 @@ from grpo_core.events import (
 from grpo_core.incidents import report
 from grpo_core.loop import canary, health
 from grpo_core.loop.agreement import Tolerance
-from grpo_core.loop.buffer import Buffer, Slot
+from grpo_core.loop.buffer import Buffer
 from grpo_core.loop.canary import Canaries
 from grpo_core.loop.dynamic import DynamicSampling, Rejection
 from grpo_core.loop.endings import Failure, TimeLimit
@@ -95,7 +95,7 @@ from grpo_core.protocols import (
     Renderer,
     Trainer,
 )
-from grpo_core.records import Batch, Group, Prompt, Rollout, SampleRequest, StepResult, Weights
+from grpo_core.records import Batch, Group, Prompt, Rollout, SampleRequest, Slot, StepResult, Weights
 from grpo_core.restarts import DEATH_IS_SEEN
 from grpo_core.timeline import during, stage, taken
 from grpo_core.tokens import sampled_versions

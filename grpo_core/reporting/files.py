@@ -31,10 +31,9 @@ from grpo_core.events import (
     TimelineExtended,
     ValidationPlayed,
 )
-from grpo_core.loop.buffer import Slot
 from grpo_core.loop.checkpoint import manifest_digest
 from grpo_core.protocols import Tracker
-from grpo_core.records import Group, Prompt, RunInfo
+from grpo_core.records import Group, Prompt, RunInfo, Slot
 from grpo_core.reporting import stored
 from grpo_core.reporting.stored import as_json
 from grpo_core.run_directory import (

@@ -36,9 +36,8 @@ from grpo_core.events import (
     Validated,
 )
 from grpo_core.loop import checkpoint
-from grpo_core.loop.buffer import Slot
 from grpo_core.loop.metrics import task_metrics
-from grpo_core.records import Group, Prompt, Rollout, Segment
+from grpo_core.records import Group, Prompt, Rollout, Segment, Slot
 from grpo_core.reporting.files import FilesTracker
 from grpo_core.reporting.trackers import call
 from grpo_core.run_directory import RunDirectory

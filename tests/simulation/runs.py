@@ -51,7 +51,7 @@ from grpo_core.events import (
 from grpo_core.incidents import reported_to
 from grpo_core.loop import checkpoint
 from grpo_core.loop.advantages import group as group_advantages
-from grpo_core.loop.buffer import Buffer, Slot
+from grpo_core.loop.buffer import Buffer
 from grpo_core.loop.dynamic import DynamicSampling
 from grpo_core.loop.endings import Failure
 from grpo_core.loop.health import Limits
@@ -60,7 +60,7 @@ from grpo_core.loop.pipeline import Checks, Learning, Pipeline, Playing, Schedul
 from grpo_core.loop.rollout import LostBudget, SamplingParams
 from grpo_core.loop.shaping import Shaping
 from grpo_core.protocols import EnvironmentClient, ValidationStrategy
-from grpo_core.records import Group, Prompt, Rollout
+from grpo_core.records import Group, Prompt, Rollout, Slot
 from grpo_core.reporting.files import plain
 from grpo_core.testing import clock
 from grpo_core.validation.runner import Context, Results
