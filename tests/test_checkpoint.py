@@ -303,13 +303,12 @@ def test_the_buffer_survives_its_files(tmp_path):
     )
     buffer.complete(flying[1], group)
     buffer.fail(flying[2])
-    arrays = checkpoint.Arrays()
-    state = json.loads(checkpoint.as_json(buffer.state_dict(), arrays))
-    (tmp_path / "arrays").write_bytes(arrays.to_bytes())
+    state = json.loads(checkpoint.as_json(buffer.state_dict()))
+    (tmp_path / "arrays").write_bytes(checkpoint.segments_as_bytes(buffer.state_dict()["ready"]))
 
     again = Buffer(prompts_per_step=2, max_staleness=1, num_steps=5)
-    arrays = checkpoint.Arrays.read(tmp_path / "arrays")
-    checkpoint.load_buffer(again, state, arrays, lambda task, id, slot: source[int(id)])
+    segments = checkpoint.read_segments(tmp_path / "arrays", state)
+    checkpoint.load_buffer(again, state, segments, lambda task, id, slot: source[int(id)])
     assert again.state_dict() == buffer.state_dict()
     offered = [again.reserve()[0] for _ in range(3)]
     assert sorted(slot.prompt.id for slot in offered) == ["0", "2", "3"]
@@ -327,12 +326,12 @@ def test_every_field_of_a_ready_group_survives_its_checkpoint(tmp_path_factory, 
     untrained = [evolve(each, token_advantages=None) for each in group.rollouts]  # it was not trained yet
     group = evolve(group, slot=slot.id, rollouts=tuple(untrained), **stamps)
     buffer.complete(slot, group)
-    arrays = checkpoint.Arrays()
-    state = json.loads(checkpoint.as_json(buffer.state_dict(), arrays))
-    path.write_bytes(arrays.to_bytes())
+    state = json.loads(checkpoint.as_json(buffer.state_dict()))
+    path.write_bytes(checkpoint.segments_as_bytes(buffer.state_dict()["ready"]))
 
     again = Buffer(prompts_per_step=1, max_staleness=0, num_steps=5)
-    checkpoint.load_buffer(again, state, checkpoint.Arrays.read(path), lambda task, id, slot: group.prompt)
+    segments = checkpoint.read_segments(path, state)
+    checkpoint.load_buffer(again, state, segments, lambda task, id, slot: group.prompt)
     assert again.take() == buffer.take() == [group]
 
 

@@ -151,20 +151,21 @@ class Run:
 
     async def save(self, version, failure):
         """The cut as the checkpoint writes it, and the trainer's version."""
-        arrays = checkpoint.Arrays()
-        state = json.loads(checkpoint.as_json(checkpoint.cut(self.buffer, self.drawn_from), arrays))
+        cut = checkpoint.cut(self.buffer, self.drawn_from)
+        state = json.loads(checkpoint.as_json(cut))
         loaders = {task: loader.state_dict() for task, loader in self.loaders.items()}
-        self.saved.append((json.dumps([state, loaders, version, self.trainer.state]), arrays))
+        self.saved.append((json.dumps([state, loaders, version, self.trainer.state]), cut["buffer"]["ready"]))
         return written
 
     def resume(self, saved):
-        text, arrays = saved
+        text, ready = saved
+        segments = [rollout.segments for _, group in ready for rollout in group.rollouts]
         state, loaders, version, trained = json.loads(text)
         for task, loader in self.loaders.items():
             loader.load_state_dict(loaders[task])
         self.drawn_from.load_state_dict(state["sampler"])
         checkpoint.load_buffer(
-            self.buffer, state["buffer"], arrays, lambda task, id, slot: self.loaders[task].prompt(id)
+            self.buffer, state["buffer"], segments, lambda task, id, slot: self.loaders[task].prompt(id)
         )
         self.trainer.version, self.trainer.state = version, trained
         return self

@@ -22,13 +22,13 @@ import errno
 import json
 import re
 import shutil
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict
+from typing import Any, Protocol, TypedDict
 from urllib.parse import quote, unquote
 
 import attrs
-from attrs import define, field, frozen
+from attrs import frozen
 
 from grpo_core import typed
 from grpo_core.data import states
@@ -49,18 +49,16 @@ from grpo_core.loop.saved import (
     SavedRollout,
     SavedSlot,
 )
+from grpo_core.loop.segments import segment_arrays, segments_of
 from grpo_core.models import not_finite
 from grpo_core.records import Group, Prompt, Rollout, Segment, Slot
 
-if TYPE_CHECKING:
-    from grpo_core.tokens import Ids, Tokens
-
-FORMAT = 4
+FORMAT = 5
 _MANIFEST = "manifest.json"
 _PARTIAL = ".partial"
 _ARRAYS = "pipeline.safetensors"
 _TRACKERS = "trackers.json"
-_ROLLOUT = tuple(each.name for each in attrs.fields(Rollout))
+_ROLLOUT = tuple(each.name for each in attrs.fields(Rollout) if each.name != "segments")
 _STAMPS = ("id", "generation_version", "target_version", "attempts")
 _NAME = re.compile(rf"step-(\d{{6,}})({re.escape(REPLACED)})?")
 
@@ -156,11 +154,10 @@ def _write(
     disk: Disk, partial: Path, step: int, pipeline: Mapping[str, Any], streams: Mapping[str, bytes]
 ) -> None:
     """Write everything but the trainer's files, and then the manifest."""
-    arrays = Arrays()
-    disk.write(partial / "pipeline.json", as_json({"format": FORMAT, "step": step, **pipeline}, arrays))
+    disk.write(partial / "pipeline.json", as_json({"format": FORMAT, "step": step, **pipeline}))
     mode = (partial / "pipeline.json").stat().st_mode
-    if arrays.tokens:
-        disk.write(partial / _ARRAYS, arrays.to_bytes())
+    if ready := pipeline.get("buffer", {}).get("ready"):
+        disk.write(partial / _ARRAYS, segments_as_bytes(ready))
     for name, state in streams.items():
         disk.write(partial / name, state)
     for path in files(partial):
@@ -214,16 +211,15 @@ def _failed(error: Exception, disk: Disk, partial: Path) -> CheckpointError:
     return CheckpointError(text + "; the checkpoints before it are untouched")
 
 
-def as_json(value: Any, arrays: Arrays | None = None) -> bytes:
-    """Convert records, mappings and sequences to JSON values; ``arrays`` takes the tokens of rollouts."""
-    plain = _plain if arrays is None else lambda value: _plain(value, arrays)
+def as_json(value: Any) -> bytes:
+    """Convert records, mappings and sequences to JSON values."""
     return json.dumps(
-        value, allow_nan=False, check_circular=False, separators=(",", ":"), default=plain
+        value, allow_nan=False, check_circular=False, separators=(",", ":"), default=_plain
     ).encode()
 
 
-def _plain(value: Any, arrays: Arrays | None = None) -> Any:
-    """Replace prompts by task and id (answers may be any object), and tokens by places in ``arrays``."""
+def _plain(value: Any) -> Any:
+    """Replace prompts by task and id (answers may be any object), and leave out the segments of rollouts."""
     match value:
         case Slot(prompt=Prompt() as prompt):
             return {name: getattr(value, name) for name in _STAMPS} | {
@@ -231,77 +227,19 @@ def _plain(value: Any, arrays: Arrays | None = None) -> Any:
             }
         case Group():
             return value.rollouts
-        case Rollout() if arrays is not None:
-            places = [
-                [arrays.add_prompt(segment.prompt_ids), arrays.add_tokens(segment.tokens)]
-                for segment in value.segments
-            ]
-            return {name: getattr(value, name) for name in _ROLLOUT} | {"segments": places}
+        case Rollout():
+            return {name: getattr(value, name) for name in _ROLLOUT}
         case Mapping():
             return dict(value)
     raise TypeError(f"{type(value).__name__} cannot be saved as JSON: {value!r}")
 
 
-@define
-class Arrays:
-    """Holds the arrays of rollouts; ``pipeline.safetensors`` keeps each of them to the last bit."""
+def segments_as_bytes(ready: Iterable[tuple[Slot[Prompt], Group]]) -> bytes:
+    """Return the contents of ``pipeline.safetensors``."""
+    from safetensors.numpy import save
 
-    prompts: list[Ids] = field(factory=list)
-    tokens: list[Tokens] = field(factory=list)
-    _places: dict[bytes, int] = field(factory=dict)
-    """Place of each prompt in ``prompts``, by its digest: the rollouts of a group share one prompt."""
-
-    def add_prompt(self, ids: Ids) -> int:
-        from grpo_core.tokens import digest_of
-
-        place = self._places.setdefault(digest_of(ids), len(self.prompts))
-        if place == len(self.prompts):
-            self.prompts.append(ids)
-        return place
-
-    def add_tokens(self, tokens: Tokens) -> int:
-        self.tokens.append(tokens)
-        return len(self.tokens) - 1
-
-    def to_bytes(self) -> bytes:
-        import numpy as np
-        from safetensors.numpy import save
-
-        from grpo_core.tokens import Tokens, concatenated, fetched
-
-        here: list[Any] = fetched([*self.tokens, *self.prompts])
-        packed: bytes = save(
-            {
-                "prompt_lengths": np.array([len(ids) for ids in self.prompts], np.int64),
-                "prompt_ids": concatenated(here[len(self.tokens) :]),
-                "lengths": np.array([len(tokens) for tokens in self.tokens], np.int64),
-                **Tokens.concatenate(here[: len(self.tokens)]).arrays(),
-            }
-        )
-        return packed
-
-    @classmethod
-    def read(cls, path: Path) -> Arrays:
-        """Read what ``to_bytes`` wrote; without the file there are no arrays."""
-        if not path.exists():
-            return cls()
-        from itertools import accumulate, pairwise
-
-        from safetensors.numpy import load_file
-
-        from grpo_core.tokens import Tokens, as_ids
-
-        found = load_file(path)
-
-        def spans(lengths: str) -> list[slice]:
-            ends = accumulate(found[lengths].tolist(), initial=0)
-            return [slice(start, end) for start, end in pairwise(ends)]
-
-        parts = [found[name] for name in ("ids", "sampled", "logprobs", "versions")]
-        return cls(
-            prompts=[as_ids(found["prompt_ids"][span]) for span in spans("prompt_lengths")],
-            tokens=[Tokens(*(part[span] for part in parts)) for span in spans("lengths")],
-        )
+    data: bytes = save(segment_arrays([rollout for _, group in ready for rollout in group.rollouts]))
+    return data
 
 
 def _loader_file(task: str, kind: str = "json", *, safe: str = "") -> str:
@@ -492,8 +430,8 @@ def restore(
             stream.load_state_dict(state["sampler"])
         else:
             told.append(f"sampler {stream.name!r} is new since the checkpoint, where {drew!r} drew")
-        arrays = Arrays.read(directory / _ARRAYS)
-        load_buffer(buffer, state["buffer"], arrays, lambda task, *slot: loaders[task].prompt(*slot))
+        segments = read_segments(directory / _ARRAYS, state["buffer"])
+        load_buffer(buffer, state["buffer"], segments, lambda task, *slot: loaders[task].prompt(*slot))
     return told
 
 
@@ -539,22 +477,27 @@ def _compare_tasks(directory: Path, tasks: Iterable[str], buffer: SavedBuffer) -
 def load_buffer(
     buffer: Buffer[Prompt, Group],
     state: SavedBuffer,
-    arrays: Arrays,
+    segments: Iterable[Sequence[Segment]],
     prompt: Callable[[str, str, int], Prompt],
 ) -> None:
-    """Load a state that was read from JSON into a buffer; ``prompt(task, id, slot)`` looks prompts up."""
+    """Load a state that was read from JSON into a buffer.
+
+    Args:
+        segments: those of each rollout that waits to be trained.
+        prompt: looks a prompt up by its task, its id and its slot.
+    """
 
     def slot(dumped: SavedSlot) -> Slot[Prompt]:
         stamps = {name: dumped[name] for name in _STAMPS}  # type: ignore[literal-required]
         return Slot(**stamps, prompt=prompt(*dumped["prompt"], dumped["id"]))
 
-    ready = []
+    ready, each = [], iter(segments)
     for dumped, rollouts in state["ready"]:
         full = slot(dumped)
         assert full.prompt is not None
         group = Group(
             prompt=full.prompt,
-            rollouts=tuple(_rollout(rollout, arrays) for rollout in rollouts),
+            rollouts=tuple(_rollout(rollout, next(each)) for rollout in rollouts),
             generation_version=full.generation_version,
             target_version=full.target_version,
             slot=full.id,
@@ -563,6 +506,14 @@ def load_buffer(
     buffer.load_state_dict(
         {**state, "retrying": [slot(dumped) for dumped in state["retrying"]], "ready": ready}
     )
+
+
+def read_segments(path: Path, state: SavedBuffer) -> list[list[Segment]]:
+    """Return the segments of each rollout that waits to be trained; without any there is no file."""
+    from safetensors.numpy import load_file
+
+    number = sum(len(rollouts) for _, rollouts in state["ready"])
+    return segments_of(load_file(path), number) if number else []
 
 
 def statistics(state: SavedBuffer, prompts_per_step: int) -> BufferStatistics:
@@ -580,10 +531,6 @@ def statistics(state: SavedBuffer, prompts_per_step: int) -> BufferStatistics:
     )
 
 
-def _rollout(dumped: SavedRollout, arrays: Arrays) -> Rollout:
-    segments = [
-        Segment(prompt_ids=arrays.prompts[prompt], tokens=arrays.tokens[tokens])
-        for prompt, tokens in dumped["segments"]
-    ]
+def _rollout(dumped: SavedRollout, segments: Sequence[Segment]) -> Rollout:
     given: dict[str, Any] = {name: dumped[name] for name in _ROLLOUT}  # type: ignore[literal-required]
     return Rollout(**given | {"messages": tuple(dumped["messages"]), "segments": segments})

@@ -39,9 +39,8 @@ class SavedMessage(TypedDict):
 
 
 class SavedRollout(TypedDict):
-    """A ``Rollout`` with the places of its arrays."""
+    """A ``Rollout`` without its segments."""
 
-    segments: list[tuple[Count, Count]]
     messages: list[SavedMessage]
     reward: float | None
     success: bool | None

@@ -1,17 +1,8 @@
 """Rollouts as files: their texts as JSON lines, their tokens as arrays in safetensors, and both read back.
 
-A file of texts has a line for each rollout.  The file of tokens beside it has these arrays, where rollout r
-is line r of the texts:
+A file of texts has a line for each rollout.  The file of tokens beside it has the arrays of
+``grpo_core.loop.segments`` and these, where rollout r is line r of the texts:
 
-    prompt_ids         int32 [P]       prompts one after another; one that segments share is there once
-    prompt_offsets     int64 [p + 1]   the beginning of each prompt in prompt_ids, and the end of the last
-    ids                int32 [N]       tokens after the prompts, of all segments one after another
-    logprobs           float32 [N]     logprob of each token when it was sampled, otherwise 0
-    versions           int32 [N]       weights that sampled each token, otherwise -1
-    sampled            bool [N]        whether the engine sampled a token; only there if versions do not tell
-    segment_offsets    int64 [S + 1]   the beginning of each segment in ids, and the end of the last
-    segment_prompts    int32 [S]       the prompt of each segment
-    segment_rollouts   int32 [S]       the rollout of each segment
     advantages         float64 [R]     advantage of each rollout; NaN if it is masked or was not trained
     trained            bool [R]        whether the step made rows of the rollout
     turn_advantages    float32 [K]     where the sampled tokens of a rollout differ in their advantage: the
@@ -35,6 +26,7 @@ from attrs import fields
 
 from grpo_core.disk import Disk, replace_file
 from grpo_core.errors import ConfigError, cut, shortened
+from grpo_core.loop.segments import segment_arrays, segments_of
 from grpo_core.records import Group, Prompt, Rollout, Segment
 from grpo_core.run_directory import ROLLOUTS, VALIDATION, rollouts_step
 
@@ -47,8 +39,6 @@ if TYPE_CHECKING:
 GZIP_LEVEL = 4
 """Level of the compression; level 6 takes four times as long for a ninth of the size."""
 TEXTS, TOKENS = (".jsonl", ".jsonl.gz"), ".safetensors"
-OF_TOKENS = ("ids", "sampled", "logprobs", "versions")
-"""Arrays with a number for each token after the prompts."""
 LARGEST = 100_000
 """Number of characters of JSON from which an answer, or a value of ``Prompt.info``, is not stored."""
 OF_ROLLOUT = {
@@ -77,9 +67,19 @@ def packed(data: bytes) -> bytes:
 
 def tokens(groups: Sequence[Group]) -> bytes:
     """Return the file of tokens that belongs to the texts of the same groups."""
+    import numpy as np
     from safetensors.numpy import save
 
-    data: bytes = save(_arrays([rollout for group in groups for rollout in group.rollouts]))
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    advantages = [math.nan if rollout.advantage is None else rollout.advantage for rollout in rollouts]
+    data: bytes = save(
+        {
+            **segment_arrays(rollouts),
+            "advantages": np.array(advantages, np.float64),
+            "trained": np.array([rollout.trained for rollout in rollouts], np.bool_),
+            **_turns(rollouts),
+        }
+    )
     return data
 
 
@@ -121,7 +121,7 @@ def groups_in(file: Path) -> list[Group]:
         lines = _lines(file)
         path = Path(f"{str(file).removesuffix(_ending(file))}{TOKENS}")
         arrays = _loaded(path) if path.is_file() else None
-        segments = _segments(arrays, len(lines)) if arrays else [[] for _ in lines]
+        segments = segments_of(arrays, len(lines)) if arrays else [[] for _ in lines]
         by_token = _by_token(arrays) if arrays else {}
         rollouts = [
             _rollout(line, its, by_token.get(r))
@@ -228,39 +228,6 @@ def _not_json(value: Any) -> str:
     return f"is of the type {type(value).__name__}, which JSON does not give back"
 
 
-def _arrays(rollouts: Sequence[Rollout]) -> Arrays:
-    import numpy as np
-
-    from grpo_core.tokens import NOT_SAMPLED, fetched
-
-    segments = [(r, segment) for r, rollout in enumerate(rollouts) for segment in rollout.segments]
-    found: list[Any] = fetched(
-        [*(each.tokens for _, each in segments), *(each.prompt_ids for _, each in segments)]
-    )
-    tokens, prompt_ids = found[: len(segments)], found[len(segments) :]
-    prompts: dict[bytes, int] = {}
-    which = [prompts.setdefault(ids.tobytes(), len(prompts)) for ids in prompt_ids]
-    joined = {
-        name: np.concatenate([empty, *(each.arrays()[name] for each in tokens)])
-        for name, empty in Segment(prompt_ids=()).tokens.arrays().items()
-    }
-    if np.array_equal(joined["sampled"], joined["versions"] != NOT_SAMPLED):
-        del joined["sampled"]
-    return {
-        "prompt_ids": np.frombuffer(b"".join(prompts), np.int32),
-        "prompt_offsets": _offsets([len(prompt) // 4 for prompt in prompts]),
-        **joined,
-        "segment_offsets": _offsets([len(segment.tokens) for _, segment in segments]),
-        "segment_prompts": np.array(which, np.int32),
-        "segment_rollouts": np.array([r for r, _ in segments], np.int32),
-        "advantages": np.array(
-            [math.nan if rollout.advantage is None else rollout.advantage for rollout in rollouts], np.float64
-        ),
-        "trained": np.array([rollout.trained for rollout in rollouts], np.bool_),
-        **_turns(rollouts),
-    }
-
-
 def _turns(rollouts: Sequence[Rollout]) -> Arrays:
     """Return the advantages of single tokens, as runs of equal ones; turns have one advantage each."""
     import numpy as np
@@ -279,12 +246,6 @@ def _turns(rollouts: Sequence[Rollout]) -> Arrays:
         "turn_lengths": np.concatenate([np.zeros(0), *lengths]).astype(np.int32),
         "turn_rollouts": np.concatenate([np.zeros(0), *of]).astype(np.int32),
     }
-
-
-def _offsets(lengths: Sequence[int]) -> NDArray[np.int64]:
-    import numpy as np
-
-    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
 
 
 def _finite(value: Any) -> Any:
@@ -313,14 +274,6 @@ def _loaded(path: Path) -> Arrays:
     return arrays
 
 
-def _segments(arrays: Arrays, rollouts: int) -> list[list[Segment]]:
-    """Return the segments of each rollout."""
-    found: list[list[Segment]] = [[] for _ in range(rollouts)]
-    for rollout, segment in zip(arrays["segment_rollouts"].tolist(), _each_segment(arrays), strict=True):
-        found[rollout].append(segment)
-    return found
-
-
 def _by_token(arrays: Arrays) -> dict[int, NDArray[np.float64]]:
     """Return the advantages of the sampled tokens of those rollouts whose tokens differ."""
     import numpy as np
@@ -332,21 +285,6 @@ def _by_token(arrays: Arrays) -> dict[int, NDArray[np.float64]]:
     for rollout, value, length in zip(*(arrays[name].tolist() for name in names), strict=True):
         runs.setdefault(rollout, []).append(np.full(length, value))
     return {rollout: np.concatenate(parts) for rollout, parts in runs.items()}
-
-
-def _each_segment(arrays: Arrays) -> Iterator[Segment]:
-    from grpo_core.tokens import NOT_SAMPLED, Tokens
-
-    by_token = {"sampled": arrays["versions"] != NOT_SAMPLED} | {
-        name: arrays[name] for name in OF_TOKENS if name in arrays
-    }
-    prompts, offsets = arrays["prompt_offsets"].tolist(), arrays["segment_offsets"].tolist()
-    for place, prompt in enumerate(arrays["segment_prompts"].tolist()):
-        here = slice(offsets[place], offsets[place + 1])
-        yield Segment(
-            prompt_ids=arrays["prompt_ids"][prompts[prompt] : prompts[prompt + 1]],
-            tokens=Tokens(**{name: array[here] for name, array in by_token.items()}),
-        )
 
 
 def _group(found: Sequence[tuple[Mapping[str, Any], Rollout]]) -> Group:
