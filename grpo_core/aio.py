@@ -1,15 +1,15 @@
-"""Small additions to asyncio: run awaitables together, and find the error that started it all."""
+"""Small additions to asyncio: run awaitables together, try again, and find the error that started it all."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from attrs import define
+from attrs import define, field
 
 from grpo_core import interrupts
 from grpo_core.errors import GrpoError
@@ -202,3 +202,44 @@ class Slots:
                 self.taken += slots
                 turn.set_result(None)
             self._waiting.popleft()
+
+
+DEATH_IS_SEEN = 2.0
+"""Seconds within which whoever watches a process knows that it has ended."""
+
+
+@define
+class RestartBudget:
+    """Counts failures in a row; ``limit`` of them exhaust it, and a success makes it whole again."""
+
+    limit: int
+    failures: int = field(default=0, init=False)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether to stop trying again."""
+        return self.failures >= self.limit
+
+    def failed(self) -> None:
+        self.failures += 1
+
+    def succeeded(self) -> None:
+        self.failures = 0
+
+    async def run(
+        self, call: Callable[[], Awaitable[T]], *, on: type[Exception] | tuple[type[Exception], ...]
+    ) -> T:
+        """Await ``call()``, again after each failure, until it succeeds or the budget is exhausted.
+
+        Raises the last of the errors ``on``, and any other error at once.
+        """
+        while True:
+            try:
+                result = await call()
+            except on:
+                self.failed()
+                if self.exhausted:
+                    raise
+            else:
+                self.succeeded()
+                return result

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from grpo_core.errors import one_line, out_of_memory, shortened, traceback_of
-from grpo_core.inert import inert
+from grpo_core.unicode import inert
 
 LONGEST_ERROR = 6_000
 """Number of characters of an error that are printed."""

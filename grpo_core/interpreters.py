@@ -14,11 +14,9 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 
 from attrs import frozen
-from packaging.specifiers import SpecifierSet
 
 from grpo_core import lent
 from grpo_core._version import __version__
@@ -37,24 +35,18 @@ _PATIENCE = 60.0
 
 _PROBE = """
 import json, sys
+from importlib.metadata import PackageNotFoundError, version
 found = {}
-try:
-    from importlib.metadata import PackageNotFoundError, version
-    for name in sys.argv[1:]:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            pass
-except ImportError:
-    pass
+for name in sys.argv[1:]:
+    try:
+        found[name] = version(name)
+    except PackageNotFoundError:
+        pass
 print(json.dumps([list(sys.version_info[:3]), found]))
 """
 
 _BOOT = """
-import sys
-if sys.path[:1] == [""]:
-    del sys.path[0]
-import importlib.util
+import sys, importlib.util
 spec = importlib.util.spec_from_file_location("grpo_core", sys.argv[1])
 module = sys.modules["grpo_core"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
@@ -93,7 +85,7 @@ class Interpreter:
         """Return the command of a child process that is connected by this descriptor."""
         grpo_core = str(Path(__file__).with_name("__init__.py"))
         lends = [__version__, json.dumps(_files())]
-        return [self.path, "-c", _BOOT, grpo_core, *lends, str(fd), str(os.getpid())]
+        return [self.path, "-P", "-c", _BOOT, grpo_core, *lends, str(fd), str(os.getpid())]
 
     def variables(self, environ: Mapping[str, str]) -> dict[str, str]:
         """Return the environment variables of a child: as for the parent, but its programs come first."""
@@ -141,19 +133,11 @@ def _check(path: str) -> None:
             f"{path} is Python {_dotted(version)}: an environment needs {_dotted(OLDEST)} or newer"
         )
     for name, oldest in LENT.items():
-        needs = metadata.metadata(name)["Requires-Python"] or ""
-        lends = _dotted(version) in SpecifierSet(needs)
-        install = f"{path} -m pip install '{name}>={_dotted(oldest)}'"
         if name in packages and _numbers(packages[name]) < oldest:
             raise ConfigError(
                 f"{path} has {name} {packages[name]}, and grpo-core's part of an environment needs "
-                f"{_dotted(oldest)} or newer: {install}"
-                f"{', or uninstall it (grpo-core then brings its own)' if lends else ''}"
-            )
-        if name not in packages and not lends:
-            raise ConfigError(
-                f"{path} is Python {_dotted(version)} without {name}, and the {name} "
-                f"{metadata.version(name)} that grpo-core could lend needs Python {needs}: {install}"
+                f"{_dotted(oldest)} or newer: {path} -m pip install '{name}>={_dotted(oldest)}', "
+                "or uninstall it (grpo-core then brings its own)"
             )
 
 

@@ -210,7 +210,6 @@ if TYPE_CHECKING:
     from grpo_core.incidents import report as report
     from grpo_core.incidents import reported_as as reported_as
     from grpo_core.incidents import reported_to as reported_to
-    from grpo_core.inert import inert as inert
     from grpo_core.interpreters import from_here as from_here
     from grpo_core.interpreters import variables_of as variables_of
     from grpo_core.interrupts import raise_interrupt as raise_interrupt
@@ -282,6 +281,7 @@ if TYPE_CHECKING:
     from grpo_core.training.process import RankProcess as RankProcess
     from grpo_core.typed import Count as Count
     from grpo_core.typed import checked as checked
+    from grpo_core.unicode import inert as inert
     from grpo_core.unicode import well_formed as well_formed
     from grpo_core.validation.results import SHARES as SHARES
     from grpo_core.validation.results import progress as progress

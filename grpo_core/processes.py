@@ -46,7 +46,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from attrs import frozen
 
-from grpo_core import errors, orphans
+from grpo_core import errors, incidents, orphans
 from grpo_core.credentials import NOTHING_HIDDEN, Mask
 from grpo_core.garbage import collect_rarely, spare_the_collector
 
@@ -288,11 +288,7 @@ class Child:
         try:
             self._wait(ENDING)
         except subprocess.TimeoutExpired:
-            from grpo_core.incidents import (
-                report,
-            )  # the child's side, in an older Python, needs no such module
-
-            report(
+            incidents.report(
                 "deadline",
                 self.name,
                 f"its process {self.pid} was killed and has not ended within {ENDING:g} s: the kernel keeps "
@@ -329,39 +325,29 @@ class Child:
     async def _answer(
         self, id: int, method: str, seconds: float | None, *, grace: float | None = None
     ) -> Any:
+        """Wait for an answer, with ``grace`` as long as others come; kill a child that is late."""
         await self._connect()
         if self._death is not None:
             raise self._death
         if id == 0 and self._ready:
             return None
         future = self._waiting[id]
+        loop = asyncio.get_running_loop()
+        since = loop.time()
         try:
-            if not await self._answered(future, seconds, grace):
-                late = errors.DeadlineExceeded(
-                    f"{self.name}: no answer to {method!r} within {seconds:g} s; killed"
-                )
-                self.kill(late)
+            while not future.done():
+                patience = None if seconds is None else since + seconds + (grace or 0.0) - loop.time()
+                # a caller that goes away does not cancel the future, which others may await
+                await asyncio.wait([future], timeout=patience)
+                if not future.done() and (grace is None or self._heard <= since):
+                    late = f"{self.name}: no answer to {method!r} within {seconds:g} s; killed"
+                    self.kill(errors.DeadlineExceeded(late))
+                since = self._heard
             result = future.result()
         finally:
             self._waiting.pop(id, None)
         self._ready = self._ready or id == 0
         return result
-
-    async def _answered(
-        self, future: asyncio.Future[Any], seconds: float | None, grace: float | None
-    ) -> bool:
-        """Wait for an answer, with ``grace`` as long as others come; return whether it came in time."""
-        loop = asyncio.get_running_loop()
-        since = loop.time()
-        while True:
-            patience = None if seconds is None else since + seconds + (grace or 0.0) - loop.time()
-            # a caller that goes away does not cancel the future, which others may await
-            await asyncio.wait([future], timeout=patience)
-            if future.done():
-                return True
-            if grace is None or self._heard <= since:
-                return False
-            since = self._heard
 
     async def _read(self, stream: asyncio.StreamReader) -> None:
         try:

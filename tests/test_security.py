@@ -33,9 +33,9 @@ from grpo_core.events import (
     ValidationPlayed,
     WarningRaised,
 )
-from grpo_core.inert import inert
 from grpo_core.records import Group, Prompt, Rollout, RunInfo
 from grpo_core.reporting.terminal import TerminalTracker
+from grpo_core.unicode import inert
 
 CONTROLS = "\x1b]0;title\x07 \x1b[2J\x9b31m\x08 \u202e reply"
 """Sets a title, clears the screen, changes colours (with one byte, too), and turns the direction of text."""

@@ -20,9 +20,9 @@ from grpo_core.app.launch import Launch, configure_target, continued, new_run
 from grpo_core.app.session import Session, start_session
 from grpo_core.config import merge
 from grpo_core.errors import ConfigError, wrong_input
-from grpo_core.inert import inert
 from grpo_core.interrupts import received
 from grpo_core.plugins.installed import importing_file
+from grpo_core.unicode import inert
 from grpo_core.validation.target import EvalTarget, find_target
 
 T = TypeVar("T")

@@ -18,7 +18,6 @@ from grpo_core.app.launch import RUNS, configure, continued, new_run, tasks_of
 from grpo_core.complaints import complain, say, to_a_reader
 from grpo_core.config import Config, check_settings, merge, parse_settings, read_toml
 from grpo_core.errors import ConfigError
-from grpo_core.inert import inert
 from grpo_core.interrupts import INTERRUPTED
 from grpo_core.loop.endings import GOAL_REACHED
 from grpo_core.plugins.hints import install_command
@@ -27,6 +26,7 @@ from grpo_core.plugins.options import AsJson, Flag, Settings, Words
 from grpo_core.reporting.selection import REPORT
 from grpo_core.reporting.verification import verified
 from grpo_core.run_directory import RunDirectory
+from grpo_core.unicode import inert
 from grpo_core.validation.results import progress, table
 
 MEASURED_BY = (

@@ -26,7 +26,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from attrs import evolve, frozen
 
-from grpo_core.aio import Slots, gather
+from grpo_core.aio import RestartBudget, Slots, gather
 from grpo_core.config import EnvironmentConfig
 from grpo_core.credentials import Mask
 from grpo_core.environments.host import UNREADABLE, EnvironmentHost, Slotted, in_slots, units
@@ -39,7 +39,6 @@ from grpo_core.plugins.selection import ALL_PLUGINS, PluginSelection
 from grpo_core.processes import Child, RemoteTraceback
 from grpo_core.protocols import Environment
 from grpo_core.records import AgentClient, Episode, Feedback, Prompt, SessionStart
-from grpo_core.restarts import RestartBudget
 from grpo_core.threads import ThreadChild
 
 T = TypeVar("T")

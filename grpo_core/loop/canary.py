@@ -16,13 +16,13 @@ import numpy as np
 from attrs import define, evolve, field
 
 from grpo_core import aio
+from grpo_core.aio import RestartBudget
 from grpo_core.completions import check_completions
 from grpo_core.errors import ChildDied, EngineError, WeightSyncError
 from grpo_core.incidents import report
 from grpo_core.loop.agreement import Agreement, Answer, Tolerance, agreement, movement
 from grpo_core.protocols import Engine
 from grpo_core.records import Canary, Completion, GenerationRequest, Group, Rollout, Weights
-from grpo_core.restarts import RestartBudget
 
 MAX_FAILURES = 3
 """Failures in a row after which the canary gives up: an engine may die while it is asked, and hold the

@@ -35,6 +35,7 @@ from typing import Any, Protocol, TypeVar
 from attrs import define, evolve, field, frozen
 
 from grpo_core.aio import (
+    DEATH_IS_SEEN,
     UNLIMITED,
     Changes,
     Slots,
@@ -96,7 +97,6 @@ from grpo_core.protocols import (
     Trainer,
 )
 from grpo_core.records import Batch, Group, Prompt, Rollout, SampleRequest, Slot, StepResult, Weights
-from grpo_core.restarts import DEATH_IS_SEEN
 from grpo_core.timeline import during, stage, taken
 from grpo_core.tokens import sampled_versions
 from grpo_core.versions import Interval

@@ -31,7 +31,6 @@ from grpo_core.events import (
     WarningRaised,
 )
 from grpo_core.incidents import Lines, by_kind
-from grpo_core.inert import inert
 from grpo_core.loop.metrics import headline
 from grpo_core.protocols import Tracker
 from grpo_core.records import RunInfo
@@ -39,6 +38,7 @@ from grpo_core.reporting.files import plain
 from grpo_core.reporting.stages import Now
 from grpo_core.reporting.stored import as_json
 from grpo_core.run_directory import planned_steps
+from grpo_core.unicode import inert
 from grpo_core.validation.results import as_line, score
 
 View = Literal["live", "lines", "quiet", "json"]
