@@ -19,7 +19,7 @@ import pytest
 
 from grpo_core import interrupts
 from grpo_core.aio import to_the_end
-from grpo_core.app.run import Stop, _interrupts
+from grpo_core.app.stopping import Stop, interruptions
 from grpo_core.loop import checkpoint
 
 PROGRAM = [sys.executable, "-m", "grpo_core"]
@@ -118,7 +118,7 @@ def test_a_second_signal_ends_a_run_at_once_unless_a_closed_terminal_has_sent_bo
     pipeline, said = Running(), []
 
     async def story():
-        with _interrupts(said.append, Stop()) as interruptible:
+        with interruptions(said.append, Stop()) as interruptible:
             interruptible(pipeline)
             for name in sent:
                 signal.raise_signal(getattr(signal, name))

@@ -15,9 +15,10 @@ from typing import Any, TypeVar
 from grpo_core.aio import to_the_end
 from grpo_core.api.given import Given, configuration, given, names, trackers
 from grpo_core.api.run import Run
-from grpo_core.app import measuring, run
+from grpo_core.app import build, measuring
 from grpo_core.app.launch import Launch, configure_target, continued, new_run
 from grpo_core.app.session import Session, start_session
+from grpo_core.app.stopping import Stop
 from grpo_core.config import merge
 from grpo_core.errors import ConfigError, wrong_input
 from grpo_core.interrupts import received
@@ -87,21 +88,9 @@ def train(
     if start.over is not None and start.over.complete:
         start.directory.unlock()
         return Run(start.directory.path)
-    stop = run.Stop()
+    stop = Stop()
     try:
-        outcome = _finished(
-            run.train(
-                start.config,
-                start.directory,
-                host=start.host,
-                resume=start.found,
-                over=start.over,
-                warnings=start.warnings,
-                listeners=heard,
-                stop=stop,
-            ),
-            stop,
-        )
+        outcome = _finished(build.train(start, listeners=heard, stop=stop), stop)
     except Exception as error:
         if start.directory.has_trained():
             error.add_note(f"train(resume={str(start.directory.path)!r}) continues the run")
@@ -154,7 +143,7 @@ def validate(
             block=names("no_plugins", no_plugins),
             offers=asked.offers,
         )
-    stop = run.Stop()
+    stop = Stop()
     report = _finished(_until(measurement.play(lambda text: None), stop), stop)
     return {task: dict(metrics) for task, metrics in report["results"].items()}
 
@@ -237,7 +226,7 @@ def _not_in_an_import() -> None:
         )
 
 
-async def _until(main: Coroutine[Any, Any, T], stop: run.Stop) -> T:
+async def _until(main: Coroutine[Any, Any, T], stop: Stop) -> T:
     """Await a coroutine, and cancel it if that is asked for."""
     task = asyncio.current_task()
     assert task is not None

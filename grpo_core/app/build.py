@@ -1,20 +1,24 @@
-"""Builds a run: starts the parts that its configuration names, and connects them to a pipeline."""
+"""Trains: starts the parts that a configuration names, connects them to a pipeline, and runs it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import importlib
+import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from attrs import define, evolve, field
+from attrs import asdict, define, evolve, field, frozen
 
-from grpo_core.app import readings
+from grpo_core.app import provenance, readings
 from grpo_core.app.first_look import first_look, leaks
 from grpo_core.app.gpus import Devices
+from grpo_core.app.launch import Launch
 from grpo_core.app.lengths import RunPrompts, has_tokenizer
 from grpo_core.app.parts import (
     SYNC_ATTEMPTS,
@@ -25,15 +29,22 @@ from grpo_core.app.parts import (
     with_steps,
 )
 from grpo_core.app.placement import Placement
+from grpo_core.app.preflight import interval_of
+from grpo_core.app.profile import ProfileTracker
 from grpo_core.app.resume import changed_schedule, identity
+from grpo_core.app.session import started_tasks
+from grpo_core.app.stopping import Stop, interruptions
 from grpo_core.app.tasks import Tasks
-from grpo_core.config import Config, EngineConfig
+from grpo_core.config import Config, EngineConfig, as_table
 from grpo_core.data.dataloaders import Dataloader
 from grpo_core.data.loaders import TaskLoader
 from grpo_core.data.samplers import PromptStream
-from grpo_core.events import Event, StepEnded, Validated, WarningRaised
+from grpo_core.errors import describe, traceback_of
+from grpo_core.events import ErrorRaised, Event, RunEnded, RunStarted, StepEnded, Validated, WarningRaised
+from grpo_core.garbage import spare_the_collector
+from grpo_core.incidents import report, reported_to
 from grpo_core.loop import checkpoint
-from grpo_core.loop.buffer import Buffer
+from grpo_core.loop.buffer import Buffer, BufferStatistics
 from grpo_core.loop.endings import GOAL_REACHED, Failure, Goal
 from grpo_core.loop.metrics import validation_metrics
 from grpo_core.loop.pipeline import Pipeline, Save, Validate, Watch, Written
@@ -43,32 +54,72 @@ from grpo_core.model_files import check_files
 from grpo_core.model_sources import ModelRequest, StartModel, model_source
 from grpo_core.models import chat_template, local_directory
 from grpo_core.plugins.host import PluginHost
-from grpo_core.protocols import DataPlane, Engine, Trainer
+from grpo_core.protocols import DataPlane, Engine, Tracker, Trainer
 from grpo_core.records import Group, Prompt
+from grpo_core.reporting.room import DiskRoom
+from grpo_core.reporting.selection import make_trackers
 from grpo_core.reporting.trackers import Trackers
 from grpo_core.run_directory import RunDirectory
+from grpo_core.timeline import Timeline, taken_down
 from grpo_core.validation.engine import DedicatedValidator, WeightsTrackingEngine
 from grpo_core.validation.sets import Validation
+from grpo_core.versions import Interval
 
 Loaders = Mapping[str, TaskLoader | Dataloader]
 """Loaders of prompts by task."""
+
+
+@frozen(kw_only=True)
+class Outcome:
+    """The end of a run."""
+
+    reason: str
+    step: int
+    steps: int
+    """Number of steps of the whole run."""
+    directory: Path
+    first: Mapping[str, Mapping[str, float]]
+    """Metrics of each task in the first validation of the run, which an earlier process may have made."""
+    last: Mapping[str, Mapping[str, float]]
+    """Metrics of each task in the last one."""
+    seconds: float
+    proved: int | None = None
+    """The newest version that the canary has proved the engine to use."""
+    unproved: int = 0
+    """Number of weight syncs since then, or since the first one."""
+
+
+class Scores(Tracker):
+    """The metrics of each task in the first and the last validation.
+
+    Args:
+        first: metrics of the run's first validation by task, if an earlier process made it.
+    """
+
+    def __init__(self, first: Mapping[str, Mapping[str, float]]) -> None:
+        self.first: dict[str, Mapping[str, float]] = dict(first)
+        self.last: dict[str, Mapping[str, float]] = {}
+
+    def event(self, event: Event) -> None:
+        if isinstance(event, Validated):
+            self.first = {**event.results, **self.first}
+            self.last |= event.results
 
 
 @define(kw_only=True, eq=False)
 class RunContext:
     """The surroundings of a run: its directory, plugins, environments and trackers."""
 
-    directory: RunDirectory
-    plugins: PluginHost
-    placement: Placement
+    start: Launch
+    trackers: Trackers
+    scores: Scores
+    retention: Retention
+    placement: Placement = field(init=False)
     tasks: Tasks = field(init=False)
     """The environments, once they have started."""
-    resume: checkpoint.Found | None
-    trackers: Trackers
-    retention: Retention
-    stack: contextlib.AsyncExitStack
+    stack: contextlib.AsyncExitStack = field(factory=contextlib.AsyncExitStack)
     """Closes everything that was started."""
-    began: float = 0.0
+    began: float = field(factory=time.monotonic)
     """Start of the program, on the clock of the event loop, from which a time limit counts."""
     after: list[Callable[[Event], None]] = field(factory=list)
     """Each is called with each event that the trackers have received."""
@@ -76,6 +127,19 @@ class RunContext:
     """Found while the run was built; raised when it has started."""
     goal: dict[str, float] = field(factory=dict)
     """Value of the metric of ``trainer.stop_when``, by its name; each checkpoint contains it."""
+
+    @property
+    def directory(self) -> RunDirectory:
+        return self.start.directory
+
+    @property
+    def plugins(self) -> PluginHost:
+        return self.start.host
+
+    @property
+    def resume(self) -> checkpoint.Found | None:
+        """The checkpoint from which the run continues."""
+        return self.start.found
 
     @property
     def step(self) -> int:
@@ -93,6 +157,157 @@ class RunContext:
         self.warnings += [
             WarningRaised(step=self.step, cause=cause, message=message) for cause, message in messages.items()
         ]
+
+
+async def train(
+    start: Launch, *, listeners: Mapping[str, Tracker] = MappingProxyType({}), stop: Stop | None = None
+) -> Outcome:
+    """Train until the last step, a signal, or an error.
+
+    On the main thread, SIGINT, SIGTERM and SIGHUP end the run after its step with a checkpoint; a second one
+    ends it at once.  Raises the root cause of what failed; children are gone then, and checkpoints complete.
+
+    Args:
+        start: the run; of one that has nothing left to train only the trackers start.
+        listeners: trackers besides those of the configuration, by name.
+        stop: does what signals do.
+    """
+    start.directory.forget_end()
+    resumed_from = start.found.step if start.found else None
+    await asyncio.to_thread(
+        provenance.write, start.directory.path, start.config, start.host, resumed_from=resumed_from
+    )
+    run = _with_trackers(start, listeners)
+    with interruptions(run.trackers.status, stop or Stop()) as interruptible:
+        return await _train(run, interruptible)
+
+
+async def _train(run: RunContext, interruptible: Callable[[Pipeline], None]) -> Outcome:
+    """Train with trackers that have started, and end them.
+
+    Args:
+        interruptible: is called with the pipeline.
+    """
+    trackers, emit, over = run.trackers, run.trackers.emit, run.start.over
+    timeline = Timeline(tell=trackers.stage)
+    step = run.step
+    try:
+        async with run.stack as stack:
+            stack.enter_context(reported_to(trackers.report))
+            stack.enter_context(taken_down(timeline))
+            timeline.stage("start")
+            if over is None:
+                pipeline = await _start(run)
+                interruptible(pipeline)
+                spare_the_collector()
+                reason, steps = await pipeline.run(), pipeline.buffer.num_steps
+                step = pipeline.buffer.step
+                proved, unproved = pipeline.proved, pipeline.unproved
+            else:
+                reason, steps = over.reason, over.steps
+                proved, unproved = None, 0
+                config = run.start.config
+                config = evolve(config, trainer=evolve(config.trainer, steps=steps))
+                emit(_started(config, run, over.buffer))
+    except BaseException as error:
+        emit(timeline.extended(step))
+        interrupted, last = isinstance(error, asyncio.CancelledError), max(step, trackers.step)
+        if not interrupted:
+            emit(ErrorRaised(step=last, message=describe(error), traceback=traceback_of(error)))
+        emit(RunEnded(step=last, reason="interrupted" if interrupted else "failed"))
+        raise
+    else:
+        emit(timeline.extended(step))
+        emit(RunEnded(step=step, reason=reason))
+    finally:
+        await trackers.close()
+    trackers.check()
+    if trackers.ended:
+        run.directory.mark_ended(reason, step)
+    return Outcome(
+        reason=reason,
+        step=step,
+        steps=steps,
+        directory=run.directory.path,
+        first=run.scores.first,
+        last=run.scores.last,
+        seconds=time.monotonic() - run.began,
+        proved=proved,
+        unproved=unproved,
+    )
+
+
+def _with_trackers(start: Launch, listeners: Mapping[str, Tracker]) -> RunContext:
+    """Start the trackers of the run itself, of the configuration, and the listeners."""
+    config, directory, resume = start.config, start.directory, start.found
+    scores = Scores(directory.first_scores() if resume else {})
+    kept = config.checkpoint
+    steps = sys.maxsize if config.trainer.epochs else config.trainer.steps
+    best = kept.best.removeprefix("-")
+    measured = Interval(interval_of(best, config, "checkpoint.best")[1]) if best else Interval()
+    retention = Retention(
+        directory.checkpoints,
+        every=kept.keep_every,
+        best=kept.best,
+        due=partial(measured.due, last=steps),
+        step=resume.step if resume else 0,
+    )
+    trackers = Trackers()
+    room = DiskRoom(directory.path, steps, trackers.emit)
+    own: dict[str, Tracker] = {"scores of the run": scores, "room on the disk": room}
+    if kept.best:
+        own["retention of checkpoints"] = retention
+    if config.trainer.profile:
+        own["profile"] = ProfileTracker(directory.profile, config.trainer.profile)
+    info = directory.info(config, *((resume.step, checkpoint.measured(resume)) if resume else (None,)))
+    made = make_trackers(config, start.host, partial(trackers.info, info))
+    trackers.add({**own, **made, **listeners}, checkpoint.read_trackers(resume.directory) if resume else {})
+    return RunContext(
+        start=start,
+        trackers=trackers,
+        scores=scores,
+        retention=retention,
+        warnings=list(start.warnings),
+    )
+
+
+async def _start(run: RunContext) -> Pipeline:
+    """Start every part of a run, and tell the trackers that the run has started."""
+    parts, directory = Parts(run.start.config, run.plugins), run.directory
+    run.placement = parts.placement()
+    run.trackers.status("starting the environments")
+    around = started_tasks(
+        parts.config,
+        run.placement,
+        run.plugins,
+        sets=parts.config.validation.due_sets,
+        logs=directory.logs,
+        more=0 if parts.trainer_here else parts.config.trainer.ranks,
+    )
+    try:
+        run.tasks = await run.stack.enter_async_context(around)
+        config, pipeline = await build_pipeline(parts.config, run)
+    except BaseException:
+        directory.take_back_config()  # a resumed run does not keep changes with which it cannot start
+        raise
+    run.emit(_started(config, run, pipeline.buffer.statistics()))
+    for warning in run.warnings:
+        run.emit(warning)
+    for reason in run.resume.passed_over if run.resume else ():
+        report("passed_over", "checkpoints", f"passed over {reason}")
+    return pipeline
+
+
+def _started(config: Config, context: RunContext, buffer: BufferStatistics) -> RunStarted:
+    return RunStarted(
+        step=context.step,
+        directory=str(context.directory.path),
+        config=as_table(config),
+        resumed=context.resume is not None,
+        buffer=asdict(buffer),
+        manifest=checkpoint.manifest_digest(context.resume.directory) if context.resume else "",
+        measured=checkpoint.measured(context.resume) if context.resume else -1,
+    )
 
 
 async def build_pipeline(config: Config, run: RunContext) -> tuple[Config, Pipeline]:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from grpo_core.aio import to_the_end
-from grpo_core.app import measuring, run
+from grpo_core.app import build, measuring
 from grpo_core.app import profile as profiles
 from grpo_core.app.launch import RUNS, configure, continued, new_run, tasks_of
 from grpo_core.complaints import complain, say, to_a_reader
@@ -140,16 +140,7 @@ def train(
         directory.unlock()
         return 0
     try:
-        outcome = to_the_end(
-            run.train(
-                start.config,
-                directory,
-                host=start.host,
-                resume=start.found,
-                over=over,
-                warnings=start.warnings,
-            )
-        )
+        outcome = to_the_end(build.train(start))
     except KeyboardInterrupt:
         with to_a_reader():
             tell(f"interrupted at once; run: {directory.path} (continue with: {again})")
@@ -297,7 +288,7 @@ def _changes(
     return parse_settings(settings or [], changes)
 
 
-def _summary(outcome: run.Outcome, again: str) -> str:
+def _summary(outcome: build.Outcome, again: str) -> str:
     """Summarise a run in one line: its scores, steps, seconds and directory; ``again`` continues it."""
     scores = [(task, progress(outcome.first[task], last)) for task, last in outcome.last.items()]
     learnt = ", ".join(f"{task}: validation {told}" for task, told in scores if told)
