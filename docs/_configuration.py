@@ -1,9 +1,8 @@
-"""Writes docs/configuration.md from the docstrings of grpo_core/config."""
+"""The page configuration.md of the site, from the docstrings of grpo_core/config."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import attrs
 
@@ -12,8 +11,6 @@ from grpo_core.config.meanings import meanings
 from grpo_core.config.sections import keys_of
 from grpo_core.plugins.hints import KEYS
 from grpo_core.plugins.host import PluginHost
-
-HERE = Path(__file__).parent
 
 
 def page() -> str:
@@ -28,8 +25,6 @@ def page() -> str:
         "`grpo-core config` prints all keys with their defaults as a TOML file, and",
         "`grpo-core config trainer` those of a section. Several sections choose a part by `name` and give it",
         "`options`: [options](options.md) lists them.",
-        "",
-        "(Written by `python docs/_configuration.py`.)",
         "",
     ]
     lines += _table("top level", config.Config)
@@ -75,4 +70,4 @@ def _table(title: str, kind: type) -> list[str]:
 
 
 if __name__ == "__main__":
-    (HERE / "configuration.md").write_text(page(), encoding="utf-8")
+    print(page())

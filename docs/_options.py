@@ -1,6 +1,4 @@
-"""Writes docs/options.md: the options of every loss, advantage, engine, sampler and so on of this repository.
-
-    python docs/_options.py
+"""The page options.md of the site: the options of every loss, engine, sampler and so on of this repository.
 
 Names, types and defaults are the parameters of the factories that the plugins offer; meanings are from the
 ``Args:`` sections of their docstrings (or of a base class), or the docstrings of an attrs class's attributes.
@@ -23,7 +21,6 @@ from grpo_core.plugins.host import BUILT_IN, PluginHost
 from grpo_core.plugins.offers import HOOKS
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "options.md"
 
 OURS = {"grpo-core", *(path.name for path in (ROOT / "plugins").iterdir())}
 """Distributions of this repository: what else is installed has its own documents."""
@@ -54,8 +51,6 @@ options = { clip_high = 0.3 }
 
 or, on the command line, `--set loss.options.clip_high=0.3`. An unknown option is an error that names the
 nearest one. Options are checked before any process or model starts.
-
-(Written by `python docs/_options.py` from the code.)
 """
 
 
@@ -166,4 +161,4 @@ def _plain(text: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    print(page())

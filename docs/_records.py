@@ -1,6 +1,4 @@
-"""Writes the part of docs/plugins.md about records: the fields of every record that a plugin author meets.
-
-    python docs/_records.py
+"""The page records.md of the site: the fields of every record that a plugin author meets.
 
 The records are the attrs classes that ``grpo_core`` exports, and the events.  Names, types and defaults are
 those of their attributes; meanings are the attributes' docstrings.
@@ -24,18 +22,17 @@ sys.path.insert(0, str(HERE))
 
 from _options import _code, _default, _paragraph, _plain  # noqa: E402
 
-PAGE = HERE / "plugins.md"
-BEGIN, END = "<!-- begin records: written by docs/_records.py -->", "<!-- end records -->"
+HEAD = """\
+# Records
+
+Plugins receive and return these records. `import grpo_core as grpo` has all of them: `grpo.Prompt`.
+They are frozen: `attrs.evolve(prompt, answer="4")` makes a changed copy. `Ids` are read-only arrays."""
 
 
 def page() -> str:
-    """The page as it should be.  Raises LookupError if it has no place for the tables."""
-    before, begin, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise LookupError(f"docs/plugins.md has no place for the records: expected {BEGIN} and {END}")
-    tables = [_record(kind) for kind in exported()]
-    return f"{before}{begin}\n\n" + "\n\n".join([*tables, _events()]) + f"\n\n{end}{after}"
+    """Return the page."""
+    tables = [_record(kind).replace("### ", "## ", 1) for kind in exported()]
+    return "\n\n".join([HEAD, *tables, _events()]) + "\n"
 
 
 def exported() -> list[type]:
@@ -84,7 +81,7 @@ def _events() -> str:
         kind for kind in vars(events).values() if inspect.isclass(kind) and issubclass(kind, events.Event)
     ]
     lines = [
-        "### Events", "",
+        "## Events", "",
         "`grpo_core.events` defines the events. Each has a `step`, the version of the weights, and a `time`",
         "in seconds since 1970.", "",
         "| event | fields | meaning |", "|---|---|---|",
@@ -102,4 +99,4 @@ def _line(kind: type) -> int:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    print(page())

@@ -1,13 +1,16 @@
 """Hooks of MkDocs (see mkdocs.yml): what the site shows besides the pages of docs/.
 
-README, ARCHITECTURE, CONTRIBUTING and SECURITY are pages of the site.  The reference of the public
-API has a page for each public module, written from the names that the module exports.  Links between pages of
-the repository become links of the site, or links to the repository if the site has no such page.
+README, ARCHITECTURE, CONTRIBUTING, SECURITY and the READMEs of the plugins are pages of the site.  The pages
+of keys, options, records and environments are generated from the code, and are not committed.  The
+reference of the public API has a page for each public module, written from the names that the module exports.
+Links between pages of the repository become links of the site, or links to the repository if the site has no
+such page.
 """
 
 from __future__ import annotations
 
 import ast
+import importlib.util
 import posixpath
 import re
 from pathlib import Path
@@ -27,6 +30,12 @@ OUTSIDE = {
     "security.md": "SECURITY.md",
 }
 """Page of the site, and the file of the repository that it shows."""
+OUTSIDE |= {
+    f"plugins/{path.parent.name}.md": path.relative_to(ROOT).as_posix()
+    for path in sorted(ROOT.glob("plugins/*/README.md"))
+}
+GENERATED = ("configuration", "options", "records", "catalogue")
+"""Pages that a module of docs/ makes: `_NAME.py` has a function `page`."""
 PUBLIC = ("grpo_core", "grpo_core.losses", "grpo_core.testing", "grpo_core.kit")
 """Modules whose names are public."""
 LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
@@ -35,7 +44,8 @@ LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Leave pages out of the navigation that do not exist."""
     there = set(OUTSIDE) | {f"api/{name}.md" for name in PUBLIC if _source(name) is not None}
-    there |= {path.name for path in (ROOT / "docs").glob("*.md")}
+    there |= {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    there |= {f"{name}.md" for name in GENERATED}
     config.nav = _existing(config.nav, there)
     return config
 
@@ -44,6 +54,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are outside of docs/, and those of the API."""
     for page, path in OUTSIDE.items():
         files.append(File.generated(config, page, content=(ROOT / path).read_text(encoding="utf-8")))
+    for name in GENERATED:
+        files.append(File.generated(config, f"{name}.md", content=generated(name)))
     for name in PUBLIC:
         if (source := _source(name)) is not None:
             files.append(File.generated(config, f"api/{name}.md", content=_reference(name, source)))
@@ -70,6 +82,16 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
         return relative + (f"#{anchor}" if anchor else "")
 
     return LINK.sub(pointed, markdown)
+
+
+def generated(name: str) -> str:
+    """Return the text of a page that is made from the code."""
+    spec = importlib.util.spec_from_file_location(f"{name}_page", ROOT / "docs" / f"_{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return str(module.page())
 
 
 def _existing(nav: Any, there: set[str]) -> Any:

@@ -2,7 +2,7 @@
 
     grpo-core check examples/sqlite_stream.py:questions --set source.prompt=word --set source.answer=sorted
 
-The configuration of a task that uses it is in docs/plugins.md, "Dataloader".  The table is made in a
+The configuration of a task that uses it is in docs/contracts/dataloader.md.  The table is made in a
 temporary file the first time; ``dataloader_options = { path = "questions.db" }`` names another one.
 """
 

@@ -21,7 +21,8 @@ from grpo_core.playing import PlayerSetup
 from grpo_core.plugins.host import PluginHost
 from grpo_plugin_devkit.players import check_player
 
-(DRAFTS,) = re.findall(r'```python title="drafts.py"\n(.*?)```', (ROOT / "docs/plugins.md").read_text(), re.S)
+PAGE = (ROOT / "docs/contracts/player.md").read_text()
+(DRAFTS,) = re.findall(r'```python title="drafts.py"\n(.*?)```', PAGE, re.S)
 namespace: dict = {}
 exec(DRAFTS, namespace)
 Drafts = namespace["Drafts"]
