@@ -43,6 +43,18 @@ BAD = [
         "unknown configuration key 'engine.max_steps'. Did you mean 'trainer.steps'?",
     ),
     (
+        {"engine": {"canary_tolerance": 1}},
+        "unknown configuration key 'engine.canary_tolerance'. Did you mean 'health.canary_tolerance'?",
+    ),
+    (
+        {"trainer": {"temperature": 1}},
+        "unknown configuration key 'trainer.temperature'. Did you mean 'rollout.temperature'?",
+    ),
+    (
+        {"engine": {"quantization": 1}},
+        "unknown configuration key 'engine.quantization'. Did you mean 'engine.options.quantization', an option?",
+    ),
+    (
         {"beta": 0.1},
         "unknown configuration key 'beta'. Did you mean 'loss.options.kl_coefficient'?",
     ),

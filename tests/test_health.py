@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -195,6 +196,24 @@ def test_a_run_whose_replies_are_cut_off_says_what_to_raise():
     done = judged_run(lambda episode: 0.0, engine=Endless(), steps=5)()
     (warning,) = warnings(done)
     assert "100% of its rollouts are cut off by a token limit: raise rollout.max_tokens" in warning.message
+
+
+def test_a_run_whose_replies_end_and_are_never_paid_says_to_look_at_their_format():
+    """Most are cut off, but also those that ended by themselves were paid 0: a limit explains nothing."""
+
+    class Half(FakeEngine):
+        async def _one(self, request):
+            reason = "length" if request.seed % 4 else "stop"
+            return Completion.of((await super()._one(request)).tokens, reason)
+
+    done = judged_run(lambda episode: 0.0, engine=Half(), steps=5)()
+    (warning,) = warnings(done)
+    assert "raise rollout.max_tokens" not in warning.message
+    assert re.search(
+        r"no reply was paid, also none of the \d\d% that ended by themselves: their format may not be the one "
+        r"that evaluate expects, or the task is too hard; read rollouts/ of the run",
+        warning.message,
+    )
 
 
 def test_an_advantage_function_that_masks_everything_is_named():

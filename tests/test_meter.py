@@ -68,7 +68,9 @@ def test_sampled_tokens_and_errors_are_counted_from_one_step_to_the_next():
         meter.begin()
         for task, each in (("a", rollout(3)), ("a", rollout(4, "lost")), ("b", rollout(1, "lost"))):
             meter.count(task, each)
-        await asyncio.sleep(2.0)
+        with meter.generating():
+            await asyncio.sleep(2.0)
+        await asyncio.sleep(6.0)  # the trainer computes, and the engine has nothing to do
         found = read(meter)
         await asyncio.sleep(2.0)
         return found, read(meter)

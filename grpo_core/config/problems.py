@@ -89,17 +89,18 @@ def _nearest(key: str, known: Mapping[str, Any], prefix: str, sections: PluginSe
     meant = ALIASES.get(key)
     if meant is not None and not any(name.startswith(key) for name in known):
         return f" Did you mean {meant!r}?"
-    if near := did_you_mean(key, set(known)):
-        return near
-    if "options" in known:
-        what = "name" if key == "strategy" else f"options.{key}"
-        return f" Did you mean {prefix + what!r}, {'the strategy' if key == 'strategy' else 'an option'}?"
     inside = [
         f"{section}.{key}"
         for section, kind in sections.known(Config, "").items()
         if attrs.has(kind) and key in sections.known(kind, section)
     ]
-    return f" Did you mean {' or '.join(map(repr, inside))}?" if inside and not prefix else ""
+    near = did_you_mean(key, set(known))
+    if inside and (prefix.count(".") == 1 or not near):
+        return f" Did you mean {' or '.join(map(repr, inside))}?"
+    if near or "options" not in known:
+        return near
+    what = "name" if key == "strategy" else f"options.{key}"
+    return f" Did you mean {prefix + what!r}, {'the strategy' if key == 'strategy' else 'an option'}?"
 
 
 def _name(where: str, name: str) -> str:

@@ -15,8 +15,8 @@ from attrs import frozen
 WINDOW = 5
 """Number of steps in the median."""
 
-MANY = 0.5
-"""Share of truncated rollouts that explains why nothing is learnt."""
+MANY, NEARLY_ALL = 0.5, 0.95
+"""Shares of truncated rollouts that explain why nothing is learnt: the second one if no reply was paid."""
 
 
 @frozen
@@ -122,8 +122,14 @@ def _why(task: str, steps: Sequence[Mapping[str, float]]) -> str:
     equal, cut_off, reward = mean("frac_reward_zero_std"), mean("truncated"), mean("reward")
     rewards = "no rewards" if math.isnan(reward) else f"equal rewards (mean reward {reward:.3g})"
     told = [f"{equal:.0%} of the groups of task {task!r} have {rewards}"]
-    if cut_off >= MANY:
+    if cut_off >= NEARLY_ALL or (cut_off >= MANY and reward != 0):
         told.append(f"{cut_off:.0%} of its rollouts are cut off by a token limit: raise rollout.max_tokens")
+    elif reward == 0:
+        ended = f", also none of the {1 - cut_off:.0%} that ended by themselves" if cut_off >= MANY else ""
+        told.append(
+            f"no reply was paid{ended}: their format may not be the one that evaluate expects, or the task is "
+            "too hard; read rollouts/ of the run"
+        )
     elif equal == 1.0:
         told.append(
             "its prompts are all too hard or all too easy for the model, or evaluate pays the same for "

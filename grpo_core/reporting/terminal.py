@@ -320,10 +320,7 @@ class TerminalTracker(Tracker):
     def _speeds(self) -> list[Row]:
         """Return the lines about staleness, waits and tokens."""
         newest = self._recent[-1]
-        told = (
-            f"generated, {self._mean('tokens_per_second/training'):,.0f} trained; "
-            f"the busier side works {self._mean('overlap'):.0%} of the time"
-        )
+        told = f"generated while rollouts run, {self._mean('tokens_per_second/training'):,.0f} trained"
         return [
             (
                 "staleness",

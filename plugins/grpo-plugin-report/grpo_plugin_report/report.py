@@ -179,7 +179,7 @@ def tiles(files: Files) -> list[tuple[str, str, str]]:
     facts, steps = files.facts, files.steps
     seconds = facts.of("time/step").total
     generated = sum(
-        plain(row.get("tokens_per_second/generation")) * plain(row.get("time/step")) for row in steps
+        plain(row.get("tokens_per_second/generation")) * plain(row.get("time/generate")) for row in steps
     )
     done = steps[-1].get("step", len(steps)) if steps else 0
     told = [
@@ -188,9 +188,10 @@ def tiles(files: Files) -> list[tuple[str, str, str]]:
     ]
     if steps and seconds:
         stale, most = facts.of("staleness_mean").mean, facts.of("staleness_max").most
+        plays, trains = (min(1.0, facts.of(f"time/{side}").total / seconds) for side in ("generate", "train"))
         told += [
             ("tokens generated", number(generated), f"{number(generated / seconds)} per second"),
-            ("overlap", f"{plain(facts.of('overlap').mean):.0%}", "the busier side works"),
+            ("busy", f"{plays:.0%}, {trains:.0%}", "engines and trainer, of the time"),
             ("staleness", f"{plain(stale):.2f}", f"steps; at most {plain(most):.0f}"),
         ]
         filtered, trained = (
