@@ -52,7 +52,8 @@ BAD = [
     ),
     (
         {"engine": {"quantization": 1}},
-        "unknown configuration key 'engine.quantization'. Did you mean 'engine.options.quantization', an option?",
+        "unknown configuration key 'engine.quantization'. Did you mean 'engine.options.quantization', an "
+        "option?",
     ),
     (
         {"beta": 0.1},

@@ -210,8 +210,8 @@ def test_a_run_whose_replies_end_and_are_never_paid_says_to_look_at_their_format
     (warning,) = warnings(done)
     assert "raise rollout.max_tokens" not in warning.message
     assert re.search(
-        r"no reply was paid, also none of the \d\d% that ended by themselves: their format may not be the one "
-        r"that evaluate expects, or the task is too hard; read rollouts/ of the run",
+        r"no reply was paid, also none of the \d\d% that ended by themselves: their format may not be the "
+        r"one that evaluate expects, or the task is too hard; read rollouts/ of the run",
         warning.message,
     )
 

@@ -127,8 +127,8 @@ def _why(task: str, steps: Sequence[Mapping[str, float]]) -> str:
     elif reward == 0:
         ended = f", also none of the {1 - cut_off:.0%} that ended by themselves" if cut_off >= MANY else ""
         told.append(
-            f"no reply was paid{ended}: their format may not be the one that evaluate expects, or the task is "
-            "too hard; read rollouts/ of the run"
+            f"no reply was paid{ended}: their format may not be the one that evaluate expects, or the task "
+            "is too hard; read rollouts/ of the run"
         )
     elif equal == 1.0:
         told.append(
