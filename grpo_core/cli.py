@@ -97,7 +97,7 @@ def _describe(row: dict[str, Any]) -> str:
 def main() -> None:
     """Run the command line; print errors as one message and exit with their status."""
     from grpo_core.complaints import complain, drop_output, make_log_inert, outlive_terminal, unexpected
-    from grpo_core.garbage import collect_rarely
+    from grpo_core.processes.garbage import collect_rarely
 
     collect_rarely()
     make_log_inert()

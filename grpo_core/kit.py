@@ -210,8 +210,6 @@ if TYPE_CHECKING:
     from grpo_core.incidents import report as report
     from grpo_core.incidents import reported_as as reported_as
     from grpo_core.incidents import reported_to as reported_to
-    from grpo_core.interpreters import from_here as from_here
-    from grpo_core.interpreters import variables_of as variables_of
     from grpo_core.interrupts import raise_interrupt as raise_interrupt
     from grpo_core.interrupts import received as received
     from grpo_core.loop import canary as canary
@@ -247,12 +245,14 @@ if TYPE_CHECKING:
     from grpo_core.plugins.options import Settings as Settings
     from grpo_core.plugins.options import Words as Words
     from grpo_core.plugins.selection import PluginSelection as PluginSelection
-    from grpo_core.processes import Call as Call
-    from grpo_core.processes import Child as Child
-    from grpo_core.processes import Connection as Connection
-    from grpo_core.processes import RemoteTraceback as RemoteTraceback
-    from grpo_core.processes import die_with as die_with
-    from grpo_core.processes import scratch_directory as scratch_directory
+    from grpo_core.processes.child import Child as Child
+    from grpo_core.processes.child import scratch_directory as scratch_directory
+    from grpo_core.processes.interpreters import from_here as from_here
+    from grpo_core.processes.interpreters import variables_of as variables_of
+    from grpo_core.processes.served import Call as Call
+    from grpo_core.processes.served import Connection as Connection
+    from grpo_core.processes.served import RemoteTraceback as RemoteTraceback
+    from grpo_core.processes.served import die_with as die_with
     from grpo_core.protocols import DataPlane as DataPlane
     from grpo_core.protocols import EnvironmentClient as EnvironmentClient
     from grpo_core.reporting.stored import as_json as as_json

@@ -133,7 +133,7 @@ class Run:
                 log = Path(os.readlink(f"/proc/{child}/fd/1")).name
             except OSError:
                 continue
-            if log.endswith(".log"):  # not what watches over the others (grpo_core.orphans)
+            if log.endswith(".log"):  # not what watches over the others (grpo_core.processes.orphans)
                 found[log.removesuffix(".log").split("-")[0]] = int(child)
         return found
 

@@ -25,7 +25,7 @@ from grpo_core.engines.local.llama import Llama, Shape
 from grpo_core.engines.local.stopping import StopStrings
 from grpo_core.errors import EngineError, ModelError, WeightSyncError
 from grpo_core.incidents import Incident, reported_to
-from grpo_core.processes import Child
+from grpo_core.processes.child import Child
 from grpo_core.records import Completion, EngineSetup, GenerationRequest
 from grpo_core.weights.shm import SharedMemoryWriter
 from grpo_plugin_devkit.engines import ids_of

@@ -35,7 +35,7 @@ from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.errors import WeightSyncError
 from grpo_core.events import Dispatched, PromptSkipped, StepEnded, Synced
 from grpo_core.plugins.host import PluginHost
-from grpo_core.processes import Child
+from grpo_core.processes.child import Child
 from grpo_core.records import EngineSetup, Feedback, GenerationRequest, Weights
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeTrainer, prompts
 from grpo_core.training import model as models

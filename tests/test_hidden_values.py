@@ -13,7 +13,7 @@ from grpo_core.credentials import SHORTEST, Mask
 from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.errors import ConfigError, PluginError, Unavailable
 from grpo_core.incidents import reported_to
-from grpo_core.interpreters import from_here
+from grpo_core.processes.interpreters import from_here
 from grpo_core.records import Episode, Prompt
 
 pytestmark = pytest.mark.long

@@ -18,8 +18,8 @@ from attrs import evolve
 from grpo_core.config import EnvironmentConfig
 from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.errors import ConfigError, GrpoError, SelectionError
-from grpo_core.interpreters import OLDEST, Interpreter
 from grpo_core.plugins.selection import PluginSelection
+from grpo_core.processes.interpreters import OLDEST, Interpreter
 from grpo_core.records import AgentClient, Episode, Prompt
 
 ABROAD = '''
@@ -507,7 +507,7 @@ def test_schemas_of_tools_need_no_numpy(tmp_path):
         "import numpy as np\nfrom . import logging\nfrom .import_utils import is_torch_available\n"
         "def get_json_schema(function):\n    return 'torch' if is_torch_available() else 'no torch'\n"
     )
-    lent = Path(__file__).parents[1] / "grpo_core" / "lent.py"
+    lent = Path(__file__).parents[1] / "grpo_core" / "processes" / "lent.py"
     command = [sys.executable, "-I", "-S", "-c", ALONE, str(lent), str(module)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr

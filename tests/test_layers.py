@@ -214,7 +214,13 @@ def imports(path, module):
 def test_no_pickle_is_read_from_a_file_or_a_network():
     # between a parent and the child that it started; hosted.py reads what it made itself
     allowed = {
-        *("processes.py", "environments/process.py", "environments/host.py", "testing/hosted.py"),
+        *(
+            "processes/child.py",
+            "processes/served.py",
+            "environments/process.py",
+            "environments/host.py",
+            "testing/hosted.py",
+        ),
         "data/rows.py",  # to the workers that read rows
     }
     assert {inside(path) for path in modules() if imports(path, "pickle")} <= allowed

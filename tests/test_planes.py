@@ -28,7 +28,7 @@ from grpo_core.loop.pipeline import Learning, Pipeline, Playing, Schedule
 from grpo_core.loop.rollout import SamplingParams
 from grpo_core.loop.rows import make_batch
 from grpo_core.planes import MemoryPlane
-from grpo_core.processes import Call
+from grpo_core.processes.served import Call
 from grpo_core.records import Group, Prompt, Rollout, SampleRequest, Segment
 from grpo_core.reporting import stored
 from grpo_core.reporting.files import FilesTracker

@@ -14,10 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from grpo_core import orphans, processes
 from grpo_core.errors import ChildDied, ConfigError, DeadlineExceeded, GrpoError
 from grpo_core.incidents import reported_to
-from grpo_core.processes import Child, RemoteTraceback
+from grpo_core.processes import child as processes
+from grpo_core.processes import orphans
+from grpo_core.processes.child import Child
+from grpo_core.processes.served import RemoteTraceback
 
 HERE = Path(__file__).parent
 PYTHONPATH = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
@@ -376,7 +378,7 @@ def test_what_ends_a_run_from_outside_ends_no_child_but_what_the_child_has_start
 @pytest.mark.long
 def test_what_ends_a_run_from_outside_does_not_end_its_watcher():
     script = (
-        "import os, subprocess; from grpo_core import orphans\n"
+        "import os, subprocess; from grpo_core.processes import orphans\n"
         "mark = orphans.Marks().make()\n"
         "watcher = open(f'/proc/self/task/{os.getpid()}/children').read()\n"
         "started = subprocess.Popen(['sleep', '1234'], env={**os.environ, orphans.MARK: mark})\n"
@@ -397,7 +399,7 @@ def test_what_ends_a_run_from_outside_does_not_end_its_watcher():
 def test_a_process_that_is_killed_leaves_no_temporary_files(tmp_path):
     """The directory of another process, and what others call by such a name, stay."""
     script = (
-        "import os; from grpo_core import processes\n"
+        "import os; from grpo_core.processes import child as processes\n"
         "directory = processes.scratch_directory()\n"
         "open(f'{directory.name}/model', 'w').close()\n"
         "watcher = open(f'/proc/self/task/{os.getpid()}/children').read().strip()\n"

@@ -41,7 +41,7 @@ from grpo_core.data.loaders import TaskLoader
 from grpo_core.data.samplers import PromptStream
 from grpo_core.errors import describe, traceback_of
 from grpo_core.events import ErrorRaised, Event, RunEnded, RunStarted, StepEnded, Validated, WarningRaised
-from grpo_core.garbage import spare_the_collector
+from grpo_core.processes.garbage import spare_the_collector
 from grpo_core.incidents import report, reported_to
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import Buffer, BufferStatistics

@@ -27,7 +27,6 @@ from grpo_core.data.files import check_there
 from grpo_core.data.samplers import plugin_state
 from grpo_core.errors import ConfigError, GrpoError, PluginError, did_you_mean, one_line
 from grpo_core.events import WarningRaised
-from grpo_core.interpreters import Interpreter, from_here
 from grpo_core.loop.dynamic import EQUAL_REWARDS, short_name
 from grpo_core.loop.endings import Goal
 from grpo_core.loop.metrics import COMPARED, documented
@@ -36,6 +35,7 @@ from grpo_core.model_sources import model_source
 from grpo_core.models import chat_template, check_path
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.offers import Selected
+from grpo_core.processes.interpreters import Interpreter, from_here
 from grpo_core.reporting.selection import check_trackers
 from grpo_core.response_formats import check_response_format
 from grpo_core.training.setup import steps_of_profile

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_core.events import Event, StepEnded
-from grpo_core.processes import living
+from grpo_core.processes.child import living
 from grpo_core.protocols import Tracker
 from grpo_core.training.setup import PROFILED_AFTER, steps_of_profile
 

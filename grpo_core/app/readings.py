@@ -8,7 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from grpo_core.engines.wrapped import measured
-from grpo_core.processes import descendants, living
+from grpo_core.processes.child import descendants, living
 from grpo_core.protocols import Engine
 
 ALONE = "engine"

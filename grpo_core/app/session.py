@@ -29,7 +29,7 @@ from grpo_core.model_files import check_files
 from grpo_core.model_sources import ModelRequest, model_source
 from grpo_core.models import chat_template
 from grpo_core.plugins.host import PluginHost
-from grpo_core.processes import scratch_directory
+from grpo_core.processes.child import scratch_directory
 from grpo_core.protocols import Engine, EnvironmentClient
 from grpo_core.records import Prompt, Rollout
 from grpo_core.training.process import thread_count

@@ -19,7 +19,7 @@ from grpo_core.aio import RestartBudget
 from grpo_core.engines import wire
 from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError, GrpoError, WeightSyncError
 from grpo_core.incidents import Kind, report
-from grpo_core.processes import Child
+from grpo_core.processes.child import Child
 from grpo_core.records import Completion, EngineSetup, GenerationRequest, Weights
 
 MAX_DEATHS = 3

@@ -17,7 +17,7 @@ from attrs import define, field, frozen
 
 from grpo_core.engines import wire
 from grpo_core.errors import EngineError, GrpoError
-from grpo_core.processes import Call, Connection
+from grpo_core.processes.served import Call, Connection
 from grpo_core.records import Completion, GenerationRequest, Weights
 
 EMPTY = Completion(token_ids=(), logprobs=(), versions=(), finish_reason="length")

@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 import attrs
 
-from grpo_core import lent
 from grpo_core.credentials import NOTHING_HIDDEN
 from grpo_core.environments.apart import played_apart
 from grpo_core.environments.calls import Begun, Calls, Steps
@@ -28,7 +27,8 @@ from grpo_core.errors import GrpoError, PluginError, Unavailable, describe, show
 from grpo_core.messages import readable
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.selection import ALL_PLUGINS, PluginSelection
-from grpo_core.processes import Call, Connection
+from grpo_core.processes import lent
+from grpo_core.processes.served import Call, Connection
 from grpo_core.protocols import Environment, Tool
 from grpo_core.records import AgentClient, Episode, Feedback, Prompt, SessionStart
 from grpo_core.unicode import lone_surrogate, unreadable, well_formed

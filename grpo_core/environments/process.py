@@ -32,14 +32,15 @@ from grpo_core.credentials import Mask
 from grpo_core.environments.host import UNREADABLE, EnvironmentHost, Slotted, in_slots, units
 from grpo_core.errors import ChildDied, DeadlineExceeded, GrpoError, PluginError, SelectionError, describe
 from grpo_core.incidents import report
-from grpo_core.interpreters import Interpreter, from_here, variables_of
 from grpo_core.playing import Player
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.selection import ALL_PLUGINS, PluginSelection
-from grpo_core.processes import Child, RemoteTraceback
+from grpo_core.processes.child import Child
+from grpo_core.processes.interpreters import Interpreter, from_here, variables_of
+from grpo_core.processes.served import RemoteTraceback
+from grpo_core.processes.thread import ThreadChild
 from grpo_core.protocols import Environment
 from grpo_core.records import AgentClient, Episode, Feedback, Prompt, SessionStart
-from grpo_core.threads import ThreadChild
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -17,11 +17,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from grpo_core import orphans
 from grpo_core.errors import ConfigError, PluginError, shortened
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.installed import import_file
-from grpo_core.processes import descendants
+from grpo_core.processes import orphans
+from grpo_core.processes.child import descendants
 from grpo_core.protocols import Environment
 from grpo_core.records import AgentClient, Episode, Feedback, Prompt
 

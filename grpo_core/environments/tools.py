@@ -10,8 +10,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from grpo_core import lent
 from grpo_core.errors import PluginError, describe, message_of, shortened
+from grpo_core.processes import lent
 from grpo_core.protocols import Tool
 from grpo_core.records import Message
 from grpo_core.unicode import well_formed

@@ -14,7 +14,8 @@ from attrs import evolve
 
 from grpo_core.aio import DEATH_IS_SEEN, cancel, gather
 from grpo_core.errors import ChildDied, GrpoError, TrainerError, one_line
-from grpo_core.processes import Child, RemoteTraceback, scratch_directory
+from grpo_core.processes.child import Child, scratch_directory
+from grpo_core.processes.served import RemoteTraceback
 from grpo_core.protocols import Trainer
 from grpo_core.records import Batch, StepResult, Weights
 from grpo_core.training.plan import PADDED, Layout, shares

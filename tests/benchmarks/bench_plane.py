@@ -28,7 +28,7 @@ from grpo_core.config import Config, DataPlaneConfig, PlacementConfig
 from grpo_core.kit import DataPlane
 from grpo_core.loop.rows import make_batch
 from grpo_core.plugins.host import PluginHost
-from grpo_core.processes import Call
+from grpo_core.processes.served import Call
 from grpo_core.records import Group, Prompt, Rollout, Segment
 from grpo_core.tokens import Tokens, as_ids
 

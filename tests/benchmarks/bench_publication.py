@@ -21,7 +21,7 @@ from pathlib import Path
 from bench_update_memory import MIB, make_model
 
 from grpo_core.config import ModelConfig, TrainerConfig
-from grpo_core.processes import Child
+from grpo_core.processes.child import Child
 from grpo_core.training.process import ProcessTrainer
 from grpo_core.training.setup import TrainerSetup
 from grpo_core.weights.reading import read_buckets

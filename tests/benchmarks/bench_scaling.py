@@ -31,7 +31,7 @@ from grpo_core.loop.advantages import group as advantages
 from grpo_core.loop.buffer import Buffer
 from grpo_core.loop.pipeline import Learning, Pipeline, Playing, Schedule
 from grpo_core.loop.rollout import SamplingParams
-from grpo_core.processes import Call
+from grpo_core.processes.served import Call
 from grpo_core.records import (
     Batch,
     Completion,

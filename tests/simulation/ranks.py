@@ -144,7 +144,7 @@ class Exchange:
 
 
 class SimulatedRank:
-    """A process of a rank, as ``grpo_core.processes.Child`` shows it to its parent."""
+    """A process of a rank, as ``grpo_core.processes.child.Child`` shows it to its parent."""
 
     def __init__(self, number: int, name: str, trainer: SimulatedRanks) -> None:
         self.name = name

@@ -175,7 +175,7 @@ def rank_below(actor: int) -> int:
         int(pid)
         for task in Path(f"/proc/{actor}/task").iterdir()
         for pid in (task / "children").read_text().split()
-        if "grpo_core import processes" in Path(f"/proc/{pid}/cmdline").read_text()
+        if "grpo_core.processes import served" in Path(f"/proc/{pid}/cmdline").read_text()
     ]
     return rank
 

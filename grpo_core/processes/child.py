@@ -12,7 +12,7 @@ child dies with its parent, leaves the signals that end a run to the parent, and
 
 A method may return a ``concurrent.futures.Future``: it is answered when that is done, and other calls go on.
 
-The child leads a process group, and has a mark that no other has (``grpo_core.orphans``).  When it ends, for
+The child leads a process group, and has a mark that no other has (see ``orphans``).  When it ends, for
 whatever reason, its parent kills the rest of the group, and on Linux all processes that have inherited the
 mark: programs that the child has started may lead sessions of their own.  After a parent that was killed, its
 watcher does so.
@@ -22,69 +22,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
-import importlib
-import io
 import itertools
 import os
 import pickle
-import selectors
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
 import threading
-import traceback
 import weakref
 from collections.abc import Collection, Iterator, Mapping
-from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Protocol
 
-from attrs import frozen
-
-from grpo_core import errors, incidents, orphans
+from grpo_core import errors, incidents
 from grpo_core.credentials import NOTHING_HIDDEN, Mask
-from grpo_core.garbage import collect_rarely, spare_the_collector
+from grpo_core.processes import orphans
+from grpo_core.processes.served import LENGTH, Answer, Call, RemoteTraceback, framed
 
 if TYPE_CHECKING:
-    from grpo_core.interpreters import Interpreter
+    from grpo_core.processes.interpreters import Interpreter
 
+_BOOT = "import sys; from grpo_core.processes import served; served.main(*map(int, sys.argv[1:]))"
+LAST_WORDS = 4000
+"""Number of bytes of a dead child's log of which the last lines are shown."""
 ENDING = 5.0
 """Seconds within which a process that was killed has ended, unless the kernel keeps it."""
-
-_LENGTH = struct.Struct("<Q")
-_PR_SET_PDEATHSIG = 1
-
-
-@frozen
-class Call:
-    """A call from the parent."""
-
-    id: int
-    method: str
-    args: tuple[Any, ...]
-
-
-@frozen
-class Answer:
-    """The child's answer: a result, or an error with the child's traceback."""
-
-    id: int
-    result: Any = None
-    error: BaseException | None = None
-    traceback: str = ""
-
-
-def _frame(message: Call | Answer) -> bytes:
-    body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-    return _LENGTH.pack(len(body)) + body
-
-
-# ---------------------------------------------------------------------------------- the parent's side
 
 
 class Running(Protocol):
@@ -166,7 +130,7 @@ class Child:
         finally:
             theirs.close()
         self._socket.setblocking(True)
-        self._socket.sendall(_frame(Call(0, factory, (dict(kwargs or {}), mask))))
+        self._socket.sendall(framed(Call(0, factory, (dict(kwargs or {}), mask))))
         self._socket.setblocking(False)
 
     def _launch(
@@ -228,7 +192,7 @@ class Child:
             return await self._answer(id, method, seconds, grace=grace)
         except asyncio.CancelledError:
             if self._death is None and self._writer is not None:
-                self._writer.write(_frame(Call(next(self._ids), "cancel", (id,))))
+                self._writer.write(framed(Call(next(self._ids), "cancel", (id,))))
             raise
 
     async def _send(self, method: str, *args: Any) -> int:
@@ -238,7 +202,7 @@ class Child:
         id = next(self._ids)
         assert self._writer is not None
         self._waiting[id] = asyncio.get_running_loop().create_future()
-        self._writer.write(_frame(Call(id, method, args)))
+        self._writer.write(framed(Call(id, method, args)))
         return id
 
     async def died(self) -> errors.GrpoError:
@@ -352,7 +316,7 @@ class Child:
     async def _read(self, stream: asyncio.StreamReader) -> None:
         try:
             while True:
-                (length,) = _LENGTH.unpack(await stream.readexactly(_LENGTH.size))
+                (length,) = LENGTH.unpack(await stream.readexactly(LENGTH.size))
                 answer: Answer = pickle.loads(await stream.readexactly(length))
                 self._heard = asyncio.get_running_loop().time()
                 future = self._waiting.get(answer.id)
@@ -394,10 +358,6 @@ class Child:
         return f"; the end of {self._log}:\n{told}" if told else ""
 
 
-class RemoteTraceback(Exception):  # noqa: N818
-    """The traceback of a child, shown as the cause of the error in the parent."""
-
-
 def _exit(code: int) -> str:
     if code >= 0:
         return f"exit status {code}"
@@ -406,227 +366,6 @@ def _exit(code: int) -> str:
     return f"killed by signal {-code}"
 
 
-# ---------------------------------------------------------------------------------- the child's side
-
-LONGEST_ERROR = 4000
-"""Largest number of characters of an error's message that is sent to the parent."""
-MOST_KEPT, LONGEST_KEPT = 10, 1_000_000
-"""Number of longer errors that a child writes to its log, and of characters of each."""
-LAST_WORDS = 4000
-"""Number of bytes of a dead child's log of which the last lines are shown."""
-_BOOT = "import sys; from grpo_core import processes; processes.main(int(sys.argv[1]), int(sys.argv[2]))"
-
-
-class Connection:
-    """The child's side of the socket: receives calls and sends answers.
-
-    Args:
-        sock: the socket to the parent.
-        own_errors_only: whether other errors than grpo-core's are sent as text, because the parent may not
-            have their classes.
-
-    Attributes:
-        mask: hides secrets in errors.
-        log: has the whole of what is too long to be sent; it hides secrets by itself.
-    """
-
-    def __init__(self, sock: socket.socket, *, own_errors_only: bool = False) -> None:
-        self.mask = NOTHING_HIDDEN
-        self.log: TextIO | None = None
-        self._kept = 0
-        """Number of errors that were written to it."""
-        self._socket = sock
-        self._own_errors_only = own_errors_only
-        self._sending = threading.Lock()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(sock, selectors.EVENT_READ)
-
-    def fileno(self) -> int:
-        """Return the descriptor that is readable when there is a call."""
-        return self._socket.fileno()
-
-    def receive(self, *, wait: bool | float = True) -> Call | None:
-        """Return the next call, or None if there is no call now or within ``wait`` seconds.
-
-        Raises EOFError if the parent has gone.
-        """
-        if wait is not True and not self._selector.select(wait):
-            return None
-        (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
-        call: Call = pickle.loads(self._exactly(length))
-        return call
-
-    def reply(self, id: int, result: Any) -> None:
-        self._send(_frame(Answer(id, result)))
-
-    def fail(self, id: int, error: BaseException) -> None:
-        """Send an error; one that cannot be pickled or read is sent as a GrpoError with its type and text."""
-        text = errors.traceback_of(error, self.mask)
-        self._keep_whole(error, text)
-        error = self.mask.error(error)
-        if isinstance(error, errors.GrpoError) and len(errors.message_of(error)) > LONGEST_ERROR:
-            error.args = (errors.shortened(errors.message_of(error), LONGEST_ERROR),)
-        ends = not isinstance(error, Exception)  # SystemExit, say, which is to end this process and no other
-        if ends or (self._own_errors_only and not isinstance(error, errors.GrpoError)):
-            error = errors.GrpoError(errors.describe(error))
-        try:
-            str(error)
-            frame = _frame(Answer(id, error=error, traceback=text))
-            pickle.loads(frame[_LENGTH.size :])
-        except Exception:
-            told = errors.GrpoError(errors.describe(error))
-            frame = _frame(Answer(id, error=told, traceback=text))
-        self._send(frame)
-
-    def _keep_whole(self, error: BaseException, sent: str) -> None:
-        """Write the traceback of an error to the log if it is sent shortened, the first times."""
-        whole = "".join(traceback.format_exception(error))
-        if self.log is not None and len(whole) > len(sent) and self._kept < MOST_KEPT:
-            self._kept += 1
-            print(whole[:LONGEST_KEPT], file=self.log, flush=True)
-
-    def close(self) -> None:
-        """Close this process's end of the socket."""
-        self._selector.close()
-        self._socket.close()
-
-    def answer(self, call: Call, target: Any) -> None:
-        """Call the method, and send its result or error."""
-        try:
-            result = getattr(target, call.method)(*call.args)
-        except Exception as error:
-            self.fail(call.id, error)
-            return
-        if isinstance(result, Future):
-            result.add_done_callback(partial(self._answer_later, call.id))
-        else:
-            self.reply(call.id, result)
-
-    def _answer_later(self, id: int, done: Future[Any]) -> None:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its main thread sees that too
-            if (error := done.exception()) is not None:
-                self.fail(id, error)
-            else:
-                self.reply(id, done.result())
-
-    def _send(self, frame: bytes) -> None:
-        with self._sending:
-            self._socket.sendall(frame)
-
-    def _exactly(self, n: int) -> bytes:
-        chunks = bytearray()
-        while len(chunks) < n:
-            chunk = self._socket.recv(min(n - len(chunks), 1 << 20))
-            if not chunk:
-                raise EOFError
-            chunks += chunk
-        return bytes(chunks)
-
-
-def main(fd: int, parent: int, *, own_errors_only: bool = False) -> None:
-    """Run the child process; see ``Connection``."""
-    die_with(parent)
-    collect_rarely()
-    sys.stdout, sys.stderr = _Log(1, NOTHING_HIDDEN), _Log(2, NOTHING_HIDDEN)
-    leave_signals_to_parent()
-    connection = Connection(socket.socket(fileno=fd), own_errors_only=own_errors_only)
-    os.register_at_fork(after_in_child=connection.close)  # or the parent would not see this process end
-    try:
-        hello = connection.receive()
-        assert hello is not None
-        kwargs, connection.mask = hello.args
-        sys.stdout, sys.stderr = _Log(1, connection.mask), _Log(2, connection.mask)
-        connection.log = sys.stderr
-        try:
-            target = _imported(hello.method)(**kwargs)
-            description = target.description() if hasattr(target, "description") else None
-        except BaseException as error:
-            connection.fail(0, error)
-            return
-        connection.reply(0, description)
-        spare_the_collector()
-        if hasattr(target, "serve"):
-            target.serve(connection)
-            return
-        while (call := connection.receive()) is not None:
-            connection.answer(call, target)
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        _leave(0)
-    except BaseException:
-        traceback.print_exc()
-        _leave(1)
-    _leave(0)
-
-
-def leave_signals_to_parent() -> None:
-    """Survive what ends a run, which may be sent to all its processes at once; a child ends with its parent.
-
-    What a child starts does not: SIGTERM ends it, by which its own code may end it.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _stay)  # a program does not inherit this, as it would inherit SIG_IGN
-    os.register_at_fork(after_in_child=_stay_no_more)
-
-
-def _stay(number: int, frame: object) -> None:
-    """Do nothing."""
-
-
-def _stay_no_more() -> None:
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is _stay:
-            signal.signal(number, signal.SIG_DFL)
-
-
 def scratch_directory() -> tempfile.TemporaryDirectory[str]:
     """Make a directory for temporary files, which is removed also if this process is killed (Linux only)."""
     return _MARKS.directory()
-
-
-class _LogFile(io.FileIO):
-    """A file whose errors are ignored: a full or broken disk below a log ends no run."""
-
-    def write(self, data: Any) -> int:
-        try:
-            return super().write(data)
-        except OSError:
-            return len(data)
-
-
-class _Log(io.TextIOWrapper):
-    """Writes text in which the mask hides secrets."""
-
-    def __init__(self, fd: int, mask: Mask) -> None:
-        file = io.BufferedWriter(_LogFile(fd, "wb", closefd=False))
-        super().__init__(file, "utf-8", "backslashreplace", line_buffering=True)
-        self._mask = mask
-
-    def write(self, text: str) -> int:
-        super().write(self._mask(text))
-        return len(text)
-
-
-def _imported(factory: str) -> Any:
-    """Return the attribute of a module, or of a file that need not be installed."""
-    home, _, attribute = factory.rpartition(":")
-    if home.endswith(".py"):
-        from grpo_core.plugins.installed import import_file
-
-        return getattr(import_file(Path(home)), attribute)
-    return getattr(importlib.import_module(home), attribute)
-
-
-def _leave(status: int) -> None:
-    """Exit at once; threads of libraries must not keep the process alive."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
-
-
-def die_with(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent dies (Linux only; else the closed socket does)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(0)

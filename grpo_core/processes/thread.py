@@ -15,8 +15,9 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from grpo_core.interpreters import Interpreter
-from grpo_core.processes import Child, Connection, Running
+from grpo_core.processes.child import Child, Running
+from grpo_core.processes.interpreters import Interpreter
+from grpo_core.processes.served import Connection
 
 
 class Target(Protocol):

@@ -1,7 +1,7 @@
 """Other Python interpreters and virtual environments, in which an environment can run.
 
 The other interpreter needs nothing of grpo-core: it gets grpo-core's own files, so both sides always have the
-same version, and ``LENT`` where it has not its own.  See ``grpo_core.lent`` for its side.
+same version, and ``LENT`` where it has not its own.  See ``grpo_core.processes.lent`` for its side.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pathlib import Path
 
 from attrs import frozen
 
-from grpo_core import lent
 from grpo_core._version import __version__
 from grpo_core.credentials import REFERENCE
 from grpo_core.errors import ConfigError
+from grpo_core.processes import lent
 
 OLDEST = (3, 11)
 """The first version of Python that grpo-core's part of an environment runs in."""
@@ -50,7 +50,7 @@ import sys, importlib.util
 spec = importlib.util.spec_from_file_location("grpo_core", sys.argv[1])
 module = sys.modules["grpo_core"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
-from grpo_core import lent
+from grpo_core.processes import lent
 lent.main(*sys.argv[2:4], int(sys.argv[4]), int(sys.argv[5]))
 """
 
@@ -83,7 +83,7 @@ class Interpreter:
 
     def command(self, fd: int) -> list[str]:
         """Return the command of a child process that is connected by this descriptor."""
-        grpo_core = str(Path(__file__).with_name("__init__.py"))
+        grpo_core = str(Path(__file__).parents[1] / "__init__.py")
         lends = [__version__, json.dumps(_files())]
         return [self.path, "-P", "-c", _BOOT, grpo_core, *lends, str(fd), str(os.getpid())]
 

@@ -1,4 +1,4 @@
-"""Lets another interpreter use this installation's grpo-core: the child's side of ``grpo_core.interpreters``.
+"""Lets another interpreter use this installation's grpo-core: the child's side of ``interpreters``.
 
 Another interpreter has its own packages, and none of ours.  It gets grpo-core itself and the few packages in
 pure Python that grpo-core's part of an environment needs.  Those that it has come first.  This module runs
@@ -41,9 +41,9 @@ def main(version: str, files: str, fd: int, parent: int) -> None:
     vars(known)["__version__"] = version  # grpo-core may not be installed here
     _files.update(json.loads(files))
     sys.meta_path.append(_Finder)
-    from grpo_core import processes
+    from grpo_core.processes import served
 
-    processes.main(fd, parent, own_errors_only=True)
+    served.main(fd, parent, own_errors_only=True)
 
 
 def chat_template_utils() -> types.ModuleType:

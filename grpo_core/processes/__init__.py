@@ -1,0 +1,1 @@
+"""Processes of a run: killable children, what ends them, and other interpreters."""
