@@ -41,7 +41,6 @@ from grpo_core.data.loaders import TaskLoader
 from grpo_core.data.samplers import PromptStream
 from grpo_core.errors import describe, traceback_of
 from grpo_core.events import ErrorRaised, Event, RunEnded, RunStarted, StepEnded, Validated, WarningRaised
-from grpo_core.processes.garbage import spare_the_collector
 from grpo_core.incidents import report, reported_to
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import Buffer, BufferStatistics
@@ -54,6 +53,7 @@ from grpo_core.model_files import check_files
 from grpo_core.model_sources import ModelRequest, StartModel, model_source
 from grpo_core.models import chat_template, local_directory
 from grpo_core.plugins.host import PluginHost
+from grpo_core.processes.garbage import spare_the_collector
 from grpo_core.protocols import DataPlane, Engine, Tracker, Trainer
 from grpo_core.records import Group, Prompt
 from grpo_core.reporting.room import DiskRoom
