@@ -20,8 +20,8 @@ from attrs import define, field
 
 from grpo_core import events
 from grpo_core.app import launch
-from grpo_core.losses.corrections import Correction, importance_weights
 from grpo_core.plugins.host import PluginHost
+from grpo_plugin_algorithms.corrections import Correction, importance_weights
 from grpo_plugin_replay.forecast import forecast
 from grpo_plugin_replay.times import read_times
 

@@ -7,13 +7,18 @@ gradients are divided by the three tokens, as the core does.
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from grpo_core.loss import LossInputs, needs, needs_of
-from grpo_core.losses import grpo, kl_estimate, score_weights
+from grpo_core.errors import PluginError
+from grpo_core.loss import LossInputs, LossSetting, needs, needs_of, problems_of
+from grpo_core.losses import grpo
+from grpo_core.plugins.host import PluginHost
+from grpo_plugin_algorithms import clipped
+from grpo_plugin_algorithms.kl import kl_estimate, score_weights
 
 HALF, SAME, MORE = -1.69315, -1.0, -0.59453  # 0.5, 1 and 1.5 times the proximal probability exp(-1)
 GENERATION = [-0.5, -1.5, -0.8]
@@ -26,6 +31,7 @@ def loss_and_gradient(
     advantages: tuple[float, ...] = (1.0, -1.0, 2.0),
     generation: list[float] | None = None,
     reference: list[float] | None = None,
+    loss_function: Callable[..., tuple[Tensor, dict[str, Tensor]]] = grpo,
     **options: float,
 ) -> tuple[float, list[float], dict[str, Tensor]]:
     logprobs = torch.tensor(policy, dtype=torch.float64, requires_grad=True)
@@ -42,7 +48,7 @@ def loss_and_gradient(
         update_tokens=len(policy),
         update_rows=1,
     )
-    losses, metrics = grpo(inputs, **options)
+    losses, metrics = loss_function(inputs, **options)
     loss = losses.sum() / len(policy)
     loss.backward()
     assert logprobs.grad is not None
@@ -69,7 +75,9 @@ def test_a_bad_token_that_became_rare_is_clipped_low() -> None:
 
 def test_the_dual_clip_bounds_the_loss_of_a_bad_token_that_became_likely() -> None:
     policy, proximal, advantages = [HALF, -1.0, -0.69741], [-1.0, -1.0, -3.0], (1.0, -1.0, -4.0)
-    loss, gradient, _ = loss_and_gradient(policy, proximal, advantages, clip_high=0.2, dual_clip=3.0)
+    loss, gradient, _ = loss_and_gradient(
+        policy, proximal, advantages, loss_function=clipped.grpo, clip_high=0.2, dual_clip=3.0
+    )
     assert loss == pytest.approx(4.16667, abs=1e-4)
     assert gradient[2] == 0.0
     unbounded, _, _ = loss_and_gradient(policy, proximal, advantages, clip_high=0.2)
@@ -170,3 +178,46 @@ def test_an_unknown_need_and_an_unknown_option_are_refused_where_they_are_writte
 
         @needs("reference", when="beta")
         def mine(inputs: LossInputs) -> None: ...
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"clip_low": 0.1, "clip_high": 0.5}, {"importance_cap": 1.1}, {"kl_coefficient": 0.3}]
+)
+def test_the_loss_of_the_core_and_its_extension_compute_the_same(options: dict[str, float]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    policy, proximal, generation, reference = (-torch.rand(4, 40, generator=generator) * 3).tolist()
+    advantages = tuple(torch.randn(40, generator=generator).tolist())
+    given = (policy, proximal, advantages, generation, reference)
+    mine = loss_and_gradient(*given, **options)
+    other = loss_and_gradient(*given, loss_function=clipped.grpo, **options)
+    assert mine[:2] == other[:2]
+    assert mine[2].keys() == other[2].keys()
+    assert all(torch.equal(value, other[2][name]) for name, value in mine[2].items())
+
+
+def test_the_extension_replaces_the_loss_of_the_core_and_without_it_its_options_name_it() -> None:
+    both, alone = PluginHost.discover(), PluginHost.discover(block=["algorithms"])
+    assert both.find("loss", "grpo").plugin.distribution == "grpo-plugin-algorithms"
+    assert both.find("loss", "core:grpo").plugin.distribution == "grpo-core"
+    assert alone.find("loss", "grpo").plugin.distribution == "grpo-core"
+    with pytest.raises(PluginError, match=r"no option 'dual_clip'.*pip install grpo-plugin-algorithms"):
+        alone.check_options("loss", "grpo", {"dual_clip": 3.0})
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"clip_low": 1.5}, "clip_low = 1.5"),
+        ({"clip_high": math.nan}, "clip_high = nan"),
+        ({"importance_cap": 0.0}, "importance_cap = 0"),
+        ({"kl_coefficient": -0.1}, "kl_coefficient = -0.1"),
+        ({"kl_coefficient": math.inf}, "kl_coefficient = inf"),
+        ({"importance_cap": 3.0}, "importance_cap does nothing"),
+    ],
+)
+def test_options_of_the_core_loss_that_make_no_sense_are_named(
+    options: dict[str, float], problem: str
+) -> None:
+    (found,) = problems_of(grpo, options, LossSetting(proximal="generation"))
+    assert found.startswith(problem)
+    assert not problems_of(grpo, {"clip_high": math.inf, "importance_cap": math.inf}, LossSetting())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from grpo_core.plugins.offers import Kind
+from grpo_core.plugins.offers import Kind, Selected
 
 VLLM = "pip install 'grpo-core[vllm]'"
 
@@ -56,6 +56,9 @@ INSTALL: Mapping[tuple[Kind, str], str] = {
 }
 """By kind, and by an offer's name or its plugin's."""
 
+EXTENDED: Mapping[tuple[Kind, str], str] = {("loss", "grpo"): "grpo-plugin-algorithms"}
+"""Distributions whose offer replaces the core's of the same name, with the same results and more options."""
+
 KEYS: Mapping[str, str] = {"audit": "grpo-plugin-audit", "health.max_memory": "grpo-plugin-doctor"}
 """Distributions of the keys and tables of the configuration that are ours and not the core's."""
 
@@ -81,3 +84,9 @@ COMMANDS: Mapping[str, str] = {
 def install_command(kind: Kind, name: str) -> str:
     """The command for ``name``, as ``vllm`` or ``math:sort``; empty if it is not known."""
     return INSTALL.get((kind, name)) or INSTALL.get((kind, name.partition(":")[0]), "")
+
+
+def more_options(selected: Selected) -> str:
+    """The sentence about a distribution whose offer of this name has more options; else empty."""
+    extension = EXTENDED.get((selected.kind, selected.name), "")
+    return f". More options: pip install {extension}" if extension and selected.plugin.name == "core" else ""

@@ -34,7 +34,7 @@ from grpo_core import hookspecs
 from grpo_core.errors import ConfigError, PluginError, SelectionError, describe, did_you_mean, one_line
 from grpo_core.hookspecs import Offer
 from grpo_core.plugins.commands import Found, names_of_command_plugins
-from grpo_core.plugins.hints import KEYS, install_command
+from grpo_core.plugins.hints import EXTENDED, KEYS, install_command, more_options
 from grpo_core.plugins.installed import (
     import_file,
     import_plugin,
@@ -245,7 +245,7 @@ class PluginHost:
         """
         selected = self.find(kind, name)
         function = selected.load()
-        check_options(selected, function, options, given=None)
+        check_options(selected, function, options, given=None, more=more_options(selected))
         return Bound(selected, function, with_paths(function, options))
 
     def check_options(
@@ -269,7 +269,7 @@ class PluginHost:
         check_requirements(selected)
         given = FROM_THE_CORE[kind]
         given = given if given is None else given + len(selected.args)
-        check_options(selected, factory, options, given=given, filled=filled)
+        check_options(selected, factory, options, given=given, filled=filled, more=more_options(selected))
 
     def check_values(self, kind: Kind, name: str, options: Mapping[str, Any], **known: Any) -> None:
         """Let the offer check the values of its options, if it has a function ``check``.
@@ -311,6 +311,9 @@ class PluginHost:
             for plugin in self.plugins
             if (found := matching(plugin.offers.get(kind, {}), name, bare=True)) is not None
         ]
+        extension = EXTENDED.get((kind, name))
+        if any(selected.plugin.distribution == extension for selected in bare):
+            bare = [selected for selected in bare if selected.plugin.distribution != "grpo-core"]
         if len(bare) == 1:
             return bare[0]
         if bare:

@@ -228,6 +228,7 @@ def check_options(
     *,
     given: int | None,
     filled: Sequence[str] = (),
+    more: str = "",
 ) -> None:
     """Check names and types of options against the signature, which may be that of an attrs class.
 
@@ -237,6 +238,7 @@ def check_options(
         options: what the user gave.
         given: positional arguments that come from the core; None: only keyword-only parameters are options.
         filled: options that the core fills in later, so that they are not missing.
+        more: end of the message about an unknown option.
 
     Raises:
         PluginError: an option is unknown, missing, or not of the type with which it is annotated.
@@ -256,7 +258,7 @@ def check_options(
         if name not in known:
             raise SelectionError(
                 f"{selected} has no option {name!r}.{did_you_mean(name, set(known))} "
-                f"Its options: {spelled or 'none'}"
+                f"Its options: {spelled or 'none'}{more}"
             )
         if not fits(hint := hint_of(factory, known[name]), value):
             raise SelectionError(f"{selected}: option {name!r} is {value!r}; expected {_spelled(hint)}")

@@ -25,7 +25,6 @@ from grpo_core.addresses import is_loopback
 from grpo_core.errors import ConfigError, PluginError, TrainerError
 from grpo_core.loading import load_object
 from grpo_core.losses.aggregation import row_weights
-from grpo_core.losses.corrections import token_errors
 from grpo_core.losses.entropy import EntropyControl
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Batch, StepResult, Weights
@@ -294,7 +293,8 @@ class TorchTrainer:
         for micro in self._microbatches(share, places):
             logprobs = self.model.score(micro, share.temperature)[0]
             counts = [row.tokens.n_sampled for row in micro.rows]
-            each = token_errors(logprobs[: sum(counts)], micro.generation_logprobs[: sum(counts)])
+            difference = logprobs[: sum(counts)] - micro.generation_logprobs[: sum(counts)]
+            each = difference.detach().abs().clamp(max=80.0).exp()  # 1: trainer and engine agree
             for row, of_row in zip(micro.rows, torch.split(each, counts), strict=True):
                 errors.setdefault(rollout_of[id(row)], []).append(of_row)
         means = torch.stack([torch.cat(parts).mean() for parts in errors.values()] or [torch.tensor(0.0)])

@@ -8,7 +8,8 @@ import grpo_core as grpo
 @grpo.hookimpl
 def grpo_losses() -> dict[str, str]:
     names = ("distillation", "gspo", "cispo", "sapo", "vespo", "reinforce", "dppo")
-    return {name: f"grpo_plugin_algorithms.losses:{name}" for name in names}
+    further = {name: f"grpo_plugin_algorithms.losses:{name}" for name in names}
+    return {"grpo": "grpo_plugin_algorithms.clipped:grpo", **further}
 
 
 @grpo.hookimpl

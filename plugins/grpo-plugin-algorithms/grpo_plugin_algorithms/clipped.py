@@ -1,13 +1,13 @@
-"""The default loss: its objective, and the options that all losses share."""
+"""The loss ``grpo`` with the options that all losses share; with its own alone it is that of the core."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from grpo_core.loss import LossInputs
-from grpo_core.losses.ranges import SHARE, Range
-from grpo_core.losses.ratios import policy_ratio
-from grpo_core.losses.terms import Objective, composed
+from grpo_core import LossInputs
+from grpo_plugin_algorithms.ranges import SHARE, Range
+from grpo_plugin_algorithms.ratios import policy_ratio
+from grpo_plugin_algorithms.terms import Objective, composed
 
 if TYPE_CHECKING:
     from torch import Tensor

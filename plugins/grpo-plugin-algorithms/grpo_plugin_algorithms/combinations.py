@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from attrs import frozen
 
-from grpo_core.loss import LossSetting
-from grpo_core.losses.ranges import FINITE, Range
+from grpo_core.losses import LossSetting
+from grpo_plugin_algorithms.ranges import FINITE, Range
 
 Lack = Literal["ratio", "proximal"]
 """A thing that an objective does not have: a ratio, or a use of the proximal logprobs besides its weights."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from grpo_core.losses._tensors import bounded_exp, means, sums
+from grpo_plugin_algorithms.tensors import bounded_exp, means, sums
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,8 +71,3 @@ def off_policy_kept(
     """
     distance = means((generation - policy).detach(), sequences)
     return (advantages >= 0) | (distance <= limit)
-
-
-def token_errors(proximal: Tensor, generation: Tensor) -> Tensor:
-    """Compute exp(|proximal - generation|) of each token; 1 means that trainer and engine agree."""
-    return (proximal - generation).detach().abs().clamp(max=80.0).exp()

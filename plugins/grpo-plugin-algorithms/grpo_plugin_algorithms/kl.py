@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from grpo_core.losses._tensors import LIMIT
+from grpo_plugin_algorithms.tensors import LIMIT
 
 if TYPE_CHECKING:
     from torch import Tensor

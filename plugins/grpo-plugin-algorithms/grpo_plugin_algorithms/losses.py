@@ -6,17 +6,16 @@ import math
 from typing import TYPE_CHECKING, Literal
 
 import grpo_core as grpo
-from grpo_core.losses import Objective, Range, clipped_objective, composed, policy_ratio
+from grpo_plugin_algorithms.clipped import clipped_objective
+from grpo_plugin_algorithms.ranges import NOT_NEGATIVE, POSITIVE, SHARE, Range
+from grpo_plugin_algorithms.ratios import policy_ratio
+from grpo_plugin_algorithms.tensors import LIMIT
+from grpo_plugin_algorithms.terms import Objective, composed
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-SHARE = Range(at_least=0, at_most=1)
-POSITIVE = Range(above=0)
-NOT_NEGATIVE = Range(at_least=0)
 CLIP = {"clip_low": SHARE, "clip_high": Range(at_least=0, infinite=True)}
-LIMIT = 20.0
-"""Largest log ratio: exp(20) is too large a weight to learn from, but it is finite."""
 
 
 @composed(defaults={"teacher_coefficient": 1.0, "reward_coefficient": 0.0}, within=CLIP)

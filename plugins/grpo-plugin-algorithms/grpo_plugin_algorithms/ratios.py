@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from grpo_core.losses._tensors import bounded_exp, means
+from grpo_plugin_algorithms.tensors import bounded_exp, means
 
 if TYPE_CHECKING:
     from torch import Tensor

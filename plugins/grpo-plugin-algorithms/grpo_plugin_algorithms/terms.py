@@ -13,17 +13,18 @@ from typing import TYPE_CHECKING, Any, Literal
 import attrs
 from attrs import evolve, field, frozen
 
-from grpo_core.loss import LossInputs, LossSetting, needs, options_checked_by
-from grpo_core.losses._tensors import bounded_exp
-from grpo_core.losses.combinations import Declared, Lack, problems
-from grpo_core.losses.corrections import BY_SEQUENCE, importance_weights, off_policy_kept
-from grpo_core.losses.kl import kl_estimate, score_weights
-from grpo_core.losses.ranges import FINITE, NOT_NEGATIVE, POSITIVE, Range
+from grpo_core import LossInputs, needs
+from grpo_core.losses import LossSetting, options_checked_by
+from grpo_plugin_algorithms.combinations import Declared, Lack, problems
+from grpo_plugin_algorithms.corrections import BY_SEQUENCE, importance_weights, off_policy_kept
+from grpo_plugin_algorithms.kl import kl_estimate, score_weights
+from grpo_plugin_algorithms.ranges import FINITE, NOT_NEGATIVE, POSITIVE, Range
+from grpo_plugin_algorithms.tensors import bounded_exp
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from grpo_core.loss import LossOutput
+    LossOutput = tuple[Tensor, dict[str, Tensor]]
 
 
 def _option(default: Any, meaning: str, within: Range = FINITE) -> Any:
@@ -35,7 +36,7 @@ FACTOR = Range(at_least=0, why="since a negative factor would push the policy aw
 
 @frozen(kw_only=True)
 class Terms:
-    """The options that all losses of the core share."""
+    """The options that all losses share."""
 
     correction: Literal[
         "off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"

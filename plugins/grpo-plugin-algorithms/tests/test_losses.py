@@ -18,10 +18,14 @@ from grpo_core.config import build
 from grpo_core.errors import ConfigError
 from grpo_core.loss import LossInputs, LossSetting, needs_of, problems_of
 from grpo_plugin_algorithms import losses as further
+from grpo_plugin_algorithms.clipped import clipped_loss, grpo
+from grpo_plugin_algorithms.corrections import off_policy_kept
+from grpo_plugin_algorithms.ranges import Range
+from grpo_plugin_algorithms.terms import Objective, composed
 from grpo_plugin_devkit.objectives import LossContract, check_loss
 
 NAMED = (
-    losses.grpo,
+    grpo,
     further.gspo,
     further.cispo,
     further.sapo,
@@ -29,7 +33,7 @@ NAMED = (
     further.reinforce,
     further.dppo,
 )
-CLIPPED = (losses.grpo, further.cispo, further.sapo)
+CLIPPED = (grpo, further.cispo, further.sapo)
 
 SHARED: list[dict[str, Any]] = [
     {},
@@ -73,12 +77,12 @@ def one_thread() -> Iterator[None]:
 
 
 def cases() -> list[Any]:
-    made = [(losses.grpo, options) for options in SHARED]
-    made += [(loss, {}) for loss in NAMED if loss is not losses.grpo]
+    made = [(grpo, options) for options in SHARED]
+    made += [(loss, {}) for loss in NAMED if loss is not grpo]
     made += [(further.distillation, {})]
     made += [(loss, ALL_TERMS) for loss in NAMED]
-    made += [(losses.grpo, options) for options in (*CORRECTED, {"on_policy": True}, {"ratio_cap": 1.1})]
-    made += [(losses.grpo, {"ratio": "sequence_token", "dual_clip": 1.1})]
+    made += [(grpo, options) for options in (*CORRECTED, {"on_policy": True}, {"ratio_cap": 1.1})]
+    made += [(grpo, {"ratio": "sequence_token", "dual_clip": 1.1})]
     made += [(loss, {"ratio": "sequence"}) for loss in CLIPPED]
     return [
         pytest.param(loss, options, id=f"{loss.__name__}-{','.join(map(str, options.values()))}")
@@ -121,7 +125,7 @@ def test_a_common_shift_of_all_logprobs_changes_no_ratio(loss: Any) -> None:
     torch.testing.assert_close(*gradients)
 
 
-@pytest.mark.parametrize("loss", [losses.grpo, further.gspo, further.sapo, further.reinforce, further.dppo])
+@pytest.mark.parametrize("loss", [grpo, further.gspo, further.sapo, further.reinforce, further.dppo])
 def test_on_policy_the_gradient_is_the_policy_gradient(loss: Any) -> None:
     given = inputs(loss, {})
     same = given.policy_logprobs.detach()
@@ -198,24 +202,24 @@ def test_an_update_without_trained_tokens_has_the_loss_0(aggregation: str, empty
 @pytest.mark.parametrize(
     ("loss", "options", "setting", "message"),
     [
-        (losses.grpo, {"kl_estimator": "k1"}, {}, "kl_estimator does nothing without kl_coefficient"),
-        (losses.grpo, {"kl_coefficient": 1.0, "kl_in": "reward", "kl_weight": "none"}, {}, "has none"),
-        (losses.grpo, {"entropy_delta": 0.1}, {}, "does nothing without entropy_target"),
-        (losses.grpo, {"entropy_target": 0.0}, {}, "has to be above 0"),
-        (losses.grpo, {"entropy_target": 1.0, "entropy_min": 0.1}, {}, "is not between entropy_min"),
-        (losses.grpo, {"teacher_clip": 1.0}, {}, "does nothing without teacher_coefficient"),
-        (losses.grpo, {"reward_coefficient": 0.0}, {}, "nothing to learn from"),
+        (grpo, {"kl_estimator": "k1"}, {}, "kl_estimator does nothing without kl_coefficient"),
+        (grpo, {"kl_coefficient": 1.0, "kl_in": "reward", "kl_weight": "none"}, {}, "has none"),
+        (grpo, {"entropy_delta": 0.1}, {}, "does nothing without entropy_target"),
+        (grpo, {"entropy_target": 0.0}, {}, "has to be above 0"),
+        (grpo, {"entropy_target": 1.0, "entropy_min": 0.1}, {}, "is not between entropy_min"),
+        (grpo, {"teacher_clip": 1.0}, {}, "does nothing without teacher_coefficient"),
+        (grpo, {"reward_coefficient": 0.0}, {}, "nothing to learn from"),
         (further.distillation, {"teacher_clip": -1.0}, {}, "has to be above 0"),
         (further.distillation, {"teacher_coefficient": -1.0}, {}, "push the policy away"),
         (further.distillation, {"reward_coefficient": -1.0}, {}, "reward failures"),
-        (losses.grpo, {"correction": "off", "importance_cap": 3.0}, {}, "does not compute"),
-        (losses.grpo, {"correction": "token_mask"}, {"proximal": "generation"}, "does nothing"),
-        (losses.grpo, {"importance_floor": 3.0}, {}, "is above importance_cap"),
-        (losses.grpo, {"on_policy": True}, {"updates_per_step": 2}, "nothing would bound 2 updates"),
-        (losses.grpo, {"dual_clip": 1.0}, {}, "has to be above 1"),
-        (losses.grpo, {"ratio_cap": 0.9}, {}, "has to be above 1"),
-        (losses.grpo, {"top_entropy": 1.5}, {}, "a share of tokens"),
-        (losses.grpo, {"off_policy_limit": 0.0}, {}, "above 0"),
+        (grpo, {"correction": "off", "importance_cap": 3.0}, {}, "does not compute"),
+        (grpo, {"correction": "token_mask"}, {"proximal": "generation"}, "does nothing"),
+        (grpo, {"importance_floor": 3.0}, {}, "is above importance_cap"),
+        (grpo, {"on_policy": True}, {"updates_per_step": 2}, "nothing would bound 2 updates"),
+        (grpo, {"dual_clip": 1.0}, {}, "has to be above 1"),
+        (grpo, {"ratio_cap": 0.9}, {}, "has to be above 1"),
+        (grpo, {"top_entropy": 1.5}, {}, "a share of tokens"),
+        (grpo, {"off_policy_limit": 0.0}, {}, "above 0"),
         (further.sapo, {"nll_coefficient": -1.0}, {}, "would push the policy away"),
         (further.vespo, {"correction": "sequence_mask"}, {}, "expected 'off' or 'token_truncate' or"),
         (further.dppo, {"correction": "token_mask"}, {}, "expected 'off'"),
@@ -233,17 +237,17 @@ def test_options_that_make_no_sense_together_are_refused(
 @pytest.mark.parametrize(
     ("loss", "option", "value", "expected"),
     [
-        (losses.grpo, "clip_low", -0.5, "from 0 to 1"),
-        (losses.grpo, "clip_low", 1.5, "from 0 to 1"),
+        (grpo, "clip_low", -0.5, "from 0 to 1"),
+        (grpo, "clip_low", 1.5, "from 0 to 1"),
         (further.gspo, "clip_low", -1e-4, "from 0 to 1"),
         (further.distillation, "clip_low", 2, "from 0 to 1"),
         (further.cispo, "clip_low", 1.5, "from 0 to 1"),
-        (losses.grpo, "clip_high", -0.1, "at least 0"),
+        (grpo, "clip_high", -0.1, "at least 0"),
         (further.gspo, "clip_high", -0.1, "at least 0"),
         (further.distillation, "clip_high", -0.1, "at least 0"),
         (further.cispo, "clip_high", -0.1, "at least 0"),
-        (losses.grpo, "importance_cap", 0.0, "above 0"),
-        (losses.grpo, "importance_floor", -1.0, "at least 0"),
+        (grpo, "importance_cap", 0.0, "above 0"),
+        (grpo, "importance_floor", -1.0, "at least 0"),
         (further.sapo, "temperature_positive", 0.0, "above 0"),
         (further.sapo, "temperature_negative", -1.0, "above 0"),
         (further.vespo, "k_positive", -1.0, "at least 0"),
@@ -253,8 +257,8 @@ def test_options_that_make_no_sense_together_are_refused(
         (further.dppo, "mask_low", -1.0, "from 0 to 1"),
         (further.dppo, "mask_high", 1.5, "from 0 to 1"),
         (further.dppo, "drift_coefficient", -1.0, "at least 0"),
-        (losses.grpo, "top_entropy", 0.0, "above 0 and at most 1"),
-        (losses.grpo, "kl_coefficient", -0.1, "at least 0"),
+        (grpo, "top_entropy", 0.0, "above 0 and at most 1"),
+        (grpo, "kl_coefficient", -0.1, "at least 0"),
     ],
 )
 def test_an_option_out_of_its_range_is_refused(loss: Any, option: str, value: float, expected: str) -> None:
@@ -265,7 +269,7 @@ def test_an_option_out_of_its_range_is_refused(loss: Any, option: str, value: fl
 @pytest.mark.parametrize("value", [0.0, -1.0])
 @pytest.mark.parametrize("option", ["kl_input_clamp", "kl_output_clamp"])
 def test_a_divergence_is_clamped_to_more_than_0(option: str, value: float) -> None:
-    (problem,) = problems_of(losses.grpo, {"kl_coefficient": 0.1, option: value}, LossSetting())
+    (problem,) = problems_of(grpo, {"kl_coefficient": 0.1, option: value}, LossSetting())
     assert problem == f"{option} = {value}: it has to be above 0"
 
 
@@ -285,9 +289,9 @@ def test_an_option_of_a_loss_is_a_finite_number(loss: Any) -> None:
 @pytest.mark.parametrize(
     ("loss", "options", "setting"),
     [
-        (losses.grpo, {"on_policy": True, "correction": "token_mask"}, {"proximal": "generation"}),
-        (losses.grpo, {"on_policy": True, "importance_cap": 5.0}, {"proximal": "generation"}),
-        (losses.grpo, {"clip_low": 0.0, "clip_high": 0, "kl_coefficient": 0}, {}),
+        (grpo, {"on_policy": True, "correction": "token_mask"}, {"proximal": "generation"}),
+        (grpo, {"on_policy": True, "importance_cap": 5.0}, {"proximal": "generation"}),
+        (grpo, {"clip_low": 0.0, "clip_high": 0, "kl_coefficient": 0}, {}),
         (further.cispo, {"clip_low": 1, "clip_high": inf}, {}),
         (further.dppo, {"mask_low": 0.0, "mask_high": 1.0, "drift_coefficient": 0.0}, {}),
         (further.reinforce, {"kl_coefficient": 0.1, "kl_weight": "generation"}, {}),
@@ -300,9 +304,9 @@ def test_what_has_an_effect_is_not_refused(
 
 
 def test_with_on_policy_a_correction_has_an_effect_whatever_the_proximal_logprobs_are() -> None:
-    given = inputs(losses.grpo, {})
+    given = inputs(grpo, {})
     given = evolve(given, proximal_logprobs=given.generation_logprobs)
-    one, other = (losses.grpo(given, on_policy=True, correction=kind)[0] for kind in ("off", "token_mask"))
+    one, other = (grpo(given, on_policy=True, correction=kind)[0] for kind in ("off", "token_mask"))
     assert not torch.equal(one, other)
 
 
@@ -314,8 +318,8 @@ def test_a_loss_with_its_defaults_is_never_refused(loss: Any, proximal: str) -> 
 
 
 def test_an_objective_of_a_plugin_says_what_its_options_may_be() -> None:
-    @losses.composed(lacks=["ratio"], within={"power": losses.Range(above=0, why="since it is a power")})
-    def mine(given: LossInputs, weights: Any, *, power: float = 1.0, rest: float = 0.0) -> losses.Objective:
+    @composed(lacks=["ratio"], within={"power": Range(above=0, why="since it is a power")})
+    def mine(given: LossInputs, weights: Any, *, power: float = 1.0, rest: float = 0.0) -> Objective:
         """Compute no loss."""
         raise NotImplementedError
 
@@ -336,12 +340,12 @@ def test_a_constant_goes_with_its_aggregation_and_with_no_other() -> None:
 
 
 def test_needs_follow_from_the_options() -> None:
-    assert needs_of(losses.grpo, {}) == frozenset()
+    assert needs_of(grpo, {}) == frozenset()
     assert needs_of(further.gspo, {}) == {"sequences"}
-    assert needs_of(losses.grpo, {"ratio": "sequence"}) == {"sequences"}
-    assert needs_of(losses.grpo, {"correction": "geometric_mask"}) == {"sequences"}
-    assert needs_of(losses.grpo, {"entropy_coefficient": 0.1}) == {"entropy", "all_rows"}
-    assert needs_of(losses.grpo, {"teacher_coefficient": 0.1}) == {"teacher", "all_rows"}
+    assert needs_of(grpo, {"ratio": "sequence"}) == {"sequences"}
+    assert needs_of(grpo, {"correction": "geometric_mask"}) == {"sequences"}
+    assert needs_of(grpo, {"entropy_coefficient": 0.1}) == {"entropy", "all_rows"}
+    assert needs_of(grpo, {"teacher_coefficient": 0.1}) == {"teacher", "all_rows"}
     assert needs_of(further.distillation, {}) == {"teacher", "all_rows"}
     assert needs_of(further.distillation, {"teacher_coefficient": 0.0}) == frozenset()
     assert needs_of(further.cispo, {"top_entropy": 0.2}) == {"update_entropies"}
@@ -351,7 +355,7 @@ def test_needs_follow_from_the_options() -> None:
 
 
 def control(**options: Any) -> losses.EntropyControl:
-    return losses.EntropyControl.of(losses.grpo, {"entropy_target": 1.0, **options})
+    return losses.EntropyControl.of(grpo, {"entropy_target": 1.0, **options})
 
 
 def test_the_coefficient_rises_below_the_target_falls_above_it_and_applies_only_below() -> None:
@@ -381,9 +385,9 @@ def test_the_coefficient_stays_between_its_bounds_and_moves_by_one_delta(
 
 @pytest.mark.parametrize("options", [{}, {"top_entropy": 0.4}], ids=["all tokens", "the most uncertain"])
 def test_the_bonus_is_that_of_the_coefficient_that_the_trainer_gives(options: dict[str, Any]) -> None:
-    given = evolve(inputs(losses.grpo, {"entropy_target": 1.0, **options}), entropy_coefficient=0.3)
-    found, metrics = losses.grpo(given, entropy_target=1.0, **options)
-    plain, _ = losses.grpo(given, entropy_coefficient=0.3, **options)
+    given = evolve(inputs(grpo, {"entropy_target": 1.0, **options}), entropy_coefficient=0.3)
+    found, metrics = grpo(given, entropy_target=1.0, **options)
+    plain, _ = grpo(given, entropy_coefficient=0.3, **options)
     torch.testing.assert_close(found, plain)
     assert given.entropy is not None
     entropies = given.entropy.detach()
@@ -399,7 +403,7 @@ def test_distillation_is_grpo_whose_advantages_are_those_of_the_formula() -> Non
     given = inputs(further.distillation, {})
     assert given.teacher_logprobs is not None
     by_formula = given.teacher_logprobs - given.proximal_logprobs
-    expected, _ = losses.grpo(evolve(given, advantages=by_formula))
+    expected, _ = grpo(evolve(given, advantages=by_formula))
     found, metrics = further.distillation(given)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(metrics["teacher_kl"], -by_formula)
@@ -439,9 +443,9 @@ def test_a_sequence_with_a_negative_advantage_is_left_out_if_the_policy_has_left
     policy = torch.tensor([-1.5, -1.1, -1.5, -1.1, -0.2])
     advantages = torch.tensor([-1.0, -1.0, 1.0, 0.0, -1.0])
     sequences = torch.tensor([0, 0, 1, 1, 2])
-    kept = losses.off_policy_kept(policy, generation, advantages, sequences, limit=0.25)
+    kept = off_policy_kept(policy, generation, advantages, sequences, limit=0.25)
     assert kept.tolist() == [False, False, True, True, True]
-    kept = losses.off_policy_kept(policy, generation, advantages, sequences, limit=0.35)
+    kept = off_policy_kept(policy, generation, advantages, sequences, limit=0.35)
     assert kept.tolist() == [True] * 5
 
 
@@ -470,7 +474,7 @@ def test_a_token_that_moved_where_its_advantage_pushes_it_is_dropped_by_dppo() -
 @pytest.mark.parametrize(
     ("part", "loss"),
     [
-        (losses.clipped_loss, losses.grpo),
+        (clipped_loss, grpo),
         (further.dppo_kept, further.dppo),
     ],
 )

@@ -14,17 +14,20 @@ from torch import Tensor
 
 from grpo_core import losses
 from grpo_plugin_algorithms import losses as further
+from grpo_plugin_algorithms.clipped import grpo
 
-VECTORS = json.loads(gzip.decompress((Path(__file__).parent / "vectors" / "trl.json.gz").read_bytes()))
+VECTORS = json.loads(
+    gzip.decompress((Path(__file__).parents[3] / "tests" / "vectors" / "trl.json.gz").read_bytes())
+)
 CASES = VECTORS["cases"]
 TOLERANCE = 1e-6
 
 LOSSES: dict[str, tuple[Callable[..., Any], str]] = {
-    "grpo": (losses.grpo, "sequence"),
-    "bnpo": (losses.grpo, "token"),
-    "dapo": (losses.grpo, "token"),
-    "dr_grpo": (losses.grpo, "constant"),
-    "luspo": (losses.grpo, "constant"),
+    "grpo": (grpo, "sequence"),
+    "bnpo": (grpo, "token"),
+    "dapo": (grpo, "token"),
+    "dr_grpo": (grpo, "constant"),
+    "luspo": (grpo, "constant"),
     "cispo": (further.cispo, "token"),
     "sapo": (further.sapo, "sequence"),
     "vespo": (further.vespo, "token"),

@@ -1,0 +1,98 @@
+"""The default loss: the clipped policy gradient of GRPO, corrected for older weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from grpo_core.loss import LossInputs, LossSetting, needs, options_checked_by
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from grpo_core.loss import LossOutput
+
+LIMIT = 20.0
+"""Largest log ratio: exp(20) is too large a weight to learn from, but it is finite."""
+
+
+def _problems(given: Mapping[str, Any], setting: LossSetting) -> Iterator[str]:
+    """Say which options are out of range, or do nothing."""
+    for name, value in given.items():
+        if not 0 <= value < float("inf") and not (name.endswith(("high", "cap")) and value > 0):
+            yield f"{name} = {value}: it has to be a finite number of at least 0"
+    if given.get("clip_low", 0) > 1:
+        yield f"clip_low = {given['clip_low']}: it has to be from 0 to 1"
+    if given.get("importance_cap", 1) == 0:
+        yield "importance_cap = 0: it has to be above 0"
+    elif "importance_cap" in given and setting.proximal == "generation":
+        yield (
+            "importance_cap does nothing with trainer.proximal = 'generation': proximal / generation is 1. "
+            "Leave it out, or recompute the proximal logprobs"
+        )
+
+
+@options_checked_by(_problems)
+@needs("reference", "all_rows", when="kl_coefficient")
+def grpo(
+    inputs: LossInputs,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+    importance_cap: float = 2.0,
+    kl_coefficient: float = 0.0,
+) -> LossOutput:
+    """Clipped policy gradient with a correction for tokens that older weights sampled.
+
+    With r = policy / proximal, w = min(proximal / generation, ``importance_cap``) and advantage A, a
+    token's loss is::
+
+        - w min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
+
+    the decoupled objective (AReaL, arXiv 2505.24298 eq. 5) with a truncated importance weight (IMPALA, arXiv
+    1802.01561).  The clip bounds how far a step moves from where it began, the weight corrects for who
+    sampled.  Where proximal is generation, w is 1 and this is PPO's objective (arXiv 1707.06347 eq. 7); an
+    asymmetric clip is DAPO's (arXiv 2503.14476).  ``grpo-plugin-algorithms`` replaces this loss by one with
+    the same results and more options.
+
+    Metrics: ``clip_fraction_low``, ``clip_fraction_high`` (tokens whose gradient the clip removes),
+    ``importance_weight_mean``, ``importance_weight_max`` (after the bound), ``kl``.
+
+    Args:
+        inputs: the sampled tokens of one micro-batch.
+        clip_low: the ratio of a token with a negative advantage is clipped below 1 minus this.
+        clip_high: the ratio of a token with a positive advantage is clipped above 1 plus this.
+        importance_cap: upper bound of the importance weight.
+        kl_coefficient: factor of the KL divergence to the reference model; 0 needs no reference model.
+    """
+    policy, proximal, advantages = inputs.policy_logprobs, inputs.proximal_logprobs, inputs.advantages
+    ratio = bounded_exp(policy - proximal)
+    weights = bounded_exp((proximal - inputs.generation_logprobs).detach()).clamp(max=importance_cap)
+    objective = (ratio * advantages).minimum(ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    losses = -weights * objective
+    metrics = {
+        "clip_fraction_low": ((ratio < 1 - clip_low) & (advantages < 0)).to(ratio.dtype),
+        "clip_fraction_high": ((ratio > 1 + clip_high) & (advantages > 0)).to(ratio.dtype),
+        "importance_weight_mean": weights,
+        "importance_weight_max": weights,
+    }
+    if kl_coefficient and inputs.reference_logprobs is not None:
+        kl = _kl(policy, inputs.reference_logprobs)
+        losses = losses + kl_coefficient * kl
+        metrics["kl"] = kl.detach()
+    return losses, metrics
+
+
+def _kl(policy: Tensor, reference: Tensor) -> Tensor:
+    """Estimate KL(policy, reference) by exp(d) - d - 1 with d = reference - policy (http://joschu.net).
+
+    It is weighted by 1 with the gradient of the logprobs, so that the gradient is that of the divergence
+    (arXiv 2506.09477).
+    """
+    d = (reference - policy).clamp(-LIMIT, LIMIT)
+    return bounded_exp(policy - policy.detach()) * (d.exp() - d - 1)
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """Compute exp of a log ratio within ``LIMIT``."""
+    return log_ratio.clamp(-LIMIT, LIMIT).exp()
