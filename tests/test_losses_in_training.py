@@ -327,4 +327,4 @@ def test_sections_that_contradict_each_other_are_refused(
 ) -> None:
     config = build([{"trainer": trainer, "loss": {"options": options}}])
     with pytest.raises(ConfigError, match=message):
-        preflight._check_loss(Parts(config, PluginHost.discover(())))
+        preflight._check_loss(Parts(config, PluginHost.discover(["algorithms"])))
