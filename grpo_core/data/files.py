@@ -21,9 +21,6 @@ from grpo_core.messages import without_nulls
 LINES = (".jsonl", ".ndjson")
 TABLES = (".csv", ".tsv", ".parquet", ".arrow", ".feather", ".ipc")
 """Suffixes of tables, which pyarrow reads."""
-DEEPEST = 100
-"""Levels of lists and objects of a row: what is nested deeper cannot be sent to another process."""
-
 PART = 1024
 """Number of rows of a table that are converted at once when all are read."""
 
@@ -81,15 +78,8 @@ class JsonLines:
         where = f"{self._who} {str(self._path)!r}, row {index + 1}"
         try:
             row = json.loads(text)
-            deep = text.count(b"[") + text.count(b"{") > DEEPEST and _is_deep(row)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{where}: no JSON: {error}") from None
-        except RecursionError:
-            deep = True
-        if deep:
-            raise ConfigError(
-                f"{where}: is nested more than {DEEPEST} deep; expected less, or a text of JSON"
-            )
         if not isinstance(row, dict):
             raise ConfigError(f"{where}: {row!r:.60}, expected an object")
         return row
@@ -111,19 +101,6 @@ class JsonLines:
 def is_null(value: Any) -> bool:
     """Return whether a field has no value: null, or NaN, which pandas writes for it."""
     return value is None or (isinstance(value, float) and math.isnan(value))
-
-
-def _is_deep(value: Any) -> bool:
-    """Return whether lists and objects are nested more than ``DEEPEST`` deep."""
-    level = [value] if isinstance(value, dict | list) else []
-    for _ in range(DEEPEST + 1):
-        level = [
-            inner
-            for each in level
-            for inner in (each.values() if isinstance(each, dict) else each)
-            if isinstance(inner, dict | list)
-        ]
-    return bool(level)
 
 
 class _DataSet:

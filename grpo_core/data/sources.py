@@ -160,23 +160,18 @@ class Source(Sequence[Prompt]):
             yield place, prompt
 
     def _unique(self, rows: Rows, prompts: Iterator[tuple[int, Prompt]]) -> Iterator[Prompt]:
-        """Yield the prompts.  Raises ConfigError at the end if two have the same id.
-
-        Eight bytes of each id are kept: a dictionary of five million ids would take more than half a GB.
-        """
-        hashes = array("q")
-        for _, prompt in prompts:
-            hashes.append(hash(prompt.id))
+        """Yield the prompts.  Raises ConfigError for one that has the id of another."""
+        seen: set[int] = set()  # hashes, since five million ids would take half a GB
+        for place, prompt in prompts:
+            if (found := hash(prompt.id)) in seen:
+                same = (other for other in self._kept if self._prompt(rows[other], other).id == prompt.id)
+                if (other := next(same)) != place:
+                    raise ConfigError(
+                        f"{self._place(place)}: has the id {prompt.id!r}, as row {other + 1}; ids are unique "
+                        "in a task (source.id names their field)"
+                    )
+            seen.add(found)
             yield prompt
-        seen: dict[str, int] = {}
-        for nth in _repeated(hashes):
-            place = self._kept[nth]
-            id = self._prompt(rows[place], place).id
-            if (other := seen.setdefault(id, place)) != place:
-                raise ConfigError(
-                    f"{self._place(place)}: has the id {id!r}, as row {other + 1}; ids are unique in "
-                    "a task (source.id names their field)"
-                )
 
     def prompt_of(self, row: Mapping[str, Any], place: int) -> Prompt | None:
         """Return the prompt of any row, or None if ``where`` leaves it out.  Raises ConfigError."""
@@ -234,18 +229,6 @@ class Source(Sequence[Prompt]):
 
     def _place(self, place: int) -> str:
         return f"task {self._task!r}: {self._what} {self._path!r}, row {place + 1}"
-
-
-def _repeated(hashes: array[int]) -> list[int]:
-    """Return the places of numbers that occur more than once, in order."""
-    import numpy as np
-
-    if not hashes:
-        return []
-    found = np.frombuffer(hashes, dtype=np.int64)
-    ordered = np.sort(found)
-    twice = ordered[1:][ordered[1:] == ordered[:-1]]
-    return [int(nth) for nth in np.flatnonzero(np.isin(found, twice))] if len(twice) else []
 
 
 def missing(value: Any) -> bool:

@@ -5,26 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from attrs import frozen
-
 MANY = 0.05
 """Missing scores that could move a measurement by more than this leave it without a value."""
 RESAMPLES = 1000
 """Number of bootstrap resamples: enough for two digits of a 95 % interval."""
 
 
-@frozen
-class Interval:
-    """The range of a mean under resampling of the prompts."""
-
-    low: float
-    high: float
-
-
 def interval(
     values: Sequence[float], *, seed: int, confidence: float = 0.95, resamples: int = RESAMPLES
-) -> Interval:
-    """Return the percentile bootstrap interval of the mean (Efron 1979).
+) -> tuple[float, float]:
+    """Return the ends of the percentile bootstrap interval of the mean (Efron 1979).
 
     The result depends on the values, not on their order, and on the seed.  Equal values give an interval of
     zero width: these prompts are alike, which does not mean that all are.
@@ -42,7 +32,7 @@ def interval(
     drawn = np.random.default_rng(seed).multinomial(len(values), counts / len(values), size=resamples)
     tail = (1.0 - confidence) / 2.0
     low, high = np.quantile(drawn @ distinct / len(values), [tail, 1.0 - tail])
-    return Interval(float(low), float(high))
+    return float(low), float(high)
 
 
 def mean_with_interval(
@@ -73,8 +63,8 @@ def mean_with_interval(
         return {}
     lows, highs = lows or values, highs or values
     least, most = fmean(lows), fmean(highs)
-    low = interval(lows, seed=seed, confidence=confidence).low
-    high = interval(highs, seed=seed, confidence=confidence).high
+    low = interval(lows, seed=seed, confidence=confidence)[0]
+    high = interval(highs, seed=seed, confidence=confidence)[1]
     ends = {f"{name}_low": min(low, least), f"{name}_high": max(high, most)}
     if not values or most - least > limit:
         return ends

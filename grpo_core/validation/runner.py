@@ -31,22 +31,6 @@ FEEDBACK_RETRIES = 2
 """Number of times at most that a rollout is played again because its environment gave it no reward."""
 
 
-@define(eq=False)
-class Tally:
-    """Counts of a task's rollouts by their outcome."""
-
-    rollouts: int = 0
-    errors: int = 0
-    """Number of unscored rollouts."""
-    first: str = ""
-    """The first of them."""
-
-    def counts(self) -> dict[str, float]:
-        """Return the metrics of what is missing."""
-        unscored = {"unscored": self.errors / self.rollouts} if self.errors else {}
-        return {"errors": float(self.errors), **unscored}
-
-
 @define(kw_only=True, eq=False)
 class Context:
     """The ``ValidationContext`` of a strategy: one version, held-out prompts and ``rollout``."""
@@ -67,7 +51,6 @@ class Context:
     """Smallest size of a group where the environment compares rollouts."""
     places: Slots = field(factory=lambda: Slots(UNLIMITED))
     """Limits how many rollouts are played at the same time, with those of training."""
-    tallies: dict[str, Tally] = field(init=False, factory=dict)
     played: list[tuple[Prompt, Rollout]] = field(init=False, factory=list)
     """All rollouts so far, each with its prompt."""
     _asked: Counter[tuple[str, str]] = field(init=False, factory=Counter)
@@ -130,8 +113,7 @@ class Context:
         self._check_versions(rollouts)
         self._extend()
         own = [request for each in measured for request in each]
-        for request in own:
-            self._observe(request, found[id(request)])
+        self.played += [(request.prompt, found[id(request)]) for request in own]
         return [found[id(request)] for request in own]
 
     @contextlib.asynccontextmanager
@@ -238,14 +220,6 @@ class Context:
             )
         ]
 
-    def _observe(self, request: RolloutRequest, rollout: Rollout) -> None:
-        self.played.append((request.prompt, rollout))
-        tally = self.tallies.setdefault(request.prompt.environment, Tally())
-        tally.rollouts += 1
-        if rollout.reward is None:
-            tally.errors += 1
-            tally.first = tally.first or rollout.error or "unscored"
-
     def _check_versions(self, rollouts: Sequence[Rollout]) -> None:
         versions = sampled_versions(rollouts)
         others = set(versions[versions != self.version].tolist())
@@ -315,13 +289,19 @@ async def run_strategy(
             f"{context.patience:g} s, twice validation.deadline; look for what it waits for"
         ) from None
     _check(name, results, context.prompts)
-    for task, tally in context.tallies.items():
-        if tally.errors == tally.rollouts:
+    played: dict[str, list[Rollout]] = {}
+    for prompt, rollout in context.played:
+        played.setdefault(prompt.environment, []).append(rollout)
+    counts: dict[str, dict[str, float]] = {}
+    for task, rollouts in played.items():
+        unscored = [rollout for rollout in rollouts if rollout.reward is None]
+        if len(unscored) == len(rollouts):
             raise PluginError(
-                f"task {task!r}: none of the {tally.rollouts} rollouts of the validation strategy {name!r} "
-                f"received feedback; the first one: {tally.first}"
+                f"task {task!r}: none of the {len(rollouts)} rollouts of the validation strategy {name!r} "
+                f"received feedback; the first one: {unscored[0].error or 'unscored'}"
             )
-    counts = {task: tally.counts() for task, tally in context.tallies.items()}
+        share = {"unscored": len(unscored) / len(rollouts)} if unscored else {}
+        counts[task] = {"errors": float(len(unscored)), **share}
     return {
         task: {metric: float(value) for metric, value in part.items()} | counts.get(task, {})
         for task, part in results.items()
