@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any, Literal, get_args
 
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -52,9 +51,7 @@ _WIDTH = 32
 _TASK_WIDTH = 16
 """Columns of the picture of a task, beside which its numbers are."""
 _WIDE = 80
-"""Columns of a terminal from which on names, values and pictures are beside each other."""
-_NARROW = 40
-"""Columns of a terminal below which explanations are left out."""
+"""Columns of a terminal from which on there is room for a live view; a narrower one shows lines."""
 _PACE = 20
 """Number of steps that say how long the rest takes."""
 _RECENT = 10
@@ -80,9 +77,10 @@ class TerminalTracker(Tracker):
     """Shows the run on standard output.
 
     Args:
-        view: "live" redraws a few lines, and prints lines where standard output is no terminal; "lines"
-            prints a line for each step and each validation; "quiet" prints warnings and what was survived;
-            "json" prints events as ``events.jsonl`` has them, without those of single prompts.
+        view: "live" redraws a few lines, and prints lines where standard output is no terminal of at least
+            80 columns; "lines" prints a line for each step and each validation; "quiet" prints warnings and
+            what was survived; "json" prints events as ``events.jsonl`` has them, without those of single
+            prompts.
 
     Raises PluginError if there is no such view.
     """
@@ -121,7 +119,7 @@ class TerminalTracker(Tracker):
         self._sample: tuple[str, str, float] | None = None
         self._live = (
             Live(get_renderable=self._draw, console=self.console, refresh_per_second=8, transient=False)
-            if view == "live" and self.console.is_terminal
+            if view == "live" and self.console.is_terminal and self.console.width >= _WIDE
             else None
         )
 
@@ -258,53 +256,28 @@ class TerminalTracker(Tracker):
         return f", about {_clock(max(0.0, fmean(seconds) * left - since))} left"
 
     def _draw(self) -> RenderableType:
-        wide = self.console.width >= _WIDE
-        rows = self._rows(min(_WIDTH, self.console.width))
-        return Group(*([self._head(), _beside(rows)] if wide else [*self._narrow_head(), *self._below(rows)]))
-
-    def _times(self) -> str:
-        """Say how long the run has gone on, and how long it will."""
-        now = time.monotonic()
-        return _clock(now - self._started) + self._left(since=now - self._heard)
-
-    def _progress(self, width: int) -> ProgressBar:
-        return ProgressBar(total=self._steps or None, completed=self._step, width=width)
+        return Group(self._head(), _beside(self._rows()))
 
     def _head(self) -> RenderableType:
+        now = time.monotonic()
+        times = _clock(now - self._started) + self._left(since=now - self._heard)
+        bar = ProgressBar(total=self._steps or None, completed=self._step, width=_WIDTH)
         head = Table.grid(padding=(0, 1))
-        name = Text("grpo-core", style="bold")
-        head.add_row(name, self._progress(_WIDTH), self._place, Text(self._times(), style="dim"))
+        head.add_row(Text("grpo-core", style="bold"), bar, self._place, Text(times, style="dim"))
         return head
 
-    def _narrow_head(self) -> list[RenderableType]:
-        bar = Table.grid()  # a bar alone ends no line
-        bar.add_row(self._progress(min(_WIDTH, self.console.width)))
-        return [
-            Text.assemble(("grpo-core", "bold"), " ", self._place),
-            bar,
-            Text(self._times(), style="dim"),
-        ]
-
-    def _below(self, rows: Sequence[Row]) -> Iterator[RenderableType]:
-        """Draw each picture below its name and value, which are never cut."""
-        explained = self.console.width >= _NARROW
-        for name, value, picture in rows:
-            yield Text.assemble((inert(name), "dim"), "  ", (inert(value), "bold"))
-            if picture and (explained or picture.style != "dim"):
-                yield Padding(picture, (0, 0, 0, 2)) if explained else picture
-
-    def _rows(self, width: int) -> list[Row]:
-        """Return the lines below the head; pictures have at most so many columns."""
+    def _rows(self) -> list[Row]:
+        """Return the lines below the head."""
         rows: list[Row] = []
         if told := self._now.text():
             rows.append(("now", told, Text()))
         if told := self._now.checkpoint():
             rows.append(("checkpoint", told, Text()))
         for task, values in sorted(self._validation.items()):
-            picture = Text(sparkline(values, width=width), style="green")
+            picture = Text(sparkline(values), style="green")
             rows.append((f"validation {task}", self._scores[task], picture))
         if self._recent:
-            rows += [*self._learning(width), *self._speeds()]
+            rows += [*self._learning(), *self._speeds()]
         if self._survived:
             rows.append(("survived", f"{self._survived.total()}", Text(by_kind(self._survived), style="dim")))
         if self._sample:
@@ -313,7 +286,7 @@ class TerminalTracker(Tracker):
         return rows
 
     @staticmethod
-    def _reward(name: str, rewards: Sequence[float], width: int) -> Row:
+    def _reward(name: str, rewards: Sequence[float], width: int = _WIDTH) -> Row:
         low, high = min(0.0, *rewards), max(1.0, *rewards)
         return name, f"{rewards[-1]:.3f}", Text(sparkline(rewards, low, high, width))
 
@@ -331,14 +304,12 @@ class TerminalTracker(Tracker):
             ("tokens/s", f"{self._mean('tokens_per_second/generation'):,.0f}", Text(told, style="dim")),
         ]
 
-    def _learning(self, width: int) -> list[Row]:
+    def _learning(self) -> list[Row]:
         """Return a line about the rewards of each task; of several, with its other numbers."""
         recent = list(self._recent)  # another thread draws
         tasks = sorted({task for metrics in recent for task in _tasks_of(metrics)})
         if len(self._tasks) < 2:
-            return [
-                self._reward("reward", self._rewards[task], width) for task in tasks if task in self._rewards
-            ]
+            return [self._reward("reward", self._rewards[task]) for task in tasks if task in self._rewards]
         rows: list[Row] = []
         for task in tasks:
             last = next(metrics for metrics in reversed(recent) if f"groups/{task}" in metrics)
@@ -346,10 +317,8 @@ class TerminalTracker(Tracker):
             if not (rewards := self._rewards.get(task)):
                 rows.append((f"reward {task}", "", told))
                 continue
-            name, value, picture = self._reward(f"reward {task}", rewards, min(width, _TASK_WIDTH))
-            if self.console.width >= _WIDE:
-                picture = Text.assemble(picture.plain.ljust(_TASK_WIDTH), "  ", told)
-            rows.append((name, value, picture))
+            name, value, picture = self._reward(f"reward {task}", rewards, _TASK_WIDTH)
+            rows.append((name, value, Text.assemble(picture.plain.ljust(_TASK_WIDTH), "  ", told)))
         return rows
 
 
