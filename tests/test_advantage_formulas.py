@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_core import advantages as formulas
-from grpo_core.app.preflight import _check_advantage
 from grpo_core.config import build
 from grpo_core.errors import ConfigError, PluginError
 from grpo_core.loop import advantages
@@ -359,21 +358,23 @@ def test_limits_clip_every_advantage_function() -> None:
 )
 def test_values_of_options_are_checked_before_a_run(name: str, options: dict, message: str) -> None:
     host = PluginHost.discover(allow=["algorithms"])
+
+    def checked() -> None:
+        host.check_options("advantage", name, options)
+        host.check_values("advantage", name, options, group_size=8)
+
     with pytest.raises(PluginError, match=message):
-        _check_advantage(build([{"advantage": {"name": name, "options": options}}]).advantage, 8, host)
+        checked()
 
 
 def test_the_deviation_of_the_step_has_a_ddof_whatever_divides_the_parts() -> None:
     options = {"scale": "none", "ddof": 0, "batch_epsilon": 0.1}
-    config = build([{"advantage": {"name": "gdpo", "options": options}}])
-    _check_advantage(config.advantage, 8, PluginHost.discover(allow=["algorithms"]))
+    PluginHost.discover(allow=["algorithms"]).check_values("advantage", "gdpo", options, group_size=8)
     parts = [[{"a": 1.0}, {"a": 0.0}, {"a": 0.0}]]
     assert further.gdpo(parts, scale="none", ddof=0) != further.gdpo(parts, scale="none", ddof=1)
 
 
 def test_a_limit_that_would_give_equal_rewards_an_advantage_is_refused() -> None:
-    host = PluginHost.discover(allow=["algorithms"])
-    config = build([{"advantage": {"clip_low": 0.5}}])
-    with pytest.raises(ConfigError, match=r"clip_low is 0.5 and advantage.clip_high is None; expected"):
-        _check_advantage(config.advantage, 8, host)
-    _check_advantage(build([{"advantage": {"clip_low": -1.0, "clip_high": 4.0}}]).advantage, 8, host)
+    with pytest.raises(ConfigError, match=r"'clip_low' must be <= 0: 0.5"):
+        build([{"advantage": {"clip_low": 0.5}}])
+    assert build([{"advantage": {"clip_low": -1.0, "clip_high": 4.0}}]).advantage.clip_high == 4.0

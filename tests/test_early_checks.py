@@ -9,10 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from grpo_core.app import preflight
-from grpo_core.config import build
-from grpo_core.plugins.host import PluginHost
-
 pytestmark = pytest.mark.long
 
 GRPO = Path(sys.executable).with_name("grpo-core")
@@ -107,10 +103,6 @@ CHOICES = [
          *option("loss.options.kl_coefficient", "0.1")],
         "with [model.lora] the reference stays where the run began",
     ),
-    (
-        [*option("trainer.tokens_per_microbatch", "100"), *option("rollout.max_tokens", "4000")],
-        "trainer.tokens_per_microbatch = 100: a completion may have 4000 tokens (rollout.max_tokens)",
-    ),
     (["--trainer", "torhc"], "there is no trainer 'torhc'. Did you mean 'torch'?"),
     (["--engine", "./file.py:unreadable"], "no_such_module is not installed: pip install no-such"),
 ]  # fmt: skip
@@ -120,22 +112,6 @@ CHOICES = [
 @pytest.mark.parametrize(("arguments", "message"), CHOICES, ids=str)
 def test_a_choice_that_cannot_be_made_starts_nothing(here, model, arguments, message):
     assert message in refused(here, "train", *ENV, *option("model.path", model), *arguments)
-
-
-@pytest.mark.parametrize(
-    "sections",
-    [
-        {"rollout": {"max_tokens": 16_000}},
-        {"trainer": {"tokens_per_microbatch": 4000}, "rollout": {"max_tokens": 4000}},
-        {
-            "trainer": {"tokens_per_microbatch": 1000},
-            "rollout": {"max_tokens": 4000, "max_total_tokens": 1000},
-        },
-    ],
-    ids=["the budget is the default", "a completion is as long", "a rollout ends before"],
-)
-def test_completions_may_be_as_long_as_a_budget_that_was_chosen(sections):
-    preflight.check(build([{"tasks": {"sort": {"env": "math:sort"}}, **sections}]), PluginHost.discover())
 
 
 @pytest.mark.parametrize(("arguments", "message"), CHOICES[3:4] + CHOICES[8:9], ids=str)

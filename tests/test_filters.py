@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from grpo_core.app.parts import Parts
-from grpo_core.app.preflight import _check_filters
+from grpo_core.app.preflight import check
 from grpo_core.config import build
 from grpo_core.errors import PluginError, SamplingError
 from grpo_core.loop import filters
@@ -47,6 +47,9 @@ def test_a_filter_says_why() -> None:
         "its rollouts have 5.0 sampled tokens on average, fewer than 6"
     )
     assert further.mean_length(mostly, shortest=5, longest=5) is None
+
+
+A_TASK = {"tasks": {"any": {"env": "agent:true"}}}
 
 
 def made(tables: dict[str, Any], **host: Any) -> DynamicSampling | None:
@@ -125,7 +128,7 @@ def test_a_filter_that_returns_no_text_is_named(tmp_path: Any) -> None:
 )
 def test_filters_are_checked_before_a_run(tables: dict[str, Any], message: str) -> None:
     with pytest.raises(PluginError, match=message):
-        _check_filters(build([{"filters": tables}]), PluginHost.discover(allow=["algorithms"]))
+        check(build([{**A_TASK, "filters": tables}]), PluginHost.discover(allow=["algorithms"]))
 
 
 @pytest.mark.parametrize(

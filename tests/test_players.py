@@ -14,7 +14,7 @@ import grpo_core
 import grpo_core as grpo
 from grpo_core.app.placement import LocalPlacement
 from grpo_core.app.tasks import Tasks
-from grpo_core.config import EnvironmentConfig, TaskConfig
+from grpo_core.config import Config, TaskConfig
 from grpo_core.environments.players import make_player
 from grpo_core.errors import ConfigError, GrpoError, PluginError
 from grpo_core.playing import PlayerSetup
@@ -139,7 +139,7 @@ def started(tmp_path, code, **task):
     tasks = {"words": TaskConfig(env=f"{tmp_path}/env.py:Words", **task)}
 
     async def story():
-        around = Tasks.start(tasks, EnvironmentConfig(), LocalPlacement(host), sets={}, logs=None, host=host)
+        around = Tasks.start(Config(tasks=tasks), host, LocalPlacement(host))
         async with around as running:
             return running.environments["words"].player
 

@@ -9,7 +9,7 @@ import pytest
 from grpo_core.app import preflight
 from grpo_core.app.placement import LocalPlacement
 from grpo_core.app.tasks import Tasks
-from grpo_core.config import EnvironmentConfig, SourceConfig, TaskConfig, build
+from grpo_core.config import Config, SourceConfig, TaskConfig, build
 from grpo_core.data.files import read
 from grpo_core.data.loaders import TaskLoader
 from grpo_core.data.sources import Source, find_source
@@ -395,7 +395,7 @@ def with_environment(env, path, look, **config):
     async def story():
         tasks = {"sums": TaskConfig(env=env, source=SourceConfig(path=path, **config))}
         host = PluginHost.discover()
-        around = Tasks.start(tasks, EnvironmentConfig(), LocalPlacement(host), sets={}, logs=None, host=host)
+        around = Tasks.start(Config(tasks=tasks), host, LocalPlacement(host))
         async with around as started:
             prompts = (await started.prompts("train"))["sums"]
             return await look(prompts, started.environments["sums"])

@@ -32,7 +32,6 @@ from grpo_core.app.placement import Placement
 from grpo_core.app.preflight import interval_of
 from grpo_core.app.profile import ProfileTracker
 from grpo_core.app.resume import changed_schedule, identity
-from grpo_core.app.session import started_tasks
 from grpo_core.app.stopping import Stop, interruptions
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config, EngineConfig, as_table
@@ -276,13 +275,13 @@ async def _start(run: RunContext) -> Pipeline:
     parts, directory = Parts(run.start.config, run.plugins), run.directory
     run.placement = parts.placement()
     run.trackers.status("starting the environments")
-    around = started_tasks(
+    around = Tasks.start(
         parts.config,
-        run.placement,
         run.plugins,
+        run.placement,
         sets=parts.config.validation.due_sets,
         logs=directory.logs,
-        more=0 if parts.trainer_here else parts.config.trainer.ranks,
+        ranks=0 if parts.trainer_here else parts.config.trainer.ranks,
     )
     try:
         run.tasks = await run.stack.enter_async_context(around)

@@ -14,12 +14,10 @@ from grpo_core.app.teacher import teacher_model
 from grpo_core.app.workers import of_task, workers_of
 from grpo_core.config import (
     CUTS,
-    AdvantageConfig,
     Config,
     EnvironmentConfig,
     SourceConfig,
     TaskConfig,
-    TrainerConfig,
     ValidationConfig,
 )
 from grpo_core.config.idle import OF_LOSS, idle_keys
@@ -38,7 +36,6 @@ from grpo_core.plugins.offers import Selected
 from grpo_core.processes.interpreters import Interpreter, from_here
 from grpo_core.reporting.selection import check_trackers
 from grpo_core.response_formats import check_response_format
-from grpo_core.training.setup import steps_of_profile
 from grpo_core.validation.target import ADAPTERS
 
 
@@ -55,32 +52,29 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
     for name, task in config.tasks.items():
         _check_environment(f"tasks.{name}", task, config.environment, host, remote=remote)
         check_dataloader(name, task, host)
-        if task.player:
-            host.check_options("player", task.player, task.player_options)
     plugin_state(parts.sampler(), f"sampler {config.sampler.name!r}")  # or the first checkpoint would fail
+    known = {
+        "group_size": config.rollout.group_size,
+        "betas": config.trainer.betas,
+        "section": config.trainer,
+    }
+    for kind, name, options in parts.choices():
+        host.check_options(kind, name, options)
+        if trains or kind != "trainer":
+            host.check_values(kind, name, options, **known)
     for engine in (config.engine, config.validation.engine):
         if engine is not None:
-            host.check_options("engine", engine.name, engine.options)
             workers_of(engine, host)
-    host.check_options("trainer", config.trainer.name, config.trainer.options)
     _check_loss(parts)
     if trains:
         _check_teacher(parts)
-    host.check_options("optimizer", config.optimizer.name, config.optimizer.options)
-    host.check_values(
-        "optimizer", config.optimizer.name, config.optimizer.options, betas=config.trainer.betas
-    )
     _check_lora(config)
     _check_ranks(config, host)
     _check_offload(config)
     if trains:
         _check_adapters(parts)
-        _check_budget(config)
-    _check_profile(config)
-    _check_advantage(config.advantage, config.rollout.group_size, host)
     _check_best(config)
     _check_goal(config)
-    _check_filters(config, host)
     _check_by_turn(config, host)
     _check_idle(parts)
     parts.shaping()
@@ -139,7 +133,6 @@ def check_dataloader(name: str, task: TaskConfig, host: PluginHost) -> None:
 def _check_loss(parts: Parts) -> None:
     """Raise ConfigError for options of the loss that cannot be, or that make no sense with other sections."""
     config = parts.config
-    parts.plugins.check_options("loss", config.loss.name, config.loss.options)
     setting = LossSetting(
         aggregation=config.loss.aggregation,
         proximal=config.trainer.proximal,
@@ -328,23 +321,6 @@ def _check_place_of_trainer(parts: Parts) -> None:
             f'trainer.name = "{trainer.name}": its processes are in the workers of placement.name = '
             f'"{needed}", and placement.name is "{chosen}"; set it to "{needed}"'
         )
-    parts.plugins.check_values("trainer", trainer.name, trainer.options, section=trainer)
-
-
-def _check_budget(config: Config) -> None:
-    """Raise ConfigError if a completion alone may exceed the micro-batch that was chosen.
-
-    With the default, a longer row gets a micro-batch of its own.
-    """
-    budget, rollout = config.trainer.tokens_per_microbatch, config.rollout
-    longest = min(rollout.max_tokens, rollout.max_total_tokens or rollout.max_tokens)
-    if budget != TrainerConfig().tokens_per_microbatch and longest > budget:
-        key = "max_tokens" if longest == rollout.max_tokens else "max_total_tokens"
-        raise ConfigError(
-            f"trainer.tokens_per_microbatch = {budget}: a completion may have {longest} tokens "
-            f"(rollout.{key}), and a row is never divided; raise trainer.tokens_per_microbatch to {longest} "
-            f"or more, lower rollout.{key}, or leave trainer.tokens_per_microbatch out"
-        )
 
 
 def _check_ranks(config: Config, host: PluginHost) -> None:
@@ -376,17 +352,6 @@ def _check_ranks(config: Config, host: PluginHost) -> None:
         )
 
 
-def _check_profile(config: Config) -> None:
-    """Raise ConfigError if the run ends before the steps of its profile do."""
-    trainer = config.trainer
-    needed = steps_of_profile(trainer.profile)[1]
-    if trainer.profile and not trainer.epochs and trainer.steps < needed:
-        raise ConfigError(
-            f"trainer.profile = {trainer.profile} needs {needed} steps, and the run has {trainer.steps}: "
-            "raise trainer.steps"
-        )
-
-
 def _check_offload(config: Config) -> None:
     """Raise ConfigError where weights cannot rest between two steps."""
     trainer = config.trainer
@@ -407,23 +372,6 @@ def _check_offload(config: Config) -> None:
         raise ConfigError(
             f"trainer.offload = true: the weights of {held} stay on their GPUs; leave one of them out"
         )
-
-
-def _check_advantage(config: AdvantageConfig, group_size: int, host: PluginHost) -> None:
-    host.check_options("advantage", config.name, config.options)
-    host.check_values("advantage", config.name, config.options, group_size=group_size)
-    low, high = config.clip_low, config.clip_high
-    if (low is not None and low > 0) or (high is not None and high < 0):
-        raise ConfigError(
-            f"advantage.clip_low is {low} and advantage.clip_high is {high}; expected clip_low <= 0 <= "
-            "clip_high, or an advantage of 0 would teach something"
-        )
-
-
-def _check_filters(config: Config, host: PluginHost) -> None:
-    for name, options in config.filters.items():
-        host.check_options("filter", name, options)
-        host.check_values("filter", name, options, group_size=config.rollout.group_size)
 
 
 def _check_by_turn(config: Config, host: PluginHost) -> None:

@@ -125,7 +125,7 @@ async def start_session(
         parts = Parts(config, host)
         placement = parts.placement()
         status("starting the environments")
-        tasks = await stack.enter_async_context(started_tasks(config, placement, host, sets=sets, logs=None))
+        tasks = await stack.enter_async_context(Tasks.start(config, host, placement, sets=sets))
         if look is not None:
             await look(tasks)
         engine, renderer = await _start_engine(parts, target, tasks, placement, stack, status)
@@ -209,33 +209,3 @@ def lines_of_incidents(status: Callable[[str], None]) -> Callable[[Incident], No
             status(f"survived: {line}")
 
     return receive
-
-
-@contextlib.asynccontextmanager
-async def started_tasks(
-    config: Config,
-    placement: Placement,
-    host: PluginHost,
-    *,
-    sets: Sequence[str],
-    logs: Path | None,
-    more: int = 0,
-) -> AsyncIterator[Tasks]:
-    """Start the environments of a run, and of some validation sets, while its placement is connected.
-
-    ``more``: workers besides those of engines and environments.
-    """
-    of_sets = config.validation.environments(sets)
-    wanted = config.engine.workers + config.environment.workers * (len(config.tasks) + len(of_sets))
-    wanted += more
-    with placement.connected(wanted):
-        async with Tasks.start(
-            config.tasks,
-            config.environment,
-            placement,
-            sets=of_sets,
-            logs=logs,
-            host=host,
-            seed=config.seed,
-        ) as tasks:
-            yield tasks

@@ -15,7 +15,7 @@ from attrs import evolve, frozen
 from grpo_core.aio import gather
 from grpo_core.app import workers
 from grpo_core.app.placement import Placement
-from grpo_core.config import EnvironmentConfig, SourceConfig, TaskConfig, ValidationConfig
+from grpo_core.config import Config, EnvironmentConfig, SourceConfig, TaskConfig, ValidationConfig
 from grpo_core.data.dataloaders import Adopt, Dataloader
 from grpo_core.data.rows import RowReader, feed, in_order, readable
 from grpo_core.data.sources import find_source
@@ -49,57 +49,63 @@ class Tasks:
     @contextlib.asynccontextmanager
     async def start(
         cls,
-        tasks: Mapping[str, TaskConfig],
-        config: EnvironmentConfig,
+        config: Config,
+        host: PluginHost,
         placement: Placement,
         *,
-        sets: Mapping[str, TaskConfig],
-        logs: Path | None,
-        host: PluginHost,
-        seed: int = 0,
+        sets: Collection[str] = (),
+        logs: Path | None = None,
+        ranks: int = 0,
     ) -> AsyncIterator[Tasks]:
-        """Start all environments together, and end them with the block.
+        """Connect the placement, start all environments together, and end both with the block.
 
         Args:
-            sets: the environments of validation sets, by set.
-            host: the plugins with the dataloaders.
-            seed: seed of the shuffling of sized dataloaders.
+            sets: names of the validation sets whose own environments start, too.
+            logs: directory of the log files.
+            ranks: number of the placement's workers besides those of engines and environments.
         """
-        every = {**tasks, **sets}
-        environments = {
-            name: workers.make_environment(
-                name, task, config, placement, log=logs / f"environment-{name}.log" if logs else None
-            )
-            for name, task in every.items()
-        }
-        streamed = {name: task for name, task in tasks.items() if task.dataloader}
-        dataloaders = {
-            name: plugin_dataloader(
-                name,
-                task,
-                host,
-                seed=seed,
-                deadline=config.start_deadline,
-                adopt=environments[name].from_source,
-            )
-            for name, task in streamed.items()
-        }
-        try:
-            await gather(environment.start() for environment in environments.values())
-            async with _playing(every, environments, config, placement, host):
-                yield cls(
-                    environments={name: environments[name] for name in tasks},
-                    of_sets={name: environments[name] for name in sets},
-                    sources={name: task.source for name, task in every.items()},
-                    dataloaders=dataloaders,
-                    held_out_of={
-                        name: partial(held_out_rows, name, task, host) for name, task in streamed.items()
-                    },
+        tasks, of_sets = config.tasks, config.validation.environments(sets)
+        every = {**tasks, **of_sets}
+        wanted = config.engine.workers + config.environment.workers * len(every) + ranks
+        with placement.connected(wanted):
+            environments = {
+                name: workers.make_environment(
+                    name,
+                    task,
+                    config.environment,
+                    placement,
+                    log=logs / f"environment-{name}.log" if logs else None,
                 )
-        finally:
-            for dataloader in dataloaders.values():
-                dataloader.close()
-            await asyncio.gather(*(environment.aclose() for environment in environments.values()))
+                for name, task in every.items()
+            }
+            streamed = {name: task for name, task in tasks.items() if task.dataloader}
+            dataloaders = {
+                name: plugin_dataloader(
+                    name,
+                    task,
+                    host,
+                    seed=config.seed,
+                    deadline=config.environment.start_deadline,
+                    adopt=environments[name].from_source,
+                )
+                for name, task in streamed.items()
+            }
+            try:
+                await gather(environment.start() for environment in environments.values())
+                async with _playing(every, environments, config.environment, placement, host):
+                    yield cls(
+                        environments={name: environments[name] for name in tasks},
+                        of_sets={name: environments[name] for name in of_sets},
+                        sources={name: task.source for name, task in every.items()},
+                        dataloaders=dataloaders,
+                        held_out_of={
+                            name: partial(held_out_rows, name, task, host) for name, task in streamed.items()
+                        },
+                    )
+            finally:
+                for dataloader in dataloaders.values():
+                    dataloader.close()
+                await asyncio.gather(*(environment.aclose() for environment in environments.values()))
 
     async def prompts(self, split: str, first: int = FIRST) -> dict[str, Sequence[Prompt]]:
         """Return each task's prompts, from its source or environment.  Raises PluginError, ConfigError.

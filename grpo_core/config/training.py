@@ -56,9 +56,9 @@ class AdvantageConfig(PluginChoice):
 
     name: str = "group"
     """Name of the advantage function, as `grpo-core plugins` lists it, or `./file.py:Name`."""
-    clip_low: float | None = None
+    clip_low: float | None = field(default=None, validator=optional(le(0)))
     """Advantages below this are raised to it; without it there is no lower limit."""
-    clip_high: float | None = None
+    clip_high: float | None = field(default=None, validator=optional(ge(0)))
     """Advantages above this are lowered to it; without it there is no upper limit."""
 
 

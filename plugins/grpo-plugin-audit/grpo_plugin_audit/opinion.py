@@ -84,8 +84,8 @@ def checked(config: Config, host: PluginHost) -> list[str]:
 
 async def _checked(audit: AuditConfig, config: Config, host: PluginHost) -> list[str]:
     tasks = {name: config.tasks[name] for name in audit.tasks or config.tasks}
-    one = evolve(config.environment, workers=1)
-    around = Tasks.start(tasks, one, LocalPlacement(host), sets={}, logs=None, host=host)
+    one = evolve(config, tasks=tasks, environment=evolve(config.environment, workers=1))
+    around = Tasks.start(one, host, LocalPlacement(host))
     async with started(audit, config, host) as second, around as first:
         prompts = await first.prompts("train", TRIED)
         return await tried(audit, second, first.environments, prompts)
@@ -97,8 +97,8 @@ async def started(
 ) -> AsyncIterator[Any]:
     """Start the second environment, with one worker."""
     one = evolve(config.environment, workers=1)
-    around = Tasks.start({NAME: _task(audit)}, one, LocalPlacement(host), sets={}, logs=logs, host=host)
-    async with around as tasks:
+    config = evolve(config, tasks={NAME: _task(audit)}, environment=one)
+    async with Tasks.start(config, host, LocalPlacement(host), logs=logs) as tasks:
         yield tasks.environments[NAME]
 
 

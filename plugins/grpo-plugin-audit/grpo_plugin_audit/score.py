@@ -279,7 +279,7 @@ async def _judge_all(
 ) -> tuple[dict[str, TaskDifference], KnownPrompts]:
     """Judge all files again, write what is found, and count the differences."""
     differences = {name: TaskDifference(env=task.env) for name, task in tasks.items()}
-    around = Tasks.start(tasks, config.environment, LocalPlacement(host), sets={}, logs=None, host=host)
+    around = Tasks.start(evolve(config, tasks=dict(tasks)), host, LocalPlacement(host))
     with errors.status("starting the environments") as status:
         async with around as started:
             for name, environment in started.environments.items():

@@ -134,9 +134,7 @@ async def _by_hand(
     def tell(text: str) -> None:
         transcript.line(text, "dim")
 
-    around = Tasks.start(
-        config.tasks, config.environment, LocalPlacement(host), sets={}, logs=None, host=host
-    )
+    around = Tasks.start(config, host, LocalPlacement(host))
     with reported_to(lines_of_incidents(tell)):
         async with around as tasks:
             environment = tasks.environments[task]
