@@ -154,7 +154,7 @@ def _table(path: str, suffix: str, who: str) -> Rows:
             _check_names(table.schema.names)
             return _Table(table)
         batches = _parquet(path) if suffix == ".parquet" else _csv(path, "\t" if suffix == ".tsv" else ",")
-        return _Table(_on_disk(pyarrow, _named_once(batches)))
+        return _Table(_on_disk(pyarrow, batches))
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise ConfigError(f"{who} {path!r}: cannot be read as {suffix}: {error}") from error
 
@@ -196,14 +196,6 @@ def _csv(path: str, delimiter: str) -> Iterable[Any]:
         yield from file
 
 
-def _named_once(parts: Iterable[Any]) -> Iterator[Any]:
-    """Yield the schema and the batches.  Raises ValueError if two columns have one name."""
-    for nth, part in enumerate(parts):
-        if not nth:
-            _check_names(part.names)
-        yield part
-
-
 def _check_names(names: Sequence[str]) -> None:
     """Raise ValueError if two columns have one name: a row would have the value of the last one."""
     if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -213,11 +205,15 @@ def _check_names(names: Sequence[str]) -> None:
 
 
 def _on_disk(pyarrow: Any, parts: Iterable[Any]) -> Any:
-    """Write batches to a file without a name and map it into memory, where the system keeps what is used."""
+    """Write batches to a file without a name and map it into memory, where the system keeps what is used.
+
+    Raises ValueError if two columns have one name.
+    """
     from pyarrow import ipc
 
     batches = iter(parts)
     schema = next(batches)
+    _check_names(schema.names)
     with tempfile.TemporaryFile() as file:
         with ipc.new_file(pyarrow.PythonFile(file, "w"), schema) as writer:
             for batch in batches:

@@ -147,15 +147,12 @@ COMPARED = ("difference", "difference_low", "difference_high", "outcome", "stand
 
 def documented(name: str) -> str | None:
     """Return the entry of ``METRICS`` that stands for a metric, or None if no entry does."""
-    return next((entry for entry in sorted(METRICS, key=_wildcards) if _pattern(entry).fullmatch(name)), None)
+    # entries with fewer wildcards come first: they name a metric more exactly
+    entries = sorted(METRICS, key=lambda entry: len(_WILDCARD.findall(entry)))
+    return next((entry for entry in entries if _pattern(entry).fullmatch(name)), None)
 
 
 _WILDCARD = re.compile("TASK|PART|NAME|KIND|[KN]$")
-
-
-def _wildcards(entry: str) -> int:
-    """Return the number of wildcards: entries that name a metric exactly come first."""
-    return len(_WILDCARD.findall(entry))
 
 
 def _pattern(entry: str) -> re.Pattern[str]:

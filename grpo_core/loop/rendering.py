@@ -420,8 +420,18 @@ class Renderer:
             "add_generation_prompt": generation,
             **self._variables,
         }
-        shown = [_renderable(message, arguments_are_text=self._arguments_are_text) for message in messages]
+        shown = [dict(message) for message in messages]
+        for message in shown:
+            if calls := message.get("tool_calls"):
+                message["tool_calls"] = list(map(self._renderable, calls))
         return str(self._tokenizer.apply_chat_template(shown, tokenize=False, **given))
+
+    def _renderable(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a call that a template can render, even if the model garbled it."""
+        function = call["function"]
+        arguments = function["arguments"] if isinstance(function["arguments"], Mapping) else {}
+        written = json.dumps(arguments, ensure_ascii=False) if self._arguments_are_text else dict(arguments)
+        return {**call, "function": {"name": function["name"], "arguments": written}}
 
     def _decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
@@ -455,21 +465,6 @@ def _end_tokens(directory: Path) -> list[int]:
     if not all(isinstance(token, int) and 0 <= token < UNKNOWN_SIZE for token in tokens):
         raise ValueError(f"{path.name}: eos_token_id is {repr(given)[:80]}; expected token ids")
     return tokens
-
-
-def _renderable(message: Message, *, arguments_are_text: bool) -> dict[str, Any]:
-    """Return a message that a template can render, even if the model garbled its tool calls."""
-    plain = dict(message)
-    if calls := plain.get("tool_calls"):
-        plain["tool_calls"] = [_renderable_call(call, arguments_are_text) for call in calls]
-    return plain
-
-
-def _renderable_call(call: Mapping[str, Any], arguments_are_text: bool) -> dict[str, Any]:
-    function = call["function"]
-    arguments = function["arguments"] if isinstance(function["arguments"], Mapping) else {}
-    written = json.dumps(arguments, ensure_ascii=False) if arguments_are_text else dict(arguments)
-    return {**call, "function": {"name": function["name"], "arguments": written}}
 
 
 def _marks(place: int) -> tuple[str, str]:

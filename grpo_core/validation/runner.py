@@ -188,7 +188,13 @@ class Context:
             left = None if until is None else until - loop.time()
             if not wanted or (left is not None and left <= 0):
                 break
-            _report_again([(requests[i], played[i]) for i in wanted if i in played])
+            if lost := [i for i in wanted if i in played and played[i].lost]:
+                first, task = played[lost[0]], requests[lost[0]].prompt.environment
+                message = (
+                    f"{len(wanted)} of its rollouts are played again; the first, of task {task!r}: "
+                    f"{first.error}"
+                )
+                report(cause(first), "validation", message)
             rollouts = await play(
                 [requests[i] for i in wanted],
                 engine=self.engine,
@@ -254,18 +260,6 @@ def played_groups(context: Context) -> tuple[Group, ...]:
         )
         for played in found.values()
     )
-
-
-def _report_again(again: Sequence[tuple[RolloutRequest, Rollout]]) -> None:
-    """Report rollouts that are played again."""
-    for request, rollout in again:
-        if rollout.lost:
-            task, number = request.prompt.environment, len(again)
-            message = (
-                f"{number} of its rollouts are played again; the first, of task {task!r}: {rollout.error}"
-            )
-            report(cause(rollout), "validation", message)
-            return
 
 
 async def run_strategy(
