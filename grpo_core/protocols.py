@@ -411,6 +411,27 @@ class Filter(Protocol):
         ...
 
 
+class Shaping(Protocol):
+    """Changes the rewards that advantages compare."""
+
+    def __call__(self, groups: Sequence[Group]) -> list[Group]:
+        """Return the groups with shaped rewards.  An unscored rollout stays unscored."""
+        ...
+
+    def checked(self, rollout: Rollout) -> Rollout:
+        """Return a rollout, unscored if its reward cannot be shaped."""
+        ...
+
+
+@runtime_checkable
+class ShapingSection(Protocol):
+    """A section of the configuration that shapes rewards."""
+
+    def reward_shaping(self, max_tokens: int) -> Shaping | None:
+        """Make the shaping; ``max_tokens`` is that of a completion.  None leaves the rewards as they are."""
+        ...
+
+
 class LossFunction(Protocol):
     """Computes a loss for each sampled token; see ``grpo_core.loss``.
 

@@ -30,13 +30,13 @@ from grpo_core.loop.metrics import (
     times,
     truncated,
 )
-from grpo_core.loop.shaping import Shaping
 from grpo_core.records import Canary, EndReason, Group, Prompt, Rollout, Segment, Weights
 from grpo_core.timeline import Timeline, taken_down
 from grpo_core.tokens import Tokens
 from grpo_core.training.trainer import TorchTrainer
 from grpo_core.validation.strategies import Greedy
 from grpo_plugin_algorithms.paired import Paired
+from grpo_plugin_algorithms.shaping import Shaping
 from grpo_plugin_algorithms.strategies import Majority, PassAtK
 
 

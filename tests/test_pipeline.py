@@ -38,11 +38,11 @@ from grpo_core.loop.buffer import Buffer
 from grpo_core.loop.dynamic import DynamicSampling
 from grpo_core.loop.pipeline import Checks, Learning, Pipeline, Playing, Schedule
 from grpo_core.loop.rollout import SamplingParams
-from grpo_core.loop.shaping import Shaping
 from grpo_core.records import Completion, Feedback
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, FakeTrainer, prompts, run
 from grpo_core.testing.fakes import FakePrompts
 from grpo_core.versions import Interval
+from grpo_plugin_algorithms.shaping import Shaping
 
 
 class Stream:

@@ -75,6 +75,7 @@ def relative(path: Path) -> str:
 
 SEAMS = {
     "plugins/grpo-plugin-algorithms/tests/test_losses.py",
+    "plugins/grpo-plugin-algorithms/tests/test_shaping.py",
     "plugins/grpo-plugin-audit/tests/test_audit.py",
     "plugins/grpo-plugin-audit/tests/test_score.py",
     "plugins/grpo-plugin-audit/tests/test_second_opinion.py",

@@ -14,7 +14,7 @@ from grpo_core import protocols
 from grpo_core.aio import UNLIMITED, Slots
 from grpo_core.app import workers
 from grpo_core.app.placement import Placement
-from grpo_core.config import Config, EngineConfig, ShapingConfig, TrainerConfig, ValidationConfig
+from grpo_core.config import Config, EngineConfig, TrainerConfig, ValidationConfig
 from grpo_core.config.choices import PluginChoice
 from grpo_core.config.generation import RolloutConfig
 from grpo_core.data.dataloaders import Dataloader
@@ -32,7 +32,6 @@ from grpo_core.loop.health import Limits
 from grpo_core.loop.pipeline import Checks, Learning, ObserveAttempt, Playing, Schedule
 from grpo_core.loop.rendering import Renderer
 from grpo_core.loop.rollout import LostBudget, SamplingParams
-from grpo_core.loop.shaping import Shaping
 from grpo_core.loss import needs_of
 from grpo_core.models import chat_template
 from grpo_core.plugins.host import PluginHost
@@ -43,6 +42,8 @@ from grpo_core.protocols import (
     Engine,
     EnvironmentClient,
     Sampler,
+    Shaping,
+    ShapingSection,
     ValidationStrategy,
 )
 from grpo_core.records import EngineSetup, Group, Prompt, Rollout
@@ -266,30 +267,13 @@ class Parts:
         return Clipped(function, chosen.clip_low, chosen.clip_high)
 
     def shaping(self) -> Shaping | None:
-        """Make the shaping of rewards, or None if its section changes nothing."""
-        config = self.config.shaping
-        if config == ShapingConfig():
-            return None
-        source = config.source if any(config.source) else None
-        limit = config.overlong_limit or self.config.rollout.max_tokens
-        if config.overlong_buffer > limit:
-            raise ConfigError(
-                f"shaping.overlong_buffer is {config.overlong_buffer}; expected at most "
-                f"shaping.overlong_limit, which is {limit}"
-            )
-        if any(config.target) and source is None:
-            raise ConfigError("shaping.target needs shaping.source, the range that it maps")
-        return Shaping(
-            weights=config.weights,
-            source=source,
-            target=config.target if any(config.target) else source,
-            truncated_factor=config.truncated_factor,
-            token_price=config.token_price,
-            limit=limit,
-            limit_of_turns=not config.overlong_limit,
-            buffer=config.overlong_buffer,
-            penalty=config.overlong_penalty,
+        """Make the shaping of rewards by the section of a plugin, or None if none changes them."""
+        found = (
+            section.reward_shaping(self.config.rollout.max_tokens)
+            for section in self.config.sections
+            if isinstance(section, ShapingSection)
         )
+        return next((shaping for shaping in found if shaping is not None), None)
 
     def dynamic(self) -> DynamicSampling | None:
         """Make what filters groups, or None if nothing does."""

@@ -260,7 +260,7 @@ def excerpt(config: Config) -> dict[str, Any]:
         model=ModelConfig(lora=None if config.model.lora is None else LoraConfig()),
     )
     table, defaults = as_table(config), as_table(usual)
-    kept = {section: _changed(table[section], defaults.get(section, {})) for section in SECTIONS}
+    kept = {section: _changed(table.get(section, {}), defaults.get(section, {})) for section in SECTIONS}
     secret = set(secrets_in(table))
     return {section: _without(value, secret, section) for section, value in kept.items() if value}
 

@@ -31,7 +31,6 @@ from grpo_core.config.tasks import (
     DynamicSamplingConfig,
     EnvironmentConfig,
     SamplerConfig,
-    ShapingConfig,
     SourceConfig,
     TaskConfig,
 )
@@ -72,7 +71,6 @@ __all__ = [
     "PluginChoice",
     "RolloutConfig",
     "SamplerConfig",
-    "ShapingConfig",
     "SourceConfig",
     "TaskConfig",
     "TeacherConfig",

@@ -20,7 +20,6 @@ from grpo_core.config.tasks import (
     DynamicSamplingConfig,
     EnvironmentConfig,
     SamplerConfig,
-    ShapingConfig,
     TaskConfig,
 )
 from grpo_core.config.training import (
@@ -54,7 +53,6 @@ class Config(WithSections):
     data_plane: DataPlaneConfig = field(factory=DataPlaneConfig)
     rollout: RolloutConfig = field(factory=RolloutConfig)
     advantage: AdvantageConfig = field(factory=AdvantageConfig)
-    shaping: ShapingConfig = field(factory=ShapingConfig)
     filters: dict[str, dict[str, Any]] = field(factory=dict)
     """Filters by name, each with its options: `[filters.pass_rate]` and `high = 0.9` below it. A group that
     one of them rejects is not trained, and another prompt is drawn instead."""

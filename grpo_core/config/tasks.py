@@ -1,11 +1,9 @@
-"""The sections of what is trained on: tasks, their data, the sampler, filters and the shaping of rewards."""
+"""The sections of what is trained on: tasks, their data, the sampler and filters."""
 
 from __future__ import annotations
 
-from math import isfinite
 from typing import Any
 
-import attrs
 from attrs import field, frozen
 from attrs.validators import ge, gt, le, optional
 
@@ -104,44 +102,6 @@ class DynamicSamplingConfig:
     max_extra_groups: int = field(default=0, validator=ge(0), metadata=only_with("enabled", "filters"))
     """The run ends with an error when more groups than this are filtered between two steps.  0 allows 20 for
     each group of a step."""
-
-
-def _range(instance: object, attribute: attrs.Attribute[Any], value: tuple[float, float]) -> None:
-    low, high = value
-    if not low < high and value != (0.0, 0.0):
-        raise ValueError(f"'{attribute.name}' must be [low, high] with low < high: {list(value)}")
-
-
-def _finite(instance: object, attribute: attrs.Attribute[Any], value: dict[str, float]) -> None:
-    if not all(map(isfinite, value.values())):
-        raise ValueError(f"'{attribute.name}' must be finite numbers: {value}")
-
-
-@frozen(kw_only=True)
-class ShapingConfig:
-    """Shaping changes the rewards that advantages compare; metrics and records keep the original ones.
-
-    It is applied in the order of the keys.
-    """
-
-    weights: dict[str, float] = field(factory=dict, validator=_finite)
-    """The reward is the sum of these parts (`Feedback.metrics`), each times its weight; without parts, the
-    environment's reward."""
-    source: tuple[float, float] = field(default=(0.0, 0.0), validator=_range)
-    """Rewards are clipped to this range, [lowest, highest], and mapped to `target`; [0, 0] is off."""
-    target: tuple[float, float] = field(default=(0.0, 0.0), validator=_range)
-    """The range `source` becomes this range; [0, 0] only clips."""
-    truncated_factor: float = field(default=1.0, validator=[ge(0), le(1)])
-    """The reward of a rollout that a token limit cut off is multiplied by this."""
-    token_price: float = field(default=0.0, validator=ge(0))
-    """Each sampled token costs this much reward."""
-    overlong_buffer: int = field(default=0, validator=ge(0))
-    """DAPO's soft overlong punishment rises over this many tokens below `overlong_limit`; 0 is off."""
-    overlong_limit: int = field(default=0, validator=ge(0), metadata=only_with("overlong_buffer"))
-    """Rollouts with this many sampled tokens or more have the whole penalty; 0 takes `rollout.max_tokens` for
-    each of their turns."""
-    overlong_penalty: float = field(default=1.0, validator=ge(0), metadata=only_with("overlong_buffer"))
-    """The whole penalty of an overlong rollout."""
 
 
 @frozen(kw_only=True)

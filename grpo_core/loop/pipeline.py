@@ -84,9 +84,8 @@ from grpo_core.loop.endings import Failure, TimeLimit
 from grpo_core.loop.meter import Meter
 from grpo_core.loop.metrics import left_out, task_metrics, times
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, cause, derive_seed, play
-from grpo_core.loop.rows import check_staleness, make_batch, with_advantages
+from grpo_core.loop.rows import check_staleness, make_batch, shaped_rewards, with_advantages
 from grpo_core.loop.saves import Saves
-from grpo_core.loop.shaping import Shaping, shaped_rewards
 from grpo_core.planes import MemoryPlane
 from grpo_core.protocols import (
     AdvantageFunction,
@@ -94,6 +93,7 @@ from grpo_core.protocols import (
     Engine,
     EnvironmentClient,
     Renderer,
+    Shaping,
     Trainer,
 )
 from grpo_core.records import Batch, Group, Prompt, Rollout, SampleRequest, Slot, StepResult, Weights

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import count
 from math import isfinite, nan
 from operator import attrgetter
+from statistics import fmean
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -14,8 +15,7 @@ from attrs import evolve, fields
 from numpy.typing import NDArray
 
 from grpo_core.errors import EngineError, PluginError
-from grpo_core.loop.shaping import Shaping
-from grpo_core.protocols import AdvantageFunction
+from grpo_core.protocols import AdvantageFunction, Shaping
 from grpo_core.records import Batch, Group, Rollout, Row
 from grpo_core.tokens import sampled_versions
 
@@ -200,3 +200,11 @@ def check_staleness(groups: Sequence[Group], *, step: int, max_staleness: int) -
                 f"engine: prompt {group.prompt.id!r} came back with tokens of version {wrong.min()} for "
                 f"step {step}; expected versions {oldest} to {step}"
             )
+
+
+def shaped_rewards(groups: Sequence[Group]) -> dict[str, float]:
+    """Return the mean of the shaped rewards by task, as metrics."""
+    rewards: dict[str, list[float]] = defaultdict(list)
+    for group in groups:
+        rewards[group.prompt.environment] += [reward for reward in group.rewards if reward is not None]
+    return {f"shaped_reward/{task}": fmean(its) for task, its in sorted(rewards.items()) if its}

@@ -59,7 +59,11 @@ INSTALL: Mapping[tuple[Kind, str], str] = {
 EXTENDED: Mapping[tuple[Kind, str], str] = {("loss", "grpo"): "grpo-plugin-algorithms"}
 """Distributions whose offer replaces the core's of the same name, with the same results and more options."""
 
-KEYS: Mapping[str, str] = {"audit": "grpo-plugin-audit", "health.max_memory": "grpo-plugin-doctor"}
+KEYS: Mapping[str, str] = {
+    "shaping": "grpo-plugin-algorithms",
+    "audit": "grpo-plugin-audit",
+    "health.max_memory": "grpo-plugin-doctor",
+}
 """Distributions of the keys and tables of the configuration that are ours and not the core's."""
 
 COMMANDS: Mapping[str, str] = {

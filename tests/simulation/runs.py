@@ -58,7 +58,6 @@ from grpo_core.loop.health import Limits
 from grpo_core.loop.laws import Laws, Violation
 from grpo_core.loop.pipeline import Checks, Learning, Pipeline, Playing, Schedule, Written
 from grpo_core.loop.rollout import LostBudget, SamplingParams
-from grpo_core.loop.shaping import Shaping
 from grpo_core.protocols import EnvironmentClient, ValidationStrategy
 from grpo_core.records import Group, Prompt, Rollout, Slot
 from grpo_core.reporting.files import plain
@@ -67,6 +66,7 @@ from grpo_core.validation.runner import Context, Results
 from grpo_core.validation.sets import Measured, Validation
 from grpo_core.versions import Interval
 from grpo_plugin_algorithms import filters
+from grpo_plugin_algorithms.shaping import Shaping
 from grpo_plugin_curriculum.curriculum import Curriculum
 from grpo_plugin_curriculum.learnable_prompts import LearnablePrompts
 from grpo_plugin_scale.engines.pool import EnginePool

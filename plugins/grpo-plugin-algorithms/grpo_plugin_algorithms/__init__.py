@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import grpo_core as grpo
+from grpo_plugin_algorithms.shaping import ShapingConfig
+
+
+@grpo.hookimpl
+def grpo_config_sections() -> dict[str, type]:
+    return {"shaping": ShapingConfig}
 
 
 @grpo.hookimpl

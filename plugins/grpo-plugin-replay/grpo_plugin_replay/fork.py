@@ -19,6 +19,7 @@ from grpo_core.kit import (
     Settings,
     Words,
     advantages_again,
+    as_table,
     changed,
     check_settings,
     parse_settings,
@@ -249,7 +250,9 @@ def reconsidered(
     groups: Sequence[Group], given: Sequence[Group], was: Config, now: Config, host: PluginHost
 ) -> Sequence[Group]:
     """Return the given groups, which may have other rewards, with the advantages of another configuration."""
-    before, after = ((each.advantage, each.shaping, trains_all_rows(each, host)) for each in (was, now))
+    before, after = (
+        (each.advantage, as_table(each).get("shaping"), trains_all_rows(each, host)) for each in (was, now)
+    )
     return groups if before == after and given is groups else advantages_again(given, now, host)
 
 

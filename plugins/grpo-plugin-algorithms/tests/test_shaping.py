@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from grpo_core import rewards as formulas
 from grpo_core.app.parts import Parts
-from grpo_core.config import ShapingConfig, build
+from grpo_core.config import build
 from grpo_core.errors import ConfigError, PluginError
 from grpo_core.loop import advantages
-from grpo_core.loop.rows import with_advantages
-from grpo_core.loop.shaping import Shaping, shaped_rewards
+from grpo_core.loop.rows import shaped_rewards, with_advantages
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Rollout, Segment
 from grpo_core.tokens import Tokens
+from grpo_plugin_algorithms.shaping import Shaping, ShapingConfig
 from grpo_plugin_devkit.objectives import a_group
 
 NEMO = json.loads((Path(__file__).parent / "vectors" / "nemo_rl_advantages.json").read_text())["rewards"]
@@ -108,13 +108,14 @@ def test_advantages_compare_shaped_rewards_and_the_groups_keep_theirs(values: li
 
 
 def made(**keys: Any) -> Shaping | None:
-    config = build([{"shaping": keys, "rollout": {"max_tokens": 100}}])
-    return Parts(config, PluginHost.discover([])).shaping()
+    host = PluginHost.discover(["algorithms"])
+    config = build([{"shaping": keys, "rollout": {"max_tokens": 100}}], host.sections())
+    return Parts(config, host).shaping()
 
 
 def test_the_default_section_shapes_nothing() -> None:
     assert made() is None
-    assert build([{}]).shaping == ShapingConfig()
+    assert ShapingConfig().reward_shaping(100) is None
 
 
 def test_the_limit_of_tokens_is_where_the_penalty_is_whole() -> None:

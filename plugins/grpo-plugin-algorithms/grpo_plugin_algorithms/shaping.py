@@ -1,0 +1,153 @@
+"""The section ``[shaping]``: what advantages compare instead of the rewards that the environment gave.
+
+Metrics, filters, samplers and the recorded rollouts keep the original rewards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import isfinite
+from typing import Any
+
+import attrs
+from attrs import evolve, field, frozen
+from attrs.validators import ge, le
+
+from grpo_core import ConfigError, Group, PluginError, Rollout, advantages, rewards
+from grpo_core.kit import only_with
+
+
+@frozen(kw_only=True)
+class Shaping:
+    """Shapes the rewards of groups, in the order of its fields; an unscored rollout stays unscored."""
+
+    weights: Mapping[str, float] = field(factory=dict)
+    """Weight of each part (``Rollout.metrics``) whose sum replaces the reward; none keeps the reward."""
+    source: tuple[float, float] | None = None
+    target: tuple[float, float] | None = None
+    """Range to which the range ``source`` is mapped."""
+    truncated_factor: float = 1.0
+    """Factor of the reward of rollouts that a token limit cut off."""
+    token_price: float = 0.0
+    """Reward that each sampled token costs."""
+    limit: int = 0
+    """Sampled tokens of a rollout, or of each of its turns, from which the overlong penalty is whole."""
+    limit_of_turns: bool = False
+    """Whether ``limit`` is that of a turn: a rollout of several has as much room as they have together."""
+    buffer: int = 0
+    """Tokens below the limit over which it rises; 0 is no penalty."""
+    penalty: float = 1.0
+
+    def __call__(self, groups: Sequence[Group]) -> list[Group]:
+        """Return the groups with shaped rewards.  Raises PluginError if a rollout lacks a part."""
+        return [
+            evolve(group, rollouts=tuple(self._rollout(rollout, group) for rollout in group.rollouts))
+            for group in groups
+        ]
+
+    def checked(self, rollout: Rollout) -> Rollout:
+        """Return a rollout, unscored if a part that is paid is no number: it is as good as a reward."""
+        bad = sorted(self.weights.keys() & rollout.left_out.keys())
+        if rollout.reward is None or not bad:
+            return rollout
+        error = (
+            f"shaping.weights pays {bad[0]!r}, which is {rollout.left_out[bad[0]]}, expected a finite number"
+        )
+        return evolve(rollout, reward=None, success=None, error=error)
+
+    def _rollout(self, rollout: Rollout, its: Group) -> Rollout:
+        if rollout.reward is None:
+            return rollout
+        shaped = self._reward(rollout, its)
+        turns = rollout.turn_rewards
+        if turns:  # what belongs to the whole rollout belongs to its end
+            turns = (*turns[:-1], turns[-1] + shaped - rollout.reward)
+        return evolve(rollout, reward=shaped, turn_rewards=turns)
+
+    def _reward(self, rollout: Rollout, its: Group) -> float:
+        reward, length = rollout.reward or 0.0, rollout.n_sampled
+        if self.weights:
+            reward = self._sum(rollout, its)
+        if self.source is not None and self.target is not None:
+            reward = rewards.scaled(reward, self.source, self.target)
+        if rollout.truncated:
+            reward *= self.truncated_factor
+        reward -= self.token_price * length
+        if self.buffer:
+            limit = self.limit * (max(1, rollout.turns) if self.limit_of_turns else 1)
+            reward += rewards.overlong(length, limit=limit, buffer=self.buffer, penalty=self.penalty)
+        return reward
+
+    def _sum(self, rollout: Rollout, its: Group) -> float:
+        if missing := sorted(set(self.weights) - set(rollout.metrics)):
+            raise PluginError(
+                f"shaping.weights: prompt {its.prompt.id!r} of task {its.prompt.environment!r} has no metric "
+                f"{', '.join(missing)}; its environment gives Feedback.metrics {sorted(rollout.metrics)}"
+            )
+        return advantages.combine(rollout.metrics, self.weights) or 0.0
+
+
+def _range(instance: object, attribute: attrs.Attribute[Any], value: tuple[float, float]) -> None:
+    low, high = value
+    if not low < high and value != (0.0, 0.0):
+        raise ValueError(f"'{attribute.name}' must be [low, high] with low < high: {list(value)}")
+
+
+def _finite(instance: object, attribute: attrs.Attribute[Any], value: dict[str, float]) -> None:
+    if not all(map(isfinite, value.values())):
+        raise ValueError(f"'{attribute.name}' must be finite numbers: {value}")
+
+
+@frozen(kw_only=True)
+class ShapingConfig:
+    """Shaping changes the rewards that advantages compare; metrics and records keep the original ones.
+
+    It is applied in the order of the keys.
+    """
+
+    weights: dict[str, float] = field(factory=dict, validator=_finite)
+    """The reward is the sum of these parts (`Feedback.metrics`), each times its weight; without parts, the
+    environment's reward."""
+    source: tuple[float, float] = field(default=(0.0, 0.0), validator=_range)
+    """Rewards are clipped to this range, [lowest, highest], and mapped to `target`; [0, 0] is off."""
+    target: tuple[float, float] = field(default=(0.0, 0.0), validator=_range)
+    """The range `source` becomes this range; [0, 0] only clips."""
+    truncated_factor: float = field(default=1.0, validator=[ge(0), le(1)])
+    """The reward of a rollout that a token limit cut off is multiplied by this."""
+    token_price: float = field(default=0.0, validator=ge(0))
+    """Each sampled token costs this much reward."""
+    overlong_buffer: int = field(default=0, validator=ge(0))
+    """DAPO's soft overlong punishment rises over this many tokens below `overlong_limit`; 0 is off."""
+    overlong_limit: int = field(default=0, validator=ge(0), metadata=only_with("overlong_buffer"))
+    """Rollouts with this many sampled tokens or more have the whole penalty; 0 takes `rollout.max_tokens` for
+    each of their turns."""
+    overlong_penalty: float = field(default=1.0, validator=ge(0), metadata=only_with("overlong_buffer"))
+    """The whole penalty of an overlong rollout."""
+
+    def reward_shaping(self, max_tokens: int) -> Shaping | None:
+        """Make the shaping of rewards, or None if this changes nothing.
+
+        Raises ConfigError for keys that do not fit.
+        """
+        if self == ShapingConfig():
+            return None
+        source = self.source if any(self.source) else None
+        limit = self.overlong_limit or max_tokens
+        if self.overlong_buffer > limit:
+            raise ConfigError(
+                f"shaping.overlong_buffer is {self.overlong_buffer}; expected at most "
+                f"shaping.overlong_limit, which is {limit}"
+            )
+        if any(self.target) and source is None:
+            raise ConfigError("shaping.target needs shaping.source, the range that it maps")
+        return Shaping(
+            weights=self.weights,
+            source=source,
+            target=self.target if any(self.target) else source,
+            truncated_factor=self.truncated_factor,
+            token_price=self.token_price,
+            limit=limit,
+            limit_of_turns=not self.overlong_limit,
+            buffer=self.overlong_buffer,
+            penalty=self.overlong_penalty,
+        )
