@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from grpo_core.losses.aggregation import Aggregation as Aggregation
     from grpo_core.losses.aggregation import row_weights as row_weights
     from grpo_core.losses.aggregation import total as total
+    from grpo_core.losses.clipped import grpo as grpo
     from grpo_core.losses.entropy import EntropyControl as EntropyControl
-    from grpo_core.losses.grpo import grpo as grpo
     from grpo_core.losses.inputs import padded as padded
 
 __getattr__, __dir__, __all__ = attach(__name__)

@@ -64,7 +64,7 @@ def grpo_trackers() -> Mapping[str, str]:
 
 @hookimpl
 def grpo_losses() -> Mapping[str, str]:
-    return {"grpo": "grpo_core.losses.grpo:grpo"}
+    return {"grpo": "grpo_core.losses.clipped:grpo"}
 
 
 @hookimpl

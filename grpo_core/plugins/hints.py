@@ -60,9 +60,9 @@ EXTENDED: Mapping[tuple[Kind, str], str] = {("loss", "grpo"): "grpo-plugin-algor
 """Distributions whose offer replaces the core's of the same name, with the same results and more options."""
 
 KEYS: Mapping[str, str] = {
-    "shaping": "grpo-plugin-algorithms",
     "audit": "grpo-plugin-audit",
     "health.max_memory": "grpo-plugin-doctor",
+    "shaping": "grpo-plugin-algorithms",
 }
 """Distributions of the keys and tables of the configuration that are ours and not the core's."""
 

@@ -8,7 +8,7 @@ from collections import Counter
 
 from torch import Tensor
 
-from grpo_core.losses.grpo import LIMIT
+from grpo_core.losses.clipped import LIMIT
 from grpo_core.training.ranks import Ranks
 
 

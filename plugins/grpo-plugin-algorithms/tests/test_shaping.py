@@ -23,7 +23,8 @@ from grpo_core.tokens import Tokens
 from grpo_plugin_algorithms.shaping import Shaping, ShapingConfig
 from grpo_plugin_devkit.objectives import a_group
 
-NEMO = json.loads((Path(__file__).parent / "vectors" / "nemo_rl_advantages.json").read_text())["rewards"]
+FILE = Path(__file__).parents[3] / "tests" / "vectors" / "nemo_rl_advantages.json"
+NEMO = json.loads(FILE.read_text())["rewards"]
 
 
 def of_kind(kind: str) -> dict[str, Any]:
