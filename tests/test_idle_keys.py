@@ -21,7 +21,7 @@ def host() -> PluginHost:
 
 def checked(host: PluginHost, table: dict[str, Any]) -> None:
     start = {"model": {"path": "tiny"}, "tasks": {"sort": {"env": "math:sort"}}}
-    preflight.check(build([start, table], host.sections()), host)
+    preflight.check(build([start, table], host.sections), host)
 
 
 @pytest.mark.parametrize(

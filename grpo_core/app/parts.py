@@ -268,9 +268,10 @@ class Parts:
 
     def shaping(self) -> Shaping | None:
         """Make the shaping of rewards by the section of a plugin, or None if none changes them."""
+        sections = (self.config.section(each.kind, None) for each in self.plugins.sections.added)
         found = (
             section.reward_shaping(self.config.rollout.max_tokens)
-            for section in self.config.sections
+            for section in sections
             if isinstance(section, ShapingSection)
         )
         return next((shaping for shaping in found if shaping is not None), None)

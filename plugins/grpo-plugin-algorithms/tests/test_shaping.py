@@ -110,7 +110,7 @@ def test_advantages_compare_shaped_rewards_and_the_groups_keep_theirs(values: li
 
 def made(**keys: Any) -> Shaping | None:
     host = PluginHost.discover(["algorithms"])
-    config = build([{"shaping": keys, "rollout": {"max_tokens": 100}}], host.sections())
+    config = build([{"shaping": keys, "rollout": {"max_tokens": 100}}], host.sections)
     return Parts(config, host).shaping()
 
 
