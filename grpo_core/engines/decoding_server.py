@@ -185,23 +185,20 @@ class DecodingServer(ABC):
         try:
             ended = list(self.step())
         except EngineError as error:
-            for ticket in list(self._calls):
-                self._fail(ticket, error)
+            for running in list(self._calls):
+                self._fail(running, error)
             return
         for key, result in ended:
-            self._finish(key, result)
-
-    def _finish(self, key: int, result: Completion | EngineError) -> None:
-        ticket = self._tickets.pop(key, None)
-        if ticket is None:  # it was forgotten while it was decoded
-            return
-        call = self._calls[ticket]
-        place = call.running.pop(key)
-        if isinstance(result, EngineError):
-            self._fail(ticket, result)
-        else:
-            call.results[place] = result
-            self._answer_if_complete(ticket)
+            ticket = self._tickets.pop(key, None)
+            if ticket is None:  # it was forgotten while it was decoded
+                continue
+            call = self._calls[ticket]
+            place = call.running.pop(key)
+            if isinstance(result, EngineError):
+                self._fail(ticket, result)
+            else:
+                call.results[place] = result
+                self._answer_if_complete(ticket)
 
     def _answer_if_complete(self, ticket: int) -> None:
         call = self._calls[ticket]

@@ -157,7 +157,12 @@ class Calls:
         except StopIteration as end:
             self._forget(running)
             if not running.dropped:
-                _reply(connection, running.id, end.value)
+                try:
+                    connection.reply(running.id, end.value)
+                except OSError:
+                    raise
+                except Exception as error:  # it cannot be pickled
+                    connection.fail(running.id, error)
         except Exception as error:
             self._forget(running)
             if not running.dropped:
@@ -203,15 +208,6 @@ class Calls:
     def _forget(self, running: _Running) -> None:
         del self._running[running.id]
         running.begun.steps.close()
-
-
-def _reply(connection: Connection, id: int, result: Any) -> None:
-    try:
-        connection.reply(id, result)
-    except OSError:
-        raise
-    except Exception as error:  # it cannot be pickled
-        connection.fail(id, error)
 
 
 async def _all(awaitables: Sequence[Awaitable[Any]], at_once: int) -> list[Any]:

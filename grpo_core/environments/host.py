@@ -162,7 +162,7 @@ class EnvironmentHost:
             "success": self._success,
             "concurrency": self._concurrency,
             "deadline": self._deadline,
-            "slots": self._slots(),
+            "slots": ("all" if self._evaluates_async else "tools") if self._concurrency else "none",
             "cancellable": bool(self._concurrency) or self._evaluates_async,
             "runs_agents": self._runs_agents,
             "runs_at_once": self._concurrency or AGENTS,
@@ -170,11 +170,6 @@ class EnvironmentHost:
             "sessions": self._has_sessions,
             "tools": self._tools.schemas,
         }
-
-    def _slots(self) -> Slotted:
-        if not self._concurrency:
-            return "none"
-        return "all" if self._evaluates_async else "tools"
 
     @property
     def _evaluates_async(self) -> bool:

@@ -107,7 +107,8 @@ class AgentProgram(Environment):
         variables = {**client.env_vars(), "GRPO_MODEL": client.model, orphans.PROGRAM: mark, **given}
         # files and not pipes: what the program leaves running would keep those open
         with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as said:
-            asked.write(_last(prompt).encode())
+            last = prompt.messages[-1].get("content")
+            asked.write((last if isinstance(last, str) else json.dumps(last, ensure_ascii=False)).encode())
             asked.seek(0)
             # it stays in the group of this process: whoever kills that ends the programs, too
             process = await asyncio.create_subprocess_exec(
@@ -144,11 +145,6 @@ def _module(words: Sequence[str]) -> ModuleType | None:
         return None
     module: ModuleType = import_file(path.resolve())
     return module
-
-
-def _last(prompt: Prompt) -> str:
-    content = prompt.messages[-1].get("content")
-    return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
 
 
 def _result(output: str) -> Feedback | None:
