@@ -7,7 +7,7 @@ VLLM   := $(VENV)/.vllm
 RAY    := $(VENV)/.ray
 DOCS   := $(VENV)/.docs
 BUILD  := $(BIN)/python -m build --quiet --no-isolation --outdir dist
-PAGES  := $(wildcard $(foreach p,learning pictures authoring selection,docs/_$(p).py))
+PAGES  := $(wildcard $(foreach p,learning performance pictures authoring selection,docs/_$(p).py))
 LOCK   := plugins/grpo-plugin-vllm/requirements-cpu.txt
 PROJECTS := -e .[dev] $(foreach p,$(filter-out plugins/grpo-plugin-ray,$(wildcard plugins/*)),-e $(p))
 

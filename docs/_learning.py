@@ -32,8 +32,6 @@ ARMS = {
 NUMBERS, PICTURE, PAGE = DOCS / "learning.json", DOCS / "learning.svg", DOCS / "learning.md"
 WINDOW = 10
 """Steps whose mean reward is one number of ``reward``."""
-TARGET = 0.8
-"""Mean reward whose steps and seconds are counted."""
 FEWEST = 3
 """Seeds from which a mean has an interval: that of two is wider than all that was measured."""
 MARGIN = 0.02
@@ -88,41 +86,6 @@ def table(runs: Runs) -> str:
             f"| {_cell(accuracy)} | {_against(runs, (bound, correction), SYNCHRONOUS)} "
             f"| {_cell(reward, scale=1.0, digits=3, unit='')} "
             f"| {fmean(run['staleness'] for run in seeds.values()):.2f} |"
-        )
-    return "\n".join(lines)
-
-
-def pace(task: str) -> Mapping[int, Sequence[float]]:
-    """Seconds of a step by bound of staleness, one number for each run."""
-    found = json.loads(NUMBERS.read_text()).get("pace", {})
-    return {int(name.split("/")[1]): seconds for name, seconds in found.items() if name.split("/")[0] == task}
-
-
-def steps_to(run: Mapping[str, Any], target: float) -> int | None:
-    """Steps until the mean reward of a window has reached the target."""
-    windows = (place for place, reward in enumerate(run["reward"], 1) if reward >= target)
-    return WINDOW * place if (place := next(windows, None)) else None
-
-
-def per_second(task: str, runs: Runs, target: float) -> str:
-    """One row for each arm: seconds of a step, if measured, and steps and seconds to a mean reward."""
-    seconds_of = pace(task)
-    lines = [
-        f"| `max_staleness` | correction | seconds a step | steps to reward {target:g} | seconds to it |",
-        "|---|---|---|---|---|",
-    ]
-    for (bound, correction), seeds in runs.items():
-        steps = [steps_to(run, target) for run in seeds.values()]
-        reached = [float(each) for each in steps if each is not None]
-        if not reached:
-            continue
-        paces = seconds_of.get(bound, ())
-        missed = "" if len(reached) == len(steps) else f" ({len(steps) - len(reached)} of {len(steps)} never)"
-        lines.append(
-            f"| {bound} | {'none' if correction == 'off' else f'`{correction}`'} "
-            f"| {_cell(paces, scale=1.0, digits=3, unit='') if paces else ''} "
-            f"| {_cell(reached, scale=1.0, digits=0, unit='')}{missed} "
-            f"| {_cell(reached, scale=fmean(paces), digits=1, unit='') if paces else ''} |"
         )
     return "\n".join(lines)
 
@@ -196,7 +159,6 @@ def page() -> str:
         parts |= {
             f"{task}: runs": table(runs),
             f"{task}: equivalence": equivalence(runs, (2, "token_truncate"), SYNCHRONOUS),
-            f"{task}: seconds": per_second(task, runs, TARGET),
         }
     return filled(PAGE.read_text(encoding="utf-8"), parts)
 

@@ -57,6 +57,7 @@ GENERATED = ("configuration", "options", "records", "catalogue")
 
 WRITTEN = {
     "learning": "docs/learning.md",
+    "performance": "docs/performance.md",
     "selection": "docs/samplers.md",
     "authoring": "docs/new-user.md",
 }

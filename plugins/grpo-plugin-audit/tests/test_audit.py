@@ -639,15 +639,6 @@ def test_every_check_of_the_page_exists_and_every_check_is_on_it():
     named = set(re.findall(r"`((?:data|semantic|statistical|reward|runtime)\.\w+)`", means))
     played = set(audited(Sums)) | {"runtime.startup", "statistical.training_signal"}
     assert named | {"runtime.startup"} == played
-    shared = [
-        f"{level}.{name}"
-        for row in page.splitlines()
-        if row.startswith("|") and "| the same names" in row
-        for level, names in [row.split("|")[1].strip(" `").split(".", 1)]
-        for name in names.split("`, `")
-    ]
-    assert set(shared) <= played
-    assert f"names 46 checks; {len(shared)} of them" in page
 
 
 # ---------------------------------------------------------------------------------- the command
