@@ -49,7 +49,6 @@ NOT_RUN = {
     r"--ray": "needs a cluster; plugins/grpo-plugin-ray/tests/test_ray.py starts one",
     r"train --env math:(sort|addition)$": "tests/test_cli.py trains on these environments",
     r"train --env ./examples/shout.py:Shout$": "tests/test_cli.py trains on it",
-    r"train examples/(arrivals|calculator)\.toml": "the tests of grpo-plugin-math train as these say",
     r"validate .*--only": "tests/test_validation_sets.py measures by name",
     r"train puzzles\.toml": "its model has to be downloaded",
     r"--profile": "it needs more steps than commands have here; tests/test_profile.py runs it",
