@@ -30,7 +30,6 @@ from grpo_core.app.parts import (
 )
 from grpo_core.app.placement import Placement
 from grpo_core.app.preflight import interval_of
-from grpo_core.app.profile import ProfileTracker
 from grpo_core.app.resume import changed_schedule, identity
 from grpo_core.app.stopping import Stop, interruptions
 from grpo_core.app.tasks import Tasks
@@ -256,8 +255,6 @@ def _with_trackers(start: Launch, listeners: Mapping[str, Tracker]) -> RunContex
     own: dict[str, Tracker] = {"scores of the run": scores, "room on the disk": room}
     if kept.best:
         own["retention of checkpoints"] = retention
-    if config.trainer.profile:
-        own["profile"] = ProfileTracker(directory.profile, config.trainer.profile)
     info = directory.info(config, *((resume.step, checkpoint.measured(resume)) if resume else (None,)))
     made = make_trackers(config, start.host, partial(trackers.info, info))
     trackers.add({**own, **made, **listeners}, checkpoint.read_trackers(resume.directory) if resume else {})

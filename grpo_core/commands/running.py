@@ -13,7 +13,6 @@ from rich.text import Text
 
 from grpo_core.aio import to_the_end
 from grpo_core.app import build, measuring
-from grpo_core.app import profile as profiles
 from grpo_core.app.launch import RUNS, configure, continued, new_run, tasks_of
 from grpo_core.complaints import complain, say, to_a_reader
 from grpo_core.config import Config, check_settings, merge, parse_settings, read_toml
@@ -26,6 +25,7 @@ from grpo_core.plugins.options import AsJson, Flag, Settings, Words
 from grpo_core.reporting.selection import REPORT
 from grpo_core.reporting.verification import verified
 from grpo_core.run_directory import RunDirectory
+from grpo_core.training.setup import steps_of_profile
 from grpo_core.unicode import inert
 from grpo_core.validation.results import progress, table
 
@@ -91,8 +91,7 @@ def train(
     until
         End the run with a checkpoint before this time, as in "18:30" or "2026-11-23T07:00".
     profile
-        Time this many steps after the first two, trace as many more, and print where the time of every
-        process went.
+        Trace this many steps of the trainer after the first two with torch's profiler.
     quiet
         Print only warnings, recovered faults and the summary.
     as_json
@@ -153,7 +152,7 @@ def train(
         directory.unlock()
     with to_a_reader():
         if start.config.trainer.profile and over is None:
-            tell(profiles.told(directory.profile, start.config.trainer.profile))
+            tell(_profile(directory.profile, start.config.trainer.profile))
         if REPORT in start.config.tracking.trackers and not start.host.offers("tracker", REPORT):
             page = install_command("tracker", REPORT)
             tell(f"its page: {page}, then grpo-core report {directory.path}")
@@ -286,6 +285,19 @@ def _changes(
     if envs:
         changes["tasks"] = tasks_of(envs)
     return parse_settings(settings or [], changes)
+
+
+def _profile(directory: Path, steps: int) -> str:
+    """Say where the traces of a run are."""
+    if any(directory.glob("*.trace.json.gz")):
+        return (
+            f"the traces of {steps} steps, and torch's tables of them, are in {directory}; "
+            "https://ui.perfetto.dev shows them"
+        )
+    return (
+        f"there is no profile: it needs {steps_of_profile(steps)[1]} steps of this process, which ended "
+        "before; use a larger trainer.steps, or a smaller --profile"
+    )
 
 
 def _summary(outcome: build.Outcome, again: str) -> str:

@@ -143,8 +143,8 @@ class TrainerConfig(PluginChoice):
     """The fingerprints of the weights and of the optimizer's state after each step are in `events.jsonl`, so
     that `grpo-core replay` can compare; they cost two passes over this memory."""
     profile: int = field(default=0, validator=ge(0))
-    """Time this many steps after the first two in every process, trace as many more in the trainer, and write
-    where the time went into the run's directory; 0 does nothing. `--profile N` sets it."""
+    """Trace this many steps of the trainer after the first two, with torch's profiler, and write the trace
+    and torch's table of its operations into `profile/` of the run; 0 does nothing. `--profile N` sets it."""
     offload: bool = False
     """Between two steps, the weights and the optimizer's state are in the machine's memory instead of the
     GPU's, so that an engine on the same GPU has that; for `pipeline.max_staleness = 0`, where the engine and

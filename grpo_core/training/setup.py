@@ -15,11 +15,8 @@ PROFILED_AFTER = 2
 
 
 def steps_of_profile(steps: int) -> tuple[int, int]:
-    """Return the number of the step that is traced first, and of the last one, counted from 1.
-
-    As many steps before them are timed as they are, since a trace takes time itself.
-    """
-    return PROFILED_AFTER + steps + 1, PROFILED_AFTER + 2 * steps
+    """Return the number of the step that is traced first, and of the last one, counted from 1."""
+    return PROFILED_AFTER + 1, PROFILED_AFTER + steps
 
 
 @frozen(kw_only=True)
