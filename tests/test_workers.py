@@ -13,8 +13,9 @@ from grpo_core.app.workers import make_engine, workers_of
 from grpo_core.cli import _with_values
 from grpo_core.config import Config, EngineConfig, EnvironmentConfig
 from grpo_core.demo.tiny import make_tiny_model
+from grpo_core.engines.wrapped import BackgroundMetrics
 from grpo_core.environments.pool import EnvironmentPool
-from grpo_core.errors import ConfigError, WeightSyncError
+from grpo_core.errors import ConfigError, EngineError, WeightSyncError
 from grpo_core.loop.agreement import Tolerance
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import EngineSetup, Episode, Feedback, GenerationRequest, SessionStart, Weights
@@ -237,6 +238,30 @@ def test_an_engine_is_given_as_many_requests_at_once_as_the_user_allows(tmp_path
         await engine.aclose()
         assert len(answers) == 40
         assert [(one.given, one.most, one.running) for one in made] == [(3, 3, 0)] * workers
+
+    run(story())
+
+
+def test_metrics_that_are_asked_for_in_the_background_survive_errors_and_end_with_their_engine():
+    answers = [{"cache_use": 0.1}, EngineError("gone"), None, {"cache_use": 0.2}]
+
+    async def ask():
+        if not answers:
+            await asyncio.Event().wait()
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def story():
+        metrics, seen = BackgroundMetrics(ask), []
+        for _ in range(7):
+            seen.append(metrics().get("cache_use"))
+            await asyncio.sleep(0)
+        assert seen == [None, 0.1, 0.1, 0.1, 0.2, 0.2, 0.2]
+        await metrics.aclose()
+        assert metrics() == {"cache_use": 0.2}, "a pool may read them while it replaces the engine"
+        assert asyncio.all_tasks() == {asyncio.current_task()}
 
     run(story())
 

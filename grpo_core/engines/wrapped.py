@@ -42,17 +42,19 @@ class BackgroundMetrics:
         self._ask = ask
         self._asking: asyncio.Task[Mapping[str, float] | None] | None = None
         self._shown: Mapping[str, float] = {}
+        self._closed = False
 
     def __call__(self) -> Mapping[str, float]:
         asking = self._asking
-        if asking is None or asking.done():
-            if asking is not None and asking.exception() is None:
-                self._shown = asking.result() or self._shown
+        if asking is not None and asking.done() and not asking.cancelled() and asking.exception() is None:
+            self._shown = asking.result() or self._shown
+        if not self._closed and (asking is None or asking.done()):
             self._asking = asyncio.create_task(self._ask())
         return self._shown
 
     async def aclose(self) -> None:
         """Stop asking."""
+        self._closed = True
         if self._asking is not None:
             self._asking.cancel()
             await asyncio.gather(self._asking, return_exceptions=True)
