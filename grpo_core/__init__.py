@@ -95,7 +95,7 @@ if TYPE_CHECKING:
     from grpo_core.records import TensorPart as TensorPart
     from grpo_core.records import Weights as Weights
     from grpo_core.reporting.stored import stored_rollouts as stored_rollouts
-    from grpo_core.thoughts import split_thought as split_thought
+    from grpo_core.text.thoughts import split_thought as split_thought
     from grpo_core.tokens import Tokens as Tokens
     from grpo_core.training.setup import TrainerSetup as TrainerSetup
     from grpo_core.validation.estimates import mean_with_interval as mean_with_interval

@@ -215,15 +215,11 @@ if TYPE_CHECKING:
     from grpo_core.loop import canary as canary
     from grpo_core.loop.agreement import Tolerance as Tolerance
     from grpo_core.loop.metrics import headline as headline
-    from grpo_core.loop.rendering import Renderer as Renderer
     from grpo_core.loop.retention import Retention as Retention
     from grpo_core.loop.rows import Scores as Scores
     from grpo_core.loop.rows import checked_scores as checked_scores
     from grpo_core.loop.rows import make_batch as make_batch
     from grpo_core.loss import needs_of as needs_of
-    from grpo_core.messages import MessageError as MessageError
-    from grpo_core.messages import normalised as normalised
-    from grpo_core.messages import parsed as parsed
     from grpo_core.model_sources import ModelRequest as ModelRequest
     from grpo_core.model_sources import StartModel as StartModel
     from grpo_core.model_sources import model_source as model_source
@@ -261,18 +257,22 @@ if TYPE_CHECKING:
     from grpo_core.reporting.trackers import TrackerThread as TrackerThread
     from grpo_core.run_directory import RunDirectory as RunDirectory
     from grpo_core.run_directory import planned_steps as planned_steps
-    from grpo_core.thoughts import THOUGHT_ENDS as THOUGHT_ENDS
-    from grpo_core.thoughts import THOUGHT_KEYS as THOUGHT_KEYS
-    from grpo_core.thoughts import THOUGHT_OPENS as THOUGHT_OPENS
-    from grpo_core.thoughts import parted as parted
+    from grpo_core.text.messages import MessageError as MessageError
+    from grpo_core.text.messages import normalised as normalised
+    from grpo_core.text.messages import parsed as parsed
+    from grpo_core.text.rendering import Renderer as Renderer
+    from grpo_core.text.thoughts import THOUGHT_ENDS as THOUGHT_ENDS
+    from grpo_core.text.thoughts import THOUGHT_KEYS as THOUGHT_KEYS
+    from grpo_core.text.thoughts import THOUGHT_OPENS as THOUGHT_OPENS
+    from grpo_core.text.thoughts import parted as parted
+    from grpo_core.text.tool_calls import assistant_message as assistant_message
+    from grpo_core.text.tool_calls import numbered as numbered
     from grpo_core.timeline import during as during
     from grpo_core.tokens import Ids as Ids
     from grpo_core.tokens import TokenReader as TokenReader
     from grpo_core.tokens import as_ids as as_ids
     from grpo_core.tokens import concatenated as concatenated
     from grpo_core.tokens import fetched as fetched
-    from grpo_core.tool_calls import assistant_message as assistant_message
-    from grpo_core.tool_calls import numbered as numbered
     from grpo_core.training.activations import model_shapes as model_shapes
     from grpo_core.training.activations import pass_bytes as pass_bytes
     from grpo_core.training.activations import trained_pass as trained_pass

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, runtime_check
 
 from attrs import field, frozen
 
-from grpo_core.messages import without_nulls
 from grpo_core.records import (
     AgentClient,
     Batch,
@@ -29,6 +28,7 @@ from grpo_core.records import (
     StepResult,
     Weights,
 )
+from grpo_core.text.messages import without_nulls
 
 if TYPE_CHECKING:
     import numpy as np
@@ -482,7 +482,7 @@ class OptimizerFunction(Protocol):
 
 
 class Renderer(Protocol):
-    """Converts messages to tokens and back; ``grpo_core.loop.rendering.Renderer`` has a tokenizer."""
+    """Converts messages to tokens and back; ``grpo_core.text.rendering.Renderer`` has a tokenizer."""
 
     stop_token_ids: tuple[int, ...]
     context: int

@@ -12,8 +12,8 @@ from grpo_core.app.first_look import first_look, leaks
 from grpo_core.config import EnvironmentConfig, RolloutConfig, SourceConfig, ValidationConfig
 from grpo_core.data.sources import Source
 from grpo_core.environments.pool import EnvironmentPool
-from grpo_core.loop.rendering import Renderer
 from grpo_core.testing import HostedEnvironment
+from grpo_core.text.rendering import Renderer
 from grpo_core.validation.sets import HeldOut
 
 SHOWS_TOOLS = (

@@ -17,11 +17,11 @@ from grpo_core.demo.tiny import write_tokenizer
 from grpo_core.environments.feedback import as_feedback
 from grpo_core.environments.host import EnvironmentHost
 from grpo_core.errors import EngineError, PluginError, describe
-from grpo_core.loop.rendering import Renderer
 from grpo_core.protocols import Environment
 from grpo_core.records import Episode, Feedback, Prompt
 from grpo_core.testing import FakeEngine, FakeEnvironment
-from grpo_core.tool_calls import parse_calls
+from grpo_core.text.rendering import Renderer
+from grpo_core.text.tool_calls import parse_calls
 from grpo_core.unicode import DEEPEST, lone_surrogate, well_formed
 from grpo_core.validation.runner import Context
 from grpo_core.validation.strategies import Batched, Greedy, Pipelined
@@ -340,15 +340,21 @@ STRATEGIES = [
 def test_a_held_out_prompt_that_fits_no_model_costs_only_its_own_rollouts(monkeypatch, strategy, needs_group):
     monkeypatch.setattr(FakeRenderer, "context", 100)
     monkeypatch.setattr("test_validation.prompts", odd_prompts)
-    seen = []
-    monkeypatch.setattr(Context, "_observe", lambda self, request, rollout: seen.append((request, rollout)))
+    seen, rollout = [], Context.rollout
+
+    async def seen_too(context, *prompts, **options):
+        rollouts = await rollout(context, *prompts, **options)
+        seen.extend(context.played)
+        return rollouts
+
+    monkeypatch.setattr(Context, "rollout", seen_too)
     environment = FakeEnvironment(right)
     environment.needs_group = needs_group
     results = validated(strategy, environment, engine=Bounded(100, reply=echo), retries=1)["task"]
     assert results["prompts"] == 8
     assert results["accuracy_low"] <= 0.8
     assert results["accuracy_high"] == 1.0
-    errors = {request.prompt.id: rollout.error for request, rollout in seen if rollout.error is not None}
+    errors = {prompt.id: played.error for prompt, played in seen if played.error is not None}
     assert errors == {
         "3": "prompt '3' of task 'task' has 500 tokens; with 16 tokens of a completion (max_tokens) they "
         "exceed the 100 positions of the model or the engine",

@@ -19,8 +19,8 @@ from grpo_core.data.sizes import UNBOUNDED, size
 from grpo_core.data.sources import Source
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.errors import ConfigError
-from grpo_core.loop.rendering import Renderer
 from grpo_core.testing import HostedEnvironment
+from grpo_core.text.rendering import Renderer
 from grpo_core.validation.sets import HeldOut
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"

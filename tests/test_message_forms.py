@@ -17,10 +17,10 @@ from grpo_core.data.sources import Source
 from grpo_core.demo.tiny import write_tokenizer
 from grpo_core.environments.host import EnvironmentHost
 from grpo_core.errors import ConfigError, PluginError
-from grpo_core.loop.rendering import Renderer
 from grpo_core.protocols import Tool
 from grpo_core.records import Episode, SampleRequest
 from grpo_core.testing import HostedEnvironment, MemoryLoader, finished
+from grpo_core.text.rendering import Renderer
 from grpo_plugin_agents.dialects import CHAT
 
 TEMPLATE = (

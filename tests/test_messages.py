@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_core.messages import MessageError, normalised, prompt_messages
+from grpo_core.text.messages import MessageError, normalised, prompt_messages
 
 TEA = {"role": "user", "content": "tea?"}
 CALL = {"type": "function", "id": "c1", "function": {"name": "price", "arguments": {"item": "tea"}}}

@@ -13,9 +13,9 @@ from test_rollout import played, requests
 from grpo_core.demo.tiny import make_tiny_model
 from grpo_core.errors import ModelError
 from grpo_core.incidents import reported_to
-from grpo_core.loop.rendering import Renderer
 from grpo_core.model_files import check_files
 from grpo_core.testing import FakeEnvironment, FakeRenderer
+from grpo_core.text.rendering import Renderer
 
 EMBEDDING = "model.embed_tokens.weight"
 

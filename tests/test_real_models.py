@@ -11,7 +11,7 @@ import subprocess
 import pytest
 from test_segments import FORGETS, GIVEN, GRPO, make_tokenizer, train
 
-from grpo_core.loop.rendering import Renderer
+from grpo_core.text.rendering import Renderer
 
 CALLS = (
     "{% for c in m.tool_calls or [] %}\n<tool_call>\n"

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from grpo_core.demo.tiny import write_tokenizer
 from grpo_core.errors import ModelError
-from grpo_core.loop.rendering import INLINE, Renderer
+from grpo_core.text.rendering import INLINE, Renderer
+from grpo_core.text.tool_calls import parse_calls
 from grpo_core.tokens import as_ids
-from grpo_core.tool_calls import parse_calls
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"

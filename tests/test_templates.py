@@ -9,7 +9,7 @@ from test_segments import PLAIN, TOOL, make_renderer, said, user
 from transformers.utils import chat_template_utils
 
 from grpo_core.errors import ModelError
-from grpo_core.loop.rendering import Rendered
+from grpo_core.text.rendering import Rendered
 
 
 def test_what_a_template_raises_is_told_as_before():

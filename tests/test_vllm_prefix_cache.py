@@ -7,10 +7,10 @@ import importlib.util
 
 import pytest
 
-from grpo_core.loop.rendering import Renderer
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, play
 from grpo_core.records import Feedback, Prompt
 from grpo_core.testing import FakeEnvironment
+from grpo_core.text.rendering import Renderer
 from grpo_plugin_devkit.decoding import EngineUnderTest, make_test_model, start_engine
 from grpo_plugin_scale.engines.pool import EnginePool
 

@@ -45,7 +45,6 @@ from grpo_core.loop.buffer import Buffer, BufferStatistics
 from grpo_core.loop.endings import GOAL_REACHED, Failure, Goal
 from grpo_core.loop.metrics import validation_metrics
 from grpo_core.loop.pipeline import Pipeline, Save, Validate, Watch, Written
-from grpo_core.loop.rendering import Renderer
 from grpo_core.loop.retention import Retention
 from grpo_core.model_files import check_files
 from grpo_core.model_sources import ModelRequest, StartModel, model_source
@@ -58,6 +57,7 @@ from grpo_core.reporting.room import DiskRoom
 from grpo_core.reporting.selection import make_trackers
 from grpo_core.reporting.trackers import Trackers
 from grpo_core.run_directory import RunDirectory
+from grpo_core.text.rendering import Renderer
 from grpo_core.timeline import Timeline, taken_down
 from grpo_core.validation.engine import DedicatedValidator, WeightsTrackingEngine
 from grpo_core.validation.sets import Validation

@@ -13,9 +13,9 @@ from grpo_core.data.sources import Source, missing
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.errors import GrpoError, ModelError
 from grpo_core.events import WarningRaised
-from grpo_core.loop.conventions import REPLIES, WITH_CALLS, misread
-from grpo_core.loop.rendering import Renderer
 from grpo_core.records import Prompt
+from grpo_core.text.conventions import REPLIES, WITH_CALLS, misread
+from grpo_core.text.rendering import Renderer
 from grpo_core.validation.sets import HeldOut
 
 SOLVED = 16

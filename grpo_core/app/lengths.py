@@ -16,10 +16,10 @@ from grpo_core.data.dataloaders import Dataloader
 from grpo_core.data.sizes import sizes
 from grpo_core.data.sources import Source
 from grpo_core.errors import ConfigError, ModelError
-from grpo_core.loop.rendering import Renderer
 from grpo_core.model_sources import StartModel
 from grpo_core.protocols import EnvironmentClient
 from grpo_core.records import Prompt
+from grpo_core.text.rendering import Renderer
 from grpo_core.validation.sets import HeldOut
 
 LOOKED_AT = 200

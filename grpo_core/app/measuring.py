@@ -20,12 +20,12 @@ from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config
 from grpo_core.errors import ConfigError, wrong_input
 from grpo_core.events import Event, ValidationPlayed, WarningRaised
-from grpo_core.loop.rendering import Renderer
 from grpo_core.model_files import check_files
 from grpo_core.models import chat_template
 from grpo_core.plugins.host import NO_OFFERS, Offers, PluginHost
 from grpo_core.reporting.stored import write_validation
 from grpo_core.run_directory import CONFIG
+from grpo_core.text.rendering import Renderer
 from grpo_core.validation.sets import HeldOut
 from grpo_core.validation.target import EvalTarget, find_target
 

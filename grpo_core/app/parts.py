@@ -30,7 +30,6 @@ from grpo_core.loop.dynamic import DynamicSampling, short_name
 from grpo_core.loop.endings import TimeLimit
 from grpo_core.loop.health import Limits
 from grpo_core.loop.pipeline import Checks, Learning, ObserveAttempt, Playing, Schedule
-from grpo_core.loop.rendering import Renderer
 from grpo_core.loop.rollout import LostBudget, SamplingParams
 from grpo_core.loss import needs_of
 from grpo_core.models import chat_template
@@ -47,6 +46,7 @@ from grpo_core.protocols import (
     ValidationStrategy,
 )
 from grpo_core.records import EngineSetup, Group, Prompt, Rollout
+from grpo_core.text.rendering import Renderer
 from grpo_core.training.process import thread_count
 from grpo_core.training.setup import TrainerSetup
 from grpo_core.validation.runner import Context

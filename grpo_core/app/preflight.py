@@ -35,7 +35,7 @@ from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.offers import Selected
 from grpo_core.processes.interpreters import Interpreter, from_here
 from grpo_core.reporting.selection import check_trackers
-from grpo_core.response_formats import check_response_format
+from grpo_core.text.response_formats import check_response_format
 from grpo_core.validation.target import ADAPTERS
 
 

@@ -23,7 +23,6 @@ from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config
 from grpo_core.errors import ConfigError
 from grpo_core.incidents import Incident, Lines, reported_to
-from grpo_core.loop.rendering import Renderer
 from grpo_core.loop.rollout import RolloutRequest, derive_seed, play
 from grpo_core.model_files import check_files
 from grpo_core.model_sources import ModelRequest, model_source
@@ -32,6 +31,7 @@ from grpo_core.plugins.host import PluginHost
 from grpo_core.processes.child import scratch_directory
 from grpo_core.protocols import Engine, EnvironmentClient
 from grpo_core.records import Prompt, Rollout
+from grpo_core.text.rendering import Renderer
 from grpo_core.training.process import thread_count
 from grpo_core.validation.target import EvalTarget
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from grpo_core.errors import ConfigError
-from grpo_core.messages import without_nulls
+from grpo_core.text.messages import without_nulls
 
 LINES = (".jsonl", ".ndjson")
 TABLES = (".csv", ".tsv", ".parquet", ".arrow", ".feather", ".ipc")

@@ -21,9 +21,9 @@ from grpo_core.data.loaders import EndsWith, TaskLoader, as_it_is, workers_conte
 from grpo_core.data.sources import Source
 from grpo_core.data.states import packed, unpacked
 from grpo_core.errors import CheckpointError, ConfigError, GrpoError, PluginError, describe, one_line
-from grpo_core.messages import readable as readable_prompt
 from grpo_core.plugins.installed import FILE_PREFIX, import_file, module_name
 from grpo_core.records import Prompt
+from grpo_core.text.messages import readable as readable_prompt
 
 FORMS = (
     "a sequence, a torch Dataset, a torchdata StatefulDataLoader or torchdata.nodes pipeline, or an iterable "

@@ -23,9 +23,9 @@ from grpo_core.errors import (
     did_you_mean,
 )
 from grpo_core.events import PromptsPassedOver
-from grpo_core.messages import readable
 from grpo_core.protocols import Loader, Sampler
 from grpo_core.records import Group, Prompt, SampleRequest
+from grpo_core.text.messages import readable
 from grpo_core.typed import Count, checked
 
 

@@ -21,8 +21,8 @@ from grpo_core.data.leakage import digest
 from grpo_core.data.loaders import fingerprint
 from grpo_core.data.sizes import size
 from grpo_core.errors import ConfigError
-from grpo_core.messages import MessageError, prompt_messages
 from grpo_core.records import Message, Prompt
+from grpo_core.text.messages import MessageError, prompt_messages
 from grpo_core.unicode import lone_surrogate, unreadable
 
 PROMPT_FIELDS = ("prompt", "messages", "question")

@@ -9,8 +9,8 @@ from typing import Any
 import attrs
 
 from grpo_core.errors import PluginError, describe, shortened, shown
-from grpo_core.messages import MessageError, check_turn, normalised
 from grpo_core.records import Feedback
+from grpo_core.text.messages import MessageError, check_turn, normalised
 from grpo_core.unicode import well_formed
 
 LARGEST = 1e300

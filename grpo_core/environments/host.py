@@ -24,13 +24,13 @@ from grpo_core.environments.calls import Begun, Calls, Steps
 from grpo_core.environments.feedback import as_feedback
 from grpo_core.environments.tools import Toolbox, message, tools_of
 from grpo_core.errors import GrpoError, PluginError, Unavailable, describe, shown
-from grpo_core.messages import readable
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.selection import ALL_PLUGINS, PluginSelection
 from grpo_core.processes import lent
 from grpo_core.processes.served import Call, Connection
 from grpo_core.protocols import Environment, Tool
 from grpo_core.records import AgentClient, Episode, Feedback, Prompt, SessionStart
+from grpo_core.text.messages import readable
 from grpo_core.unicode import lone_surrogate, unreadable, well_formed
 
 MOST_PROMPTS = 100_000

@@ -1,4 +1,4 @@
-"""Tools of a model: their schemas, and running the calls of ``grpo_core.tool_calls``."""
+"""Tools of a model: their schemas, and running the calls of ``grpo_core.text.tool_calls``."""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ from grpo_core.records import (
     Segment,
     SessionStart,
 )
+from grpo_core.text.tool_calls import numbered
 from grpo_core.tokens import Ids, Tokens, as_ids, concatenated
-from grpo_core.tool_calls import numbered
 
 _SESSIONS = itertools.count()
 """Names of sessions, each used once in the life of this process."""

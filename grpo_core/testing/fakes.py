@@ -31,7 +31,7 @@ from grpo_core.records import (
     StepResult,
     Weights,
 )
-from grpo_core.tool_calls import parse_calls
+from grpo_core.text.tool_calls import parse_calls
 
 T = TypeVar("T")
 

@@ -18,9 +18,9 @@ from grpo_core.environments.feedback import as_number
 from grpo_core.errors import DeadlineExceeded, PluginError, WeightSyncError
 from grpo_core.incidents import report
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, cause, derive_seed, play
-from grpo_core.messages import readable
 from grpo_core.protocols import Engine, EnvironmentClient, Renderer, ValidationStrategy
 from grpo_core.records import Group, Prompt, Rollout
+from grpo_core.text.messages import readable
 from grpo_core.tokens import sampled_versions
 
 Results = Mapping[str, Mapping[str, float]]

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import evolve
 
 from grpo_core.errors import PluginError, shown
-from grpo_core.thoughts import THOUGHT_KEYS
+from grpo_core.text.thoughts import THOUGHT_KEYS
 from grpo_core.unicode import DEEPEST
 
 if TYPE_CHECKING:

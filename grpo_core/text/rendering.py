@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from grpo_core.errors import ConfigError, ModelError
 from grpo_core.models import UNKNOWN_SIZE, size_of
 from grpo_core.records import Message
-from grpo_core.response_formats import AUTO, response_reader
-from grpo_core.thoughts import THOUGHT_ENDS, THOUGHT_KEYS, THOUGHT_OPENS
-from grpo_core.tool_calls import parse_calls, read_calls
+from grpo_core.text.response_formats import AUTO, response_reader
+from grpo_core.text.thoughts import THOUGHT_ENDS, THOUGHT_KEYS, THOUGHT_OPENS
+from grpo_core.text.tool_calls import parse_calls, read_calls
 from grpo_core.unicode import well_formed
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class Renderer:
         Args:
             chat_template: text of a template instead of the tokenizer's own.
             chat_template_kwargs: variables that the template reads.
-            response_format: see ``grpo_core.response_formats``.
+            response_format: see ``grpo_core.text.response_formats``.
         """
         try:
             tokenizer = _load_tokenizer(Path(directory), trust_remote_code)
@@ -353,7 +353,7 @@ class Renderer:
 
         The response format defines how reasoning and calls are read.  Without one it is the tokenizer's
         response template, and without that, calls stand between <tool_call> and </tool_call>
-        (``grpo_core.tool_calls.parse_calls``).
+        (``grpo_core.text.tool_calls.parse_calls``).
 
         Args:
             text: text of the completion (``texts``).

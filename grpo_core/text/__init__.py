@@ -1,0 +1,1 @@
+"""The text of conversations: messages, chat templates, reasoning and tool calls."""
