@@ -119,7 +119,8 @@ A command that estimates a run before it starts (see ``grpo_plugin_doctor``):
     check_config, check_model, model_source    check a configuration and its model
     planned                     the processes that a run will start on this machine
     directory_here, weight_files, header_of, size_of    read the files of a model
-    model_shapes, trained_pass, pass_bytes, state_bytes    count what training takes
+    Scorer, MicroBatch, Part, Passes, for_training, exchange_attention    compute what training computes
+    token_budget, extra_bytes_on_gpu, state_bytes    count what it takes
 
 ``examples/custom_engine.py`` is a complete engine.  Check yours with ``grpo-core check ./file.py:MyEngine``.
 """
@@ -273,10 +274,15 @@ if TYPE_CHECKING:
     from grpo_core.tokens import as_ids as as_ids
     from grpo_core.tokens import concatenated as concatenated
     from grpo_core.tokens import fetched as fetched
-    from grpo_core.training.activations import model_shapes as model_shapes
-    from grpo_core.training.activations import pass_bytes as pass_bytes
-    from grpo_core.training.activations import trained_pass as trained_pass
+    from grpo_core.training.budget import token_budget as token_budget
+    from grpo_core.training.logprobs import extra_bytes_on_gpu as extra_bytes_on_gpu
+    from grpo_core.training.microbatch import MicroBatch as MicroBatch
+    from grpo_core.training.model import Scorer as Scorer
     from grpo_core.training.optimizers import state_bytes as state_bytes
+    from grpo_core.training.packing import Part as Part
+    from grpo_core.training.packing import exchange_attention as exchange_attention
+    from grpo_core.training.passes import Passes as Passes
+    from grpo_core.training.passes import for_training as for_training
     from grpo_core.training.process import ProcessTrainer as ProcessTrainer
     from grpo_core.training.process import RankProcess as RankProcess
     from grpo_core.typed import Count as Count

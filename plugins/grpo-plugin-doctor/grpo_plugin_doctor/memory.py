@@ -355,7 +355,7 @@ def footprint(
     with_torch = machine.resident()
     if any(task.source.workers for task in config.tasks.values()):
         main = with_torch
-    from grpo_core.kit import model_shapes, pass_bytes, trained_pass
+    from grpo_plugin_doctor.activations import model_shapes, pass_bytes, trained_pass
 
     model = model_shapes(directory, trust_remote_code=config.model.trust_remote_code)
     bases = {"trainer": machine.resident()}

@@ -21,12 +21,12 @@ from grpo_core.kit import configure, parse_settings, tasks_of
 from grpo_core.kit import configured as built
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import EngineLoad, MemoryPart
-from grpo_core.training.activations import Pass, activation_bytes, model_shapes
 from grpo_core.training.building import build_model
 from grpo_core.training.memory import trainer_parts
 from grpo_core.training.model import ModelSource, Scorer
 from grpo_core.training.passes import Passes, for_training
 from grpo_plugin_doctor import machine, memory
+from grpo_plugin_doctor.activations import Pass, activation_bytes, model_shapes
 from grpo_plugin_doctor.machine import Gpu, Memory
 from grpo_plugin_doctor.parameters import (
     linear_parameters,

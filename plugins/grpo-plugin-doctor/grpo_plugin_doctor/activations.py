@@ -19,14 +19,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from grpo_core.config import TrainerConfig
-from grpo_core.errors import ModelError, one_line
-from grpo_core.training.budget import token_budget
-from grpo_core.training.logprobs import extra_bytes_on_gpu
-from grpo_core.training.microbatch import MicroBatch
-from grpo_core.training.model import Scorer
-from grpo_core.training.packing import Part, exchange_attention
-from grpo_core.training.passes import Passes, for_training
+from grpo_core import ModelError, errors
+from grpo_core.kit import (
+    MicroBatch,
+    Part,
+    Passes,
+    Scorer,
+    TrainerConfig,
+    exchange_attention,
+    extra_bytes_on_gpu,
+    for_training,
+    token_budget,
+)
 
 
 @frozen(kw_only=True)
@@ -222,7 +226,7 @@ def activation_bytes(path: str, work: Pass, *, trust_remote_code: bool = False) 
         raise
     except Exception as error:
         raise ModelError(
-            f"the activations cannot be computed ahead ({type(error).__name__}: {one_line(error)})"
+            f"the activations cannot be computed ahead ({type(error).__name__}: {errors.one_line(error)})"
         ) from error
     finally:
         log.disabled = before
@@ -239,7 +243,7 @@ def _make(path: str, trust_remote_code: bool, dtype: torch.dtype = torch.float32
     except Exception as error:  # code of the model, too
         raise ModelError(
             f"model {str(path)!r}: there is no configuration of a causal language model "
-            f"({type(error).__name__}: {one_line(error)})"
+            f"({type(error).__name__}: {errors.one_line(error)})"
         ) from error
 
 
