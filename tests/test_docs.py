@@ -82,6 +82,12 @@ def test_the_pictures_of_the_explanations_are_what_the_code_draws():
         assert (ROOT / "docs" / name).read_text() == draw(), "run `make pages` (docs/_pictures.py)"
 
 
+def test_every_key_has_a_meaning():
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \| (.*) \|$", generator("configuration").page(), re.M)
+    assert len(rows) > 150
+    assert [key for key, _, meaning in rows if not meaning.strip()] == []
+
+
 def test_every_option_has_a_type_and_a_meaning():
     rows = re.findall(r"^\| `(\w+)` \| (.*) \| (.*) \| (.*) \|$", generator("options").page(), re.M)
     assert len(rows) > 40
