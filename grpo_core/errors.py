@@ -104,6 +104,22 @@ class SlotError(GrpoError):
 
 
 @contextmanager
+def plugin_errors(who: str, told: str = "") -> Iterator[None]:
+    """Turn what the code of a plugin raises into a PluginError that names it.
+
+    Args:
+        who: the plugin's part.
+        told: the end of the message.
+    """
+    try:
+        yield
+    except GrpoError:
+        raise
+    except Exception as error:
+        raise PluginError(f"{who} raised {type(error).__name__}: {one_line(error)}{told}") from error
+
+
+@contextmanager
 def wrong_input() -> Iterator[None]:
     """Give the errors of a check that precedes all work the exit status of wrong input."""
     try:

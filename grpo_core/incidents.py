@@ -7,6 +7,7 @@ starts inherits that, as all context variables are inherited.
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -185,6 +186,18 @@ class Lines:
         since, self._said[key] = self._since.pop(key), now
         text = " ".join(message.split())
         return f"{component}: {cut(text, LINE)}" + (f" ({since} more times)" if said is not None else "")
+
+
+def lines_of_incidents(status: Callable[[str], None]) -> Callable[[Incident], None]:
+    """Return a receiver of incidents that says them in lines, not too many."""
+    lines = Lines()
+
+    def receive(incident: Incident) -> None:
+        cause = incident.kind, incident.component
+        if line := lines.line(*cause, incident.message, count=1, now=time.monotonic()):
+            status(f"survived: {line}")
+
+    return receive
 
 
 def by_kind(counts: Mapping[str, float]) -> str:

@@ -157,7 +157,6 @@ if TYPE_CHECKING:
     from grpo_core.app.provenance import environment_code as environment_code
     from grpo_core.app.resume import differences as differences
     from grpo_core.app.resume import shown as shown
-    from grpo_core.app.session import lines_of_incidents as lines_of_incidents
     from grpo_core.app.session import start_session as start_session
     from grpo_core.app.simulation import SimulatedParts as SimulatedParts
     from grpo_core.app.simulation import simulate_run as simulate_run
@@ -208,6 +207,7 @@ if TYPE_CHECKING:
     from grpo_core.errors import cut as cut
     from grpo_core.errors import wrong_input as wrong_input
     from grpo_core.incidents import Incident as Incident
+    from grpo_core.incidents import lines_of_incidents as lines_of_incidents
     from grpo_core.incidents import report as report
     from grpo_core.incidents import reported_as as reported_as
     from grpo_core.incidents import reported_to as reported_to

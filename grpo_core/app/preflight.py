@@ -23,7 +23,7 @@ from grpo_core.config import (
 from grpo_core.config.idle import OF_LOSS, idle_keys
 from grpo_core.data.files import check_there
 from grpo_core.data.samplers import plugin_state
-from grpo_core.errors import ConfigError, GrpoError, PluginError, did_you_mean, one_line
+from grpo_core.errors import ConfigError, did_you_mean, plugin_errors
 from grpo_core.events import WarningRaised
 from grpo_core.loop.dynamic import EQUAL_REWARDS, short_name
 from grpo_core.loop.endings import Goal
@@ -96,12 +96,8 @@ def checks_of_plugins(config: Config, host: PluginHost, step: int = 0) -> list[W
         for name, given in plugin.offers.get("preflight", {}).items():
             offer = Selected("preflight", name, plugin, given)
             function = offer.load()
-            try:
+            with plugin_errors(str(offer)):
                 messages = list(function(config, host))
-            except GrpoError:
-                raise
-            except Exception as error:
-                raise PluginError(f"{offer} raised {type(error).__name__}: {one_line(error)}") from error
             found += [WarningRaised(step=step, cause=name, message=message) for message in messages]
     return found
 

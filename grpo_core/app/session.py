@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from grpo_core.app.placement import Placement
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config
 from grpo_core.errors import ConfigError
-from grpo_core.incidents import Incident, Lines, reported_to
+from grpo_core.incidents import lines_of_incidents, reported_to
 from grpo_core.loop.rollout import RolloutRequest, derive_seed, play
 from grpo_core.model_files import check_files
 from grpo_core.model_sources import ModelRequest, model_source
@@ -197,15 +196,3 @@ def _prepare(prepare: Callable[[], None], threads: int) -> None:
 
     cpu.prepare(threads)
     prepare()
-
-
-def lines_of_incidents(status: Callable[[str], None]) -> Callable[[Incident], None]:
-    """Return a receiver of incidents that says them in lines, not too many."""
-    lines = Lines()
-
-    def receive(incident: Incident) -> None:
-        cause = incident.kind, incident.component
-        if line := lines.line(*cause, incident.message, count=1, now=time.monotonic()):
-            status(f"survived: {line}")
-
-    return receive

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import random
@@ -21,6 +20,7 @@ from grpo_core.errors import (
     PluginError,
     describe,
     did_you_mean,
+    plugin_errors,
 )
 from grpo_core.events import PromptsPassedOver
 from grpo_core.protocols import Loader, Sampler
@@ -242,13 +242,13 @@ class PromptStream:
     def observe(self, groups: Sequence[Group]) -> None:
         """Pass finished groups to the sampler, if it observes them."""
         if hasattr(self.sampler, "observe"):
-            with plugin_call(f"sampler {self.name!r}", "observe"):
+            with plugin_errors(f"sampler {self.name!r}: observe()"):
                 self.sampler.observe(groups)
 
     def untrained(self, prompt: Prompt, target_version: int) -> None:
         """Tell the sampler, if it wants to know, that a prompt was filtered or skipped."""
         if hasattr(self.sampler, "untrained"):
-            with plugin_call(f"sampler {self.name!r}", "untrained"):
+            with plugin_errors(f"sampler {self.name!r}: untrained()"):
                 self.sampler.untrained(prompt, target_version)
 
     def state_dict(self) -> Any:
@@ -334,7 +334,7 @@ def plugin_state(part: Any, who: str) -> Any:
     """
     if not hasattr(part, "state_dict"):
         return None
-    with plugin_call(who, "state_dict"):
+    with plugin_errors(f"{who}: state_dict()"):
         state = part.state_dict()
     try:
         return json.loads(json.dumps(state, allow_nan=False))
@@ -359,17 +359,6 @@ def load_plugin_state(part: Any, who: str, state: Any) -> None:
         ) from error
 
 
-@contextlib.contextmanager
-def plugin_call(who: str, method: str) -> Iterator[None]:
-    """Turn what a plugin's method raises into a PluginError that names both."""
-    try:
-        yield
-    except GrpoError:
-        raise
-    except Exception as error:
-        raise PluginError(f"{who}: {method}() raised {type(error).__name__}: {error}") from error
-
-
 def checked_sample(
     sampler: Sampler, name: str, loaders: Mapping[str, Loader], request: SampleRequest
 ) -> list[Prompt]:
@@ -386,12 +375,8 @@ def checked_sample(
             tasks.
     """
     who = f"sampler {name!r}"
-    try:
+    with plugin_errors(who, f" (asked with {request})"):
         prompts = sampler.sample(loaders, request)
-    except GrpoError:
-        raise
-    except Exception as error:
-        raise PluginError(f"{who} raised {type(error).__name__}: {error} (asked with {request})") from error
     if not isinstance(prompts, list | tuple):
         raise PluginError(f"{who} returned {type(prompts).__name__}, expected a list of prompts")
     if len(prompts) != request.expected_prompts:
