@@ -7,7 +7,6 @@ An engine:
     read_weights           returns the tensors of published weights of any transport
     read_buckets           yields them some at a time, so that an engine needs no second copy
     check_request          refuses requests that do not fit the model
-    Connection, Call       the child's end of the pipe, for a server with its own loop
     LocalEngine            the built-in engine, for those who extend it
     die_with               ends this process when another one ends
     scratch_directory      makes a directory for temporary files, which a killed process does not leave behind
@@ -40,8 +39,7 @@ A pool of engines (see ``grpo_plugin_scale``):
 
 A data plane, which keeps the tokens of finished rollouts outside of the run's process:
 
-    DataPlane                   its contract
-    RemotePlane, TokenReader    its base class, and what the trainer's processes read it by
+    RemotePlane                 its base class, with its contract
     fetched                     returns tokens and prompts that are there, with one call to the plane
 
 A source of models:
@@ -65,7 +63,6 @@ A player (see ``grpo_plugin_agents``):
     cancel                      cancels tasks and waits until they have ended
     normalised, MessageError, parsed, numbered, well_formed    read messages and calls that clients write
     parted, THOUGHT_OPENS, THOUGHT_ENDS, THOUGHT_KEYS          a model's thinking in its messages
-    Ids, as_ids, concatenated   arrays of tokens
 
 A section of the configuration:
 
@@ -246,11 +243,8 @@ if TYPE_CHECKING:
     from grpo_core.processes.child import scratch_directory as scratch_directory
     from grpo_core.processes.interpreters import from_here as from_here
     from grpo_core.processes.interpreters import variables_of as variables_of
-    from grpo_core.processes.served import Call as Call
-    from grpo_core.processes.served import Connection as Connection
     from grpo_core.processes.served import RemoteTraceback as RemoteTraceback
     from grpo_core.processes.served import die_with as die_with
-    from grpo_core.protocols import DataPlane as DataPlane
     from grpo_core.protocols import EnvironmentClient as EnvironmentClient
     from grpo_core.reporting.stored import as_json as as_json
     from grpo_core.reporting.stored import groups_in as groups_in
@@ -269,10 +263,6 @@ if TYPE_CHECKING:
     from grpo_core.text.tool_calls import assistant_message as assistant_message
     from grpo_core.text.tool_calls import numbered as numbered
     from grpo_core.timeline import during as during
-    from grpo_core.tokens import Ids as Ids
-    from grpo_core.tokens import TokenReader as TokenReader
-    from grpo_core.tokens import as_ids as as_ids
-    from grpo_core.tokens import concatenated as concatenated
     from grpo_core.tokens import fetched as fetched
     from grpo_core.training.budget import token_budget as token_budget
     from grpo_core.training.logprobs import extra_bytes_on_gpu as extra_bytes_on_gpu

@@ -30,7 +30,7 @@ WEIGHTS = '''
 import mmap, os, tempfile
 import torch
 from attrs import evolve
-from grpo_core.testing import SharedMemoryWriter
+from grpo_core.kit import SharedMemoryWriter
 
 SPOOL = os.environ["SPOOL"]
 

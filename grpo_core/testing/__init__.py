@@ -9,7 +9,6 @@
     play_rollouts, a_run                     rollouts, and the events of a run, with fakes
     check_canary, check_completions          compare an engine with weights, and completions with requests
     MemoryLoader                             a loader in memory, for tests of samplers
-    SharedMemoryWriter                       publishes weights, as the trainer does
     find_offer, make_offer                   what an installed plugin offers, by name
     bound                                    a function with its options, as a run calls it
     Optimization, flat                       optimizers as the trainer uses them, and their states
@@ -53,6 +52,5 @@ if TYPE_CHECKING:
     from grpo_core.testing.strategies import check_validation_strategy as check_validation_strategy
     from grpo_core.training.optimization import Optimization as Optimization
     from grpo_core.training.optimization import flat as flat
-    from grpo_core.weights.shm import SharedMemoryWriter as SharedMemoryWriter
 
 __getattr__, __dir__, __all__ = attach(__name__)

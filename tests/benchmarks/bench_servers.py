@@ -28,8 +28,7 @@ from grpo_core import EngineSetup, GenerationRequest, Weights
 from grpo_core.app.placement import LocalPlacement
 from grpo_core.app.workers import make_engine
 from grpo_core.config import EngineConfig
-from grpo_core.kit import PluginHost
-from grpo_core.testing import SharedMemoryWriter
+from grpo_core.kit import PluginHost, SharedMemoryWriter
 from grpo_plugin_vllm.http import HttpEngine
 
 ROWS, SECONDS, GROUPS, SIZE = 8, 0.5, 32, 8

@@ -28,7 +28,9 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
+import numpy as np
 from attrs import define, evolve, field, frozen
+from numpy.typing import NDArray
 
 from grpo_core import (
     Completion,
@@ -43,7 +45,7 @@ from grpo_core import (
     errors,
     split_thought,
 )
-from grpo_core.kit import Ids, as_ids, concatenated, numbered, parsed, parted
+from grpo_core.kit import numbered, parsed, parted
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -52,7 +54,7 @@ Tools = Sequence[Mapping[str, Any]]
 class _Row:
     """A segment that grows while the agent goes on."""
 
-    prompt_ids: Ids
+    prompt_ids: NDArray[np.int32]
     parts: list[Tokens]
     tip: Node | None = None
     """The completion at its end."""
@@ -94,9 +96,9 @@ class Node:
                 return tuple(message for part in reversed(parts) for message in part)
             node = node.parent
 
-    def whole(self) -> Ids:
+    def whole(self) -> NDArray[np.int32]:
         """Return all tokens that the model read, and what was sampled."""
-        return concatenated([self.row.prompt_ids, *(part.ids for part in self.row.parts[: self.place + 1])])
+        return np.concatenate([self.row.prompt_ids, *(part.ids for part in self.row.parts[: self.place + 1])])
 
 
 @frozen(eq=False)
@@ -107,11 +109,11 @@ class Turn:
     """The messages after the completion that it continues, or all."""
     tools: Tools
     key: bytes
-    context: Ids
+    context: NDArray[np.int32]
     """Tokens that the model reads."""
     parent: Node | None = None
     """The completion that it continues."""
-    new: Ids | None = None
+    new: NDArray[np.int32] | None = None
     """Tokens between that completion and the next one."""
 
 
@@ -178,7 +180,7 @@ class Recorder:
                 if (turn := _continued(node, conversation[place:], tools, renderer)) is not None:
                     return evolve(turn, key=keys[-1])
                 break
-        ids = as_ids(renderer.prompt_ids(conversation, tools))
+        ids = np.asarray(renderer.prompt_ids(conversation, tools), np.int32)
         added = tuple(map(self._once, keys[1:], conversation))
         return Turn(added=added, tools=tools, key=keys[-1], context=ids)
 
@@ -296,12 +298,12 @@ def _continued(node: Node, messages: Sequence[Message], tools: Tools, renderer: 
     )
     if new is None:
         return None
-    ids = as_ids(new)
+    ids = np.asarray(new, np.int32)
     return Turn(
         added=tuple(messages),
         tools=tools,
         key=b"",
-        context=concatenated([node.whole(), ids]),
+        context=np.concatenate([node.whole(), ids]),
         parent=node,
         new=ids,
     )

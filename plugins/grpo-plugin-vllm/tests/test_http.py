@@ -22,12 +22,12 @@ from attrs import evolve
 from grpo_core import ConfigError, EngineError, EngineSetup, Feedback, GenerationRequest, WeightSyncError
 from grpo_core.app.placement import LocalPlacement
 from grpo_core.app.workers import make_engine, workers_of
-from grpo_core.kit import EngineConfig, PluginHost, read_weights, reported_to
+from grpo_core.kit import EngineConfig, PluginHost, SharedMemoryWriter, read_weights, reported_to
 from grpo_core.loop import canary
 from grpo_core.loop.agreement import Tolerance
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, play
 from grpo_core.records import Canary, TensorPart, Weights
-from grpo_core.testing import FakeEnvironment, FakeRenderer, SharedMemoryWriter, prompts
+from grpo_core.testing import FakeEnvironment, FakeRenderer, prompts
 from grpo_plugin_vllm import http
 from grpo_plugin_vllm.client import Client, ServerError, checked_url
 from grpo_plugin_vllm.files import connections
@@ -456,7 +456,7 @@ import asyncio, resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 import torch
 from grpo_core import EngineSetup, GenerationRequest
-from grpo_core.testing import SharedMemoryWriter
+from grpo_core.kit import SharedMemoryWriter
 from grpo_plugin_vllm.http import HttpEngine
 
 async def main():
