@@ -16,7 +16,7 @@ from typing import Any
 from attrs import define, frozen
 
 from grpo_core.errors import ConfigError, ModelError
-from grpo_core.models import header_of, weight_files
+from grpo_core.models import header_of, samples, weight_files
 
 ADAPTERS = "adapter_config.json"
 """A file of peft, which is in every directory of adapters."""
@@ -28,8 +28,6 @@ _PLACEHOLDER = re.compile(r"(?:pad|mask|image|audio|video|vision|boi|eoi|boa|eoa
 """Names of tokens that stand for padding, or for something else than text; some models lack their rows."""
 _WRITTEN = re.compile(r"<[|\uff5c][^|\uff5c<>\s]+[|\uff5c]>|<(?:start|end)_of_turn>")
 """Special tokens in the text of a chat template."""
-_PLACES, _BYTES = 64, 4096
-"""Number of places at which two tensors are compared, and bytes of each."""
 
 Table = Mapping[str, Any]
 
@@ -68,13 +66,9 @@ class Tensor:
         return self._sample() != other._sample()
 
     def _sample(self) -> list[bytes]:
-        size, found = self.end - self.begin, []
         with self.path.open("rb") as file:
-            start = 8 + int.from_bytes(file.read(8), "little") + self.begin
-            for place in (nth * size // _PLACES for nth in range(_PLACES)):
-                file.seek(start + place)
-                found.append(file.read(min(_BYTES, size - place)))
-        return found
+            start = 8 + int.from_bytes(file.read(8), "little")
+        return samples(self.path, start + self.begin, self.end - self.begin)
 
 
 @define(slots=False)

@@ -160,7 +160,17 @@ def not_finite(file: Path) -> str:
 
 
 _SAMPLES, _SAMPLE = 64, 4096
-"""Number of the places in a file that a digest reads, and bytes of each."""
+"""Number of the places in a file that are read, and bytes of each."""
+
+
+def samples(path: Path, begin: int, size: int) -> list[bytes]:
+    """Return the bytes at places that are spread evenly over a part of a file.  Raises OSError."""
+    found = []
+    with path.open("rb") as file:
+        for place in (nth * size // _SAMPLES for nth in range(_SAMPLES)):
+            file.seek(begin + place)
+            found.append(file.read(min(_SAMPLE, size - place)))
+    return found
 
 
 def weights_digest(directory: Path) -> str:
@@ -173,10 +183,7 @@ def weights_digest(directory: Path) -> str:
     for path in weight_files(directory):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}\n".encode())
-        with path.open("rb") as file:
-            for nth in range(_SAMPLES):
-                file.seek(nth * size // _SAMPLES)
-                digest.update(file.read(_SAMPLE))
+        digest.update(b"".join(samples(path, 0, size)))
     return digest.hexdigest()
 
 

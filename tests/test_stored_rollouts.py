@@ -169,7 +169,7 @@ def test_advantages_of_single_tokens_are_read_back_and_make_the_same_batch(tmp_p
     assert mine.token_advantages.tobytes() == row.token_advantages.tobytes()
     assert (mine.tokens, its) == (row.tokens, other)
     arrays = load_file(run.path / "rollouts" / "step-000008.safetensors")
-    assert arrays["turn_lengths"].tolist() == [5, 4, 1]
+    assert arrays["token_rollouts"].tolist() == [0] * 10
 
 
 # ---------------------------------------------------------------------------------- no field is lost

@@ -5,10 +5,8 @@ A file of texts has a line for each rollout.  The file of tokens beside it has t
 
     advantages         float64 [R]     advantage of each rollout; NaN if it is masked or was not trained
     trained            bool [R]        whether the step made rows of the rollout
-    turn_advantages    float32 [K]     where the sampled tokens of a rollout differ in their advantage: the
-                                       advantages of runs of equal ones, one rollout after the other
-    turn_lengths       int32 [K]       sampled tokens of each run
-    turn_rollouts      int32 [K]       the rollout of each run
+    token_advantages   float32 [K]     advantages of the sampled tokens of those rollouts whose tokens differ
+    token_rollouts     int32 [K]       the rollout of each of them
 """
 
 from __future__ import annotations
@@ -77,7 +75,7 @@ def tokens(groups: Sequence[Group]) -> bytes:
             **segment_arrays(rollouts),
             "advantages": np.array(advantages, np.float64),
             "trained": np.array([rollout.trained for rollout in rollouts], np.bool_),
-            **_turns(rollouts),
+            **_token_advantages(rollouts),
         }
     )
     return data
@@ -228,23 +226,16 @@ def _not_json(value: Any) -> str:
     return f"is of the type {type(value).__name__}, which JSON does not give back"
 
 
-def _turns(rollouts: Sequence[Rollout]) -> Arrays:
-    """Return the advantages of single tokens, as runs of equal ones; turns have one advantage each."""
+def _token_advantages(rollouts: Sequence[Rollout]) -> Arrays:
+    """Return the advantages of single tokens, where those of a rollout differ."""
     import numpy as np
 
-    values, lengths, of = [], [], []
-    for r, rollout in enumerate(rollouts):
-        if rollout.token_advantages is not None:
-            each = np.asarray(rollout.token_advantages, np.float32)
-            bits = each.view(np.int32)
-            starts = np.flatnonzero(np.diff(bits, prepend=~bits[:1]))
-            values.append(each[starts])
-            lengths.append(np.diff(starts, append=len(each)))
-            of.append(np.full(len(starts), r))
+    differ = [(r, its) for r, each in enumerate(rollouts) if (its := each.token_advantages) is not None]
+    values = [np.zeros(0), *(its for _, its in differ)]
+    of = [np.zeros(0), *(np.full(len(its), r) for r, its in differ)]
     return {
-        "turn_advantages": np.concatenate([np.zeros(0), *values]).astype(np.float32),
-        "turn_lengths": np.concatenate([np.zeros(0), *lengths]).astype(np.int32),
-        "turn_rollouts": np.concatenate([np.zeros(0), *of]).astype(np.int32),
+        "token_advantages": np.concatenate(values).astype(np.float32),
+        "token_rollouts": np.concatenate(of).astype(np.int32),
     }
 
 
@@ -278,13 +269,8 @@ def _by_token(arrays: Arrays) -> dict[int, NDArray[np.float64]]:
     """Return the advantages of the sampled tokens of those rollouts whose tokens differ."""
     import numpy as np
 
-    runs: dict[int, list[NDArray[np.float64]]] = {}
-    names = ("turn_rollouts", "turn_advantages", "turn_lengths")
-    if names[0] not in arrays:
-        return {}
-    for rollout, value, length in zip(*(arrays[name].tolist() for name in names), strict=True):
-        runs.setdefault(rollout, []).append(np.full(length, value))
-    return {rollout: np.concatenate(parts) for rollout, parts in runs.items()}
+    values, of = arrays["token_advantages"].astype(np.float64), arrays["token_rollouts"]
+    return {r: values[of == r] for r in np.unique(of).tolist()}
 
 
 def _group(found: Sequence[tuple[Mapping[str, Any], Rollout]]) -> Group:

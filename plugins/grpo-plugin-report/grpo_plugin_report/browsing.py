@@ -355,15 +355,13 @@ class _StoredTokens:
         from safetensors import safe_open
 
         self._file = cast(Any, safe_open)(path, framework="numpy")
-        self._names = names = {*self._file.keys()}
+        self._names = {*self._file.keys()}
         read = self._file.get_tensor
         self._offsets: list[int] = read("segment_offsets").tolist()
         self._segments: dict[int, list[int]] = {}
         for segment, rollout in enumerate(read("segment_rollouts").tolist()):
             self._segments.setdefault(rollout, []).append(segment)
-        self._turns = {}
-        if "turn_rollouts" in names:
-            self._turns = {name: read(f"turn_{name}") for name in ("rollouts", "advantages", "lengths")}
+        self._advantages, self._of = read("token_advantages"), read("token_rollouts")
 
     def packed(self, rollout: int, words: _Words) -> dict[str, Any] | None:
         """Return the tokens of a rollout; None if they do not fit.
@@ -389,10 +387,10 @@ class _StoredTokens:
             "versions": [n for run in _runs(versions[sampled].tolist()) for n in run],
             "segments": [part.stop - part.start for part in parts],
         }
-        if self._turns and (its := np.flatnonzero(self._turns["rollouts"] == rollout)).size:
-            values = [_number(value) for value in self._turns["advantages"][its].tolist()]
-            lengths = self._turns["lengths"][its].tolist()
-            found["advantages"] = [n for run in zip(values, lengths, strict=True) for n in run]
+        if (its := self._advantages[self._of == rollout]).size:
+            found["advantages"] = [
+                n for value, length in _runs(its.tolist()) for n in (_number(value), length)
+            ]
         return found
 
     def _joined(self, name: str, parts: Sequence[slice]) -> NDArray[Any]:
