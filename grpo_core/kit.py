@@ -61,6 +61,8 @@ A player (see ``grpo_plugin_agents``):
 
     new_key, MIXED_UP_ADVICE    key of a rollout's client, by which an environment keeps its rollouts apart
     cancel                      cancels tasks and waits until they have ended
+    end_marked, PROGRAM         end all that a program has started, by a variable that it inherits
+    import_file, shortened      import a Python file, and cut a long text
     normalised, MessageError, parsed, numbered, well_formed    read messages and calls that clients write
     parted, THOUGHT_OPENS, THOUGHT_ENDS, THOUGHT_KEYS          a model's thinking in its messages
 
@@ -202,6 +204,7 @@ if TYPE_CHECKING:
     from grpo_core.environments.sourced import has_source as has_source
     from grpo_core.environments.sourced import taken_sections as taken_sections
     from grpo_core.errors import cut as cut
+    from grpo_core.errors import shortened as shortened
     from grpo_core.errors import wrong_input as wrong_input
     from grpo_core.incidents import Incident as Incident
     from grpo_core.incidents import lines_of_incidents as lines_of_incidents
@@ -231,6 +234,7 @@ if TYPE_CHECKING:
     from grpo_core.plugins.configured import changed as changed
     from grpo_core.plugins.configured import configured as configured
     from grpo_core.plugins.host import PluginHost as PluginHost
+    from grpo_core.plugins.installed import import_file as import_file
     from grpo_core.plugins.offers import HOOKS as HOOKS
     from grpo_core.plugins.offers import Kind as Kind
     from grpo_core.plugins.offers import Selected as Selected
@@ -243,6 +247,8 @@ if TYPE_CHECKING:
     from grpo_core.processes.child import scratch_directory as scratch_directory
     from grpo_core.processes.interpreters import from_here as from_here
     from grpo_core.processes.interpreters import variables_of as variables_of
+    from grpo_core.processes.orphans import PROGRAM as PROGRAM
+    from grpo_core.processes.orphans import end_marked as end_marked
     from grpo_core.processes.served import RemoteTraceback as RemoteTraceback
     from grpo_core.processes.served import die_with as die_with
     from grpo_core.protocols import EnvironmentClient as EnvironmentClient

@@ -54,7 +54,7 @@ A_TASK = {"tasks": {"any": {"env": "agent:true"}}}
 
 def made(tables: dict[str, Any], **host: Any) -> DynamicSampling | None:
     config = build([{"trainer": {"prompts_per_step": 2}}, tables])
-    return Parts(config, PluginHost.discover(allow=["algorithms"])).dynamic()
+    return Parts(config, PluginHost.discover(allow=["agents", "algorithms"])).dynamic()
 
 
 def test_the_first_filter_that_rejects_counts() -> None:
@@ -128,7 +128,7 @@ def test_a_filter_that_returns_no_text_is_named(tmp_path: Any) -> None:
 )
 def test_filters_are_checked_before_a_run(tables: dict[str, Any], message: str) -> None:
     with pytest.raises(PluginError, match=message):
-        check(build([{**A_TASK, "filters": tables}]), PluginHost.discover(allow=["algorithms"]))
+        check(build([{**A_TASK, "filters": tables}]), PluginHost.discover(allow=["agents", "algorithms"]))
 
 
 @pytest.mark.parametrize(

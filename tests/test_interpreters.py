@@ -339,10 +339,15 @@ PLUGIN = {
 }
 
 SHOUTER = """
-    import json, os, sys
-    prompt = sys.stdin.read()
-    reward = float((os.environ["OPENAI_BASE_URL"], prompt) == ("http://127.0.0.1:1/v1", "shout"))
-    print(json.dumps({"reward": reward, "metrics": {"minor": sys.version_info[1]}}))
+    import sys
+    import grpo_core as grpo
+
+    def prompts(split):
+        return [grpo.Prompt(messages="shout")]
+
+    async def run(prompt, client):
+        reward = float(client.base_url == "http://127.0.0.1:1/v1")
+        return grpo.Feedback(reward=reward, metrics={"minor": sys.version_info[1]})
 """
 
 
@@ -355,7 +360,7 @@ def test_an_agent_runs_in_every_version_of_python(tmp_path, monkeypatch, version
         client = AgentClient(base_url="http://127.0.0.1:1/v1", api_key="k", model="m")
         return await process.run("s", Prompt(messages="shout"), client)
 
-    feedback = run(f"agent:{tmp_path}/agent.py", played, python=str(home))
+    feedback = run(f"{tmp_path}/agent.py", played, python=str(home))
     assert (feedback.reward, feedback.metrics) == (1.0, {"minor": version[0]}), feedback.error
 
 

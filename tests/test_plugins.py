@@ -240,7 +240,7 @@ def test_an_unknown_name_suggests_the_nearest_and_lists_the_known(install):
     with pytest.raises(PluginError) as caught:
         host.factory("environment", "wrods")
     assert str(caught.value).startswith(
-        "there is no environment 'wrods'. Did you mean 'words'? Installed: core:agent:*, words:words; "
+        "there is no environment 'wrods'. Did you mean 'words'? Installed: words:words; "
     )
     assert str(caught.value).endswith(
         "; broken: plugin 'odd' (grpo-plugin-odd 1.2): ZeroDivisionError: division by zero"

@@ -8,11 +8,6 @@ from grpo_core.hookspecs import Offer, hookimpl
 
 
 @hookimpl
-def grpo_environments() -> Mapping[str, str]:
-    return {"agent:*": "grpo_core.environments.program:AgentProgram"}
-
-
-@hookimpl
 def grpo_players() -> Mapping[str, str]:
     return {"turns": "grpo_core.playing:turns"}
 

@@ -26,6 +26,7 @@ INSTALL: Mapping[tuple[Kind, str], str] = {
     ("data_plane", "transferqueue"): "pip install grpo-plugin-transferqueue",
     ("engine", "pool"): "pip install grpo-plugin-scale",
     ("engine", "vllm"): VLLM,
+    ("environment", "agent"): "pip install grpo-plugin-agents",
     ("environment", "code"): "pip install grpo-plugin-code",
     ("environment", "compose"): "pip install grpo-plugin-judge",
     ("environment", "gym"): "pip install grpo-plugin-gym",

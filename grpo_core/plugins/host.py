@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import pluggy
@@ -427,8 +427,7 @@ class PluginHost:
             return Selected(kind, name, plugin, *found)
         module = sys.modules[module_name(module_file)]
         if not wanted and kind == "environment" and inspect.iscoroutinefunction(getattr(module, "run", None)):
-            agent = Offer("grpo_core.environments.program:AgentProgram")
-            return Selected(kind, name, plugin, agent, (str(module_file),))
+            return Selected(kind, name, plugin, Offer(_agent_of(module)))
         factory = getattr(module, wanted, None) if wanted else None
         if callable(factory):
             return Selected(kind, name, plugin, Offer(factory))
@@ -473,6 +472,16 @@ class PluginHost:
         parts += [f"left out: plugin {plugin!r} ({why})" for plugin, why in self.left_out.items()]
         parts += [f"broken: {p}: {p.error}" for p in self.plugins if p.fault is not None]
         return SelectionError("; ".join(parts))
+
+
+def _agent_of(module: ModuleType) -> type[Environment]:
+    """Make an environment of a file that defines ``run``, and perhaps other members of an environment."""
+    from grpo_core.protocols import Environment
+
+    members = {name: value for name, value in vars(module).items() if hasattr(Environment, name)}
+    functions = {name: staticmethod(value) for name, value in members.items() if inspect.isroutine(value)}
+    public = {name: value for name, value in {**members, **functions}.items() if not name.startswith("_")}
+    return type(Path(str(module.__file__)).name, (Environment,), public)
 
 
 def listing(host: PluginHost, commands: Found | None = None) -> list[dict[str, Any]]:

@@ -1,15 +1,13 @@
-"""Agents that are programs or functions in a file: the environments ``agent:...`` of the core."""
+"""Agents that are programs: the environments ``agent:...``."""
 
 from __future__ import annotations
 
 import ast
 import asyncio
-import contextlib
 import json
 import os
 import secrets
 import shlex
-import signal
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -17,13 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from grpo_core.errors import ConfigError, PluginError, shortened
-from grpo_core.plugins.host import PluginHost
-from grpo_core.plugins.installed import import_file
-from grpo_core.processes import orphans
-from grpo_core.processes.child import descendants
-from grpo_core.protocols import Environment
-from grpo_core.records import AgentClient, Episode, Feedback, Prompt
+from grpo_core import AgentClient, ConfigError, Environment, Episode, Feedback, PluginError, Prompt
+from grpo_core.kit import PROGRAM, PluginHost, end_marked, import_file, shortened
 
 LONGEST_PROMPT = 100_000
 """Bytes of the messages up to which a program gets them in ``GRPO_PROMPT``; Linux allows about 128,000."""
@@ -104,7 +97,7 @@ class AgentProgram(Environment):
         messages = json.dumps([dict(message) for message in prompt.messages], ensure_ascii=False)
         given = {"GRPO_PROMPT": messages} if len(messages.encode()) <= LONGEST_PROMPT else {}
         mark = secrets.token_hex(16)
-        variables = {**client.env_vars(), "GRPO_MODEL": client.model, orphans.PROGRAM: mark, **given}
+        variables = {**client.env_vars(), "GRPO_MODEL": client.model, PROGRAM: mark, **given}
         # files and not pipes: what the program leaves running would keep those open
         with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as said:
             last = prompt.messages[-1].get("content")
@@ -117,12 +110,10 @@ class AgentProgram(Environment):
             try:
                 await process.wait()
             finally:
-                for pid in [*descendants(process.pid)] if process.returncode is None else []:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-                await asyncio.to_thread(orphans.end_marked, mark, name=orphans.PROGRAM)
                 if process.returncode is None:
-                    await process.wait()
+                    process.kill()
+                await asyncio.to_thread(end_marked, mark, name=PROGRAM)
+                await process.wait()
             said.seek(0)
             output = said.read()
         if process.returncode:
