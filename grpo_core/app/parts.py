@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +15,6 @@ from grpo_core.aio import UNLIMITED, Slots
 from grpo_core.app import workers
 from grpo_core.app.placement import Placement
 from grpo_core.config import Config, EngineConfig, TrainerConfig, ValidationConfig
-from grpo_core.config.choices import PluginChoice
 from grpo_core.config.generation import RolloutConfig
 from grpo_core.data.dataloaders import Dataloader
 from grpo_core.environments.budget import ErrorBudget, errors_of_calls
@@ -34,7 +33,7 @@ from grpo_core.loop.rollout import LostBudget, SamplingParams
 from grpo_core.loss import needs_of
 from grpo_core.models import chat_template
 from grpo_core.plugins.host import PluginHost
-from grpo_core.plugins.offers import Bound, Kind
+from grpo_core.plugins.offers import Bound
 from grpo_core.protocols import (
     AdvantageFunction,
     DataPlane,
@@ -72,26 +71,6 @@ class Parts:
 
     config: Config
     plugins: PluginHost
-
-    def choices(self) -> Iterator[tuple[Kind, str, Mapping[str, Any]]]:
-        """Yield kind, name and options of what is chosen, except for what tasks, sets and trackers are."""
-        config = self.config
-        sections: tuple[tuple[Kind, PluginChoice | None], ...] = (
-            ("engine", config.engine),
-            ("engine", config.validation.engine),
-            ("trainer", config.trainer),
-            ("loss", config.loss),
-            ("optimizer", config.optimizer),
-            ("advantage", config.advantage),
-        )
-        for kind, chosen in sections:
-            if chosen is not None:
-                yield kind, chosen.name, chosen.options
-        for name, options in config.filters.items():
-            yield "filter", name, options
-        for task in config.tasks.values():
-            if task.player:
-                yield "player", task.player, task.player_options
 
     # ------------------------------------------------------------------------------ places
 

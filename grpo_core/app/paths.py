@@ -145,25 +145,14 @@ class _Options:
 
 def plugin_files(config: Config) -> set[Path]:
     """Return the files of the plugins that are no installed ones."""
-    names = [choice.name for _, choice in _choices(config)]
-    names += [task.env for task in config.tasks.values()] + list(config.tracking.trackers)
-    names += [name for task in config.tasks.values() for name in (task.dataloader, task.player) if name]
-    names += config.filters
-    names += [config.validation.engine.name] if config.validation.engine else []
-    names += [name for one in config.validation.sets.values() for name in (one.env, one.name) if name]
-    names += [
-        text for options in _all_options(config) for text in _texts(options) if Path(text).is_absolute()
-    ]
+    chosen = list(config.choices())
+    several = [options for kind, _, options in chosen if kind == "environment"]  # they may name others
+    several += [each.values for each in config.sections]
+    names = [name for _, name, _ in chosen]
+    names += [text for options in several for text in _texts(options) if Path(text).is_absolute()]
     words = [Path(word) for name in names if in_file(name) is None for word in name.partition(":")[2].split()]
     programs = {word for word in words if word.is_absolute() and word.is_file()}
     return {place[0] for name in names if (place := in_file(name))} | programs
-
-
-def _all_options(config: Config) -> Iterator[Mapping[str, Any]]:
-    """Yield the options of all environments, and the sections of plugins, which may name others."""
-    yield from (task.options for task in config.tasks.values())
-    yield from (one.env_options for one in config.validation.sets.values())
-    yield from (each.values for each in config.sections)
 
 
 def _texts(value: Any) -> Iterator[str]:

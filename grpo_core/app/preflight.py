@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from math import lcm
 from pathlib import Path
+from typing import cast
 
 from grpo_core.app.parts import Parts
 from grpo_core.app.teacher import teacher_model
@@ -31,12 +32,15 @@ from grpo_core.loop.metrics import COMPARED, documented
 from grpo_core.loss import LossSetting, problems_of
 from grpo_core.model_sources import model_source
 from grpo_core.models import chat_template, check_path
-from grpo_core.plugins.host import PluginHost
+from grpo_core.plugins.host import Kind, PluginHost
 from grpo_core.plugins.offers import Selected
 from grpo_core.processes.interpreters import Interpreter, from_here
 from grpo_core.reporting.selection import check_trackers
 from grpo_core.text.response_formats import check_response_format
 from grpo_core.validation.target import ADAPTERS
+
+CHECKED = ("engine", "trainer", "loss", "optimizer", "advantage", "filter", "player")
+"""Kinds whose names and options are checked alone; the others are made, or checked with what is around."""
 
 
 def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
@@ -58,10 +62,11 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
         "betas": config.trainer.betas,
         "section": config.trainer,
     }
-    for kind, name, options in parts.choices():
-        host.check_options(kind, name, options)
-        if trains or kind != "trainer":
-            host.check_values(kind, name, options, **known)
+    for kind, name, options in config.choices():
+        if kind in CHECKED:
+            host.check_options(cast(Kind, kind), name, options)
+            if trains or kind != "trainer":
+                host.check_values(cast(Kind, kind), name, options, **known)
     for engine in (config.engine, config.validation.engine):
         if engine is not None:
             workers_of(engine, host)

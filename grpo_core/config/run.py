@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from attrs import field, frozen
+from attrs import field, fields, frozen
 from attrs.validators import ge, lt
 
+from grpo_core.config.choices import PluginChoice
 from grpo_core.config.generation import EngineConfig, RolloutConfig
 from grpo_core.config.model import ModelConfig, TeacherConfig
 from grpo_core.config.operation import (
@@ -65,3 +67,26 @@ class Config(WithSections):
     checkpoint: CheckpointConfig = field(factory=CheckpointConfig)
     health: HealthConfig = field(factory=HealthConfig)
     tracking: TrackingConfig = field(factory=TrackingConfig)
+
+    def choices(self) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+        """Yield kind, name and options of each offer that is chosen."""
+        for each in fields(type(self)):
+            chosen = getattr(self, each.name)
+            if isinstance(chosen, PluginChoice):
+                kind = "validation_strategy" if each.name == "validation" else each.name
+                yield kind, chosen.name, chosen.options
+        if self.validation.engine is not None:
+            yield "engine", self.validation.engine.name, self.validation.engine.options
+        of_sets = self.validation.environments(self.validation.sets)
+        for task in (*self.tasks.values(), *of_sets.values()):
+            yield "environment", task.env, task.options
+            if task.dataloader:
+                yield "dataloader", task.dataloader, task.dataloader_options
+            if task.player:
+                yield "player", task.player, task.player_options
+        for strategy in map(self.validation.of_set, self.validation.sets):
+            yield "validation_strategy", strategy.name, strategy.options
+        for name, options in self.filters.items():
+            yield "filter", name, options
+        for name in self.tracking.trackers:
+            yield "tracker", name, self.tracking.options.get(name, {})
