@@ -17,7 +17,7 @@ from typing import Any
 DOCS = Path(__file__).parent
 sys.path[:0] = [str(DOCS), str(DOCS.parent / "tests" / "benchmarks")]
 from _blocks import filled  # noqa: E402 - it lies beside this file
-from bench_selection import TASKS, middle, settings, summary  # noqa: E402 - it is no package
+from bench_selection import TASKS, middle, settings, summary  # noqa: E402 - it is not a package
 
 NUMBERS, PAGE = DOCS / "selection.json", DOCS / "samplers.md"
 ARMS = ("uniform", "dynamic", "learnable")

@@ -25,7 +25,7 @@ def load_object(name: str, *, who: str) -> Any:
     """
     home, separator, attribute = name.rpartition(":")
     if not separator or not home or not attribute:
-        raise ConfigError(f"{who}: {name!r} is no name; write {who}:MODULE:NAME or {who}:./file.py:NAME")
+        raise ConfigError(f"{who}: {name!r} is not a name; write {who}:MODULE:NAME or {who}:./file.py:NAME")
     try:
         module = _file(Path(home).expanduser().resolve()) if home.endswith(".py") else _module(home)
     except Exception as error:

@@ -196,7 +196,7 @@ UNKNOWN_SIZE = 2**31
 def size_of(directory: str, name: str) -> int:
     """Return a size of a model by its name in config.json; ``UNKNOWN_SIZE`` if it is not given.
 
-    Raises ModelError for a file that is no configuration.
+    Raises ModelError for a file that is not a configuration.
     """
     path = Path(directory, "config.json")
     try:
@@ -204,7 +204,7 @@ def size_of(directory: str, name: str) -> int:
         given = {**config, **config.get("text_config", {})}.get(name)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(
-            f"model {directory!r}: {path.name} is no configuration: {str(error)[:200]}"
+            f"model {directory!r}: {path.name} is not a configuration: {str(error)[:200]}"
         ) from None
     return given if isinstance(given, int) and given > 0 else UNKNOWN_SIZE
 

@@ -240,7 +240,7 @@ class RunDirectory:
             raise ConfigError(f"{self.path}: has no {path.name} yet")
         for number, event in numbered_events(path):
             if event is None:
-                raise ConfigError(f"{path}, line {number}: is no event; somebody has changed this file")
+                raise ConfigError(f"{path}, line {number}: is not an event; somebody has changed this file")
             yield event
 
     def forget_after(self, step: int, measured: int, disk: Disk | None = None) -> None:

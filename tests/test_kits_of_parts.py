@@ -361,7 +361,7 @@ def test_a_source_that_makes_a_model_keeps_the_contract():
 @pytest.mark.parametrize(
     ("source", "told"),
     [
-        (WrongPreset, "preset is no part of a configuration: .*learning_rate"),
+        (WrongPreset, "preset is not a part of a configuration: .*learning_rate"),
         (ChecksByMaking, r"check\(\) returned 'fine'"),
         (Unsendable, "prepare cannot be sent to the trainer's process"),
         (Nothing, "there is no directory"),

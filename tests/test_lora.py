@@ -401,8 +401,8 @@ def test_targets_choose_the_layers(model: str) -> None:
         ("q_prj", "the model has no layer 'q_prj'; the linear layers of .* q_proj, .*, down_proj$"),
         ("lm_head", "lm_head is the model's output layer or embedding"),
         ("embed_tokens", "embed_tokens is the model's output layer or embedding"),
-        ("input_layernorm", r"layers\.0\.input_layernorm is no linear layer; the linear layers of"),
-        ("mlp", r"layers\.0\.mlp is no linear layer; the linear layers of"),
+        ("input_layernorm", r"layers\.0\.input_layernorm is not a linear layer; the linear layers of"),
+        ("mlp", r"layers\.0\.mlp is not a linear layer; the linear layers of"),
         ("", "the model has no layer ''; the linear layers of"),
     ],
 )

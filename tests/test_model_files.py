@@ -95,7 +95,7 @@ CONTRADICTIONS = {
         lambda model: edit(model, "generation_config.json", eos_token_id=[500, 501]),
         "eos_token_id is 500 in generation_config.json, and its embedding has 99 rows",
     ),
-    "end that is no token": (
+    "end that is not a token": (
         lambda model: edit(model, "tokenizer_config.json", eos_token="<|im_end|>"),
         "eos_token is '<|im_end|>' in tokenizer_config.json, and tokenizer.json has no such token",
     ),

@@ -62,7 +62,7 @@ def test_a_garbled_call_is_a_call_without_a_name_that_the_model_is_told_of():
 
 
 def test_an_unknown_format_is_named_with_the_nearest_one():
-    with pytest.raises(ConfigError, match=r"is 'qwen4', which is no known format. Did you mean 'qwen3"):
+    with pytest.raises(ConfigError, match=r"is 'qwen4', which is unknown. Did you mean 'qwen3"):
         check_response_format("qwen4")
     check_response_format("auto")
 

@@ -11,7 +11,7 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 from grpo_core.engines.local import sampling
 
 SMALL, LARGE = 90, 5000
-"""Vocabularies that are sampled flat and in two levels (5000 is no multiple of the block)."""
+"""Vocabularies that are sampled flat and in two levels (5000 is not a multiple of the block)."""
 
 
 def splitmix64(key: int, position: int) -> int:

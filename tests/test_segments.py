@@ -272,7 +272,7 @@ def test_after_a_stop_string_the_template_ends_the_turn():
 
 
 OWN_END = PLAIN.replace("<|end|>", "[end]")
-"""Ends a turn with a text that is no token."""
+"""Ends a turn with a text that is not a token."""
 
 CALLS_END = PLAIN.replace(
     "{{ m.content }}<|end|>", "{{ m.content }}" + CALLS + "{{ '<|calls|>' if m.tool_calls else '<|end|>' }}"

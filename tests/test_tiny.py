@@ -66,7 +66,7 @@ def test_the_default_model_has_ninety_thousand_parameters(tmp_path: Path) -> Non
 
 
 def test_the_weights_are_a_function_of_the_seed(directory: Path, tmp_path: Path) -> None:
-    torch.rand(3)  # the state of the global generator is no input
+    torch.rand(3)  # the state of the global generator is not an input
     again, other = make(tmp_path / "again"), make(tmp_path / "other", seed=1)
     weights = "model.safetensors"
     assert (again / weights).read_bytes() == (directory / weights).read_bytes()

@@ -505,5 +505,5 @@ def test_half_a_last_line_is_tolerated_and_any_other_damage_is_an_error(tmp_path
     add(run, [], FILES)
     assert path.read_bytes().startswith(whole), "half a line of any length is cut off"
     path.write_text(path.read_text().replace('"event": "GroupsReady"', "GroupsReady"))
-    with pytest.raises(ConfigError, match=r"events\.jsonl, line 4: is no event"):
+    with pytest.raises(ConfigError, match=r"events\.jsonl, line 4: is not an event"):
         list(run.events())

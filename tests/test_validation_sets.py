@@ -107,7 +107,7 @@ def test_an_option_of_a_strategy_is_found_where_options_are():
                 "checkpoint": {"best": "validation/b/accuracy"},
                 "validation": {"sets": {"a": {"task": "sort"}}},
             },
-            "checkpoint.best is 'validation/b/accuracy', which is no metric of validation; expected "
+            "checkpoint.best is 'validation/b/accuracy', which is not a metric of validation; expected "
             "validation/TASK/NAME with one of the tasks sort or of the sets a",
         ),
         (
@@ -387,7 +387,10 @@ def test_validate_measures_the_tasks_and_all_sets_without_a_name(a_run):
 def test_an_unknown_name_is_refused_with_those_that_there_are(a_run):
     done = grpo(a_run.parent, "validate", "run", "--only", "aime")
     assert done.returncode == 2
-    assert "--only aime: is no task and no validation set; there are sort, bench, rows, sort4" in done.stderr
+    assert (
+        "--only aime: is neither a task nor a validation set; there are sort, bench, rows, sort4"
+        in done.stderr
+    )
 
 
 @pytest.mark.long

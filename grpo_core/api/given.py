@@ -217,7 +217,7 @@ def _factory(kind: Kind, value: Any) -> Factory:
         return lambda: value
     if callable(value):
         return lambda: wrapper(value)
-    raise ConfigError(f"{kind}: {type(value).__name__} has no method {method!r}, and is no function")
+    raise ConfigError(f"{kind}: {type(value).__name__} has no method {method!r}, and is not a function")
 
 
 class _SamplerFunction(Sampler):

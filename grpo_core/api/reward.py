@@ -134,7 +134,7 @@ class Arguments:
         )
 
     def check(self, prompt: Prompt) -> None:
-        """Raise PluginError if a parameter is no field of the prompt."""
+        """Raise PluginError if a parameter is not a field of the prompt."""
         for key, needed in self.needed.items():
             if needed and key not in KNOWN and key not in prompt.info:
                 raise PluginError(

@@ -166,7 +166,7 @@ def _check_only(only: Sequence[str], config: Config) -> None:
     known = [*config.tasks, *config.validation.sets]
     if unknown := [name for name in only if name not in known]:
         raise ConfigError(
-            f"--only {unknown[0]}: is no task and no validation set; there are {', '.join(known)}"
+            f"--only {unknown[0]}: is neither a task nor a validation set; there are {', '.join(known)}"
         )
 
 

@@ -176,7 +176,7 @@ def _check_adapters(parts: Parts) -> None:
 
 
 def _check_teacher(parts: Parts) -> None:
-    """Raise ConfigError if the loss and the teacher do not fit, and ModelError if the teacher is no model."""
+    """Raise ConfigError if loss and teacher do not fit, and ModelError if the teacher is not a model."""
     config = parts.config
     if "teacher" not in parts.needs:
         return
@@ -254,7 +254,7 @@ def interval_of(metric: str, config: Config, key: str) -> tuple[str, int]:
             return found
     sets = f" or of the sets {', '.join(validation.sets)}" if validation.sets else ""
     raise ConfigError(
-        f"{key} is {metric!r}, which is no metric of validation; expected validation/TASK/NAME "
+        f"{key} is {metric!r}, which is not a metric of validation; expected validation/TASK/NAME "
         f"with one of the tasks {', '.join(config.tasks)}{sets}"
     )
 

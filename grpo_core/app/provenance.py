@@ -100,7 +100,7 @@ def _hashes(files: Iterable[Path]) -> dict[str, str]:
 
 
 def package_hash(name: str) -> str | None:
-    """Return one hash of the names and contents of a package's files; None for what is no package on disk."""
+    """Return one hash of the names and contents of a package's files, or None without a package on disk."""
     module = sys.modules.get(name)
     spec = getattr(module, "__spec__", None) if module is not None else find_spec(name)
     if spec is None or not (spec.submodule_search_locations or spec.origin):

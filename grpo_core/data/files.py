@@ -228,7 +228,7 @@ def _data_set(path: str, subset: str, split: str, who: str) -> Rows:
         import datasets
     except ImportError:
         raise ConfigError(
-            f"{who} {path!r}: is no file with a known suffix; data sets need the package datasets: "
+            f"{who} {path!r}: is not a file with a known suffix; data sets need the package datasets: "
             "pip install 'grpo-core[data]'"
         ) from None
     try:

@@ -66,7 +66,7 @@ class RowReader:
     def prompt(self, row: Any, place: int) -> Prompt | None:
         """Return the prompt of a row, or None if ``source.where`` leaves it out.
 
-        Raises ConfigError for a row that is no prompt, PluginError for one that no checkpoint can hold.
+        Raises ConfigError for a row that is not a prompt, PluginError for one that no checkpoint can hold.
         """
         if isinstance(row, Prompt):
             who = f"task {self._task!r}: dataloader {self._who!r}, row {place + 1}"

@@ -200,7 +200,7 @@ class Source(Sequence[Prompt]):
         )
 
     def _messages(self, given: Any, field: str, place: int) -> tuple[Message, ...]:
-        """Return the messages of a prompt's field.  Raises ConfigError if it is no prompt."""
+        """Return the messages of a prompt's field.  Raises ConfigError if it is not a prompt."""
         given = given.tolist() if hasattr(given, "tolist") else given  # numpy's, in rows of pandas
         if not isinstance(given, (str, list, tuple)) or not given:
             raise ConfigError(

@@ -22,7 +22,7 @@ class Template:
             written.
         who: its name in errors.
 
-    Raises ConfigError if it is no template.
+    Raises ConfigError if it is not a template.
     """
 
     def __init__(self, text: str, who: str) -> None:

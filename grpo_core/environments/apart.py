@@ -117,7 +117,7 @@ def _here() -> _Player | None:
 def _task(
     loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T], **given: Any
 ) -> asyncio.Task[T]:
-    """Make a task; one that a callback makes, as servers do for a connection, is no rollout's."""
+    """Make a task; one that a callback makes, as servers do for a connection, is not a rollout's."""
     if given.get("context") is None and asyncio.current_task(loop) is None:
         given["context"] = context = contextvars.copy_context()
         context.run(_player.set, None)

@@ -636,7 +636,7 @@ class Pipeline:
     def _check_health(self, metrics: Mapping[str, float], *, carried: bool) -> None:
         """Warn about metrics beyond their soft limit; raise TrainerError beyond the hard limit.
 
-        A step that trains ``carried`` groups only warns, unless the metric is no number: their logprobs are
+        A step that trains ``carried`` groups only warns, unless the metric is NaN: their logprobs are
         from before the resume, and what was wrong then may be corrected by now.
         """
         if not carried:

@@ -77,7 +77,7 @@ class TerminalTracker(Tracker):
     """Shows the run on standard output.
 
     Args:
-        view: "live" redraws a few lines, and prints lines where standard output is no terminal of at least
+        view: "live" redraws a few lines, and prints lines where standard output is not a terminal of at least
             80 columns; "lines" prints a line for each step and each validation; "quiet" prints warnings and
             what was survived; "json" prints events as ``events.jsonl`` has them, without those of single
             prompts.

@@ -52,7 +52,7 @@ def verified(path: Path) -> Verification:
     for number, event in numbered_events(events):
         where = f"{EVENTS}, line {number}"
         if event is None:
-            broken.append(f"{where}: is no event")
+            broken.append(f"{where}: is not an event")
             continue
         laws.observe(event)
         try:
@@ -123,7 +123,7 @@ class Files:
             case "Recorded":
                 folder, _, name = event["file"].partition("/")
                 if folder not in (ROLLOUTS, VALIDATION) or rollouts_step(name) is None:
-                    raise ValueError(f"{event['file']!r} is no file of rollouts")
+                    raise ValueError(f"{event['file']!r} is not a file of rollouts")
                 self._rollouts[event["file"]] = _Expected(event["step"], event["digest"])
                 for removed in event["removed"]:
                     self._rollouts[removed].optional = True

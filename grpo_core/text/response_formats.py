@@ -34,7 +34,7 @@ def check_response_format(name: str) -> None:
     known = sorted(_formats())
     if name not in known:
         raise ConfigError(
-            f"model.response_format is {name!r}, which is no known format.{did_you_mean(name, known)} Known: "
+            f"model.response_format is {name!r}, which is unknown.{did_you_mean(name, known)} Known: "
             + ", ".join([AUTO, *known])
         )
 

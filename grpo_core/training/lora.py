@@ -163,7 +163,7 @@ class LoraModel:
 
     @torch.no_grad()
     def refresh_reference(self, share: float) -> None:
-        assert share == 1, "a mixture of two adapters is no adapter of the same rank"
+        assert share == 1, "a mixture of two adapters is not an adapter of the same rank"
         self._moved = {name: parameter.detach().clone() for name, parameter in self._named}
 
     def saved_reference(self) -> Mapping[str, Tensor]:
@@ -365,7 +365,7 @@ def _problem(lora: LoraConfig, module: nn.Module) -> str:
         if chosen and (layer is head or layer is inputs):
             return f"{name} is the model's output layer or embedding, which gets no adapter"
         if chosen and not is_linear(layer):
-            return f"{name} is no linear layer"
+            return f"{name} is not a linear layer"
     return ""
 
 

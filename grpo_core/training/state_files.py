@@ -63,7 +63,7 @@ def read_state(directory: Path) -> Iterator[tuple[str, Tensor]]:
         raise ValueError(f"there are {len(files)} of {expected} files in {directory}")
     for file in files:
         with safe_open(file, "pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 - it is no mapping
+            for name in opened.keys():  # noqa: SIM118 - it is not a mapping
                 yield name, opened.get_tensor(name)
 
 

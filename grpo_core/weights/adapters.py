@@ -100,7 +100,7 @@ def _shapes(files: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 def _files(directory: Path) -> dict[str, Any]:
     """Open the files of a model; return the one of each tensor, by name.  Raises OSError, SafetensorError."""
     opened: list[Any] = [safe_open(str(path), framework="pt") for path in weight_files(directory)]
-    return {name: file for file in opened for name in file.keys()}  # noqa: SIM118 - it is no mapping
+    return {name: file for file in opened for name in file.keys()}  # noqa: SIM118 - it is not a mapping
 
 
 @contextmanager

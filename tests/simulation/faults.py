@@ -20,7 +20,7 @@ class Faults:
     engine_death: float = 0.01
     """All running calls are lost; the next ones wait for another process."""
     engine_garbage: float = 0.0001
-    """Wrong count, wrong lengths, or a logprob that is no number.  Ends the run."""
+    """Wrong count, wrong lengths, or a logprob that is not a number.  Ends the run."""
     node_loss: float = 0.002
     """All engines of a pool that run on one machine are gone; others are started in their places."""
     doubled: float = 0.0

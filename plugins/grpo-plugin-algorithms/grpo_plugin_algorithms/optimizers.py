@@ -90,7 +90,7 @@ def adamw_torchao_restored(slot: str, parts: Mapping[str, Any]) -> Any:
 def adamw_torchao(groups: Sequence[ParameterGroup], *, eps: float = 1e-8) -> list[Optimizer]:
     """AdamW with moments of 8 bits in blocks of 256 numbers (arXiv 2110.02861), by torchao.
 
-    Parameters with fewer than 4,096 numbers, or with a number that is no multiple of 256, keep float32
+    Parameters with fewer than 4,096 numbers, or with a number that is not a multiple of 256, keep float32
     moments.  On a GPU torch compiles the update of each shape.  ``pip install 'grpo-core[torchao]'``.
 
     Args:
@@ -143,7 +143,7 @@ def muon(
 ) -> list[Optimizer]:
     """Muon for the matrices of hidden layers: their momentum is made nearly orthogonal (arXiv 2502.16982).
 
-    AdamW trains what is no matrix (gains, biases, the stacked experts of a mixture) and the embeddings.
+    AdamW trains what is not a matrix (gains, biases, the stacked experts of a mixture) and the embeddings.
 
     Args:
         groups: parameters with their learning rates.

@@ -22,7 +22,7 @@ from grpo_plugin_algorithms.comparison import Comparison, Decision, decided
 from grpo_plugin_algorithms.strategies import Mode
 
 MANY = 0.05
-"""Share of missing scores above which a version is no standard."""
+"""Share of missing scores above which a version is not a standard."""
 Until = Literal["decided", "all"]
 
 Scores = Mapping[str, Mapping[str, float]]
@@ -108,7 +108,7 @@ class Paired(ScoringStrategy):
     which a mean over other prompts could not.  All other metrics are of the rollouts that were played.
 
     A missing score speaks against a version for its lower end, and for it for the upper one.  A version that
-    lacks more than 5% of its scores is no standard.
+    lacks more than 5% of its scores is not a standard.
 
     Metrics of each task, besides those of any strategy: ``difference`` to the standard with
     ``difference_low`` and ``difference_high``, an interval that may be looked at as often as one likes;

@@ -46,7 +46,7 @@ class Shaping:
         ]
 
     def checked(self, rollout: Rollout) -> Rollout:
-        """Return a rollout, unscored if a part that is paid is no number: it is as good as a reward."""
+        """Return a rollout, unscored if a part that is paid is not a number: it is as good as a reward."""
         bad = sorted(self.weights.keys() & rollout.left_out.keys())
         if rollout.reward is None or not bad:
             return rollout

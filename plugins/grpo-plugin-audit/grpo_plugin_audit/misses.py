@@ -69,7 +69,7 @@ def _with(answer: str, found: re.Match[str], new: str) -> str:
 
 
 def _items(answer: str) -> tuple[str, list[str], str, str] | None:
-    """Return the bracket, items, separator and closing bracket of a list; None if the answer is no list."""
+    """Return bracket, items, separator and closing bracket of a list, or None for another answer."""
     inner, before, after = answer.strip(), "", ""
     if len(inner) > 1 and inner[0] + inner[-1] in ("[]", "()", "{}"):
         before, inner, after = inner[0], inner[1:-1], inner[-1]

@@ -157,7 +157,7 @@ def find(stored: Path, steps: Sequence[int], *, validation: bool) -> Stored:
         if steps or validation:
             raise ConfigError(f"{stored}: is one file of rollouts; leave out --step and --validation")
         if not stored.name.endswith((".jsonl", ".jsonl.gz")):
-            raise ConfigError(f"{stored}: is no file of rollouts; expected a name that ends in .jsonl.gz")
+            raise ConfigError(f"{stored}: is not a file of rollouts; expected a name that ends in .jsonl.gz")
         for run in stored.resolve().parents[:PARENTS]:
             with contextlib.suppress(ConfigError):
                 table, directory = Run(run).config, run

@@ -462,7 +462,7 @@ def test_another_solution_of_the_same_form_is_played():
     assert list(tried.values()) == ["345", "67"]
 
 
-# ---------------------------------------------------------------------------------- what is no defect
+# ---------------------------------------------------------------------------------- what is not a defect
 
 
 def test_games_that_begin_alike_and_draw_later_do_not_leak():

@@ -285,7 +285,7 @@ def test_wrong_input_is_named_before_anything_starts(a_run, tmp_path):
     with pytest.raises(ConfigError, match=r"holds no run \(there is no config\.toml"):
         score.find(tmp_path, [], validation=False)
     with pytest.raises(
-        ConfigError, match=r"is no file of rollouts; expected a name that ends in \.jsonl\.gz"
+        ConfigError, match=r"is not a file of rollouts; expected a name that ends in \.jsonl\.gz"
     ):
         score.find(a_run / "config.toml", [], validation=False)
     file = tmp_path / "alone.jsonl.gz"

@@ -38,7 +38,7 @@ class Called:
 
 
 def cases_of(given: Any, where: str) -> list[Printed | Called]:
-    """Return the tests of a row, which may be JSON.  Raises PluginError for what is no test."""
+    """Return the tests of a row, which may be JSON.  Raises PluginError for what is not a test."""
     if isinstance(given, str):
         with contextlib.suppress(ValueError):
             given = json.loads(given)
@@ -68,7 +68,7 @@ def _asserted(text: str, where: str) -> Called:
     try:
         (statement,) = ast.parse(text.strip()).body
     except (SyntaxError, ValueError) as error:
-        raise grpo.PluginError(f"code: {where} is {text!r:.100}, which is no single assertion") from error
+        raise grpo.PluginError(f"code: {where} is {text!r:.100}, which is not a single assertion") from error
     test = statement.test if isinstance(statement, ast.Assert) else None
     if not isinstance(test, ast.Compare) or len(test.ops) != 1 or not isinstance(test.ops[0], ast.Eq):
         raise grpo.PluginError(
@@ -86,7 +86,7 @@ def _expression(text: str, where: str) -> None:
     try:
         ast.parse(text, mode="eval")
     except (SyntaxError, ValueError) as error:
-        raise grpo.PluginError(f"code: {where}: {text!r:.100} is no expression") from error
+        raise grpo.PluginError(f"code: {where}: {text!r:.100} is not an expression") from error
 
 
 def _stripped(text: str) -> list[str]:

@@ -188,7 +188,7 @@ def packed(files: Mapping[str, str | bytes]) -> str:
     with tarfile.open(fileobj=whole, mode="w") as tar:
         for name, content in files.items():
             if not name or name.startswith("/") or ".." in Path(name).parts:
-                raise grpo.PluginError(f"code: {name!r} is no path of a file within the working directory")
+                raise grpo.PluginError(f"code: {name!r} is not a path of a file within the working directory")
             data = content.encode() if isinstance(content, str) else content
             entry = tarfile.TarInfo(name)
             entry.size, entry.mode = len(data), 0o755

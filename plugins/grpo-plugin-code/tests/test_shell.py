@@ -174,7 +174,7 @@ def test_a_hostile_command_earns_nothing_and_does_not_last(name):
         ({"tests": []}, "expected a list of"),
         ({"tests": [{"run": "true"}]}, "expected a list of"),
         ({"tests": TESTS, "files": ["a"]}, "expected an object of paths"),
-        ({"tests": TESTS, "files": {"../a": ""}}, "no path of a file within"),
+        ({"tests": TESTS, "files": {"../a": ""}}, "not a path of a file within"),
     ],
 )
 def test_rows_that_are_no_tasks_are_refused(info, why):
@@ -418,5 +418,5 @@ def test_a_directory_without_tasks_is_refused(tmp_path):
 
 
 def test_a_path_out_of_the_working_directory_is_refused():
-    with pytest.raises(grpo.PluginError, match="no path of a file within"):
+    with pytest.raises(grpo.PluginError, match="not a path of a file within"):
         packed({"/etc/passwd": ""})

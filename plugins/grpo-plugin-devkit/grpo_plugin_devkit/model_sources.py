@@ -65,7 +65,7 @@ class ModelSourceContract:
         try:
             build([preset])
         except GrpoError as error:
-            raise AssertionError(f"preset is no part of a configuration: {error}") from error
+            raise AssertionError(f"preset is not a part of a configuration: {error}") from error
 
     def it_is_checked_without_making_anything(self) -> None:
         before = set(self._directory.rglob("*"))

@@ -35,7 +35,7 @@ class Gym(grpo.Environment):
         max_turns: largest number of steps of a rollout.
         prompts: number of seeds for training; validation has a fourth as many others.
         seed: the first seed.
-        wrong_action: reward of a reply that is no action; the model sees why, and goes on.
+        wrong_action: reward of a reply that is not an action; the model sees why, and goes on.
         success: reward from which a rollout is a success; None claims no accuracy.
     """
 
@@ -67,7 +67,9 @@ class Gym(grpo.Environment):
         try:
             self._actions = Actions(probe.action_space, actions, pattern)
         except re.error as error:
-            raise grpo.ConfigError(f"gym: pattern {pattern!r} is no regular expression: {error}") from error
+            raise grpo.ConfigError(
+                f"gym: pattern {pattern!r} is not a regular expression: {error}"
+            ) from error
         except ValueError as error:
             raise grpo.ConfigError(f"gym: {name} cannot be played: {error}") from error
         finally:

@@ -52,7 +52,7 @@ class Actions:
             reply = found[-1]
         action = self._read(reply)
         if not self._space.contains(action):
-            raise ValueError(f"{reply.strip()[-80:]!r} is no action")
+            raise ValueError(f"{reply.strip()[-80:]!r} is not an action")
         return action
 
     def _read(self, reply: str) -> Any:
@@ -67,7 +67,7 @@ class Actions:
             action = np.array(given, dtype=space.dtype)
             as_written = np.array(given, dtype=float)
         except (ValueError, TypeError, OverflowError, RecursionError) as error:
-            raise ValueError(f"{reply.strip()[-80:]!r} is no list of numbers") from error
+            raise ValueError(f"{reply.strip()[-80:]!r} is not a list of numbers") from error
         if np.issubdtype(action.dtype, np.integer) and not np.array_equal(action, as_written):
             raise ValueError(f"{reply.strip()[-80:]!r} has numbers that are no whole numbers")
         return action
@@ -80,9 +80,9 @@ class Actions:
             return self._space.dtype.type(self._space.start + self._names.index(_plain_name(found[-1])))
         numbers = _NUMBER.findall(reply)
         if not numbers or len(numbers[-1]) > 18:
-            raise ValueError(f"{reply.strip()[-80:]!r} is no number")
+            raise ValueError(f"{reply.strip()[-80:]!r} is not a number")
         if not float(numbers[-1]).is_integer():
-            raise ValueError(f"{numbers[-1]!r} is no whole number")
+            raise ValueError(f"{numbers[-1]!r} is not a whole number")
         return self._space.dtype.type(int(float(numbers[-1])))
 
 

@@ -156,9 +156,9 @@ def test_a_class_of_a_file_with_texts(file):
 def test_an_array_is_a_list_and_an_observation_is_json(file):
     _, answers, feedback = played(offered(f"{file}:Arm"), "[0.5]", "[2, 0]", "nothing", "I say [0.5, 0.25]")
     assert [answer.split(". Reply")[0] for answer in answers] == [
-        "error: '[0.5]' is no action",
-        "error: '[2, 0]' is no action",
-        "error: 'nothing' is no list of numbers",
+        "error: '[0.5]' is not an action",
+        "error: '[2, 0]' is not an action",
+        "error: 'nothing' is not a list of numbers",
     ]
     assert (feedback[-1].reward, feedback[-1].done) == (0.75, True)
 
@@ -169,7 +169,7 @@ def test_a_number_that_is_no_whole_number_turns_no_dial(file):
     assert [answer.split(". Reply")[0] for answer in answers] == [
         "error: '[1.9, 2.2]' has numbers that are no whole numbers",
         "error: '[1e-3, 0]' has numbers that are no whole numbers",
-        "error: '[1e400, 0]' is no list of numbers",
+        "error: '[1e400, 0]' is not a list of numbers",
     ]
     assert feedback[-1].reward == 3.0
 
@@ -278,7 +278,7 @@ def test_the_contract_of_environments_holds():
         ("./no_such_file.py:Maze", {}, "there is no file"),
         ("FrozenLake-v1", {"actions": ["left"]}, "has 4 actions, and options.actions names 1"),
         ("FrozenLake-v1", {"arguments": {"size": 4}}, "cannot be made with"),
-        ("FrozenLake-v1", {"pattern": "("}, "is no regular expression"),
+        ("FrozenLake-v1", {"pattern": "("}, "is not a regular expression"),
         ("FrozenLake-v1", {"show": "html"}, "option 'show' is 'html'; expected 'auto'"),
         ("FrozenLake-v1", {"prompts": 0}, "prompts = 0"),
     ],

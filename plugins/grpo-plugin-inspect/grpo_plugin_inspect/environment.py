@@ -158,7 +158,7 @@ class InspectTask(grpo.Environment):
         for name, weight in weights.items():
             if name not in names:
                 raise grpo.ConfigError(
-                    f"weights names {name!r}, which is no scorer of {self._name}."
+                    f"weights names {name!r}, which is not a scorer of {self._name}."
                     f"{grpo.did_you_mean(name, set(names))} Its scorers: {', '.join(names)}"
                 )
             if not weight >= 0:

@@ -33,7 +33,7 @@ def load_task(name: str, arguments: Mapping[str, Any]) -> Any:
     home, at, task_name = name.rpartition("@")
     if not name or (at and not (home and task_name)):
         raise grpo.ConfigError(
-            f"inspect: {name!r} is no name of a task; write inspect:MODULE@TASK, inspect:./file.py@TASK, or "
+            f"inspect: {name!r} does not name a task; write inspect:MODULE@TASK, inspect:./file.py@TASK, or "
             "the name of a registered task, as inspect:inspect_evals/gsm8k"
         )
     try:

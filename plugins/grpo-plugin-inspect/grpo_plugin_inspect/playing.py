@@ -137,7 +137,7 @@ class Player:
         return model.ModelOutput.from_content(str(self._model), content, stop)
 
     def _plain(self, state: Any) -> list[dict[str, Any]]:
-        """Return the messages of a state as plain data.  Raises PluginError for one that is no text."""
+        """Return the messages of a state as plain data.  Raises PluginError for one that is not a text."""
         system = self._task.config.system_message
         told = [{"role": "system", "content": system}] if system else []
         for message in state.messages:

@@ -291,7 +291,7 @@ def _made(parts: Mapping[str, Any]) -> list[Part]:
         for other, least in requires.items():
             if other not in made:
                 raise ConfigError(
-                    f"compose: part {name!r} requires {other!r}, which is no part before it; those "
+                    f"compose: part {name!r} requires {other!r}, which is not a part before it; those "
                     f"before it are {', '.join(made) or '(none)'}"
                 )
             requires[other] = _number(name, f"requires.{other}", least)

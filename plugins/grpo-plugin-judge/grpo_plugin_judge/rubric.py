@@ -70,7 +70,9 @@ class Rubric:
         try:
             self._pattern = re.compile(pattern)
         except re.error as error:
-            raise grpo.ConfigError(f"judge: pattern {pattern!r} is no regular expression: {error}") from error
+            raise grpo.ConfigError(
+                f"judge: pattern {pattern!r} is not a regular expression: {error}"
+            ) from error
         if self._pattern.groups != 1:
             raise grpo.ConfigError(f"judge: pattern {pattern!r} needs one group, the score")
 

@@ -296,7 +296,11 @@ def test_parts_are_looked_for_among_the_plugins_of_the_run_alone():
         ("sum", {}, "there are no parts"),
         ("sum", {"a": {"kind": "Right", "wieght": 1}}, "has no key 'wieght'. Did you mean 'weight'?"),
         ("sum", {"a": {"kind": "Right", "weight": "1"}}, "weight is '1'; expected a finite number"),
-        ("sum", {"a": {"kind": "Right", "requires": {"b": 1}}}, "requires 'b', which is no part before it"),
+        (
+            "sum",
+            {"a": {"kind": "Right", "requires": {"b": 1}}},
+            "requires 'b', which is not a part before it",
+        ),
         ("product", {"a": {"kind": "Right", "weight": 2}}, "means nothing in a product"),
         ("product", {"a": {"kind": "Turns"}}, "has 2 turns, whose rewards are added"),
         ("sum", {"a": {"kind": "Right"}, "b": {"kind": "Turns"}}, "only the first part may have"),

@@ -357,7 +357,7 @@ def test_a_run_judges_many_replies_at_once_and_the_key_comes_from_a_variable(mon
         ({"model": ""}, "model is ''; expected a text"),
         ({"rubric": " "}, "rubric is empty"),
         ({"scale": [10, 0]}, "expected [lowest, highest]"),
-        ({"pattern": "Score: ("}, "is no regular expression"),
+        ({"pattern": "Score: ("}, "is not a regular expression"),
         ({"pattern": "Score"}, "needs one group"),
         ({"template": "{% if %}"}, "the template cannot be read"),
         ({"judges": [{"modle": "a"}]}, "has no key 'modle'. Did you mean 'model'?"),

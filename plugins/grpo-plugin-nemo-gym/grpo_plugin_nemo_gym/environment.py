@@ -320,7 +320,7 @@ def _read(path: Path) -> list[Row]:
                 if line.strip():
                     row = json.loads(line)
                     if not isinstance(row, dict):
-                        raise ValueError(f"line {number} is no object")
+                        raise ValueError(f"line {number} is not an object")
                     rows.append({key: value for key, value in row.items() if key != "response"})
     except (OSError, ValueError, RecursionError) as error:
         raise grpo.ConfigError(f"nemo_gym: {str(path)!r} cannot be read: {error}") from error

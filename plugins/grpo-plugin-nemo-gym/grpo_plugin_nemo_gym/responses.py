@@ -10,7 +10,7 @@ import grpo_core as grpo
 
 
 def messages_of(params: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return ``responses_create_params`` as messages.  Raises ConfigError for what is no text."""
+    """Return ``responses_create_params`` as messages.  Raises ConfigError for what is not a text."""
     given = params.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not all(isinstance(item, Mapping) for item in items) or not items:
@@ -48,8 +48,8 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
             "content": _text(item.get("output")),
         }
         messages.append(answer)
-    elif kind != "reasoning":  # reasoning of earlier turns is no part of a prompt
-        raise grpo.ConfigError(f"nemo_gym: the prompt has an item of the type {kind!r}, which is no text")
+    elif kind != "reasoning":  # reasoning of earlier turns is not a part of a prompt
+        raise grpo.ConfigError(f"nemo_gym: the prompt has an item of the type {kind!r}, which is not a text")
 
 
 def _text(content: Any) -> str:

@@ -301,7 +301,7 @@ def test_rows_come_from_files_and_a_tenth_is_held_out(tmp_path):
         environment = NeMoGym(url, path=tmp_path / "rows.jsonl")
     train, held_out = environment.prompts("train"), environment.prompts("validation")
     assert (len(train), [prompt.info["row"]["number"] for prompt in held_out]) == (18, [0, 10])
-    assert "response" not in train[0].info["row"], "what was recorded is no part of a row"
+    assert "response" not in train[0].info["row"], "what was recorded is not a part of a row"
 
 
 def test_any_other_row_of_a_source_becomes_a_row():
@@ -456,7 +456,7 @@ def test_a_server_of_something_else_is_refused():
     [
         ("", "has no rows"),
         ("{", "cannot be read"),
-        ("[]", "line 1 is no object"),
+        ("[]", "line 1 is not an object"),
         ('{"a": 1}', "train row 1: nemo_gym"),
     ],
 )

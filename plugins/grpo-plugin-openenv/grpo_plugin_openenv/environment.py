@@ -297,6 +297,6 @@ class OpenEnv(grpo.Environment):
             ) from error
         except (KeyError, TypeError, AssertionError) as error:
             raise grpo.ConfigError(
-                f"openenv: {self._url}/schema names no actions, so it is no server of OpenEnv"
+                f"openenv: {self._url}/schema names no actions, so it is not a server of OpenEnv"
             ) from error
         return action

@@ -152,7 +152,7 @@ def read_rewards(scored: Path, step: int) -> Rewards:
         raise ConfigError(f"--scored {path}: cannot be read: {error.strerror}") from error
     except (ValueError, LookupError, TypeError) as error:
         raise ConfigError(
-            f"--scored {path}: is no file of rewards as `grpo-core score` writes it: {error}"
+            f"--scored {path}: is not a file of rewards as `grpo-core score` writes it: {error}"
         ) from error
     if not found:
         raise ConfigError(f"--scored {path}: none of its {len(lines):,} lines is of step {step}")

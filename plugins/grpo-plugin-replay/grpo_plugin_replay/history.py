@@ -80,7 +80,7 @@ class History:
 
 
 def read(path: Path) -> History:
-    """Read what a run recorded.  Raises ConfigError if it is no run, or its events are not readable."""
+    """Read what a run recorded.  Raises ConfigError if it is not a run, or its events are not readable."""
     run = Run(path)
     if not (run.path / "events.jsonl").is_file():
         raise ConfigError(f"{path}: has no events.jsonl yet")

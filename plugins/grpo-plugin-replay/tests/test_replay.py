@@ -388,8 +388,8 @@ def test_a_fork_computes_with_the_threads_that_are_asked_for(runs, capsys):
     ("content", "message"),
     [
         (None, r"^--scored .*rewards.jsonl: cannot be read: No such file or directory$"),
-        ("rubbish", r"^--scored .*rewards.jsonl: is no file of rewards as `grpo-core score` writes it: "),
-        ('{"step": 1}', r"is no file of rewards"),
+        ("rubbish", r"^--scored .*rewards.jsonl: is not a file of rewards as `grpo-core score` writes it: "),
+        ('{"step": 1}', r"is not a file of rewards"),
     ],
 )
 def test_rewards_that_cannot_be_read_are_told_without_a_class(tmp_path, content, message):

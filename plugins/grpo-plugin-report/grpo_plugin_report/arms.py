@@ -90,7 +90,7 @@ def settings(config: Table) -> dict[str, str]:
 
 
 def differing(configs: Sequence[Table]) -> list[tuple[str, list[str]]]:
-    """Return the keys in which configurations differ, with the value of each; an empty text is no value."""
+    """Return the keys in which configurations differ, with the value of each, or an empty text."""
     tables = [settings(config) for config in configs]
     keys = dict.fromkeys(key for table in tables for key in table)
     rows = [(key, [table.get(key, "") for table in tables]) for key in keys]

@@ -56,7 +56,7 @@ class Result:
     first: Estimate | None
     last: Estimate | None
     over: str
-    """Intervals of the validations are over "seeds", or over the "prompts" of one run; "" is no interval."""
+    """Intervals of the validations are over "seeds", or over the "prompts" of one run; "" for none."""
     gain: Estimate | None
     """How far its last validation is above that of the first arm; None for the first arm."""
     reward: Estimate | None

@@ -63,13 +63,13 @@ def replace(target: Path, html: str) -> None:
 
 
 def check_output(output: Path) -> None:
-    """Raise ConfigError if a page cannot be written there, or would replace something that is no page."""
+    """Raise ConfigError if a page cannot be written there, or would replace something that is not a page."""
     if output.is_dir():
         raise ConfigError(f"--output {output}: is a directory; give the name of the page, as compared.html")
     if not output.parent.is_dir():
         raise ConfigError(f"--output {output}: there is no directory {output.parent}")
     if output.exists() and not _is_page(output):
-        raise ConfigError(f"--output {output}: exists, and is no report; give another name")
+        raise ConfigError(f"--output {output}: exists, and is not a report; give another name")
 
 
 def replace_output(output: Path, html: str) -> Path:

@@ -26,7 +26,8 @@ class TextArena(grpo.Environment):
 
     The player's move is the reply, without what stands before its last ``</think>``.  The game's answer is
     the next message.  Metrics: ``won`` (the reward is at least 1), ``finished``, ``moves``, ``invalid_move``
-    (an invalid move ended the game) and ``broken`` (the game raised on a move, or its reward is no number).
+    (an invalid move ended the game) and ``broken`` (the game raised on a move, or its reward is not a
+    number).
 
     Args:
         game: TextArena's id of the game, such as ``GuessTheNumber-v0``; ``-v0`` may be left out.
@@ -38,7 +39,7 @@ class TextArena(grpo.Environment):
         max_turns: largest number of completions of a rollout; 0 takes the number of moves that the game
             allows, with as many invalid ones as it forgives, or 50 if it sets no limit.
         unfinished: reward of a game that did not come to its end: the turns or tokens were used up, the
-            game raised on a move, or its reward is no number.
+            game raised on a move, or its reward is not a number.
         options: options of the game itself, the arguments of its class, such as ``max_number``.
 
     Raises:

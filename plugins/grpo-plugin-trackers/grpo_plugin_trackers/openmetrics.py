@@ -21,7 +21,7 @@ class OpenMetrics(grpo.Tracker):
     that its set had: what is absent is served no longer.
 
     A name's second part is the label ``of``: ``reward/sort`` is ``grpo_core_reward{of="sort"}``, and
-    ``validation/sort/accuracy`` is ``grpo_core_validation_accuracy{of="sort"}``.  What is no letter
+    ``validation/sort/accuracy`` is ``grpo_core_validation_accuracy{of="sort"}``.  What is not a letter
     or digit of ASCII becomes ``_``, or its code if it is no sign of ASCII either: ``_f6_``.
 
     Args:

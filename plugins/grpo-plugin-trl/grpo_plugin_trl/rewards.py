@@ -127,7 +127,7 @@ class Call:
             return [None if r is None or math.isnan(float(r)) else float(r) for r in rewards]
         except (TypeError, ValueError) as error:
             raise grpo.PluginError(
-                f"trl: the reward function {function.name!r} returned what is no number: {error}"
+                f"trl: the reward function {function.name!r} returned a value that is not a number: {error}"
             ) from error
 
 
@@ -194,7 +194,7 @@ class Rewards(grpo.Environment):
         self._columns |= dict.fromkeys(key for key in row if key not in NOT_PASSED)
         if self._solution and self._solution not in {**self._columns, **row}:
             raise grpo.ConfigError(
-                f"trl: solution = {self._solution!r} is no column of the data, which has "
+                f"trl: solution = {self._solution!r} is not a column of the data, which has "
                 f"{', '.join(sorted(row)) or 'none'}"
             )
         return str(row[self._solution]) if row.get(self._solution) is not None else None

@@ -131,7 +131,7 @@ def test_a_column_may_hold_a_reply_with_full_marks():
     assert ours("length").solve(row) is None
     assert ours("length", solution="reply").solve(row) == "four"
     assert ours("length", answer="gold", solution="gold").solve(row) == "4"
-    with pytest.raises(grpo.ConfigError, match="solution = 'other' is no column of the data, which has"):
+    with pytest.raises(grpo.ConfigError, match="solution = 'other' is not a column of the data, which has"):
         ours("length", solution="other").solve(row)
 
 
@@ -177,7 +177,9 @@ def test_the_state_of_the_trainer_is_not_known():
 
 
 def test_a_reward_that_is_no_number_is_an_error_that_names_the_function():
-    with pytest.raises(grpo.PluginError, match="'in_words' returned what is no number: could not convert"):
+    with pytest.raises(
+        grpo.PluginError, match="'in_words' returned a value that is not a number: could not convert"
+    ):
         judged(ours("in_words"), [episode("a")])
 
 

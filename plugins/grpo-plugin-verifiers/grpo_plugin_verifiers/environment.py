@@ -103,7 +103,7 @@ class Split:
         data = self.tasks.tasks[prompt.info["task"]].data
         if not hasattr(data, self._solution):
             raise grpo.ConfigError(
-                f"verifiers: solution = {self._solution!r} is no field of the data of {self.tasks.name}"
+                f"verifiers: solution = {self._solution!r} is not a field of the data of {self.tasks.name}"
             )
         found = getattr(data, self._solution)
         return str(found) if isinstance(found, str | int | float) else None

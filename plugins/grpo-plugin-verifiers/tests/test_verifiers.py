@@ -83,7 +83,7 @@ def test_rewards_and_metrics_are_those_of_the_taskset():
     )  # fmt: skip
     assert [each.reward for each in scored] == [float(line) for line in expected.stdout.split()] == [3, 1, 0]
     assert scored[0].metrics == {"same": 1.0, "short": 1.0, "length": 2.0, "thought": 0.0}
-    assert (thought.reward, thought.metrics["thought"]) == (3.0, 9.0), "thinking is no part of the reply"
+    assert (thought.reward, thought.metrics["thought"]) == (3.0, 9.0), "thinking is not a part of the reply"
     assert (cut.reward, cut.metrics["thought"]) == (1.0, 2.0), "it was cut off before it said anything"
     assert failed.reward is None
     assert "the judge is away" in failed.error

@@ -84,7 +84,7 @@ def _anthropic_messages(given: dict[str, Any]) -> Iterable[dict[str, Any]]:
     if not isinstance(content, list):
         return [{"role": role, "content": content}]
     if not all(isinstance(block, dict) for block in content):
-        raise BadRequest(f"a message of {role} has a block that is no object")
+        raise BadRequest(f"a message of {role} has a block that is not an object")
     results = [_result(block) for block in content if block.get("type") == "tool_result"]
     calls = [
         reading.call(block.get("id"), block.get("name"), block.get("input"))

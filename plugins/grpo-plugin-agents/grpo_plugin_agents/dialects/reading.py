@@ -21,7 +21,7 @@ def as_object(body: bytes) -> Mapping[str, Any]:
     """Read a body that is a JSON object.  Raises BadRequest, ValueError, RecursionError."""
     read = json.loads(body)
     if not isinstance(read, dict):
-        raise BadRequest("the body is no JSON object")
+        raise BadRequest("the body is not a JSON object")
     if not any(sign in body for sign in _SURROGATES):
         return read
     clean = well_formed(read)
@@ -60,7 +60,7 @@ def call(id: Any, name: Any, arguments: Any) -> dict[str, Any]:
 def tool(function: Any, schema: str = "parameters") -> dict[str, Any]:
     """Return a tool as chat templates know it."""
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise BadRequest(f"{short(function)} is no tool that the client runs; expected a function")
+        raise BadRequest(f"{short(function)} is not a tool that the client runs; expected a function")
     return {
         "type": "function",
         "function": {

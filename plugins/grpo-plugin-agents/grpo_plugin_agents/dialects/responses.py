@@ -19,7 +19,7 @@ class Responses:
             earlier = history(before) if isinstance(before, str) else None
             if earlier is None:
                 raise BadRequest(
-                    f"previous_response_id is {reading.short(before)}, which is no reply of this rollout"
+                    f"previous_response_id is {reading.short(before)}, which is not a reply of this rollout"
                 )
             messages += [dict(message) for message in earlier if message["role"] != "system"]
         if instructions := body.get("instructions"):

@@ -196,7 +196,7 @@ def prompts_never_scored(facts: Facts) -> Finding | None:
 
 
 def rollouts_unscored(facts: Facts) -> Finding | None:
-    """Many rollouts of many prompts have no reward, or one that is no finite number."""
+    """Many rollouts of many prompts have no reward, or one that is not a finite number."""
     told = facts.incident("unscored", "rollouts")
     if not _often(facts, told, 0.08):
         return None

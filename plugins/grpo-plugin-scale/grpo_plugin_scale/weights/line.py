@@ -56,7 +56,7 @@ class Line:
     def receive_first(self, deadline: float) -> dict[str, Any]:
         """Receive the first message of an end that has not proven itself; keep nothing else of it.
 
-        Raises OSError if it has not come by this time of ``time.monotonic``, ValueError if it is no message.
+        Raises OSError if none arrives until this time of ``time.monotonic``, ValueError for other bytes.
         """
         line = b""
         while len(line) < LONGEST and not line.endswith(b"\n"):  # each byte could take all of the time
