@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import resource
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +14,8 @@ from grpo_core.errors import ConfigError, one_line
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 KEPT_FREE = 256 << 20
 """Bytes of freed memory that a process keeps for what it allocates next."""
+GROWN = 1 << 30
+"""Bytes by which a trainer grows before it returns freed memory."""
 
 
 def resolve_device(configured: str, key: str) -> torch.device:
@@ -50,6 +54,45 @@ def return_freed_memory() -> None:
     """Return freed memory to the system, also that of other threads, which nobody would use again."""
     if (trim := _of_malloc("malloc_trim")) is not None:
         trim(0)
+
+
+class FreedMemory:
+    """The memory that this process has freed and that malloc keeps, in holes that later blocks do not fit.
+
+    It grows for as long as steps have new shapes: a trainer of 135 million parameters, which uses 1.7 GB, had
+    1.3 GB of it after two steps and 1.9 GB after seven.
+
+    Args:
+        resident: returns the bytes of memory that the process takes.
+        give_back: returns all freed memory to the system.
+    """
+
+    def __init__(
+        self, resident: Callable[[], int] | None = None, give_back: Callable[[], None] = return_freed_memory
+    ) -> None:
+        self._resident, self._give_back = resident or _resident, give_back
+        self._needed: int | None = None
+
+    def limit(self) -> None:
+        """Give it back once the process has grown by ``GROWN`` since the step after it was given back.
+
+        That step takes new pages, so giving back after each step would make all of them slower.
+        """
+        now = self._resident()
+        if self._needed is None:
+            self._needed = now
+        elif now > self._needed + GROWN:
+            self._give_back()
+            self._needed = None
+
+
+def _resident() -> int:
+    """Return the bytes of memory that this process takes; 0 if the system does not say it."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except OSError:
+        return 0
 
 
 def _of_malloc(name: str) -> Any:

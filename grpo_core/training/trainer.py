@@ -148,6 +148,7 @@ class TorchTrainer:
             copies=setup.async_save,
             readable=self._resting.readable,
         )
+        self._freed = cpu.FreedMemory()
         self._profiler = StepProfiler(
             setup.profile, steps=self._config.profile, rank=setup.rank, device=self._device
         )
@@ -203,7 +204,9 @@ class TorchTrainer:
             raise TrainerError(f"step {share.step} was asked of a trainer that holds version {self.version}")
         self._changed = False
         with self._profiler.step():
-            return self._train(share)
+            done = self._train(share)
+        self._freed.limit()
+        return done
 
     def unchanged(self) -> bool:
         """Return whether the last call of ``step`` or ``train`` has changed nothing that is saved."""
