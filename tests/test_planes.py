@@ -269,7 +269,7 @@ class Story:
                 group_size=4,
             ),
             plane=plane,
-            learning=Learning(advantages=advantages),
+            learning=Learning(advantages=advantages, dynamic=changes.pop("dynamic", None)),
             trainer=self.trainer,
             emit=self.note,
             schedule=Schedule(rollout_deadline=60.0, stall=3600.0),
