@@ -10,6 +10,8 @@ from typing import Any
 from grpo_core.errors import ModelError
 
 _TEMPLATES = Path(__file__).parent / "chat_templates"
+ADAPTERS = "adapter_config.json"
+"""A file of peft, which is in every directory of adapters."""
 _PATTERNS = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py")
 
 

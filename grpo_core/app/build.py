@@ -20,6 +20,7 @@ from grpo_core.app.first_look import first_look, leaks
 from grpo_core.app.gpus import Devices
 from grpo_core.app.launch import Launch
 from grpo_core.app.lengths import RunPrompts, has_tokenizer
+from grpo_core.app.model_files import check_files
 from grpo_core.app.parts import (
     SYNC_ATTEMPTS,
     SYNC_GRACE,
@@ -46,7 +47,6 @@ from grpo_core.loop.endings import GOAL_REACHED, Failure, Goal
 from grpo_core.loop.metrics import validation_metrics
 from grpo_core.loop.pipeline import Pipeline, Save, Validate, Watch, Written
 from grpo_core.loop.retention import Retention
-from grpo_core.model_files import check_files
 from grpo_core.model_sources import ModelRequest, StartModel, model_source
 from grpo_core.models import chat_template, local_directory
 from grpo_core.plugins.host import PluginHost

@@ -13,12 +13,12 @@ from attrs import frozen
 
 from grpo_core.app import preflight
 from grpo_core.app import resume as continuing
+from grpo_core.app.model_files import check_files
 from grpo_core.app.paths import with_absolute_paths
 from grpo_core.config import Config, build, merge, replace_parts
 from grpo_core.errors import ConfigError, wrong_input
 from grpo_core.events import WarningRaised
 from grpo_core.loop import checkpoint
-from grpo_core.model_files import check_files
 from grpo_core.model_sources import model_source
 from grpo_core.models import chat_template, directory_here
 from grpo_core.plugins.configured import configured

@@ -31,13 +31,12 @@ from grpo_core.loop.endings import Goal
 from grpo_core.loop.metrics import COMPARED, documented
 from grpo_core.loss import LossSetting, problems_of
 from grpo_core.model_sources import model_source
-from grpo_core.models import chat_template, check_path
+from grpo_core.models import ADAPTERS, chat_template, check_path
 from grpo_core.plugins.host import Kind, PluginHost
 from grpo_core.plugins.offers import Selected
 from grpo_core.processes.interpreters import Interpreter, from_here
 from grpo_core.reporting.selection import check_trackers
 from grpo_core.text.response_formats import check_response_format
-from grpo_core.validation.target import ADAPTERS
 
 CHECKED = ("engine", "trainer", "loss", "optimizer", "advantage", "filter", "player")
 """Kinds whose names and options are checked alone; the others are made, or checked with what is around."""

@@ -12,6 +12,7 @@ from attrs import evolve, frozen
 
 from grpo_core import protocols
 from grpo_core.aio import gather
+from grpo_core.app.model_files import check_files
 from grpo_core.app.parts import (
     Parts,
     engine_dtype,
@@ -23,7 +24,6 @@ from grpo_core.config import Config
 from grpo_core.errors import ConfigError
 from grpo_core.incidents import lines_of_incidents, reported_to
 from grpo_core.loop.rollout import RolloutRequest, derive_seed, play
-from grpo_core.model_files import check_files
 from grpo_core.model_sources import ModelRequest, model_source
 from grpo_core.models import chat_template
 from grpo_core.plugins.host import PluginHost

@@ -18,10 +18,11 @@ from grpo_core.config import Config, LoraConfig, ModelConfig, TaskConfig, as_tab
 from grpo_core.credentials import secrets_in
 from grpo_core.errors import CheckpointError, ConfigError
 from grpo_core.loop import checkpoint
+from grpo_core.models import ADAPTERS
 from grpo_core.plugins.options import Flag
 from grpo_core.run_directory import RunDirectory, planned_steps
 from grpo_core.unicode import inert
-from grpo_core.validation.target import ADAPTERS, check_adapters, started_from
+from grpo_core.validation.target import check_adapters, started_from
 
 Form = Literal["merged", "adapters"]
 CARD = "README.md"

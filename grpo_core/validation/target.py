@@ -11,12 +11,9 @@ from attrs import evolve, frozen
 from grpo_core.config import Config, as_table
 from grpo_core.errors import ConfigError, ModelError
 from grpo_core.loop import checkpoint
-from grpo_core.models import local_directory, weights_digest
+from grpo_core.models import ADAPTERS, local_directory, weights_digest
 from grpo_core.plugins.host import PluginHost
 from grpo_core.run_directory import CONFIG, RunDirectory
-
-ADAPTERS = "adapter_config.json"
-"""A file of peft, which is in every directory of adapters."""
 
 
 @frozen(kw_only=True)
