@@ -109,8 +109,8 @@ A command that computes steps of a run again, or reads settings:
 
     configured, changed, merge, structured, read_toml    make a configuration, or another table, of tables
     differences, shown          the keys in which two tables differ, and their values
-    trainer_again, saved_before            start the trainer of a run, from what it has saved
-    advantages_again, trains_all_rows, make_batch      make the rows of a step from stored groups
+    Parts, make_batch                      make the trainer of a run again, and the rows of a step
+    fault, started_from, local_directory   find what the trainer continues from
     simulate_run, SimulatedParts           run the real pipeline on virtual time, with parts that take time
 
 A command that estimates a run before it starts (see ``grpo_plugin_doctor``):
@@ -135,10 +135,6 @@ if TYPE_CHECKING:
     from grpo_core.aio import gather as gather
     from grpo_core.aio import time_limit as time_limit
     from grpo_core.aio import to_the_end as to_the_end
-    from grpo_core.app.again import advantages_again as advantages_again
-    from grpo_core.app.again import saved_before as saved_before
-    from grpo_core.app.again import trainer_again as trainer_again
-    from grpo_core.app.again import trains_all_rows as trains_all_rows
     from grpo_core.app.gpus import Devices as Devices
     from grpo_core.app.launch import check_config as check_config
     from grpo_core.app.launch import check_model as check_model
@@ -148,6 +144,7 @@ if TYPE_CHECKING:
     from grpo_core.app.launch import task_name as task_name
     from grpo_core.app.launch import tasks_of as tasks_of
     from grpo_core.app.launch import unused as unused
+    from grpo_core.app.parts import Parts as Parts
     from grpo_core.app.placement import LocalPlacement as LocalPlacement
     from grpo_core.app.placement import Placement as Placement
     from grpo_core.app.placement import Retain as Retain
@@ -215,6 +212,7 @@ if TYPE_CHECKING:
     from grpo_core.interrupts import received as received
     from grpo_core.loop import canary as canary
     from grpo_core.loop.agreement import Tolerance as Tolerance
+    from grpo_core.loop.checkpoint import fault as fault
     from grpo_core.loop.metrics import headline as headline
     from grpo_core.loop.retention import Retention as Retention
     from grpo_core.loop.rows import Scores as Scores
@@ -227,6 +225,7 @@ if TYPE_CHECKING:
     from grpo_core.models import chat_template as chat_template
     from grpo_core.models import directory_here as directory_here
     from grpo_core.models import header_of as header_of
+    from grpo_core.models import local_directory as local_directory
     from grpo_core.models import size_of as size_of
     from grpo_core.models import weight_files as weight_files
     from grpo_core.planes import RemotePlane as RemotePlane
@@ -288,6 +287,7 @@ if TYPE_CHECKING:
     from grpo_core.validation.results import SHARES as SHARES
     from grpo_core.validation.results import progress as progress
     from grpo_core.validation.target import find_target as find_target
+    from grpo_core.validation.target import started_from as started_from
     from grpo_core.weights.copies import Copies as Copies
     from grpo_core.weights.copies import WeightsLease as WeightsLease
     from grpo_core.weights.copies import mapped as mapped

@@ -15,17 +15,16 @@ from rich.table import Table
 from grpo_core import ConfigError, Group, Rollout, StepResult
 from grpo_core.kit import (
     Config,
+    Parts,
     PluginHost,
     Settings,
     Words,
-    advantages_again,
     as_table,
     changed,
     check_settings,
     parse_settings,
     say,
     to_the_end,
-    trains_all_rows,
 )
 from grpo_plugin_replay.history import StepRecord, compared, read
 from grpo_plugin_replay.replay import Replayer, batch_of
@@ -251,9 +250,11 @@ def reconsidered(
 ) -> Sequence[Group]:
     """Return the given groups, which may have other rewards, with the advantages of another configuration."""
     before, after = (
-        (each.advantage, as_table(each).get("shaping"), trains_all_rows(each, host)) for each in (was, now)
+        (each.advantage, as_table(each).get("shaping"), Parts(each, host).all_rows) for each in (was, now)
     )
-    return groups if before == after and given is groups else advantages_again(given, now, host)
+    if before == after and given is groups:
+        return groups
+    return Parts(now, host).learning().with_advantages(given)
 
 
 # ---------------------------------------------------------------------------------- what differs

@@ -21,12 +21,11 @@ from grpo_core.kit import (
     PluginHost,
     Words,
     make_batch,
-    saved_before,
     say,
     scratch_directory,
     to_the_end,
-    trainer_again,
 )
+from grpo_plugin_replay.again import saved_before, trainer_again
 from grpo_plugin_replay.history import History, StepRecord, first_metric, first_tensor, read
 
 SECTIONS = ("seed", "model", "trainer", "loss", "teacher", "optimizer", "health")

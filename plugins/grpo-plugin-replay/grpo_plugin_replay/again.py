@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from attrs import evolve
 
-from grpo_core.app.parts import Parts
-from grpo_core.config import Config, TrainerConfig
-from grpo_core.errors import CheckpointError
-from grpo_core.loop import checkpoint
-from grpo_core.models import local_directory
-from grpo_core.plugins.host import PluginHost
-from grpo_core.protocols import Trainer
-from grpo_core.records import Group
-from grpo_core.run_directory import RunDirectory
-from grpo_core.validation.target import started_from
+from grpo_core import Run, Trainer, errors
+from grpo_core.kit import (
+    Config,
+    Parts,
+    PluginHost,
+    RunDirectory,
+    TrainerConfig,
+    fault,
+    local_directory,
+    started_from,
+)
 
 
 def saved_before(run: Path, step: int) -> tuple[int, Path | None]:
@@ -24,12 +24,12 @@ def saved_before(run: Path, step: int) -> tuple[int, Path | None]:
 
     Raises CheckpointError if it is damaged.
     """
-    saved = dict(checkpoint.complete_names(RunDirectory(run).checkpoints))
+    saved = Run(run).checkpoints
     version = max((each for each in saved if each < step), default=0)
     directory = saved.get(version)
-    if directory is not None and (fault := checkpoint.fault(directory)) is not None:
-        raise CheckpointError(
-            f"{directory}: {fault}; to replay from the checkpoint before, move this one away"
+    if directory is not None and (found := fault(directory)) is not None:
+        raise errors.CheckpointError(
+            f"{directory}: {found}; to replay from the checkpoint before, move this one away"
         )
     return version, directory
 
@@ -60,13 +60,3 @@ async def trainer_again(
     trainer: Trainer = host.make("trainer", chosen.name, setup, **chosen.options)
     await trainer.started()
     return trainer
-
-
-def advantages_again(groups: Sequence[Group], config: Config, host: PluginHost) -> list[Group]:
-    """Return the groups of a step with the advantages that a configuration gives them."""
-    return Parts(config, host).learning().with_advantages(groups)
-
-
-def trains_all_rows(config: Config, host: PluginHost) -> bool:
-    """Return whether rows whose advantage is 0 are trained."""
-    return Parts(config, host).all_rows
