@@ -67,7 +67,7 @@ async def cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
 
 
 def to_the_end(main: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine in an event loop of its own, which a signal ends at once.
+    """Run a coroutine in a new event loop, which a signal ends at once.
 
     Raises KeyboardInterrupt if the coroutine is cancelled.  Its threads are left behind then.
     """

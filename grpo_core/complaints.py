@@ -77,7 +77,7 @@ def outlive_terminal() -> None:
 
 @contextlib.contextmanager
 def to_a_reader() -> Iterator[None]:
-    """Drop what is printed if nobody reads standard output any more, as after ``| head`` or a lost ssh."""
+    """Drop printed text when standard output has no reader, as after ``| head`` or a lost ssh connection."""
     try:
         yield
     except BrokenPipeError:
@@ -85,7 +85,7 @@ def to_a_reader() -> Iterator[None]:
 
 
 def drop_output() -> None:
-    """Drop what is printed from now on, and what Python has not flushed yet."""
+    """Drop all further output, and what Python has not flushed yet."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

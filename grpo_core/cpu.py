@@ -51,7 +51,7 @@ def _keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Return freed memory to the system, also that of other threads, which nobody would use again."""
+    """Return freed memory to the system, including that of other threads, which would stay unused."""
     if (trim := _of_malloc("malloc_trim")) is not None:
         trim(0)
 

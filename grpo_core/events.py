@@ -137,7 +137,7 @@ LOOP = "loop"
 
 @frozen(kw_only=True)
 class Span:
-    """A part of a run's time in which somebody did something."""
+    """A span of a run's time in which a component worked."""
 
     lane: str
     """Who did it: "loop", "trainer", "sync", "validation", "engine", or "environment TASK"."""
@@ -155,7 +155,7 @@ class Span:
 
 @frozen(kw_only=True)
 class TimelineExtended(Event):
-    """The timeline goes on: ``timeline.jsonl`` has what happened since the event of this kind before."""
+    """``timeline.jsonl`` has the spans since the last event of this kind."""
 
     spans: tuple[Span, ...]
     now: float

@@ -143,7 +143,7 @@ class IncidentCounts:
             self._tell(repeated, now)
 
     def flush(self) -> None:
-        """Tell of everything that was not told yet."""
+        """Print all incidents that were not printed yet."""
         now = self.clock()
         for repeated in self._repeated.values():
             if repeated.count:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class Limits:
-    """The limits at which a rollout ends, although its environment or its agent would go on."""
+    """The limits at which a rollout ends, even if its environment or agent would continue."""
 
     max_tokens: int
     """Largest number of tokens of one completion."""

@@ -137,7 +137,7 @@ def options_checked_by(check: OptionsCheck) -> Callable[[_Function], _Function]:
 
 
 def problems_of(function: Callable[..., Any], options: Mapping[str, Any], setting: LossSetting) -> list[str]:
-    """Return what is wrong with options of a loss, if it declares a check."""
+    """Return the problems of a loss's options, if it declares a check."""
     check: OptionsCheck | None = getattr(function, "options_check", None)
     return [] if check is None else list(check(options, setting))
 

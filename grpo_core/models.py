@@ -119,7 +119,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def text_files(directory: Path) -> set[Path]:
-    """Return the files of a model beside its weights: the configuration, the tokenizer, the chat template."""
+    """Return the files of a model without its weights: configuration, tokenizer, chat template."""
     return {
         path
         for pattern in _PATTERNS

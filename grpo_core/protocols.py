@@ -493,7 +493,7 @@ class Renderer(Protocol):
     """Number of token ids of the tokenizer, which are fewer for most models."""
 
     async def run(self, work: Callable[[], T], size: int) -> T:
-        """Return ``work()``, which renders or reads about ``size`` characters; the event loop goes on."""
+        """Return ``work()``, which handles about ``size`` characters, without blocking the event loop."""
         ...
 
     def check_turns(self, *, tools: bool) -> None: ...

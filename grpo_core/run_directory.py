@@ -163,7 +163,7 @@ class RunDirectory:
             return False
 
     def forget_end(self) -> None:
-        """Record that the run goes on."""
+        """Record that the run continues."""
         (self.path / ENDED).unlink(missing_ok=True)
 
     def _check_free(self) -> None:
@@ -341,7 +341,7 @@ def lost(steps: int, seconds: float) -> str:
 
 
 def metrics_rows(file: Path, containing: bytes = b"") -> Iterator[dict[str, Any]]:
-    """Yield the rows of ``metrics.jsonl``; the last line may be half a line while the run goes on.
+    """Yield the rows of ``metrics.jsonl``; the last line may be incomplete during a run.
 
     Args:
         containing: bytes that are in each line that is read.

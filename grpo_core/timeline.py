@@ -122,7 +122,7 @@ class Timeline:
         return (*stages, *sorted(others, key=lambda span: (span.lane, span.begin)))
 
     def extended(self, step: int) -> TimelineExtended:
-        """Return the event that tells of the spans since the last call of ``take``."""
+        """Return the event with the spans since the last call of ``take``."""
         return TimelineExtended(step=step, spans=self.take(), now=self.clock())
 
     def _end_stage(self, now: float) -> None:
@@ -146,7 +146,7 @@ _current: ContextVar[Timeline | None] = ContextVar("timeline", default=None)
 
 @contextmanager
 def taken_down(timeline: Timeline) -> Iterator[None]:
-    """Let ``during`` of this context, and of all tasks that it starts, tell this timeline."""
+    """Let ``during`` of this context, and of all tasks that it starts, record in this timeline."""
     token = _current.set(timeline)
     try:
         yield

@@ -201,7 +201,7 @@ class _Handle:
 
 
 class PlacedIds(_Handle, NDArrayOperatorsMixin):
-    """Token ids that a data plane keeps: those of a prompt, which behave as an int32 array [n].
+    """Token ids of a prompt in a data plane, which behave as an int32 array [n].
 
     Their number and digest are known here.  Whoever asks for anything else fetches them, each time anew:
     ``fetched`` does so for many at once.

@@ -1,4 +1,4 @@
-"""The types of what is read back from a JSON file, which anybody may have written."""
+"""Checks the types of values that are read from a JSON file."""
 
 from __future__ import annotations
 

@@ -278,7 +278,7 @@ def names(key: str, given: Sequence[str]) -> Sequence[str]:
 
 
 def trackers(listeners: Sequence[Any]) -> dict[str, Tracker]:
-    """Return the trackers of listeners, by name.  Raises ConfigError for what is neither kind."""
+    """Return the trackers of listeners, by name.  Raises ConfigError for another kind of object."""
     made: dict[str, Tracker] = {}
     if not isinstance(listeners, Iterable):
         raise ConfigError(

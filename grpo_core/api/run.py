@@ -130,7 +130,7 @@ class Run:
             self._note(file, 0)
 
     def events(self, *names: str) -> Iterator[dict[str, Any]]:
-        """Yield what happened, in its order: all events, or those of these names (``grpo_core.events``)."""
+        """Yield the events of the run in order: all, or those with these names (``grpo_core.events``)."""
         return self.rows(EVENTS, *names)
 
     def timeline(self) -> Iterator[dict[str, Any]]:

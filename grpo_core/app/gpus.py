@@ -268,7 +268,7 @@ def _names(count: int) -> list[str]:
 
 
 def number_of(device: str) -> int | None:
-    """Return the number of a GPU, which is 0 for "cuda"; None for what is no GPU."""
+    """Return the index of a GPU, 0 for "cuda", or None for another device."""
     number = device.removeprefix("cuda").removeprefix(":") or "0"
     return int(number) if number.isdigit() else None
 

@@ -32,7 +32,7 @@ RUNS = Path("runs")
 
 @frozen(kw_only=True)
 class Launch:
-    """A run that may start: nothing is wrong with what is known so far, and its directory is locked."""
+    """A run that may start: its configuration has passed all checks, and its directory is locked."""
 
     config: Config
     host: PluginHost
@@ -152,7 +152,7 @@ def check_config(config: Config, host: PluginHost, *, trains: bool = True) -> No
 
 
 def check_model(config: Config, host: PluginHost) -> list[str]:
-    """Return what is odd in the files of a model that is on this machine.
+    """Return warnings about the files of a local model.
 
     Raises ModelError if they contradict each other.
     """

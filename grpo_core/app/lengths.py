@@ -188,7 +188,7 @@ def has_tokenizer(config: Config, start: StartModel) -> bool:
 
 
 async def shown_tools(environment: EnvironmentClient, prompts: Sequence[Prompt]) -> Tools:
-    """Return the tools that the first prompt shows, which are taken for those of all."""
+    """Return the tools of the first prompt, which stand for the tools of all prompts."""
     if environment.max_turns == 1 or environment.player is not None:
         return ()
     (opened,) = await environment.open({"first look": prompts[0]})

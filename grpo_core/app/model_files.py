@@ -83,7 +83,7 @@ class ModelFiles:
 
     @cached_property
     def tensors(self) -> Mapping[str, Tensor]:
-        """The tensors of the weights by name; empty if the files do not tell."""
+        """The tensors of the weights by name; empty if the files do not list them."""
         try:
             return {
                 name: Tensor(path, tuple(map(int, each["shape"])), each["dtype"], *each["data_offsets"])
@@ -139,7 +139,7 @@ class ModelFiles:
     # ------------------------------------------------------------------------------ contradictions
 
     def check_adapters(self) -> None:
-        """Raise ModelError if there are adapters beside the weights."""
+        """Raise ModelError if the directory has adapters as well as weights."""
         if (self.directory / ADAPTERS).exists():
             raise self._wrong(
                 f"it has a file {ADAPTERS}, so transformers would add adapters to the weights, and engines "

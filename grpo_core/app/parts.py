@@ -171,7 +171,7 @@ class Parts:
         return workers.transport(self.config.engine, own, placement, self.plugins, from_here=here)
 
     def trainer_setup(self, model: str, teacher: str = "") -> TrainerSetup:
-        """Make the setup of the trainer, as far as the configuration says what is in it.
+        """Make the part of the trainer's setup that the configuration determines.
 
         Args:
             model: directory of the model that the run starts from.
@@ -356,7 +356,7 @@ class Parts:
         )
 
     def lost_budget(self) -> LostBudget:
-        """Make the limit of rollouts that may be lost in a row: all attempts at what is outstanding."""
+        """Make the limit of rollouts that may be lost in a row: all attempts of all outstanding slots."""
         rollout = self.config.rollout
         outstanding = (self.config.pipeline.max_staleness + 1) * self.config.trainer.prompts_per_step
         return LostBudget(outstanding * rollout.group_size * (rollout.max_retries + 1))

@@ -31,7 +31,7 @@ class Placement(Protocol):
     """Whether workers may run on other machines than the trainer."""
 
     def check(self, trainer: TrainerConfig | None, engines: Mapping[str, EngineConfig]) -> None:
-        """Raise ConfigError if a key of these sections has no meaning here, or names what is not here.
+        """Raise ConfigError if a key of these sections has no effect here, or names a missing part.
 
         Args:
             trainer: None if nothing is trained.

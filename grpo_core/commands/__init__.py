@@ -1,4 +1,4 @@
-"""The commands of ``grpo-core``: each is a module, beside what several of them share."""
+"""The commands of ``grpo-core``, one module for each, and the code that they share."""
 
 from __future__ import annotations
 

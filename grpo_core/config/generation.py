@@ -75,7 +75,7 @@ class RolloutConfig:
     """Largest number of tokens in one completion."""
     max_prompt_tokens: int = field(default=0, validator=ge(0))
     """Training and held-out prompts with more tokens than this are left out before the run begins, and a
-    message tells their number; 0 keeps all.  Prompts that leave no room for `max_tokens` are skipped when
+    warning gives their number; 0 keeps all.  Prompts that leave no room for `max_tokens` are skipped when
     they are drawn.  An agent writes its own prompts, which this does not limit."""
     max_turns: int = field(default=0, validator=ge(0))
     """Largest number of completions in a rollout, if its environment allows more; 0 leaves it to the
@@ -96,5 +96,5 @@ class RolloutConfig:
     max_retries: int = field(default=3, validator=ge(0))
     """Number of attempts after the first; then the prompt is skipped, and the skip is recorded."""
     max_in_flight: int = field(default=0, validator=ge(0))
-    """Largest number of rollouts that are played at the same time, those of a validation included; 0 means no
-    limit.  The rollouts of a group begin together, so a group that is larger is played alone."""
+    """Largest number of rollouts that are played at the same time, including validation; 0 means no limit.
+    The rollouts of a group begin together, so a group that is larger is played alone."""

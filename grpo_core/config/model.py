@@ -13,7 +13,7 @@ from grpo_core.config.idle import OF_LOSS, only_with
 
 @frozen(kw_only=True)
 class LoraConfig:
-    """LoRA trains two small matrices beside each chosen layer, the adapters, and keeps the model's weights.
+    """LoRA trains two small matrices for each chosen layer, the adapters, and freezes the model's weights.
 
     The section `[model.lora]`, empty or not, turns it on.
     """

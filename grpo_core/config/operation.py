@@ -18,16 +18,16 @@ class CheckpointConfig:
     every: int = field(default=20, validator=ge(0))
     """Save every this many steps; 0 means none by steps. The end of a run is always saved."""
     every_minutes: float = field(default=10.0, validator=ge(0))
-    """Save also when this many minutes have passed since the last checkpoint, after the step; 0 means none by
-    time. At least 20 times as long as that checkpoint took has to pass."""
+    """Also save after the first step that ends this many minutes after the last checkpoint; 0 means never.
+    The pause is at least 20 times as long as that checkpoint took."""
     keep: int = field(default=2, validator=ge(1))
     """Number of newest complete checkpoints that stay on disk."""
     keep_every: int = field(default=0, validator=ge(0))
-    """Checkpoints at multiples of this many steps stay on disk for ever; 0 means none."""
+    """Keep checkpoints at multiples of this many steps forever; 0 means none."""
     best: str = ""
-    """The checkpoint with the largest value of this metric of a task or validation set stays on disk, too, as
-    in `validation/sort/accuracy`; with `-` before the name, the one with the smallest value. Checkpoints
-    are compared that are validated: choose `checkpoint.every` as a multiple of `validation.every`."""
+    """Also keep the checkpoint with the largest value of this metric, as in `validation/sort/accuracy`, or
+    with the smallest value if `-` precedes the name. Only validated checkpoints are compared: choose
+    `checkpoint.every` as a multiple of `validation.every`."""
     async_save: bool = True
     """Save in the background from a snapshot in host memory, which stays allocated (12 bytes per float32
     parameter). If false, training waits until the checkpoint is written."""

@@ -1,4 +1,4 @@
-"""Says what is wrong with the tables of a configuration."""
+"""Describes the problems of a configuration's tables."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ALIASES = {
 
 
 def problems(kind: Any, value: Any, where: str, sections: PluginSections = NO_SECTIONS) -> Iterable[str]:
-    """Describe what is wrong with a value: unknown or missing keys, and wrong types."""
+    """Describe the problems of a value: unknown or missing keys, and wrong types."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if isinstance(kind, type) and attrs.has(kind):
         yield from _table_problems(kind, value, where, sections)

@@ -94,7 +94,7 @@ def _fits(key: str, patterns: Collection[str]) -> bool:
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge tables key by key; everything else in ``over`` replaces what is in ``base``."""
+    """Merge tables key by key; other values of ``over`` replace those of ``base``."""
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)

@@ -1,4 +1,4 @@
-"""Sections that plugins add to the configuration: tables of their own, and keys in tables of the core."""
+"""Sections that plugins add to the configuration: new tables, and keys in tables of the core."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sections of what is trained on: tasks, their data, the sampler and filters."""
+"""The sections of tasks, their data, the sampler and filters."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class SourceConfig:
     answer_template: str = ""
     """Jinja template of the answer with the fields of a row, instead of `answer`."""
     where: str = ""
-    """A row is a prompt if it fulfils this Jinja expression over its fields, such as
-    'level == "5" and question | length < 500'; the others are left out."""
+    """Jinja expression over the fields of a row, such as 'level == "5" and question | length < 500'; rows for
+    which it is false are left out."""
     deduplicate: bool = False
-    """The first of several rows with the same prompt counts alone; white space makes no difference."""
+    """Keep only the first of several rows with the same prompt; white space makes no difference."""
     workers: int = field(default=0, validator=ge(0))
     """Number of processes that read rows ahead; they pay only for rows that are slow to read."""
 
@@ -72,8 +72,8 @@ class TaskConfig:
     dataloader_options: dict[str, Any] = field(factory=dict, metadata=only_with("dataloader"))
     """Options are passed to the dataloader's factory."""
     player: str = ""
-    """Name of the player of the rollouts: "turns" of the core, or a plugin's.  If it is empty, "agents" plays
-    those of an environment that defines `run`, and "turns" all others."""
+    """Name of the player of the rollouts: "turns" of the core, or one of a plugin.  If it is empty, "agents"
+    plays environments that define `run`, and "turns" all others."""
     player_options: dict[str, Any] = field(factory=dict, metadata=only_with("player"))
     """Options are passed to the player's factory."""
     python: str = ""

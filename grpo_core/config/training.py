@@ -82,12 +82,11 @@ class TrainerConfig(PluginChoice):
     steps: int = field(default=100, validator=ge(1))
     """Number of steps of the run."""
     epochs: float = field(default=0.0, validator=ge(0))
-    """The run has as many steps as it takes to train the prompts of all tasks this many times, instead of
-    `steps`; 0 means `steps`. Prompts that are filtered, skipped or passed over are made up for by others, so
-    that with dynamic sampling the prompts are drawn more often."""
+    """Number of times that the prompts of all tasks are trained, instead of `steps`; 0 means `steps`.
+    Filtered and skipped prompts are replaced by others, so dynamic sampling draws prompts more often."""
     time_limit: float = field(default=0.0, validator=ge(0))
-    """End the run before this many seconds since its start, or its resume, are over, early enough for a
-    complete checkpoint; 0 means no limit. `--until TIME` sets it."""
+    """End the run with a complete checkpoint within this many seconds of its start or resume; 0 means no
+    limit. `--until TIME` sets it."""
     stop_when: str = field(default="", validator=_goal)
     """End the run with a checkpoint as soon as a metric of a step or of a validation reaches a value, as in
     `validation/sort/accuracy >= 0.95` or `mismatch_kl >= 0.5`."""
@@ -117,8 +116,8 @@ class TrainerConfig(PluginChoice):
     """The reference model of a KL term takes the trained weights every this many steps; with 0 it keeps the
     weights that the run started from."""
     reference_mix: float = field(default=1.0, validator=[gt(0), le(1)], metadata=only_with("reference_every"))
-    """The reference model becomes this share of the trained weights and keeps the rest of its own when it is
-    refreshed; 1 copies them, less makes an exponential moving average."""
+    """Share of the trained weights in a refreshed reference model: 1 copies them, less makes an exponential
+    moving average."""
     tokens_per_microbatch: int = field(default=8192, validator=ge(1))
     """Largest number of tokens in a micro-batch, padding included; a longer row gets a micro-batch of its
     own. A value other than the default is refused if a completion alone may be longer."""
@@ -132,31 +131,30 @@ class TrainerConfig(PluginChoice):
     layer's input, which is gradient checkpointing and about a third more work ("recompute"); "offload" also
     moves these inputs from a GPU to the machine's memory."""
     weights: Literal["float32", "bfloat16"] = "float32"
-    """Passes compute with float32 weights, which matrix products round ("float32"), or with bfloat16 copies
-    of one layer at a time, made of the float32 weights that the optimizer updates ("bfloat16", which is
-    FSDP2's mixed precision): activations are bfloat16, and the trainer scores with exactly the weights that
-    engines get. For `model.dtype = "bfloat16"`."""
+    """Weights of the forward and backward passes: "float32", which matrix products round, or "bfloat16",
+    copies of one layer at a time (FSDP2's mixed precision). With "bfloat16" activations are bfloat16, and the
+    trainer scores with exactly the weights that engines receive. The optimizer updates float32 weights. For
+    `model.dtype = "bfloat16"`."""
     compile: bool = False
-    """Layers are compiled by torch, which takes a minute at the first step and makes later ones faster where
-    small operations take much of the time; it needs a C++ compiler."""
+    """Compile layers with torch. The first step takes a minute longer, and later ones are faster if small
+    operations dominate. It needs a C++ compiler."""
     fingerprints: bool = True
-    """The fingerprints of the weights and of the optimizer's state after each step are in `events.jsonl`, so
-    that `grpo-core replay` can compare; they cost two passes over this memory."""
+    """Record fingerprints of the weights and the optimizer's state in `events.jsonl` after each step, for
+    `grpo-core replay`. They cost two passes over this memory."""
     profile: int = field(default=0, validator=ge(0))
     """Trace this many steps of the trainer after the first two, with torch's profiler, and write the trace
     and torch's table of its operations into `profile/` of the run; 0 does nothing. `--profile N` sets it."""
     offload: bool = False
-    """Between two steps, the weights and the optimizer's state are in the machine's memory instead of the
-    GPU's, so that an engine on the same GPU has that; for `pipeline.max_staleness = 0`, where the engine and
-    the trainer take turns."""
+    """Keep the weights and the optimizer's state in the machine's memory between two steps, which leaves the
+    GPU to an engine. For `pipeline.max_staleness = 0`, where engine and trainer take turns."""
     device: str = "auto"
     """Device of the trainer: "cpu", "cuda", or "auto" for CUDA if it is available."""
     gpus: list[int] = field(factory=list)
-    """The trainer computes on this GPU of this machine, as in `[7]`.  If the list is empty, on the
-    first one that no engine is given."""
+    """GPU of the trainer, as in `[7]`, one for each rank.  If the list is empty, the first ones that no
+    engine uses."""
     ranks: int = field(default=1, validator=ge(1))
     """Number of processes that train together: each holds a part of the weights, gradients and optimizer, and
-    computes a part of the rows. With GPUs, each has one of its own."""
+    computes a part of the rows. Each uses one GPU, if there are GPUs."""
     threads: int = field(default=0, validator=ge(0))
     """Number of torch threads on the CPU; 0 uses half of the cores if generation runs at the same time,
     otherwise all."""
@@ -171,14 +169,14 @@ def _some(instance: object, attribute: attrs.Attribute[Any], value: list[str]) -
 
 @frozen(kw_only=True)
 class ParameterGroupConfig:
-    """Parameters with a learning rate or a weight decay of their own."""
+    """Parameters with a separate learning rate or weight decay."""
 
     parameters: list[str] = field(validator=_some)
     """Patterns of the names of parameters, as in `["*embed_tokens*", "model.layers.0.*"]`; a parameter
     belongs to the first group with a pattern that fits."""
     lr: float | None = field(default=None, validator=optional(ge(0)))
     """Peak learning rate of these parameters; the schedule scales it like `trainer.lr`, which holds if this
-    is not set. With 0 they stay as they are."""
+    is not set. 0 freezes them."""
     weight_decay: float | None = field(default=None, validator=optional(ge(0)))
     """Weight decay of all of these parameters; without it, `trainer.weight_decay` and `optimizer.decay`
     hold."""

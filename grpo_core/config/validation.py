@@ -99,16 +99,15 @@ class ValidationConfig(PluginChoice):
     min_p: float = field(default=0.0, validator=[ge(0), le(1)])
     """Sample from tokens with at least this share of the likeliest token's probability; 0 is all tokens."""
     pause: bool = False
-    """Pause training during validation.  If false, training goes on; the validated weights stay the same in
-    either case."""
+    """Pause training during validation.  The validated weights do not change in either case."""
     deadline: float = field(default=3600.0, validator=gt(0))
     """Time limit in seconds for each set of rollouts of a strategy; unfinished rollouts are unscored.  A
     strategy that neither plays rollouts nor returns for twice as long ends the run."""
     engine: EngineConfig | None = None
     """A separate engine for validation, with its own options; training does not wait for its results."""
     sets: dict[str, ValidationSetConfig] = field(factory=dict)
-    """Named sets of held-out prompts, which are measured besides those of the tasks, by metrics
-    `validation/SET/NAME`. A set has no task's name."""
+    """Named sets of held-out prompts, in addition to those of the tasks, with metrics `validation/SET/NAME`.
+    The name of a task is refused."""
 
     @property
     def measures(self) -> bool:
@@ -125,7 +124,7 @@ class ValidationConfig(PluginChoice):
         return [name for name in self.sets if self.of_set(name).every]
 
     def environments(self, sets: Iterable[str]) -> dict[str, TaskConfig]:
-        """Return the environments of those of the sets that have their own."""
+        """Return the environments of the sets that have one."""
         found = {name: self.sets[name] for name in sets if self.sets[name].env}
         return {
             name: TaskConfig(

@@ -138,7 +138,7 @@ class Dataloader:
             self._timer.cancel()
 
     def keep(self, fits: Callable[[Prompt], bool]) -> None:
-        """Pass over prompts that do not fit, also those of the look-ahead."""
+        """Pass over prompts that do not fit, including those read ahead."""
         with self._lock:
             self.fits = fits
             kept = [row for row in self._ahead if fits(row.prompt)]

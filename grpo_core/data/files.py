@@ -1,4 +1,4 @@
-"""Reads the rows of files and data sets; those of long tables stay on disk.
+"""Reads the rows of files and data sets; rows of long tables stay on disk.
 
 Tables have one type for all rows of a column, so that an object has the keys of all objects, and null for
 those that it never had.  Below its columns, a row has no such keys.

@@ -111,7 +111,7 @@ class DecodingServer(ABC):
 
     @abstractmethod
     def forget(self, keys: set[int]) -> None:
-        """Stop decoding these requests; they are running, and nobody waits for them any more."""
+        """Stop decoding these running requests, whose results are not needed any more."""
 
     def idle(self) -> None:  # noqa: B027 - optional
         """Called once when there was nothing to do for ``idle_seconds``, for example to free memory."""

@@ -43,7 +43,7 @@ MIXED_UP_ADVICE = (
 
 
 def new_key() -> str:
-    """Return a key that nobody can guess, in the form that is recognised here."""
+    """Return a random key, in the form that is recognised here."""
     return f"sk-grpo-{secrets.token_urlsafe(32)}"
 
 

@@ -77,7 +77,7 @@ class Calls:
         self._stuck = ""
 
     def run(self, steps: Steps[T]) -> T:
-        """Run a call to its end, and nothing beside it."""
+        """Run a call to its end, and nothing else meanwhile."""
         results: list[Any] | None = None
         while True:
             try:
@@ -95,7 +95,7 @@ class Calls:
             results = task.result()
 
     def interrupt(self) -> None:
-        """Cancel what ``run`` waits for in another thread; it goes on with the errors that this makes."""
+        """Cancel the call that ``run`` waits for in another thread; ``run`` goes on with its errors."""
         if (task := self._awaited) is not None:
             self._runner.get_loop().call_soon_threadsafe(task.cancel)
 

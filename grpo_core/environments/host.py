@@ -203,7 +203,7 @@ class EnvironmentHost:
         return _pickled(complete, where)
 
     def from_source(self, prompts: Sequence[Prompt]) -> bytes | None:
-        """Return the pickled prompts that stand for those of a source, or None if they stay as they are.
+        """Return the pickled prompts for rows of a source, or None if they stay unchanged.
 
         Ids are those of the source.
         """
@@ -320,7 +320,7 @@ class EnvironmentHost:
     # ------------------------------------------------------------------------------ agents
 
     def run(self, name: str, prompt: Prompt, client: AgentClient) -> Feedback | None:
-        """Let the agent play a rollout, and nothing beside it.  Raises what the agent raises."""
+        """Let the agent play one rollout, and nothing else meanwhile.  Raises what the agent raises."""
         return self._calls.run(self._run_agent(name, prompt, client))
 
     def interrupt(self) -> None:

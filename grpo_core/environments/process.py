@@ -168,7 +168,7 @@ class EnvironmentProcess:
         return self._unpickled(await self._call("prompts", split), f"prompts({split!r})")
 
     async def from_source(self, prompts: Sequence[Prompt]) -> list[Prompt] | None:
-        """Return the prompts that stand for those of a source, or None if the environment defines no hook."""
+        """Return the prompts for the rows of a source, or None if the environment defines no hook."""
         pickled = await self._call("from_source", list(prompts))
         return None if pickled is None else self._unpickled(pickled, "from_source")
 

@@ -19,7 +19,7 @@ ROWS_OF_A_CALL = 1000
 
 
 class Adopting(Protocol):
-    """An environment that may make prompts of its own from those of a source."""
+    """An environment that may convert the prompts of a source."""
 
     async def from_source(self, prompts: Sequence[Prompt]) -> list[Prompt] | None: ...
 

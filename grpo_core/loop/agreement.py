@@ -1,4 +1,4 @@
-"""The statistic of the canary: whether logprobs are those of the weights that an engine was given.  Pure.
+"""The statistic of the canary: whether an engine's logprobs belong to its newest weights.  Pure.
 
 Two programs with the same weights give a token logprobs that differ by rounding: ``EXPLAINED`` has what each
 dtype explains.  An engine answers each context of a canary with its likeliest token and that token's logprob.
@@ -82,7 +82,7 @@ class Tolerance:
     """Dtype in which the engine computes, if the configuration says so."""
 
     def explained(self, dtypes: Iterable[str]) -> Explained:
-        """Return what is accepted for weights and an engine of these dtypes; an unknown one is ``""``."""
+        """Return the accepted differences for dtypes of weights and engine; ``""`` is unknown."""
         if self.largest:
             return Explained(typical=self.largest / 100, mean=self.largest, largest=self.largest)
         return max((_explained(each) for each in (*dtypes, self.dtype)), key=lambda each: each.typical)

@@ -82,7 +82,7 @@ async def begin(
     spared: Callable[[Collection[int]], Collection[int]] = lambda steps: (),
     disk: Disk | None = None,
 ) -> Callable[[], Awaitable[Path]]:
-    """Begin ``parent/step-NNNNNN``; return when training may go on.  The returned function writes the rest.
+    """Begin ``parent/step-NNNNNN``; return when training may continue.  The result writes the rest.
 
     The checkpoint is written completely or not at all; then all but the newest ``keep`` and those that
     ``spared`` names are removed, or none if ``keep`` is None.  Both functions raise CheckpointError, and

@@ -1,4 +1,4 @@
-"""The metrics of a run: their names, and those of the groups that a step trains.  Pure.
+"""The metrics of a run: their names, and the metrics of the groups that a step trains.  Pure.
 
 A metric's name is ``name``, ``group/name``, ``name/TASK`` or ``validation/TASK/name``; ``name`` contains no
 slash.  In the last form TASK may also be the name of a validation set.
@@ -267,7 +267,7 @@ TIMES = {
 
 
 def times(spans: Iterable[Span]) -> dict[str, float]:
-    """Return the seconds of what went on, and of environments; times of spans that overlap add up."""
+    """Return the seconds by activity, and of environments; times of spans that overlap add up."""
     found: dict[str, float] = defaultdict(float)
     calls: dict[str, tuple[int, float]] = {}
     for span in spans:

@@ -74,7 +74,7 @@ class Retention(Tracker):
         self.scores = scores  # not before: a thread that tidies would remove the best one that is on disk
 
     def spared(self, steps: Collection[int]) -> set[int]:
-        """Return those of the checkpoints at ``steps`` that stay even if they are old.
+        """Return the steps whose checkpoints stay even if they are old.
 
         One that is newer than the last validation may still turn out to be the best, if it is validated.
         """

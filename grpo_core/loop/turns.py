@@ -299,7 +299,7 @@ class RolloutState:
         )
 
     def apply_feedback(self, feedback: Feedback) -> bool:
-        """Take what the environment says; return whether the conversation goes on (``go_on``)."""
+        """Apply the environment's feedback; return whether the conversation continues (``go_on``)."""
         if self.done:  # shown once more for the sake of its group
             return False
         if feedback.error is not None or (feedback.done and feedback.reward is None):

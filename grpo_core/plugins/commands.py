@@ -1,4 +1,4 @@
-"""Finds the commands of the command line: the core's, and those of installed plugins."""
+"""Finds the commands of the core and of installed plugins."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Installed:
 
 
 def installed(reserved: Iterable[str]) -> list[Installed]:
-    """Return every entry point of the group; the distribution distinguishes those of one name.
+    """Return every entry point of the group; the distribution distinguishes equal names.
 
     ``reserved`` names are in use already.
     """

@@ -73,7 +73,7 @@ def living() -> dict[int, str]:
 
 
 def descendants(pid: int, but: Collection[int] = ()) -> Iterator[int]:
-    """Yield a process and all that it has started, as far as the system tells.
+    """Yield a process and all processes that it has started, as far as the system knows them.
 
     Args:
         pid: of the process.

@@ -42,7 +42,7 @@ def check_trackers(config: TrackingConfig, host: PluginHost) -> None:
 
 
 def make_trackers(config: Config, host: PluginHost, run: Callable[[str], RunInfo]) -> dict[str, Tracker]:
-    """The selected trackers and those of sections, by name; each gets ``run`` of its name.
+    """Make the selected trackers and the trackers of sections, by name; each gets ``run`` of its name.
 
     Raises PluginError if one cannot be made, after closing the trackers that were made before.
     """

@@ -107,7 +107,7 @@ class Now:
         return told if self._ended or not told or seconds < SHOWN_FROM else f"{told} ({seconds:.0f} s)"
 
     def checkpoint(self) -> str:
-        """Say which checkpoint is being written beside the loop; "" if none is."""
+        """Name the checkpoint that is written in the background, or ""."""
         saving = self._saving  # another thread asks
         if saving is None:
             return ""

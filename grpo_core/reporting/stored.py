@@ -111,7 +111,7 @@ def stored_rollouts(run: Path | str, step: int, *, validation: bool = False) -> 
 
 
 def groups_in(file: Path) -> list[Group]:
-    """Read a file of texts, and the file of tokens beside it if there is one.
+    """Read a file of texts, and the file of tokens next to it if there is one.
 
     Raises ConfigError if they are not there, or are damaged.
     """

@@ -71,7 +71,7 @@ class HostedEnvironment:
         return prompts
 
     async def from_source(self, prompts: Sequence[Prompt]) -> list[Prompt] | None:
-        """The prompts that stand for those of a source, or None if they stay as they are."""
+        """The prompts for the rows of a source, or None if the environment keeps them unchanged."""
         pickled = self.host.from_source(prompts)
         return None if pickled is None else list(pickle.loads(pickled))
 

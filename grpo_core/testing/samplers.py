@@ -58,7 +58,7 @@ class MemoryLoader:
         return prompts
 
     def pass_over(self, place: int, reason: str) -> None:
-        """Do nothing: what is offered and not returned is not given away."""
+        """Do nothing: a place that was offered and not returned stays available."""
 
     def copy(self) -> MemoryLoader:
         """Return a copy that continues independently from here."""

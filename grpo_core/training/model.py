@@ -70,7 +70,7 @@ class Model(Protocol):
         ...
 
     def weights(self) -> Iterator[Tensor]:
-        """The tensors that stay between two steps: parameters, trained or not, and those of the reference."""
+        """The tensors that stay between two steps: all parameters, and those of the reference model."""
         ...
 
     def score(
@@ -106,7 +106,7 @@ class Model(Protocol):
         ...
 
     def published(self) -> Sequence[tuple[str, Tensor | LowRankSum]]:
-        """The tensors that engines get: those of ``grpo_core.weights.names``, or adapters."""
+        """The tensors that engines receive: the model's (``grpo_core.weights.names``), or adapters."""
         ...
 
     def saved(self) -> Mapping[str, Tensor]:

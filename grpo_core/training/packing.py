@@ -40,7 +40,7 @@ _KINDS = {"full_attention", "sliding_attention"}
 
 @frozen
 class Part:
-    """Tokens that stand one after the other, and attend to themselves and to what is before them."""
+    """Consecutive tokens that attend to themselves and to earlier ones."""
 
     length: int
     before: int | None = None

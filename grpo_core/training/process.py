@@ -1,4 +1,4 @@
-"""The trainer in a process of its own: what the pipeline awaits.  Imports no torch, to start at once."""
+"""The trainer in a child process, which the pipeline awaits.  Imports no torch, to start at once."""
 
 from __future__ import annotations
 

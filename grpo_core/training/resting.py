@@ -46,7 +46,7 @@ class Resting:
 
     @torch.no_grad()
     def come_back(self) -> None:
-        """Restore what is away."""
+        """Move everything back."""
         for storage in self._away:
             copy = self._copies[storage._cdata]
             storage.resize_(copy.nbytes)

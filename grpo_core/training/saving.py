@@ -59,7 +59,7 @@ class Saving:
         self._snapshot, self._readable = Snapshot(copies=copies), readable
 
     def save(self, directory: Path, version: int) -> None:
-        """Copy all that is needed to continue; it is written into ``directory`` while training goes on."""
+        """Copy all that is needed to continue; it is written into ``directory`` while training continues."""
         model = {f"{_MODEL}{name}": tensor for name, tensor in self._model.saved().items()}
         state, about = self._optimizers.saved()
         if self._moves_reference:

@@ -486,7 +486,7 @@ class TorchTrainer:
         return weights
 
     def save(self, directory: Path) -> None:
-        """Copy all that is needed to continue; it is written into ``directory`` while training goes on."""
+        """Copy all that is needed to continue; it is written into ``directory`` while training continues."""
         self._saving.save(directory, self.version)
 
     def written(self) -> Future[None]:

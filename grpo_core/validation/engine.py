@@ -1,4 +1,4 @@
-"""Validation on an engine of its own, beside training that goes on."""
+"""Validation on a separate engine, during training."""
 
 from __future__ import annotations
 

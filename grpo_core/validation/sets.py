@@ -39,7 +39,7 @@ def lacking(groups: Sequence[Group]) -> dict[str, str]:
 
 @frozen(kw_only=True, eq=False)
 class HeldOut:
-    """Held-out prompts that one strategy measures: those of all tasks, or of one set."""
+    """Held-out prompts that one strategy measures: of all tasks, or of one set."""
 
     name: str = ""
     """Name of the set; empty for the tasks."""

@@ -64,7 +64,7 @@ def added(weights: Weights, tensors: Mapping[str, Tensor]) -> Generator[dict[str
 
 
 def whole_shapes(weights: Weights) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the model's tensors by name, if adapters are published those of the sums.
+    """Return the shapes of the model's tensors by name, also where adapters are published.
 
     Raises WeightSyncError if the model cannot be read, or the adapters are not its own.
     """

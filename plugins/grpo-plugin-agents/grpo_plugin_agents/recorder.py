@@ -166,7 +166,7 @@ class Recorder:
     """Conversations that end with what it has sampled, until it ends."""
 
     def turn(self, messages: Sequence[Message], tools: Tools, renderer: Renderer) -> Turn:
-        """Encode what is new in a request.
+        """Encode the new part of a request.
 
         Raises ModelError if the chat template cannot render it, PluginError if it continues the conversation
         of another prompt's rollout.

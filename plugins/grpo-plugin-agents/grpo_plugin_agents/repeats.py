@@ -27,7 +27,7 @@ class KeyReused(Exception):  # noqa: N818 - reads as what happened
 
 @frozen(kw_only=True)
 class Attempt:
-    """The signs that tell a retry from a new request."""
+    """The signs that distinguish a retry from a new request."""
 
     body: bytes
     """Digest of the path and the body."""
@@ -55,7 +55,7 @@ class Call(Generic[T]):
 
     @property
     def abandoned(self) -> bool:
-        """Whether nobody waits for its answer, or got it."""
+        """Whether its answer was neither received nor is still awaited."""
         return not self.delivered and all(attempt.gone() for attempt in self.waiting)
 
 

@@ -342,5 +342,5 @@ def refusal(dialect: Dialect, refused: Refused) -> Reply:
 
 
 def attempt_digest(path: str, body: bytes) -> bytes:
-    """Return what is equal for requests with the same path and body."""
+    """Return a digest that is equal for requests with the same path and body."""
     return blake2b(body, digest_size=16, person=path.encode()[-16:]).digest()

@@ -28,7 +28,7 @@ class Declared:
 def problems(
     given: Mapping[str, Any], full: Mapping[str, Any], setting: LossSetting, declared: Declared
 ) -> Iterator[str]:
-    """Say what is wrong with the options.
+    """Return the problems of the options.
 
     Args:
         given: the options that the configuration gives.

@@ -20,7 +20,7 @@ class Range:
     """The reason, as the end of a sentence."""
 
     def problem(self, name: str, value: float) -> str | None:
-        """Say what is wrong with the value of the option, or return None."""
+        """Return the problem of the option's value, or None."""
         if math.isnan(value) or not (self.infinite or math.isfinite(value)):
             return f"{name} = {value}: it has to be a finite number"
         if (

@@ -148,7 +148,7 @@ def composed(
     within: Mapping[str, Range] | None = None,
     lacks: Collection[Lack] = (),
 ) -> Callable[[ObjectiveFunction], Callable[..., LossOutput]]:
-    """Make a loss of an objective, with the options of ``Terms`` beside its own.
+    """Make a loss of an objective, with the options of ``Terms`` in addition to its own.
 
     Args:
         defaults: other defaults of shared options.

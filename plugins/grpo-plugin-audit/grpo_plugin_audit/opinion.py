@@ -1,4 +1,4 @@
-"""A second opinion: another environment judges some of the rollouts that a run trains, beside the loop.
+"""A second opinion: another environment judges some of the rollouts that a run trains.
 
 A tracker draws successes among the groups of a step.  A thread lets the second environment judge them in its
 own process, and counts what it refuses.  Whatever goes wrong here costs the run no step.
@@ -235,7 +235,7 @@ class SecondOpinion(Tracker):
         return [(place, evolve(groups[place], rollouts=tuple(own))) for place, own in chosen.items()]
 
     def numbers(self) -> dict[str, float]:
-        """Return what is known so far."""
+        """Return the numbers so far."""
         told: dict[str, float] = {}
         for task, evidence in self.evidence.items():
             told[f"second_opinion_judged/{task}"] = float(evidence.judged)

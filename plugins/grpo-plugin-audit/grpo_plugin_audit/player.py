@@ -36,7 +36,7 @@ class _Game:
 
 @define(eq=False)
 class Player:
-    """Plays replies, each in a session of its own, to the end of its rollout.
+    """Plays replies, each in a new session, to the end of its rollout.
 
     A reply is said in each turn; own solutions ask ``solve`` what to say next.  Rewards of turns add up.
 

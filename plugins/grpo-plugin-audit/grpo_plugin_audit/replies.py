@@ -154,7 +154,7 @@ def lengthening(prompts: Sequence[Prompt]) -> Iterator[Reply]:
 
 
 def listings(solutions: Sequence[Solution], seed: int) -> Iterator[Reply]:
-    """Yield replies that name the right answer among those of other prompts."""
+    """Yield replies that list the right answer among answers of other prompts."""
     drawn = random.Random(seed)
     for own in solutions:
         if own.text is None or own.answer is None or len(own.answer) > 200:

@@ -31,7 +31,7 @@ MARGIN = 0.10
 
 @frozen(kw_only=True)
 class Scale:
-    """The scale of rewards: from those of nonsense to those of a right reply."""
+    """The scale of rewards, from nonsense to a right reply."""
 
     solutions: Mapping[str, Solution]
     """Solutions by the id of their prompt."""
@@ -222,7 +222,7 @@ def panel(
     *,
     partial: bool = True,
 ) -> Finding:
-    """Judge replies that answer no prompt; the worst of them is told.
+    """Judge replies that answer no prompt, and report the worst of them.
 
     Without ``partial``, only full marks count, and a part of them is deserved.
     """
@@ -389,7 +389,7 @@ def reach(trials: Sequence[Trial], scale: Scale) -> Finding:
 
 
 def bounds(trials: Sequence[Trial], scale: Scale) -> Finding:
-    """Judge whether something gets more than a solution, or far more than what is declared as a success."""
+    """Judge whether a reply gets more than a solution, or far more than the declared success."""
     check, title = "reward.range", "no reward above a solution's"
     scored = [trial for trial in trials if trial.reward is not None]
     if not scored:

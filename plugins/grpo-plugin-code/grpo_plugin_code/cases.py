@@ -38,7 +38,7 @@ class Called:
 
 
 def cases_of(given: Any, where: str) -> list[Printed | Called]:
-    """Return the tests of a row, which may be JSON.  Raises PluginError for what is not a test."""
+    """Return the tests of a row, which may be JSON.  Raises PluginError for anything else."""
     if isinstance(given, str):
         with contextlib.suppress(ValueError):
             given = json.loads(given)

@@ -62,7 +62,7 @@ class Child:
         self._loop.add_writer(self._input, self._write)
 
     def end_input(self) -> None:
-        """Close the pipe to it; what is not written yet is lost."""
+        """Close the pipe to it and drop unwritten input."""
         if self._input != CLOSED:
             self._loop.remove_writer(self._input)
             os.close(self._input)

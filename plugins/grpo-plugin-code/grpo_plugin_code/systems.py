@@ -49,6 +49,6 @@ def of_this_machine(places: Sequence[str]) -> System:
 
 
 def of_an_image(image: Image) -> System:
-    """Return the files of an image, with this machine's Python beside them."""
+    """Return the files of an image, with this machine's Python added."""
     directories, python = python_of_this_machine()
     return System(directories={"/": str(image.root), **directories}, python=python)

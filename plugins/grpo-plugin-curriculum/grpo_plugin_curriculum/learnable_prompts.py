@@ -18,7 +18,7 @@ from grpo_plugin_curriculum.weighted import Observing
 
 @define(eq=False)
 class Rates:
-    """Holds what is known of the success rate of each prompt of a task: a Beta distribution that fades.
+    """The success rate of each prompt of a task, as a Beta distribution that fades.
 
     The evidence of a group counts by half after ``half_life`` steps, and by half again after as many more.
     A group that is heard of late counts as if it had been heard of in time, so the order makes no difference.

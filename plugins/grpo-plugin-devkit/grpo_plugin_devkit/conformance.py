@@ -76,7 +76,7 @@ def finding_of(check: str, ask: Callable[[], object]) -> Finding:
 
 
 def told_by(error: Exception) -> str:
-    """Return what an error says; if what is checked raised it, also the line that did."""
+    """Return an error's message; if the checked code raised it, also the line."""
     where = traceback.extract_tb(error.__traceback__)[-1]
     if isinstance(error, AssertionError | GrpoError):
         return str(error) or f"this does not hold: {where.line}"
@@ -88,7 +88,7 @@ class Broken(Exception):  # noqa: N818
 
 
 class Noted(Exception):  # noqa: N818 - not an error
-    """A check that cannot be made, or finds what is allowed and should be known."""
+    """A check that cannot be made, or that finds something allowed but worth knowing."""
 
 
 Reply = tuple[Prompt, str]

@@ -59,7 +59,7 @@ def check_environment(make: Callable[[], Any]) -> None:
 
 
 def check_agent(agent: type, **options: Any) -> None:
-    """Check an environment with ``async def run``, a class of a module, in a process of its own.
+    """Check an environment with ``async def run``, a class of a module, in a child process.
 
     The test fails with all that is broken.
     """
@@ -90,7 +90,7 @@ def environment_findings(make: Callable[[], Any]) -> list[Finding]:
 
 
 def findings_by_name(name: str, options: Mapping[str, Any]) -> list[Finding]:
-    """Return the findings about an environment in a process of its own, as a run starts it.
+    """Return the findings about an environment in a child process, as a run starts it.
 
     Args:
         name: as in a configuration.
@@ -112,7 +112,7 @@ def findings_by_name(name: str, options: Mapping[str, Any]) -> list[Finding]:
 def conformance_of(
     name: str, options: Mapping[str, Any], sections: Sections, plugins: PluginSelection | None = None
 ) -> Iterator[Conformance]:
-    """Yield the checks of an environment in a process of its own, which is not started yet."""
+    """Yield the checks of an environment in a child process, which is not started yet."""
     incidents: list[Incident] = []
     config = sections.environment
     make = functools.partial(

@@ -1,4 +1,4 @@
-"""``grpo-core new``: writes a plugin that works, as a distribution of its own.
+"""``grpo-core new``: writes a working plugin as a distribution.
 
 The files come from ``templates``.  They are templates of ``string.Template``.
 """

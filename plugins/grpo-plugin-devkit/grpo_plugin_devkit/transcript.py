@@ -42,7 +42,7 @@ class Transcript:
             self._block(f"calls {_spelled(call)}", "yellow")
 
     def reply(self, message: Message) -> None:
-        """Print a reply: all of it, or only how its tool calls were read if somebody has typed it."""
+        """Print a reply; for typed replies, only the parsed tool calls."""
         if self._echo:
             self.message(message)
         else:

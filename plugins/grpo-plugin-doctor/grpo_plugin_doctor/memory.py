@@ -112,7 +112,7 @@ def parts_on(processes: Sequence[ProcessMemory], device: str) -> Iterator[tuple[
 
 
 def checked(config: Config, host: PluginHost) -> list[str]:
-    """Check that a run fits, as far as the size of its model tells; return warnings.
+    """Check that a run fits into memory, by the size of its model; return warnings.
 
     A model that is made, or that is not on this machine yet, is not checked.
 
@@ -243,7 +243,7 @@ def _process(
 
 
 def number_of(device: str) -> int | None:
-    """Return the number of a GPU, which is 0 for "cuda"; None for what is no GPU."""
+    """Return the index of a GPU, 0 for "cuda", or None for another device."""
     number = device.removeprefix("cuda").removeprefix(":") or "0"
     return int(number) if number.isdigit() else None
 

@@ -17,7 +17,7 @@ NOT_LINEAR = (
 
 
 def parameters_in(directory: Path) -> int | None:
-    """Count a model's parameters by the headers of its safetensors files; None if they do not tell."""
+    """Count a model's parameters by the headers of its safetensors files, or return None."""
     shapes = shapes_in(directory)
     return None if shapes is None else sum(map(prod, shapes.values()))
 
@@ -42,7 +42,7 @@ def shapes_in(directory: Path) -> dict[str, tuple[int, ...]] | None:
 
 
 def dtypes_in(directory: Path) -> dict[str, str]:
-    """Return the dtype of each tensor in a model's files, such as "BF16"; empty if the files do not tell."""
+    """Return the dtype of each tensor in a model's files, such as "BF16"; empty if unknown."""
     try:
         headers = [header_of(path) for path in weight_files(directory)]
         return {name: info["dtype"] for header in headers for name, info in header.items()}

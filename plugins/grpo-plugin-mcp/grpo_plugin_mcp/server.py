@@ -1,4 +1,4 @@
-"""An MCP server in a process of its own, started for a rollout or for a worker."""
+"""An MCP server in a child process, started for a rollout or for a worker."""
 
 from __future__ import annotations
 

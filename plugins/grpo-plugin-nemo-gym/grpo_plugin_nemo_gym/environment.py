@@ -30,7 +30,7 @@ Row = Mapping[str, Any]
 
 @define(eq=False)
 class Rollout:
-    """A session of the server; its tools are those of the row and of the server's MCP endpoint."""
+    """A session of the server; its tools come from the row and from the server's MCP endpoint."""
 
     session: Session = field(factory=Session)
     tools: list[grpo.Tool] = field(factory=list)

@@ -10,7 +10,7 @@ import grpo_core as grpo
 
 
 def messages_of(params: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return ``responses_create_params`` as messages.  Raises ConfigError for what is not a text."""
+    """Return ``responses_create_params`` as messages.  Raises ConfigError for other parts than texts."""
     given = params.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not all(isinstance(item, Mapping) for item in items) or not items:

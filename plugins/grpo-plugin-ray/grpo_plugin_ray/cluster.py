@@ -136,7 +136,7 @@ class PluginRequirement:
         return cls(name="", allow=None, versions=versions)
 
     def check(self, who: str) -> None:
-        """Raises PluginError that names what is different where this is called."""
+        """Raise PluginError that lists the differences to this process."""
         here = {name: _python() if name == "python" else _version(name) for name in self.versions}
         differences = [
             f"{name} {here[name]} (the driver has {theirs})"

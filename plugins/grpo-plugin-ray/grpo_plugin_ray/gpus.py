@@ -30,7 +30,7 @@ class Holder:
 
 
 class Reservation:
-    """A GPU of this machine that Ray gives to nobody else for as long as the driver is connected.
+    """A GPU of this machine that Ray reserves while the driver is connected.
 
     Raises ConfigError if none is free.
     """

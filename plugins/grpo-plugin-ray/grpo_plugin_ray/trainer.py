@@ -146,7 +146,7 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 class RayRank(RankProcess):
-    """The process of a rank in a Ray worker, which starts when it has been told where the others are.
+    """The process of a rank in a Ray worker, which starts when the addresses of the others are known.
 
     Args:
         name: how messages call it ("trainer rank 3").

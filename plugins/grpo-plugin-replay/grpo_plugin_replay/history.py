@@ -1,4 +1,4 @@
-"""Reads what a run recorded about its steps: the newest life of each of them, as events.jsonl tells it."""
+"""Reads the newest record of each step of a run from events.jsonl."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def _add_tokens(
 
 
 def as_script(selections: Sequence[Selection], runs: Sequence[str] = ()) -> str:
-    """Return the selections as JSON that ends no script element; those of several runs have names."""
+    """Return the selections as JSON that ends no script element; with several runs, by name."""
     groups = [
         group | ({"run": run} if runs else {})
         for run, selection in enumerate(selections)

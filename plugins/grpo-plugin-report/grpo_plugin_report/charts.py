@@ -50,7 +50,7 @@ class Series:
 
 @frozen(kw_only=True)
 class Chart:
-    """A chart as it is drawn.  All coordinates are those of the view."""
+    """A chart as it is drawn, in coordinates of the view."""
 
     title: str
     note: str

@@ -17,7 +17,7 @@ def grpo_commands() -> Mapping[str, Command]:
         ),
         "watch": Command(
             "grpo_plugin_report.watch:watch",
-            help="Show the report of a run in a browser while the run goes on.",
+            help="Show the report of a run in a browser during the run.",
         ),
         "explain": Command(
             "grpo_plugin_report.explain.command:explain",

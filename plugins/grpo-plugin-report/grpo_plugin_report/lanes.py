@@ -100,7 +100,7 @@ class View:
 
 @define
 class Clock:
-    """Counts the seconds in which the run went on."""
+    """Counts the seconds in which the run was active."""
 
     begins: list[float] = field(factory=list)
     """Times at which it went on."""

@@ -53,7 +53,7 @@ def rendered(template: str, **values: Any) -> str:
 
 
 def replace(target: Path, html: str) -> None:
-    """Write a page; nobody sees a part of it."""
+    """Write a page atomically."""
     beside = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         beside.write_text(html, encoding="utf-8", errors="xmlcharrefreplace")
@@ -140,5 +140,5 @@ def is_number(value: Any) -> bool:
 
 
 def plain(value: Any) -> float:
-    """Return a value of a file as a number; what is none is 0."""
+    """Return a value of a file as a number, 0 for anything else."""
     return float(value) if is_number(value) else 0.0

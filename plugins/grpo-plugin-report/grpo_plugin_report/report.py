@@ -83,7 +83,7 @@ class Files:
         return [] if self.facts.is_empty else explained(self.facts)[:MOST_CAUSES]
 
     def state(self) -> str:
-        """Return "finished", "interrupted", "failed"; "unfinished" for a run that was killed or goes on."""
+        """Return "finished", "interrupted", "failed", or "unfinished" for any other run."""
         state = self.run.state
         return "unfinished" if state in ("running", "killed") else state
 

@@ -1,4 +1,4 @@
-"""``grpo-core watch``: serves the report of a run that goes on, on the loopback address.
+"""``grpo-core watch``: serves the report of a running run on the loopback address.
 
 The page is the one that ``report.html`` is.  It is made again when somebody asks for it and the run has
 written something since.  The address has a random part, without which it answers 404.
@@ -101,7 +101,7 @@ class WatchServer:
 
 
 def watch(directory: Path, /, *, port: int = 0, refresh: int = REFRESH) -> int:
-    """Show the report of a run in a browser while the run goes on.
+    """Show the report of a run in a browser during the run.
 
     The page is served on the loopback address, until ctrl-C.
 

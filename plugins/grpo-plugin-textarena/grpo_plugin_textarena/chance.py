@@ -20,7 +20,7 @@ States = tuple[Any, Any]
 
 @define(eq=False)
 class Chance:
-    """The random numbers of one game; they go on where the game left them."""
+    """The random numbers of one game, which continue from turn to turn."""
 
     states: States
 

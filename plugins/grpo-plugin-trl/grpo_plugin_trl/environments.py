@@ -18,7 +18,7 @@ OWN = ("reset", "get_reward")
 
 
 class TRLEnvironment(grpo.Environment):
-    """An environment class of TRL; each rollout has an instance of its own.
+    """An environment class of TRL; each rollout has one instance.
 
     TRL appends what ``reset`` returns to the prompt.  Here prompts are made before the rollouts begin, so
     ``reset`` is called once for each prompt to make it, and again for each rollout.  It has to return the

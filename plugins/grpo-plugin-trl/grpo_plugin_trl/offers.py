@@ -1,4 +1,4 @@
-"""The factory of ``trl:MODULE:NAME``: loads what is named, and tells a class from a reward function."""
+"""The factory of ``trl:MODULE:NAME``: loads a class or a reward function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine ``vllm:http``: a vLLM server that somebody else started.
+"""The engine ``vllm:http``: a vLLM server that runs by itself.
 
     VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --host 127.0.0.1 --enable-scale-out --generation-config vllm \\
         --logprobs-mode processed_logprobs --weight-transfer-config '{"backend": "grpo_core"}'

@@ -152,7 +152,7 @@ class Server(DecodingServer):
     # ------------------------------------------------------------------------------ weights
 
     def load(self, weights: Weights) -> Iterator[None]:
-        """The workers fetch and verify weights while decoding goes on, and load them between two steps."""
+        """The workers fetch and verify weights during decoding, and load them between two steps."""
         if self._held is not None and (problem := difference(weights, self._held)):
             raise WeightSyncError(f"engine vllm: version {weights.version} is not this model's: {problem}")
         if self._engine is None:

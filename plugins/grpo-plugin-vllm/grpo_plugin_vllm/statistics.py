@@ -11,7 +11,7 @@ _SERIES = re.compile(r"^vllm:(\w+)(?:\{.*\})? (\S+)$", re.MULTILINE)
 
 
 def of_page(page: str) -> dict[str, float]:
-    """Read the statistics from a server's page ``/metrics``; 0 for what is not there."""
+    """Read the statistics from a server's page ``/metrics``; missing ones are 0."""
     found: dict[str, list[float]] = defaultdict(list)
     for name, value in _SERIES.findall(page):
         found[name].append(float(value))

@@ -1,1 +1,1 @@
-"""Explains what is wrong with a run, from its files: ``grpo-core explain RUN``."""
+"""``grpo-core explain RUN``: finds causes of a run's problems in its files."""

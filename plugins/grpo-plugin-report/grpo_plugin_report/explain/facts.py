@@ -332,7 +332,7 @@ class Facts:
 
 
 def tell(found: dict[Any, Messages], key: Any, step: int, message: str, count: int = 1) -> None:
-    """Add a message, which stands for ``count``, to those of its kind."""
+    """Add a message, which stands for ``count`` incidents, to its kind."""
     told = found.setdefault(key, Messages(0.0, step, step))
     told.count, told.last, told.message = told.count + count, step, message
     reason = message[:REASON]

@@ -1,4 +1,4 @@
-"""Causes that a run tells of itself: errors, incidents, and warnings before its first step."""
+"""Causes that a run reports itself: errors, incidents, and warnings before its first step."""
 
 from __future__ import annotations
 

@@ -429,7 +429,7 @@ def pulled(weights: Weights, device: torch.device | None = None) -> torch.Tensor
 
 
 def streamed(weights: Weights, device: torch.device | None = None) -> Generator[torch.Tensor]:
-    """Yield the trainer's block in the buckets of ``layout.buckets``, each in memory of its own.
+    """Yield the trainer's block in the buckets of ``layout.buckets``, each in separate memory.
 
     Close the generator if not all are wanted.  Arguments and errors are those of ``pulled``.
     """
