@@ -21,6 +21,7 @@ from test_trainer import setup as full_setup
 
 from grpo_core.commands import export
 from grpo_core.config import Config, build
+from grpo_core.config.sections import PluginSection, PluginSections
 from grpo_core.demo import tiny
 from grpo_core.errors import CheckpointError, ConfigError, ModelError
 from grpo_core.loop import checkpoint
@@ -254,3 +255,24 @@ def test_the_card_leaves_out_what_could_be_a_secret_and_where_the_run_ran() -> N
     assert found["tasks"]["sort"]["options"] == {"difficulty": 3}
     assert found["trainer"] == {"lr": 1e-4}
     assert "engine" not in found
+
+
+@attrs.frozen
+class Keys:
+    warmth: float = 0.5
+    depth: int = 3
+
+
+@attrs.frozen
+class Table:
+    width: int = 2
+
+
+def test_the_card_names_only_those_keys_of_plugins_that_were_changed() -> None:
+    added = tuple(
+        PluginSection.of(name, kind) for name, kind in {"trainer": Keys, "model.wide": Table}.items()
+    )
+    config = build([{"tasks": TASKS, "trainer": {"lr": 1e-4, "depth": 7}}], PluginSections(added))
+    found = export.excerpt(config)
+    assert found["trainer"] == {"lr": 1e-4, "depth": 7}
+    assert "model" not in found

@@ -339,7 +339,7 @@ class ChosenError(Exception):
 def test_each_rank_computes_on_the_gpu_with_its_number_or_its_only_one_unless_one_is_named(
     monkeypatch, device, rank, weights, seen, expected
 ):
-    def ranks(setup, device):
+    def ranks(setup, device, *, leaves):
         raise ChosenError(str(device))
 
     current = ["cuda:0"]
@@ -384,17 +384,17 @@ def test_ranks_on_gpus_choose_theirs_before_they_join_a_group_with_nccl_for_gpus
 
 
 @pytest.mark.parametrize(
-    ("transport", "host", "here"),
+    ("leaves", "host", "here"),
     [
-        ("shm", "10.0.0.1", INTERFACES),
-        ("collective", "127.0.0.1", INTERFACES),
-        ("collective", "10.0.0.1", ("GLOO_SOCKET_IFNAME",)),
+        (False, "10.0.0.1", INTERFACES),
+        (True, "127.0.0.1", INTERFACES),
+        (True, "10.0.0.1", ("GLOO_SOCKET_IFNAME",)),
     ],
 )
-def test_nccl_stays_on_this_machine_unless_it_brings_weights_to_others(joined, transport, host, here):
+def test_nccl_stays_on_this_machine_unless_it_brings_weights_to_others(joined, leaves, host, here):
     """It has one choice of interfaces for all groups of a process."""
     config = TrainerConfig(weights="bfloat16")
-    trainers._ranks(TrainerSetup(trainer=config, transport=transport, collective_host=host), CPU)
+    trainers._ranks(TrainerSetup(trainer=config, collective_host=host), CPU, leaves=leaves)
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     assert {name: os.environ.get(name) for name in INTERFACES} == {
         name: loopback if name in here else None for name in INTERFACES

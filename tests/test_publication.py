@@ -56,7 +56,7 @@ def copied(weights: Weights) -> tuple[Weights, dict[str, torch.Tensor]]:
 
 
 def by(transport: str, given: TrainerSetup, dtype: Any = "auto") -> TrainerSetup:
-    return attrs.evolve(given, transport=transport, engine_dtype=dtype)
+    return attrs.evolve(given, transport=transport, engine_dtype=dtype, plugins=("scale",))
 
 
 # ---------------------------------------------------------------------------------- what engines get

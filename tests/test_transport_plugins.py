@@ -15,7 +15,7 @@ from grpo_core.app.workers import transport
 from grpo_core.config import EngineConfig
 from grpo_core.errors import GrpoError, PluginError
 from grpo_core.plugins.host import PluginHost
-from grpo_core.weights.transports import installed_transport
+from grpo_core.weights import transports
 from grpo_plugin_devkit.transports import check_transport
 
 PLUGIN = """
@@ -25,6 +25,11 @@ import grpo_core as grpo
 @grpo.hookimpl
 def grpo_transports():
     return {"spool": grpo.Transport(writer="spool_weights:writer", reader="spool_weights:reader")}
+"""
+UNLISTED = """
+import os, sys
+with open(os.path.join(os.path.dirname(os.environ["SPOOL"]), "imported"), "a") as file:
+    file.write(f"{sys.argv}\\n")
 """
 WEIGHTS = '''
 import mmap, os, tempfile
@@ -62,15 +67,19 @@ def installed(tmp_path, monkeypatch):
     (info / "entry_points.txt").write_text("[grpo_core]\nspool = spool_plugin\n")
     (info.parent / "spool_plugin.py").write_text(PLUGIN)
     (info.parent / "spool_weights.py").write_text(WEIGHTS)
+    unlisted = tmp_path / "site" / "unlisted-1.0.dist-info"
+    unlisted.mkdir()
+    (unlisted / "METADATA").write_text("Metadata-Version: 2.1\nName: unlisted\nVersion: 1.0\n")
+    (unlisted / "entry_points.txt").write_text("[grpo_core]\nunlisted = unlisted_plugin\n")
+    (info.parent / "unlisted_plugin.py").write_text(UNLISTED)
     (tmp_path / "spool").mkdir()
     monkeypatch.setenv("PYTHONPATH", str(info.parent))
     monkeypatch.setenv("SPOOL", str(tmp_path / "spool"))
     monkeypatch.syspath_prepend(str(info.parent))
-    installed_transport.cache_clear()
+    monkeypatch.setattr(transports, "_found", {})
     for module in ("spool_plugin", "spool_weights"):
         monkeypatch.delitem(sys.modules, module, raising=False)
-    yield tmp_path
-    installed_transport.cache_clear()
+    return tmp_path
 
 
 SMALL = [
@@ -90,6 +99,14 @@ def test_a_transport_of_a_plugin_carries_the_weights_of_a_run(installed):
     done = train(installed, "engine.transport=spool")
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(os.listdir(installed / "spool")) == ["version-0", "version-1", "version-2"]
+
+
+@pytest.mark.long
+def test_no_process_of_a_run_looks_for_a_transport_among_plugins_that_are_not_allowed(installed):
+    done = train(installed, "engine.transport=spool", 'plugins=["math", "spool"]')
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(os.listdir(installed / "spool")) == 3
+    assert not (installed / "imported").exists(), (installed / "imported").read_text()
 
 
 def test_an_unknown_transport_is_refused_before_anything_starts(tmp_path):

@@ -156,7 +156,7 @@ class Parts:
             placement,
             self.plugins,
             tolerance=self.canary_tolerance(section),
-            env_vars=env_vars,
+            env_vars=[{**self.plugins.variables(), **each} for each in env_vars or [{}]],
         )
 
     def canary_tolerance(self, section: EngineConfig) -> Tolerance:

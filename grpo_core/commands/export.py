@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import cattrs
 import tomli_w
-from attrs import frozen
+from attrs import evolve, frozen
 
 import grpo_core
 from grpo_core.app.preflight import require_peft
@@ -17,6 +18,7 @@ from grpo_core.complaints import complain
 from grpo_core.config import Config, LoraConfig, ModelConfig, TaskConfig, as_table
 from grpo_core.credentials import secrets_in
 from grpo_core.errors import CheckpointError, ConfigError
+from grpo_core.loading import load_object
 from grpo_core.loop import checkpoint
 from grpo_core.models import ADAPTERS
 from grpo_core.plugins.options import Flag
@@ -259,6 +261,10 @@ def excerpt(config: Config) -> dict[str, Any]:
     usual = Config(
         tasks=dict.fromkeys(config.tasks, TaskConfig(env="")),
         model=ModelConfig(lora=None if config.model.lora is None else LoraConfig()),
+        sections=[
+            evolve(each, values=cattrs.unstructure(load_object(each.kind, who="section")()))
+            for each in config.sections
+        ],
     )
     table, defaults = as_table(config), as_table(usual)
     kept = {section: _changed(table.get(section, {}), defaults.get(section, {})) for section in SECTIONS}

@@ -161,6 +161,13 @@ class PluginHost:
         """The plugins that made what calls this from its factory; otherwise those that are installed."""
         return _making.get() or cls.discover()
 
+    def variables(self) -> dict[str, str]:
+        """Environment variables of other processes, in which they load no installed plugins but these."""
+        if self.selection.allow is None and not self.selection.block:
+            return {}
+        names = [each.name for each in self.plugins if each.version and each.name != BUILT_IN]
+        return {"GRPO_PLUGINS": ",".join(names)}
+
     def add(self, offers: Offers) -> None:
         """Add the offers of the program itself, which other processes do not have."""
         if not offers:

@@ -50,7 +50,7 @@ from grpo_core.training.teacher import Teacher, check_vocabulary
 from grpo_core.training.totals import Totals, off_policy
 from grpo_core.training.update import Update
 from grpo_core.weights.publishing import Writer, whole
-from grpo_core.weights.transports import installed_transport
+from grpo_core.weights.transports import find_transport
 
 MAX_LOST_UPDATES = 3
 """Updates in a row without a finite gradient after which the trainer gives up."""
@@ -94,11 +94,13 @@ class TorchTrainer:
             self._device = _of_rank(self._device, setup.rank)
         if self._device.type == "cuda" and self._device.index is not None:
             torch.cuda.set_device(self._device)  # otherwise some calls would take memory of the first GPU
-        self._ranks = _ranks(setup, self._device)
-        # before the model is made: its port may be taken
-        make = load_object(installed_transport(setup.transport).writer, who="transport")
-        self._writer: Writer = make(setup, self._device, self._ranks)
         host = PluginHost.discover(setup.plugins, setup.block)
+        transport = find_transport(setup.transport, host)
+        self._ranks = _ranks(setup, self._device, leaves=transport.remote)
+        # before the model is made: its port may be taken
+        self._writer: Writer = load_object(transport.writer, who="transport")(
+            setup, self._device, self._ranks
+        )
         self._loss = host.function("loss", setup.loss.name, **setup.loss.options)
         self._needs = losses.needs_of(self._loss.function, self._loss.options)
         self._entropy: EntropyControl | None = None
@@ -506,8 +508,8 @@ def _of_rank(device: torch.device, rank: int) -> torch.device:
     return torch.device("cuda", 0 if torch.cuda.device_count() == 1 else rank)
 
 
-def _ranks(setup: TrainerSetup, device: torch.device) -> Ranks:
-    """Join the other ranks, if there are any."""
+def _ranks(setup: TrainerSetup, device: torch.device, *, leaves: bool) -> Ranks:
+    """Join the other ranks, if there are any; ``leaves``: weights may leave this machine."""
     if not _in_group(setup):
         return Alone()
     from grpo_core.training.group import Group  # torch's distributed tensors take long to import
@@ -518,5 +520,5 @@ def _ranks(setup: TrainerSetup, device: torch.device) -> Ranks:
         rendezvous=setup.rendezvous,
         device=device,
         seconds=setup.trainer.deadline,
-        leaves=installed_transport(setup.transport).remote and not is_loopback(setup.collective_host),
+        leaves=leaves and not is_loopback(setup.collective_host),
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 from grpo_core.errors import ConfigError
 from grpo_core.hookspecs import Transport
 from grpo_core.plugins.host import PluginHost
@@ -14,21 +12,25 @@ SHM = Transport(
 )
 
 
+_found: dict[str, Transport] = {}
+"""Transports that this process has found, by name."""
+
+
 def find_transport(name: str, plugins: PluginHost) -> Transport:
     """Return a transport by its name.  Raises PluginError or ConfigError if there is none."""
     if ":" in name:  # engines find it by the beginning of a location
         raise ConfigError(f"engine.transport = {name!r}: expected a name without a colon")
     found: Transport = plugins.make("transport", name)
+    _found[name] = found
     return found
 
 
-@cache
-def installed_transport(name: str) -> Transport:
-    """Return a transport that is installed here.  Raises PluginError if there is none of this name."""
-    return find_transport(name, PluginHost.discover())
-
-
 def transport_of(location: str) -> Transport:
-    """Return the transport of published weights: ``NAME:...`` names it, and a path is shared memory."""
+    """Return the transport of published weights: ``NAME:...`` names it, and a path is shared memory.
+
+    Raises PluginError if no plugin that the run allows offers it here.
+    """
     name, named, _ = location.partition(":")
-    return installed_transport(name) if named and not location.startswith("/") else SHM
+    if not named or location.startswith("/"):
+        return SHM
+    return _found.get(name) or find_transport(name, PluginHost.discover(elsewhere=True))

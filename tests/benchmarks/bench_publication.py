@@ -62,7 +62,7 @@ async def measured(ranks: int, model: str, transport: str) -> dict[str, float]:
             model=ModelConfig(path=model, dtype="float32"),
             trainer=TrainerConfig(ranks=ranks, device="cpu", threads=1),
             transport=transport,  # type: ignore[arg-type]
-            plugins=(),
+            plugins=("scale",),
         )
     )
     try:

@@ -114,7 +114,7 @@ def joined(machines: Any) -> Iterator[Any]:
 
 
 def spread(model: str, **options: Any) -> RayTrainer:
-    given = attrs.evolve(setup(model, device="cpu", **options), transport="collective")
+    given = attrs.evolve(setup(model, device="cpu", **options), transport="collective", plugins=("scale",))
     return RayTrainer(given, spread=True)
 
 
@@ -136,7 +136,7 @@ async def trained(trainer: ProcessTrainer, directory: Path) -> tuple[list[str], 
 
 @pytest.mark.slow
 def test_ranks_on_two_machines_train_what_two_ranks_of_one_train_bit_for_bit(joined, model, tmp_path):
-    here = attrs.evolve(setup(model, device="cpu", ranks=2), transport="collective")
+    here = attrs.evolve(setup(model, device="cpu", ranks=2), transport="collective", plugins=("scale",))
     expected = run(trained(ProcessTrainer(here), tmp_path / "here"))
     there = run(trained(spread(model, ranks=2), tmp_path / "there"))
     assert sorted(there[0]) == ["127.0.0.1", "127.0.0.2"], "each rank sends its rows from its own machine"
@@ -258,7 +258,7 @@ def test_a_rank_that_hangs_ends_the_trainer_at_its_deadline(joined, model):
 @pytest.mark.slow
 def test_a_cluster_without_room_is_an_error_with_what_the_ranks_ask_for(joined, model):
     async def story() -> None:
-        given = attrs.evolve(setup(model, device="cpu", ranks=50), transport="collective")
+        given = attrs.evolve(setup(model, device="cpu", ranks=50), transport="collective", plugins=("scale",))
         with pytest.raises(TrainerError, match=r"ranks = 50: the cluster has had no room .*2 s.*CPU"):
             async with running(RayTrainer(given, start_deadline=2.0)):
                 pass
