@@ -43,7 +43,7 @@ class TwoTurns(FakeEnvironment):
 
     async def found(self):
         """Return the number of prompt tokens so far, and how many of them the caches had."""
-        told = [await engine.prefix_cache() for engine in self.engines]
+        told = [await engine.ask("statistics") for engine in self.engines]
         return [sum(each[name] for each in told) for name in ("prompt_tokens", "cached_tokens")]
 
 

@@ -102,15 +102,12 @@ class AgentServer(Player):
         session = Session(
             client=AgentClient(base_url=self._url, api_key=key, model=MODEL),
             play=play,
-            ended=lambda: self._end(digest),
+            ended=lambda: self._sessions.pop(digest, None),
             ignored=self._ignored,
             talks=self._talks,
         )
         self._sessions[digest] = session
         return session
-
-    def _end(self, digest: bytes) -> None:
-        self._sessions.pop(digest, None)
 
     def _ignored(self, names: Sequence[str]) -> None:
         """Report fields of sampling that have no effect, each once."""

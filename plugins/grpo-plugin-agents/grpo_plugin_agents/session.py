@@ -96,7 +96,7 @@ class Session:
 
     client: AgentClient
     play: Play
-    ended: Callable[[], None] = lambda: None
+    ended: Callable[[], object] = lambda: None
     ignored: Callable[[Sequence[str]], None] = lambda names: None
     talks: Talks = field(factory=Talks)
     recorder: Recorder = field(init=False)

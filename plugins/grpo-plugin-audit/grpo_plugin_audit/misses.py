@@ -100,10 +100,6 @@ def _letter(answer: str) -> str | None:
     return answer[:place] + ("o" if answer[place].lower() != "o" else "i") + answer[place + 1 :]
 
 
-def _shorter(answer: str) -> str | None:
-    return answer[:-1] if re.fullmatch(r"\w{4,}", answer) else None
-
-
 def _object(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[str], str | None]:
     def make(answer: str) -> str | None:
         try:
@@ -126,7 +122,11 @@ MISSES = (
     Miss("an item twice", _listed(lambda items: [*items, items[-1]]), False),
     Miss("items backwards", _listed(lambda items: items[::-1]), False),
     Miss("another letter", _letter, False),
-    Miss("the last character dropped", _shorter, False),
+    Miss(
+        "the last character dropped",
+        lambda answer: answer[:-1] if re.fullmatch(r"\w{4,}", answer) else None,
+        False,
+    ),
     Miss("each value null", _object(lambda held: dict.fromkeys(held)), True),
     Miss("an invented key", _object(lambda held: held | {"invented": True}), False),
     Miss("the answer denied", "anything but {}".format, False),

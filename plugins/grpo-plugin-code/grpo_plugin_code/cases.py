@@ -54,7 +54,12 @@ def _case(given: Any, where: str) -> Printed | Called:
         if set(given) == {"input", "output"} and all(isinstance(text, str) for text in given.values()):
             return Printed(input=given["input"], output=given["output"])
         if set(given) == {"call", "expected"} and isinstance(given["call"], str):
-            _expression(given["call"], where)
+            try:
+                ast.parse(given["call"], mode="eval")
+            except (SyntaxError, ValueError) as error:
+                raise grpo.PluginError(
+                    f"code: {where}: {given['call']!r:.100} is not an expression"
+                ) from error
             return Called(call=given["call"], expected=given["expected"])
     raise grpo.PluginError(f"code: {where} is {given!r:.100}; expected {SHAPES}")
 
@@ -80,13 +85,6 @@ def _asserted(text: str, where: str) -> Called:
         return Called(call=ast.unparse(test.left), expected=ast.literal_eval(right))
     except ValueError:
         return Called(call=ast.unparse(test.left), expected=ast.unparse(right), computed=True)
-
-
-def _expression(text: str, where: str) -> None:
-    try:
-        ast.parse(text, mode="eval")
-    except (SyntaxError, ValueError) as error:
-        raise grpo.PluginError(f"code: {where}: {text!r:.100} is not an expression") from error
 
 
 def _stripped(text: str) -> list[str]:

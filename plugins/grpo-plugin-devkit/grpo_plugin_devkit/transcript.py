@@ -63,7 +63,8 @@ class Transcript:
     def feedback(self, feedback: Feedback) -> None:
         """Print what the environment says to a turn that does not end the rollout."""
         if feedback.reward:
-            self.line(f"reward of this turn: {feedback.reward:.4g}{_parts(feedback.metrics)}", "dim")
+            metrics = "".join(f", {name} {value:.4g}" for name, value in feedback.metrics.items())
+            self.line(f"reward of this turn: {feedback.reward:.4g}{metrics}", "dim")
         for message in feedback.messages:
             self.message(message)
 
@@ -104,10 +105,6 @@ _ENDS = {
 
 def _counted(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
-
-
-def _parts(metrics: Mapping[str, float]) -> str:
-    return "".join(f", {name} {value:.4g}" for name, value in metrics.items())
 
 
 def _spelled(call: Mapping[str, Any]) -> str:

@@ -125,15 +125,15 @@ def gpus() -> list[Gpu]:
     chosen = [each.strip() for each in shown.split(",") if each.strip()]
     return [
         next(
-            (gpu for names, gpu in found.items() if _named(each, *names)),
+            (
+                gpu
+                for (index, uuid), gpu in found.items()
+                if (each == index if each.isdigit() else uuid.startswith(each))
+            ),
             Gpu(name=each, memory=None, driver=""),
         )
         for each in chosen
     ]
-
-
-def _named(chosen: str, index: str, uuid: str) -> bool:
-    return chosen == index if chosen.isdigit() else uuid.startswith(chosen)
 
 
 def _nvidia_smi() -> str:

@@ -143,7 +143,7 @@ class Gym(grpo.Environment):
 
         if self._draws:
             drawn = environment.render()
-            return _COLOUR.sub(_marked, str(drawn)).strip("\n")
+            return _COLOUR.sub(r"[\g<text>]", str(drawn)).strip("\n")
         return shown(observation)
 
     def _prompt(self, environment: Any, seed: int) -> grpo.Prompt:
@@ -197,7 +197,3 @@ class Gym(grpo.Environment):
 
 _COLOUR = re.compile(r"\x1b\[(?P<codes>[0-9;]*)m(?P<text>[^\x1b]*)\x1b\[0m")
 """Coloured text on a terminal, as gymnasium's toy texts draw the place of the player."""
-
-
-def _marked(match: re.Match[str]) -> str:
-    return f"[{match['text']}]"

@@ -138,10 +138,8 @@ class Judge(grpo.Environment):
         if known < self._quorum:
             told = f"{known} of {len(asked)} answers have a score, {self._quorum} are needed: {failures[0]}"
             return grpo.Feedback(error=told, metrics=metrics)
-        return grpo.Feedback(reward=self._reward(scores), metrics={**metrics, **self._spread(scores)})
-
-    def _reward(self, scores: Sequence[Sequence[float]]) -> float:
-        return float(_COMBINED[self._combine]([fmean(votes) for votes in scores if votes]))
+        reward = _COMBINED[self._combine]([fmean(votes) for votes in scores if votes])
+        return grpo.Feedback(reward=float(reward), metrics={**metrics, **self._spread(scores)})
 
     def _spread(self, scores: Sequence[Sequence[float]]) -> dict[str, float]:
         """Return how far judges are apart, and how far the votes of one judge are."""

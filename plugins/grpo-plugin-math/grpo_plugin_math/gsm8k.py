@@ -72,7 +72,14 @@ class GSM8K(grpo.Environment):
                 "there are no questions: give the option path (a file of JSON lines) or dataset (of the "
                 "hub), or a source of the task"
             )
-        return [self._prompt(row) for row in self._rows[split]]
+        return [
+            grpo.Prompt(
+                messages=self._question(row["question"]),
+                answer=row["reference"],
+                info={"solution": row["answer"]},
+            )
+            for row in self._rows[split]
+        ]
 
     def from_source(self, prompt: grpo.Prompt) -> grpo.Prompt:
         """Take the text after the last ``####`` as the reference, and add the instruction."""
@@ -92,13 +99,6 @@ class GSM8K(grpo.Environment):
 
     def solve(self, prompt: grpo.Prompt) -> str:
         return f"\\boxed{{{prompt.answer}}}"
-
-    def _prompt(self, row: Mapping[str, str]) -> grpo.Prompt:
-        return grpo.Prompt(
-            messages=self._question(row["question"]),
-            answer=row["reference"],
-            info={"solution": row["answer"]},
-        )
 
     def _question(self, text: str) -> str:
         question = text.strip()

@@ -70,7 +70,8 @@ class RemoteEnvironment:
 
     async def start(self) -> dict[str, Any]:
         self._made_from.origin.check(self._who)
-        _make_parent(self._made_from.log)
+        if self._made_from.log is not None:
+            Path(self._made_from.log).parent.mkdir(parents=True, exist_ok=True)
         with reported_to(self._incidents.append):
             await self._process.start()
         return {
@@ -91,11 +92,6 @@ class RemoteEnvironment:
             answer = await getattr(self._process, method)(*args)
         incidents, self._incidents[:] = [*self._incidents], []
         return answer, self._process.first_traceback, incidents
-
-
-def _make_parent(log: str | None) -> None:
-    if log is not None:
-        Path(log).parent.mkdir(parents=True, exist_ok=True)
 
 
 class RayEnvironment:

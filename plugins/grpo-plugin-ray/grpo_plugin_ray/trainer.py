@@ -67,7 +67,8 @@ class RankWorker:
         """Raises PluginError if the versions differ from the driver's."""
         self._origin.check(self._who)
         address: str = load().util.get_node_ip_address()
-        with socket.create_server((address, 0), family=_family(address)) as probe:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.create_server((address, 0), family=family) as probe:
             port: int = probe.getsockname()[1]
         return RankPlace(who=self._who, address=address, port=port)
 
@@ -136,10 +137,6 @@ def interface_of(address: str) -> str:
                 if socket.inet_ntoa(told[20:24]) == address:
                     return name
     return "lo" if address.startswith("127.") else ""
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 # ---------------------------------------------------------------------------------- on the driver's side
@@ -259,15 +256,6 @@ class RayTrainer(ProcessTrainer):
 
     async def started(self) -> None:
         ranks = [rank for rank in self.children if isinstance(rank, RayRank)]
-        await self._room_is_there()
-        with self._explaining("cannot be made"):
-            first, *_ = await self._together([rank.place(seconds=self._start_deadline) for rank in ranks])
-        host = f"[{first.address}]" if ":" in first.address else first.address
-        for rank in ranks if len(ranks) > 1 else ():
-            rank.meet(f"tcp://{host}:{first.port}")
-        await super().started()
-
-    async def _room_is_there(self) -> None:
         try:
             await asyncio.wait_for(self._room.ready(), self._start_deadline)
         except TimeoutError:
@@ -276,6 +264,12 @@ class RayTrainer(ProcessTrainer):
                 f"{self._start_deadline:g} s (trainer.options.start_deadline); each asks for {self._each}, "
                 f"and {load().available_resources()} is free"
             ) from None
+        with self._explaining("cannot be made"):
+            first, *_ = await self._together([rank.place(seconds=self._start_deadline) for rank in ranks])
+        host = f"[{first.address}]" if ":" in first.address else first.address
+        for rank in ranks if len(ranks) > 1 else ():
+            rank.meet(f"tcp://{host}:{first.port}")
+        await super().started()
 
     async def aclose(self) -> None:
         await super().aclose()

@@ -163,11 +163,8 @@ def _recent(rewards: Sequence[Mapping[float, float]]) -> tuple[int, int] | None:
         return None
     last = min(max(curve) for curve in rewards)
     first = max(min(min(curve) for curve in rewards), last - RECENT + 1)
-    return (int(first), int(last)) if all(_within(curve, (first, last)) for curve in rewards) else None
-
-
-def _within(curve: Mapping[float, float], steps: tuple[float, float]) -> list[float]:
-    return [y for x, y in curve.items() if steps[0] <= x <= steps[1]]
+    trained = all(any(first <= step <= last for step in curve) for curve in rewards)
+    return (int(first), int(last)) if trained else None
 
 
 SPEED = (

@@ -39,7 +39,7 @@ def make(
     """
     found = grpo.load_object(name, who="trl")
     functions = [reward_function(each) for each in more]
-    if _is_environment(found):
+    if inspect.isclass(found) and callable(getattr(found, "reset", None)):
         if weight != 1.0:
             raise grpo.ConfigError(
                 "an environment's own reward has the weight 1, as with TRL: leave out weight"
@@ -67,7 +67,3 @@ def make(
         whole_groups=whole_groups,
         solution=solution,
     )
-
-
-def _is_environment(found: Any) -> bool:
-    return inspect.isclass(found) and callable(getattr(found, "reset", None))

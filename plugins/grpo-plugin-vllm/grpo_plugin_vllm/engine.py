@@ -106,16 +106,6 @@ class VllmEngine(ChildEngine):
         before, self._statistics = self._statistics, now
         return between(before, now)
 
-    async def prefix_cache(self) -> dict[str, int]:
-        """Return what vLLM reused of the prompts of all requests that it finished since its start.
-
-        ``prompt_tokens`` counts all tokens of these prompts, ``cached_tokens`` the tokens found in the cache.
-        Raises EngineError before the first ``update_weights``, ChildDied if the engine's process died.
-        """
-        child = await self._ready_child()
-        told: dict[str, int] = await child.call("prefix_cache", seconds=self._setup.deadline)
-        return told
-
 
 def needs_adapters(*, native_lora: bool = False, **_: Any) -> str:
     """Return the option that lets vLLM compute adapters; "" if it shall not."""

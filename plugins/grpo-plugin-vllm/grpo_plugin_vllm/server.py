@@ -135,19 +135,23 @@ class Server(DecodingServer):
         if running:
             self._engine.abort_request([str(key) for key in running])
 
-    def prefix_cache(self) -> dict[str, int]:
-        """Return the prompt tokens of all finished requests, and how many of them the prefix cache held."""
-        return {"prompt_tokens": self._prompt_tokens, "cached_tokens": self._cached_tokens}
-
     def statistics(self) -> dict[str, float]:
-        """Return the share of the cache that is used now, and the preemptions since the start."""
-        found = {"cache_use": 0.0, "preemptions": 0.0}
+        """Return the share of the cache that is used now, and what happened since the start.
+
+        Of all finished requests: the prompt tokens, and how many of them the prefix cache held.
+        """
+        found = {
+            "cache_use": 0.0,
+            "preemptions": 0.0,
+            "prompt_tokens": float(self._prompt_tokens),
+            "cached_tokens": float(self._cached_tokens),
+        }
         for metric in self._engine.get_metrics() if self._engine is not None else ():
             if metric.name == "vllm:kv_cache_usage_perc":
                 found["cache_use"] = max(found["cache_use"], float(metric.value))
             elif metric.name == "vllm:num_preemptions":
                 found["preemptions"] += float(metric.value)
-        return {**found, **{name: float(tokens) for name, tokens in self.prefix_cache().items()}}
+        return found
 
     # ------------------------------------------------------------------------------ weights
 

@@ -39,7 +39,14 @@ def explain(run: Path, /, *, as_json: AsJson = False) -> int:
         )
     found = explained(facts)
     if as_json:
-        print(json.dumps(_table(facts, found), indent=2))
+        table = {
+            "run": str(facts.path),
+            "steps": facts.steps,
+            "findings": [attrs.asdict(finding) for finding in found],
+            "looked_for": list(CAUSES),
+            "notes": _notes(facts),
+        }
+        print(json.dumps(table, indent=2))
         return 0
     for note in _notes(facts):
         complain(f"note: {note}")
@@ -61,16 +68,6 @@ def _text(facts: Facts, found: Sequence[Finding]) -> str:
         others = ", ".join(finding.cause for finding in found[SHOWN:])
         parts.append(f"{more} more: {others} (--json shows all)")
     return "\n\n".join(parts)
-
-
-def _table(facts: Facts, found: Sequence[Finding]) -> dict[str, object]:
-    return {
-        "run": str(facts.path),
-        "steps": facts.steps,
-        "findings": [attrs.asdict(finding) for finding in found],
-        "looked_for": list(CAUSES),
-        "notes": _notes(facts),
-    }
 
 
 def _notes(facts: Facts) -> list[str]:

@@ -11,17 +11,14 @@ SOME = 3
 """Number of incidents below which a run has survived chance."""
 
 
-def _progress(facts: Facts) -> str:
-    return f"the run made {facts.steps}{f' of {facts.planned}' if facts.planned else ''} steps"
-
-
 def _kept(facts: Facts) -> str:
     """Return what is left of the work of a run that has ended."""
     steps, seconds = facts.lost
     newest = f"the newest checkpoint is of step {facts.saved}" if facts.saved else "there is no checkpoint"
     time = f"{seconds / 60:.0f} minutes" if seconds >= 120.0 else f"{seconds:.0f} s"
     lost = f": {steps} {'step is' if steps == 1 else 'steps are'} lost ({time})" if steps else ""
-    return f"{_progress(facts)}; {newest}{lost}"
+    planned = f" of {facts.planned}" if facts.planned else ""
+    return f"the run made {facts.steps}{planned} steps; {newest}{lost}"
 
 
 def _moment(seconds: float) -> str:
