@@ -94,10 +94,7 @@ class Play:
             )
             for _ in range(n)
         ]
-        completions = await self.engine.generate(requests)
-        check_completions(completions, requests, vocabulary=self.renderer.vocabulary)
-        report_textless(completions, self.renderer.tokens)
-        return list(completions)
+        return list(await completed(self.engine, requests, self.renderer))
 
     def _seed(self, context: bytes) -> int:
         """Return the seed of a completion, which depends on what it continues and how often it was asked."""
@@ -137,13 +134,21 @@ def derive_seed(*parts: Any) -> int:
     return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest(), "big") >> 1
 
 
-def report_textless(completions: Sequence[Completion], tokens: int) -> None:
-    """Report a sampled token without a text; ``tokens`` is the number of token ids of the tokenizer."""
+async def completed(
+    engine: Engine, requests: Sequence[GenerationRequest], renderer: Renderer
+) -> Sequence[Completion]:
+    """Return an engine's completions; report a sampled token without a text.
+
+    Raises PluginError if they break the engine's contract.
+    """
+    completions = await engine.generate(requests)
+    check_completions(completions, requests, vocabulary=renderer.vocabulary)
     highest = max((int(each.token_ids.max(initial=0)) for each in completions), default=0)
-    if highest >= tokens:
+    if highest >= renderer.tokens:
         report(
             "textless",
             "the model",
-            f"it sampled the token {highest}, and its tokenizer has {tokens} ids: the token is of the "
-            "padding of the embedding, has no text, and is trained like any other",
+            f"it sampled the token {highest}, and its tokenizer has {renderer.tokens} ids: the token is of "
+            "the padding of the embedding, has no text, and is trained like any other",
         )
+    return completions

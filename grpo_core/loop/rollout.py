@@ -27,11 +27,10 @@ from typing import Any
 from attrs import evolve
 
 from grpo_core.aio import gather
-from grpo_core.completions import check_completions
 from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError
 from grpo_core.incidents import Kind
 from grpo_core.loop.turns import RolloutRequest, RolloutState, SamplingParams
-from grpo_core.playing import derive_seed, report_textless
+from grpo_core.playing import completed, derive_seed
 from grpo_core.protocols import Engine, EnvironmentClient, Renderer
 from grpo_core.records import EndReason, Feedback, Message, Prompt, Rollout, SessionStart
 from grpo_core.timeline import during
@@ -195,9 +194,7 @@ class _Turns:
         renderer = self._renderer
         requests = [state.generation_request(renderer.stop_token_ids) for state in states]
         with during("engine", "generate"):
-            completions = await self._engine.generate(requests)
-        check_completions(completions, requests, vocabulary=renderer.vocabulary)
-        report_textless(completions, renderer.tokens)
+            completions = await completed(self._engine, requests, renderer)
 
         def read() -> list[Message]:
             replies = renderer.texts([completion.token_ids.tolist() for completion in completions])
