@@ -50,7 +50,7 @@ NOT_RUN = {
     r"train --env math:(sort|addition)$": "tests/test_cli.py trains on these environments",
     r"train --env ./examples/shout.py:Shout$": "tests/test_cli.py trains on it",
     r"validate .*--only": "tests/test_validation_sets.py measures by name",
-    r"examples/smollm2|--model smollm2": "its model has to be downloaded; grpo-plugin-smollm2's tests do that",
+    r"examples/smollm2|--model smollm2": "its model is downloaded; the plugin's tests do that",
     r"train puzzles\.toml": "its model has to be downloaded",
     r"--profile": "it needs more steps than commands have here; tests/test_profile.py runs it",
     r"--output runs/sort$": "it has been run when the workspace was made",
