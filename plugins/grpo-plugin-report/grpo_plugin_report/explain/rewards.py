@@ -130,7 +130,7 @@ def completions_truncated(facts: Facts) -> Finding | None:
     """Most completions are cut off by a token limit."""
     for task in facts.tasks:
         cut = facts.of(f"truncated/{task}")
-        if cut.median >= 0.5:
+        if min(cut.median, cut.last) >= 0.5:
             length = facts.of(f"completion_tokens/{task}")
             return Finding(
                 f"Most completions of task {task!r} are cut off.",
