@@ -25,7 +25,7 @@ PATH = [
     ("loop/rollout.py", "_Turns._complete"),
     ("loop/rollout.py", "_Turns._generate"),
 ]
-"""Each function calls the next one; the last one calls ``engine.generate``."""
+"""Each function calls the next one; the last one asks the engine by ``completed``, which players share."""
 BUILT = [
     ("app/build.py", "_train"),
     ("app/build.py", "_start"),
@@ -85,7 +85,10 @@ def broken(path, end):
 
 
 def test_each_function_on_the_way_to_the_first_token_calls_the_next_one():
-    assert broken(PATH, "generate") == []
+    assert broken(PATH, "completed") == []
+    assert "generate" in called(function("playing.py", "completed")), (
+        "the engine is asked there, and no further"
+    )
 
 
 def test_the_pipeline_that_runs_is_built_in_the_same_file():
