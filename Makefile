@@ -14,7 +14,7 @@ PROJECTS := -e .[dev] $(foreach p,$(filter-out plugins/grpo-plugin-ray,$(wildcar
 # thousands of processes that the tests start would compile every module again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install install-vllm demo test test-fast test-nightly test-newest test-released lint docs pages dist bench bench-peers gpu-check gpu-check-vllm clean
+.PHONY: install install-vllm demo test test-fast test-nightly test-foreign test-newest test-released lint docs pages dist bench bench-peers gpu-check gpu-check-vllm clean
 
 install: $(READY)
 
@@ -70,6 +70,10 @@ lint: $(READY) $(RAY)
 test-nightly: $(READY) $(RAY) $(VLLM)
 	@$(BIN)/python -m pytest --hypothesis-profile=nightly
 
+# what needs verifiers or Inspect, each in an environment of its own
+test-foreign: $(READY)
+	@$(BIN)/python tests/foreign.py
+
 # the quick tests with the newest released versions of the dependencies, in an environment of its own
 test-newest:
 	@$(PYTHON) tests/newest.py
@@ -112,4 +116,4 @@ bench-peers: $(READY)
 	@$(BIN)/python tests/benchmarks/bench_peers.py
 
 clean:
-	rm -rf $(VENV) .venv-peers .venv-newest .venv-released build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) .venv-foreign .venv-peers .venv-newest .venv-released build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

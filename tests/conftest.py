@@ -6,6 +6,7 @@ Choose one with ``--hypothesis-profile=nightly`` or ``HYPOTHESIS_PROFILE=nightly
 """
 
 import os
+import re
 
 from hypothesis import Phase, settings
 
@@ -28,3 +29,37 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 def pytest_collection_finish():
     """A million objects of tests and libraries stay: no test looks at them again."""
     spare_the_collector()
+
+
+SKIPPED = (
+    "needs (a|1|2|two) CUDA devices?",
+    "podman (is not installed|runs no container|does not work)",
+    "there are no user namespaces",
+    "this (host would hold|user may not mount)",
+    r"there is no Python 3\.\d+ on this machine",
+    r"this Python can read it",
+    "(verifiers|Inspect|it) is installed",  # what is said without them
+    "needs (verifiers|Inspect): pip install",  # make test-foreign runs these
+    "needs GRPO_(VERIFIERS|INSPECT|TEXTARENA|TRANSFERQUEUE|NEMO_GYM|SKYRL_GYM|TRL)_PYTHON",
+    "GRPO_(OPENENV|NEMO_GYM)_PYTHON names no interpreter",
+    "needs TransferQueue and grpo-plugin-ray",
+    "(TRL|Trackio) is not installed",
+    "needs torchao",
+)
+"""Reasons for which tests may be skipped on a machine without a GPU and podman."""
+_unlisted: set[str] = set()
+
+
+def pytest_runtest_logreport(report):
+    """Collect the reasons of skipped tests that are not listed."""
+    if report.skipped and isinstance(report.longrepr, tuple):
+        reason = report.longrepr[2].removeprefix("Skipped: ")
+        if not any(re.match(listed, reason) for listed in SKIPPED):
+            _unlisted.add(f"{report.nodeid}: {reason}")
+
+
+def pytest_sessionfinish(session):
+    """Fail if a test was skipped for another reason, where ``.ci/run`` has installed what tests need."""
+    if _unlisted and os.environ.get("GRPO_SKIPS") == "listed" and not hasattr(session.config, "workerinput"):
+        print("\nskipped for reasons that tests/conftest.py does not list:", *sorted(_unlisted), sep="\n")
+        session.exitstatus = 1

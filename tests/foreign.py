@@ -1,8 +1,8 @@
 """Runs the tests that need a library of another project, with its real code.
 
-The libraries exclude each other's dependencies, so each has two virtual environments below ``.venv-foreign``: one with
-the library and the plugin alone, as a user's ``environment.python`` would be, and one that also sees the packages of
-this Python, where the tests run.
+The libraries exclude each other's dependencies, so each has two virtual environments below ``.venv-foreign``:
+one with the library and our plugin alone, as a user's ``environment.python`` would be, and one that also sees
+the packages of this Python, where the tests run.
 
     python tests/foreign.py            # all of them
     python tests/foreign.py verifiers

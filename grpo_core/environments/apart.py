@@ -29,6 +29,8 @@ from grpo_core.errors import PluginError
 T = TypeVar("T")
 
 _KEY = re.compile(rb"sk-grpo-[\w-]{43}")
+_GIVEN = frozenset(value.encode(errors="surrogateescape") for value in os.environ.values())
+"""Values that the process began with: a key among them is the user's, not a rollout's."""
 _HEAD = 65_536
 """Bytes of a request in which its head ends."""
 
@@ -129,7 +131,8 @@ def _check_request(data: Any) -> None:
     view = memoryview(data)
     if not _playing or bytes(view[:5]) != b"POST " or (player := _here()) is None:
         return
-    keys = _KEY.findall(bytes(view[:_HEAD]).partition(b"\r\n\r\n")[0])
+    found = _KEY.findall(bytes(view[:_HEAD]).partition(b"\r\n\r\n")[0])
+    keys = [key for key in found if key not in _GIVEN]
     if any(key.decode() != player.key for key in keys):
         player.end("the agent asks the model with the key of another rollout")
     if keys and (here := _directory()) != player.directory:
@@ -158,7 +161,7 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
         return
     for name, value in (os.environ if arguments[3] is None else arguments[3]).items():
         key = _KEY.fullmatch(os.fsencode(value))
-        if key and key[0].decode() != player.key:
+        if key and key[0] not in _GIVEN and key[0].decode() != player.key:
             player.end(f"the environment variable {os.fsdecode(name)} has the key of another rollout")
 
 
