@@ -312,12 +312,13 @@ def test_single_steps_of_a_long_run_are_no_cause() -> None:
 
 def test_replies_that_were_cut_off_until_the_model_learnt_to_be_short_need_no_longer_limit() -> None:
     """As SmolLM2 did, whose task pays for short replies."""
-    rewards = [step / 20 for step in range(1, 21)]
-    learnt = of(
-        reward__sums=rewards, truncated__sums=[0.75] * 12 + [0.4, 0.3, 0.2, 0.1, 0.1, 0.1, 0.05, 0.05]
-    )
-    assert "completions_truncated" not in causes(learnt)
-    assert "completions_truncated" in causes(of(reward__sums=rewards, truncated__sums=[0.75] * 20))
+    always: dict[str, list[float]] = {
+        "groups__sums": [8.0] * 20,
+        "reward__sums": [step / 20 for step in range(1, 21)],
+    }
+    ended = [0.75] * 12 + [0.4, 0.3, 0.2, 0.1, 0.1, 0.1, 0.05, 0.05]
+    assert "completions_truncated" not in causes(of(None, **always, truncated__sums=ended))
+    assert "completions_truncated" in causes(of(None, **always, truncated__sums=[0.75] * 20))
 
 
 def test_a_part_that_counts_mistakes_falls_in_a_healthy_run() -> None:
