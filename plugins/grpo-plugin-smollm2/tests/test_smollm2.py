@@ -106,7 +106,7 @@ def test_the_real_model_reads_text_as_the_published_one():
     text += "<|im_start|>user\nNow:  12<|im_end|>\n<|im_start|>assistant\n"
     assert renderer.whole(ids) == text
     vocabulary = json.loads((directory / "tokenizer.json").read_text())["model"]["vocab"]
-    assert [vocabulary[token] for token in ("Now", ":", "ĠĠ", "1", "2")] == list(ids[-10:-5])
+    assert [vocabulary[token] for token in ("Now", ":", "ĠĠ", "1", "2")] == list(ids[-11:-6])
     tensors = header_of(directory / "model.safetensors")
     assert {tensor["dtype"] for tensor in tensors.values()} == {"BF16"}
     assert "lm_head.weight" not in tensors  # tied
