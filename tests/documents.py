@@ -32,6 +32,7 @@ TUTORIALS = [
         "several-tasks",
         "first-dataloader",
         "first-sampler",
+        "real-model",
         "one-gpu",
         "first-cluster",
         "from-trl",

@@ -300,7 +300,7 @@ def test_a_run_that_cannot_learn_says_so_at_its_start_and_again_after_five_steps
     assert later.startswith(
         "warning, step 5: the last 5 steps trained nothing: 100% of the groups of task 'sort'"
     )
-    assert later.endswith("of its rollouts are cut off by a token limit: raise rollout.max_tokens")
+    assert "no reply was paid, also none of the" in later, "some end by themselves, and are wrong as well"
     assert grpo(here, "verify", "run").returncode == 0
 
 

@@ -24,7 +24,6 @@ from attrs import define, field
 from grpo_core.environments.feedback import as_feedback
 from grpo_core.errors import EngineError, ModelError, TrainerError
 from grpo_core.incidents import report
-from grpo_core.losses import grpo
 from grpo_core.losses.aggregation import total
 from grpo_core.losses.inputs import padded
 from grpo_core.playing import Player
@@ -45,6 +44,7 @@ from grpo_core.records import (
 from grpo_core.training.batching import split_updates
 from grpo_core.training.totals import Totals, off_policy
 from grpo_core.training.trainer import MAX_LOST_UPDATES
+from grpo_plugin_algorithms.clipped import grpo
 from grpo_plugin_algorithms.losses import cispo
 
 VOCABULARY, POSITIONS, CLASSES = 10, 24, 6

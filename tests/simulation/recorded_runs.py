@@ -262,4 +262,4 @@ def _words(seed: int, place: int, number: int = 6) -> str:
 
 @functools.cache
 def _host() -> PluginHost:
-    return PluginHost.discover([], [])
+    return PluginHost.discover(["algorithms"], [])
