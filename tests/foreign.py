@@ -24,7 +24,7 @@ LIBRARIES = {
 }
 """By the name of our plugin: what pip installs, and the tests that run with it."""
 CHILD = ("attrs", "cattrs", "pluggy", "packaging", "numpy", "jinja2", "tomli-w")
-"""What grpo-core imports in the process of an environment."""
+"""Packages that grpo-core imports in the process of an environment."""
 
 
 def main(names: list[str]) -> int:

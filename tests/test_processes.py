@@ -18,7 +18,7 @@ from grpo_core.errors import ChildDied, ConfigError, DeadlineExceeded, GrpoError
 from grpo_core.incidents import reported_to
 from grpo_core.processes import child as processes
 from grpo_core.processes import orphans
-from grpo_core.processes.child import Child, waiting
+from grpo_core.processes.child import Child, with_short_spin
 from grpo_core.processes.served import RemoteTraceback
 
 HERE = Path(__file__).parent
@@ -527,7 +527,7 @@ def _running(pid):
 
 def test_threads_of_a_child_spin_for_less_where_others_need_the_cores():
     cores = os.cpu_count() or 1
-    assert waiting({"HOME": "/h"}, load=cores) == {"HOME": "/h", "GOMP_SPINCOUNT": "10000"}
-    assert waiting({"HOME": "/h"}, load=0.2 * cores) == {"HOME": "/h"}
+    assert with_short_spin({"HOME": "/h"}, load=cores) == {"HOME": "/h", "GOMP_SPINCOUNT": "10000"}
+    assert with_short_spin({"HOME": "/h"}, load=0.2 * cores) == {"HOME": "/h"}
     for chosen in ({"GOMP_SPINCOUNT": "5"}, {"OMP_WAIT_POLICY": "ACTIVE"}):
-        assert waiting(chosen, load=cores) == chosen
+        assert with_short_spin(chosen, load=cores) == chosen

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from measured import MEASURED
 
 from grpo_core.config import as_table, as_toml, build
 from grpo_core.errors import ConfigError, ModelError
@@ -136,20 +137,6 @@ def test_a_run_validates_on_an_engine_of_its_own(run):
     last = {name: value for name, value in rows[-1].items() if name.startswith("validation/")}
     assert last == {f"validation/sort/{name}": value for name, value in again["results"]["sort"].items()}
     assert (again["version"], again["validation"], again["model"]) == (4, "batched", "run")
-
-
-MEASURED = """
-import grpo_core
-from grpo_core.engines.local.engine import LocalEngine
-
-class Measured(LocalEngine):
-    def metrics(self):
-        return {"cache_use": 0.5}
-
-@grpo_core.hookimpl
-def grpo_engines():
-    return {"measured": Measured}
-"""
 
 
 @pytest.mark.long

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from grpo_core.losses.aggregation import Aggregation as Aggregation
     from grpo_core.losses.aggregation import row_weights as row_weights
     from grpo_core.losses.aggregation import total as total
+    from grpo_core.losses.clipped import LARGEST_LOG_RATIO as LARGEST_LOG_RATIO
+    from grpo_core.losses.clipped import bounded_exp as bounded_exp
     from grpo_core.losses.clipped import grpo as grpo
     from grpo_core.losses.entropy import EntropyControl as EntropyControl
     from grpo_core.losses.inputs import padded as padded

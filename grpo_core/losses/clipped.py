@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from grpo_core.loss import LossOutput
 
-LIMIT = 20.0
+LARGEST_LOG_RATIO = 20.0
 """Largest log ratio: exp(20) is too large a weight to learn from, but it is finite."""
 
 
@@ -89,10 +89,10 @@ def _kl(policy: Tensor, reference: Tensor) -> Tensor:
     It is weighted by 1 with the gradient of the logprobs, so that the gradient is that of the divergence
     (arXiv 2506.09477).
     """
-    d = (reference - policy).clamp(-LIMIT, LIMIT)
+    d = (reference - policy).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     return bounded_exp(policy - policy.detach()) * (d.exp() - d - 1)
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """Compute exp of a log ratio within ``LIMIT``."""
-    return log_ratio.clamp(-LIMIT, LIMIT).exp()
+    """Compute exp of a log ratio within ``LARGEST_LOG_RATIO``."""
+    return log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()

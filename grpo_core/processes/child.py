@@ -148,7 +148,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**waiting(inherited), **environ, orphans.MARK: self._mark},
+                env={**with_short_spin(inherited), **environ, orphans.MARK: self._mark},
                 # for killpg, and out of ctrl-C's reach; no session: where Linux shares the cores among
                 # sessions, those that compute may keep the one that wakes up waiting for a second
                 process_group=0,
@@ -358,7 +358,7 @@ class Child:
         return f"; the end of {self._log}:\n{told}" if told else ""
 
 
-def waiting(environ: Mapping[str, str], load: float | None = None) -> Mapping[str, str]:
+def with_short_spin(environ: Mapping[str, str], load: float | None = None) -> Mapping[str, str]:
     """Return the variables with a short spin of OpenMP's threads, if others need the cores now.
 
     A thread that waits for another one spins for milliseconds by default, in which that one cannot run if the

@@ -8,7 +8,7 @@ from collections import Counter
 
 from torch import Tensor
 
-from grpo_core.losses.clipped import LIMIT
+from grpo_core.losses.clipped import LARGEST_LOG_RATIO
 from grpo_core.training.ranks import Ranks
 
 
@@ -77,7 +77,7 @@ def off_policy(start: Tensor, generation: Tensor) -> dict[str, Tensor]:
     tokens that the generation policy sampled; the ratios are those before any cap.
     """
     log_ratio = start - generation
-    ratio = log_ratio.clamp(max=LIMIT).exp()
+    ratio = log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
     return {
         "logprob_diff_mean": log_ratio.abs(),
         "mismatch_kl": ratio - 1 - log_ratio,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from grpo_plugin_algorithms.tensors import bounded_exp, means, sums
+from grpo_core.losses import bounded_exp
+from grpo_plugin_algorithms.tensors import means, sums
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from grpo_plugin_algorithms.tensors import LIMIT
+from grpo_core.losses import LARGEST_LOG_RATIO
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,7 +37,7 @@ def kl_estimate(
         weights: factor [N] of the estimate before its clamp, such as ``score_weights``.
     """
     difference = reference - policy
-    limit = LIMIT if input_clamp is None else input_clamp
+    limit = LARGEST_LOG_RATIO if input_clamp is None else input_clamp
     d = difference.clamp(-limit, limit)
     if weights is not None and input_clamp is not None:
         weights = weights.where(d == difference, weights.detach())

@@ -6,10 +6,10 @@ import math
 from typing import TYPE_CHECKING, Literal
 
 import grpo_core as grpo
+from grpo_core.losses import LARGEST_LOG_RATIO
 from grpo_plugin_algorithms.clipped import clipped_objective
 from grpo_plugin_algorithms.ranges import NOT_NEGATIVE, POSITIVE, SHARE, Range
 from grpo_plugin_algorithms.ratios import policy_ratio
-from grpo_plugin_algorithms.tensors import LIMIT
 from grpo_plugin_algorithms.terms import Objective, composed
 
 if TYPE_CHECKING:
@@ -191,10 +191,11 @@ def vespo_weights(
     [log 1e-8, 20], and those of policy / proximal to [-20, 20].
     """
     least = math.log(1e-8)
-    log_ratio, log_weights = log_ratio.detach().clamp(-LIMIT, LIMIT), weights.log().clamp(least, LIMIT)
+    log_ratio = log_ratio.detach().clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    log_weights = weights.log().clamp(least, LARGEST_LOG_RATIO)
     n = int(sequences.max()) + 1 if sequences.numel() else 0
     product = log_ratio.new_zeros(n).index_add(0, sequences, log_ratio + log_weights)[sequences]
-    log_product = product.clamp(least, LIMIT)
+    log_product = product.clamp(least, LARGEST_LOG_RATIO)
     right = advantages >= 0
     k = advantages.new_full((), positive[0]).where(right, negative[0])
     rate = advantages.new_full((), positive[1]).where(right, negative[1]).clamp(min=1e-4)

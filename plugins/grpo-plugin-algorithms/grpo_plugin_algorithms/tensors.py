@@ -7,14 +7,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-LIMIT = 20.0
-"""Largest log ratio: exp(20) is too large a weight to learn from, but it is finite."""
-
-
-def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """Compute exp of a log ratio within ``LIMIT``."""
-    return log_ratio.clamp(-LIMIT, LIMIT).exp()
-
 
 def sums(values: Tensor, sequences: Tensor) -> Tensor:
     """Sum over sequences; each token receives the sum [N] of its sequence."""

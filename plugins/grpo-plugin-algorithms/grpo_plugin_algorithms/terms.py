@@ -14,12 +14,11 @@ import attrs
 from attrs import evolve, field, frozen
 
 from grpo_core import LossInputs, needs
-from grpo_core.losses import LossSetting, options_checked_by
+from grpo_core.losses import LossSetting, bounded_exp, options_checked_by
 from grpo_plugin_algorithms.combinations import Declared, Lack, problems
 from grpo_plugin_algorithms.corrections import BY_SEQUENCE, importance_weights, off_policy_kept
 from grpo_plugin_algorithms.kl import kl_estimate, score_weights
 from grpo_plugin_algorithms.ranges import FINITE, NOT_NEGATIVE, POSITIVE, Range
-from grpo_plugin_algorithms.tensors import bounded_exp
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -21,6 +21,7 @@ import killing
 import pytest
 import torch
 from killing import GRPO, Run, left_after
+from measured import MEASURED
 
 pytest.importorskip("grpo_plugin_ray")
 
@@ -276,20 +277,6 @@ def test_weights_are_put_once_and_a_late_worker_gets_them(ray, publisher):
         await pool.aclose()
 
     asyncio.run(story())
-
-
-MEASURED = """
-import grpo_core
-from grpo_core.engines.local.engine import LocalEngine
-
-class Measured(LocalEngine):
-    def metrics(self):
-        return {"cache_use": 0.5}
-
-@grpo_core.hookimpl
-def grpo_engines():
-    return {"measured": Measured}
-"""
 
 
 def test_what_an_engine_in_a_worker_measures_is_written(tmp_path):

@@ -311,7 +311,7 @@ def test_single_steps_of_a_long_run_are_no_cause() -> None:
 
 
 def test_replies_that_were_cut_off_until_the_model_learnt_to_be_short_need_no_longer_limit() -> None:
-    """As SmolLM2 did, whose task pays for short replies."""
+    """SmolLM2 learns this where the task pays for short replies."""
     always: dict[str, list[float]] = {
         "groups__sums": [8.0] * 20,
         "reward__sums": [step / 20 for step in range(1, 21)],
