@@ -66,6 +66,10 @@ A player (see ``grpo_plugin_agents``):
     normalised, MessageError, parsed, numbered, well_formed    read messages and calls that clients write
     parted, THOUGHT_OPENS, THOUGHT_ENDS, THOUGHT_KEYS          a model's thinking in its messages
 
+A client or a server of others:
+
+    read_json, read_body    read what they wrote, within limits; they raise nothing but ValueError
+
 A section of the configuration:
 
     only_with       marks a key that does nothing unless another one is set: such a run is refused
@@ -284,6 +288,8 @@ if TYPE_CHECKING:
     from grpo_core.typed import checked as checked
     from grpo_core.unicode import inert as inert
     from grpo_core.unicode import well_formed as well_formed
+    from grpo_core.untrusted import read_body as read_body
+    from grpo_core.untrusted import read_json as read_json
     from grpo_core.validation.results import SHARES as SHARES
     from grpo_core.validation.results import progress as progress
     from grpo_core.validation.target import find_target as find_target

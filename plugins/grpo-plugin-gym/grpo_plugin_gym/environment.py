@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import regex
 from attrs import define
 
 import grpo_core as grpo
@@ -66,7 +67,7 @@ class Gym(grpo.Environment):
         probe = self._made()
         try:
             self._actions = Actions(probe.action_space, actions, pattern)
-        except re.error as error:
+        except regex.error as error:
             raise grpo.ConfigError(
                 f"gym: pattern {pattern!r} is not a regular expression: {error}"
             ) from error

@@ -8,9 +8,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import regex
 from gymnasium import spaces
 
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
+
+
+PATTERN_SECONDS = 1.0
+"""Seconds of a search: some patterns take centuries for a few lines."""
 
 
 class Actions:
@@ -29,7 +34,7 @@ class Actions:
         _check(space, names)
         self._space, self._names = space, [_plain_name(name) for name in names]
         self._named = _one_of(self._names)
-        self._pattern = re.compile(pattern) if pattern else None
+        self._pattern = regex.compile(pattern) if pattern else None
 
     def instruction(self) -> str:
         """Return how an action is written."""
@@ -46,7 +51,13 @@ class Actions:
     def of(self, reply: str) -> Any:
         """Return the action of a reply.  Raises ValueError if it is none."""
         if self._pattern is not None:
-            found = [match[match.lastindex or 0] for match in self._pattern.finditer(reply)]
+            try:
+                matches = self._pattern.finditer(reply, timeout=PATTERN_SECONDS)
+                found = [match[match.lastindex or 0] for match in matches]
+            except TimeoutError:
+                raise ValueError(
+                    f"options.pattern takes more than {PATTERN_SECONDS:g} s for the reply"
+                ) from None
             if not found:
                 raise ValueError("no action was found in the reply")
             reply = found[-1]

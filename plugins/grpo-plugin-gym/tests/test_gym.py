@@ -244,6 +244,13 @@ def test_a_pattern_finds_the_action():
     assert answers[1].startswith("error: no action was found")
 
 
+@pytest.mark.long
+def test_a_search_for_the_action_takes_at_most_a_second():
+    lake = {**LAKE, "pattern": "((?:a|a)*)[bc]"}
+    _, (answer,), _ = played(offered("FrozenLake-v1", **lake), "a" * 50)
+    assert answer.startswith("error: options.pattern takes more than 1 s")
+
+
 @pytest.mark.parametrize(
     ("name", "options", "why"),
     [

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
 from attrs import field, frozen
 
 import grpo_core as grpo
+from grpo_core.kit import read_body, well_formed
 from grpo_plugin_judge.cache import Cache, key_of
 
 KEYS = ("model", "url", "key_variable", "parameters", "name")
@@ -99,13 +100,19 @@ class Asker:
             question.setdefault("seed", vote)
         key = key_of(url=judge.url, vote=vote, **question)
         text = self._cache.get(key)
-        if text is not None and (known := read(text)) is not None:
+        if text is not None and (known := await self._read(text, read)) is not None:
             return known, True
         text = await self._asked(question)
-        if (score := read(text)) is None:
+        if (score := await self._read(text, read)) is None:
             raise NoScore(f"{judge.model} gave no score: {text[-200:]!r}")
         self._cache.put(key, text)
         return score, False
+
+    async def _read(self, text: str, read: Callable[[str], float | None]) -> float | None:
+        try:
+            return await asyncio.to_thread(read, text)
+        except TimeoutError as error:
+            raise NoScore(f"{self.judge.model}: {error}") from error
 
     async def aclose(self) -> None:
         if self._client is not None:
@@ -120,19 +127,21 @@ class Asker:
                 api_key=os.environ.get(self.judge.key_variable) or "none",
                 timeout=self._timeout,
                 max_retries=self._retries,
-                http_client=_http_client(self._pace),
+                http_client=_http_client(self._pace, self._timeout),
             )
         try:
             found = await self._client.chat.completions.create(**question)
-        except openai.OpenAIError as error:
+            text = found.choices[0].message.content
+            if not isinstance(text, str):
+                raise ValueError(f"expected a text, got {text!r:.80}")
+        except Exception as error:  # the client fails in many ways at what is no answer
             told = f"{type(error).__name__}: {error.__cause__ or error}"
-            raise NoScore(f"{self.judge.model} did not answer: {told}") from error
-        choice = found.choices[0] if found.choices else None
-        return str(choice.message.content or "") if choice is not None else ""
+            raise NoScore(f"{self.judge.model} did not answer: {told:.1000}") from error
+        return str(well_formed(text))
 
 
-def _http_client(pace: Pace) -> Any:
-    """Return a client that keeps to the pace, follows no redirect, and reads short answers.
+def _http_client(pace: Pace, timeout: float) -> Any:
+    """Return a client that keeps to the pace, follows no redirect, and reads short answers in time.
 
     A redirect could name another machine.  The ``openai`` package tries again above this client, so that
     each try waits here.
@@ -142,24 +151,21 @@ def _http_client(pace: Pace) -> Any:
     kind: Any = openai.DefaultAsyncHttpxClient
     http: Any = import_module(kind.__mro__[1].__module__.partition(".")[0])  # httpx or its successor
 
-    class Bounded(http.AsyncByteStream):  # type: ignore[misc]
-        def __init__(self, stream: Any) -> None:
-            self._stream, self._left = stream, LARGEST
-
-        async def __aiter__(self) -> AsyncIterator[bytes]:
-            async for part in self._stream:
-                self._left -= len(part)
-                if self._left < 0:
-                    raise http.ReadError(f"the answer has more than {LARGEST:,} bytes")
-                yield part
-
-        async def aclose(self) -> None:
-            await self._stream.aclose()
+    class Bounded(kind):  # type: ignore[misc]
+        async def send(self, request: Any, **given: Any) -> Any:
+            await pace.wait()
+            try:
+                async with asyncio.timeout(timeout):  # its own holds for each part of an answer
+                    return await super().send(request, **given)
+            except TimeoutError as error:
+                raise http.ReadTimeout(f"no answer within {timeout:g} s") from error
 
     async def bound(response: Any) -> None:
-        response.stream = Bounded(response.stream)
+        try:
+            body = await read_body(response.stream, response.headers, LARGEST)
+        except ValueError as error:
+            raise http.ReadError(str(error)) from error
+        response.stream = http.ByteStream(body)
 
-    async def paced(request: Any) -> None:
-        await pace.wait()
-
-    return kind(follow_redirects=False, event_hooks={"request": [paced], "response": [bound]})
+    headers = {"Accept-Encoding": "identity"}
+    return Bounded(follow_redirects=False, headers=headers, event_hooks={"response": [bound]})

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import grpo_core as grpo
-from grpo_plugin_judge.asking import Asker, JudgeModel, NoScore, Pace
+from grpo_plugin_judge.asking import Asker, JudgeModel, Pace
 from grpo_plugin_judge.cache import Cache
 from grpo_plugin_judge.rubric import PATTERN, TEMPLATE, Rubric
 
@@ -123,10 +123,10 @@ class Judge(grpo.Environment):
             return_exceptions=True,
         )
         scores: list[list[float]] = [[] for _ in self._askers]
-        failures: list[NoScore] = []
+        failures: list[Exception] = []
         cached = 0
         for (asker, _), answer in zip(asked, answers, strict=True):
-            if isinstance(answer, NoScore):
+            if isinstance(answer, Exception):
                 failures.append(answer)
             elif isinstance(answer, BaseException):
                 raise answer

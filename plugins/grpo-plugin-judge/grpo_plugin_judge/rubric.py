@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
 import jinja2.sandbox
+import regex
 
 import grpo_core as grpo
 
@@ -37,8 +37,10 @@ Explain your judgement in a few sentences. Then write, as the last line, "Score:
 {{ lowest }} (worst) to {{ highest }} (best).
 """
 
-PATTERN = r"Score:\s*\**\s*(-?\d+(?:\.\d+)?)"
+PATTERN = r"Score:[\s*]*(-?\d+(?:\.\d+)?)"
 """Finds scores; the last one counts, because a judge may quote others before."""
+PATTERN_SECONDS = 1.0
+"""Seconds of a search: some patterns take centuries for a few lines."""
 
 
 class Rubric:
@@ -68,8 +70,8 @@ class Rubric:
         except jinja2.TemplateError as error:
             raise grpo.ConfigError(f"judge: the template cannot be read: {error}") from error
         try:
-            self._pattern = re.compile(pattern)
-        except re.error as error:
+            self._pattern = regex.compile(pattern)
+        except regex.error as error:
             raise grpo.ConfigError(
                 f"judge: pattern {pattern!r} is not a regular expression: {error}"
             ) from error
@@ -96,8 +98,16 @@ class Rubric:
         return [{"role": "user", "content": text}]
 
     def score(self, text: str) -> float | None:
-        """Return the score from 0 to 1, or None if there is no score on the scale."""
-        found = self._pattern.findall(text)
+        """Return the score from 0 to 1, or None if there is no score on the scale.
+
+        Other threads run meanwhile.  Raises TimeoutError.
+        """
+        try:
+            found = self._pattern.findall(text, timeout=PATTERN_SECONDS, concurrent=True)
+        except TimeoutError:
+            raise TimeoutError(
+                f"the pattern takes more than {PATTERN_SECONDS:g} s for an answer of {len(text):,} characters"
+            ) from None
         try:
             score = float(found[-1])
         except (IndexError, ValueError):

@@ -5,6 +5,7 @@ A server on the loopback address plays the judges: the model's name says what it
 
 import asyncio
 import contextlib
+import gzip
 import json
 import sqlite3
 import time
@@ -18,6 +19,40 @@ from grpo_core.testing import make_offer, run
 from grpo_plugin_judge.asking import Asker, JudgeModel, Pace
 from grpo_plugin_judge.cache import Cache
 from grpo_plugin_judge.environment import Judge
+
+
+def answering(body, **headers):
+    return lambda: web.Response(body=body, headers={"Content-Type": "application/json", **headers})
+
+
+def saying(content):
+    choice = {"index": 0, "message": {"role": "assistant", "content": content}, "finish_reason": "stop"}
+    return json.dumps(
+        {"id": "1", "object": "chat.completion", "created": 0, "model": "x", "choices": [choice]}
+    )
+
+
+NINE = saying("Score: 9").encode()
+LIES = {
+    "a page": answering(b"<html>Score: 9</html>"),
+    "nothing": answering(b""),
+    "null": answering(b"null"),
+    "a list": answering(b"[]"),
+    "a number": answering(b"9"),
+    "choices that are text": answering(b'{"choices": "Score: 9"}'),
+    "a choice that is null": answering(b'{"choices": [null]}'),
+    "a message that is null": answering(b'{"choices": [{"index": 0, "message": null}]}'),
+    "a content that is a list": answering(saying(["Score: 9"]).encode()),
+    "a content that is a number": answering(saying(9).encode()),
+    "half a character": answering(saying("\ud800 I am not sure").encode()),
+    "deep": answering(b'{"choices": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
+    "no UTF-8": answering(b"\xff" + NINE),
+    "a bomb": answering(gzip.compress(b" " * 20_000_000 + NINE), **{"Content-Encoding": "gzip"}),
+    "no gzip": answering(b"Score: 9", **{"Content-Encoding": "gzip"}),
+    "blanks": answering(saying("\n".join(["Score:" + " " * 3000] * 300)).encode()),
+    "figures": answering(saying("Score: " + "9" * 1_000_000).encode()),
+}
+"""Answers of a server that lies."""
 
 
 class Judges:
@@ -40,6 +75,15 @@ class Judges:
         if status != 200:
             waits = {"retry-after-ms": "1"}
             return web.json_response({"error": {"message": "busy"}}, status=status, headers=waits)
+        if body["model"] in LIES:
+            return LIES[body["model"]]()
+        if body["model"] == "dripping":
+            response = web.StreamResponse()
+            await response.prepare(request)
+            with contextlib.suppress(ConnectionError):
+                while True:
+                    await response.write(b" ")
+                    await asyncio.sleep(0.05)
         said = {"role": "assistant", "content": self.text(body)}
         choice = {"index": 0, "message": said, "finish_reason": "stop"}
         whole = {"id": "1", "object": "chat.completion", "created": 0, "model": body["model"]}
@@ -59,6 +103,10 @@ class Judges:
                 return "I would rather not say."
             case "wild":
                 return "Score: 11"
+            case "split":
+                return "\ud800 Score: 9"
+            case "tiring":
+                return "a" * 50
             case "endless":
                 return "a" * 5_000_000 + "Score: 9"
             case _:
@@ -214,6 +262,52 @@ def test_a_quorum_is_enough_when_a_judge_is_out():
     assert all_needed.error.startswith("1 of 2 answers have a score, 2 are needed: mute gave no score")
     (one_needed,), _ = judged("please", judges=judges, quorum=1)
     assert (one_needed.reward, one_needed.metrics["failed_answers"]) == (0.9, 1.0)
+
+
+# ---------------------------------------------------------------------------------- lies
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_judge_that_lies_has_no_score_and_the_other_ones_count(lie, tmp_path):
+    judges = [{"model": lie}, {"model": "kind"}]
+    begin = time.monotonic()
+    (feedback,), _ = judged("please", judges=judges, quorum=1, retries=0, cache=tmp_path / "answers")
+    assert (feedback.reward, feedback.metrics["failed_answers"]) == (0.9, 1.0)
+    assert time.monotonic() - begin < 10
+
+
+def test_a_score_beside_half_a_character_is_kept(tmp_path):
+    assert judged("please", model="split", cache=tmp_path / "answers")[0][0].reward == 0.9
+
+
+def test_an_answer_is_asked_for_as_it_is():
+    _, judges = judged("please", model="kind")
+    assert judges.headers[0]["Accept-Encoding"] == "identity"
+
+
+def test_an_answer_that_never_ends_is_late():
+    (feedback,), _ = judged("please", model="dripping", retries=0, timeout=0.5)
+    assert "APITimeoutError" in feedback.error
+
+
+@pytest.mark.long
+def test_a_slow_pattern_is_given_up_and_holds_up_nobody():
+    async def story():
+        async with serving() as judges:
+            environment = Judge(
+                rubric="?", model="tiring", url=judges.url, pattern="((?:a|a)*)[bc]", retries=0
+            )
+            judging, ticks = asyncio.create_task(environment.evaluate([episode("please")])), 0
+            while not judging.done():
+                await asyncio.sleep(0.01)
+                ticks += 1
+            await environment.aclose()
+            return judging.result(), ticks
+
+    (feedback,), ticks = asyncio.run(story())
+    assert feedback.reward is None
+    assert "pattern takes more than 1 s" in feedback.error
+    assert ticks > 20
 
 
 # ---------------------------------------------------------------------------------- cost
