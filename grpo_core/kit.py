@@ -85,7 +85,7 @@ A command that plays environments, besides ``grpo_core.Run``:
     configure, parse_settings, check_settings   read a configuration, with that of the command line
     Config, TaskConfig, check_task, tasks_of    check the environments that it names
     Tasks, LocalPlacement, EnvironmentClient    start the environments of a configuration
-    SourcedProcess, Sections, taken_sections, environment_code   one environment, and its child's side
+    SourcedProcess, Sections, taken_sections   one environment, and its child's side
     find_target, configure_target, start_session, check_config   let a model play
     received, raise_interrupt, task_name, merge, has_source    let a person play
     groups_in, prompts_in, as_json           read a file of rollouts, and write a line of one
@@ -154,7 +154,6 @@ if TYPE_CHECKING:
     from grpo_core.app.placement import Retain as Retain
     from grpo_core.app.planned import planned as planned
     from grpo_core.app.preflight import check_task as check_task
-    from grpo_core.app.provenance import environment_code as environment_code
     from grpo_core.app.resume import differences as differences
     from grpo_core.app.resume import shown as shown
     from grpo_core.app.session import start_session as start_session

@@ -210,13 +210,6 @@ class Constant(Defect):
         return self.full(feedback)
 
 
-class Order(Defect):
-    """Pays more in the first half of a batch."""
-
-    def judge(self, episode, feedback, place):
-        return evolve(feedback, reward=(feedback.reward or 0.0) - 0.05 * (place % 2))
-
-
 class Clock(Defect):
     """Pays by the clock."""
 
@@ -332,15 +325,6 @@ class Fragile(Defect):
         return feedback
 
 
-class Changing(Defect):
-    """Offers other prompts each time."""
-
-    def prompts(self, split):
-        own = list(super().prompts(split))
-        random.Random().shuffle(own)
-        return [evolve(prompt, id=str(place)) for place, prompt in enumerate(own)]
-
-
 class OffByOne(Defect):
     """Takes numbers that are one too large or too small."""
 
@@ -425,7 +409,6 @@ REPEATS = frozenset(
     {
         "semantic.verifier_determinism",
         "semantic.verifier_portability",
-        "reward.batch_independence",
         "runtime.episode_isolation",
     }
 )
@@ -440,7 +423,6 @@ DEFECTS: Mapping[str, tuple[type[Defect], Sequence[str], frozenset[str]]] = {
     "case of its own solutions": (CaseOracle, ("yesno", "choice", "tagged"), ORACLE),
     "wrong answers": (WrongAnswers, ("sort", "yesno", "calculator"), ORACLE),
     "constant reward": (Constant, ("sort", "tagged", "arrivals"), FLOOR),
-    "order in the batch": (Order, ("sort", "boxed", "yesno"), frozenset({"reward.batch_independence"})),
     "time": (Clock, ("boxed", "choice", "arrivals"), REPEATS),
     "global state": (Ageing, ("sort", "duel", "tagged"), REPEATS),
     "chance": (Chance, ("boxed", "yesno", "calculator"), REPEATS),
@@ -462,7 +444,6 @@ DEFECTS: Mapping[str, tuple[type[Defect], Sequence[str], frozenset[str]]] = {
     "form of the answer": (SameForm, ("sort", "boxed", "tagged"), frozenset({"reward.foreign_solution"})),
     "named move": (NamedMove, ("sort", "boxed", "choice"), MOVES),
     "move with equal numbers": (SameMove, ("sort", "tagged", "arrivals"), MOVES),
-    "other prompts each time": (Changing, ("boxed", "choice", "yesno"), frozenset({"runtime.seed_control"})),
 }
 """Classes of defects: the class, the environments in which it is planted, and the checks that name it."""
 

@@ -96,15 +96,6 @@ def test_what_was_typed_has_the_hash_of_its_text_or_none():
     assert provenance.code_of(namespace["typed"]) == {"sha256": hashlib.sha256(source.encode()).hexdigest()}
 
 
-def test_the_code_of_an_environment_is_its_package_and_the_files_that_it_names(tmp_path):
-    path = tmp_path / "game.py"
-    path.write_text(FILE)
-    host = PluginHost.discover(["math"])
-    assert set(provenance.environment_code(f"{path}:Game", {}, host)) == {str(path)}
-    assert set(provenance.environment_code("math:sort", {"length": 3}, host)) == {"grpo-plugin-math"}
-    assert provenance.environment_code("nothing:here", {}, host) == {}
-
-
 @pytest.mark.long
 def test_a_run_and_what_it_is_validated_by_have_their_provenance(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

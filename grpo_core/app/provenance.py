@@ -22,7 +22,7 @@ from typing import Any
 
 import grpo_core
 from grpo_core.app.paths import plugin_files
-from grpo_core.config import Config, TaskConfig
+from grpo_core.config import Config
 from grpo_core.errors import GrpoError
 from grpo_core.plugins.host import BUILT_IN, PluginHost
 from grpo_core.plugins.offers import Plugin
@@ -74,17 +74,6 @@ def found(config: Config, host: PluginHost) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
     }
-
-
-def environment_code(env: str, options: Mapping[str, Any], host: PluginHost) -> dict[str, str]:
-    """Return hashes of an environment's package, if it is found here, and of the files that it names."""
-    hashes = _hashes(plugin_files(Config(tasks={"it": TaskConfig(env=env, options=dict(options))})))
-    try:
-        plugin = host.find("environment", env).plugin
-    except GrpoError:
-        return hashes
-    package = _hash_of(plugin) if plugin.version else None
-    return hashes | ({plugin.distribution: package} if package else {})
 
 
 def _hash_of(plugin: Plugin) -> str | None:

@@ -28,7 +28,7 @@ AT_ONCE = 8
 FEWEST_ROUNDS = 2
 """Times that the same replies are played in any case: once is no comparison."""
 PANELS_UNTIL, FORMS_UNTIL, MISSES_UNTIL = 0.25, 0.35, 0.45
-ROUNDS_UNTIL, COMPANY_UNTIL = 0.6, 0.7
+ROUNDS_UNTIL = 0.6
 """Shares of the audit's seconds after which a stage plays no more prompts, or repeats nothing more, so that
 the others have time: the machine may become slower than the first calls have shown."""
 LEAST = 0.25
@@ -116,7 +116,6 @@ class Audit:
             self._forms,
             self._misses,
             self._repeat,
-            self._company,
             self._elsewhere,
             self._levels,
         )
@@ -201,7 +200,7 @@ class Audit:
         """Return the number of prompts that can be played in time, as far as the first calls show it."""
         per_prompt = 130
         playing = max(LEAST * self.extent.seconds, self.extent.seconds - self._making)
-        rest = max(1.0, 0.55 * playing - ALONE * self._call)
+        rest = max(1.0, 0.55 * playing)
         each = max(self.player.per_episode, self._call / self.max_batch)
         if self.player.environment.slots == "all":
             each = self._call / AT_ONCE
@@ -279,7 +278,8 @@ class Audit:
                 await asyncio.sleep(self.pause)
             self._rounds.append(await self._play(mixed))
         found = behaviour.determinism(self._rounds, self._range)
-        found = evolve(found, told=found.told + _left_out(len(self._rounds), ROUNDS, "times"))
+        if (made := len(self._rounds)) < ROUNDS:
+            found = evolve(found, told=f"{found.told}; {made} of {ROUNDS} times, since it is slow")
         self._steady = found.severity == "passed"
         return [found]
 
@@ -296,58 +296,27 @@ class Audit:
             for place, prompt in enumerate(self.some[:number])
         ]
 
-    async def _company(self) -> list[Finding]:
-        check, title = "reward.batch_independence", "the batch makes no difference"
-        if not self._steady:
-            return [not_applicable(check, title, UNSTEADY)]
-        seconds = 0.0 if self._late(ROUNDS_UNTIL) else 8.0
-        mixed = self._mixed(min(ALONE, len(self.some), max(FEWEST, int(seconds / self._now))))
-        alone, _ = await self.player.each(mixed)
-        self.everything += alone
-        threes: list[Trial] = []
-        for place in range(0, len(mixed), 3):
-            threes += await self._play(mixed[place : place + 3])
-            if self._late(COMPANY_UNTIL):
-                break
-        ways: dict[str, Sequence[Trial]] = {
-            "in one batch": self._rounds[-1][: len(mixed)],
-            "in one batch, backwards": (await self._play(mixed[::-1]))[::-1],
-        }
-        if len(threes) == len(mixed):
-            ways["in batches of 3"] = threes
-        found = behaviour.company(alone, ways)
-        wanted = min(ALONE, len(self.some))
-        return [evolve(found, told=found.told + _left_out(len(mixed), wanted, "replies"))]
-
     async def _elsewhere(self) -> list[Finding]:
         """Compare with a process that has played nothing yet, and with this one's first trials."""
-        found = await self._anew()
-        check, title = "runtime.episode_isolation", "no state between sessions"
+        anew, title = "semantic.verifier_portability", "the same rewards in another process"
+        isolated, told = "runtime.episode_isolation", "no state between sessions"
         if not self._steady:
-            return [*found, not_applicable(check, title, UNSTEADY)]
+            return [not_applicable(anew, title, UNSTEADY), not_applicable(isolated, told, UNSTEADY)]
+        where = "in a new process, in another order"
+        found = behaviour.compared(anew, title, self._rounds[0], await self._anew(), where, STATELESS)
         after = f"after {self.player.episodes:,} episodes of other sessions"
         now = await self._play([trial.reply for trial in self._first])
-        return [*found, behaviour.compared(check, title, self._first, now, after, STATELESS)]
+        return [found, behaviour.compared(isolated, told, self._first, now, after, STATELESS)]
 
-    async def _anew(self) -> list[Finding]:
-        check, title = "semantic.verifier_portability", "the same rewards in another process"
-        if self._late(1.0, self._making):
-            why = f"another process and its prompts would take {self._making:.0f} s: --seconds are too few"
-            seed = not_applicable("runtime.seed_control", "the same prompts each time", why)
-            return [seed, not_applicable(check, title, why)]
+    async def _anew(self) -> list[Trial]:
+        """Play the replies of a round in a new process, backwards."""
         other = self.make()
         try:
             await other.start()
-            again = await other.prompts("train")
-            seed = behaviour.seed_control(self.train, again)
-            if not self._steady:
-                return [seed, not_applicable(check, title, UNSTEADY)]
             player = Player(other, self.max_batch, solutions=dict(self.player.solutions))
-            there = (await player.play(self._mixed(min(ALONE, len(self.some)))[::-1]))[::-1]
+            return (await player.play(self._mixed(min(ALONE, len(self.some)))[::-1]))[::-1]
         finally:
             await other.aclose()
-        anew = "in a new process, in another order"
-        return [seed, behaviour.compared(check, title, self._rounds[0], there, anew, STATELESS)]
 
     # ------------------------------------------------------------------------------ all together
 
@@ -362,16 +331,11 @@ class Audit:
             rewards.bounds(self.everything, self.scale),
         ]
 
-    def _late(self, until: float, needed: float = 0.0) -> bool:
-        """Return whether more than a share of the audit's seconds is over when ``needed`` ones are spent."""
+    def _late(self, until: float) -> bool:
+        """Return whether more than a share of the audit's seconds is over."""
         granted = self.extent.seconds
         playing = max(LEAST * granted, granted - self._making)
-        return self.clock() - self._began - self._making + needed > until * playing
-
-    @property
-    def _now(self) -> float:
-        """Seconds of a call, which may have become longer since the first ones."""
-        return max(self._call, self.player.last_call, 1e-3)
+        return self.clock() - self._began - self._making > until * playing
 
     @property
     def _range(self) -> float:
@@ -400,8 +364,3 @@ class Audit:
             trials += await self.player.play(part)
         self.everything += trials
         return trials
-
-
-def _left_out(made: int, wanted: int, what: str) -> str:
-    """Return a note about repetitions for which there was no time."""
-    return "" if made >= wanted else f"; {made} of {wanted} {what}, since it is slow"

@@ -1,10 +1,9 @@
-"""Judgements of behaviour: the same reply again, elsewhere and in company.  Pure."""
+"""Judgements of behaviour: the same reply again, and elsewhere.  Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from grpo_core import Prompt
 from grpo_plugin_audit.records import Finding, Rate, Severity, Trial, spread
 from grpo_plugin_audit.rewards import not_applicable
 
@@ -73,56 +72,6 @@ def compared(
         evidence=f"{differ[0][0]}; {where}: {_got(differ[0][1])}" if differ else "",
         advice=advice if differ else "",
         measured=rate.measured(),
-    )
-
-
-def company(alone: Sequence[Trial], ways: Mapping[str, Sequence[Trial]]) -> Finding:
-    """Judge whether a reward depends on the size and the order of the batch."""
-    check, title = "reward.batch_independence", "the batch makes no difference"
-    for how, trials in ways.items():
-        found = compared(
-            check,
-            title,
-            alone,
-            trials,
-            how,
-            "batches are put together by chance: judge each episode by itself",
-        )
-        if found.severity == "failed":
-            return found
-    return Finding(
-        check=check,
-        title=title,
-        severity="passed",
-        told=f"{len(alone)} replies alone, {', '.join(ways)}",
-        measured=Rate(0, len(alone)).measured(),
-    )
-
-
-def seed_control(prompts: Sequence[Prompt], again: Sequence[Prompt]) -> Finding:
-    """Judge whether another process offers the same prompts for the same options."""
-    differ = sum(one != other for one, other in zip(prompts, again, strict=False))
-    same = len(prompts) == len(again) and not differ
-    return Finding(
-        check="runtime.seed_control",
-        title="the same prompts each time",
-        severity="passed" if same else "failed",
-        told=f"{len(prompts):,}, also in another process"
-        if same
-        else f"{differ:,} of {len(prompts):,} prompts differ in another process, which offers {len(again):,}",
-        evidence=""
-        if same
-        else next(
-            (
-                f"prompt {one.id}: {one.messages[-1].get('content')!r:.80}, then "
-                f"{other.messages[-1].get('content')!r:.80}"
-                for one, other in zip(prompts, again, strict=False)
-                if one != other
-            ),
-            "",
-        ),
-        advice="" if same else "draw prompts with a random.Random(seed) of your own; no run could be resumed",
-        measured={"prompts": len(prompts), "different": differ},
     )
 
 

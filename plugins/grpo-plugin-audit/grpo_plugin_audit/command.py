@@ -6,21 +6,21 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
+from json import dumps
 from pathlib import Path
 from typing import Any
 
-from attrs import evolve
+from attrs import asdict, evolve
 from rich.console import Console
 from rich.text import Text
 
-from grpo_core import ConfigError, GrpoError
+from grpo_core import ConfigError, GrpoError, __version__
 from grpo_core.kit import (
     Incident,
     PluginHost,
     Settings,
     SourcedProcess,
     Words,
-    environment_code,
     inert,
     parse_settings,
     reported_to,
@@ -28,7 +28,6 @@ from grpo_core.kit import (
     to_the_end,
 )
 from grpo_plugin_audit.audit import Audit, Extent
-from grpo_plugin_audit.card import Card
 from grpo_plugin_audit.records import Finding, Severity
 
 STYLES: Mapping[Severity, tuple[str, str]] = {
@@ -77,7 +76,7 @@ def audit(
     engine
         Engine of this model.
     json
-        File for the quality card as JSON.
+        File for the findings as JSON.
     no_plugin
         Do not load this installed plugin; may be repeated.
     """
@@ -109,19 +108,19 @@ def audit(
         found.append(evolve(to_the_end(playing), seconds=time.monotonic() - begin))
         show(found[0])
     found += to_the_end(_shown(findings(host, name, dict(options), extent), show))
-    card = Card(
-        name=name,
-        offer=offer,
-        options=dict(options),
-        findings=found,
-        seconds=time.monotonic() - begin,
-        code=environment_code(name, options, host),
-    )
-    counts = Counter(finding.severity for finding in card.findings)
+    seconds = time.monotonic() - begin
+    counts = Counter(finding.severity for finding in found)
     told = ", ".join(f"{counts[each]} {each}" for each in COUNTED if counts[each] or each == "failed")
-    console.print(f"{told}, in {card.seconds:.1f} s")
+    console.print(f"{told}, in {seconds:.1f} s")
     if json is not None:
-        card.write_json(json)
+        report = {
+            "environment": offer,
+            "options": options,
+            "version": __version__,
+            "seconds": seconds,
+            "findings": [asdict(finding) for finding in found],
+        }
+        json.write_text(dumps(report, indent=2, default=str) + "\n", encoding="utf-8")
     return 1 if counts["failed"] else 0
 
 

@@ -46,7 +46,7 @@ class Rate:
         return f"{self.successes} of {self.trials} ({low:.0%} to {high:.0%})"
 
     def measured(self) -> dict[str, float]:
-        """Return the numbers of a card."""
+        """Return the numbers of the rate."""
         low, high = self.interval
         return {
             "successes": self.successes,

@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 import pytest
-from attrs import evolve
 from planted import DEFECTS, planted
 
 import grpo_core as grpo
@@ -16,9 +15,8 @@ from grpo_core.errors import ModelError
 from grpo_core.testing import HostedEnvironment
 from grpo_plugin_audit import behaviour, misses, replies, rewards
 from grpo_plugin_audit.audit import Audit, Extent
-from grpo_plugin_audit.card import Card
 from grpo_plugin_audit.player import Player
-from grpo_plugin_audit.records import Finding, Rate, Reply, Solution, Trial, bare
+from grpo_plugin_audit.records import Rate, Reply, Solution, Trial, bare
 from grpo_plugin_audit.training import training_signal
 
 ROOT = Path(__file__).parents[3]
@@ -50,7 +48,7 @@ def audited(environment, **extent):
     return grpo.testing.run(found())
 
 
-def test_a_slow_environment_is_audited_in_time_and_the_card_says_what_was_left_out():
+def test_a_slow_environment_is_audited_in_time_and_says_what_was_left_out():
     now = [0.0]
 
     class Slow(Sums):
@@ -202,15 +200,6 @@ def test_a_reward_that_means_something_else_is_found(judge, check, severity):
     assert findings[check].severity == severity
     assert findings[check].evidence
     assert findings[check].advice
-
-
-def test_a_reward_that_depends_on_the_batch_is_found():
-    class Relative(Sums):
-        def evaluate(self, episodes):
-            most = max(len(e.reply) for e in episodes)
-            return [self.judge(e.reply, e.prompt) - 0.1 * (len(e.reply) == most) for e in episodes]
-
-    assert audited(Relative)["reward.batch_independence"].severity == "failed"
 
 
 def test_a_reward_that_depends_on_chance_is_found():
@@ -585,10 +574,9 @@ def test_prompts_that_take_half_of_the_time_are_not_made_again():
         return {finding.check: finding async for finding in audit.run()}
 
     findings = grpo.testing.run(found())
-    assert now[0] <= 60
+    assert now[0] == 40
     assert findings["semantic.canary_floor"].told.count("24")
-    assert "would take 40 s" in findings["runtime.seed_control"].told
-    assert findings["semantic.verifier_portability"].severity == "not applicable"
+    assert findings["semantic.verifier_portability"].severity == "passed"
     assert findings["runtime.episode_isolation"].severity == "passed"
 
 
@@ -611,26 +599,7 @@ def test_a_planted_defect_is_found_by_a_check_that_names_it(defect, base):
     assert severe(audited(lambda: planted(base, defect))) & DEFECTS[defect][2]
 
 
-# ---------------------------------------------------------------------------------- the card
-
-
-def test_a_card_has_the_fields_of_rfc_008():
-    finding = Finding(
-        check="reward.listing",
-        title="lists",
-        severity="warned",
-        told="<script>alert(1)</script>",
-        advice="no",
-    )
-    card = Card(name="x", offer="x", options={"length": 3}, findings=[finding], seconds=1.0)
-    (result,) = card.report()["results"]
-    assert set(result) == {
-        "check_id", "status", "measured", "evidence", "remediation", "duration_s",
-    }  # fmt: skip
-    assert (result["status"], result["measured"]["severity"]) == ("fail", "warned")
-    assert card.report()["verdict"] == "warn"
-    corrected = evolve(card, code={"grpo-plugin-x": "another hash"})
-    assert corrected.report()["source_digest"] != card.report()["source_digest"]
+# ---------------------------------------------------------------------------------- the page
 
 
 def test_every_check_of_the_page_exists_and_every_check_is_on_it():
@@ -647,15 +616,19 @@ def test_every_check_of_the_page_exists_and_every_check_is_on_it():
 @pytest.mark.long
 def test_the_page_shows_what_the_program_prints(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(ROOT)
-    card = tmp_path / "card.json"
+    file = tmp_path / "found.json"
     name = "./examples/capitals.py:Capitals"
-    status = make_app()(["audit", name, "--json", str(card)], result_action="return_value")
+    status = make_app()(["audit", name, "--json", str(file)], result_action="return_value")
     assert status == 1
     shown = re.search(
         r"\$ grpo-core audit \./examples/capitals.*?\n(.*?)```", (ROOT / "docs/audit.md").read_text(), re.S
     )
     assert without_times(capsys.readouterr().out) == without_times(shown[1])
-    assert json.loads(card.read_text())["verdict"] == "fail"
+    found = json.loads(file.read_text())["findings"]
+    assert {each["check"] for each in found if each["severity"] == "failed"} == {
+        "data.split_leakage",
+        "reward.listing",
+    }
 
 
 def without_times(text):
@@ -701,5 +674,5 @@ def test_bad_input_is_said_before_anything_starts(capsys):
     with pytest.raises(grpo.ConfigError, match="--prompts is 0"):
         make_app()(["audit", "x", "--prompts", "0"], result_action="return_value")
     with pytest.raises(grpo.ConfigError, match="there is no directory"):
-        make_app()(["audit", "x", "--json", "/nowhere/card.json"], result_action="return_value")
+        make_app()(["audit", "x", "--json", "/nowhere/found.json"], result_action="return_value")
     assert rewards.severity_of(Rate(0, 24)) == "passed"
