@@ -74,9 +74,20 @@ class LossSetting:
     """``trainer.proximal``."""
     updates_per_step: int = 1
     """``trainer.updates_per_step``."""
+    max_staleness: int = 0
+    """``pipeline.max_staleness``."""
 
 
-OptionsCheck = Callable[[Mapping[str, Any], LossSetting], Iterable[str]]
+@frozen
+class Remark:
+    """A sentence about options that work, and do not do what one may expect of them."""
+
+    message: str
+    costs: bool = False
+    """Whether it is a warning: what is learnt is worse for it."""
+
+
+OptionsCheck = Callable[[Mapping[str, Any], LossSetting], Iterable[str | Remark]]
 """Says what is wrong with the options that a configuration gives to a loss; each problem is a clause."""
 
 
@@ -138,8 +149,21 @@ def options_checked_by(check: OptionsCheck) -> Callable[[_Function], _Function]:
 
 def problems_of(function: Callable[..., Any], options: Mapping[str, Any], setting: LossSetting) -> list[str]:
     """Return the problems of a loss's options, if it declares a check."""
+    return [each for each in _found(function, options, setting) if isinstance(each, str)]
+
+
+def remarks_of(
+    function: Callable[..., Any], options: Mapping[str, Any], setting: LossSetting
+) -> list[Remark]:
+    """Return the remarks about a loss's options, if it declares a check."""
+    return [each for each in _found(function, options, setting) if isinstance(each, Remark)]
+
+
+def _found(
+    function: Callable[..., Any], options: Mapping[str, Any], setting: LossSetting
+) -> Iterable[str | Remark]:
     check: OptionsCheck | None = getattr(function, "options_check", None)
-    return [] if check is None else list(check(options, setting))
+    return () if check is None else check(options, setting)
 
 
 @frozen(kw_only=True, eq=False)

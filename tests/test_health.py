@@ -13,7 +13,7 @@ from test_pipeline import Run
 
 from grpo_core.errors import TrainerError
 from grpo_core.events import WarningRaised
-from grpo_core.loop.health import CAUSES, WINDOW, Limits, check_limits, learns_nothing
+from grpo_core.loop.health import CAUSES, WINDOW, Limits, check_limits, learns_nothing, lost_signal
 from grpo_core.records import Completion, Feedback, StepResult
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeTrainer
 
@@ -232,3 +232,35 @@ def test_a_run_that_trains_one_row_in_five_steps_is_not_warned_about():
 
     assert not warnings(judged_run(once, steps=7, policy="in_order")())
     assert any(rewarded)
+
+
+# ---------------------------------------------------------------------------------- what a loss drops
+
+MASKED = "loss.options.correction = 'sequence_mask', loss.options.importance_cap = 2.0"
+
+
+def test_the_first_step_whose_weights_are_all_0_says_so_with_the_correction_and_the_drift():
+    healthy = [{"rows": 8.0, "signal": 0.98, "importance_weight_mean": 0.97}] * 4
+    lost = {"rows": 8.0, "signal": 0.0, "importance_weight_mean": 0.0, "logprob_diff_mean": 0.31}
+    assert lost_signal(healthy, MASKED) == []
+    (finding,) = lost_signal([*healthy, lost], MASKED)
+    assert not finding.fatal
+    for part in ("the step trained nearly nothing: 0.00%", MASKED, "logprob_diff_mean 0.31"):
+        assert part in finding.message
+
+
+def test_weights_of_0_are_seen_beside_another_term_of_the_loss():
+    (finding,) = lost_signal([{"signal": 0.3, "importance_weight_mean": 0.0}], MASKED)
+    assert "trained nearly nothing" in finding.message
+
+
+def test_a_gradient_that_sequence_weights_shrink_is_said_in_words():
+    (finding,) = lost_signal([{"signal": 0.058}] * 3, MASKED)
+    assert "about 17 times smaller than the advantages ask for" in finding.message
+    assert lost_signal([{"signal": 0.9}, {"signal": 0.05}, {"signal": 0.8}], MASKED) == [], "one small step"
+
+
+def test_a_loss_that_corrects_nothing_is_what_explains_a_mismatch():
+    limits = {"mismatch_kl": Limits(0.5, 4.0), "clip_fraction_low": Limits(0.3, 0.9)}
+    found = check_limits([{"mismatch_kl": 1.0, "clip_fraction_low": 0.5}], limits, "correction = 'off'")
+    assert ["Likely: correction = 'off'" in finding.message for finding in found] == [True, False]

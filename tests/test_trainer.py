@@ -247,7 +247,7 @@ def test_the_metrics_of_a_step_have_the_names_that_everything_else_reads(model: 
     assert metrics.keys() == {
         "loss", "mismatch_kl", "entropy", "grad_norm", "lr", "time/train", "tokens_per_second/training",
         "clip_fraction_low", "clip_fraction_high", "logprob_diff_mean", "tokens/trained", "tokens/padding",
-        "importance_weight_mean", "importance_weight_max",
+        "importance_weight_mean", "importance_weight_max", "signal",
         "importance_ratio_mean", "importance_ratio_max", "effective_sample_size",
     }  # fmt: skip
     assert all(math.isfinite(value) for value in metrics.values())

@@ -377,6 +377,11 @@ async def _pipeline(
     environments = run.tasks.environments
     run.warnings += await first_look(run.step, config.rollout, environments, prompts, renderer, held_out)
     run.warnings += await asyncio.to_thread(leaks, run.step, prompts, held_out)
+    for remark in parts.remarks:
+        if remark.costs:
+            run.warn({"off_policy": remark.message})
+        else:
+            run.trackers.status(remark.message)
     if run.resume is not None and (changed := changed_schedule(run.resume, config.trainer)):
         run.warn({"schedule": changed})
     buffer, loaders, places = parts.buffer(), _loaders(config, run.tasks, prompts), parts.places()

@@ -30,7 +30,7 @@ from grpo_core.loop.endings import TimeLimit
 from grpo_core.loop.health import Limits
 from grpo_core.loop.pipeline import Checks, Learning, ObserveAttempt, Playing, Schedule
 from grpo_core.loop.rollout import LostBudget, SamplingParams
-from grpo_core.loss import needs_of
+from grpo_core.loss import LossSetting, Remark, needs_of, remarks_of
 from grpo_core.models import chat_template
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.offers import Bound
@@ -60,6 +60,9 @@ answer is replaced."""
 
 EXTRA_GROUPS = 20
 """Default limit of filtered groups for each group of a step."""
+
+CORRECTIONS = ("correction", "importance_floor", "importance_cap", "off_policy_limit")
+"""Options of losses that a message about lost gradients names."""
 
 PROMPTS = 12
 """Number of prompts that the canary begins with."""
@@ -218,6 +221,32 @@ class Parts:
         return self.plugins.function("loss", self.config.loss.name, **self.config.loss.options)
 
     @property
+    def loss_setting(self) -> LossSetting:
+        """The parts of the configuration that decide whether options of the loss make sense."""
+        return LossSetting(
+            aggregation=self.config.loss.aggregation,
+            proximal=self.config.trainer.proximal,
+            updates_per_step=self.config.trainer.updates_per_step,
+            max_staleness=self.config.pipeline.max_staleness,
+        )
+
+    @property
+    def remarks(self) -> list[Remark]:
+        """Remarks about the options of the loss."""
+        return remarks_of(self.loss.function, self.config.loss.options, self.loss_setting)
+
+    @property
+    def correction(self) -> str:
+        """The options of the loss that correct for older weights, as text."""
+        options = inspect.signature(self.loss.function).parameters
+        values = {
+            name: self.loss.options.get(name, option.default)
+            for name, option in options.items()
+            if name in CORRECTIONS
+        }
+        return ", ".join(f"loss.options.{name} = {value!r}" for name, value in values.items() if value)
+
+    @property
     def needs(self) -> frozenset[str]:
         """The needs of the loss with its options, such as "reference"."""
         return needs_of(self.loss.function, self.loss.options)
@@ -324,6 +353,8 @@ class Parts:
                 "clip_fraction_low": Limits(*config.clip_fraction),
                 "clip_fraction_high": Limits(*config.clip_fraction),
             },
+            correction=self.correction,
+            uncorrected=next((each.message for each in self.remarks if each.costs), ""),
         )
 
     def schedule(self, *, began: float = 0.0) -> Schedule:

@@ -29,7 +29,7 @@ from grpo_core.events import WarningRaised
 from grpo_core.loop.dynamic import EQUAL_REWARDS, short_name
 from grpo_core.loop.endings import Goal
 from grpo_core.loop.metrics import COMPARED, documented
-from grpo_core.loss import LossSetting, problems_of
+from grpo_core.loss import problems_of
 from grpo_core.model_sources import model_source
 from grpo_core.models import ADAPTERS, chat_template, check_path
 from grpo_core.plugins.host import Kind, PluginHost
@@ -133,12 +133,7 @@ def check_dataloader(name: str, task: TaskConfig, host: PluginHost) -> None:
 def _check_loss(parts: Parts) -> None:
     """Raise ConfigError for options of the loss that cannot be, or that make no sense with other sections."""
     config = parts.config
-    setting = LossSetting(
-        aggregation=config.loss.aggregation,
-        proximal=config.trainer.proximal,
-        updates_per_step=config.trainer.updates_per_step,
-    )
-    if problems := problems_of(parts.loss.function, config.loss.options, setting):
+    if problems := problems_of(parts.loss.function, config.loss.options, parts.loss_setting):
         raise ConfigError(f"loss {config.loss.name!r}: " + "; ".join(problems))
 
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 WINDOW = 5
 """Number of steps in the median."""
@@ -76,11 +76,22 @@ CAUSES: Mapping[str, Cause] = {
 """Explanation of each metric that has limits."""
 
 
-def check_limits(recent: Sequence[Mapping[str, float]], limits: Mapping[str, Limits]) -> list[Finding]:
+OFF_POLICY = ("logprob_diff_mean", "mismatch_kl", "effective_sample_size")
+"""Metrics of how far the policy is from the one that generated."""
+
+
+def check_limits(
+    recent: Sequence[Mapping[str, float]], limits: Mapping[str, Limits], uncorrected: str = ""
+) -> list[Finding]:
     """Return the metrics of the last steps (newest last) that are beyond a limit; the fatal ones come first.
 
     A metric that is not finite is beyond every limit that is set.  A metric that the newest step lacks is
     skipped: a batch without rows says nothing.
+
+    Args:
+        recent: metrics of the last steps.
+        limits: by metric.
+        uncorrected: why the loss does not correct for older weights; empty if it does.
     """
     found = []
     for metric, limit in limits.items():
@@ -91,9 +102,45 @@ def check_limits(recent: Sequence[Mapping[str, float]], limits: Mapping[str, Lim
         value = median(values) if all(map(math.isfinite, values)) else math.nan
         for bound, fatal in ((limit.hard, True), (limit.soft, False)):
             if bound and not (value >= bound if cause.small_is_bad else value <= bound):
+                if uncorrected and metric in OFF_POLICY:
+                    cause = evolve(cause, likely=uncorrected)
                 found.append(_finding(metric, value, bound, fatal, cause))
                 break
     return sorted(found, key=lambda finding: not finding.fatal)
+
+
+NO_SIGNAL, LITTLE_SIGNAL = 0.02, 0.1
+"""Shares of the signal: below the first one a step is lost; below the second one, in the median, gradients
+are many times smaller than the advantages ask for.  Weights near 1 leave nearly 1, and a loss that trains a
+fifth of the tokens leaves a fifth."""
+
+
+def lost_signal(recent: Sequence[Mapping[str, float]], correction: str) -> list[Finding]:
+    """Return a warning if hardly anything that the advantages ask for reaches the gradient; or nothing.
+
+    Args:
+        recent: metrics of the last steps, newest last.
+        correction: the options of the loss that correct for older weights, as text.
+    """
+    if not recent or "signal" not in recent[-1]:
+        return []
+    newest = recent[-1]
+    value = median([metrics["signal"] for metrics in list(recent)[-WINDOW:] if "signal" in metrics])
+    lost = min(newest["signal"], newest.get("importance_weight_mean", 1.0))
+    if lost < NO_SIGNAL:
+        value, what = lost, "the step trained nearly nothing"
+    elif value < LITTLE_SIGNAL:
+        what = f"the gradient is about {1 / value:.0f} times smaller than the advantages ask for"
+    else:
+        return []
+    seen = ("importance_weight_mean", "clip_fraction_low", "clip_fraction_high", *OFF_POLICY)
+    measured = ", ".join(f"{name} {newest[name]:.3g}" for name in seen if name in newest)
+    message = (
+        f"{what}: {value:.2%} of the signal of its rewards is left by the loss ({correction or 'its options'}"
+        f"; measured: {measured}). Choose a correction by tokens (token_truncate), a wider bound, or "
+        "rollouts of newer weights (pipeline.max_staleness, trainer.lr)"
+    )
+    return [Finding(metric="signal", value=value, fatal=False, message=message)]
 
 
 def learns_nothing(recent: Sequence[Mapping[str, float]]) -> list[Finding]:

@@ -93,6 +93,7 @@ METRICS = (
     "sequence_error_masked_correct",
     "off_policy_masked",
     "sequence_weight",
+    "signal",
     "grad_norm",
     "lr",
     "logprob_diff_mean",

@@ -222,6 +222,10 @@ class Checks:
     """Tolerance of the canary."""
     limits: Mapping[str, health.Limits] = field(factory=dict)
     """Health limits by metric."""
+    correction: str = ""
+    """The options of the loss that correct for older weights, as text."""
+    uncorrected: str = ""
+    """Why nothing corrects for older weights; empty if something does."""
     watch: Sequence[Watch] = ()
     """Background watchers; each raises if a process that the run needs has died."""
 
@@ -641,8 +645,11 @@ class Pipeline:
         """
         if not carried:
             self._recent.append(metrics)
-        findings = health.check_limits([metrics] if carried else self._recent, self.checks.limits)
-        for finding in (*findings, *([] if carried else health.learns_nothing(self._recent))):
+        recent = [metrics] if carried else self._recent
+        findings = health.check_limits(recent, self.checks.limits, self.checks.uncorrected)
+        if not carried:
+            findings += health.lost_signal(recent, self.checks.correction) + health.learns_nothing(recent)
+        for finding in findings:
             if finding.fatal and not (carried and isfinite(finding.value)):
                 raise TrainerError(f"step {self._trained}: {finding.message}")
             old = ". Some of its groups were finished before the run was resumed" if carried else ""

@@ -15,10 +15,12 @@ from grpo_core._lazy import attach
 
 if TYPE_CHECKING:
     from grpo_core.loss import LossSetting as LossSetting
+    from grpo_core.loss import Remark as Remark
     from grpo_core.loss import options_checked_by as options_checked_by
     from grpo_core.losses.aggregation import Aggregation as Aggregation
     from grpo_core.losses.aggregation import row_weights as row_weights
     from grpo_core.losses.aggregation import total as total
+    from grpo_core.losses.clipped import IDLE_CLIP as IDLE_CLIP
     from grpo_core.losses.clipped import LARGEST_LOG_RATIO as LARGEST_LOG_RATIO
     from grpo_core.losses.clipped import bounded_exp as bounded_exp
     from grpo_core.losses.clipped import grpo as grpo

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from grpo_core.loss import LossInputs, LossSetting, needs, options_checked_by
+from grpo_core.loss import LossInputs, LossSetting, Remark, needs, options_checked_by
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -14,9 +14,12 @@ if TYPE_CHECKING:
 
 LARGEST_LOG_RATIO = 20.0
 """Largest log ratio: exp(20) is too large a weight to learn from, but it is finite."""
+IDLE_CLIP = Remark(
+    "one update a step: the ratio of policy to proximal logprobs is 1, so the clip of the loss does nothing"
+)
 
 
-def _problems(given: Mapping[str, Any], setting: LossSetting) -> Iterator[str]:
+def _problems(given: Mapping[str, Any], setting: LossSetting) -> Iterator[str | Remark]:
     """Say which options are out of range, or do nothing."""
     for name, value in given.items():
         if not 0 <= value < float("inf") and not (name.endswith(("high", "cap")) and value > 0):
@@ -30,6 +33,8 @@ def _problems(given: Mapping[str, Any], setting: LossSetting) -> Iterator[str]:
             "importance_cap does nothing with trainer.proximal = 'generation': proximal / generation is 1. "
             "Leave it out, or recompute the proximal logprobs"
         )
+    if setting.updates_per_step == 1 and setting.proximal == "recompute":
+        yield IDLE_CLIP
 
 
 @options_checked_by(_problems)

@@ -59,6 +59,9 @@ class Totals:
         if (square := means.pop(_SQUARE, None)) is not None:
             size = means["importance_ratio_mean"] ** 2 / square
             means["effective_sample_size"] = min(1.0, size)  # rounding may take it above
+        pushed, wanted = means.pop(_PUSHED, 0.0), means.pop(_WANTED, 0.0)
+        if wanted:
+            means["signal"] = pushed / wanted
         return means | {name: float(n) for name, n in events.items()}
 
 
@@ -68,6 +71,16 @@ def _larger(one: float, other: float) -> float:
 
 
 _SQUARE = "importance_ratio/square"
+_PUSHED, _WANTED = "signal/pushed", "signal/wanted"
+
+
+def signal(gradient: Tensor, advantages: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    """Compute how much the gradient of each token's logprob pushes, and how much its advantage asks for.
+
+    The metric ``signal`` is the sum over the tokens as a share of that of the plain policy gradient, - A log
+    policy, which corrects, clips and drops nothing.
+    """
+    return {_PUSHED: gradient.abs(), _WANTED: (advantages * weights).abs()}
 
 
 def off_policy(start: Tensor, generation: Tensor) -> dict[str, Tensor]:

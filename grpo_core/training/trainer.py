@@ -47,7 +47,7 @@ from grpo_core.training.saving import Saving
 from grpo_core.training.schedule import schedule
 from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.teacher import Teacher, check_vocabulary
-from grpo_core.training.totals import Totals, off_policy
+from grpo_core.training.totals import Totals, off_policy, signal
 from grpo_core.training.update import Update
 from grpo_core.weights.publishing import Writer, whole
 from grpo_core.weights.transports import find_transport
@@ -398,6 +398,8 @@ class TorchTrainer:
         with part("backward"):
             torch.autograd.backward(outputs, [gradient.where(kept, 0.0) for gradient in gradients])
         metrics = {"loss": loss, "entropy": entropy, **metrics}
+        if self._teacher is None:  # it is a signal besides the advantages
+            metrics |= signal(gradients[0], micro.advantages, micro.weights.to(per_token.dtype))
         totals.add({name: values.detach().where(kept, 0.0) for name, values in metrics.items()})
         return bad
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from attrs import frozen
 
-from grpo_core.losses import LossSetting
+from grpo_core.losses import IDLE_CLIP, LossSetting, Remark
 from grpo_plugin_algorithms.ranges import FINITE, Range
 
 Lack = Literal["ratio", "proximal"]
@@ -27,8 +27,8 @@ class Declared:
 
 def problems(
     given: Mapping[str, Any], full: Mapping[str, Any], setting: LossSetting, declared: Declared
-) -> Iterator[str]:
-    """Return the problems of the options.
+) -> Iterator[str | Remark]:
+    """Return the problems of the options, and remarks about them.
 
     Args:
         given: the options that the configuration gives.
@@ -46,6 +46,29 @@ def problems(
     yield from _of_kl(given, full, declared)
     yield from _of_teacher(given, full)
     yield from _of_entropy(given, full)
+    yield from _remarks(full, setting, declared)
+
+
+def _remarks(full: Mapping[str, Any], setting: LossSetting, declared: Declared) -> Iterator[Remark]:
+    """Say where neither weight nor ratio corrects for older weights, and where a clip cannot act."""
+    fixed = full["on_policy"] or setting.proximal == "recompute"
+    weightless = full["correction"] == "off" or (setting.proximal == "generation" and not full["on_policy"])
+    corrects = declared.allowed.get("correction") == ("off",)  # in its own way
+    if setting.max_staleness and weightless and (fixed or "ratio" in declared.lacks) and not corrects:
+        why = (
+            "correction = 'off'"
+            if full["correction"] == "off"
+            else f"trainer.proximal = {setting.proximal!r} with a loss that has no ratio"
+        )
+        yield Remark(
+            f"{why} with pipeline.max_staleness = {setting.max_staleness}: tokens that older weights sampled "
+            "are trained as if the newest had sampled them. The gradient is biased, the more the larger the "
+            "steps are, and the run may become unstable: choose loss.options.correction = "
+            "'token_truncate', or pipeline.max_staleness = 0",
+            costs=True,
+        )
+    if setting.updates_per_step == 1 and fixed and "clip_low" in full:
+        yield IDLE_CLIP
 
 
 def _out_of_range(given: Mapping[str, Any], declared: Declared) -> Iterator[str]:

@@ -14,7 +14,7 @@ import attrs
 from attrs import evolve, field, frozen
 
 from grpo_core import LossInputs, needs
-from grpo_core.losses import LossSetting, bounded_exp, options_checked_by
+from grpo_core.losses import LossSetting, Remark, bounded_exp, options_checked_by
 from grpo_plugin_algorithms.combinations import Declared, Lack, problems
 from grpo_plugin_algorithms.corrections import BY_SEQUENCE, importance_weights, off_policy_kept
 from grpo_plugin_algorithms.kl import kl_estimate, score_weights
@@ -207,7 +207,7 @@ def _declared(loss: Callable[..., LossOutput], declared: Declared) -> Callable[.
     loss = needs("entropy", "all_rows", "entropy_control", when="entropy_target")(loss)
     loss = needs("all_rows", when="nll_coefficient")(loss)
 
-    def check(given: Mapping[str, Any], setting: LossSetting) -> Iterator[str]:
+    def check(given: Mapping[str, Any], setting: LossSetting) -> Iterator[str | Remark]:
         full = {name: p.default for name, p in parameters.items() if p.default is not p.empty} | dict(given)
         return problems(given, full, setting, declared)
 

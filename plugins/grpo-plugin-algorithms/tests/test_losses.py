@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from grpo_core import losses
 from grpo_core.config import build
 from grpo_core.errors import ConfigError
-from grpo_core.loss import LossInputs, LossSetting, needs_of, problems_of
+from grpo_core.loss import LossInputs, LossSetting, needs_of, problems_of, remarks_of
 from grpo_plugin_algorithms import losses as further
 from grpo_plugin_algorithms.clipped import clipped_loss, grpo
 from grpo_plugin_algorithms.corrections import off_policy_kept
@@ -315,6 +315,41 @@ def test_with_on_policy_a_correction_has_an_effect_whatever_the_proximal_logprob
 def test_a_loss_with_its_defaults_is_never_refused(loss: Any, proximal: str) -> None:
     updates = 1 if loss is further.reinforce else 3
     assert problems_of(loss, {}, LossSetting(proximal=proximal, updates_per_step=updates)) == []
+
+
+@pytest.mark.parametrize("loss", [*NAMED, further.distillation])
+@pytest.mark.parametrize("proximal", ["recompute", "generation"])
+def test_a_loss_that_does_not_correct_for_older_weights_says_what_that_costs(
+    loss: Any, proximal: str
+) -> None:
+    """It is one whose result does not depend on who sampled, as the tokens of two generators show."""
+    given = inputs(loss, {})
+    start = given.policy_logprobs.detach()
+    for options in ({}, {"correction": "off"}, {"on_policy": True}, {"correction": "off", "on_policy": True}):
+        if problems_of(loss, options, LossSetting(proximal=proximal)):
+            continue
+        gradients = []
+        for generation in (start - 0.3, start + 0.2):
+            policy = start.clone().requires_grad_()
+            old = generation if proximal == "generation" else start
+            here = evolve(
+                given, policy_logprobs=policy, proximal_logprobs=old, generation_logprobs=generation
+            )
+            gradients.append(torch.autograd.grad(loss(here, **options)[0].sum(), policy)[0])
+        remarks = remarks_of(loss, options, LossSetting(proximal=proximal, max_staleness=2))
+        said = [each.message for each in remarks if each.costs]
+        assert bool(said) is torch.equal(*gradients), options
+        assert all("with pipeline.max_staleness = 2: tokens that older weights" in each for each in said)
+        assert not any(each.costs for each in remarks_of(loss, options, LossSetting(proximal=proximal)))
+
+
+def test_a_clip_that_cannot_act_is_said_once() -> None:
+    for loss in (grpo, further.gspo, further.cispo, losses.grpo):
+        (remark,) = remarks_of(loss, {}, LossSetting(max_staleness=1))
+        assert "the clip of the loss does nothing" in remark.message
+        for setting in (LossSetting(updates_per_step=2), LossSetting(proximal="generation")):
+            assert not remarks_of(loss, {}, setting)
+    assert not remarks_of(further.dppo, {}, LossSetting(max_staleness=1))
 
 
 def test_an_objective_of_a_plugin_says_what_its_options_may_be() -> None:
