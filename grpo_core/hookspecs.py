@@ -105,8 +105,9 @@ class Offer:
     """Modules that have to be installed, each with the command that installs it.  They are not imported
     before the factory is called."""
     check: Function | None = None
-    """Raises ValueError or ConfigError for options that make no sense.  It may also name ``group_size`` (an
-    advantage, a filter), ``betas`` (an optimizer) and ``section``, the table ``[trainer]`` (a trainer)."""
+    """Raises ValueError or ConfigError for options that make no sense.  It may also name ``config``, all of
+    the configuration, ``group_size`` (an advantage, a filter), ``betas`` (an optimizer) and ``section``, the
+    table ``[trainer]`` (a trainer)."""
     transports: tuple[str, ...] = ("shm",)
     """Transports by which an engine can take weights; one that reads them with
     ``grpo_core.kit.read_weights`` can take them by any: ``("*",)``."""
@@ -114,8 +115,6 @@ class Offer:
     """Returns ``MemoryPart``s for an ``EngineLoad``, the first argument of the function of an engine."""
     workers: Function | None = None
     """Returns the number of engines that the options of an engine describe."""
-    needs_adapters: Function | None = None
-    """Returns the option that lets an engine compute adapters itself, or an empty string."""
     placement: str = ""
     """Name of the placement whose workers have the trainer's processes."""
     takes_parts: bool = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from math import inf, nan
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -140,42 +139,6 @@ def test_an_optimizer_that_could_not_be_made_is_refused(
     table = {"optimizer": {"name": name, "options": options}, "trainer": {"betas": betas}}
     with pytest.raises(PluginError, match=message):
         checked(host, table)
-
-
-ENGINE = """
-import grpo_core
-from grpo_core.engines.local.engine import LocalEngine
-
-class Mine(LocalEngine):
-    def __init__(self, setup, *, adds=False):
-        super().__init__(setup)
-
-def needs_adapters(*, adds=False):
-    return "adds" if adds else ""
-
-@grpo_core.hookimpl
-def grpo_engines():
-    return {"mine": grpo_core.Offer(Mine, needs_adapters=needs_adapters)}
-"""
-
-
-def test_an_engine_that_needs_adapters_is_refused_where_the_weight_syncs_send_none(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(ENGINE)
-    host = PluginHost.discover()
-    mine = {"name": f"{tmp_path / 'mine.py'}:mine", "options": {"adds": True}}
-    needs = (
-        r"engine\.options\.adds = true needs adapters: a section \[model\.lora\] with publish = \"adapters\""
-    )
-    for table in (
-        {"engine": mine},
-        {"engine": mine, "model": {"path": "tiny", "lora": {"publish": "merged"}}},
-    ):
-        with pytest.raises(ConfigError, match=needs):
-            checked(host, table)
-    with pytest.raises(ConfigError, match=rf"^validation\.{needs}"):
-        checked(host, {"validation": {"engine": mine}})
-    checked(host, {"engine": mine, "model": {"path": "tiny", "lora": {}}})
-    checked(host, {"engine": mine | {"options": {}}})
 
 
 OPTIMIZER = """

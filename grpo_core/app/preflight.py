@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 from collections.abc import Mapping
 from math import lcm
@@ -60,6 +59,7 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
         "group_size": config.rollout.group_size,
         "betas": config.trainer.betas,
         "section": config.trainer,
+        "config": config,
     }
     for kind, name, options in config.choices():
         if kind in CHECKED:
@@ -75,8 +75,6 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
     _check_lora(config)
     _check_ranks(config, host)
     _check_offload(config)
-    if trains:
-        _check_adapters(parts)
     _check_best(config)
     _check_goal(config)
     _check_by_turn(config, host)
@@ -152,21 +150,6 @@ def _check_lora(config: Config) -> None:
             f"trainer.reference_mix = {config.trainer.reference_mix:g} mixes two sets of weights, which "
             "adapters (model.lora) cannot hold; leave it at 1"
         )
-
-
-def _check_adapters(parts: Parts) -> None:
-    """Raise ConfigError for an engine that needs adapters where weight syncs send none."""
-    lora = parts.config.model.lora
-    if lora is not None and lora.publish == "adapters":
-        return
-    for key, engine in parts.engines().items():
-        selected = parts.plugins.find("engine", engine.name)
-        needing = selected.offer.needs_adapters
-        if needing is not None and (option := selected.loaded(needing)(**engine.options)):
-            raise ConfigError(
-                f"{key}.options.{option} = {json.dumps(engine.options[option])} needs adapters: a section "
-                '[model.lora] with publish = "adapters"; or leave it out'
-            )
 
 
 def _check_teacher(parts: Parts) -> None:

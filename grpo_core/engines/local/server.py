@@ -17,7 +17,6 @@ from grpo_core.engines.local.llama import Llama, Shape
 from grpo_core.engines.local.stopping import StopStrings
 from grpo_core.errors import EngineError, ModelError, WeightSyncError
 from grpo_core.records import Completion, EngineSetup, GenerationRequest, Weights
-from grpo_core.weights.adapters import whole_shapes
 from grpo_core.weights.reading import read_buckets
 
 
@@ -38,7 +37,9 @@ class Server(DecodingServer):
 
     def load(self, weights: Weights) -> Iterator[None]:
         """Read the weights twice: once to verify all of them during decoding, once to take them."""
+        shapes: dict[str, tuple[int, ...]] = {}
         for bucket in read_buckets(weights, device=self._device):
+            shapes |= {name: tuple(tensor.shape) for name, tensor in bucket.items()}
             del bucket  # the next one needs memory
             yield
         begin = time.perf_counter()
@@ -50,7 +51,7 @@ class Server(DecodingServer):
             threads = torch.get_num_threads()
             alone = ", each call alone" if self._setup.reproducible else ""
             print(f"engine local: {model.description}, {model.device}, {threads} threads{alone}", flush=True)
-        decoder.check(whole_shapes(weights))
+        decoder.check(shapes)
         try:
             decoder.load(read_buckets(weights, verify=False, device=self._device), weights.version)
         except WeightSyncError as error:

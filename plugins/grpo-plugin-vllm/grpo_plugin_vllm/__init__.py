@@ -19,8 +19,8 @@ def grpo_engines() -> Mapping[str, grpo_core.Offer]:
         "vllm": grpo_core.Offer(
             "grpo_plugin_vllm.engine:VllmEngine",
             requires={"vllm": "pip install 'grpo-core[vllm]' (on a CPU, see docs/engines.md)"},
+            check="grpo_plugin_vllm.options:check_adapters",
             memory="grpo_plugin_vllm.memory:memory",
-            needs_adapters="grpo_plugin_vllm.engine:needs_adapters",
             transports=("*",),
         ),
         "http": grpo_core.Offer("grpo_plugin_vllm.http:HttpEngine", workers="grpo_plugin_vllm.http:workers"),

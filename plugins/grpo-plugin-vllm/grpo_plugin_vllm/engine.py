@@ -105,8 +105,3 @@ class VllmEngine(ChildEngine):
             return None
         before, self._statistics = self._statistics, now
         return between(before, now)
-
-
-def needs_adapters(*, native_lora: bool = False, **_: Any) -> str:
-    """Return the option that lets vLLM compute adapters; "" if it shall not."""
-    return "native_lora" if native_lora else ""

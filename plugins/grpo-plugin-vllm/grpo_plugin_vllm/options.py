@@ -11,6 +11,7 @@ from typing import Any
 from attrs import field, frozen, validators
 
 from grpo_core import ConfigError, EngineSetup, ModelError
+from grpo_core.kit import Config, as_table
 from grpo_plugin_vllm.transfer import BACKEND, PLAIN_LINEAR, SERVER
 
 CPU_CACHE_MIB = 256
@@ -47,6 +48,16 @@ class Options:
                 f"'vllm' has data_parallel_size = {replicas!r}: only the first replica would get weights; "
                 "use engine.workers for several engines"
             )
+
+
+def check_adapters(*, config: Config, native_lora: bool = False, **_: Any) -> None:
+    """Raise ValueError if vLLM shall compute adapters, and weight syncs send none."""
+    lora = as_table(config)["model"].get("lora")
+    if native_lora and (lora is None or lora["publish"] != "adapters"):
+        raise ValueError(
+            'native_lora = true needs adapters: a section [model.lora] with publish = "adapters"; or leave '
+            "it out"
+        )
 
 
 def arguments(

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_core import EngineSetup
+from grpo_core import EngineSetup, PluginError
+from grpo_core.kit import PluginHost, build
 from grpo_plugin_vllm import server
 from grpo_plugin_vllm.engine import VllmEngine
 from grpo_plugin_vllm.options import BATCHED_TOKENS, Options, arguments
@@ -66,3 +67,18 @@ def test_every_argument_for_a_gpu_is_one_of_vllms():
     known = {node.target.id for node in found.body if isinstance(node, ast.AnnAssign)}
     asked = given(sleep_after=1.0, cache_mib=64, tensor_parallel=2)
     assert {"gpu_memory_utilization", "enable_sleep_mode"} <= asked.keys() <= known
+
+
+def test_vllm_is_refused_to_compute_adapters_where_the_weight_syncs_send_none():
+    host = PluginHost.discover()
+
+    def check(options, **model):
+        config = build([{"model": {"path": "tiny", **model}}], host.sections)
+        host.check_values("engine", "vllm", options, config=config)
+
+    needs = r"native_lora = true needs adapters: a section \[model\.lora\] with publish = \"adapters\""
+    for model in ({}, {"lora": {"publish": "merged"}}):
+        with pytest.raises(PluginError, match=needs):
+            check({"native_lora": True}, **model)
+    check({"native_lora": True}, lora={})
+    check({})
