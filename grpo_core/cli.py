@@ -15,7 +15,7 @@ from cyclopts import App, CycloptsError
 from grpo_core import commands
 from grpo_core.errors import ConfigError, GrpoError
 from grpo_core.interrupts import INTERRUPTED, leave
-from grpo_core.plugins.commands import Found, find_commands
+from grpo_core.plugins.commands import Commands, find_commands
 from grpo_core.plugins.hints import COMMANDS
 
 HELP = "Asynchronous GRPO for language models: domains are plugins, async RL is the core."
@@ -24,7 +24,7 @@ ALONE = {"--resume": "latest", "--ray": ""}
 """Values of options that are given without one."""
 
 
-def make_app(chosen: str = "", found: Found | None = None) -> App:
+def make_app(chosen: str = "", found: Commands | None = None) -> App:
     """Make the command line.
 
     Args:

@@ -85,8 +85,8 @@ def test_the_list_of_allowed_plugins_may_name_one_that_offers_commands_alone(sit
 
 def test_a_command_of_ours_that_is_not_installed_names_what_installs_it():
     code = (
-        "import sys; from grpo_core import cli, commands; from grpo_core.plugins.commands import Found\n"
-        "cli.find_commands = lambda core: Found(commands={})\ncli.main()"
+        "import sys; from grpo_core import cli, commands; from grpo_core.plugins.commands import Commands\n"
+        "cli.find_commands = lambda core: Commands(commands={})\ncli.main()"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, "report", "runs/a"], capture_output=True, text=True, timeout=120

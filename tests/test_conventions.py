@@ -145,8 +145,7 @@ def looked(environment, its, agents=None):
         pool = pool_of(environment, agents)
         await pool.start()
         prompts = {"sums": [Prompt(messages="1+1=", answer="2")]}
-        found = await first_look(0, RolloutConfig(), {"sums": pool}, prompts, its)
-        return {warning.cause: warning.message for warning in found}
+        return await first_look(RolloutConfig(), {"sums": pool}, prompts, its)
 
     return asyncio.run(story())
 

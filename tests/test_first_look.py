@@ -80,16 +80,13 @@ def looked(environment, renderer, *, prompts=None, held=(), **rollout):
     async def story():
         pool = EnvironmentPool([HostedEnvironment(environment, task="sums")], EnvironmentConfig())
         await pool.start()
-        found = await first_look(
-            3,
+        return await first_look(
             RolloutConfig(**rollout),
             {"sums": pool},
             {"sums": prompts or await pool.prompts("train")},
             renderer,
             held,
         )
-        assert {warning.step for warning in found} <= {3}
-        return {warning.cause: warning.message for warning in found}
 
     return asyncio.run(story())
 
@@ -185,12 +182,12 @@ def asked(*texts):
 def test_held_out_prompts_that_are_trained_on_are_told():
     trained = {"sums": asked("1+1=", "2+2=", "3+3="), "words": asked("a", "b")}
     sets = [held_out(asked("9+9=", " 2+2= ")), held_out(asked("c", "b"), "spelling")]
-    found = {warning.cause: warning.message for warning in leaks(7, trained, sets)}
+    found = leaks(trained, sets)
     assert set(found) == {"leak/sums/sums", "leak/spelling/words"}
     assert found["leak/sums/sums"].startswith(
         "1 of the 2 held-out prompts of 'sums' are among the training prompts of task 'sums', such as '1'"
     )
-    assert leaks(7, trained, [held_out(asked("9+9=", "2+2="), most=1)]) == [], "only what is measured counts"
+    assert leaks(trained, [held_out(asked("9+9=", "2+2="), most=1)]) == {}, "only what is measured counts"
 
 
 def test_the_rows_of_sources_are_compared_too(tmp_path):
@@ -199,5 +196,5 @@ def test_the_rows_of_sources_are_compared_too(tmp_path):
     train, other = (
         Source("letters", str(tmp_path / f"{name}.jsonl"), SourceConfig()) for name in ("train", "held_out")
     )
-    (warning,) = leaks(0, {"letters": train}, [held_out(other[:])])
-    assert "1 of the 3 held-out prompts" in warning.message
+    (message,) = leaks({"letters": train}, [held_out(other[:])]).values()
+    assert "1 of the 3 held-out prompts" in message

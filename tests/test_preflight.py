@@ -60,7 +60,7 @@ BUDGET = '''
 
 def checked(**table):
     config, host = configure([{"plugins": ["budget"], **table}], {})
-    return [(each.cause, each.message) for each in checks_of_plugins(config, host)]
+    return checks_of_plugins(config, host)
 
 
 def test_a_plugin_warns_of_a_run_or_refuses_it(install):  # noqa: F811

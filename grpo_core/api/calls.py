@@ -16,7 +16,8 @@ from grpo_core.aio import to_the_end
 from grpo_core.api.given import Given, configuration, given, names, trackers
 from grpo_core.api.run import Run
 from grpo_core.app import build, measuring
-from grpo_core.app.launch import Launch, configure_target, continued, new_run
+from grpo_core.app.launch import configure_target, continued, new_run
+from grpo_core.app.resume import Launch
 from grpo_core.app.session import Session, start_session
 from grpo_core.app.stopping import Stop
 from grpo_core.config import merge

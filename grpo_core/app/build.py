@@ -18,7 +18,6 @@ from attrs import asdict, define, evolve, field, frozen
 from grpo_core.app import provenance, readings
 from grpo_core.app.first_look import first_look, leaks
 from grpo_core.app.gpus import Devices
-from grpo_core.app.launch import Launch
 from grpo_core.app.lengths import RunPrompts, has_tokenizer
 from grpo_core.app.model_files import check_files
 from grpo_core.app.parts import (
@@ -31,10 +30,10 @@ from grpo_core.app.parts import (
 )
 from grpo_core.app.placement import Placement
 from grpo_core.app.preflight import interval_of
-from grpo_core.app.resume import changed_schedule, identity
+from grpo_core.app.resume import Launch, changed_schedule, identity
 from grpo_core.app.stopping import Stop, interruptions
 from grpo_core.app.tasks import Tasks
-from grpo_core.config import Config, EngineConfig, as_table
+from grpo_core.config import Config, as_table
 from grpo_core.data.dataloaders import Dataloader
 from grpo_core.data.loaders import TaskLoader
 from grpo_core.data.samplers import PromptStream
@@ -87,7 +86,7 @@ class Outcome:
     """Number of weight syncs since then, or since the first one."""
 
 
-class Scores(Tracker):
+class FirstAndLast(Tracker):
     """The metrics of each task in the first and the last validation.
 
     Args:
@@ -110,7 +109,7 @@ class RunContext:
 
     start: Launch
     trackers: Trackers
-    scores: Scores
+    scores: FirstAndLast
     retention: Retention
     placement: Placement = field(init=False)
     tasks: Tasks = field(init=False)
@@ -121,8 +120,8 @@ class RunContext:
     """Start of the program, on the clock of the event loop, from which a time limit counts."""
     after: list[Callable[[Event], None]] = field(factory=list)
     """Each is called with each event that the trackers have received."""
-    warnings: list[WarningRaised] = field(factory=list)
-    """Found while the run was built; raised when it has started."""
+    warnings: list[tuple[str, str]] = field(factory=list)
+    """Causes and messages, found while the run was built; they are raised when it has started."""
     goal: dict[str, float] = field(factory=dict)
     """Value of the metric of ``trainer.stop_when``, by its name; each checkpoint contains it."""
 
@@ -149,12 +148,6 @@ class RunContext:
         self.trackers.emit(event)
         for receive in self.after:
             receive(event)
-
-    def warn(self, messages: Mapping[str, str]) -> None:
-        """Note warnings, by cause, which are raised when the run has started."""
-        self.warnings += [
-            WarningRaised(step=self.step, cause=cause, message=message) for cause, message in messages.items()
-        ]
 
 
 async def train(
@@ -238,7 +231,7 @@ async def _train(run: RunContext, interruptible: Callable[[Pipeline], None]) -> 
 def _with_trackers(start: Launch, listeners: Mapping[str, Tracker]) -> RunContext:
     """Start the trackers of the run itself, of the configuration, and the listeners."""
     config, directory, resume = start.config, start.directory, start.found
-    scores = Scores(directory.first_scores() if resume else {})
+    scores = FirstAndLast(directory.first_scores() if resume else {})
     kept = config.checkpoint
     steps = sys.maxsize if config.trainer.epochs else config.trainer.steps
     best = kept.best.removeprefix("-")
@@ -287,8 +280,8 @@ async def _start(run: RunContext) -> Pipeline:
         directory.take_back_config()  # a resumed run does not keep changes with which it cannot start
         raise
     run.emit(_started(config, run, pipeline.buffer.statistics()))
-    for warning in run.warnings:
-        run.emit(warning)
+    for cause, message in run.warnings:
+        run.emit(WarningRaised(step=run.step, cause=cause, message=message))
     for reason in run.resume.passed_over if run.resume else ():
         report("passed_over", "checkpoints", f"passed over {reason}")
     return pipeline
@@ -333,7 +326,7 @@ async def build_pipeline(config: Config, run: RunContext) -> tuple[Config, Pipel
         kept, messages = await found.short_enough(
             config.rollout.max_prompt_tokens, tasks.environments, renderer, tasks.dataloaders
         )
-        run.warn(messages)
+        run.warnings += messages.items()
         return renderer, kept
 
     renderer = None
@@ -343,19 +336,15 @@ async def build_pipeline(config: Config, run: RunContext) -> tuple[Config, Pipel
     config = with_steps(config, sizes)
     parts = Parts(config, run.plugins)
     trainer = _trainer(parts, run, model, teacher, devices)
-    logs, colocated = run.directory.logs, config.pipeline.max_staleness > 0
-    engines = {
-        key: _engine(
-            parts,
-            run,
-            section,
-            model.path,
-            logs if key == "engine" else logs / "validation",
-            colocated=colocated or key != "engine",
-            env_vars=devices.engines.get(key, ()),
-        )
-        for key, section in parts.engines().items()
-    }
+    engines = {}
+    for key, section in parts.engines().items():
+        trains = key == "engine"
+        logs = run.directory.logs if trains else run.directory.logs / "validation"
+        logs.mkdir(exist_ok=True)
+        colocated = config.pipeline.max_staleness > 0 or not trains
+        setup = parts.engine_setup(section, model.path, logs=logs, colocated=colocated)
+        engines[key] = parts.engine(section, setup, run.placement, devices.engines.get(key, ()))
+        run.stack.push_async_callback(engines[key].aclose)
     await asyncio.to_thread(_import_what_is_needed_soon, config)
     await trainer.started()  # after the imports: a trainer in a thread may import the same
     if renderer is None:
@@ -375,15 +364,16 @@ async def _pipeline(
     """Connect the parts that have started; continue where the checkpoint of a resumed run left them."""
     config, prompts, held_out = parts.config, found.prompts, found.held_out
     environments = run.tasks.environments
-    run.warnings += await first_look(run.step, config.rollout, environments, prompts, renderer, held_out)
-    run.warnings += await asyncio.to_thread(leaks, run.step, prompts, held_out)
+    found_odd = await first_look(config.rollout, environments, prompts, renderer, held_out)
+    found_odd |= await asyncio.to_thread(leaks, prompts, held_out)
     for remark in parts.remarks:
         if remark.costs:
-            run.warn({"off_policy": remark.message})
+            found_odd["off_policy"] = remark.message
         else:
             run.trackers.status(remark.message)
     if run.resume is not None and (changed := changed_schedule(run.resume, config.trainer)):
-        run.warn({"schedule": changed})
+        found_odd["schedule"] = changed
+    run.warnings += found_odd.items()
     buffer, loaders, places = parts.buffer(), _loaders(config, run.tasks, prompts), parts.places()
     stream = PromptStream(sampler=parts.sampler(), loaders=loaders, name=config.sampler.name)
     _restore(run, checkpoint.restore, buffer, loaders, stream)
@@ -412,7 +402,12 @@ async def _pipeline(
         schedule=parts.schedule(began=run.began),
         emit=run.emit,
         flush=run.trackers.flush,
-        readings=_readings(run.trackers, engine),
+        readings=lambda: {
+            **run.trackers.metrics(),
+            **run.trackers.incidents.read(),
+            **readings.of_engine(engine),
+            **readings.memory(),
+        },
         validate=validate,
         validate_first=validation.measured < run.step,
         save=_save(config, run, trainer, buffer, loaders, stream, validation),
@@ -490,7 +485,7 @@ async def _start_model(parts: Parts, run: RunContext, found: RunPrompts) -> Star
     if start.prepare is None:  # it may have been downloaded just now
         path, template = Path(start.path), chat_template(config.model.chat_template)
         odd = await asyncio.to_thread(check_files, path, template)
-        run.warnings += [WarningRaised(step=run.step, cause="model", message=each) for each in odd]
+        run.warnings += [("model", each) for each in odd]
     return start
 
 
@@ -511,24 +506,6 @@ def _trainer(parts: Parts, run: RunContext, model: StartModel, teacher: str, dev
     trainer: Trainer = run.plugins.make("trainer", chosen.name, setup, **chosen.options)
     run.stack.push_async_callback(trainer.aclose)
     return trainer
-
-
-def _engine(
-    parts: Parts,
-    run: RunContext,
-    section: EngineConfig,
-    model: str,
-    logs: Path,
-    *,
-    colocated: bool,
-    env_vars: Sequence[Mapping[str, str]],
-) -> Engine:
-    """Start the engine of a section, without waiting for it."""
-    logs.mkdir(exist_ok=True)
-    setup = parts.engine_setup(section, model, logs=logs, colocated=colocated)
-    engine = parts.engine(section, setup, run.placement, env_vars)
-    run.stack.push_async_callback(engine.aclose)
-    return engine
 
 
 def _import_what_is_needed_soon(config: Config) -> None:
@@ -576,17 +553,6 @@ def _dedicated(
         canary_tolerance=parts.canary_tolerance(section),
         canary_deadline=section.deadline + SYNC_GRACE,
     )
-
-
-def _readings(trackers: Trackers, engine: Engine) -> Callable[[], Mapping[str, float]]:
-    """Return the function that reads what went on beside the loop since its last call."""
-    incidents = trackers.incidents.read
-    return lambda: {
-        **trackers.metrics(),
-        **incidents(),
-        **readings.of_engine(engine),
-        **readings.memory(),
-    }
 
 
 def _save(

@@ -12,7 +12,6 @@ from grpo_core.data.leakage import digest, leaked
 from grpo_core.data.sources import Source, missing
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.errors import GrpoError, ModelError
-from grpo_core.events import WarningRaised
 from grpo_core.records import Prompt
 from grpo_core.text.conventions import REPLIES, WITH_CALLS, misread
 from grpo_core.text.rendering import Renderer
@@ -23,14 +22,13 @@ SOLVED = 16
 
 
 async def first_look(
-    step: int,
     rollout: RolloutConfig,
     environments: Mapping[str, EnvironmentPool],
     prompts: Mapping[str, Sequence[Prompt]],
     renderer: Renderer,
     held_out: Sequence[HeldOut] = (),
-) -> list[WarningRaised]:
-    """Return warnings about settings with which a run would learn little or nothing.
+) -> dict[str, str]:
+    """Return the messages about settings with which a run would learn little or nothing, by cause.
 
     An environment that cannot be asked is passed over: the run itself will say why.  Raises ConfigError if no
     prompt of a task can be played.
@@ -54,7 +52,20 @@ async def first_look(
                 told[f"{cause}/{task}"] = f"task {task!r}: {message}"
         except GrpoError:
             continue
-    told |= _no_answers(prompts, held_out)
+    looked = [("", f"task {name!r}", name, own) for name, own in prompts.items()]
+    looked += [
+        ("_held_out", f"validation of {name!r}", name, own[: part.config.prompts])
+        for part in held_out
+        for name, own in part.prompts.items()
+    ]
+    answered = {name for name, own in prompts.items() if _without_answer(own) < len(own)}
+    for where, what, name, own in looked:
+        without = _without_answer(own)
+        if without and (without < len(own) or name in answered):
+            told[f"no_answer{where}/{name}"] = (
+                f"{what}: {without:,} of its {len(own):,} prompts have no answer to compare a reply with "
+                "(source.answer names the field of a row)"
+            )
     for name in (name for part in held_out for name, own in part.prompts.items() if not own):
         told[f"no_held_out/{name}"] = (
             f"task {name!r} is never validated, since its environment offers no prompts for validation; "
@@ -62,28 +73,13 @@ async def first_look(
         )
     calling = [task for task in prompts if tools.get(task) or environments[task].player is not None]
     told |= await asyncio.to_thread(conventions, renderer, rollout.stop, calling)
-    asking = {task: part for task, part in prompts.items() if environments[task].player is None}
-    told |= await _long_prompts(rollout, asking, held_out, renderer, tools)
-    return [WarningRaised(step=step, cause=cause, message=message) for cause, message in told.items()]
-
-
-def _no_answers(prompts: Mapping[str, Sequence[Prompt]], held_out: Sequence[HeldOut]) -> dict[str, str]:
-    """Return the messages about prompts without an answer where others of their task have one, by cause."""
-    told = {}
-    answered = {name for name, own in prompts.items() if _without_answer(own) < len(own)}
-    trained = [(f"no_answer/{name}", f"task {name!r}", name, own) for name, own in prompts.items()]
-    measured = [
-        (f"no_answer_held_out/{name}", f"validation of {name!r}", name, own[: part.config.prompts])
-        for part in held_out
-        for name, own in part.prompts.items()
-    ]
-    for cause, what, name, own in (*trained, *measured):
-        without = _without_answer(own)
-        if without and (without < len(own) or name in answered):
-            told[cause] = (
-                f"{what}: {without:,} of its {len(own):,} prompts have no answer to compare a reply with "
-                "(source.answer names the field of a row)"
-            )
+    played = {name: each.player for name, each in environments.items()}
+    played |= {name: each.player for part in held_out for name, each in part.environments.items()}
+    for where, what, name, own in looked:
+        if own and played[name] is None:
+            with contextlib.suppress(ModelError):  # a template that refuses a prompt is an error later
+                message = await unplayable(what, own, rollout, renderer, tools.get(name, ()))
+                told |= {f"long{where or '_prompts'}/{name}": f"{what}: {message}"} if message else {}
     return told
 
 
@@ -126,47 +122,20 @@ async def conventions_of_validation(
     return await asyncio.to_thread(conventions, renderer, stop, calling)
 
 
-async def _long_prompts(
-    rollout: RolloutConfig,
-    prompts: Mapping[str, Sequence[Prompt]],
-    held_out: Sequence[HeldOut],
-    renderer: Renderer,
-    tools: Mapping[str, Tools],
-) -> dict[str, str]:
-    """Return the messages about prompts that no rollout can play, by cause.  Raises ConfigError."""
-    trained = [(f"long_prompts/{name}", f"task {name!r}", name, own) for name, own in prompts.items()]
-    measured = [
-        (f"long_held_out/{name}", f"validation of {name!r}", name, own[: part.config.prompts])
-        for part in held_out
-        for name, own in part.prompts.items()
-        if part.environments[name].player is None
-    ]
-    told: dict[str, str] = {}
-    for cause, what, name, own in (*trained, *measured):
-        if own:
-            with contextlib.suppress(ModelError):  # a template that refuses a prompt is an error later
-                message = await unplayable(what, own, rollout, renderer, tools.get(name, ()))
-                told |= {cause: f"{what}: {message}"} if message else {}
-    return told
-
-
-def leaks(
-    step: int, prompts: Mapping[str, Sequence[Prompt]], held_out: Sequence[HeldOut]
-) -> list[WarningRaised]:
-    """Return a warning for each task or set that is validated with prompts that are trained on."""
+def leaks(prompts: Mapping[str, Sequence[Prompt]], held_out: Sequence[HeldOut]) -> dict[str, str]:
+    """Return a message for each task or set that is validated with prompts that are trained on, by cause."""
     trained = {task: _digests(part) for task, part in prompts.items()} if held_out else {}
-    found = []
+    found = {}
     for part in held_out:
         for name, own in part.prompts.items():
             digests = _digests(own)[: part.config.prompts]
             for task in trained:
                 if both := leaked(trained[task], digests):
-                    message = (
+                    found[f"leak/{name}/{task}"] = (
                         f"{len(both):,} of the {len(digests):,} held-out prompts of {name!r} are among the "
                         f"training prompts of task {task!r}, such as {own[both[0]].id!r}: its validation "
                         "measures what the run has seen"
                     )
-                    found.append(WarningRaised(step=step, cause=f"leak/{name}/{task}", message=message))
     return found
 
 

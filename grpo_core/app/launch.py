@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from attrs import frozen
+from attrs import evolve
 
 from grpo_core.app import preflight
 from grpo_core.app import resume as continuing
 from grpo_core.app.model_files import check_files
 from grpo_core.app.paths import with_absolute_paths
+from grpo_core.app.resume import Launch
 from grpo_core.config import Config, build, merge, replace_parts
 from grpo_core.errors import ConfigError, wrong_input
-from grpo_core.events import WarningRaised
-from grpo_core.loop import checkpoint
 from grpo_core.model_sources import model_source
 from grpo_core.models import chat_template, directory_here
 from grpo_core.plugins.configured import configured
@@ -28,28 +26,6 @@ from grpo_core.validation.target import EvalTarget, without_overridden
 
 RUNS = Path("runs")
 """The directory in which runs are made unless another one is named."""
-
-
-@frozen(kw_only=True)
-class Launch:
-    """A run that may start: its configuration has passed all checks, and its directory is locked."""
-
-    config: Config
-    host: PluginHost
-    directory: RunDirectory
-    found: checkpoint.Found | None = None
-    """The checkpoint from which it continues."""
-    over: continuing.Over | None = None
-    """Set if nothing is left to train."""
-    notes: tuple[str, ...] = ()
-    """Messages to the user."""
-    warnings: Sequence[WarningRaised] = ()
-    """Warnings of the functions of ``grpo_preflight``, which the run raises."""
-
-    def again(self, block: Sequence[str]) -> str:
-        """Return the command that continues the run."""
-        command = shlex.join(["grpo-core", "train", "--resume", str(self.directory.path)])
-        return command + "".join(f" --no-plugin {shlex.quote(name)}" for name in block)
 
 
 def new_run(
@@ -62,12 +38,11 @@ def new_run(
 ) -> Launch:
     """Prepare a new run.  The arguments are those of ``configure``.  Raises GrpoError for wrong input."""
     config, host = configure(layers, changes, block, offers)
-    check_config(config, host)
-    check_model(config, host)
-    with wrong_input():
-        warnings = preflight.checks_of_plugins(config, host)
+    warnings = _checked(config, host)
     config = with_absolute_paths(config, host)
-    directory = RunDirectory.create(output or _new_name(config), config)
+    if output is None:
+        output = unused(RUNS / ("+".join(config.tasks) + datetime.now().strftime("-%Y%m%d-%H%M%S")))
+    directory = RunDirectory.create(output, config)
     return Launch(config=config, host=host, directory=directory, warnings=warnings)
 
 
@@ -76,28 +51,15 @@ def continued(
 ) -> Launch:
     """Prepare to continue a run with some changes.  Raises GrpoError for wrong input."""
     with wrong_input():
-        resumed, host = continuing.find(path, changes, block, offers)
-    warnings: list[WarningRaised] = []
+        resumed = continuing.find(path, changes, block, offers)
     try:
         if resumed.over is None:  # otherwise no part is started
-            check_config(resumed.config, host)
-            check_model(resumed.config, host)
-            with wrong_input():
-                step = resumed.found.step if resumed.found else 0
-                warnings = preflight.checks_of_plugins(resumed.config, host, step)
+            resumed = evolve(resumed, warnings=_checked(resumed.config, resumed.host))
         continuing.begin(resumed)
     except BaseException:
         resumed.directory.unlock()
         raise
-    return Launch(
-        config=resumed.config,
-        host=host,
-        directory=resumed.directory,
-        found=resumed.found,
-        over=resumed.over,
-        notes=resumed.notes,
-        warnings=warnings,
-    )
+    return resumed
 
 
 def configure(
@@ -145,6 +107,14 @@ def configure_target(
     return config, host
 
 
+def _checked(config: Config, host: PluginHost) -> list[tuple[str, str]]:
+    """Check a configuration before a run starts; return causes and messages of the plugins' warnings."""
+    check_config(config, host)
+    check_model(config, host)
+    with wrong_input():
+        return preflight.checks_of_plugins(config, host)
+
+
 def check_config(config: Config, host: PluginHost, *, trains: bool = True) -> None:
     """Check what the configuration names; whatever is wrong with it is wrong input."""
     with wrong_input():
@@ -177,11 +147,6 @@ def task_name(env: str) -> str:
     """Return the name of a task for an environment's name: its last part, as tasks may be called."""
     name = env.rsplit(":", 1)[-1].rsplit("/", 1)[-1].removesuffix(".py")
     return re.sub(r"[^a-z0-9_.-]", "_", name.lower())[:64]
-
-
-def _new_name(config: Config) -> Path:
-    """Return runs/TASKS-DATE, with a number if it exists."""
-    return unused(RUNS / ("+".join(config.tasks) + datetime.now().strftime("-%Y%m%d-%H%M%S")))
 
 
 def unused(path: Path) -> Path:

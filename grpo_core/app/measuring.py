@@ -63,7 +63,19 @@ class Measurement:
                 write_validation(self.directory, event.version, event.groups)
             if not played:
                 self.directory.rmdir()  # it ended before its results
-        report = self._report(results)
+        validation = self.config.validation
+        resolved = {name: validation.of_set(name) for name in validation.sets if name in results}
+        report = {
+            "model": self.target.name,
+            "version": self.target.version,
+            "validation": validation.name,
+            "options": validation.options,
+            "sets": {
+                name: {"validation": one.name, "options": one.options} for name, one in resolved.items()
+            },
+            "seed": self.config.seed,
+            "results": results,
+        }
         provenance.write(self.directory, self.config, self.host)
         text = json.dumps(report, indent=2)
         (self.directory / "results.json").write_text(text + "\n", encoding="utf-8")
@@ -100,21 +112,6 @@ class Measurement:
             validation = parts.validation(found.held_out, session.engine, renderer, parts.places(), emit=emit)
             return await validation.measure(self.target.version, validation.parts)
 
-    def _report(self, results: Results) -> dict[str, Any]:
-        validation = self.config.validation
-        resolved = {name: validation.of_set(name) for name in validation.sets if name in results}
-        return {
-            "model": self.target.name,
-            "version": self.target.version,
-            "validation": validation.name,
-            "options": validation.options,
-            "sets": {
-                name: {"validation": one.name, "options": one.options} for name, one in resolved.items()
-            },
-            "seed": self.config.seed,
-            "results": results,
-        }
-
 
 def prepare(
     target: str,
@@ -140,10 +137,19 @@ def prepare(
     with wrong_input():
         measured = find_target(target, changes.get("plugins"), block)
     config, host = configure_target(measured, changes, block, offers, tasks=tasks)
-    _check_only(only, config)
+    known = [*config.tasks, *config.validation.sets]
+    if unknown := [name for name in only if name not in known]:
+        raise ConfigError(
+            f"--only {unknown[0]}: is neither a task nor a validation set; there are {', '.join(known)}"
+        )
     if measured.model is not None:
         check_files(measured.model, chat_template(config.model.chat_template))
-    directory = new_directory(output or _name(Path(target), config))
+    if output is None:
+        now = datetime.now().strftime("%Y%m%d-%H%M%S")
+        in_run = Path(target, "validated", now) if Path(target, CONFIG).is_file() else None
+        of_model = RUNS / f"{'+'.join(config.tasks or config.validation.sets)}-validated-{now}"
+        output = unused(in_run or of_model)
+    directory = new_directory(output)
     return Measurement(config=config, host=host, target=measured, only=only, directory=directory)
 
 
@@ -160,23 +166,3 @@ async def _held_out(
     if empty := [name for name, own in prompts.items() if not own]:
         raise ConfigError(f"task {', '.join(map(repr, empty))}: there are no prompts for validation")
     return [evolve(plain, prompts=prompts), *of_sets]
-
-
-def _check_only(only: Sequence[str], config: Config) -> None:
-    known = [*config.tasks, *config.validation.sets]
-    if unknown := [name for name in only if name not in known]:
-        raise ConfigError(
-            f"--only {unknown[0]}: is neither a task nor a validation set; there are {', '.join(known)}"
-        )
-
-
-def _name(target: Path, config: Config) -> Path:
-    """Return RUN/validated/DATE for a run, and runs/TASKS-validated-DATE for a model."""
-    now = datetime.now().strftime("%Y%m%d-%H%M%S")
-    a_run = (target / CONFIG).is_file()
-    first = (
-        target / "validated" / now
-        if a_run
-        else RUNS / f"{'+'.join(config.tasks or config.validation.sets)}-validated-{now}"
-    )
-    return unused(first)

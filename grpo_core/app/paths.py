@@ -11,7 +11,6 @@ from typing import Any, TypeVar, cast
 
 from attrs import evolve, fields, fields_dict, frozen
 
-from grpo_core.app.teacher import teacher_model
 from grpo_core.config import Config, PluginChoice, SourceConfig, ValidationSetConfig
 from grpo_core.data.files import LINES, TABLES
 from grpo_core.errors import GrpoError
@@ -22,6 +21,7 @@ from grpo_core.plugins.paths import with_absolute_path as with_absolute_name
 from grpo_core.plugins.paths import with_absolute_paths as with_absolute_options
 from grpo_core.plugins.paths import with_absolute_paths_of_file as with_absolute_options_of_file
 from grpo_core.records import SectionValues, name_of_class
+from grpo_core.validation.target import teacher_model
 
 Choice = TypeVar("Choice", bound=PluginChoice)
 
@@ -40,9 +40,11 @@ def with_absolute_paths(config: Config, host: PluginHost) -> Config:
     teacher = config.teacher
     if teacher.path and Path(teacher.path).expanduser().is_dir():
         teacher = evolve(teacher, path=absolute(teacher_model(teacher.path)))
-    choices: dict[str, Any] = {
-        section: options.of_choice(_kind(section), choice) for section, choice in _choices(config)
-    }
+    choices: dict[str, Any] = {}
+    for section in fields_dict(Config):
+        if isinstance(choice := getattr(config, section), PluginChoice):
+            kind = "validation_strategy" if section == "validation" else cast("Kind", section)
+            choices[section] = options.of_choice(kind, choice)
     own = config.validation.engine
     choices["validation"] = evolve(
         choices["validation"],
@@ -162,18 +164,6 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, Mapping):
         for each in value.values():
             yield from _texts(each)
-
-
-def _choices(config: Config) -> Iterator[tuple[str, PluginChoice]]:
-    for section in fields_dict(Config):
-        choice = getattr(config, section)
-        if isinstance(choice, PluginChoice):
-            yield section, choice
-
-
-def _kind(section: str) -> Kind:
-    """Return the kind of what a section chooses."""
-    return "validation_strategy" if section == "validation" else cast("Kind", section)
 
 
 def _absolute_name(name: str) -> str:

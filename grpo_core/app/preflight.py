@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import cast
 
 from grpo_core.app.parts import Parts
-from grpo_core.app.teacher import teacher_model
 from grpo_core.app.workers import of_task, workers_of
 from grpo_core.config import (
     CUTS,
@@ -24,7 +23,6 @@ from grpo_core.config.idle import OF_LOSS, idle_keys
 from grpo_core.data.files import check_there
 from grpo_core.data.samplers import plugin_state
 from grpo_core.errors import ConfigError, did_you_mean, plugin_errors
-from grpo_core.events import WarningRaised
 from grpo_core.loop.dynamic import EQUAL_REWARDS, short_name
 from grpo_core.loop.endings import Goal
 from grpo_core.loop.metrics import COMPARED, documented
@@ -36,6 +34,7 @@ from grpo_core.plugins.offers import Selected
 from grpo_core.processes.interpreters import Interpreter, from_here
 from grpo_core.reporting.selection import check_trackers
 from grpo_core.text.response_formats import check_response_format
+from grpo_core.validation.target import teacher_model
 
 CHECKED = ("engine", "trainer", "loss", "optimizer", "advantage", "filter", "player")
 """Kinds whose names and options are checked alone; the others are made, or checked with what is around."""
@@ -48,7 +47,12 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
     may be loadable only in their own process.
     """
     if not config.tasks and (trains or not config.validation.sets):
-        raise _no_task("train on" if trains else "measure", host)
+        offered = sorted(f"{p.name}:{n}" for p in host.plugins for n in p.offers.get("environment", ()))
+        raise ConfigError(
+            f"no task to {'train on' if trains else 'measure'}: give an environment with --env NAME, or "
+            "[tasks.NAME] in CONFIG.toml; installed: "
+            + (", ".join(offered) or "none (pip install grpo-plugin-math, for one)")
+        )
     parts = Parts(config, host)
     remote = parts.placement().remote
     for name, task in config.tasks.items():
@@ -91,16 +95,18 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
     check_response_format(config.model.response_format)
 
 
-def checks_of_plugins(config: Config, host: PluginHost, step: int = 0) -> list[WarningRaised]:
-    """Call the functions of ``grpo_preflight``; return their warnings.  Raises GrpoError."""
+def checks_of_plugins(config: Config, host: PluginHost) -> list[tuple[str, str]]:
+    """Call the functions of ``grpo_preflight``; return causes and messages of their warnings.
+
+    Raises GrpoError.
+    """
     found = []
     for plugin in host.plugins:
         for name, given in plugin.offers.get("preflight", {}).items():
             offer = Selected("preflight", name, plugin, given)
             function = offer.load()
             with plugin_errors(str(offer)):
-                messages = list(function(config, host))
-            found += [WarningRaised(step=step, cause=name, message=message) for message in messages]
+                found += [(name, message) for message in function(config, host)]
     return found
 
 
@@ -167,14 +173,6 @@ def _check_teacher(parts: Parts) -> None:
         require_peft()
     else:
         check_path(teacher)
-
-
-def _no_task(purpose: str, host: PluginHost) -> ConfigError:
-    offered = sorted(f"{p.name}:{n}" for p in host.plugins for n in p.offers.get("environment", ()))
-    return ConfigError(
-        f"no task to {purpose}: give an environment with --env NAME, or [tasks.NAME] in CONFIG.toml; "
-        "installed: " + (", ".join(offered) or "none (pip install grpo-plugin-math, for one)")
-    )
 
 
 def _check_best(config: Config) -> None:
@@ -286,19 +284,14 @@ def _check_placement(parts: Parts, *, trains: bool) -> None:
     placement = parts.placement()
     placement.check(parts.trainer_here if trains else None, parts.engines(trains=trains))
     if trains:
-        _check_place_of_trainer(parts)
+        needed, chosen = parts.place_of_trainer, parts.config.placement.name
+        if needed and needed != chosen:
+            raise ConfigError(
+                f'trainer.name = "{parts.config.trainer.name}": its processes are in the workers of '
+                f'placement.name = "{needed}", and placement.name is "{chosen}"; set it to "{needed}"'
+            )
         parts.data_plane(placement)
     parts.transport(placement)
-
-
-def _check_place_of_trainer(parts: Parts) -> None:
-    """Raise ConfigError if the trainer's processes are in another placement, or a key does not fit them."""
-    trainer, needed, chosen = parts.config.trainer, parts.place_of_trainer, parts.config.placement.name
-    if needed and needed != chosen:
-        raise ConfigError(
-            f'trainer.name = "{trainer.name}": its processes are in the workers of placement.name = '
-            f'"{needed}", and placement.name is "{chosen}"; set it to "{needed}"'
-        )
 
 
 def _check_ranks(config: Config, host: PluginHost) -> None:

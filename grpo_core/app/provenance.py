@@ -67,7 +67,11 @@ def found(config: Config, host: PluginHost) -> dict[str, Any]:
             if plugin.fault is None and plugin.name != BUILT_IN and plugin.version
         },
         "environments": {
-            name: of_environment(task.env, host) for name, task in _environments(config).items()
+            name: of_environment(task.env, host)
+            for name, task in {
+                **config.tasks,
+                **config.validation.environments(config.validation.sets),
+            }.items()
         },
         "files": _hashes(plugin_files(config)),
         "libraries": {name: known for name in LIBRARIES if (known := _version(name)) is not None},
@@ -104,13 +108,6 @@ def package_hash(name: str) -> str | None:
             digest.update(f"{relative}\0".encode())
             digest.update(hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()
-
-
-def _environments(config: Config) -> Mapping[str, Any]:
-    return {
-        **config.tasks,
-        **config.validation.environments(config.validation.sets),
-    }
 
 
 def of_environment(env: str, host: PluginHost) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections import defaultdict
@@ -30,20 +31,9 @@ def memory() -> dict[str, float]:
     found: dict[str, float] = defaultdict(float)
     named = living()
     for pid, name in [(os.getpid(), "main"), *named.items()]:
-        others = named.keys() if name == "main" else ()
-        for each in descendants(pid, others):
-            found[f"memory/{_plain(name)}"] += _resident(each)
+        metric = "memory/" + re.sub(r"\W+", "_", name).strip("_")  # such as "environment_of_task_sort"
+        for each in descendants(pid, named.keys() if name == "main" else ()):
+            with contextlib.suppress(OSError, IndexError):  # it has ended
+                pages = int(Path(f"/proc/{each}/statm").read_text().split()[1])
+                found[metric] += pages * os.sysconf("SC_PAGE_SIZE") / 2**20
     return {name: mib for name, mib in found.items() if mib}
-
-
-def _plain(name: str) -> str:
-    """Return a process's name as a part of a metric's, such as "environment_of_task_sort"."""
-    return re.sub(r"\W+", "_", name).strip("_")
-
-
-def _resident(pid: int) -> float:
-    try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    except (OSError, IndexError):
-        return 0.0
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from math import isclose
@@ -64,23 +65,30 @@ class Over:
 
 
 @frozen(kw_only=True)
-class Resumed:
-    """A run that continues."""
+class Launch:
+    """A run that starts, or continues; its directory is locked."""
 
-    directory: RunDirectory
     config: Config
-    changed: bool
-    """Whether the configuration differs from the one of the start before."""
-    found: checkpoint.Found | None
-    over: Over | None
+    host: PluginHost
+    directory: RunDirectory
+    before: Config | None = None
+    """Configuration of the start before; None for a new run."""
+    found: checkpoint.Found | None = None
+    """The checkpoint from which it continues."""
+    over: Over | None = None
     """Set if nothing is left to train."""
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
     """Messages to the user: where the run continues, and what is different now."""
+    warnings: Sequence[tuple[str, str]] = ()
+    """Causes and messages of the functions of ``grpo_preflight``, which the run raises."""
+
+    def again(self, block: Sequence[str]) -> str:
+        """Return the command that continues the run."""
+        command = shlex.join(["grpo-core", "train", "--resume", str(self.directory.path)])
+        return command + "".join(f" --no-plugin {shlex.quote(name)}" for name in block)
 
 
-def find(
-    path: Path, changes: Mapping[str, Any], block: Sequence[str], offers: Offers = NO_OFFERS
-) -> tuple[Resumed, PluginHost]:
+def find(path: Path, changes: Mapping[str, Any], block: Sequence[str], offers: Offers = NO_OFFERS) -> Launch:
     """Open a run to continue it, with its directory locked; change nothing.
 
     ``offers`` are objects of the program that continues it.
@@ -104,15 +112,14 @@ def _found(
     changes: Mapping[str, Any],
     block: Sequence[str],
     offers: Offers,
-) -> tuple[Resumed, PluginHost]:
+) -> Launch:
     config, host = configured([replace_parts(as_table(before), changes), changes], block, offers)
     found = checkpoint.newest(directory.checkpoints)
     over = None if found is None else _over(path, found, config, directory)
     if over is not None and over.complete:
-        resumed = Resumed(
-            directory=directory, config=before, changed=False, found=found, over=over, notes=(over.told,)
+        return Launch(
+            config=before, host=host, directory=directory, found=found, over=over, notes=(over.told,)
         )
-        return resumed, host
     config = with_absolute_paths(config, host)
     edits = differences(as_table(before), as_table(config))
     notes = [f"{key}: {shown(old)} -> {shown(new)}" for key, old, new in edits]
@@ -126,7 +133,15 @@ def _found(
             _check_fixed(path, fixed, config)
             _check_start(path, saved.get("start", ""), config, host)
             _check_staleness(path, state["buffer"]["ready"], config.pipeline.max_staleness)
-            notes += [*_warnings(path, saved, config), *_failure(found, state)]
+            notes += _warnings(path, saved, config)
+            if failure := state.get("failure"):
+                error = shortened(" ".join(failure["error"].split()), LONGEST_NOTE)
+                proved = f"the engine's weights up to version {failure['proved']}"
+                proved = "no weight sync" if failure["proved"] is None else proved
+                notes.append(
+                    f"the run ended after step {found.step} by an error: {error} (the canary had proved "
+                    f"{proved})"
+                )
             _check_states(found.directory, state, config, host)
         if over is None:
             notes += _consequences(before, config, changes)
@@ -135,15 +150,15 @@ def _found(
             notes.append(f"continuing {path} after step {found.step}{again}")
         else:
             notes += [over.told, "completing its end: its page, and what else its trackers write then"]
-    resumed = Resumed(
-        directory=directory,
+    return Launch(
         config=config,
-        changed=config != before,
+        host=host,
+        directory=directory,
+        before=before,
         found=found,
         over=over,
         notes=tuple(notes),
     )
-    return resumed, host
 
 
 def _over(path: Path, found: checkpoint.Found, config: Config, directory: RunDirectory) -> Over | None:
@@ -185,9 +200,9 @@ def _over(path: Path, found: checkpoint.Found, config: Config, directory: RunDir
     )
 
 
-def begin(resumed: Resumed) -> None:
+def begin(resumed: Launch) -> None:
     """Write the configuration if it has changed."""
-    if resumed.changed:
+    if resumed.before not in (None, resumed.config):
         resumed.directory.replace_config(resumed.config)
         if resumed.found is None:
             resumed.directory.remove_model()  # it was made for the configuration before
@@ -305,14 +320,6 @@ def _consequences(before: Config, config: Config, changes: Mapping[str, Any]) ->
             f"this start ends within {limit:g} s as well: trainer.time_limit is kept, also that of --until; "
             "--set trainer.time_limit=0 takes it away"
         )
-
-
-def _failure(found: checkpoint.Found, state: SavedPipeline) -> Iterator[str]:
-    """Yield the error that ended the start before, if the checkpoint was made because of it."""
-    if failure := state.get("failure"):
-        error, proved = shortened(" ".join(failure["error"].split()), LONGEST_NOTE), failure["proved"]
-        told = "no weight sync" if proved is None else f"the engine's weights up to version {proved}"
-        yield f"the run ended after step {found.step} by an error: {error} (the canary had proved {told})"
 
 
 def _value(config: Config, key: str) -> Any:

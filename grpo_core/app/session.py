@@ -13,12 +13,7 @@ from attrs import evolve, frozen
 from grpo_core import protocols
 from grpo_core.aio import gather
 from grpo_core.app.model_files import check_files
-from grpo_core.app.parts import (
-    Parts,
-    engine_dtype,
-    sampling_params,
-)
-from grpo_core.app.placement import Placement
+from grpo_core.app.parts import Parts, engine_dtype, sampling_params
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config
 from grpo_core.errors import ConfigError
@@ -30,7 +25,6 @@ from grpo_core.plugins.host import PluginHost
 from grpo_core.processes.child import scratch_directory
 from grpo_core.protocols import Engine, EnvironmentClient
 from grpo_core.records import Prompt, Rollout
-from grpo_core.text.rendering import Renderer
 from grpo_core.training.process import thread_count
 from grpo_core.validation.target import EvalTarget
 
@@ -117,6 +111,13 @@ async def start_session(
 
     Raises GrpoError if one of them cannot be started.
     """
+    import torch
+
+    from grpo_core.cpu import resolve_device
+    from grpo_core.training.building import saved_tensors
+    from grpo_core.training.model import published_dtype
+    from grpo_core.weights.shm import SharedMemoryWriter
+
     for note in target.notes:
         status(note)
     async with contextlib.AsyncExitStack() as stack:
@@ -127,55 +128,37 @@ async def start_session(
         tasks = await stack.enter_async_context(Tasks.start(config, host, placement, sets=sets))
         if look is not None:
             await look(tasks)
-        engine, renderer = await _start_engine(parts, target, tasks, placement, stack, status)
+        engines = parts.engines(trains=False)
+        ((key, section),) = engines.items()
+        path = target.model or await _start_model(parts, tasks, stack, status)
+        for odd in await asyncio.to_thread(check_files, path, chat_template(config.model.chat_template)):
+            status(f"warning: {odd}")
+        devices = await asyncio.to_thread(placement.devices, None, engines)
+        setup = parts.engine_setup(section, str(path), logs=None, colocated=False, trains=False)
+        engine = parts.engine(section, setup, placement, devices.engines.get(key, ()))
+        stack.push_async_callback(engine.aclose)
+        status("loading the model")
+        renderer = await asyncio.to_thread(parts.renderer, str(path), [section])
+        writer = SharedMemoryWriter()
+        stack.callback(lambda: writer)  # keeps what it wrote, also for an engine that restarts
+        tensors, base = await asyncio.to_thread(saved_tensors, path, target.adapters, config.model)
+        dtype = None
+        if base:  # what engines add themselves they get as in a weight sync of the run, wherever it was made
+            chosen = config.trainer.device
+            device = resolve_device(chosen, "trainer.device") if chosen == "auto" else torch.device(chosen)
+            dtype = published_dtype(config.model, engine_dtype([section]), device)
+        await engine.update_weights(evolve(writer.write(target.version, tensors, dtype=dtype), base=base))
         yield Session(
             config=config, engine=engine, renderer=renderer, environments=tasks.environments, tasks=tasks
         )
-
-
-async def _start_engine(
-    parts: Parts,
-    target: EvalTarget,
-    tasks: Tasks,
-    placement: Placement,
-    stack: contextlib.AsyncExitStack,
-    status: Callable[[str], None],
-) -> tuple[Engine, Renderer]:
-    """Start an engine with the weights of the target; it ends with the stack."""
-    import torch
-
-    from grpo_core.cpu import resolve_device
-    from grpo_core.training.building import saved_tensors
-    from grpo_core.training.model import published_dtype
-    from grpo_core.weights.shm import SharedMemoryWriter
-
-    config, engines = parts.config, parts.engines(trains=False)
-    ((key, section),) = engines.items()
-    path = target.model or await _start_model(parts, tasks, stack, status)
-    for odd in await asyncio.to_thread(check_files, path, chat_template(config.model.chat_template)):
-        status(f"warning: {odd}")
-    devices = await asyncio.to_thread(placement.devices, None, engines)
-    setup = parts.engine_setup(section, str(path), logs=None, colocated=False, trains=False)
-    engine = parts.engine(section, setup, placement, devices.engines.get(key, ()))
-    stack.push_async_callback(engine.aclose)
-    status("loading the model")
-    renderer = await asyncio.to_thread(parts.renderer, str(path), [section])
-    writer = SharedMemoryWriter()
-    stack.callback(lambda: writer)  # keeps what it wrote, also for an engine that restarts
-    tensors, base = await asyncio.to_thread(saved_tensors, path, target.adapters, config.model)
-    dtype = None
-    if base:  # what engines add themselves they get as in a weight sync of the run, wherever it was trained
-        chosen = config.trainer.device
-        device = resolve_device(chosen, "trainer.device") if chosen == "auto" else torch.device(chosen)
-        dtype = published_dtype(config.model, engine_dtype([section]), device)
-    await engine.update_weights(evolve(writer.write(target.version, tensors, dtype=dtype), base=base))
-    return engine, renderer
 
 
 async def _start_model(
     parts: Parts, tasks: Tasks, stack: contextlib.AsyncExitStack, status: Callable[[str], None]
 ) -> Path:
     """Return the directory of the model that training starts from; a made one is removed with the stack."""
+    from grpo_core import cpu
+
     config, scratch = parts.config, stack.enter_context(scratch_directory())
     request = ModelRequest(
         directory=Path(scratch) / "model",
@@ -184,15 +167,13 @@ async def _start_model(
         seed=config.seed,
     )
     start = await model_source(config.model, parts.plugins).start_model(request)
-    if start.prepare is not None:
+    if (make := start.prepare) is not None:
         status(start.doing)
         threads = thread_count(config.trainer.threads, config.pipeline.max_staleness > 0)  # as the trainer
-        await asyncio.to_thread(_prepare, start.prepare, threads)
+
+        def prepare() -> None:
+            cpu.prepare(threads)
+            make()
+
+        await asyncio.to_thread(prepare)
     return Path(start.path)
-
-
-def _prepare(prepare: Callable[[], None], threads: int) -> None:
-    from grpo_core import cpu
-
-    cpu.prepare(threads)
-    prepare()

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from attrs import evolve, frozen
 
-from grpo_core.app.parts import (
-    Parts,
-    sampling_params,
-)
+from grpo_core.app.parts import Parts, sampling_params
 from grpo_core.app.workers import POOL
 from grpo_core.config import Config
 from grpo_core.data.samplers import PromptStream
@@ -59,8 +54,7 @@ def simulate_run(
             finally:
                 await engine.aclose()
 
-    with _rare_collections():
-        run(story(), horizon=float("inf"))
+    run(story(), horizon=float("inf"))
 
 
 def _pipeline(
@@ -124,17 +118,3 @@ def _engine(config: Config, host: PluginHost, parts: SimulatedParts) -> Engine:
     make_pool = host.find("engine", POOL).load()
     pool: Engine = make_pool(lambda number: one(), config.engine.workers, deadline=config.engine.deadline)
     return pool
-
-
-@contextlib.contextmanager
-def _rare_collections() -> Iterator[None]:
-    """Let Python look for circles of objects less often: a simulated run makes many objects and few circles.
-
-    Looking as often as usual takes an eighth of a simulation's time.
-    """
-    usual = gc.get_threshold()
-    gc.set_threshold(100_000, *usual[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*usual)

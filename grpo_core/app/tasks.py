@@ -134,19 +134,19 @@ class Tasks:
             prompts=await self.prompts("validation", validation.prompts) if tasks else {},
             environments=self.environments,
         )
-        sets = await gather(self._of_set(name, validation) for name in names)
-        return [*([plain] if tasks else []), *sets]
 
-    async def _of_set(self, name: str, validation: ValidationConfig) -> HeldOut:
-        """Return the prompts of a set; those of a task go by the set's name.  Raises ConfigError."""
-        task = validation.sets[name].task
-        environment = self.environments[task] if task else self.of_sets[name]
-        config = validation.of_set(name)
-        found = await self._prompts(task or name, environment, "validation", config.prompts)
-        prompts = [evolve(prompt, environment=name) for prompt in found[: config.prompts]]
-        if not prompts:
-            raise ConfigError(f"validation.sets.{name}: there are no prompts for validation")
-        return HeldOut(name=name, config=config, prompts={name: prompts}, environments={name: environment})
+        async def of_set(name: str) -> HeldOut:
+            """Return the prompts of a set; those of a task go by the set's name."""
+            task, config = validation.sets[name].task, validation.of_set(name)
+            environment = self.environments[task] if task else self.of_sets[name]
+            found = await self._prompts(task or name, environment, "validation", config.prompts)
+            prompts = [evolve(prompt, environment=name) for prompt in found[: config.prompts]]
+            if not prompts:
+                raise ConfigError(f"validation.sets.{name}: there are no prompts for validation")
+            environments = {name: environment}
+            return HeldOut(name=name, config=config, prompts={name: prompts}, environments=environments)
+
+        return [*([plain] if tasks else []), *await gather(map(of_set, names))]
 
     async def _prompts(
         self, name: str, environment: EnvironmentPool, split: str, first: int

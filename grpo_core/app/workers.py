@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from attrs import evolve
@@ -13,7 +13,6 @@ from grpo_core.config import EngineConfig, EnvironmentConfig, TaskConfig
 from grpo_core.engines.limited import LimitedEngine
 from grpo_core.environments.pool import EnvironmentPool, EnvironmentSpec
 from grpo_core.errors import ConfigError, SelectionError
-from grpo_core.hookspecs import Transport
 from grpo_core.loop.agreement import Tolerance
 from grpo_core.plugins.host import PluginHost
 from grpo_core.protocols import Engine
@@ -42,18 +41,23 @@ def make_engine(
     """
     config = evolve(config, workers=workers_of(config, plugins))
 
-    def limited(engine: Engine) -> Engine:
+    def one(number: int, setup: EngineSetup) -> Engine:
+        """Make the engine with this number; further engines share the places of the first."""
+        variables = env_vars[number % len(env_vars)] if env_vars else {}
+        engine = placement.engine(number, config, evolve(setup, env_vars=variables))
         return LimitedEngine(engine, config.max_requests) if config.max_requests else engine
 
+    def member(number: int) -> Engine:
+        """Make an engine of the pool, with its share of the cores, and its own directory for logs."""
+        threads = config.threads or max(1, setup.threads // config.workers)
+        logs = f"{setup.log_directory}/engine-{number}" if setup.log_directory else None
+        return one(number, evolve(setup, number=number, threads=threads, log_directory=logs))
+
     if config.workers == 1 and not placement.pooled:
-        return limited(placement.engine(0, config, evolve(setup, env_vars=_of(env_vars, 0))))
+        return one(0, setup)
     make_pool = plugins.find("engine", POOL).load()
     pool: Engine = make_pool(
-        lambda number: limited(
-            placement.engine(
-                number, config, _share(config, evolve(setup, env_vars=_of(env_vars, number)), number)
-            )
-        ),
+        member,
         config.workers,
         tolerance=tolerance,
         deadline=config.deadline,
@@ -67,41 +71,21 @@ def workers_of(config: EngineConfig, plugins: PluginHost) -> int:
 
     Raises ConfigError if both are given and differ, or if there are several and nothing that pools them.
     """
-    number = _described(config, plugins)
+    selected = plugins.find("engine", config.name)
+    number = config.workers
+    if selected.offer.workers is not None:
+        number = selected.loaded(selected.offer.workers)(**config.options)
+        if config.workers not in (1, number):
+            raise ConfigError(
+                f"engine.workers = {config.workers}: the options of engine {config.name!r} describe "
+                f"{number}; leave out engine.workers"
+            )
     if number > 1:
         try:
             plugins.find("engine", POOL)
         except SelectionError as error:
             raise ConfigError(f"engine.workers = {number}: several engines are a pool; {error}") from error
     return number
-
-
-def _described(config: EngineConfig, plugins: PluginHost) -> int:
-    selected = plugins.find("engine", config.name)
-    if selected.offer.workers is None:
-        return config.workers
-    described: int = selected.loaded(selected.offer.workers)(**config.options)
-    if config.workers not in (1, described):
-        raise ConfigError(
-            f"engine.workers = {config.workers}: the options of engine {config.name!r} describe {described}; "
-            "leave out engine.workers"
-        )
-    return described
-
-
-def _of(env_vars: Sequence[Mapping[str, str]], number: int) -> Mapping[str, str]:
-    """Return the variables of the engine with this number; further engines share the places of the first."""
-    return env_vars[number % len(env_vars)] if env_vars else {}
-
-
-def _share(config: EngineConfig, setup: EngineSetup, number: int) -> EngineSetup:
-    """Give an engine its share of the cores, and its own directory for logs."""
-    return evolve(
-        setup,
-        number=number,
-        threads=config.threads or max(1, setup.threads // config.workers),
-        log_directory=f"{setup.log_directory}/engine-{number}" if setup.log_directory else None,
-    )
 
 
 def make_environment(
@@ -147,48 +131,32 @@ def transport(
     else:
         chosen = "collective"
     offer = find_transport(chosen, plugins)
-    takes = set.intersection(*(_transports(plugins, each.name, chosen) for each in engines))
+    declared = [set(plugins.find("engine", each.name).offer.transports) for each in engines]
+    takes = set.intersection(*(each | {chosen} if "*" in each else each for each in declared))
     if chosen not in takes:
         names = " and ".join(repr(each.name) for each in engines)
         raise ConfigError(
             f"engine.transport = {chosen!r}: engine {names} takes weights by {', '.join(sorted(takes))} only"
         )
-    shared = any(each.workers > 1 for each in engines)
-    here = _impossible(engine, offer, placement, shared)
-    for problem in here if from_here else _not_from_elsewhere(engine, offer):
-        raise ConfigError(problem)
-    return chosen
-
-
-def _not_from_elsewhere(engine: EngineConfig, offer: Transport) -> Iterator[str]:
-    """Yield reasons why engines cannot reach a trainer in the workers of a placement as configured."""
-    if not offer.remote:
-        yield (
-            f'engine.transport = "{engine.transport}" is for a trainer of this machine, and this one is in '
-            'workers, which may be on several: use "collective", or leave it out'
+    told, shared = f'engine.transport = "{engine.transport}"', any(each.workers > 1 for each in engines)
+    host, near = f"engine.collective_host = {engine.collective_host!r}", is_loopback(engine.collective_host)
+    if not from_here and not offer.remote:
+        raise ConfigError(
+            f"{told} is for a trainer of this machine, and this one is in workers, which may be on several: "
+            'use "collective", or leave it out'
         )
-    if not is_loopback(engine.collective_host):
-        yield (
-            f"engine.collective_host = {engine.collective_host!r}: each process of this trainer listens at "
-            "its own machine's address; leave it out"
+    if not from_here and not near:
+        raise ConfigError(
+            f"{host}: each process of this trainer listens at its own machine's address; leave it out"
         )
-
-
-def _impossible(engine: EngineConfig, offer: Transport, placement: Placement, shared: bool) -> Iterator[str]:
-    """Yield reasons why the chosen transport cannot reach the engines from this machine."""
-    told = f'engine.transport = "{engine.transport}"'
-    if offer.remote and placement.remote and is_loopback(engine.collective_host):
-        yield (
-            f"{told}: workers on other machines cannot reach engine.collective_host = "
-            f"{engine.collective_host!r}; set it to an address of this machine in the cluster's network"
+    if from_here and offer.remote and placement.remote and near:
+        raise ConfigError(
+            f"{told}: workers on other machines cannot reach {host}; set it to an address of this machine in "
+            "the cluster's network"
         )
-    if not offer.several and (placement.pooled or shared):
-        yield (
+    if from_here and not offer.several and (placement.pooled or shared):
+        raise ConfigError(
             f"{told} is for one engine: of several, one that is late would read what the trainer writes "
             'next; use "collective" or "shm"'
         )
-
-
-def _transports(plugins: PluginHost, engine: str, chosen: str) -> set[str]:
-    declared = set(plugins.find("engine", engine).offer.transports)
-    return declared | {chosen} if "*" in declared else declared
+    return chosen

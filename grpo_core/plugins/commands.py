@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from importlib.metadata import Distribution, entry_points
+from importlib.metadata import entry_points
 from types import ModuleType
 
 from attrs import define, field
@@ -18,7 +18,7 @@ GROUP = "grpo_core.commands"
 
 
 @define
-class Found:
+class Commands:
     """The commands of the core and of the installed plugins."""
 
     commands: dict[str, Command]
@@ -28,15 +28,15 @@ class Found:
     """Names of a plugin's commands, by the plugin's name."""
 
 
-def find_commands(core: ModuleType) -> Found:
+def find_commands(core: ModuleType) -> Commands:
     """Find the commands of the core's module and of the plugins that ``GRPO_PLUGINS`` allows.
 
     The commands of a plugin are left out if its module cannot be imported, or if a name is in use.
     """
-    found = Found(offered_commands(core))
+    found, allowed = Commands(offered_commands(core)), allowed_names()
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
         owner = entry.dist
-        if owner is None or not _allowed(entry.name, owner):
+        if owner is None or (allowed is not None and not {entry.name, owner.name} & {*allowed}):
             continue
         plugin = Plugin(name=entry.name, distribution=owner.name, version=owner.version, module=entry.value)
         try:
@@ -73,9 +73,7 @@ def offered_commands(module: ModuleType) -> dict[str, Command]:
     return dict(offered)
 
 
-def _allowed(name: str, owner: Distribution) -> bool:
-    """Return whether ``GRPO_PLUGINS`` names the plugin or its distribution, or is not set."""
-    if "GRPO_PLUGINS" not in os.environ:
-        return True
-    allowed = {each.strip() for each in os.environ["GRPO_PLUGINS"].split(",")}
-    return name in allowed or owner.name in allowed
+def allowed_names() -> list[str] | None:
+    """Return the plugins and distributions that ``GRPO_PLUGINS`` names, or None if it is not set."""
+    named = os.environ.get("GRPO_PLUGINS")
+    return None if named is None else [name.strip() for name in named.split(",") if name.strip()]

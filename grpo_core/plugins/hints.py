@@ -6,54 +6,44 @@ from collections.abc import Mapping
 
 from grpo_core.plugins.offers import Kind, Selected
 
-VLLM = "pip install 'grpo-core[vllm]'"
+ENVIRONMENTS = (
+    *("code", "gym", "inspect", "math", "mcp", "nemo_gym", "openenv", "reasoning_gym"),
+    *("textarena", "trl", "verifiers"),
+)
+"""Plugins of environments, each in a distribution of its name."""
 
-ALGORITHMS: Mapping[Kind, tuple[str, ...]] = {
-    "advantage": ("gdpo", "gigpo", "max_rl", "pass_at_k", "reinforce_plus_plus", "turns"),
-    "filter": ("mean_length", "pass_rate"),
-    "loss": ("cispo", "distillation", "dppo", "gspo", "reinforce", "sapo", "vespo"),
-    "optimizer": ("adamw_8bit", "adamw_torchao", "muon"),
-    "validation_strategy": ("majority", "paired", "pass_at_k"),
+OFFERED: Mapping[str, Mapping[Kind, tuple[str, ...]]] = {
+    "'grpo-core[ray]'": {"data_plane": ("ray",), "placement": ("ray",)},
+    "'grpo-core[vllm]'": {"engine": ("vllm",)},
+    "grpo-plugin-agents": {"environment": ("agent",), "player": ("agents",)},
+    "grpo-plugin-algorithms": {
+        "advantage": ("gdpo", "gigpo", "max_rl", "pass_at_k", "reinforce_plus_plus", "turns"),
+        "filter": ("mean_length", "pass_rate"),
+        "loss": ("cispo", "distillation", "dppo", "gspo", "reinforce", "sapo", "vespo"),
+        "optimizer": ("adamw_8bit", "adamw_torchao", "muon"),
+        "validation_strategy": ("majority", "paired", "pass_at_k"),
+    },
+    "grpo-plugin-curriculum": {
+        "sampler": ("chosen", "curriculum", "learnable", "learnable_prompts", "schedule")
+    },
+    "grpo-plugin-report": {"tracker": ("report",)},
+    "grpo-plugin-scale": {"engine": ("pool",), "transport": ("collective", "cuda_ipc")},
+    "grpo-plugin-smollm2": {"model": ("smollm2",)},
+    "grpo-plugin-transferqueue": {"data_plane": ("transferqueue",)},
+    **{
+        f"'grpo-plugin-trackers[{name}]'": {"tracker": (name,)}
+        for name in ("openmetrics", "tensorboard", "wandb")
+    },
+    **{f"grpo-plugin-{name.replace('_', '-')}": {"environment": (name,)} for name in ENVIRONMENTS},
+    "grpo-plugin-judge": {"environment": ("compose", "judge")},
 }
+"""Offers, or the plugins that have them, by what pip installs them with."""
 
 INSTALL: Mapping[tuple[Kind, str], str] = {
-    **{
-        (kind, name): "pip install grpo-plugin-algorithms"
-        for kind, names in ALGORITHMS.items()
-        for name in names
-    },
-    ("data_plane", "ray"): "pip install 'grpo-core[ray]'",
-    ("data_plane", "transferqueue"): "pip install grpo-plugin-transferqueue",
-    ("engine", "pool"): "pip install grpo-plugin-scale",
-    ("engine", "vllm"): VLLM,
-    ("environment", "agent"): "pip install grpo-plugin-agents",
-    ("environment", "code"): "pip install grpo-plugin-code",
-    ("environment", "compose"): "pip install grpo-plugin-judge",
-    ("environment", "gym"): "pip install grpo-plugin-gym",
-    ("environment", "inspect"): "pip install grpo-plugin-inspect",
-    ("environment", "judge"): "pip install grpo-plugin-judge",
-    ("environment", "math"): "pip install grpo-plugin-math",
-    ("environment", "mcp"): "pip install grpo-plugin-mcp",
-    ("environment", "nemo_gym"): "pip install grpo-plugin-nemo-gym",
-    ("environment", "openenv"): "pip install grpo-plugin-openenv",
-    ("environment", "reasoning_gym"): "pip install grpo-plugin-reasoning-gym",
-    ("environment", "textarena"): "pip install grpo-plugin-textarena",
-    ("environment", "trl"): "pip install grpo-plugin-trl",
-    ("environment", "verifiers"): "pip install grpo-plugin-verifiers",
-    ("model", "smollm2"): "pip install grpo-plugin-smollm2",
-    ("placement", "ray"): "pip install 'grpo-core[ray]'",
-    ("player", "agents"): "pip install grpo-plugin-agents",
-    ("sampler", "chosen"): "pip install grpo-plugin-curriculum",
-    ("sampler", "curriculum"): "pip install grpo-plugin-curriculum",
-    ("sampler", "learnable"): "pip install grpo-plugin-curriculum",
-    ("sampler", "learnable_prompts"): "pip install grpo-plugin-curriculum",
-    ("sampler", "schedule"): "pip install grpo-plugin-curriculum",
-    ("tracker", "report"): "pip install grpo-plugin-report",
-    ("tracker", "openmetrics"): "pip install 'grpo-plugin-trackers[openmetrics]'",
-    ("tracker", "tensorboard"): "pip install 'grpo-plugin-trackers[tensorboard]'",
-    ("tracker", "wandb"): "pip install 'grpo-plugin-trackers[wandb]'",
-    ("transport", "collective"): "pip install grpo-plugin-scale",
-    ("transport", "cuda_ipc"): "pip install grpo-plugin-scale",
+    (kind, name): f"pip install {distribution}"
+    for distribution, offers in OFFERED.items()
+    for kind, names in offers.items()
+    for name in names
 }
 """By kind, and by an offer's name or its plugin's."""
 
@@ -68,20 +58,15 @@ KEYS: Mapping[str, str] = {
 """Distributions of the keys and tables of the configuration that are ours and not the core's."""
 
 COMMANDS: Mapping[str, str] = {
-    "audit": "grpo-plugin-audit",
-    "bisect": "grpo-plugin-replay",
-    "check": "grpo-plugin-devkit",
-    "doctor": "grpo-plugin-doctor",
-    "explain": "grpo-plugin-report",
-    "fork": "grpo-plugin-replay",
-    "new": "grpo-plugin-devkit",
-    "replay": "grpo-plugin-replay",
-    "report": "grpo-plugin-report",
-    "runs": "grpo-plugin-report",
-    "score": "grpo-plugin-audit",
-    "simulate": "grpo-plugin-replay",
-    "try": "grpo-plugin-devkit",
-    "watch": "grpo-plugin-report",
+    command: f"grpo-plugin-{plugin}"
+    for plugin, commands in {
+        "audit": ("audit", "score"),
+        "devkit": ("check", "new", "try"),
+        "doctor": ("doctor",),
+        "replay": ("bisect", "fork", "replay", "simulate"),
+        "report": ("explain", "report", "runs", "watch"),
+    }.items()
+    for command in commands
 }
 """Distributions of the commands that are ours and not the core's."""
 

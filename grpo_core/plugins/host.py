@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 
@@ -33,7 +33,7 @@ import grpo_core
 from grpo_core import hookspecs
 from grpo_core.errors import ConfigError, PluginError, SelectionError, describe, did_you_mean, one_line
 from grpo_core.hookspecs import Offer
-from grpo_core.plugins.commands import Found, names_of_command_plugins
+from grpo_core.plugins.commands import Commands, allowed_names, names_of_command_plugins
 from grpo_core.plugins.hints import EXTENDED, KEYS, install_command, more_options
 from grpo_core.plugins.installed import (
     import_file,
@@ -43,8 +43,9 @@ from grpo_core.plugins.installed import (
     module_name,
 )
 from grpo_core.plugins.offers import (
-    FROM_THE_CORE,
+    FUNCTIONS,
     HOOKS,
+    SET_UP,
     Bound,
     Factory,
     Kind,
@@ -61,21 +62,8 @@ from grpo_core.plugins.paths import args_with_paths, with_paths
 from grpo_core.plugins.selection import PluginSelection
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-    from torch.optim import Optimizer
-
     from grpo_core.config.sections import PluginSections
-    from grpo_core.loss import LossInputs, LossOutput
-    from grpo_core.protocols import (
-        Engine,
-        Environment,
-        ParameterGroup,
-        Sampler,
-        Trainer,
-        ValidationStrategy,
-    )
-    from grpo_core.records import Group
+    from grpo_core.protocols import Environment
 
 __all__ = ["BUILT_IN", "HOOKS", "Kind", "Plugin", "PluginHost", "listing"]
 
@@ -135,7 +123,7 @@ class PluginHost:
         source = "the list of plugins"
         if allow is None and "GRPO_PLUGINS" in os.environ:
             source = "the environment variable GRPO_PLUGINS"
-            allow = [name.strip() for name in os.environ["GRPO_PLUGINS"].split(",") if name.strip()]
+            allow = allowed_names()
         known = {name for each in found for name in each.names} | {BUILT_IN}
         if not elsewhere:
             if allow:
@@ -194,21 +182,6 @@ class PluginHost:
         selected = self.find(kind, name)
         return functools.partial(selected.load(), *selected.args) if selected.args else selected.load()
 
-    @overload
-    def make(self, kind: Literal["environment"], name: str, /, *args: Any, **options: Any) -> Environment: ...
-    @overload
-    def make(self, kind: Literal["sampler"], name: str, /, *args: Any, **options: Any) -> Sampler: ...
-    @overload
-    def make(
-        self, kind: Literal["validation_strategy"], name: str, /, *args: Any, **options: Any
-    ) -> ValidationStrategy: ...
-    @overload
-    def make(self, kind: Literal["engine"], name: str, /, *args: Any, **options: Any) -> Engine: ...
-    @overload
-    def make(self, kind: Literal["trainer"], name: str, /, *args: Any, **options: Any) -> Trainer: ...
-    @overload
-    def make(self, kind: Kind, name: str, /, *args: Any, **options: Any) -> Any: ...
-
     def make(self, kind: Kind, name: str, /, *args: Any, **options: Any) -> Any:
         """Call the factory.
 
@@ -228,22 +201,6 @@ class PluginHost:
             raise PluginError(f"{selected}: cannot be made: {describe(error)}") from error
         finally:
             _making.reset(making)
-
-    @overload
-    def function(
-        self, kind: Literal["loss"], name: str, /, **options: Any
-    ) -> Bound[LossInputs, LossOutput]: ...
-    @overload
-    def function(
-        self, kind: Literal["advantage"], name: str, /, **options: Any
-    ) -> Bound[Sequence[Group], Sequence[Sequence[float | NDArray[np.float64] | None]]]: ...
-
-    @overload
-    def function(self, kind: Literal["filter"], name: str, /, **options: Any) -> Bound[Group, str | None]: ...
-    @overload
-    def function(
-        self, kind: Literal["optimizer"], name: str, /, **options: Any
-    ) -> Bound[Sequence[ParameterGroup], Sequence[Optimizer] | Optimizer]: ...
 
     def function(self, kind: Kind, name: str, /, **options: Any) -> Bound[Any, Any]:
         """Fill in the options of a loss, advantage, filter or optimizer: its keyword-only parameters.
@@ -274,8 +231,7 @@ class PluginHost:
         selected = self.find(kind, name)
         factory = selected.load()
         check_requirements(selected)
-        given = FROM_THE_CORE[kind]
-        given = given if given is None else given + len(selected.args)
+        given = None if kind in FUNCTIONS else (kind in SET_UP) + len(selected.args)
         check_options(selected, factory, options, given=given, filled=filled, more=more_options(selected))
 
     def check_values(self, kind: Kind, name: str, options: Mapping[str, Any], **known: Any) -> None:
@@ -491,10 +447,10 @@ def _agent_of(module: ModuleType) -> type[Environment]:
     return type(Path(str(module.__file__)).name, (Environment,), public)
 
 
-def listing(host: PluginHost, commands: Found | None = None) -> list[dict[str, Any]]:
+def listing(host: PluginHost, commands: Commands | None = None) -> list[dict[str, Any]]:
     """The plugins as plain data, as ``grpo-core plugins --json`` prints them."""
     rows = {plugin.name: _row(plugin) for plugin in host.plugins}
-    found = commands or Found({})
+    found = commands or Commands({})
     for plugin in found.plugins:
         row = rows.setdefault(plugin.name, _row(plugin))
         row["offers"]["command"] = sorted(found.offered.get(plugin.name, ()))

@@ -50,46 +50,12 @@ Kind = Literal[
     "preflight",
 ]
 
-HOOKS: Mapping[Kind, str] = {
-    "environment": "grpo_environments",
-    "dataloader": "grpo_dataloaders",
-    "player": "grpo_players",
-    "sampler": "grpo_samplers",
-    "validation_strategy": "grpo_validation_strategies",
-    "engine": "grpo_engines",
-    "trainer": "grpo_trainers",
-    "loss": "grpo_losses",
-    "advantage": "grpo_advantages",
-    "optimizer": "grpo_optimizers",
-    "filter": "grpo_filters",
-    "tracker": "grpo_trackers",
-    "placement": "grpo_placements",
-    "data_plane": "grpo_data_planes",
-    "transport": "grpo_transports",
-    "model": "grpo_models",
-    "preflight": "grpo_preflight",
-}
-FROM_THE_CORE: Mapping[Kind, int | None] = {
-    "environment": 0,
-    "dataloader": 1,
-    "player": 1,
-    "sampler": 0,
-    "validation_strategy": 0,
-    "engine": 1,
-    "trainer": 1,
-    "loss": None,
-    "advantage": None,
-    "optimizer": None,
-    "filter": None,
-    "tracker": 1,
-    "placement": 1,
-    "data_plane": 1,
-    "transport": 0,
-    "model": 0,
-    "preflight": None,
-}
-"""Positional arguments that the core gives to a factory; None: a function, whose keyword-only parameters are
-its options."""
+_PLURALS = {"validation_strategy": "validation_strategies", "loss": "losses", "preflight": "preflight"}
+HOOKS: Mapping[Kind, str] = {kind: f"grpo_{_PLURALS.get(kind, f'{kind}s')}" for kind in typing.get_args(Kind)}
+FUNCTIONS = ("loss", "advantage", "optimizer", "filter", "preflight")
+"""Kinds of functions, whose keyword-only parameters are their options."""
+SET_UP = ("dataloader", "player", "engine", "trainer", "tracker", "placement", "data_plane")
+"""Kinds to whose factories the core gives a positional argument."""
 Factory = Callable[..., Any]
 Given = TypeVar("Given")
 Returned = TypeVar("Returned")

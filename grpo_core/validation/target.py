@@ -1,4 +1,4 @@
-"""The target of ``grpo-core validate``: a run's newest checkpoint, or a model."""
+"""Models that a user names: what ``grpo-core validate`` measures, the start of a run, and a teacher."""
 
 from __future__ import annotations
 
@@ -103,6 +103,20 @@ def _of_run(target: str, path: Path) -> EvalTarget:
         table=table,
         notes=(f"{target} has no checkpoint yet: measuring the model that it starts from",),
     )
+
+
+def teacher_model(path: str) -> str:
+    """Return the directory or hub id of a teacher; of a run it is the model of its newest checkpoint.
+
+    Raises ConfigError for a run without a checkpoint.
+    """
+    directory = Path(path).expanduser()
+    if not (directory / CONFIG).is_file():
+        return path
+    found = checkpoint.newest(RunDirectory(directory).checkpoints)
+    if found is None:
+        raise ConfigError(f"teacher.path is {path!r}, a run that has no checkpoint yet: train it first")
+    return str(found.directory / "trainer")
 
 
 def started_from(run: RunDirectory, config: Config) -> Path:

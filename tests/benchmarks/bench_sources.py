@@ -109,7 +109,7 @@ def open_one(path: str) -> None:
     config = ValidationConfig(prompts=HELD_OUT)
     begin = time.perf_counter()
     found = leaks(
-        0, {"sums": source}, [HeldOut(name="", config=config, prompts={"sums": held_out}, environments={})]
+        {"sums": source}, [HeldOut(name="", config=config, prompts={"sums": held_out}, environments={})]
     )
     compared = time.perf_counter() - begin
     print(

@@ -28,6 +28,7 @@ from grpo_core.events import (
     RunEnded,
     RunStarted,
     StepEnded,
+    WarningRaised,
 )
 from grpo_core.incidents import IncidentCounts, reported_to
 from grpo_core.loop.agreement import Tolerance
@@ -173,8 +174,9 @@ class _Run:
                 environments=environments,
             )
         ]
-        warnings = await first_look(0, config.rollout, environments, prompts, renderer, held_out)
-        warnings += leaks(0, prompts, held_out)
+        found = await first_look(config.rollout, environments, prompts, renderer, held_out)
+        found |= leaks(prompts, held_out)
+        warnings = [WarningRaised(step=0, cause=cause, message=text) for cause, text in found.items()]
         loaders = {name: Loader(name, own, seed=config.seed) for name, own in prompts.items()}
         parts = Parts(config, _host())
         stream = PromptStream(sampler=parts.sampler(), loaders=loaders, name=config.sampler.name)
