@@ -8,8 +8,8 @@ from attrs import evolve
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from grpo_core.advantages import normalize
 from grpo_core.loop import advantages
-from grpo_core.loop.advantages import normalize
 from grpo_core.loop.dynamic import DynamicSampling
 from grpo_core.loop.metrics import task_metrics
 from grpo_plugin_devkit.objectives import a_group, check_advantage

@@ -14,22 +14,9 @@ import numpy as np
 from attrs import frozen
 
 from grpo_core import advantages as formulas
-from grpo_core.advantages import EQUAL, SMALLEST, equal, normalize
-from grpo_core.loop.rows import Advantages, checked_scores
-from grpo_core.loop.rows import Scores as TokenScores
+from grpo_core.loop.rows import Advantages, Scores, checked_scores
 from grpo_core.protocols import AdvantageFunction
 from grpo_core.records import Group
-
-__all__ = [
-    "EQUAL",
-    "SMALLEST",
-    "Clipped",
-    "equal",
-    "group",
-    "normalize",
-]
-
-Scores = list[list[float | None]]
 
 
 @frozen
@@ -40,7 +27,7 @@ class Clipped:
     low: float | None = None
     high: float | None = None
 
-    def __call__(self, groups: Sequence[Group], /) -> TokenScores:
+    def __call__(self, groups: Sequence[Group], /) -> Scores:
         scores = checked_scores(self.function(groups), groups, str(self))
         return [[self._limited(value) for value in row] for row in scores]
 
@@ -69,7 +56,7 @@ def group(
     leave_one_out: bool = False,
     ddof: int = 1,
     epsilon: float = 0.0,
-) -> Scores:
+) -> list[list[float | None]]:
     """Compute advantages relative to the group's mean reward (GRPO); see ``grpo_core.advantages.normalize``.
 
     A rollout without a reward is masked.

@@ -491,13 +491,17 @@ def load_buffer(
         stamps = {name: dumped[name] for name in _STAMPS}  # type: ignore[literal-required]
         return Slot(**stamps, prompt=prompt(*dumped["prompt"], dumped["id"]))
 
+    def rollout(dumped: SavedRollout, segments: Sequence[Segment]) -> Rollout:
+        given: dict[str, Any] = {name: dumped[name] for name in _ROLLOUT}  # type: ignore[literal-required]
+        return Rollout(**given | {"messages": tuple(dumped["messages"]), "segments": segments})
+
     ready, each = [], iter(segments)
     for dumped, rollouts in state["ready"]:
         full = slot(dumped)
         assert full.prompt is not None
         group = Group(
             prompt=full.prompt,
-            rollouts=tuple(_rollout(rollout, next(each)) for rollout in rollouts),
+            rollouts=tuple(rollout(dumped, next(each)) for dumped in rollouts),
             generation_version=full.generation_version,
             target_version=full.target_version,
             slot=full.id,
@@ -529,8 +533,3 @@ def statistics(state: SavedBuffer, prompts_per_step: int) -> BufferStatistics:
         filtered=state["filtered"],
         attempts=state["attempts"],
     )
-
-
-def _rollout(dumped: SavedRollout, segments: Sequence[Segment]) -> Rollout:
-    given: dict[str, Any] = {name: dumped[name] for name in _ROLLOUT}  # type: ignore[literal-required]
-    return Rollout(**given | {"messages": tuple(dumped["messages"]), "segments": segments})

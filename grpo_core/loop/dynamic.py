@@ -2,7 +2,9 @@
 
 A group whose rewards are all equal has no advantages.  It is filtered, whole, and its slot is free for
 another prompt, so that each step trains ``prompts_per_step`` groups that say something (DAPO, arXiv
-2503.14476, section 3.2).  Other filters (``[filters]``) reject groups for other reasons.
+2503.14476, section 3.2).  Other filters (``[filters]``) reject groups for other reasons: functions of a
+finished group and their options, which return why the group shall not be trained, or None.  They see rewards
+as the environment gave them.  A plugin offers more of them by ``grpo_filters``.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ from collections.abc import Callable, Mapping
 
 from attrs import define, field, frozen
 
+from grpo_core.advantages import equal
 from grpo_core.errors import PluginError, SamplingError
-from grpo_core.loop import filters
 from grpo_core.records import Group
 
 EQUAL_REWARDS = "equal_rewards"
@@ -23,6 +25,22 @@ EQUAL_REWARDS = "equal_rewards"
 def short_name(name: str) -> str:
     """Return the name of a filter without its plugin or file, as names of metrics have it."""
     return name.rpartition(":")[2].replace("/", "_")
+
+
+def check_equal_rewards(*, group_size: int, tolerance: float = 0.0) -> None:
+    if tolerance < 0:
+        raise ValueError(f"tolerance is {tolerance}; expected 0 or more")
+
+
+def equal_rewards(group: Group, *, tolerance: float = 0.0) -> str | None:
+    """Filter a group whose rewards are all equal: it has no advantages (DAPO, arXiv 2503.14476).
+
+    Args:
+        group: a finished group.
+        tolerance: rewards that differ by no more than this are equal.
+    """
+    rewards = [reward for reward in group.rewards if reward is not None]
+    return "its rewards are equal" if equal(rewards, tolerance) else None
 
 
 @frozen
@@ -74,7 +92,7 @@ class DynamicSampling:
         return rejection
 
     def _first(self, group: Group) -> Rejection | None:
-        if self.tolerance is not None and (reason := filters.equal_rewards(group, tolerance=self.tolerance)):
+        if self.tolerance is not None and (reason := equal_rewards(group, tolerance=self.tolerance)):
             return Rejection(EQUAL_REWARDS, reason)
         for name, function in self.filters.items():
             told = function(group)

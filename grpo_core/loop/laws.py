@@ -174,7 +174,8 @@ class Laws:
         self.violations: list[Violation] = []
         self.steps = 0
         """Number of steps that were checked, including steps of lives that were cut off."""
-        self.terms: Terms | None = None
+        self.terms: Terms
+        """The terms of the life that was seen last; there are none before the first event RunStarted."""
         self._over = False
         """Whether the life that was seen last has ended."""
         self._groups: Sequence[Mapping[str, Any]] = ()
@@ -208,13 +209,14 @@ class Laws:
         watch = getattr(self, f"_on_{name}", None)
         if watch is None:
             return
+        begun = hasattr(self, "terms")
         if name == "RunStarted":
             self._over = False
-        elif name == "RunEnded" and self.terms is None:
+        elif name == "RunEnded" and not begun:
             return  # a start that failed
-        elif self.terms is None or self._over:
+        elif not begun or self._over:
             self._broken("end", f"{name} comes {'after RunEnded' if self._over else 'before RunStarted'}")
-            if self.terms is None:
+            if not begun:
                 return
         watch(event)
 
@@ -302,7 +304,6 @@ class Laws:
         self._over = True
         if event["reason"] != "finished":  # a second ctrl-C interrupts without a checkpoint
             return
-        assert self.terms is not None
         now = self._now
         saved = now.cut == now.step and now.saving is None
         self._law("checkpoint", saved, f"ended after {now.step} steps; the newest cut is {now.cut}")
@@ -318,14 +319,12 @@ class Laws:
     def _on_Dispatched(self, event: Mapping[str, Any]) -> None:  # noqa: N802
         for slot in event["slots"]:
             self._dispatch(slot)
-        assert self.terms is not None
         terms, now = self.terms, self._now
         held = len(now.open) + (now.step - now.version) * terms.prompts_per_step
         bound = versions.capacity(prompts_per_step=terms.prompts_per_step, max_staleness=terms.max_staleness)
         self._law("memory", held <= bound, f"{held} slots are held")
 
     def _dispatch(self, given: Mapping[str, Any]) -> None:
-        assert self.terms is not None
         now, id = self._now, given["slot"]
         slot = _Open(**{name: given[name] for name in _STAMPS})
         who = f"slot {id} (prompt {slot.prompt!r} of {slot.task!r}, attempt {slot.attempt})"
@@ -366,7 +365,6 @@ class Laws:
             self._law("stream", same, f"{who}: the life before drew another prompt here")
 
     def _check_stamps(self, slot: _Open, kept: int, before: _Open | None, who: str) -> None:
-        assert self.terms is not None
         v, target = slot.generation_version, slot.target_version
         if kept:
             same = before is not None and (before.generation_version, before.target_version) == (v, target)
@@ -412,12 +410,10 @@ class Laws:
         flying = slot is not None and not slot.ready and not slot.resumed
         self._law("once", flying, f"slot {event['slot']} is filtered as {slot}")
         if name := event.get("filter"):
-            assert self.terms is not None
             known = name in self.terms.filters and bool(event.get("reason"))
             self._law("filter", known, f"slot {event['slot']} is filtered by {name}: {event.get('reason')!r}")
 
     def _on_PromptSkipped(self, event: Mapping[str, Any]) -> None:  # noqa: N802
-        assert self.terms is not None
         slot = self._now.open.pop(event["slot"], None)
         self._now.skipped += 1
         last = slot is not None and not slot.ready and slot.attempt == self.terms.max_retries
@@ -426,7 +422,6 @@ class Laws:
     # ------------------------------------------------------------------------------ steps
 
     def _on_GroupsReady(self, event: Mapping[str, Any]) -> None:  # noqa: N802
-        assert self.terms is not None
         now, terms = self._now, self.terms
         self._law("steps", event["step"] == now.step, f"step {event['step']} comes after {now.step} steps")
         self._law("steps", now.ended == now.step, f"step {now.step} begins, and {now.ended} steps have ended")
@@ -460,7 +455,6 @@ class Laws:
             now.ready -= 1
 
     def _train(self, group: Mapping[str, Any]) -> None:
-        assert self.terms is not None
         now, terms, who = self._now, self.terms, f"slot {group['slot']} (prompt {group['prompt']!r})"
         slot = now.open.pop(group["slot"], None)
         if slot is None or not slot.ready:
@@ -488,7 +482,6 @@ class Laws:
 
         A version is measured before the step after the next begins, on its own engine one validation later.
         """
-        assert self.terms is not None
         now, every = self._now, self.terms.save_every
         saved = not every or step % every or now.cut == step
         self._law("checkpoint", bool(saved), f"step {step} was to be saved; the newest cut is {now.cut}")
@@ -524,12 +517,10 @@ class Laws:
             event["step"] == now.version <= now.step,
             f"the engine got version {event['step']} after {now.version - 1}; {now.step} steps were taken",
         )
-        assert self.terms is not None
         if self.terms.due(now.version):
             now.due = (*now.due, now.version)
 
     def _on_Validated(self, event: Mapping[str, Any]) -> None:  # noqa: N802
-        assert self.terms is not None
         now, measured = self._now, event["version"]
         fits = measured <= now.version if self.terms.validates_apart else measured == now.version
         holds = fits and now.measured < measured

@@ -16,8 +16,8 @@ from statistics import fmean, pstdev
 import numpy as np
 from numpy.typing import NDArray
 
+from grpo_core.advantages import equal
 from grpo_core.events import LOOP, Span
-from grpo_core.loop.advantages import equal
 from grpo_core.records import Group, Rollout
 from grpo_core.tokens import sampled_versions
 
@@ -300,7 +300,9 @@ def task_metrics(groups: Sequence[Group], *, step: int) -> dict[str, float]:
             **({f"reward/{task}": fmean(rewards)} if rewards else {}),
             **({f"reward_std/{task}": pstdev(rewards)} if rewards else {}),
             **({f"unscored/{task}": unscored} if (unscored := float(len(rollouts) - len(rewards))) else {}),
-            f"frac_reward_zero_std/{task}": fmean([_equal(group) for group in members]),
+            f"frac_reward_zero_std/{task}": fmean(
+                [equal([reward for reward in group.rewards if reward is not None]) for group in members]
+            ),
             f"groups/{task}": float(len(members)),
             f"staleness/{task}": _mean(staleness[-1]),
             f"completion_tokens/{task}": completion_tokens(rollouts),
@@ -340,7 +342,3 @@ def _tool_failures(rollout: Rollout) -> int:
     """Count the answers of tools that report an error."""
     answers = (message.get("content") for message in rollout.messages if message.get("role") == "tool")
     return sum(isinstance(text, str) and text.startswith("error:") for text in answers)
-
-
-def _equal(group: Group) -> bool:
-    return equal([reward for reward in group.rewards if reward is not None])

@@ -17,7 +17,7 @@ SCORES = "scores.json"
 """File beside the checkpoints: the metric, and its value for each step that was validated."""
 
 
-class Scores(TypedDict):
+class SavedScores(TypedDict):
     """The contents of ``scores.json``."""
 
     metric: str
@@ -96,7 +96,7 @@ class Retention(Tracker):
         if not self._path.exists():
             return {}
         try:
-            found = checked(json.loads(self._path.read_text(encoding="utf-8")), Scores)
+            found = checked(json.loads(self._path.read_text(encoding="utf-8")), SavedScores)
             scores = {int(step): value for step, value in found["scores"].items()}
             return scores if found["metric"] == self._metric else {}
         except (OSError, ValueError, RecursionError) as error:

@@ -110,15 +110,9 @@ def _rows(rollout: Rollout, advantage: float, group: int, number: int) -> Iterat
             advantage=its if isinstance(its, float) else float(its.mean()),
             group=group,
             rollout=number,
-            correct=_correct(rollout),
+            correct=(rollout.reward or 0.0) > 0 if rollout.success is None else rollout.success,
             token_advantages=None if isinstance(its, float) else its.astype(np.float32),
         )
-
-
-def _correct(rollout: Rollout) -> bool:
-    if rollout.success is not None:
-        return rollout.success
-    return rollout.reward is not None and rollout.reward > 0
 
 
 def _plain(values: Advantages) -> float | Advantages:

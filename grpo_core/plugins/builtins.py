@@ -80,7 +80,7 @@ def grpo_optimizers() -> Mapping[str, Offer]:
 
 @hookimpl
 def grpo_filters() -> Mapping[str, Offer]:
-    home = "grpo_core.loop.filters"
+    home = "grpo_core.loop.dynamic"
     return {"equal_rewards": Offer(f"{home}:equal_rewards", check=f"{home}:check_equal_rewards")}
 
 

@@ -33,7 +33,7 @@ from grpo_core.events import (
 )
 from grpo_core.loop.checkpoint import manifest_digest
 from grpo_core.protocols import Tracker
-from grpo_core.records import Group, Prompt, RunInfo, Slot
+from grpo_core.records import Group, RunInfo
 from grpo_core.reporting import stored
 from grpo_core.reporting.stored import as_json
 from grpo_core.run_directory import (
@@ -221,23 +221,22 @@ def plain(event: Event) -> dict[str, Any]:
     name = type(event).__name__
     match event:
         case Dispatched():
-            return {"event": name, "step": event.step, "slots": [_slot(slot) for slot in event.slots]}
+            slots = [
+                {
+                    "slot": slot.id,
+                    "task": slot.prompt and slot.prompt.environment,
+                    "prompt": slot.prompt and slot.prompt.id,
+                    "attempt": slot.attempts,
+                    "kept": len(slot.partial_rollouts),
+                    "generation_version": slot.generation_version,
+                    "target_version": slot.target_version,
+                }
+                for slot in event.slots
+            ]
+            return {"event": name, "step": event.step, "slots": slots}
         case GroupsReady():
             return {"event": name, "step": event.step, "groups": [_group(group) for group in event.groups]}
     return {"event": name, **asdict(event, filter=lambda attribute, _: attribute.name != "time")}
-
-
-def _slot(slot: Slot[Prompt]) -> dict[str, Any]:
-    prompt = slot.prompt
-    return {
-        "slot": slot.id,
-        "task": prompt and prompt.environment,
-        "prompt": prompt and prompt.id,
-        "attempt": slot.attempts,
-        "kept": len(slot.partial_rollouts),
-        "generation_version": slot.generation_version,
-        "target_version": slot.target_version,
-    }
 
 
 def _group(group: Group) -> dict[str, Any]:

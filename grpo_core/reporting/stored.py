@@ -25,7 +25,7 @@ from attrs import fields
 from grpo_core.disk import Disk, replace_file
 from grpo_core.errors import ConfigError, cut, shortened
 from grpo_core.loop.segments import segment_arrays, segments_of
-from grpo_core.records import Group, Prompt, Rollout, Segment
+from grpo_core.records import Group, Prompt, Rollout
 from grpo_core.run_directory import ROLLOUTS, VALIDATION, rollouts_step
 
 if TYPE_CHECKING:
@@ -117,16 +117,31 @@ def groups_in(file: Path) -> list[Group]:
     """
     with _readable(file):
         lines = _lines(file)
-        path = Path(f"{str(file).removesuffix(_ending(file))}{TOKENS}")
+        ending = next((end for end in TEXTS if file.name.endswith(end)), "")
+        path = Path(f"{str(file).removesuffix(ending)}{TOKENS}")
         arrays = _loaded(path) if path.is_file() else None
         segments = segments_of(arrays, len(lines)) if arrays else [[] for _ in lines]
-        by_token = _by_token(arrays) if arrays else {}
-        rollouts = [
-            _rollout(line, its, by_token.get(r))
-            for r, (line, its) in enumerate(zip(lines, segments, strict=True))
-        ]
+        by_token: dict[int, NDArray[np.float64]] = {}
+        if arrays:
+            values, of = arrays["token_advantages"].astype("float64"), arrays["token_rollouts"]
+            by_token = {r: values[of == r] for r in set(of.tolist())}
+        rollouts: dict[int, list[Rollout]] = {}
+        first: dict[int, Mapping[str, Any]] = {}
+        for r, (line, own) in enumerate(zip(lines, segments, strict=True)):
+            fields = {field: line[name] for field, name in OF_ROLLOUT.items()}
+            fields |= {"messages": tuple(line["messages"])}
+            rollout = Rollout(**fields, segments=own, token_advantages=by_token.get(r))
+            rollouts.setdefault(line["group"], []).append(rollout)
+            first.setdefault(line["group"], line)
         return [
-            _group([*some]) for _, some in groupby(zip(lines, rollouts, strict=True), lambda e: e[0]["group"])
+            Group(
+                prompt=_prompt(line),
+                rollouts=tuple(rollouts[place]),
+                generation_version=line["generation_version"],
+                target_version=line["target_version"],
+                slot=line["slot"],
+            )
+            for place, line in first.items()
         ]
 
 
@@ -164,10 +179,6 @@ def _lines(file: Path) -> list[dict[str, Any]]:
     data = file.read_bytes()
     lines = (gzip.decompress(data) if file.suffix == ".gz" else data).splitlines()
     return [json.loads(line) for line in lines]
-
-
-def _ending(file: Path) -> str:
-    return next((end for end in TEXTS if file.name.endswith(end)), "")
 
 
 # ---------------------------------------------------------------------------------- writing
@@ -265,25 +276,6 @@ def _loaded(path: Path) -> Arrays:
     return arrays
 
 
-def _by_token(arrays: Arrays) -> dict[int, NDArray[np.float64]]:
-    """Return the advantages of the sampled tokens of those rollouts whose tokens differ."""
-    import numpy as np
-
-    values, of = arrays["token_advantages"].astype(np.float64), arrays["token_rollouts"]
-    return {r: values[of == r] for r in np.unique(of).tolist()}
-
-
-def _group(found: Sequence[tuple[Mapping[str, Any], Rollout]]) -> Group:
-    first = found[0][0]
-    return Group(
-        prompt=_prompt(first),
-        rollouts=tuple(rollout for _, rollout in found),
-        generation_version=first["generation_version"],
-        target_version=first["target_version"],
-        slot=first["slot"],
-    )
-
-
 def _prompt(line: Mapping[str, Any]) -> Prompt:
     """Return the prompt of a group from its first line."""
     answer, info = line["answer"], line["info"]
@@ -313,12 +305,3 @@ class NotStored:
 
     __eq__ = __lt__ = __le__ = __gt__ = __ge__ = __contains__ = __getitem__ = _refuse
     __hash__ = __bool__ = __len__ = __iter__ = __int__ = __float__ = __str__ = _refuse
-
-
-def _rollout(
-    line: Mapping[str, Any], segments: list[Segment], by_token: NDArray[np.float64] | None
-) -> Rollout:
-    its = {field: line[name] for field, name in OF_ROLLOUT.items()}
-    return Rollout(
-        **its | {"messages": tuple(line["messages"])}, segments=segments, token_advantages=by_token
-    )

@@ -18,7 +18,7 @@ from grpo_core.errors import ConfigError
 from grpo_core.loop import checkpoint
 from grpo_core.loop.laws import Laws, summary
 from grpo_core.loop.metrics import validation_metrics
-from grpo_core.loop.retention import SCORES, Scores
+from grpo_core.loop.retention import SCORES, SavedScores
 from grpo_core.reporting.files import digest, metrics_line
 from grpo_core.run_directory import CONFIG, PARTIAL, ROLLOUTS, VALIDATION, numbered_events, rollouts_step
 from grpo_core.typed import Count, checked
@@ -232,7 +232,7 @@ class Files:
         if not path.is_file():
             return
         try:
-            found = checked(json.loads(path.read_bytes()), Scores)
+            found = checked(json.loads(path.read_bytes()), SavedScores)
             metric, scores = found["metric"], {int(step): value for step, value in found["scores"].items()}
         except (ValueError, RecursionError) as error:
             yield f"{name}: cannot be read: {error}"

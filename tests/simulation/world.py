@@ -23,6 +23,7 @@ import numpy as np
 from attrs import evolve, field, frozen
 from safetensors.numpy import save
 
+from grpo_core.advantages import normalize
 from grpo_core.aio import cancel
 from grpo_core.environments.feedback import as_feedback
 from grpo_core.errors import (
@@ -34,7 +35,6 @@ from grpo_core.errors import (
     WeightSyncError,
 )
 from grpo_core.events import GroupFiltered
-from grpo_core.loop.advantages import normalize
 from grpo_core.loop.laws import Violation
 from grpo_core.protocols import Trainer, ValidationContext
 from grpo_core.records import (
