@@ -227,22 +227,6 @@ class RunDirectory:
             measured=measured,
         )
 
-    def events(self) -> Iterator[dict[str, Any]]:
-        """Yield the events of ``events.jsonl``.
-
-        Raises ConfigError if it does not exist or a line is not an event.
-
-        Only the last line may be half a line: what a process was writing when it was killed.  The next
-        process cuts it off.
-        """
-        path = self.path / "events.jsonl"
-        if not path.is_file():
-            raise ConfigError(f"{self.path}: has no {path.name} yet")
-        for number, event in numbered_events(path):
-            if event is None:
-                raise ConfigError(f"{path}, line {number}: is not an event; somebody has changed this file")
-            yield event
-
     def forget_after(self, step: int, measured: int, disk: Disk | None = None) -> None:
         """Remove the records after the step from which a run continues; events are kept.
 

@@ -8,7 +8,7 @@ from attrs import evolve
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from grpo_core.advantages import normalize
+from grpo_core.advantages import equal, normalize
 from grpo_core.loop import advantages
 from grpo_core.loop.dynamic import DynamicSampling
 from grpo_core.loop.metrics import task_metrics
@@ -145,6 +145,6 @@ def test_both_keep_the_contract_of_an_advantage_function() -> None:
 def test_equal_rewards_mean_the_same_to_advantages_dynamic_sampling_and_metrics(values: list[float]) -> None:
     one = a_group(values)
     without_advantages = not any(advantages.group([one])[0])
-    assert advantages.equal(values) is without_advantages
+    assert equal(values) is without_advantages
     assert (DynamicSampling(max_extra_groups=9).rejects(one) is None) is not without_advantages
     assert task_metrics([one], step=0)["frac_reward_zero_std/task"] == float(without_advantages)

@@ -10,7 +10,7 @@ from grpo_core.app.parts import Parts
 from grpo_core.app.preflight import check
 from grpo_core.config import build
 from grpo_core.errors import PluginError, SamplingError
-from grpo_core.loop import filters
+from grpo_core.loop import dynamic
 from grpo_core.loop.dynamic import DynamicSampling, Rejection, short_name
 from grpo_core.loop.laws import Laws
 from grpo_core.plugins.host import PluginHost
@@ -33,9 +33,9 @@ def grpo_filters():
 
 
 def test_a_filter_says_why() -> None:
-    assert filters.equal_rewards(a_group([1.0, 1.0])) == "its rewards are equal"
-    assert filters.equal_rewards(a_group([1.0, 0.9]), tolerance=0.2) == "its rewards are equal"
-    assert filters.equal_rewards(a_group([1.0, 0.0])) is None
+    assert dynamic.equal_rewards(a_group([1.0, 1.0])) == "its rewards are equal"
+    assert dynamic.equal_rewards(a_group([1.0, 0.9]), tolerance=0.2) == "its rewards are equal"
+    assert dynamic.equal_rewards(a_group([1.0, 0.0])) is None
     mostly = a_group([1.0, 1.0, 1.0, 0.0])
     assert further.pass_rate(mostly, low=0.1, high=0.7) == "its pass rate 0.75 is above 0.7"
     assert further.pass_rate(mostly, low=0.8) == "its pass rate 0.75 is below 0.8"

@@ -18,6 +18,7 @@ from file_plane import FilePlane
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grpo_core import Run
 from grpo_core.config import Config
 from grpo_core.errors import DataPlaneError, TrainerError
 from grpo_core.events import GroupFiltered, GroupsReady, Saved, Saving, StepEnded
@@ -422,4 +423,4 @@ def test_the_files_of_a_run_whose_tokens_are_lost_still_say_how_it_ended(tmp_pat
     for event in (GroupsReady(step=0, groups=(there,)), Saving(step=0), Saved(step=0, directory="c")):
         call(tracker, event)
     tracker.close()
-    assert [event["event"] for event in run.events()][-2:] == ["Saving", "Saved"]
+    assert [event["event"] for event in Run(run.path).events()][-2:] == ["Saving", "Saved"]

@@ -19,6 +19,7 @@ from logged import Logged
 from recording import add, record, tracked
 
 import grpo_core as grpo
+from grpo_core import Run
 from grpo_core.config import Config, TrackingConfig, build, merge, parse_setting
 from grpo_core.errors import ConfigError, PluginError, TrackingError
 from grpo_core.events import (
@@ -423,7 +424,7 @@ def test_options_decide_which_rollouts_stay_on_disk(tmp_path, options, expected)
     run = record(tmp_path / "run", steps_and_validations(3), config)
     assert stored(run) == expected
     compared = Files(run.path)
-    for event in run.events():
+    for event in Run(run.path).events():
         compared.observe(event)
     assert compared.compare() == [], "verify knows what the run has removed itself"
     (run.path / expected[-1]).unlink()
@@ -517,4 +518,4 @@ def test_the_tracker_of_the_examples_writes_a_table_with_its_options(tmp_path):
     add(run, [StepEnded(step=2, metrics={"loss": 0.125})], build([table]), resumed_from=1)
     rows = list(csv.reader((run.path / "metrics.csv").read_text().splitlines()))
     assert rows == [["step", "loss"], ["1", "0.25"], ["2", "0.125"]]
-    assert [event["event"] for event in run.events()][-1] == "StepEnded"
+    assert [event["event"] for event in Run(run.path).events()][-1] == "StepEnded"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from grpo_core.loading import load_object
 from grpo_core.loop import checkpoint
 from grpo_core.models import ADAPTERS
 from grpo_core.plugins.options import Flag
-from grpo_core.run_directory import RunDirectory, planned_steps
+from grpo_core.run_directory import RunDirectory, numbered_events, planned_steps
 from grpo_core.unicode import inert
 from grpo_core.validation.target import check_adapters, started_from
 
@@ -139,32 +139,22 @@ def write(export: Export, target: Path) -> None:
         ) from None
     try:
         if export.form == "merged":
-            _merge(export, part)
+            from grpo_core.training.building import write_merged
+
+            start = started_from(export.run, export.config)
+            check_adapters(export.run.path, export.checkpoint, start)
+            write_merged(start, export.saved, export.config.model, part)
         else:
             shutil.copytree(export.saved, part, dirs_exist_ok=True)
-        if export.form == "adapters":
-            _name_base(export, part / ADAPTERS)
+        if export.form == "adapters":  # others find their model by its hub id, if it has one
+            about = json.loads((part / ADAPTERS).read_text(encoding="utf-8"))
+            about["base_model_name_or_path"] = base_model(export)
+            (part / ADAPTERS).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
         (part / CARD).write_text(card(export), encoding="utf-8")
         part.rename(target)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
-
-
-def _merge(export: Export, part: Path) -> None:
-    from grpo_core.training.building import write_merged
-
-    start = started_from(export.run, export.config)
-    check_adapters(export.run.path, export.checkpoint, start)
-    write_merged(start, export.saved, export.config.model, part)
-
-
-def _name_base(export: Export, path: Path) -> None:
-    """Name the model that adapters belong to as others find it: by its hub id, if it has one."""
-    about = json.loads(path.read_text(encoding="utf-8"))
-    path.write_text(
-        json.dumps(about | {"base_model_name_or_path": base_model(export)}, indent=2) + "\n", encoding="utf-8"
-    )
 
 
 def base_model(export: Export) -> str:
@@ -203,6 +193,19 @@ def card(export: Export) -> str:
         else "    from transformers import AutoModelForCausalLM\n\n"
         '    model = AutoModelForCausalLM.from_pretrained("THIS_DIRECTORY")'
     )
+    started, results = None, {}
+    file = export.run.path / "events.jsonl"
+    for _, event in numbered_events(file) if file.is_file() else ():
+        if event and event.get("event") == "RunStarted":
+            started = event.get("config")
+        elif event and (event.get("event"), event.get("version")) == ("Validated", export.step):
+            results = event["results"]
+    steps = planned_steps(as_table(export.config), started)
+    scores = [
+        f"* Validation of `{task}` at this step: "
+        + ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        for task, metrics in results.items()
+    ]
     return "\n".join(
         [
             "---",
@@ -214,9 +217,9 @@ def card(export: Export) -> str:
             f"Trained with GRPO by grpo-core {grpo_core.__version__}. {what}",
             "",
             f"* Base model: {base if of_hub else f'`{export.config.model.path}`'}",
-            f"* Run: `{run}`, step {export.step}{_of_all(export)}",
+            f"* Run: `{run}`, step {export.step}{f' of {steps}' if steps else ''}",
             *(f"* Task `{name}`: `{task.env}`" for name, task in export.config.tasks.items()),
-            *_scores(export),
+            *scores,
             "",
             "Load it:",
             "",
@@ -230,30 +233,6 @@ def card(export: Export) -> str:
             "",
         ]
     )
-
-
-def _of_all(export: Export) -> str:
-    """Return " of N", the number of steps of the run, if it is known."""
-    started = [event for event in _events(export) if event.get("event") == "RunStarted"]
-    steps = planned_steps(as_table(export.config), started[-1].get("config") if started else None)
-    return f" of {steps}" if steps else ""
-
-
-def _events(export: Export) -> Iterator[dict[str, Any]]:
-    """Yield the events of the run, if they are there."""
-    if (export.run.path / "events.jsonl").is_file():
-        yield from export.run.events()
-
-
-def _scores(export: Export) -> Iterator[str]:
-    """Yield a line for each task that was validated at the step."""
-    results: Mapping[str, Mapping[str, float]] = {}
-    for event in _events(export):
-        if event.get("event") == "Validated" and event.get("version") == export.step:
-            results = event["results"]
-    for task, metrics in results.items():
-        values = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-        yield f"* Validation of `{task}` at this step: {values}"
 
 
 def excerpt(config: Config) -> dict[str, Any]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from attrs import define, field
 
@@ -126,7 +125,8 @@ class Now:
     def _start(self, event: RunStarted) -> None:
         self._version, self.steps = event.step, planned_steps(None, event.config) or self.steps
         self._ready = event.buffer.get("ready", 0)
-        self._wanted = _groups_of(event.config)
+        wanted = event.config.get("trainer", {}).get("prompts_per_step", 0)
+        self._wanted = wanted if isinstance(wanted, int) else 0
         self._in_order = event.config.get("pipeline", {}).get("policy") == "in_order"
         self._is("starting")
 
@@ -145,8 +145,3 @@ class Now:
         if ready < wanted or not self._in_order:
             return f"waiting for groups: {min(ready, wanted)} of {wanted} are ready"
         return f"waiting for groups: {ready} are ready, but not all of the next {wanted}"
-
-
-def _groups_of(config: Mapping[str, Any]) -> int:
-    found = config.get("trainer", {}).get("prompts_per_step", 0)
-    return found if isinstance(found, int) else 0

@@ -48,6 +48,8 @@ _AS_JSON = (
 """Events that are printed as JSON; the others are of single prompts and rollouts."""
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 32
+_SAMPLE_WIDTH = 60
+"""Columns of the reply that is shown."""
 _TASK_WIDTH = 16
 """Columns of the picture of a task, beside which its numbers are."""
 _WIDE = 80
@@ -166,7 +168,10 @@ class TerminalTracker(Tracker):
                 self._line(self._of_step())
             case Validated():
                 for task, metrics in event.results.items():
-                    self._validate(task, metrics)
+                    name = headline(metrics)
+                    if name is not None or "unscored" in metrics:
+                        self._validation.setdefault(task, []).append(metrics.get(name or ""))
+                        self._scores[task] = score(name or "", metrics)
                     self._line(f"validation of version {event.version}: {task}: {as_line(metrics)}")
             case Saved():
                 self._line(f"saved {event.directory}")
@@ -174,7 +179,10 @@ class TerminalTracker(Tracker):
                 self._warned.add(event.cause)
                 self.say(f"warning, step {event.step}: {event.message}")
             case IncidentReported():
-                self._survive(event)
+                self._survived[event.kind] += event.count
+                cause = event.kind, event.component
+                if line := self._lines.line(*cause, event.message, count=event.count, now=event.time):
+                    self.say(f"survived, step {event.step}: {line}")
             case RunEnded() if self._survived:
                 self.say(f"survived in this run: {by_kind(self._survived)} (events.jsonl has each)")
 
@@ -189,24 +197,10 @@ class TerminalTracker(Tracker):
             if (reward := event.metrics.get(f"reward/{task}")) is not None:
                 self._rewards.setdefault(task, []).append(reward)
 
-    def _validate(self, task: str, metrics: Mapping[str, float]) -> None:
-        """Keep the score of a task, if there is one."""
-        name = headline(metrics)
-        if name is not None or "unscored" in metrics:
-            self._validation.setdefault(task, []).append(metrics.get(name or ""))
-            self._scores[task] = score(name or "", metrics)
-
     def _line(self, text: str) -> None:
         """Print what a live view shows by itself, and a quiet one does not show."""
         if not self._live and self._view != "quiet":
             self.say(text)
-
-    def _survive(self, event: IncidentReported) -> None:
-        """Count incidents, and say a line of them if it is due."""
-        self._survived[event.kind] += event.count
-        cause = event.kind, event.component
-        if line := self._lines.line(*cause, event.message, count=event.count, now=event.time):
-            self.say(f"survived, step {event.step}: {line}")
 
     # ------------------------------------------------------------------------------ drawing
 
@@ -222,13 +216,6 @@ class TerminalTracker(Tracker):
         recent = list(self._recent)  # another thread draws
         times = sum(m.get("time/step", 0.0) for m in recent)
         return min(1.0, sum(m.get(name, 0.0) for m in recent) / (times or 1.0))
-
-    def _waits(self) -> Text:
-        training, playing = self._share("time/train"), self._share("time/generate")
-        return Text(
-            f"of the time training waits for groups, {training:.0%} it computes; {playing:.0%} rollouts run",
-            style="dim",
-        )
 
     @property
     def _place(self) -> str:
@@ -282,7 +269,8 @@ class TerminalTracker(Tracker):
             rows.append(("survived", f"{self._survived.total()}", Text(by_kind(self._survived), style="dim")))
         if self._sample:
             prompt, reply, reward = self._sample
-            rows.append(("sample", f"{reward:g}", Text(_short(f"{prompt} → {reply}"))))
+            shown = " ".join(f"{prompt} → {reply}"[: 4 * _SAMPLE_WIDTH].split())
+            rows.append(("sample", f"{reward:g}", Text(cut(inert(shown), _SAMPLE_WIDTH))))
         return rows
 
     @staticmethod
@@ -293,6 +281,10 @@ class TerminalTracker(Tracker):
     def _speeds(self) -> list[Row]:
         """Return the lines about staleness, waits and tokens."""
         newest = self._recent[-1]
+        training, playing = self._share("time/train"), self._share("time/generate")
+        waits = (
+            f"of the time training waits for groups, {training:.0%} it computes; {playing:.0%} rollouts run"
+        )
         told = f"generated while rollouts run, {self._mean('tokens_per_second/training'):,.0f} trained"
         return [
             (
@@ -300,7 +292,7 @@ class TerminalTracker(Tracker):
                 f"{newest.get('staleness_mean', 0):.2f}",
                 Text(f"steps, at most {newest.get('staleness_max', 0):.0f}", style="dim"),
             ),
-            ("waiting", f"{self._share('time/wait_for_groups'):.0%}", self._waits()),
+            ("waiting", f"{self._share('time/wait_for_groups'):.0%}", Text(waits, style="dim")),
             ("tokens/s", f"{self._mean('tokens_per_second/generation'):,.0f}", Text(told, style="dim")),
         ]
 
@@ -376,7 +368,3 @@ def _clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def _short(text: str, width: int = 60) -> str:
-    return cut(inert(" ".join(text[: 4 * width].split())), width)

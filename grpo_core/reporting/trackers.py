@@ -46,9 +46,8 @@ REQUIRED_PATIENCE = 300.0
 
 log = logging.getLogger(__name__)
 
-Written = Callable[[], None]
 OnFailure = Callable[[str, TrackingError, bool], None]
-Item = Event | Written | None
+Item = Event | Callable[[], None] | None
 """An event, a function to call when all events before it were handled, or the end."""
 
 
@@ -199,9 +198,11 @@ class Trackers:
         """End all trackers; the required ones first, since others may read what they wrote."""
         required = self._required()
         for threads in (required, [thread for thread in self._threads if thread not in required]):
+            until = time.monotonic() + PATIENCE
             for thread in threads:
                 thread.put(None)
-            await asyncio.to_thread(_join, threads)
+            for thread in threads:
+                await asyncio.to_thread(thread.join, until)
 
     @property
     def ended(self) -> bool:
@@ -331,7 +332,14 @@ class TrackerThread:
     # ------------------------------------------------------------------------------ on the thread
 
     def _run(self) -> None:
-        while (item := self._next()) is not None:
+        while True:
+            with self._change:
+                self._change.wait_for(lambda: bool(self._waiting))
+                item = self._waiting.popleft()
+                self._tokens -= _tokens(item)
+                self._change.notify_all()
+            if item is None:
+                break
             if not isinstance(item, Event):
                 item()
             else:
@@ -344,14 +352,6 @@ class TrackerThread:
             self._doing = doing
             self._try(work)
 
-    def _next(self) -> Item:
-        with self._change:
-            self._change.wait_for(lambda: bool(self._waiting))
-            item = self._waiting.popleft()
-            self._tokens -= _tokens(item)
-            self._change.notify_all()
-            return item
-
     def _try(self, work: Callable[[], object]) -> None:
         try:
             work()
@@ -359,7 +359,8 @@ class TrackerThread:
             what_to_do = (
                 ". The run needs it: mend the cause and continue with --resume" if self.required else ""
             )
-            told = TrackingError(f"{self.who} failed in {self._doing}: {_text(error)}{what_to_do}")
+            named = "" if isinstance(error, GrpoError | OSError) else f"{type(error).__name__}: "
+            told = TrackingError(f"{self.who} failed in {self._doing}: {named}{error}{what_to_do}")
             if self.required and isinstance(error, ConfigError):
                 told = TrackingError(str(error))
                 told.exit_status = error.exit_status
@@ -404,18 +405,8 @@ def _long_texts(event: Event) -> dict[str, Any]:
     return found | ({"traceback": shortened(traceback, LONGEST_TRACEBACK)} if traceback else {})
 
 
-def _join(threads: list[TrackerThread]) -> None:
-    until = time.monotonic() + PATIENCE
-    for thread in threads:
-        thread.join(until)
-
-
 def _tokens(item: Item) -> int:
     if not isinstance(item, GroupsReady | ValidationPlayed):
         return 0
     rollouts = (rollout for group in item.groups for rollout in group.rollouts)
     return sum(len(segment.tokens) for rollout in rollouts for segment in rollout.segments)
-
-
-def _text(error: Exception) -> str:
-    return str(error) if isinstance(error, GrpoError | OSError) else f"{type(error).__name__}: {error}"
