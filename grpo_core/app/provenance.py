@@ -13,7 +13,7 @@ import inspect
 import json
 import platform
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
