@@ -26,6 +26,12 @@ A trainer whose processes are somewhere else:
     ProcessTrainer, RankProcess    its base class, and what it needs of the process of a rank
     Child                          a process of this machine, which makes an object and answers calls
 
+The trainer ``torch`` with more (see ``grpo_plugin_scale``):
+
+    TorchTrainer, Model, ModelSource, FullModel   its class and its model, which a subclass may replace
+    Ranks, Share                what processes that train together exchange, and the part of a step of one
+    room_for, return_freed_memory                 memory of the machine for copies
+
 A trainer of another library (see ``examples/custom_trainer.py``):
 
     SharedMemoryWriter          publishes weights for the engines of this machine
@@ -177,6 +183,7 @@ if TYPE_CHECKING:
     from grpo_core.config import structured as structured
     from grpo_core.config.choices import options_of as options_of
     from grpo_core.config.idle import only_with as only_with
+    from grpo_core.cpu import return_freed_memory as return_freed_memory
     from grpo_core.data import leakage as leakage
     from grpo_core.demo.tiny import encode as encode
     from grpo_core.demo.tiny import make_tiny_model as make_tiny_model
@@ -273,16 +280,23 @@ if TYPE_CHECKING:
     from grpo_core.timeline import during as during
     from grpo_core.tokens import fetched as fetched
     from grpo_core.training.budget import token_budget as token_budget
+    from grpo_core.training.host_block import room_for as room_for
     from grpo_core.training.logprobs import extra_bytes_on_gpu as extra_bytes_on_gpu
     from grpo_core.training.microbatch import MicroBatch as MicroBatch
+    from grpo_core.training.model import FullModel as FullModel
+    from grpo_core.training.model import Model as Model
+    from grpo_core.training.model import ModelSource as ModelSource
     from grpo_core.training.model import Scorer as Scorer
     from grpo_core.training.optimizers import state_bytes as state_bytes
     from grpo_core.training.packing import Part as Part
     from grpo_core.training.packing import exchange_attention as exchange_attention
     from grpo_core.training.passes import Passes as Passes
     from grpo_core.training.passes import for_training as for_training
+    from grpo_core.training.plan import Share as Share
     from grpo_core.training.process import ProcessTrainer as ProcessTrainer
     from grpo_core.training.process import RankProcess as RankProcess
+    from grpo_core.training.ranks import Ranks as Ranks
+    from grpo_core.training.trainer import TorchTrainer as TorchTrainer
     from grpo_core.typed import Count as Count
     from grpo_core.typed import checked as checked
     from grpo_core.unicode import inert as inert

@@ -99,7 +99,7 @@ def test_adapters_alone_are_trained_and_the_weights_of_the_model_stay_bit_for_bi
     kept = trainer.model._whole
     assert kept.keys() == start.keys()
     assert all(torch.equal(kept[name], start[name]) for name in start)
-    states = sum(tensor.numel() for tensor in trainer._optimizers.saved()[0].values())
+    states = sum(tensor.numel() for tensor in trainer.optimizers.saved()[0].values())
     assert states < 2.1 * sum(tensor.numel() for tensor in adapters.values())
 
 
@@ -176,10 +176,10 @@ def test_engines_of_a_validation_get_what_those_of_the_training_got(
     trainer = trained(setup(model, LoraConfig(rank=4, publish=publish)), steps=1)
     save(trainer, tmp_path)
     weights = trainer.publish()
-    tensors, base = saved_tensors(Path(model), tmp_path / "trainer", trainer._setup.model)
+    tensors, base = saved_tensors(Path(model), tmp_path / "trainer", trainer.setup.model)
     assert base == weights.base
     assert [name for name, _ in tensors] == [info.name for info in weights.tensors]
-    assert saved_tensors(Path(model), None, trainer._setup.model)[1] == ""
+    assert saved_tensors(Path(model), None, trainer.setup.model)[1] == ""
 
 
 @pytest.mark.long

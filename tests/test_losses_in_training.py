@@ -69,7 +69,7 @@ def trained(
         if scorer is not None:
             scorer.module.double()
     metrics = trainer.step(batch(rows)).metrics
-    moments = [trainer._optimizers.state(parameter)["exp_avg"] for parameter in trainer._parameters]
+    moments = [trainer.optimizers.state(parameter)["exp_avg"] for parameter in trainer._parameters]
     return [moment / (1 - 0.9) for moment in moments], metrics["loss"]
 
 

@@ -27,8 +27,7 @@ from grpo_core.engines.local import columns
 from grpo_core.engines.local.llama import Llama, Shape
 from grpo_core.errors import ConfigError
 from grpo_core.protocols import ParameterGroup
-from grpo_core.training import digest, lora, packing, resting
-from grpo_core.training import group as groups
+from grpo_core.training import digest, lora, packing
 from grpo_core.training import logprobs as fused
 from grpo_core.training import model as models
 from grpo_core.training import trainer as trainers
@@ -41,6 +40,9 @@ from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.snapshot import Snapshot
 from grpo_core.weights.shm import SharedMemoryWriter
 from grpo_plugin_algorithms.optimizers import adamw_torchao
+from grpo_plugin_scale.training import group as groups
+from grpo_plugin_scale.training import resting
+from grpo_plugin_scale.training.trainer import ScaledTrainer
 from grpo_plugin_scale.weights import cuda_ipc
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -219,10 +221,10 @@ def test_what_leaves_a_gpu_goes_to_one_pinned_block_and_is_complete_before_its_m
 def test_a_trainer_that_rests_gives_the_memory_that_torch_keeps_to_the_engine_on_its_gpu(
     monkeypatch, model, device, times
 ):
-    trainer = trainers.TorchTrainer(setup(model, offload=True))
+    trainer = ScaledTrainer(setup(model, offload=True))
     trainer.step(batch(ragged()))
-    trainer._device = torch.device(device)
-    held, seen = list(trainer._optimizers.tensors()), []
+    trainer.device = torch.device(device)
+    held, seen = list(trainer.optimizers.tensors()), []
 
     def empty_cache():
         seen.append(
@@ -339,17 +341,17 @@ class ChosenError(Exception):
 def test_each_rank_computes_on_the_gpu_with_its_number_or_its_only_one_unless_one_is_named(
     monkeypatch, device, rank, weights, seen, expected
 ):
-    def ranks(setup, device, *, leaves):
-        raise ChosenError(str(device))
+    def join(trainer, *, leaves):
+        raise ChosenError(str(trainer.device))
 
     current = ["cuda:0"]
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.append(str(device)))
-    monkeypatch.setattr(trainers, "_ranks", ranks)
+    monkeypatch.setattr(ScaledTrainer, "join", join)
     monkeypatch.setattr(trainers.cpu, "resolve_device", lambda device, key: torch.device(device))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
     config = TrainerConfig(device=device, weights=weights, ranks=2 if rank else 1)
     with pytest.raises(ChosenError, match=f"^{expected}$"):
-        trainers.TorchTrainer(TrainerSetup(trainer=config, rank=rank, ranks=config.ranks))
+        ScaledTrainer(TrainerSetup(trainer=config, rank=rank, ranks=config.ranks))
     assert current[-1] == (expected if expected.startswith("cuda:") else "cuda:0")
 
 
@@ -383,18 +385,10 @@ def test_ranks_on_gpus_choose_theirs_before_they_join_a_group_with_nccl_for_gpus
     assert joined == ["cuda:1", {"cpu": "gloo", "cuda": "nccl"}, ("cuda", [0])]
 
 
-@pytest.mark.parametrize(
-    ("leaves", "host", "here"),
-    [
-        (False, "10.0.0.1", INTERFACES),
-        (True, "127.0.0.1", INTERFACES),
-        (True, "10.0.0.1", ("GLOO_SOCKET_IFNAME",)),
-    ],
-)
-def test_nccl_stays_on_this_machine_unless_it_brings_weights_to_others(joined, leaves, host, here):
+@pytest.mark.parametrize(("leaves", "here"), [(False, INTERFACES), (True, ("GLOO_SOCKET_IFNAME",))])
+def test_nccl_stays_on_this_machine_unless_it_brings_weights_to_others(joined, leaves, here):
     """It has one choice of interfaces for all groups of a process."""
-    config = TrainerConfig(weights="bfloat16")
-    trainers._ranks(TrainerSetup(trainer=config, collective_host=host), CPU, leaves=leaves)
+    groups.Group(0, 1, rendezvous="", device=CPU, seconds=60.0, leaves=leaves)
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     assert {name: os.environ.get(name) for name in INTERFACES} == {
         name: loopback if name in here else None for name in INTERFACES

@@ -62,7 +62,7 @@ def train_beside(
     trainer: TorchTrainer, twins: Mapping[str, torch.Tensor], stepped: Callable[[], None]
 ) -> None:
     """Train three steps; the twins get the gradients of each update, and ``stepped`` is their update."""
-    step = trainer._optimizers.step
+    step = trainer.optimizers.step
 
     def both(factor: float) -> None:
         for name, parameter in trainer._named:
@@ -71,13 +71,13 @@ def train_beside(
         step(factor)
         stepped()
 
-    trainer._optimizers.step = both  # type: ignore[method-assign]
+    trainer.optimizers.step = both  # type: ignore[method-assign]
     for number in range(3):
         trainer.step(batch(ragged(seed=number), number))
 
 
 def options_of(trainer: TorchTrainer) -> list[dict[str, Any]]:
-    return [group for each in trainer._optimizers._optimizers for group in each.param_groups]
+    return [group for each in trainer.optimizers._optimizers for group in each.param_groups]
 
 
 # ---------------------------------------------------------------------------------- each optimizer
@@ -130,10 +130,10 @@ def test_resumed_training_is_the_same_bit_for_bit_with_each_optimizer(
 def test_an_optimizer_keeps_what_it_says_that_it_keeps(model: str, chosen: OptimizerConfig) -> None:
     trainer = TorchTrainer(setup(model, chosen))
     trainer.step(batch(ragged()))
-    make = trainer._optimizers._make
+    make = trainer.optimizers._make
     nbytes, tables = 0, set()
     for parameter_name, parameter in trainer._named:
-        state = flat(trainer._optimizers.state(parameter))
+        state = flat(trainer.optimizers.state(parameter))
         kept = {
             slot: (tuple(v.shape), str(v.dtype)[6:]) if isinstance(v, torch.Tensor) else ((), "int")
             for slot, v in state.items()
@@ -159,7 +159,7 @@ def test_on_a_gpu_each_optimizer_trains_and_continues_with_its_state(
     save(trainer, tmp_path)
     resumed = TorchTrainer(setup(model, chosen, device="cuda", resume_from=tmp_path))
     for (_, mine), (_, theirs) in zip(trainer._named, resumed._named, strict=True):
-        state, other = trainer._optimizers.state(mine), resumed._optimizers.state(theirs)
+        state, other = trainer.optimizers.state(mine), resumed.optimizers.state(theirs)
         assert state.keys() == other.keys()
         for slot, value in state.items():
             same_slot = (
@@ -186,7 +186,7 @@ def test_moments_of_torchao_are_nearly_those_of_torch(model: str, chosen: Optimi
         of_8_bits = parameter.numel() >= 4096 and parameter.numel() % 256 == 0
         tolerance = 1e-3 if of_8_bits else 1e-6  # a third of the way that three updates go
         torch.testing.assert_close(parameter.detach(), twins[name], rtol=0, atol=tolerance)
-        moment = trainer._optimizers.state(parameter)["exp_avg"]
+        moment = trainer.optimizers.state(parameter)["exp_avg"]
         assert (moment.__class__.__name__ == "OptimState8bit") == of_8_bits
 
 
@@ -221,7 +221,7 @@ def test_matrices_that_adamw_is_to_train_are_not_muons(model: str) -> None:
     chosen = OptimizerConfig(name="muon", options={"adamw": ["*embed*", "*q_proj*"]})
     trainer = TorchTrainer(setup(model, chosen))
     trainer.step(batch(ragged()))
-    slots = {name: set(trainer._optimizers.state(parameter)) for name, parameter in trainer._named}
+    slots = {name: set(trainer.optimizers.state(parameter)) for name, parameter in trainer._named}
     assert {kind for name, kind in ((n, frozenset(s)) for n, s in slots.items()) if "q_proj" in name} == {
         frozenset({"step", "exp_avg", "exp_avg_sq"})
     }

@@ -19,7 +19,7 @@ from grpo_core.config import LoraConfig, build
 from grpo_core.demo import tiny
 from grpo_core.errors import ConfigError, ModelError
 from grpo_core.plugins.host import PluginHost
-from grpo_core.training.passes import Passes, for_training, layers_of
+from grpo_core.training.passes import Passes, for_training
 from grpo_core.training.trainer import TorchTrainer
 
 
@@ -73,7 +73,7 @@ def test_layers_that_are_computed_again_choose_the_experts_that_the_engine_choos
         for_training(copy.deepcopy(made), Passes(activations=choice)) for choice in ("keep", "recompute")
     )
     calls = []
-    for layer in layers_of(again):
+    for layer in Passes.layers_of(again):
         # transformers 5.24 calls a layer's own hooks once: they stay outside of what is computed again
         layer.self_attn.register_forward_pre_hook(lambda *_: calls.append(1))
     ids = torch.arange(32)[None]

@@ -20,9 +20,9 @@ from test_trainer import batch, ragged
 
 from grpo_core.errors import TrainerError
 from grpo_core.loop import checkpoint
-from grpo_core.training.process import ProcessTrainer
 from grpo_core.training.state_files import read_about, read_state
 from grpo_core.weights.layout import load_tensors
+from grpo_plugin_scale.training.process import ScaledProcess
 
 Files = Mapping[str, bytes]
 """Contents by name."""
@@ -37,7 +37,7 @@ def written(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[
     parent = tmp_path_factory.mktemp("written")
 
     async def story(ranks: int) -> None:
-        trainer = ProcessTrainer(configured(model, FULL, ranks=ranks))
+        trainer = ScaledProcess(configured(model, FULL, ranks=ranks))
         try:
             await trainer.started()
             for step in range(3):
@@ -140,7 +140,7 @@ def test_a_rank_that_is_killed_while_it_writes_costs_only_the_current_save(
     """It is killed when its file has been begun; the pipe in that file's place lets nobody finish it."""
 
     async def story() -> str:
-        trainer = ProcessTrainer(configured(model, FULL, ranks=2))
+        trainer = ScaledProcess(configured(model, FULL, ranks=2))
 
         async def cut(step: int, hold: bool) -> Path:
             async def save_trainer(directory: Path) -> Any:

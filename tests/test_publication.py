@@ -22,12 +22,12 @@ from grpo_core.config import LoraConfig
 from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.errors import WeightSyncError
 from grpo_core.records import EngineSetup, GenerationRequest, TensorInfo, TensorPart, Weights
-from grpo_core.training.process import ProcessTrainer
 from grpo_core.training.setup import TrainerSetup
 from grpo_core.weights import layout
 from grpo_core.weights.layout import checksum, laid_out, load_tensors, slices
 from grpo_core.weights.reading import read_buckets, read_weights
 from grpo_core.weights.shm import SharedMemoryWriter
+from grpo_plugin_scale.training.process import ScaledProcess
 from grpo_plugin_scale.weights import collective
 from grpo_plugin_scale.weights.collective import CollectiveWriter
 
@@ -39,7 +39,7 @@ def told(given: TrainerSetup, look: Any, steps: int = 0) -> Any:
     """Return what ``look`` finds in the published weights of a trainer, while it lives."""
 
     async def story() -> Any:
-        trainer = ProcessTrainer(given)
+        trainer = ScaledProcess(given)
         try:
             await trainer.started()
             for each in batches(steps):
@@ -142,7 +142,7 @@ def test_adapters_of_several_ranks_are_those_of_one(
 
 async def greedy(given: TrainerSetup) -> list[int]:
     """The tokens that an engine generates with the weights of a trainer."""
-    trainer = ProcessTrainer(given)
+    trainer = ScaledProcess(given)
     engine = LocalEngine(EngineSetup(model=given.model.path), device="cpu", max_rows=1)
     try:
         await trainer.started()
@@ -196,7 +196,7 @@ def flip(location: str, place: int) -> None:
 @pytest.mark.parametrize("transport", ["shm", "collective"])
 def test_weights_that_the_ranks_have_published_over_are_refused(model: str, transport: str) -> None:
     async def story() -> None:
-        trainer = ProcessTrainer(by(transport, configured(model, PLAIN, ranks=2)))
+        trainer = ScaledProcess(by(transport, configured(model, PLAIN, ranks=2)))
         try:
             await trainer.started()
             first = await trainer.publish()
@@ -247,7 +247,7 @@ def test_no_rank_takes_more_memory_to_publish_than_its_part_and_one_tensor(
     transformers.AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path)
 
     async def story() -> tuple[list[list[float]], Weights]:
-        trainer = ProcessTrainer(by(transport, setup(str(tmp_path), ranks=3)))
+        trainer = ScaledProcess(by(transport, setup(str(tmp_path), ranks=3)))
         try:
             await trainer.started()
             pids, grown = [child.pid for child in trainer.children], []

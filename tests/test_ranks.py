@@ -24,9 +24,9 @@ from grpo_core.config import LoraConfig, TeacherConfig
 from grpo_core.demo import tiny
 from grpo_core.errors import CheckpointError, DeadlineExceeded, TrainerError, WeightSyncError
 from grpo_core.records import Batch
-from grpo_core.training.process import ProcessTrainer
 from grpo_core.training.state_files import read_state
 from grpo_core.weights.reading import read_weights
+from grpo_plugin_scale.training.process import ScaledProcess
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def with_a_rollout_of_two_rows(given: Batch) -> Batch:
 
 
 @contextlib.asynccontextmanager
-async def running(trainer: ProcessTrainer) -> AsyncIterator[ProcessTrainer]:
+async def running(trainer: ScaledProcess) -> AsyncIterator[ScaledProcess]:
     """A trainer that has started, and is closed in the end."""
     try:
         await trainer.started()
@@ -81,7 +81,7 @@ async def trained(
     given: Any, batches: list[Any], *, before: Path | None = None, save: Path | None = None
 ) -> tuple[Any, list[Any]]:
     """The published weights, and the results of the steps; saves the state before them and after them."""
-    async with running(ProcessTrainer(given)) as trainer:
+    async with running(ScaledProcess(given)) as trainer:
         if before is not None:
             await (await trainer.save(before))()
         results = [await trainer.step(each) for each in batches]
@@ -303,7 +303,7 @@ def test_ranks_whose_adapters_have_dropout_continue_bit_for_bit(model: str, tmp_
     given = configured(model, PLAIN, ranks=2, lora=lora)
 
     async def unbroken() -> dict[str, torch.Tensor]:
-        async with running(ProcessTrainer(given)) as trainer:
+        async with running(ScaledProcess(given)) as trainer:
             for each in batches()[:2]:
                 await trainer.step(each)
             await (await trainer.save(tmp_path / "saved"))()
@@ -328,7 +328,7 @@ def test_a_checkpoint_without_the_file_of_a_rank_is_refused(
 
 
 async def killed_in_a_call(
-    trainer: ProcessTrainer, method: str, tmp_path: Path, *, stopped: int, killed: int, reason: str
+    trainer: ScaledProcess, method: str, tmp_path: Path, *, stopped: int, killed: int, reason: str
 ) -> None:
     """Kill a process while the trainer, which holds version 1, is in a call: it ends with the reason."""
     calls = {
@@ -346,7 +346,7 @@ async def killed_in_a_call(
     assert time.monotonic() - began < 5
 
 
-async def hung(trainer: ProcessTrainer, rank: int, told: str) -> None:
+async def hung(trainer: ScaledProcess, rank: int, told: str) -> None:
     """Stop the process of a rank: the trainer ends at its deadline, and says so."""
     trainer._deadline = 3.0
     os.kill(rank, signal.SIGSTOP)
@@ -372,7 +372,7 @@ def test_a_rank_that_is_killed_ends_the_trainer_with_its_name(
     """Rank 0 makes the block of shared memory in which all ranks publish: it leaves none behind."""
 
     async def story() -> None:
-        async with running(ProcessTrainer(setup(model, ranks=ranks, updates_per_step=1))) as trainer:
+        async with running(ScaledProcess(setup(model, ranks=ranks, updates_per_step=1))) as trainer:
             await trainer.step(batch(ragged(groups=3)))
             published = await trainer.publish()
             pids = [child.pid for child in trainer.children]
@@ -392,7 +392,7 @@ def test_a_rank_that_is_killed_ends_the_trainer_with_its_name(
 @pytest.mark.long
 def test_a_rank_that_hangs_ends_the_trainer_at_its_deadline(model: str) -> None:
     async def story() -> None:
-        async with running(ProcessTrainer(setup(model, ranks=2))) as trainer:
+        async with running(ScaledProcess(setup(model, ranks=2))) as trainer:
             told = r"trainer rank \d: no answer to 'train' within 3 s"
             await hung(trainer, trainer.children[1].pid, told)
 

@@ -16,9 +16,9 @@ from grpo_core.config import LoraConfig, OptimizerConfig, build
 from grpo_core.demo import tiny
 from grpo_core.errors import ConfigError
 from grpo_core.plugins.host import PluginHost
-from grpo_core.training.resting import Resting
-from grpo_core.training.trainer import TorchTrainer, create
 from grpo_core.weights.reading import read_weights
+from grpo_plugin_scale.training.resting import Resting
+from grpo_plugin_scale.training.trainer import ScaledTrainer, create
 
 
 @pytest.fixture(scope="module")
@@ -28,16 +28,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(directory)
 
 
-def held(trainer: TorchTrainer) -> int:
+def held(trainer: ScaledTrainer) -> int:
     """The bytes behind the trainer's weights and the optimizers' state."""
-    tensors = [*trainer.model.weights(), *trainer._optimizers.tensors()]
+    tensors = [*trainer.model.weights(), *trainer.optimizers.tensors()]
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
     return sum(storage.nbytes() for storage in storages.values())
 
 
-def made(given: Any) -> TorchTrainer:
+def made(given: Any) -> ScaledTrainer:
     """A trainer whose weights are in memory, as on a GPU, and not in a file that is mapped."""
-    trainer = TorchTrainer(given)
+    trainer = ScaledTrainer(given)
     for tensor in trainer.model.weights():
         tensor.data = tensor.data.clone()
     return trainer
@@ -73,7 +73,7 @@ def test_a_trainer_that_rests_between_steps_gives_nearly_all_back_and_trains_the
     save(resting, tmp_path)
     assert held(resting) <= 0.1 * held(straight)  # the checkpoint is of the copies
     assert same(straight, resting)
-    continued = TorchTrainer(configured(model, kind, resume_from=tmp_path))
+    continued = ScaledTrainer(configured(model, kind, resume_from=tmp_path))
     for trainer in (straight, resting, continued):
         trainer.step(batch(ragged(seed=2), 2))
     assert same(straight, resting)
@@ -129,7 +129,7 @@ def test_a_trainer_on_a_cpu_has_nowhere_to_rest(model: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_a_trainer_that_rests_has_given_its_memory_to_the_gpu(model: str) -> None:
-    trainer = TorchTrainer(setup(model, offload=True, device="cuda"))
+    trainer = ScaledTrainer(setup(model, offload=True, device="cuda"))
     trainer.step(batch(ragged()))
     before = torch.cuda.memory_allocated()
     nbytes = held(trainer)

@@ -140,7 +140,7 @@ def test_a_step_makes_good_tokens_likelier_and_bad_ones_rarer(model: str) -> Non
     for step in range(3):
         result = trainer.step(batch(before, step))
     assert result.version == 3 == trainer.publish().version
-    found, _ = trainer.model.score(microbatch.collate(rows, trainer._device), 1.0)
+    found, _ = trainer.model.score(microbatch.collate(rows, trainer.device), 1.0)
     change = found.detach() - torch.tensor([v for r in before for v in r.tokens.logprobs])
     assert change[:4].mean() > 0.02
     assert change[4:].mean() < -0.02
@@ -502,11 +502,16 @@ class OnlyTheHead(FullModel):
         return made
 
 
+class HeadTrainer(TorchTrainer):
+    def build(self, source: ModelSource) -> FullModel:
+        return OnlyTheHead.build(source)
+
+
 @pytest.mark.long
 def test_a_model_decides_what_is_trained_published_and_saved(model: str, tmp_path: Path) -> None:
     """The model seam is enough for adapters and shards; the trainer knows nothing about them."""
     start = weights(TorchTrainer(setup(model)))
-    trainer = TorchTrainer(setup(model, lr=1e-2), OnlyTheHead.build)
+    trainer = HeadTrainer(setup(model, lr=1e-2))
     for step in range(3):
         trainer.step(batch(ragged(seed=step), step))
     now = weights(trainer)
@@ -514,7 +519,7 @@ def test_a_model_decides_what_is_trained_published_and_saved(model: str, tmp_pat
     assert [name for name in now if not torch.equal(now[name], start[name])] == ["model.norm.weight"]
     save(trainer, tmp_path)
     assert [path.name for path in (tmp_path / "trainer").iterdir()] == ["norm.safetensors"]
-    resumed = TorchTrainer(setup(model, lr=1e-2, resume_from=tmp_path), OnlyTheHead.build)
+    resumed = HeadTrainer(setup(model, lr=1e-2, resume_from=tmp_path))
     for each in (trainer, resumed):
         each.step(batch(ragged(seed=9), 3))
     assert same(trainer, resumed)

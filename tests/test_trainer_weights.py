@@ -20,14 +20,14 @@ from grpo_core.demo import tiny
 from grpo_core.errors import ConfigError
 from grpo_core.plugins.host import PluginHost
 from grpo_core.training import microbatch
-from grpo_core.training.group import Group
 from grpo_core.training.lora import LoraModel
 from grpo_core.training.model import ModelSource
 from grpo_core.training.setup import TrainerSetup
-from grpo_core.training.sharded import ShardedModel
 from grpo_core.training.state_files import read_state
-from grpo_core.training.trainer import TorchTrainer
 from grpo_core.weights.reading import read_weights
+from grpo_plugin_scale.training.group import Group
+from grpo_plugin_scale.training.sharded import ShardedModel
+from grpo_plugin_scale.training.trainer import ScaledTrainer
 
 COPIES: dict[str, Any] = {"weights": "bfloat16"}
 
@@ -50,7 +50,7 @@ def steps(first: int, end: int) -> list[Any]:
 
 @pytest.mark.long
 def test_the_optimizer_has_float32_weights_and_passes_have_bfloat16_ones(model: str) -> None:
-    trainer = TorchTrainer(in_bfloat16(model))
+    trainer = ScaledTrainer(in_bfloat16(model))
     seen = set()
     for layer in trainer.model.policy.module.modules():
         if isinstance(layer, torch.nn.Linear | torch.nn.Embedding):
@@ -58,7 +58,7 @@ def test_the_optimizer_has_float32_weights_and_passes_have_bfloat16_ones(model: 
     trainer.step(steps(0, 1)[0])
     assert seen == {(torch.bfloat16, torch.bfloat16)}
     assert {tensor.dtype for tensor in trainer.model.weights()} == {torch.float32}
-    assert {tensor.dtype for tensor in trainer._optimizers.tensors()} == {torch.float32}
+    assert {tensor.dtype for tensor in trainer.optimizers.tensors()} == {torch.float32}
 
 
 @pytest.mark.long
@@ -80,7 +80,7 @@ def test_a_model_that_ranks_share_is_never_whole_on_their_device(model: str, lor
 @pytest.mark.long
 def test_updates_that_bfloat16_would_round_away_add_up(model: str) -> None:
     """The learning rate moves most weights by less than half of the distance between two bfloat16 numbers."""
-    trainer = TorchTrainer(in_bfloat16(model, lr=1e-5))
+    trainer = ScaledTrainer(in_bfloat16(model, lr=1e-5))
     before = {name: parameter.full_tensor() for name, parameter in trainer.model.trainable()}
     before = {name: tensor.clone() for name, tensor in before.items()}
     for given in steps(0, 3):
@@ -98,7 +98,7 @@ def test_updates_that_bfloat16_would_round_away_add_up(model: str) -> None:
 
 @pytest.mark.long
 def test_engines_get_exactly_the_weights_that_the_trainer_scores_with(model: str) -> None:
-    trainer = TorchTrainer(in_bfloat16(model))
+    trainer = ScaledTrainer(in_bfloat16(model))
     for given in steps(0, 2):
         trainer.step(given)
     prompt = tuple(tiny.encode("12+34="))
@@ -108,7 +108,7 @@ def test_engines_get_exactly_the_weights_that_the_trainer_scores_with(model: str
     assert {tensor.dtype for tensor in published.values()} == {torch.bfloat16}
     engine.load_state_dict(published, strict=False)
     rows = [row("12+34=", "46"), row("7*8=", "56;ok")]
-    scored, _ = trainer.model.score(microbatch.collate(rows, trainer._device), 1.0)
+    scored, _ = trainer.model.score(microbatch.collate(rows, trainer.device), 1.0)
     place = 0
     for each in rows:
         ids = torch.tensor([each.prompt_ids.tolist() + each.tokens.ids.tolist()])
@@ -139,13 +139,13 @@ KINDS: list[dict[str, Any]] = [
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_resumed_training_is_the_same_bit_for_bit(model: str, tmp_path: Path, kind: dict[str, Any]) -> None:
-    straight, first = (TorchTrainer(in_bfloat16(model, kind)) for _ in range(2))
+    straight, first = (ScaledTrainer(in_bfloat16(model, kind)) for _ in range(2))
     for given in steps(0, 4):
         straight.step(given)
     for given in steps(0, 2):
         first.step(given)
     save(first, tmp_path)
-    resumed = TorchTrainer(in_bfloat16(model, kind, resume_from=tmp_path))
+    resumed = ScaledTrainer(in_bfloat16(model, kind, resume_from=tmp_path))
     for given in steps(2, 4):
         resumed.step(given)
     assert same(straight, resumed)
@@ -168,7 +168,7 @@ def test_ranks_train_nearly_what_one_process_trains_and_continue_what_it_saved(
     run(trained(in_bfloat16(model, ranks=2, resume_from=saved), [], save=again))
     for name, tensor in read_state(saved / "optimizer"):
         assert torch.equal(dict(read_state(again / "optimizer"))[name], tensor), name
-    plain = TorchTrainer(configured(model, {}, resume_from=again))
+    plain = ScaledTrainer(configured(model, {}, resume_from=again))
     assert plain.version == 3, "the choice may change when a run is resumed"
 
 
@@ -219,7 +219,7 @@ def test_on_a_gpu_a_process_trains_with_copies_and_its_peak_is_no_higher(tmp_pat
     peaks = []
     for kind in ({"weights": "float32"}, COPIES):
         given = in_bfloat16(str(tmp_path), kind, device="cuda", tokens_per_microbatch=2048)
-        trainer = TorchTrainer(given)
+        trainer = ScaledTrainer(given)
         torch.cuda.reset_peak_memory_stats()
         trainer.step(batch(ragged(groups=256, size=4)))
         peaks.append(torch.cuda.max_memory_allocated())

@@ -232,6 +232,16 @@ def test_a_trainer_that_is_not_there_is_named_before_any_work(here: Path, settin
     assert not (here / "run").exists()
 
 
+def test_an_offer_that_extends_the_core_takes_its_place_where_its_plugin_is_installed() -> None:
+    both, alone = PluginHost.discover(), PluginHost.discover(block=["scale"])
+    assert both.find("trainer", "torch").plugin.name == "scale"
+    assert both.find("trainer", "core:torch").plugin.name == "core"
+    assert alone.find("trainer", "torch").plugin.name == "core"
+    both.add({"trainer": {"torch": grpo.Offer(FakeTrainer, extends_core=True)}})
+    with pytest.raises(grpo.PluginError, match=r"write 'scale:torch' or 'program:torch'"):
+        both.find("trainer", "torch")
+
+
 def test_the_trainers_of_the_core_and_the_fakes_keep_the_protocol() -> None:
     assert PluginHost.discover(()).factory("trainer", "torch") is ProcessTrainer
     assert issubclass(ProcessTrainer, grpo.Trainer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from grpo_core.plugins.offers import Kind, Selected
+from grpo_core.plugins.offers import Kind
 
 ENVIRONMENTS = (
     *("code", "gym", "inspect", "math", "mcp", "nemo_gym", "openenv", "reasoning_gym"),
@@ -19,7 +19,7 @@ OFFERED: Mapping[str, Mapping[Kind, tuple[str, ...]]] = {
     "grpo-plugin-algorithms": {
         "advantage": ("gdpo", "gigpo", "max_rl", "pass_at_k", "reinforce_plus_plus", "turns"),
         "filter": ("mean_length", "pass_rate"),
-        "loss": ("cispo", "distillation", "dppo", "gspo", "reinforce", "sapo", "vespo"),
+        "loss": ("cispo", "distillation", "dppo", "grpo", "gspo", "reinforce", "sapo", "vespo"),
         "optimizer": ("adamw_8bit", "adamw_torchao", "muon"),
         "validation_strategy": ("majority", "paired", "pass_at_k"),
     },
@@ -47,9 +47,6 @@ INSTALL: Mapping[tuple[Kind, str], str] = {
 }
 """By kind, and by an offer's name or its plugin's."""
 
-EXTENDED: Mapping[tuple[Kind, str], str] = {("loss", "grpo"): "grpo-plugin-algorithms"}
-"""Distributions whose offer replaces the core's of the same name, with the same results and more options."""
-
 KEYS: Mapping[str, str] = {
     "audit": "grpo-plugin-audit",
     "health.max_memory": "grpo-plugin-doctor",
@@ -74,9 +71,3 @@ COMMANDS: Mapping[str, str] = {
 def install_command(kind: Kind, name: str) -> str:
     """The command for ``name``, as ``vllm`` or ``math:sort``; empty if it is not known."""
     return INSTALL.get((kind, name)) or INSTALL.get((kind, name.partition(":")[0]), "")
-
-
-def more_options(selected: Selected) -> str:
-    """The sentence about a distribution whose offer of this name has more options; else empty."""
-    extension = EXTENDED.get((selected.kind, selected.name), "")
-    return f". More options: pip install {extension}" if extension and selected.plugin.name == "core" else ""

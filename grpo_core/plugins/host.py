@@ -34,7 +34,7 @@ from grpo_core import hookspecs
 from grpo_core.errors import ConfigError, PluginError, SelectionError, describe, did_you_mean, one_line
 from grpo_core.hookspecs import Offer
 from grpo_core.plugins.commands import Commands, allowed_names, names_of_command_plugins
-from grpo_core.plugins.hints import EXTENDED, KEYS, install_command, more_options
+from grpo_core.plugins.hints import KEYS, install_command
 from grpo_core.plugins.installed import (
     import_file,
     import_plugin,
@@ -209,7 +209,7 @@ class PluginHost:
         """
         selected = self.find(kind, name)
         function = selected.load()
-        check_options(selected, function, options, given=None, more=more_options(selected))
+        check_options(selected, function, options, given=None, more=_more_options(selected))
         return Bound(selected, function, with_paths(function, options))
 
     def check_options(
@@ -232,7 +232,7 @@ class PluginHost:
         factory = selected.load()
         check_requirements(selected)
         given = None if kind in FUNCTIONS else (kind in SET_UP) + len(selected.args)
-        check_options(selected, factory, options, given=given, filled=filled, more=more_options(selected))
+        check_options(selected, factory, options, given=given, filled=filled, more=_more_options(selected))
 
     def check_values(self, kind: Kind, name: str, options: Mapping[str, Any], **known: Any) -> None:
         """Let the offer check the values of its options, if it has a function ``check``.
@@ -274,9 +274,8 @@ class PluginHost:
             for plugin in self.plugins
             if (found := matching(plugin.offers.get(kind, {}), name, bare=True)) is not None
         ]
-        extension = EXTENDED.get((kind, name))
-        if any(selected.plugin.distribution == extension for selected in bare):
-            bare = [selected for selected in bare if selected.plugin.distribution != "grpo-core"]
+        if any(selected.offer.extends_core for selected in bare):
+            bare = [selected for selected in bare if selected.plugin.name != BUILT_IN]
         if len(bare) == 1:
             return bare[0]
         if bare:
@@ -435,6 +434,12 @@ class PluginHost:
         parts += [f"left out: plugin {plugin!r} ({why})" for plugin, why in self.left_out.items()]
         parts += [f"broken: {p}: {p.error}" for p in self.plugins if p.fault is not None]
         return SelectionError("; ".join(parts))
+
+
+def _more_options(selected: Selected) -> str:
+    """Name the distribution whose offer of this name has more options than the core's."""
+    command = install_command(selected.kind, selected.name) if selected.plugin.name == BUILT_IN else ""
+    return f". More options: {command}" if command else ""
 
 
 def _agent_of(module: ModuleType) -> type[Environment]:

@@ -10,7 +10,6 @@ from attrs import evolve
 
 from grpo_core.config import ModelConfig
 from grpo_core.training.model import FullModel, Model, ModelSource
-from grpo_core.training.ranks import Alone
 from grpo_core.weights.layout import LowRankSum, load_tensors
 
 
@@ -20,10 +19,6 @@ def build_model(source: ModelSource) -> Model:
         from grpo_core.training.lora import LoraModel  # it imports peft, which takes a second
 
         return LoraModel.build(source)
-    if not isinstance(source.ranks, Alone):
-        from grpo_core.training.sharded import ShardedModel  # torch's distributed tensors take long to import
-
-        return ShardedModel.build(source)
     return FullModel.build(source)
 
 

@@ -32,9 +32,7 @@ from grpo_core.training.model import (
     Scorer,
     compute_dtype,
     is_linear,
-    load_for,
     number_of_layers,
-    scorer_for,
 )
 from grpo_core.training.ranks import Alone, Ranks
 from grpo_core.weights.adapters import factors, shapes_in_files
@@ -107,8 +105,8 @@ class LoraModel:
         assert lora is not None
         alone = isinstance(source.ranks, Alone)
         # on the host: a GPU need not have room for it in float32, nor for a model that ranks share
-        module = load_for(source, source.start, device=torch.device("cpu"))
-        policy: Scorer = scorer_for(source, module)  # its trials compute in float32
+        module = source.load(source.start, device=torch.device("cpu"))
+        policy: Scorer = source.scorer(module)  # its trials compute in float32
         whole = checkpoint_tensors(module)  # its names are those of a model without adapters
         config = PeftConfig(
             task_type="CAUSAL_LM",
@@ -129,15 +127,13 @@ class LoraModel:
         here = module_tensors(module)
         whole = {name: view.of(here) for name, view in views.items()}
         if not alone:
-            from grpo_core.training.sharded import shared  # torch's distributed tensors take long to import
-
-            policy, whole = shared(source, module, policy, whole)
+            policy, whole = source.ranks.divided(source, module, policy, whole)
         return cls(
             policy,
             whole=whole,
             layers=layers,
             config=config,
-            tokenizer=SavedTokenizer(source),
+            tokenizer=source.tokenizer(),
             base_directory=str(Path(source.start).absolute()) if lora.publish == "adapters" else "",
             ranks=source.ranks,
         )

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -51,6 +51,33 @@ class ModelSource:
     """Seed of parameters that begin at random."""
     ranks: Ranks = field(factory=Alone)
     """The processes that hold the model together."""
+
+    def load(
+        self, path: str | Path, dtype: torch.dtype = torch.float32, *, device: torch.device | None = None
+    ) -> nn.Module:
+        """Load the weights in a directory of the source, to its device or another.  Raises ModelError."""
+        return load(
+            path,
+            device=device or self.device,
+            trust_remote_code=self.config.trust_remote_code,
+            passes=self.passes,
+            dtype=dtype,
+        )
+
+    def scorer(self, module: nn.Module) -> Scorer:
+        """Make the scorer of a module, which may still be on the host, as the source's choices say."""
+        if self.passes.packing:
+            use_packing(module)
+        dtype = compute_dtype(self.config, self.device)
+        around = self.passes.around(self.device)
+        # layers would be compiled for the trial's few tokens, and perhaps for another device
+        trial = torch.compiler.set_stance("force_eager") if self.passes.compiled else nullcontext()
+        with trial:
+            return Scorer(module, dtype, around=around, autocast=not self.passes.copies)
+
+    def tokenizer(self) -> SavedTokenizer:
+        """Return the tokenizer that is saved with the weights."""
+        return SavedTokenizer(self)
 
 
 class Model(Protocol):
@@ -122,9 +149,6 @@ class Model(Protocol):
         ...
 
 
-BuildModel = Callable[[ModelSource], Model]
-
-
 class FullModel:
     """Trains, publishes and saves all weights; the reference is a second, frozen copy of the start.
 
@@ -160,13 +184,13 @@ class FullModel:
         """Load the weights.  Raises ModelError."""
 
         def scorer(path: str | Path) -> Scorer:
-            return scorer_for(source, load_for(source, path))
+            return source.scorer(source.load(path))
 
         policy = scorer(source.saved or source.start)
         reference = scorer(source.start) if source.reference else None
         if reference is not None:
             reference.module.requires_grad_(False)
-        return cls(policy, reference, tokenizer=SavedTokenizer(source))
+        return cls(policy, reference, tokenizer=source.tokenizer())
 
     def trainable(self) -> list[tuple[str, nn.Parameter]]:
         return self._named
@@ -360,35 +384,6 @@ def published_dtype(config: ModelConfig, engines: str, device: torch.device) -> 
     mine = compute_dtype(config, device)
     theirs: torch.dtype = mine if engines == "auto" else getattr(torch, engines)
     return theirs if theirs.itemsize < mine.itemsize else mine
-
-
-def scorer_for(source: ModelSource, module: nn.Module) -> Scorer:
-    """Make the scorer of a module, which may still be on the host, as the source's choices say."""
-    if source.passes.packing:
-        use_packing(module)
-    dtype = compute_dtype(source.config, source.device)
-    around = source.passes.around(source.device)
-    # layers would be compiled for the trial's few tokens, and perhaps for another device
-    trial = torch.compiler.set_stance("force_eager") if source.passes.compiled else nullcontext()
-    with trial:
-        return Scorer(module, dtype, around=around, autocast=not source.passes.copies)
-
-
-def load_for(
-    source: ModelSource,
-    path: str | Path,
-    dtype: torch.dtype = torch.float32,
-    *,
-    device: torch.device | None = None,
-) -> nn.Module:
-    """``load`` the weights in a directory of the source, to its device or another.  Raises ModelError."""
-    return load(
-        path,
-        device=device or source.device,
-        trust_remote_code=source.config.trust_remote_code,
-        passes=source.passes,
-        dtype=dtype,
-    )
 
 
 def load(

@@ -38,6 +38,12 @@ class Passes:
             copies=config.weights == "bfloat16",
         )
 
+    @staticmethod
+    def layers_of(model: nn.Module) -> list[nn.Module]:
+        """Return the layers of a transformers model: those that a device holds as a whole."""
+        names = set(getattr(model, "_no_split_modules", None) or ())
+        return [part for part in model.modules() if type(part).__name__ in names]
+
     @property
     def recomputes(self) -> bool:
         return self.activations != "keep"
@@ -50,12 +56,6 @@ class Passes:
         if self.activations == "offload" and device.type != "cpu":
             return partial(torch.autograd.graph.save_on_cpu, pin_memory=True)
         return nullcontext
-
-
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Return the layers of a transformers model: those that a device holds as a whole."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    return [part for part in model.modules() if type(part).__name__ in names]
 
 
 def for_training(model: Any, passes: Passes) -> nn.Module:
@@ -78,7 +78,7 @@ def for_training(model: Any, passes: Passes) -> nn.Module:
             if getattr(module, "gradient_checkpointing", False):
                 module.training = True
     if passes.compiled:
-        layers = layers_of(model)
+        layers = passes.layers_of(model)
         if not layers:
             raise ModelError(
                 f"trainer.compile = true: {type(model).__name__} does not say which modules are its layers; "

@@ -8,7 +8,7 @@ import os
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from attrs import evolve
 
@@ -63,7 +63,7 @@ class ProcessTrainer(Trainer):
     fails, the others are stopped: they would wait for it.
     """
 
-    target: ClassVar[str] = "grpo_core.training.trainer:create"
+    target: str = "grpo_core.training.trainer:create"
     """Makes the trainer in the child from ``setup``, as ``module:function``; a subclass may name another."""
 
     def __init__(self, setup: TrainerSetup) -> None:

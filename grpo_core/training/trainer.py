@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from attrs import evolve
@@ -22,7 +22,7 @@ from torch import Tensor
 from grpo_core import cpu
 from grpo_core import loss as losses
 from grpo_core.addresses import is_loopback
-from grpo_core.errors import ConfigError, PluginError, TrainerError
+from grpo_core.errors import PluginError, TrainerError
 from grpo_core.loading import load_object
 from grpo_core.losses.aggregation import row_weights
 from grpo_core.losses.entropy import EntropyControl
@@ -34,7 +34,7 @@ from grpo_core.training.building import build_model
 from grpo_core.training.digest import Digests
 from grpo_core.training.loss_output import checked
 from grpo_core.training.microbatch import MicroBatch, collate, without_rows
-from grpo_core.training.model import BuildModel, Model, ModelSource, compute_dtype, published_dtype
+from grpo_core.training.model import Model, ModelSource, compute_dtype, published_dtype
 from grpo_core.training.optimization import Optimization, divided
 from grpo_core.training.packing import PackingError
 from grpo_core.training.passes import Passes
@@ -42,7 +42,6 @@ from grpo_core.training.plan import Layout, Share, shares, with_tokens
 from grpo_core.training.process import thread_count
 from grpo_core.training.profiling import StepProfiler, part, taken_parts
 from grpo_core.training.ranks import Alone, Ranks
-from grpo_core.training.resting import Resting
 from grpo_core.training.saving import Saving
 from grpo_core.training.schedule import schedule
 from grpo_core.training.setup import TrainerSetup
@@ -61,23 +60,16 @@ SWITCH = 5e-4
 
 def create(setup: TrainerSetup) -> TorchTrainer:
     """Factory for the child process."""
-    cpu.prepare(thread_count(setup.trainer.threads, setup.colocated, setup.ranks))
-    sys.setswitchinterval(SWITCH)
-    device = cpu.resolve_device(setup.trainer.device, "trainer.device")
-    if setup.trainer.offload and device.type == "cpu":
-        raise ConfigError(
-            "trainer.offload moves weights from a GPU to the machine's memory, and this trainer is on a CPU, "
-            "where they are there already; leave it out"
-        )
-    return TorchTrainer(setup)
+    return TorchTrainer.in_child(setup)
 
 
 class TorchTrainer:
     """Trains a transformers causal language model on one device.
 
+    A plugin's trainer may extend it: ``build``, ``join``, ``place`` and ``readable`` are for subclasses.
+
     Args:
         setup: what the trainer is made from.
-        build: makes the model; decides which parameters are trained, published and saved.
 
     Raises:
         ModelError: the model or the teacher cannot be loaded.
@@ -87,20 +79,17 @@ class TorchTrainer:
             optimizer has no parameter, or the teacher has another vocabulary.
     """
 
-    def __init__(self, setup: TrainerSetup, build: BuildModel = build_model) -> None:
-        self._setup, self._config = setup, setup.trainer
-        self._device = cpu.resolve_device(self._config.device, "trainer.device")
-        if _in_group(setup):
-            self._device = _of_rank(self._device, setup.rank)
-        if self._device.type == "cuda" and self._device.index is not None:
-            torch.cuda.set_device(self._device)  # otherwise some calls would take memory of the first GPU
+    def __init__(self, setup: TrainerSetup) -> None:
+        self.setup, self._config = setup, setup.trainer
+        self.device = self.place()
+        if self.device.type == "cuda" and self.device.index is not None:
+            torch.cuda.set_device(self.device)  # otherwise some calls would take memory of the first GPU
         host = PluginHost.discover(setup.plugins, setup.block)
         transport = find_transport(setup.transport, host)
-        self._ranks = _ranks(setup, self._device, leaves=transport.remote)
+        leaves = transport.remote and not is_loopback(setup.collective_host)
+        self._ranks = self.join(leaves=leaves)
         # before the model is made: its port may be taken
-        self._writer: Writer = load_object(transport.writer, who="transport")(
-            setup, self._device, self._ranks
-        )
+        self._writer: Writer = load_object(transport.writer, who="transport")(setup, self.device, self._ranks)
         self._loss = host.function("loss", setup.loss.name, **setup.loss.options)
         self._needs = losses.needs_of(self._loss.function, self._loss.options)
         self._entropy: EntropyControl | None = None
@@ -113,46 +102,45 @@ class TorchTrainer:
         resume = Path(setup.resume_from) if setup.resume_from else None
         passes = Passes.of(self._config)
         try:
-            self.model, self._teacher = self._models(build, resume, passes)
+            self.model, self._teacher = self._models(resume, passes)
         except PackingError:
             if self._config.packing != "auto":
                 raise
             passes = evolve(passes, packing=False)
-            self.model, self._teacher = self._models(build, resume, passes)
+            self.model, self._teacher = self._models(resume, passes)
         self._named = list(self.model.trainable())
         self._parameters = [parameter for _, parameter in self._named]
-        dtype = compute_dtype(setup.model, self._device)
+        dtype = compute_dtype(setup.model, self.device)
         self.layout = Layout(
             packing=self._config.packing if passes.packing else False,
             costs=Costs(
-                budget=token_budget(self._config, self.model.vocabulary, self._device),
-                overhead=overhead(self.model.parameters, self._device),
-                packed=packed_token(self.model.parameters, self.model.layers, self._device, dtype),
+                budget=token_budget(self._config, self.model.vocabulary, self.device),
+                overhead=overhead(self.model.parameters, self.device),
+                packed=packed_token(self.model.parameters, self.model.layers, self.device, dtype),
             ),
             together="sequences" in self._needs,
         )
         chosen = setup.optimizer
-        self._optimizers = Optimization(
+        self.optimizers = Optimization(
             self._named,
             host.function("optimizer", chosen.name, **chosen.options),
             divided(self._named, chosen, self._config),
         )
-        self._digests = Digests(self._named, self._optimizers, ranks=self._ranks, device=self._device)
+        self._digests = Digests(self._named, self.optimizers, ranks=self._ranks, device=self.device)
         self._moves_reference = "reference" in self._needs and self._config.reference_every > 0
-        self._resting = Resting()
         self._saving = Saving(
             self.model,
-            self._optimizers,
+            self.optimizers,
             ranks=self._ranks,
-            device=self._device,
+            device=self.device,
             entropy=self._entropy,
             moves_reference=self._moves_reference,
             copies=setup.async_save,
-            readable=self._resting.readable,
+            readable=self.readable,
         )
         self._freed = cpu.FreedMemory()
         self._profiler = StepProfiler(
-            setup.profile, steps=self._config.profile, rank=setup.rank, device=self._device
+            setup.profile, steps=self._config.profile, rank=setup.rank, device=self.device
         )
         self._lost_updates = 0
         self._changed = False
@@ -160,22 +148,49 @@ class TorchTrainer:
         torch.manual_seed(setup.seed)
         self.version = self._saving.resume(resume) if resume else 0
 
-    def _models(self, build: BuildModel, resume: Path | None, passes: Passes) -> tuple[Model, Teacher | None]:
+    @classmethod
+    def in_child(cls, setup: TrainerSetup) -> Self:
+        """Make the trainer of a process that does nothing else."""
+        cpu.prepare(thread_count(setup.trainer.threads, setup.colocated, setup.ranks))
+        sys.setswitchinterval(SWITCH)
+        return cls(setup)
+
+    # ------------------------------------------------------------------------------ for subclasses
+
+    def place(self) -> torch.device:
+        """Choose the device."""
+        return cpu.resolve_device(self._config.device, "trainer.device")
+
+    def join(self, *, leaves: bool) -> Ranks:
+        """Join the processes that train together; ``leaves``: weights may leave this machine."""
+        return Alone()
+
+    def build(self, source: ModelSource) -> Model:
+        """Make the model, which decides what is trained, published and saved.  Raises ModelError."""
+        return build_model(source)
+
+    def readable(self, tensor: Tensor) -> Tensor:
+        """Return a tensor that can be read for one of the model or of an optimizer's state."""
+        return tensor
+
+    # ------------------------------------------------------------------------------ the parts
+
+    def _models(self, resume: Path | None, passes: Passes) -> tuple[Model, Teacher | None]:
         """Make the model, from the setup or from a checkpoint, and the teacher if the loss needs one."""
         source = ModelSource(
-            start=self._setup.model.path,
+            start=self.setup.model.path,
             saved=resume / "trainer" if resume else None,
-            config=self._setup.model,
-            device=self._device,
+            config=self.setup.model,
+            device=self.device,
             passes=passes,
             reference="reference" in self._needs,
             moves_reference=self._config.reference_every > 0,
-            seed=self._setup.seed,
+            seed=self.setup.seed,
             ranks=self._ranks,
         )
-        model = build(source)
+        model = self.build(source)
         has_teacher = "teacher" in self._needs
-        teacher = Teacher.load(self._setup.teacher, self._device, passes) if has_teacher else None
+        teacher = Teacher.load(self.setup.teacher, self.device, passes) if has_teacher else None
         cpu.return_freed_memory()  # that of weights which have gone to a GPU
         return model, teacher
 
@@ -184,7 +199,7 @@ class TorchTrainer:
         return {
             "version": self.version,
             "parameters": self.model.parameters,
-            "device": str(self._device),
+            "device": str(self.device),
             "threads": torch.get_num_threads(),
             "layout": self.layout,
         }
@@ -219,10 +234,9 @@ class TorchTrainer:
         taken_parts()  # those of a publication
         with part("rows from the data plane"):
             share = with_tokens(share)
-        self._resting.come_back()
         totals = Totals()
         divided: Sequence[Sequence[int]] = share.updates
-        if self._setup.loss.max_sequence_error:
+        if self.setup.loss.max_sequence_error:
             divided = [self._agreeing(share, places, totals) for places in divided]
         divided = [places for places in divided if places]
         with part("rows to tensors"):
@@ -251,10 +265,10 @@ class TorchTrainer:
 
     def _gpu_memory(self) -> dict[str, float]:
         """Return the most memory that was allocated on this rank's GPU since the last call."""
-        if self._device.type != "cuda" or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if self.device.type != "cuda" or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return {}
-        peak = torch.cuda.max_memory_allocated(self._device) / 2**20
-        torch.cuda.reset_peak_memory_stats(self._device)
+        peak = torch.cuda.max_memory_allocated(self.device) / 2**20
+        torch.cuda.reset_peak_memory_stats(self.device)
         return {"memory_gpu/trainer": peak}
 
     def _microbatches(self, share: Share, places: Sequence[int]) -> list[MicroBatch]:
@@ -267,8 +281,8 @@ class TorchTrainer:
             [row.sampled for row in facts],
             sequences=[row.rollout for row in facts],
             prompts=[row.group for row in facts],
-            aggregation=self._setup.loss.aggregation,
-            constant=self._setup.loss.aggregation_constant,
+            aggregation=self.setup.loss.aggregation,
+            constant=self.setup.loss.aggregation_constant,
         )
         mine = [i for i, place in enumerate(places) if place in share.rows]
         rows = [share.rows[places[i]] for i in mine]
@@ -281,14 +295,14 @@ class TorchTrainer:
         made = [
             collate(
                 [rows[i] for i in part],
-                self._device,
+                self.device,
                 weights=[weights[mine[i]] for i in part],
                 packed=packed,
             )
             for part in [*together, *([alone[i] for i in part] for part in divided)]
         ]
         missing = max(self._ranks.gathered(len(made))) - len(made)
-        return made + [without_rows(self._device)] * missing
+        return made + [without_rows(self.device)] * missing
 
     @torch.no_grad()
     def _agreeing(self, share: Share, places: Sequence[int], totals: Totals) -> list[int]:
@@ -303,7 +317,7 @@ class TorchTrainer:
             for row, of_row in zip(micro.rows, torch.split(each, counts), strict=True):
                 errors.setdefault(rollout_of[id(row)], []).append(of_row)
         means = torch.stack([torch.cat(parts).mean() for parts in errors.values()] or [torch.tensor(0.0)])
-        limit = self._setup.loss.max_sequence_error
+        limit = self.setup.loss.max_sequence_error
         mine = {
             rollout for rollout, mean in zip(errors, means.tolist(), strict=bool(errors)) if not mean <= limit
         }
@@ -355,9 +369,9 @@ class TorchTrainer:
             self._changed = True
             factor = schedule(self._config, share.step * self._config.updates_per_step + number)
             with part("optimizer"):
-                self._optimizers.step(factor)
+                self.optimizers.step(factor)
             totals.add({"grad_norm": norm[None], "lr": norm.new_tensor([self._config.lr * factor])})
-        self._optimizers.zero_grad()
+        self.optimizers.zero_grad()
 
     @torch.no_grad()
     def _entropies(self, update: Sequence[MicroBatch], temperature: float) -> Tensor:
@@ -380,11 +394,11 @@ class TorchTrainer:
         if not micro.rows:
             with part("backward"):
                 torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
-            return torch.zeros(0, dtype=torch.bool, device=self._device)
+            return torch.zeros(0, dtype=torch.bool, device=self.device)
         leaves = [output.detach().requires_grad_() for output in outputs]
         given = leaves[1] if needs_entropy else entropy.detach() if about.entropies is not None else None
         per_token, metrics = self._token_losses(about, micro, leaves[0], given)
-        if self._setup.loss.aggregation == "token":
+        if self.setup.loss.aggregation == "token":
             minimised, loss = per_token.sum() / about.tokens, per_token
         else:
             weighted = per_token * micro.weights.to(per_token.dtype)
@@ -411,11 +425,11 @@ class TorchTrainer:
         mine = [row.group for row, is_bad in zip(rows, torch.cat(list(bad)).tolist(), strict=True) if is_bad]
         totals.count("non_finite_rows", len(mine))
         wrong = [group for groups in self._ranks.gathered(mine) for group in groups]
-        if len(wrong) > self._setup.max_non_finite * about.rows:
+        if len(wrong) > self.setup.max_non_finite * about.rows:
             raise TrainerError(
                 f"step {about.share.step}, update {about.number}: the loss of {len(wrong)} of {about.rows} "
                 f"rows, in groups {sorted(set(wrong))}, is not finite ({self._loss}; "
-                f"health.max_non_finite = {self._setup.max_non_finite:g}); the weights are unchanged by it. "
+                f"health.max_non_finite = {self.setup.max_non_finite:g}); the weights are unchanged by it. "
                 "Look at the rewards, advantages and logprobs of these rows, or lower trainer.lr"
             )
 
@@ -476,16 +490,13 @@ class TorchTrainer:
 
     def publish(self, canary: Sequence[tuple[int, ...]] = ()) -> Weights:
         """Publish the current weights, where engines read them; what was published before is overwritten."""
-        self._resting.come_back()
-        dtype = published_dtype(self._setup.model, self._setup.engine_dtype, self._device)
+        dtype = published_dtype(self.setup.model, self.setup.engine_dtype, self.device)
         with part("publication"):
             weights = self._writer.write(self.version, self.model.published(), dtype=dtype)
         with part("logprobs of the canary"):
             predicted = self.model.next_tokens(canary) if canary else ()  # ranks gather layers for it
             weights = evolve(weights, canary=predicted, base=self.model.base)
-        if self._config.offload:
-            self._resting.leave([*self.model.weights(), *self._optimizers.tensors()])
-        if self._setup.shares_gpu or (self._config.offload and self._device.type == "cuda"):
+        if self.setup.shares_gpu:
             torch.cuda.empty_cache()  # what the step used: an engine on the same GPU takes the weights now
         return weights
 
@@ -496,31 +507,3 @@ class TorchTrainer:
     def written(self) -> Future[None]:
         """Done when what was saved last is written, or with the OSError for which it cannot be."""
         return self._saving.written()
-
-
-def _in_group(setup: TrainerSetup) -> bool:
-    """Whether torch.distributed holds the weights, which also makes copies of them in another precision."""
-    return setup.ranks > 1 or setup.trainer.weights != "float32"
-
-
-def _of_rank(device: torch.device, rank: int) -> torch.device:
-    """Return the GPU of a rank, unless the configuration names one: that with its number, or the only one."""
-    if device != torch.device("cuda"):
-        return device
-    return torch.device("cuda", 0 if torch.cuda.device_count() == 1 else rank)
-
-
-def _ranks(setup: TrainerSetup, device: torch.device, *, leaves: bool) -> Ranks:
-    """Join the other ranks, if there are any; ``leaves``: weights may leave this machine."""
-    if not _in_group(setup):
-        return Alone()
-    from grpo_core.training.group import Group  # torch's distributed tensors take long to import
-
-    return Group(
-        setup.rank,
-        setup.ranks,
-        rendezvous=setup.rendezvous,
-        device=device,
-        seconds=setup.trainer.deadline,
-        leaves=leaves and not is_loopback(setup.collective_host),
-    )

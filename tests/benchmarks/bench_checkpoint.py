@@ -45,7 +45,7 @@ def measure(scratch: Path, width: int, layers: int) -> float:
         prompt_ids=(5, 6), tokens=Tokens.generated((7, 8), (-4.0, -4.0), (0, 0)), advantage=1.0, group=0
     )
     trainer.step(Batch(step=0, rows=(row,), temperature=1.0))
-    state = [t.detach() for _, p in trainer._named for t in (p, *trainer._optimizers.state(p).values())]
+    state = [t.detach() for _, p in trainer._named for t in (p, *trainer.optimizers.state(p).values())]
     size = sum(tensor.nbytes for tensor in state)
     copies = [torch.zeros_like(tensor) for tensor in state]
 

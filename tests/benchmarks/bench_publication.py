@@ -22,9 +22,9 @@ from bench_update_memory import MIB, make_model
 
 from grpo_core.config import ModelConfig, TrainerConfig
 from grpo_core.processes.child import Child
-from grpo_core.training.process import ProcessTrainer
 from grpo_core.training.setup import TrainerSetup
 from grpo_core.weights.reading import read_buckets
+from grpo_plugin_scale.training.process import ScaledProcess
 from grpo_plugin_scale.weights import collective
 
 LAYERS, TIMES = 4, 7
@@ -57,7 +57,7 @@ class Watch:
 
 
 async def measured(ranks: int, model: str, transport: str) -> dict[str, float]:
-    trainer = ProcessTrainer(
+    trainer = ScaledProcess(
         TrainerSetup(
             model=ModelConfig(path=model, dtype="float32"),
             trainer=TrainerConfig(ranks=ranks, device="cpu", threads=1),

@@ -27,7 +27,7 @@ from grpo_core.config import ModelConfig, TrainerConfig
 from grpo_core.records import Batch
 from grpo_core.training.plan import shares
 from grpo_core.training.setup import TrainerSetup
-from grpo_core.training.trainer import create
+from grpo_plugin_scale.training.trainer import create
 
 LAYERS, STEPS = 4, 2
 

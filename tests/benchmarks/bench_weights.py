@@ -69,7 +69,7 @@ def measure(given: argparse.Namespace, options: dict[str, str]) -> dict[str, flo
     from grpo_core.records import Batch, Row
     from grpo_core.tokens import Tokens
     from grpo_core.training.setup import TrainerSetup
-    from grpo_core.training.trainer import create
+    from grpo_plugin_scale.training.trainer import create
 
     length = given.length
     trainer = create(
@@ -99,7 +99,7 @@ def measure(given: argparse.Namespace, options: dict[str, str]) -> dict[str, flo
         began = time.perf_counter()
         trainer.step(batch)
         seconds.append(time.perf_counter() - began)
-    rest = sum(map(here, [*trainer.model.weights(), *trainer._optimizers.tensors()]))
+    rest = sum(map(here, [*trainer.model.weights(), *trainer.optimizers.tensors()]))
     n = trainer.model.parameters
     return {"rest": rest / n, "peak": (rest + more) / n, "seconds": min(seconds), "parameters": n}
 

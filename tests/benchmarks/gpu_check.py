@@ -37,16 +37,15 @@ from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.errors import EngineError
 from grpo_core.records import Batch, EngineSetup, GenerationRequest, Row
 from grpo_core.tokens import Tokens
-from grpo_core.training.building import build_model
-from grpo_core.training.group import Group
-from grpo_core.training.model import BuildModel
+from grpo_core.training.model import Model, ModelSource
 from grpo_core.training.setup import TrainerSetup
-from grpo_core.training.sharded import ShardedModel
 from grpo_core.training.trainer import TorchTrainer
 from grpo_core.weights.publishing import Writer
 from grpo_core.weights.reading import read_weights
 from grpo_core.weights.shm import SharedMemoryWriter
 from grpo_plugin_devkit.decoding import ENGINE_LAWS, EngineUnderTest, make_test_model
+from grpo_plugin_scale.training.group import Group
+from grpo_plugin_scale.training.sharded import ShardedModel
 from grpo_plugin_scale.weights.collective import CollectiveWriter
 from grpo_plugin_scale.weights.cuda_ipc import CudaIpcWriter
 
@@ -247,21 +246,25 @@ def fsdp_on_one_rank(device: str) -> tuple[str, str, bool]:
         model = make_test_model(Path(directory))
         where = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
         group = Group(0, 1, rendezvous=str(Path(directory, "ranks")), device=where, seconds=60.0)
+
+        class Sharded(TorchTrainer):
+            def build(self, source: ModelSource) -> Model:
+                return ShardedModel.build(evolve(source, ranks=group))
+
         try:
-            plain = _trained(model, device, build_model)
-            sharded = _trained(model, device, lambda source: ShardedModel.build(evolve(source, ranks=group)))
+            plain, sharded = (_trained(model, device, kind) for kind in (TorchTrainer, Sharded))
         finally:
             torch.distributed.destroy_process_group()
     difference = max(float((plain[name] - sharded[name]).abs().max()) for name in plain)
     return f"weights differ by {SAME:g} at most", f"they differ by {difference:g}", difference <= SAME
 
 
-def _trained(model: Path, device: str, build: BuildModel) -> dict[str, torch.Tensor]:
+def _trained(model: Path, device: str, kind: type[TorchTrainer]) -> dict[str, torch.Tensor]:
     setup = TrainerSetup(
         model=ModelConfig(path=str(model), dtype="float32"),
         trainer=TrainerConfig(steps=2, device=device, lr=1e-4),
     )
-    made = TorchTrainer(setup, build)
+    made = kind(setup)
     for step in range(2):
         made.step(Batch(step=step, rows=_rows(), temperature=1.0))
     return {name: tensor.clone() for name, tensor in read_weights(made.publish()).items()}

@@ -12,10 +12,10 @@ def grpo_config_sections() -> dict[str, type]:
 
 
 @grpo.hookimpl
-def grpo_losses() -> dict[str, str]:
+def grpo_losses() -> dict[str, grpo.Offer | str]:
     names = ("distillation", "gspo", "cispo", "sapo", "vespo", "reinforce", "dppo")
     further = {name: f"grpo_plugin_algorithms.losses:{name}" for name in names}
-    return {"grpo": "grpo_plugin_algorithms.clipped:grpo", **further}
+    return {"grpo": grpo.Offer("grpo_plugin_algorithms.clipped:grpo", extends_core=True), **further}
 
 
 @grpo.hookimpl

@@ -23,7 +23,7 @@ from typing import Any
 from attrs import evolve, frozen
 
 from grpo_core import ChildDied, ConfigError, DeadlineExceeded, GrpoError, TrainerError, TrainerSetup
-from grpo_core.kit import Child, ProcessTrainer, RankProcess, TrainerConfig
+from grpo_core.kit import Child, PluginHost, ProcessTrainer, RankProcess, TrainerConfig
 from grpo_plugin_ray.cluster import PluginRequirement, answer_of, load, where
 from grpo_plugin_ray.placement import NO_GPU, named_gpus
 
@@ -231,6 +231,8 @@ class RayTrainer(ProcessTrainer):
         ray = load()
         if not ray.is_initialized():
             raise ConfigError('trainer.name = "ray" trains in a Ray cluster: add --ray')
+        torch: Any = PluginHost.current().factory("trainer", "torch")
+        self.target = torch.target
         self._start_deadline, self._ranks = start_deadline, setup.trainer.ranks
         gpu = setup.trainer.device != "cpu" and ray.cluster_resources().get("GPU", 0) > 0
         self._each = {"CPU": 1, **({"GPU": 1} if gpu else {})}

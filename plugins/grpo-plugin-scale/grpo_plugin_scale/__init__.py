@@ -1,15 +1,26 @@
-"""Pools of engines, and transports of weights for GPUs and clusters."""
+"""Trainers of several GPUs, pools of engines, and transports of weights for GPUs and clusters."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from grpo_core import Transport, hookimpl
+from grpo_core import Offer, Transport, hookimpl
 
 
 @hookimpl
 def grpo_engines() -> Mapping[str, str]:
     return {"pool": "grpo_plugin_scale.engines.pool:EnginePool"}
+
+
+@hookimpl
+def grpo_trainers() -> Mapping[str, Offer]:
+    return {
+        "torch": Offer(
+            "grpo_plugin_scale.training.process:ScaledProcess",
+            memory="grpo_core.training.memory:trainer_parts",
+            extends_core=True,
+        )
+    }
 
 
 @hookimpl

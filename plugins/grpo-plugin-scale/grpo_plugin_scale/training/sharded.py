@@ -6,21 +6,18 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-from grpo_core.errors import ModelError
-from grpo_core.records import Canary
-from grpo_core.training.group import Group
-from grpo_core.training.microbatch import MicroBatch
-from grpo_core.training.model import FullModel, ModelSource, SavedTokenizer, Scorer, load_for, scorer_for
-from grpo_core.training.passes import layers_of
-from grpo_core.training.state_files import file_of
-from grpo_core.weights.names import checkpoint_tensors
+from grpo_core import Canary, ModelError
+from grpo_core.kit import FullModel, MicroBatch, ModelSource, Passes, Scorer, checkpoint_tensors
+
+if TYPE_CHECKING:
+    from grpo_plugin_scale.training.group import Group
 
 HOST = torch.device("cpu")
 """Where a model is loaded that ranks share: a GPU need not have room for all of it.  ``fully_shard`` moves
@@ -40,13 +37,12 @@ class ShardedModel(FullModel):
     @classmethod
     def build(cls, source: ModelSource) -> ShardedModel:
         """Load the weights, and keep this rank's part.  Raises ModelError."""
-        group = source.ranks
-        assert isinstance(group, Group), "one process has nobody to share the weights with"
+        group = cast("Group", source.ranks)
 
         def sharded(path: str | Path, *, trains: bool, dtype: torch.dtype = torch.float32) -> _Sharded:
-            module = load_for(source, path, dtype, device=HOST).requires_grad_(trains)
+            module = source.load(path, dtype, device=HOST).requires_grad_(trains)
             names = _names(module, checkpoint_tensors(module))
-            scorer = scorer_for(source, module)
+            scorer = source.scorer(module)
             return _Sharded(module, scorer, group, names, copies=source.passes.copies)
 
         policy = group.in_turn(lambda: sharded(source.saved or source.start, trains=True))
@@ -54,7 +50,7 @@ class ShardedModel(FullModel):
         dtype = torch.bfloat16 if frozen else torch.float32
         start = partial(sharded, source.start, trains=False, dtype=dtype)
         reference = group.in_turn(start) if source.reference else None
-        return cls(group, policy, reference, tokenizer=SavedTokenizer(source))
+        return cls(group, policy, reference, tokenizer=source.tokenizer())
 
     def published(self) -> list[tuple[str, Tensor]]:
         return list(_renamed(self.policy.module, self._names).items())
@@ -66,12 +62,12 @@ class ShardedModel(FullModel):
     def write(self, directory: Path, tensors: Mapping[str, Tensor]) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         rank, size, published = self._group.rank, self._group.size, dict(self.published())
-        save_file(dict(tensors), directory / file_of("model", rank, size), metadata={"format": "pt"})
+        save_file(dict(tensors), directory / _file_of(rank, size), metadata={"format": "pt"})
         if rank:
             return
         nbytes = sum(tensor.numel() * tensor.itemsize for tensor in published.values())
         owners = self._group.owners(published)
-        places = {name: file_of("model", owner, size) for name, owner in sorted(owners.items())}
+        places = {name: _file_of(owner, size) for name, owner in sorted(owners.items())}
         index = {"metadata": {"total_size": nbytes}, "weight_map": places}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
         module: Any = self.policy.module
@@ -107,7 +103,7 @@ class _Sharded(nn.Module):
         options: dict[str, Any] = {"mesh": group.mesh, "reshard_after_forward": True}
         if copies:
             options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        parts = layers_of(module)
+        parts = Passes.layers_of(module)
         for part in [*parts, self]:
             fully_shard(part, **options)
         register_fsdp_forward_method(self, "score")
@@ -125,21 +121,20 @@ class _Sharded(nn.Module):
         return self._scorer.next_tokens(prompts)
 
 
-def shared(
-    source: ModelSource, module: nn.Module, scorer: Scorer, tensors: Mapping[str, Tensor]
+def _file_of(rank: int, ranks: int) -> str:
+    """Return the name of the file that a rank writes, as transformers names the parts of a model."""
+    return f"model-{rank + 1:05d}-of-{ranks:05d}.safetensors"
+
+
+def divided(
+    group: Group, module: nn.Module, scorer: Scorer, tensors: Mapping[str, Tensor], *, copies: bool
 ) -> tuple[Scorer, dict[str, Tensor]]:
     """Divide a module among the ranks; return what scores with it, and the tensors that are parts now.
 
-    Args:
-        source: has the ranks.
-        module: is divided.
-        scorer: computes with it.
-        tensors: whole tensors of the module, by the names that engines know.
+    See ``Ranks.divided``; ``copies`` is that of ``_Sharded``.
     """
-    group = source.ranks
-    assert isinstance(group, Group), "one process has nobody to share the weights with"
     names = _names(module, tensors)
-    policy: Any = _Sharded(module, scorer, group, names, copies=source.passes.copies)
+    policy: Any = _Sharded(module, scorer, group, names, copies=copies)
     return policy, _renamed(module, names)
 
 

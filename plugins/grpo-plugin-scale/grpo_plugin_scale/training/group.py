@@ -13,14 +13,12 @@ from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from grpo_core.cpu import return_freed_memory
-from grpo_core.training.plan import balanced
-from grpo_core.weights.publishing import whole
+from grpo_core.kit import ModelSource, Scorer, return_freed_memory
 
 T = TypeVar("T")
 
@@ -100,16 +98,18 @@ class Group:
     def dealt(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         owners, mine = self.owners(tensors), {}
         for name, tensor in tensors.items():
-            gathered = whole(tensor)  # by all ranks
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # by all ranks
             if owners[name] == self.rank:
-                mine[name] = gathered
+                mine[name] = whole.detach()
         return mine
 
     def owners(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
         """Return the rank that saves each tensor, so that all save about as many numbers."""
-        names = list(tensors)
-        divided = balanced([tensors[name].numel() for name in names], self.size)
-        return {names[place]: rank for rank, places in enumerate(divided) for place in places}
+        owners, numbers = {}, [0] * self.size
+        for name in sorted(tensors, key=lambda name: (-tensors[name].numel(), name)):
+            owners[name] = least = numbers.index(min(numbers))
+            numbers[least] += tensors[name].numel()
+        return owners
 
     @torch.no_grad()
     def part(self, value: Tensor, like: Tensor) -> Tensor:
@@ -118,6 +118,13 @@ class Group:
         return distribute_tensor(
             value.to(self._device), like.device_mesh, like.placements, src_data_rank=None
         )
+
+    def divided(
+        self, source: ModelSource, module: nn.Module, scorer: Scorer, tensors: Mapping[str, Tensor]
+    ) -> tuple[Scorer, dict[str, Tensor]]:
+        from grpo_plugin_scale.training.sharded import divided
+
+        return divided(self, module, scorer, tensors, copies=source.passes.copies)
 
 
 def _store(rendezvous: str, rank: int, size: int, wait: timedelta) -> Store:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from grpo_core.training.host_block import room_for
+from grpo_core.kit import room_for
 
 SMALLEST = 1024
 """Bytes of a tensor below which it stays: its copy would cost more than it frees."""

@@ -1,0 +1,1 @@
+"""The trainer ``torch`` with what a larger model or more GPUs need."""

@@ -1,0 +1,82 @@
+"""The trainer of a process: its ranks, and weights that rest between two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from grpo_core import ConfigError, StepResult, TrainerSetup, Weights
+from grpo_core.kit import Model, ModelSource, Ranks, Share, TorchTrainer
+from grpo_plugin_scale.training.resting import Resting
+
+
+def create(setup: TrainerSetup) -> ScaledTrainer:
+    """Factory for the child process."""
+    made = ScaledTrainer.in_child(setup)
+    if setup.trainer.offload and made.device.type == "cpu":
+        raise ConfigError(
+            "trainer.offload moves weights from a GPU to the machine's memory, and this trainer is on a CPU, "
+            "where they are there already; leave it out"
+        )
+    return made
+
+
+class ScaledTrainer(TorchTrainer):
+    """Trains a model that several processes hold together, and whose weights may rest between two steps.
+
+    With the keys of this plugin as they are by default, it is a ``TorchTrainer``.
+    """
+
+    def __init__(self, setup: TrainerSetup) -> None:
+        self._resting = Resting()
+        self._divides = setup.ranks > 1 or setup.trainer.weights != "float32"
+        """Whether torch.distributed holds the weights, which also makes copies of them in bfloat16."""
+        super().__init__(setup)
+
+    def place(self) -> torch.device:
+        """Choose the GPU of this rank, unless the configuration names one."""
+        device = super().place()
+        if not self._divides or device != torch.device("cuda"):
+            return device
+        return torch.device("cuda", 0 if torch.cuda.device_count() == 1 else self.setup.rank)
+
+    def join(self, *, leaves: bool) -> Ranks:
+        if not self._divides:
+            return super().join(leaves=leaves)
+        from grpo_plugin_scale.training.group import Group  # torch's distributed tensors take long to import
+
+        return Group(
+            self.setup.rank,
+            self.setup.ranks,
+            rendezvous=self.setup.rendezvous,
+            device=self.device,
+            seconds=self.setup.trainer.deadline,
+            leaves=leaves,
+        )
+
+    def build(self, source: ModelSource) -> Model:
+        if not self._divides or source.config.lora is not None:
+            return super().build(source)
+        from grpo_plugin_scale.training.sharded import ShardedModel
+
+        return ShardedModel.build(source)
+
+    # ------------------------------------------------------------------------------ weights that rest
+
+    def train(self, share: Share) -> StepResult:
+        self._resting.come_back()
+        return super().train(share)
+
+    def publish(self, canary: Sequence[tuple[int, ...]] = ()) -> Weights:
+        self._resting.come_back()
+        weights = super().publish(canary)
+        if self.setup.trainer.offload:
+            self._resting.leave([*self.model.weights(), *self.optimizers.tensors()])
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()  # an engine on the same GPU takes the weights now
+        return weights
+
+    def readable(self, tensor: Tensor) -> Tensor:
+        return self._resting.readable(tensor)
