@@ -848,7 +848,7 @@ def test_a_broken_engine_is_reported_with_the_place():
     offer = check.find(host, f"{__file__}:Constant")
     assert offer.kind == "engine"
     failed = {f.check: f.told for f in check.findings(host, offer, {}) if f.outcome == "failed"}
-    assert {"its contract", "logprobs are those of the model"} <= failed.keys()
+    assert {"it keeps its contract", "logprobs are those of the model"} <= failed.keys()
     assert all(failed.values()), "each says what is wrong"
 
 

@@ -2,7 +2,7 @@
 
     check_sampler, check_dataloader, check_validation_strategy   each is a whole test
     check_config_sections                    what a module offers to the configuration
-    within                                   a time limit for what a contract waits for
+    Contract, within                         clauses in their order, and a time limit for what they wait for
     FakeEngine, FakeEnvironment, FakeRenderer, FakeTrainer   parts without a model, for tests of others
     HostedEnvironment                        an environment as a run uses it, in this process
     demonstrations                           what ``solve`` says in turn, played with the environment
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from grpo_core.demo.demonstrations import demonstrations as demonstrations
     from grpo_core.testing.clock import Deadlock as Deadlock
     from grpo_core.testing.clock import run as run
+    from grpo_core.testing.contracts import Contract as Contract
+    from grpo_core.testing.contracts import within as within
     from grpo_core.testing.dataloaders import DataloaderContract as DataloaderContract
     from grpo_core.testing.dataloaders import check_dataloader as check_dataloader
     from grpo_core.testing.fakes import FakeEngine as FakeEngine
@@ -38,7 +40,6 @@ if TYPE_CHECKING:
     from grpo_core.testing.fakes import prompts as prompts
     from grpo_core.testing.hosted import HostedEnvironment as HostedEnvironment
     from grpo_core.testing.hosted import finished as finished
-    from grpo_core.testing.limits import within as within
     from grpo_core.testing.offers import bound as bound
     from grpo_core.testing.offers import find_offer as find_offer
     from grpo_core.testing.offers import make_offer as make_offer

@@ -20,6 +20,7 @@ from grpo_core.data.dataloaders import Dataloader
 from grpo_core.data.rows import RowReader, feed, in_order, readable
 from grpo_core.data.states import from_safetensors, packed, to_safetensors, unpacked
 from grpo_core.records import Prompt
+from grpo_core.testing.contracts import Contract
 
 READ = 24
 """Number of prompts that are read."""
@@ -53,12 +54,13 @@ def check_dataloader(
     """
     name = name or getattr(factory, "__name__", type(factory).__name__)
     fields = structured(SourceConfig, source, where="source")
-    for clause in DataloaderContract(lambda split: factory(split, **options), source=fields, name=name):
-        clause()
+    DataloaderContract(lambda split: factory(split, **options), source=fields, name=name).check()
 
 
-class DataloaderContract:
+class DataloaderContract(Contract):
     """The clauses of ``check_dataloader``, in an order in which each one builds on those before."""
+
+    begun = False
 
     def __init__(
         self, make: Callable[[str], Any], *, source: SourceConfig | None = None, name: str = "it"
@@ -66,21 +68,14 @@ class DataloaderContract:
         self._make, self._name = make, name
         self._source = source or SourceConfig()
         self._prompts: list[Prompt] = []
-        self.told = ""
-        """Message about the rows that were read."""
-
-    def __iter__(self) -> Iterator[Callable[[], None]]:
-        yield self.its_rows_are_prompts
-        yield self.made_again_it_gives_the_same_prompts
-        yield self.resumed_it_continues_where_it_was
-        yield self.its_state_can_be_asked_for_at_any_time
-        yield self.it_knows_whether_it_has_held_out_prompts
+        self._read = ""
 
     def its_rows_are_prompts(self) -> None:
         with self._started() as dataloader:
             self._prompts = dataloader.take(READ)
             size = "a stream" if dataloader.size is None else f"{dataloader.size:,} rows read by index"
-            self.told = f"{size}; {dataloader.rows} rows were read for {READ} prompts"
+            self._read = f"{size}; {dataloader.rows} rows were read for {READ} prompts"
+        self.begun = True
 
     def made_again_it_gives_the_same_prompts(self) -> None:
         with self._started() as dataloader:
@@ -115,6 +110,9 @@ class DataloaderContract:
                 f"{self._name}: it has no row for 'validation'; return None if there are no held-out prompts"
             )
             RowReader(_TASK, self._name, self._source).prompt(first, 0)
+
+    def what_it_read(self) -> str:
+        return self._read
 
     @contextlib.contextmanager
     def _started(self) -> Iterator[Dataloader]:

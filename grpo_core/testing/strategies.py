@@ -34,6 +34,7 @@ from grpo_core.loop.rollout import SamplingParams
 from grpo_core.protocols import ValidationStrategy
 from grpo_core.records import Episode, Feedback, GenerationRequest, Group, Prompt, SampleRequest, Weights
 from grpo_core.testing import clock
+from grpo_core.testing.contracts import Contract
 from grpo_core.testing.fakes import FakeEngine, FakeEnvironment, FakePrompts, FakeRenderer, FakeTrainer
 from grpo_core.validation.runner import Context, Results, run_strategy
 from grpo_core.versions import Interval
@@ -114,8 +115,8 @@ class World:
 
 
 @define(eq=False)
-class ValidationContract:
-    """The contract of a strategy; each method is one clause and raises AssertionError if it is broken.
+class ValidationContract(Contract):
+    """The contract of a strategy.
 
     Args:
         make: a new strategy, the same each time; a class will do.
@@ -127,16 +128,6 @@ class ValidationContract:
     make: Callable[[], ValidationStrategy]
     score: str | None = None
     rounds: int = 1
-
-    def check(self) -> None:
-        """All clauses."""
-        self.full_marks_for_an_oracle_and_none_for_garbage()
-        self.an_unscored_rollout_is_no_wrong_answer()
-        self.the_same_whatever_is_batched_and_whoever_goes_first()
-        self.environments_are_called_in_batches()
-        self.it_can_be_cancelled_at_any_moment()
-        self.what_it_remembers_survives_a_resume()
-        self.training_goes_on_as_if_it_were_not_there()
 
     def full_marks_for_an_oracle_and_none_for_garbage(self) -> None:
         for policy, expected in ((oracle, 1.0), (garbage, 0.0)):

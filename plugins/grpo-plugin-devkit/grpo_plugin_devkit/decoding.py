@@ -20,9 +20,11 @@ behaves as a part of a run is the contract of ``grpo_plugin_devkit.engines``.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import random
 import tempfile
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,7 @@ from grpo_core import (
     WeightSyncError,
 )
 from grpo_core.kit import SharedMemoryWriter, Writer, checkpoint_tensors, make_tiny_model
+from grpo_core.testing import Contract
 from grpo_plugin_devkit.engines import check_engine, ids_of
 
 CONTEXT = 256
@@ -425,14 +428,61 @@ def check_decoding(factory: Callable[..., Engine], **options: Any) -> None:
 
     Raises AssertionError with what is violated first.
     """
-    with tempfile.TemporaryDirectory() as directory, asyncio.Runner() as runner:
-        model = make_test_model(Path(directory))
-        tried = EngineUnderTest(engine=runner.run(start_engine(factory, model, **options)), model=model)
-        runner.run(check_engine(tried.engine, tried.publish, prompt_ids=(5, 8, 2)))
-        tried.engine = runner.run(start_engine(factory, model, **options))
-        try:
-            runner.run(tried.engine.update_weights(tried.publish(0)))
-            for law in ENGINE_LAWS.values():
-                runner.run(law(tried))
-        finally:
-            runner.run(tried.engine.aclose())
+    DecodingContract(lambda setup: factory(setup, **options)).check()
+
+
+class DecodingContract(Contract):
+    """The contract of an engine, and the laws of decoding.
+
+    Args:
+        make: the factory with its options filled in.
+    """
+
+    def __init__(self, make: Callable[[EngineSetup], Engine]) -> None:
+        self._make = make
+        self._stack = contextlib.ExitStack()
+        directory = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo-core-check-"))
+        self._model = make_test_model(Path(directory))
+        self._runner = self._stack.enter_context(asyncio.Runner())
+        self._tried: EngineUnderTest | None = None
+
+    def __exit__(self, *raised: Any) -> None:
+        with self._stack:
+            if self._tried is not None:
+                self.it_can_be_closed()
+
+    def __iter__(self) -> Iterator[Callable[[], str | None]]:
+        yield self.it_can_be_made
+        if self._tried is None:
+            return
+        yield self.it_keeps_its_contract
+        yield self.it_takes_weights
+        for law in ENGINE_LAWS.values() if self._tried.version == 0 else ():
+            yield functools.wraps(law)(functools.partial(self._keeps, law))
+        yield self.it_can_be_closed
+
+    def it_can_be_made(self) -> None:
+        self._tried = EngineUnderTest(engine=self._started(), model=self._model, version=-1)
+
+    def it_keeps_its_contract(self) -> None:
+        tried = self._there()
+        self._runner.run(check_engine(tried.engine, tried.publish, prompt_ids=(5, 8, 2)))
+
+    def it_takes_weights(self) -> None:
+        tried = self._there()
+        tried.engine = self._started()
+        self._runner.run(tried.update())
+
+    def it_can_be_closed(self) -> None:
+        tried, self._tried = self._there(), None
+        self._runner.run(tried.engine.aclose())
+
+    def _keeps(self, law: Law) -> None:
+        self._runner.run(law(self._there()))
+
+    def _started(self) -> Engine:
+        return self._runner.run(start_engine(self._make, self._model))
+
+    def _there(self) -> EngineUnderTest:
+        assert self._tried is not None, "it is closed"
+        return self._tried

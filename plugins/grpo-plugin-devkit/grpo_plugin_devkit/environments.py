@@ -16,7 +16,8 @@ import inspect
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
-from grpo_core.kit import Incident, PluginSelection, Sections, SourcedProcess, reported_to, taken_sections
+from grpo_core import ConfigError, GrpoError
+from grpo_core.kit import Incident, PluginSelection, SourcedProcess, reported_to, taken_sections
 from grpo_core.testing import HostedEnvironment, finished
 from grpo_plugin_devkit.conformance import Conformance, Finding
 
@@ -89,43 +90,45 @@ def environment_findings(make: Callable[[], Any]) -> list[Finding]:
             conformance.end()
 
 
-def findings_by_name(name: str, options: Mapping[str, Any]) -> list[Finding]:
-    """Return the findings about an environment in a child process, as a run starts it.
+def findings_by_name(
+    name: str, options: Mapping[str, Any], plugins: PluginSelection | None = None
+) -> Iterator[Finding]:
+    """Yield the findings about an environment in a child process, as a run starts it: it may hang or exit.
 
     Args:
         name: as in a configuration.
         options: of the environment; the tables ``environment`` and ``source`` are those of a run.
+        plugins: that the child loads.
 
-    Raises PluginError or ConfigError if there is no such environment, or its source cannot be read.
+    Raises ConfigError if the options are wrong, or its source cannot be read.
     """
     own = dict(options)
     sections = taken_sections(own)
-    with conformance_of(name, own, sections) as conformance:
-        conformance.start()
-        try:
-            return list(conformance.run())
-        finally:
-            conformance.end()
-
-
-@contextlib.contextmanager
-def conformance_of(
-    name: str, options: Mapping[str, Any], sections: Sections, plugins: PluginSelection | None = None
-) -> Iterator[Conformance]:
-    """Yield the checks of an environment in a child process, which is not started yet."""
-    incidents: list[Incident] = []
     config = sections.environment
     make = functools.partial(
         SourcedProcess,
         "check",
         name,
-        options,
+        own,
         config=config,
         plugins=plugins or PluginSelection(),
         source=sections.source,
     )
+    incidents: list[Incident] = []
     with reported_to(incidents.append), asyncio.Runner() as runner:
-        yield Conformance(make, runner.run, max_batch=config.max_batch, incidents=incidents)
+        conformance = Conformance(make, runner.run, max_batch=config.max_batch, incidents=incidents)
+        try:
+            conformance.start()
+        except GrpoError as error:
+            if error.exit_status == ConfigError.exit_status:
+                raise  # the options are wrong, and not the environment
+            yield Finding("it can be made", "failed", str(error))
+            return
+        try:
+            yield Finding("it can be made", "passed", "in a process of its own")
+            yield from conformance.run()
+        finally:
+            conformance.end()
 
 
 def broken(findings: Iterable[Finding]) -> list[str]:

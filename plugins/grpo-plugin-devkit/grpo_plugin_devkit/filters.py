@@ -9,12 +9,13 @@ Each check raises AssertionError.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from attrs import evolve
 
 from grpo_core import Group, Rollout
+from grpo_core.testing import Contract
 from grpo_plugin_devkit.objectives import a_group
 
 REWARDS: tuple[tuple[float | None, ...], ...] = (
@@ -35,12 +36,11 @@ LENGTHS = ((3, 6, 2, 9), (40, 30, 55, 61), (700, 400, 812, 90), (5000, 6000, 400
 
 def check_filter(function: Callable[..., Any], **options: Any) -> None:
     """Check all of a filter's contract.  Raises AssertionError."""
-    for clause in FilterContract(lambda group: function(group, **options)):
-        clause()
+    FilterContract(lambda group: function(group, **options)).check()
 
 
-class FilterContract:
-    """The contract of a filter, without which a run ends or trains nothing; iterates over its clauses.
+class FilterContract(Contract):
+    """The contract of a filter, without which a run ends or trains nothing.
 
     Args:
         rejects: the filter with its options filled in.
@@ -48,14 +48,6 @@ class FilterContract:
 
     def __init__(self, rejects: Callable[[Group], Any]) -> None:
         self._rejects = rejects
-
-    def __iter__(self) -> Iterator[Callable[[], None]]:
-        yield self.it_returns_a_text_that_says_why_or_none
-        yield self.it_takes_groups_with_unscored_rollouts
-        yield self.it_takes_groups_of_any_size
-        yield self.it_lets_some_group_pass
-        yield self.the_order_within_a_group_does_not_matter
-        yield self.it_returns_the_same_each_time_and_changes_no_group
 
     def it_returns_a_text_that_says_why_or_none(self) -> None:
         for group in groups():
@@ -91,6 +83,10 @@ class FilterContract:
             first, second = self._told(group), self._told(group)
             assert first == second, f"it says {first!r}, and then {second!r} for the same group"
             assert _seen(group) == before, "it changed the group, which others see as well"
+
+    def what_it_rejects(self) -> str:
+        rejected = sum(self._told(group) is not None for group in groups())
+        return f"{rejected} of the {len(groups())} groups that were tried"
 
     def _told(self, group: Group) -> str | None:
         told: str | None = self._rejects(group)

@@ -12,14 +12,14 @@ from __future__ import annotations
 import asyncio
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
 from grpo_core import GrpoError, Prompt
 from grpo_core.kit import ModelRequest, Renderer, StartModel, build, chat_template
-from grpo_core.testing import HostedEnvironment, prompts
+from grpo_core.testing import Contract, HostedEnvironment, prompts
 
 SEED = 7
 TASK = "task"
@@ -29,35 +29,24 @@ NEEDED = ("config.json",)
 
 def check_model_source(make: Callable[..., Any], **options: Any) -> None:
     """Check all of the contract of a source of models.  Raises AssertionError."""
-    with tempfile.TemporaryDirectory(prefix="grpo-core-check-") as directory:
-        for clause in ModelSourceContract(lambda: make(**options), Path(directory)):
-            clause()
+    ModelSourceContract(lambda: make(**options)).check()
 
 
-class ModelSourceContract:
+class ModelSourceContract(Contract):
     """The contract of a source of models, without which a run starts from something else.
-
-    It iterates over its clauses; the later ones ask about the model that the first one made.
 
     Args:
         make: the factory with its options filled in.
-        directory: an empty directory for models.
     """
 
-    def __init__(self, make: Callable[[], Any], directory: Path) -> None:
-        self._make, self._directory = make, directory
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._scratch = tempfile.TemporaryDirectory(prefix="grpo-core-check-")
+        self._directory = Path(self._scratch.name)
         self._made: StartModel | None = None
 
-    def __iter__(self) -> Iterator[Callable[[], None]]:
-        yield self.its_preset_is_a_part_of_a_configuration
-        yield self.it_is_checked_without_making_anything
-        yield self.it_makes_a_model_that_can_be_loaded
-        if self._made is None:
-            return
-        yield self.its_positions_are_those_of_the_model
-        yield self.its_configuration_is_that_of_the_model
-        yield self.a_start_that_finds_the_model_changes_nothing
-        yield self.the_same_seed_makes_the_same_model
+    def __exit__(self, *raised: Any) -> None:
+        self._scratch.cleanup()
 
     def its_preset_is_a_part_of_a_configuration(self) -> None:
         preset = self._make().preset
@@ -75,13 +64,14 @@ class ModelSourceContract:
 
     def it_makes_a_model_that_can_be_loaded(self) -> None:
         """``prepare`` is sent to the process of the trainer, so it is plain data."""
+        self.begun = False
         found = self._start("first")
         path = Path(found.path)
         for name in NEEDED:
             assert (path / name).is_file(), f"{path} has no {name}"
         renderer = Renderer.load(str(path), trust_remote_code=False, chat_template=chat_template(""))
         assert renderer.prompt_ids([{"role": "user", "content": "ab"}]), "its tokenizer gives no tokens"
-        self._made = found
+        self._made, self.begun = found, True
 
     def its_positions_are_those_of_the_model(self) -> None:
         found = self._there()

@@ -22,6 +22,7 @@ from typing import Any
 
 from grpo_core import Command, ConfigError, errors, load_object
 from grpo_core.kit import Config, PluginHost, as_table
+from grpo_core.testing import Contract
 
 LARGE = ("torch", "transformers", "numpy", "ray", "vllm")
 """Libraries that take long to import, and that the line in ``grpo-core --help`` does not need."""
@@ -68,18 +69,24 @@ def check_preflight(module: ModuleType) -> None:
     raises ConfigError.
     """
     for name, offered in module.grpo_preflight().items():
-        check_function(name, load_object(offered, who=name) if isinstance(offered, str) else offered)
+        function = load_object(offered, who=name) if isinstance(offered, str) else offered
+        PreflightContract(name, function).check()
 
 
-def check_function(name: str, function: Callable[..., Any]) -> None:
-    """Check one function, as ``check_preflight``."""
-    config = Config()
-    try:
-        messages = function(config, PluginHost.discover())
-    except ConfigError:
-        messages = ()
-    except Exception as error:
-        raise AssertionError(f"{name!r} raised {errors.describe(error)}; expected ConfigError") from error
-    wrong = isinstance(messages, str) or not all(isinstance(each, str) for each in messages)
-    assert not wrong, f"{name!r} returned {messages!r}; expected a list of warnings"
-    assert as_table(config) == as_table(Config()), f"{name!r} changed the configuration"
+class PreflightContract(Contract):
+    """The contract of a function of ``grpo_preflight``."""
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self._name, self._function = name, function
+
+    def it_warns_or_refuses(self) -> None:
+        name, config = self._name, Config()
+        try:
+            messages = self._function(config, PluginHost.discover())
+        except ConfigError:
+            messages = ()
+        except Exception as error:
+            raise AssertionError(f"{name!r} raised {errors.describe(error)}; expected ConfigError") from error
+        wrong = isinstance(messages, str) or not all(isinstance(each, str) for each in messages)
+        assert not wrong, f"{name!r} returned {messages!r}; expected a list of warnings"
+        assert as_table(config) == as_table(Config()), f"{name!r} changed the configuration"

@@ -10,13 +10,14 @@ Each check raises AssertionError, or PluginError where the core itself would.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from attrs import evolve
 
 from grpo_core import Group, LossInputs, Prompt, Rollout, Segment, Tokens
 from grpo_core.kit import Scores, checked_scores, needs_of
+from grpo_core.testing import Contract
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,21 +32,19 @@ REWARDS = ((0.0, 1.0, 1.0, 0.25), (1.0, 1.0, 1.0, 1.0), (-3.0, 2.0, 0.5, 0.5), (
 
 def check_loss(function: Callable[..., Any], **options: Any) -> None:
     """Check all of a loss's contract.  Raises AssertionError."""
-    for clause in LossContract(lambda inputs: function(inputs, **options), needs_of(function, options)):
-        clause()
+    LossContract(lambda inputs: function(inputs, **options), needs_of(function, options)).check()
 
 
 def check_advantage(function: Callable[..., Any], **options: Any) -> None:
     """Check all of an advantage function's contract.  Raises AssertionError or PluginError."""
-    for clause in AdvantageContract(lambda groups: function(groups, **options)):
-        clause()
+    AdvantageContract(lambda groups: function(groups, **options)).check()
 
 
 # ---------------------------------------------------------------------------------- losses
 
 
-class LossContract:
-    """The contract of a loss, without which a step has no meaning; iterates over its clauses.
+class LossContract(Contract):
+    """The contract of a loss, without which a step has no meaning.
 
     Args:
         loss: the loss with its options filled in.
@@ -55,13 +54,8 @@ class LossContract:
     def __init__(self, loss: Callable[[LossInputs], LossOutput], needs: frozenset[str]) -> None:
         self._loss, self._needs = loss, needs
 
-    def __iter__(self) -> Iterator[Callable[[], None]]:
-        yield self.it_returns_one_loss_and_one_of_each_metric_for_each_token
-        yield self.it_trains_the_policy
-        yield self.extreme_inputs_have_finite_losses_and_gradients
-        yield self.the_order_of_rows_does_not_matter
-        yield self.it_does_not_matter_how_rows_are_split
-        yield self.it_returns_the_same_each_time_and_changes_no_input
+    def what_it_needs(self) -> str:
+        return ", ".join(sorted(self._needs)) or "nothing"
 
     def it_returns_one_loss_and_one_of_each_metric_for_each_token(self) -> None:
         import torch
@@ -219,8 +213,8 @@ def _tensors(inputs: LossInputs) -> Mapping[str, Tensor]:
 # ---------------------------------------------------------------------------------- advantages
 
 
-class AdvantageContract:
-    """The contract of an advantage function, without which a batch cannot be made; iterates over its clauses.
+class AdvantageContract(Contract):
+    """The contract of an advantage function, without which a batch cannot be made.
 
     Args:
         advantages: the function with its options filled in.
@@ -228,13 +222,6 @@ class AdvantageContract:
 
     def __init__(self, advantages: Callable[[Sequence[Group]], Sequence[Sequence[Any]]]) -> None:
         self._advantages = advantages
-
-    def __iter__(self) -> Iterator[Callable[[], None]]:
-        yield self.it_returns_a_finite_number_or_none_for_each_rollout
-        yield self.extreme_rewards_have_finite_advantages
-        yield self.equal_rewards_are_worth_nothing
-        yield self.the_order_within_a_group_does_not_matter
-        yield self.it_returns_the_same_each_time
 
     def it_returns_a_finite_number_or_none_for_each_rollout(self) -> None:
         for sizes in ((4, 4, 4, 4), (2,), (3, 2, 8)):

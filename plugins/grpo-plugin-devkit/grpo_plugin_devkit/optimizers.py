@@ -9,14 +9,14 @@ regression, through the code of the trainer that sets learning rates and writes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from grpo_core import Offer, OptimizerFunction, ParameterGroup
-from grpo_core.testing import Optimization, bound, flat
+from grpo_core.testing import Contract, Optimization, bound, flat
 
 LR = 1e-2
 """Learning rate of the checks."""
@@ -27,12 +27,11 @@ BETAS = (0.9, 0.95)
 
 def check_optimizer(function: OptimizerFunction | Offer, **options: Any) -> None:
     """Check all of an optimizer's contract.  Raises AssertionError or PluginError."""
-    for clause in OptimizerContract(function, options):
-        clause()
+    OptimizerContract(function, options).check()
 
 
-class OptimizerContract:
-    """The contract of an optimizer, without which checkpoints or schedules are wrong; iterates over clauses.
+class OptimizerContract(Contract):
+    """The contract of an optimizer, without which checkpoints or schedules are wrong.
 
     Args:
         function: the function that makes optimizers from groups of parameters, or its offer.
@@ -41,15 +40,6 @@ class OptimizerContract:
 
     def __init__(self, function: OptimizerFunction | Offer, options: Mapping[str, Any]) -> None:
         self._made = bound("optimizer", function, options)
-
-    def __iter__(self) -> Iterator[Callable[[], None]]:
-        yield self.it_trains_each_parameter_once
-        yield self.it_lowers_the_loss
-        yield self.it_follows_the_learning_rate_of_each_group
-        yield self.it_decays_only_what_has_a_weight_decay
-        yield self.it_computes_the_same_each_time
-        yield self.it_keeps_the_state_that_it_declares
-        yield self.it_continues_exactly_from_its_saved_state
 
     def it_trains_each_parameter_once(self) -> None:
         """Also in groups of one parameter, and in a group without a matrix."""
@@ -103,18 +93,6 @@ class OptimizerContract:
         other.train(5)
         _same(one, other, "two runs of the same updates")
 
-    def it_continues_exactly_from_its_saved_state(self) -> None:
-        """A checkpoint holds the state of each parameter by slot: tensors, and numbers."""
-        went_on = _Regression(self._made)
-        went_on.train(3)
-        tensors, about = went_on.optimization.saved()
-        copies = {name: tensor.clone() for name, tensor in tensors.items()}
-        continued = _Regression(self._made, weights=went_on.weights())
-        continued.optimization.restore(copies, about, torch.device("cpu"))
-        went_on.train(3)
-        continued.train(3)
-        _same(went_on, continued, "an optimizer that continues from the saved state of its parameters")
-
     def it_keeps_the_state_that_it_declares(self) -> None:
         """An optimizer whose offer has no ``state`` declares nothing."""
         task = _Regression(self._made)
@@ -131,6 +109,18 @@ class OptimizerContract:
                 f"for {name} {list(parameter.shape)} its state() declares {dict(declared)}, and it keeps "
                 f"{found}"
             )
+
+    def it_continues_exactly_from_its_saved_state(self) -> None:
+        """A checkpoint holds the state of each parameter by slot: tensors, and numbers."""
+        went_on = _Regression(self._made)
+        went_on.train(3)
+        tensors, about = went_on.optimization.saved()
+        copies = {name: tensor.clone() for name, tensor in tensors.items()}
+        continued = _Regression(self._made, weights=went_on.weights())
+        continued.optimization.restore(copies, about, torch.device("cpu"))
+        went_on.train(3)
+        continued.train(3)
+        _same(went_on, continued, "an optimizer that continues from the saved state of its parameters")
 
 
 class _Regression:

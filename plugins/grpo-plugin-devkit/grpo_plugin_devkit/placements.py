@@ -12,9 +12,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -29,7 +28,7 @@ from grpo_core.kit import (
     checkpoint_tensors,
     read_weights,
 )
-from grpo_core.testing import within
+from grpo_core.testing import Contract, within
 from grpo_plugin_devkit.decoding import load_test_model, make_test_model
 
 T = TypeVar("T")
@@ -69,19 +68,17 @@ class Counting(grpo.Environment):
 
 def check_placement(make: Callable[..., Any], **options: Any) -> None:
     """Check all of a placement's contract; ``make`` is its factory.  Raises AssertionError."""
-    with PlacementContract(lambda plugins: make(plugins, **options)) as contract:
-        for clause in contract:
-            clause()
+    PlacementContract(lambda plugins: make(plugins, **options)).check()
 
 
-class PlacementContract:
-    """The contract of a placement, without which engines and environments are lost; iterates over clauses.
-
-    It is a context manager, which connects the placement and ends the connection.
+class PlacementContract(Contract):
+    """The contract of a placement, without which engines and environments are lost.
 
     Args:
         make: the factory with its options filled in.
     """
+
+    begun = False
 
     def __init__(self, make: Callable[[PluginHost], Any]) -> None:
         self._make = make
@@ -91,26 +88,12 @@ class PlacementContract:
         self._connection = contextlib.ExitStack()
         self._placement: Any = None
 
-    def __enter__(self) -> PlacementContract:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         try:
             self._connection.close()
         finally:
             self._runner.close()
             self._directory.cleanup()
-
-    def __iter__(self) -> Iterator[Callable[[], None]]:
-        yield self.it_connects_for_a_run_with_default_settings
-        if self._placement is None:
-            return
-        yield self.its_environments_judge_and_keep_their_sessions
-        yield self.its_environments_survive_what_they_raise
-        yield self.weights_that_are_retained_outlive_the_next_publication
-        yield self.its_engines_generate_from_the_weights_that_they_are_sent
 
     def it_connects_for_a_run_with_default_settings(self) -> None:
         placement = self._make(PluginHost.discover(allow=[]))
@@ -123,7 +106,7 @@ class PlacementContract:
         placement.check(trainer, engines)
         self._connection.enter_context(placement.connected(WORKERS))
         placement.devices(trainer, engines)
-        self._placement = placement
+        self._placement, self.begun = placement, True
 
     def its_environments_judge_and_keep_their_sessions(self) -> None:
         async def story(worker: Any) -> None:

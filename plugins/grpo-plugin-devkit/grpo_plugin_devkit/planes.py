@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ import numpy as np
 
 from grpo_core import Group, Prompt, Rollout, Segment, Tokens
 from grpo_core.kit import fetched
-from grpo_core.testing import within
+from grpo_core.testing import Contract, within
 
 T = TypeVar("T")
 
@@ -36,33 +36,26 @@ def check_data_plane(make: Callable[..., Any], *, placement: Any = None, **optio
         placement: its first argument.
         options: its options.
     """
-    with asyncio.Runner() as runner:
-        contract = DataPlaneContract(lambda: make(placement, **options), runner.run)
-        for clause in contract:
-            clause()
+    DataPlaneContract(lambda: make(placement, **options)).check()
 
 
-class DataPlaneContract:
-    """The contract of a data plane, without which a step trains other tokens; iterates over its clauses.
+class DataPlaneContract(Contract):
+    """The contract of a data plane, without which a step trains other tokens.
 
     Args:
         make: the factory with its arguments filled in.
-        run: runs a coroutine in an event loop, always the same.
     """
 
-    def __init__(self, make: Callable[[], Any], run: Callable[..., Any]) -> None:
-        self._make, self._run = make, run
+    begun = False
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._runner = asyncio.Runner()
+        self._run = self._runner.run
         self._plane: Any = None
 
-    def __iter__(self) -> Iterator[Callable[[], None]]:
-        yield self.it_starts_and_says_where_tokens_are
-        if self._plane is None:
-            return
-        yield self.what_is_put_there_is_what_is_read
-        yield self.groups_that_are_put_at_once_are_not_mixed_up
-        yield self.other_processes_read_it
-        yield self.groups_that_nobody_holds_make_room_for_others
-        yield self.it_can_be_closed
+    def __exit__(self, *raised: Any) -> None:
+        self._runner.close()
 
     def it_starts_and_says_where_tokens_are(self) -> None:
         async def story() -> Any:
@@ -74,6 +67,7 @@ class DataPlaneContract:
             return plane
 
         self._plane = self._run(story())
+        self.begun = True
 
     def what_is_put_there_is_what_is_read(self) -> None:
         group = _group(1)
@@ -132,8 +126,7 @@ class DataPlaneContract:
         _same(kept, there)
 
     def it_can_be_closed(self) -> None:
-        plane, self._plane = self._plane, None
-        self._run(within(PATIENCE, plane.aclose(), "aclose()"))
+        self._run(within(PATIENCE, self._plane.aclose(), "aclose()"))
 
 
 def _group(seed: int) -> Group:

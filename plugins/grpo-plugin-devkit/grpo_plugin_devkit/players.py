@@ -9,7 +9,7 @@ Each check raises AssertionError.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from attrs import define, field
@@ -25,7 +25,7 @@ from grpo_core import (
     Rollout,
     Weights,
 )
-from grpo_core.testing import FakeEngine, FakeEnvironment, play_rollouts, run
+from grpo_core.testing import Contract, FakeEngine, FakeEnvironment, play_rollouts, run
 
 DEADLINE = 1000.0
 """Seconds of virtual time in which a rollout has to end."""
@@ -40,24 +40,16 @@ def check_player(make: Callable[..., Player | None], **options: Any) -> None:
         make: the factory: a class, or a function of ``PlayerSetup``.
         options: its options.
     """
-    for clause in PlayerContract(lambda setup: make(setup, **options)):
-        clause()
+    PlayerContract(lambda setup: make(setup, **options)).check()
 
 
 @define(eq=False)
-class PlayerContract:
-    """The contract of a player; iterates over its clauses."""
+class PlayerContract(Contract):
+    """The contract of a player."""
 
     make: Callable[[PlayerSetup], Player | None]
     said: list[Completion] = field(init=False, factory=list)
     """Completions of the last play."""
-
-    def __iter__(self) -> Iterator[Callable[[], None]]:
-        yield self.its_rollouts_get_a_reward
-        yield self.all_that_was_sampled_is_trained_once
-        yield self.it_keeps_to_the_limits
-        yield self.rollouts_at_the_same_time_play_as_alone
-        yield self.it_ends_when_it_is_cancelled
 
     def its_rollouts_get_a_reward(self) -> None:
         for rollout in self._played(4):

@@ -56,7 +56,7 @@ class EnvironmentItem(pytest.Item):
     def runtest(self) -> None:
         from grpo_plugin_devkit.environments import broken, findings_by_name
 
-        findings = findings_by_name(self.name, self._options)
+        findings = list(findings_by_name(self.name, self._options))
         lines = "\n".join(f"{e.outcome}: {e.check}{f': {e.told}' if e.told else ''}" for e in findings)
         self.add_report_section("call", "checks of the environment", lines)
         if failed := broken(findings):

@@ -14,7 +14,7 @@ import inspect
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from attrs import evolve
 
 from grpo_core import Group, RunInfo, Tracker, errors, events
 from grpo_core.kit import Config, TrackerThread, as_table, cut
-from grpo_core.testing import a_run
+from grpo_core.testing import Contract, a_run
 
 PATIENCE = 30.0
 """Seconds that a tracker may take for all events of a small run."""
@@ -33,28 +33,20 @@ HOSTILE = "\x1b[31m <script>alert(1)</script> \ud800 \u202e\n" + "x" * 5000
 
 def check_tracker(make: Callable[..., Any], **options: Any) -> None:
     """Check all of a tracker's contract; ``make`` is its factory.  Raises AssertionError."""
-    for clause in TrackerContract(lambda run: make(run, **options)):
-        clause()
+    TrackerContract(lambda run: make(run, **options)).check()
 
 
-class TrackerContract:
-    """The contract of a tracker, without which it stops in the middle of a run; iterates over its clauses.
+class TrackerContract(Contract):
+    """The contract of a tracker, without which it stops in the middle of a run.
 
     Args:
         make: the factory with its options filled in.
     """
 
+    begun = False
+
     def __init__(self, make: Callable[[RunInfo], Any]) -> None:
         self._make = make
-
-    def __iter__(self) -> Iterator[Callable[[], None]]:
-        yield self.its_factory_makes_a_tracker
-        yield self.it_takes_every_event_of_a_run_on_a_thread_of_its_own
-        yield self.it_takes_numbers_and_texts_of_any_kind
-        yield self.it_takes_a_run_that_fails_at_once
-        yield self.it_goes_on_where_a_resumed_run_does
-        yield self.it_changes_nothing_that_others_see
-        yield self.its_state_survives_a_checkpoint
 
     def its_factory_makes_a_tracker(self) -> None:
         with tempfile.TemporaryDirectory() as directory:
@@ -67,6 +59,7 @@ class TrackerContract:
                     made.close()
             told = ", ".join(waiting)
             assert not waiting, f"{told} is async, and nobody awaits it; it may block, on its own thread"
+            self.begun = True
 
     def it_takes_every_event_of_a_run_on_a_thread_of_its_own(self) -> None:
         with tempfile.TemporaryDirectory() as directory:

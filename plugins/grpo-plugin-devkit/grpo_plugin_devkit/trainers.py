@@ -14,10 +14,9 @@ import asyncio
 import inspect
 import math
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -32,7 +31,7 @@ from grpo_core.kit import (
     make_tiny_model,
     read_weights,
 )
-from grpo_core.testing import within
+from grpo_core.testing import Contract, within
 from grpo_plugin_devkit.decoding import load_test_model
 
 T = TypeVar("T")
@@ -51,19 +50,17 @@ CONTINUED = 1e-6
 
 def check_trainer(make: Callable[..., Any], **options: Any) -> None:
     """Check all of a trainer's contract; ``make`` is its factory.  Raises AssertionError."""
-    with TrainerContract(lambda setup: make(setup, **options)) as contract:
-        for clause in contract:
-            clause()
+    TrainerContract(lambda setup: make(setup, **options)).check()
 
 
-class TrainerContract:
-    """The contract of a trainer, without which a run trains something else; iterates over its clauses.
-
-    It is a context manager, which ends what was started.
+class TrainerContract(Contract):
+    """The contract of a trainer, without which a run trains something else.
 
     Args:
         make: the factory with its options filled in.
     """
+
+    begun = False
 
     def __init__(self, make: Callable[[TrainerSetup], Any]) -> None:
         self._make = make
@@ -78,12 +75,7 @@ class TrainerContract:
         self._went_on: dict[str, torch.Tensor] = {}
         """Weights of the first trainer, a step after it was saved."""
 
-    def __enter__(self) -> TrainerContract:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         trainer, self._trainer = self._trainer, None
         try:
             if trainer is not None:
@@ -91,20 +83,6 @@ class TrainerContract:
         finally:
             self._runner.close()
             self._directory.cleanup()
-
-    def __iter__(self) -> Iterator[Callable[[], str | None]]:
-        yield self.it_starts_and_makes_the_model
-        if self._trainer is None:
-            return  # there is nothing to ask
-        yield self.it_publishes_the_model_that_it_started_with
-        yield self.its_canary_is_what_its_weights_say
-        yield self.a_step_makes_good_tokens_likelier_and_bad_ones_rarer
-        yield self.its_canary_follows_its_weights
-        yield self.a_batch_without_rows_only_raises_the_version
-        yield self.what_it_saves_is_what_it_published_although_it_trains_on
-        yield self.another_one_continues_exactly_from_what_was_saved
-        yield self.it_is_watched_as_long_as_it_lives
-        yield self.it_can_be_closed
 
     # -------------------------------------------------------------------------- clauses
 
@@ -114,7 +92,7 @@ class TrainerContract:
         assert (self._path / "m" / "config.json").is_file(), (
             "started() returned, and the model was not made: it calls setup.prepare, if there is one"
         )
-        self._trainer = trainer
+        self._trainer, self.begun = trainer, True
 
     def it_publishes_the_model_that_it_started_with(self) -> None:
         weights = self._publish()
@@ -128,10 +106,6 @@ class TrainerContract:
             assert shape == wanted, f"{name} has the shape {shape}, expected {wanted}"
             close = torch.allclose(found[name].float(), tensor.float(), atol=1e-2)
             assert close, f"{name} is not that of the model at setup.model.path"
-
-    def its_canary_follows_its_weights(self) -> str | None:
-        """After three steps it is of other weights."""
-        return self.its_canary_is_what_its_weights_say()
 
     def its_canary_is_what_its_weights_say(self) -> str | None:
         """Without a canary the engine is not compared, which is allowed, and said."""
@@ -166,6 +140,10 @@ class TrainerContract:
             f"{GOOD!r} with the advantage 1 and {BAD!r} with -1 were trained three times, and the difference "
             f"of their logprobs went from {before:.4f} to {after:.4f}, expected more"
         )
+
+    def its_canary_follows_its_weights(self) -> str | None:
+        """After three steps it is of other weights."""
+        return self.its_canary_is_what_its_weights_say()
 
     def a_batch_without_rows_only_raises_the_version(self) -> None:
         before = self._weights()

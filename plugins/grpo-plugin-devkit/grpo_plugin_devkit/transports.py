@@ -8,36 +8,28 @@ The transport has to be installed.  Each check raises AssertionError.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
 import torch
 
 from grpo_core import GrpoError, TrainerSetup, Transport, Weights, load_object
 from grpo_core.kit import ALONE, PluginHost, Writer, read_buckets, read_weights, transport_of
+from grpo_core.testing import Contract
 
 CPU = torch.device("cpu")
 
 
 def check_transport(name: str) -> None:
     """Check all of a transport's contract, in this process.  Raises AssertionError."""
-    for clause in TransportContract(name):
-        clause()
+    TransportContract(name).check()
 
 
-class TransportContract:
-    """The contract of a transport; iterates over its clauses."""
+class TransportContract(Contract):
+    """The contract of a transport."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._transport: Transport = PluginHost.discover().make("transport", name)
         make = load_object(self._transport.writer, who="transport")
         self._writer: Writer = make(TrainerSetup(transport=name), CPU, ALONE)
-
-    def __iter__(self) -> Iterator[Callable[[], None]]:
-        yield self.engines_find_it_by_the_location
-        yield self.what_is_read_is_what_was_written
-        yield self.the_next_version_replaces_the_one_before
-        yield self.what_is_damaged_is_refused
 
     def engines_find_it_by_the_location(self) -> None:
         location = self._write(1).location
