@@ -84,9 +84,7 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("gspo", {"nll_coefficient": 0.2}),
     ("cispo", {"top_entropy": 0.4, "entropy_coefficient": 0.05}),
     ("sapo", {"correction": "geometric_mask", "importance_floor": 0.5, "importance_cap": 3.0}),
-    ("vespo", {"entropy_coefficient": 0.05}),
     ("reinforce", {"off_policy_limit": 0.4}),
-    ("dppo", {}),
     ("distillation", {"nll_coefficient": 0.2, "reward_coefficient": 0.5}),
 ]
 

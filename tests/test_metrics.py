@@ -36,7 +36,7 @@ from grpo_core.tokens import Tokens
 from grpo_core.training.trainer import TorchTrainer
 from grpo_core.validation.strategies import Greedy
 from grpo_plugin_algorithms.paired import Paired
-from grpo_plugin_algorithms.shaping import Shaping
+from grpo_plugin_algorithms.shaping import Shaping, ShapingConfig
 from grpo_plugin_algorithms.strategies import Majority, PassAtK
 
 
@@ -137,7 +137,9 @@ def written(model, tmp_path_factory):  # noqa: F811
     none_short = DynamicSampling(
         max_extra_groups=10_000, filters={"short": lambda group: None if group.slot else "?"}
     )
-    found = names_of_a_run(Greedy(), path / "greedy", dynamic=none_short, shaping=Shaping(token_price=0.1))
+    found = names_of_a_run(
+        Greedy(), path / "greedy", dynamic=none_short, shaping=Shaping(ShapingConfig(token_price=0.1))
+    )
     found |= names_of_a_run(Greedy(), path / "masked", advantages=none_for_the_first)
     found |= names_of_a_run(PassAtK(k=[1, 2], n=2), path / "pass_at_k")
     found |= names_of_a_run(Majority(n=3), path / "majority")
@@ -158,7 +160,6 @@ def written(model, tmp_path_factory):  # noqa: F811
     for loss in (
         LossConfig(max_sequence_error=1.01),
         LossConfig(options={"off_policy_limit": 1.0}),
-        LossConfig(name="vespo"),
         LossConfig(name="distillation"),
         LossConfig(options={"entropy_target": 1.0}),
     ):

@@ -42,7 +42,7 @@ from grpo_core.records import Completion, Feedback
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, FakeTrainer, prompts, run
 from grpo_core.testing.fakes import FakePrompts
 from grpo_core.versions import Interval
-from grpo_plugin_algorithms.shaping import Shaping
+from grpo_plugin_algorithms.shaping import Shaping, ShapingConfig
 
 
 class Stream:
@@ -155,7 +155,7 @@ def test_a_metric_that_is_paid_is_a_reward_and_without_it_a_rollout_is_played_ag
             else Feedback(metrics={"form": 1.0}, reward=1.0)
         )
 
-    story = Run(environment=FakeEnvironment(once), shaping=Shaping(weights={"form": 1.0}))()
+    story = Run(environment=FakeEnvironment(once), shaping=Shaping(ShapingConfig(weights={"form": 1.0})))()
     assert story.result == "finished"
     assert [slot.attempts for event in story.of(Dispatched) for slot in event.slots].count(1) >= 48
 

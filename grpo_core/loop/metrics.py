@@ -92,7 +92,6 @@ METRICS = (
     "sequence_error_masked",
     "sequence_error_masked_correct",
     "off_policy_masked",
-    "sequence_weight",
     "signal",
     "grad_norm",
     "lr",

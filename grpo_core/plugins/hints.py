@@ -19,7 +19,7 @@ OFFERED: Mapping[str, Mapping[Kind, tuple[str, ...]]] = {
     "grpo-plugin-algorithms": {
         "advantage": ("gdpo", "gigpo", "max_rl", "pass_at_k", "reinforce_plus_plus", "turns"),
         "filter": ("mean_length", "pass_rate"),
-        "loss": ("cispo", "distillation", "dppo", "grpo", "gspo", "reinforce", "sapo", "vespo"),
+        "loss": ("cispo", "distillation", "grpo", "gspo", "reinforce", "sapo"),
         "optimizer": ("adamw_8bit", "adamw_torchao", "muon"),
         "validation_strategy": ("majority", "paired", "pass_at_k"),
     },

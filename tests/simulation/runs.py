@@ -66,7 +66,7 @@ from grpo_core.validation.runner import Context, Results
 from grpo_core.validation.sets import Measured, Validation
 from grpo_core.versions import Interval
 from grpo_plugin_algorithms import filters
-from grpo_plugin_algorithms.shaping import Shaping
+from grpo_plugin_algorithms.shaping import Shaping, ShapingConfig
 from grpo_plugin_curriculum.curriculum import Curriculum
 from grpo_plugin_curriculum.learnable_prompts import LearnablePrompts
 from grpo_plugin_scale.engines.pool import EnginePool
@@ -637,7 +637,8 @@ class Simulation:
         rules = self.truth.rules
         if rules.truncated_factor == 1.0 and not rules.token_price:
             return None
-        return Shaping(truncated_factor=rules.truncated_factor, token_price=rules.token_price)
+        keys = ShapingConfig(truncated_factor=rules.truncated_factor, token_price=rules.token_price)
+        return Shaping(keys)
 
     def _filters(self) -> dict[str, dict[str, float]]:
         """Return the section of the configuration."""

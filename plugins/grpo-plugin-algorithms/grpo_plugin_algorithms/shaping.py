@@ -5,7 +5,7 @@ Metrics, filters, samplers and the recorded rollouts keep the original rewards.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import isfinite
 from typing import Any
 
@@ -15,76 +15,6 @@ from attrs.validators import ge, le
 
 from grpo_core import ConfigError, Group, PluginError, Rollout, advantages, rewards
 from grpo_core.kit import only_with
-
-
-@frozen(kw_only=True)
-class Shaping:
-    """Shapes the rewards of groups, in the order of its fields; an unscored rollout stays unscored."""
-
-    weights: Mapping[str, float] = field(factory=dict)
-    """Weight of each part (``Rollout.metrics``) whose sum replaces the reward; none keeps the reward."""
-    source: tuple[float, float] | None = None
-    target: tuple[float, float] | None = None
-    """Range to which the range ``source`` is mapped."""
-    truncated_factor: float = 1.0
-    """Factor of the reward of rollouts that a token limit cut off."""
-    token_price: float = 0.0
-    """Reward that each sampled token costs."""
-    limit: int = 0
-    """Sampled tokens of a rollout, or of each of its turns, from which the overlong penalty is whole."""
-    limit_of_turns: bool = False
-    """Whether ``limit`` is that of a turn: a rollout of several has as much room as they have together."""
-    buffer: int = 0
-    """Tokens below the limit over which it rises; 0 is no penalty."""
-    penalty: float = 1.0
-
-    def __call__(self, groups: Sequence[Group]) -> list[Group]:
-        """Return the groups with shaped rewards.  Raises PluginError if a rollout lacks a part."""
-        return [
-            evolve(group, rollouts=tuple(self._rollout(rollout, group) for rollout in group.rollouts))
-            for group in groups
-        ]
-
-    def checked(self, rollout: Rollout) -> Rollout:
-        """Return a rollout, unscored if a part that is paid is not a number: it is as good as a reward."""
-        bad = sorted(self.weights.keys() & rollout.left_out.keys())
-        if rollout.reward is None or not bad:
-            return rollout
-        error = (
-            f"shaping.weights pays {bad[0]!r}, which is {rollout.left_out[bad[0]]}, expected a finite number"
-        )
-        return evolve(rollout, reward=None, success=None, error=error)
-
-    def _rollout(self, rollout: Rollout, its: Group) -> Rollout:
-        if rollout.reward is None:
-            return rollout
-        shaped = self._reward(rollout, its)
-        turns = rollout.turn_rewards
-        if turns:  # what belongs to the whole rollout belongs to its end
-            turns = (*turns[:-1], turns[-1] + shaped - rollout.reward)
-        return evolve(rollout, reward=shaped, turn_rewards=turns)
-
-    def _reward(self, rollout: Rollout, its: Group) -> float:
-        reward, length = rollout.reward or 0.0, rollout.n_sampled
-        if self.weights:
-            reward = self._sum(rollout, its)
-        if self.source is not None and self.target is not None:
-            reward = rewards.scaled(reward, self.source, self.target)
-        if rollout.truncated:
-            reward *= self.truncated_factor
-        reward -= self.token_price * length
-        if self.buffer:
-            limit = self.limit * (max(1, rollout.turns) if self.limit_of_turns else 1)
-            reward += rewards.overlong(length, limit=limit, buffer=self.buffer, penalty=self.penalty)
-        return reward
-
-    def _sum(self, rollout: Rollout, its: Group) -> float:
-        if missing := sorted(set(self.weights) - set(rollout.metrics)):
-            raise PluginError(
-                f"shaping.weights: prompt {its.prompt.id!r} of task {its.prompt.environment!r} has no metric "
-                f"{', '.join(missing)}; its environment gives Feedback.metrics {sorted(rollout.metrics)}"
-            )
-        return advantages.combine(rollout.metrics, self.weights) or 0.0
 
 
 def _range(instance: object, attribute: attrs.Attribute[Any], value: tuple[float, float]) -> None:
@@ -131,23 +61,71 @@ class ShapingConfig:
         """
         if self == ShapingConfig():
             return None
-        source = self.source if any(self.source) else None
         limit = self.overlong_limit or max_tokens
         if self.overlong_buffer > limit:
             raise ConfigError(
                 f"shaping.overlong_buffer is {self.overlong_buffer}; expected at most "
                 f"shaping.overlong_limit, which is {limit}"
             )
-        if any(self.target) and source is None:
+        if any(self.target) and not any(self.source):
             raise ConfigError("shaping.target needs shaping.source, the range that it maps")
-        return Shaping(
-            weights=self.weights,
-            source=source,
-            target=self.target if any(self.target) else source,
-            truncated_factor=self.truncated_factor,
-            token_price=self.token_price,
-            limit=limit,
-            limit_of_turns=not self.overlong_limit,
-            buffer=self.overlong_buffer,
-            penalty=self.overlong_penalty,
+        return Shaping(self, max_tokens)
+
+
+@frozen
+class Shaping:
+    """Shapes the rewards of groups; an unscored rollout stays unscored."""
+
+    keys: ShapingConfig
+    max_tokens: int = 0
+    """Sampled tokens of a turn at which the overlong penalty is whole, without a limit of a rollout."""
+
+    def __call__(self, groups: Sequence[Group]) -> list[Group]:
+        """Return the groups with shaped rewards.  Raises PluginError if a rollout lacks a part."""
+        return [
+            evolve(group, rollouts=tuple(self._rollout(rollout, group) for rollout in group.rollouts))
+            for group in groups
+        ]
+
+    def checked(self, rollout: Rollout) -> Rollout:
+        """Return a rollout, unscored if a part that is paid is not a number: it is as good as a reward."""
+        bad = sorted(self.keys.weights.keys() & rollout.left_out.keys())
+        if rollout.reward is None or not bad:
+            return rollout
+        error = (
+            f"shaping.weights pays {bad[0]!r}, which is {rollout.left_out[bad[0]]}, expected a finite number"
         )
+        return evolve(rollout, reward=None, success=None, error=error)
+
+    def _rollout(self, rollout: Rollout, its: Group) -> Rollout:
+        if rollout.reward is None:
+            return rollout
+        shaped = self._reward(rollout, its)
+        turns = rollout.turn_rewards
+        if turns:  # what belongs to the whole rollout belongs to its end
+            turns = (*turns[:-1], turns[-1] + shaped - rollout.reward)
+        return evolve(rollout, reward=shaped, turn_rewards=turns)
+
+    def _reward(self, rollout: Rollout, its: Group) -> float:
+        keys, reward, length = self.keys, rollout.reward or 0.0, rollout.n_sampled
+        if keys.weights:
+            reward = self._sum(rollout, its)
+        if any(keys.source):
+            reward = rewards.scaled(reward, keys.source, keys.target if any(keys.target) else keys.source)
+        if rollout.truncated:
+            reward *= keys.truncated_factor
+        reward -= keys.token_price * length
+        if keys.overlong_buffer:
+            limit = keys.overlong_limit or self.max_tokens * max(1, rollout.turns)
+            reward += rewards.overlong(
+                length, limit=limit, buffer=keys.overlong_buffer, penalty=keys.overlong_penalty
+            )
+        return reward
+
+    def _sum(self, rollout: Rollout, its: Group) -> float:
+        if missing := sorted(set(self.keys.weights) - set(rollout.metrics)):
+            raise PluginError(
+                f"shaping.weights: prompt {its.prompt.id!r} of task {its.prompt.environment!r} has no metric "
+                f"{', '.join(missing)}; its environment gives Feedback.metrics {sorted(rollout.metrics)}"
+            )
+        return advantages.combine(rollout.metrics, self.keys.weights) or 0.0

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     LossOutput = tuple[Tensor, dict[str, Tensor]]
 
 
-def _option(default: Any, meaning: str, within: Range = FINITE) -> Any:
-    return field(default=default, metadata={"meaning": meaning, "within": within})
+def _option(default: Any, meaning: str, within: Range = FINITE, *, only_with: str = "") -> Any:
+    """Declare an option; it does nothing unless ``only_with`` is set."""
+    return field(default=default, metadata={"meaning": meaning, "within": within, "only_with": only_with})
 
 
 FACTOR = Range(at_least=0, why="since a negative factor would push the policy away")
@@ -67,22 +68,29 @@ class Terms:
     kl_coefficient: float = _option(
         0.0, "factor of the KL divergence to the reference model; 0 needs no reference model.", FACTOR
     )
-    kl_estimator: Literal["k1", "k2", "k3"] = _option("k3", "estimate of the KL divergence.")
+    kl_estimator: Literal["k1", "k2", "k3"] = _option(
+        "k3", "estimate of the KL divergence.", only_with="kl_coefficient"
+    )
     kl_in: Literal["loss", "reward"] = _option(
         "loss",
         "where the KL divergence counts: as a term of the loss, or it lowers the advantage of each token "
         '("reward"), with proximal instead of policy logprobs.',
+        only_with="kl_coefficient",
     )
     kl_weight: Literal["score", "none", "ratio", "generation"] = _option(
         "score",
         'weight of the estimate: "score" (the gradient is that of the divergence), "none" (that of the '
         'estimate), "ratio" (times the ratio of the objective) or "generation" (times policy / generation).',
+        only_with="kl_coefficient",
     )
     kl_input_clamp: float | None = _option(
-        None, "difference of logprobs at which the estimate is clamped and loses its gradient.", POSITIVE
+        None,
+        "difference of logprobs at which the estimate is clamped and loses its gradient.",
+        POSITIVE,
+        only_with="kl_coefficient",
     )
     kl_output_clamp: float | None = _option(
-        None, "value at which the weighted estimate is clamped.", POSITIVE
+        None, "value at which the weighted estimate is clamped.", POSITIVE, only_with="kl_coefficient"
     )
     teacher_coefficient: float = _option(
         0.0,
@@ -94,11 +102,13 @@ class Terms:
         "advantage",
         "where the teacher counts: log teacher minus log proximal, times the factor, is added to the "
         'advantage of each token, or the divergence is a term of the loss ("loss"; k3, with its gradient).',
+        only_with="teacher_coefficient",
     )
     teacher_clip: float | None = _option(
         None,
         "bound of the difference of logprobs to the teacher, on both sides; None has no bound.",
         POSITIVE,
+        only_with="teacher_coefficient",
     )
     reward_coefficient: float = _option(
         1.0,
@@ -116,10 +126,10 @@ class Terms:
         POSITIVE,
     )
     entropy_delta: float = _option(
-        0.005, "change of the factor after an update, with entropy_target.", POSITIVE
+        0.005, "change of the factor after an update.", POSITIVE, only_with="entropy_target"
     )
-    entropy_min: float = _option(0.0, "lower bound of the factor, with entropy_target.")
-    entropy_max: float = _option(1.0, "upper bound of the factor, with entropy_target.")
+    entropy_min: float = _option(0.0, "lower bound of the factor.", only_with="entropy_target")
+    entropy_max: float = _option(1.0, "upper bound of the factor.", only_with="entropy_target")
     nll_coefficient: float = _option(
         0.0, "factor of the negative logprobs' mean over the tokens of right rollouts (VAPO).", FACTOR
     )
@@ -143,7 +153,6 @@ ObjectiveFunction = Callable[..., Objective]
 def composed(
     *,
     defaults: Mapping[str, Any] | None = None,
-    allowed: Mapping[str, tuple[Any, ...]] | None = None,
     within: Mapping[str, Range] | None = None,
     lacks: Collection[Lack] = (),
 ) -> Callable[[ObjectiveFunction], Callable[..., LossOutput]]:
@@ -151,7 +160,6 @@ def composed(
 
     Args:
         defaults: other defaults of shared options.
-        allowed: the values of shared options that the objective allows, where it does not allow all.
         within: the numbers that the objective's own options may be; others may be all finite numbers.
         lacks: "ratio" if the objective has no ratio of policy to proximal logprobs or another bound, so that
             it trains one update for each step; "proximal" if only importance weights may depend on the
@@ -179,8 +187,9 @@ def composed(
         loss.__signature__ = inspect.Signature([*mine, *parameters])  # type: ignore[attr-defined]
         loss.__doc__ = _documented(objective)
         ranges = {name: attribute.metadata["within"] for name, attribute in shared.items()}
+        only_with = {name: attribute.metadata["only_with"] for name, attribute in shared.items()}
         return _declared(
-            loss, Declared(allowed=allowed or {}, ranges={**ranges, **(within or {})}, lacks=lacks)
+            loss, Declared(ranges={**ranges, **(within or {})}, only_with=only_with, lacks=lacks)
         )
 
     return make

@@ -29,9 +29,7 @@ NAMED = (
     further.gspo,
     further.cispo,
     further.sapo,
-    further.vespo,
     further.reinforce,
-    further.dppo,
 )
 CLIPPED = (grpo, further.cispo, further.sapo)
 
@@ -103,14 +101,13 @@ def inputs(loss: Any, options: dict[str, Any]) -> LossInputs:
 @pytest.mark.parametrize("loss", NAMED)
 @pytest.mark.parametrize("scale", [0.5, 3.0])
 def test_the_objective_scales_with_the_advantages(loss: Any, scale: float) -> None:
-    options = {"drift_coefficient": 0.0} if loss is further.dppo else {}
-    given = inputs(loss, options)
-    once, _ = loss(given, **options)
-    scaled, _ = loss(evolve(given, advantages=scale * given.advantages), **options)
+    given = inputs(loss, {})
+    once, _ = loss(given)
+    scaled, _ = loss(evolve(given, advantages=scale * given.advantages))
     torch.testing.assert_close(scaled, scale * once)
 
 
-@pytest.mark.parametrize("loss", [loss for loss in NAMED if loss is not further.dppo])
+@pytest.mark.parametrize("loss", NAMED)
 def test_a_common_shift_of_all_logprobs_changes_no_ratio(loss: Any) -> None:
     given = inputs(loss, {})
     shifted = evolve(
@@ -125,7 +122,7 @@ def test_a_common_shift_of_all_logprobs_changes_no_ratio(loss: Any) -> None:
     torch.testing.assert_close(*gradients)
 
 
-@pytest.mark.parametrize("loss", [grpo, further.gspo, further.sapo, further.reinforce, further.dppo])
+@pytest.mark.parametrize("loss", [grpo, further.gspo, further.cispo, further.sapo, further.reinforce])
 def test_on_policy_the_gradient_is_the_policy_gradient(loss: Any) -> None:
     given = inputs(loss, {})
     same = given.policy_logprobs.detach()
@@ -133,15 +130,6 @@ def test_on_policy_the_gradient_is_the_policy_gradient(loss: Any) -> None:
     (gradient,) = torch.autograd.grad(loss(given)[0].sum(), given.policy_logprobs)
     expected = -given.advantages
     torch.testing.assert_close(gradient, expected)
-
-
-def test_cispo_and_vespo_have_the_policy_gradient_as_well_where_nothing_has_moved() -> None:
-    for loss in (further.cispo, further.vespo):
-        given = inputs(loss, {})
-        same = given.policy_logprobs.detach()
-        given = evolve(given, proximal_logprobs=same, generation_logprobs=same)
-        (gradient,) = torch.autograd.grad(loss(given)[0].sum(), given.policy_logprobs)
-        torch.testing.assert_close(gradient, -given.advantages)
 
 
 # ---------------------------------------------------------------------------------- aggregation
@@ -221,8 +209,6 @@ def test_an_update_without_trained_tokens_has_the_loss_0(aggregation: str, empty
         (grpo, {"top_entropy": 1.5}, {}, "a share of tokens"),
         (grpo, {"off_policy_limit": 0.0}, {}, "above 0"),
         (further.sapo, {"nll_coefficient": -1.0}, {}, "would push the policy away"),
-        (further.vespo, {"correction": "sequence_mask"}, {}, "expected 'off' or 'token_truncate' or"),
-        (further.dppo, {"correction": "token_mask"}, {}, "expected 'off'"),
         (further.reinforce, {"kl_coefficient": 0.1, "kl_weight": "ratio"}, {}, "has no ratio to weight"),
         (further.reinforce, {}, {"updates_per_step": 4}, "nothing would bound 4 updates"),
     ],
@@ -250,13 +236,6 @@ def test_options_that_make_no_sense_together_are_refused(
         (grpo, "importance_floor", -1.0, "at least 0"),
         (further.sapo, "temperature_positive", 0.0, "above 0"),
         (further.sapo, "temperature_negative", -1.0, "above 0"),
-        (further.vespo, "k_positive", -1.0, "at least 0"),
-        (further.vespo, "k_negative", -1.0, "at least 0"),
-        (further.vespo, "lambda_positive", 0.0, "above 0"),
-        (further.vespo, "lambda_negative", -1.0, "above 0"),
-        (further.dppo, "mask_low", -1.0, "from 0 to 1"),
-        (further.dppo, "mask_high", 1.5, "from 0 to 1"),
-        (further.dppo, "drift_coefficient", -1.0, "at least 0"),
         (grpo, "top_entropy", 0.0, "above 0 and at most 1"),
         (grpo, "kl_coefficient", -0.1, "at least 0"),
     ],
@@ -293,7 +272,6 @@ def test_an_option_of_a_loss_is_a_finite_number(loss: Any) -> None:
         (grpo, {"on_policy": True, "importance_cap": 5.0}, {"proximal": "generation"}),
         (grpo, {"clip_low": 0.0, "clip_high": 0, "kl_coefficient": 0}, {}),
         (further.cispo, {"clip_low": 1, "clip_high": inf}, {}),
-        (further.dppo, {"mask_low": 0.0, "mask_high": 1.0, "drift_coefficient": 0.0}, {}),
         (further.reinforce, {"kl_coefficient": 0.1, "kl_weight": "generation"}, {}),
     ],
 )
@@ -349,7 +327,6 @@ def test_a_clip_that_cannot_act_is_said_once() -> None:
         assert "the clip of the loss does nothing" in remark.message
         for setting in (LossSetting(updates_per_step=2), LossSetting(proximal="generation")):
             assert not remarks_of(loss, {}, setting)
-    assert not remarks_of(further.dppo, {}, LossSetting(max_staleness=1))
 
 
 def test_an_objective_of_a_plugin_says_what_its_options_may_be() -> None:
@@ -497,34 +474,11 @@ def test_tokens_left_out_as_off_policy_have_no_objective_and_are_counted() -> No
     assert metrics["off_policy_masked"].tolist() == [1, 1, 0, 0]
 
 
-def test_a_token_that_moved_where_its_advantage_pushes_it_is_dropped_by_dppo() -> None:
-    policy, generation = torch.tensor([0.9, 0.9, 0.1, 0.1, 0.1]), torch.tensor([0.5, 0.5, 0.5, 0.5, 0.5])
-    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 0.0])
-    kept = further.dppo_kept(policy.log(), generation.log(), advantages, mask_low=0.3, mask_high=0.3)
-    assert kept.tolist() == [False, True, True, False, False]
-    kept = further.dppo_kept(policy.log(), generation.log(), advantages, mask_low=0.5, mask_high=0.3)
-    assert kept.tolist() == [False, True, True, True, True]
-
-
-@pytest.mark.parametrize(
-    ("part", "loss"),
-    [
-        (clipped_loss, grpo),
-        (further.dppo_kept, further.dppo),
-    ],
-)
-def test_an_objective_has_the_defaults_of_its_loss(part: Any, loss: Any) -> None:
-    mine, shown = signature(part).parameters, signature(loss).parameters
+def test_an_objective_has_the_defaults_of_its_loss() -> None:
+    mine, shown = signature(clipped_loss).parameters, signature(grpo).parameters
     options = [name for name, parameter in mine.items() if parameter.default is not parameter.empty]
     assert options
     assert {name: mine[name].default for name in options} == {name: shown[name].default for name in options}
-
-
-def test_the_defaults_of_vespo_are_those_of_its_weights() -> None:
-    shown = signature(further.vespo).parameters
-    for name in ("positive", "negative"):
-        pair = (shown[f"k_{name}"].default, shown[f"lambda_{name}"].default)
-        assert signature(further.vespo_weights).parameters[name].default == pair
 
 
 def test_the_docstring_of_a_loss_explains_all_of_its_options() -> None:

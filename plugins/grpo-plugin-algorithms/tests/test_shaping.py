@@ -55,11 +55,15 @@ def test_the_overlong_penalty_rises_over_its_buffer_and_stays_whole() -> None:
     assert found == [0.0, 0.0, -0.125, -0.5, -0.5]
 
 
-def test_shaping_has_the_order_of_its_fields() -> None:
+def shaping_by(**keys: Any) -> Shaping:
+    return Shaping(ShapingConfig(**keys))
+
+
+def test_shaping_has_the_order_of_its_keys() -> None:
     given = a_group([0.5, 2.0], lengths=(4, 8))  # the longest was cut off
-    shaping = Shaping(
+    shaping = shaping_by(
         source=(0.0, 1.0), target=(0.0, 10.0), truncated_factor=0.5, token_price=0.1,
-        limit=8, buffer=4, penalty=2.0,
+        overlong_limit=8, overlong_buffer=4, overlong_penalty=2.0,
     )  # fmt: skip
     assert shaping([given])[0].rewards == pytest.approx([5.0 - 0.4, 10.0 * 0.5 - 0.8 - 2.0])
 
@@ -67,39 +71,39 @@ def test_shaping_has_the_order_of_its_fields() -> None:
 def test_the_reward_may_be_a_weighted_sum_of_its_parts() -> None:
     given = a_group([0.5])
     given = evolve(given, rollouts=(evolve(given.rollouts[0], metrics={"right": 1.0, "short": 0.5}),))
-    shaped = Shaping(weights={"right": 2.0, "short": -1.0})([given])
+    shaped = shaping_by(weights={"right": 2.0, "short": -1.0})([given])
     assert shaped[0].rewards == [1.5]
     with pytest.raises(PluginError, match=r"shaping.weights: prompt .* has no metric polite; .* \['right'"):
-        Shaping(weights={"polite": 1.0})([given])
+        shaping_by(weights={"polite": 1.0})([given])
 
 
 def test_a_rollout_whose_paid_part_is_no_number_is_unscored_and_another_metric_changes_nothing() -> None:
     one = evolve(a_group([0.5]).rollouts[0], metrics={"right": 1.0}, left_out={"short": "nan"})
-    found = Shaping(weights={"right": 1.0, "short": -1.0}).checked(one)
+    found = shaping_by(weights={"right": 1.0, "short": -1.0}).checked(one)
     assert (found.reward, found.error) == (
         None,
         "shaping.weights pays 'short', which is nan, expected a finite number",
     )
-    assert Shaping(weights={"right": 1.0}).checked(one) is one
+    assert shaping_by(weights={"right": 1.0}).checked(one) is one
 
 
 def test_an_unscored_rollout_stays_unscored() -> None:
     given = a_group([1.0, 0.0])
     given = evolve(given, rollouts=(evolve(given.rollouts[0], reward=None), given.rollouts[1]))
-    assert Shaping(token_price=1.0)([given])[0].rewards[0] is None
+    assert shaping_by(token_price=1.0)([given])[0].rewards[0] is None
     assert shaped_rewards([given]) == {"shaped_reward/task": 0.0}
 
 
 def test_what_shaping_adds_belongs_to_the_last_turn() -> None:
     given = a_group([1.0])
     rollout = evolve(given.rollouts[0], turn_rewards=(0.25, 0.75), turn_tokens=(1, 2))
-    shaped = Shaping(token_price=1.0)([evolve(given, rollouts=(rollout,))])[0].rollouts[0]
+    shaped = shaping_by(token_price=1.0)([evolve(given, rollouts=(rollout,))])[0].rollouts[0]
     assert (shaped.reward, shaped.turn_rewards) == (-2.0, (0.25, -2.25))
 
 
 @given(st.lists(st.integers(0, 4).map(float), min_size=2, max_size=6))
 def test_advantages_compare_shaped_rewards_and_the_groups_keep_theirs(values: list[float]) -> None:
-    given, shaping = a_group(values), Shaping(token_price=0.5)
+    given, shaping = a_group(values), shaping_by(token_price=0.5)
     found = with_advantages([given], advantages.group, shaping=shaping)[0]
     assert found.rewards == values
     assert [rollout.advantage for rollout in found.rollouts] == advantages.group(shaping([given]))[0]
@@ -122,7 +126,8 @@ def test_the_default_section_shapes_nothing() -> None:
 def test_the_limit_of_tokens_is_where_the_penalty_is_whole() -> None:
     shaping = made(overlong_buffer=20)
     assert shaping is not None
-    assert (shaping.limit, shaping.buffer, shaping.penalty) == (100, 20, 1.0)
+    lengths = (80, 90, 100, 150)
+    assert shaping([a_group([1.0] * 4, lengths=lengths)])[0].rewards == [1.0, 0.5, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(("turns", "expected"), [(1, 0.0), (4, 1.0)])
