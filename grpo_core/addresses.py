@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import http.client
 import ipaddress
-import json
 import urllib.request
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
 from grpo_core.errors import ConfigError, Unavailable
+from grpo_core.untrusted import read_json
 
 LARGEST = 1 << 24
 """Bytes of an answer at most: descriptions of servers are small, and a wrong server may send anything."""
@@ -66,8 +66,8 @@ def fetch_json(url: str, *, headers: Mapping[str, str] | None = None, seconds: f
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects)
     try:
         with opener.open(request, timeout=seconds) as response:
-            return json.loads(response.read(LARGEST))
-    except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
+            return read_json(response.read(LARGEST), object)
+    except (OSError, http.client.HTTPException, ValueError) as error:
         raise Unavailable(f"GET {url}: {getattr(error, 'reason', None) or error}") from error
 
 

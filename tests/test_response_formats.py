@@ -16,6 +16,11 @@ TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>",
 QWEN3 = ("<|im_end|>", "<|im_start|>", "<|endoftext|>", *TAGS)
 GLM = ("<|user|>", "<|assistant|>", "<|observation|>", "<|system|>", "<|endoftext|>", "[gMASK]", "<sop>",
        "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "/nothink", *TAGS)  # fmt: skip
+INKLING = ("<|message_user|>", "<|message_model|>", "<|message_system|>", "<|message_tool|>",
+           "<|content_text|>", "<|content_thinking|>", "<|content_image|>", "<|content_audio_input|>",
+           "<|content_xml|>", "<|content_invoke_tool_json|>", "<|content_invoke_tool_text|>",
+           "<|content_model_end_sampling|>", "<|end_message|>", "<|audio_end|>", "<|unused_200054|>",
+           "<|unused_200053|>", "<|endoftext|>")  # fmt: skip
 CALL = '<tool_call>\n{"name": "price", "arguments": {"item": "tea"}}\n</tool_call>'
 GLM_CALL = (
     "<tool_call>price\n<arg_key>item</arg_key>\n<arg_value>tea</arg_value>\n</tool_call><|observation|>"
@@ -59,6 +64,12 @@ def test_a_garbled_call_is_a_call_without_a_name_that_the_model_is_told_of():
     (call,) = message["tool_calls"]
     assert call["function"]["name"] == ""
     assert '"arg' in call["function"]["arguments"]
+
+
+def test_a_reply_at_which_a_format_fails_is_such_a_call():
+    message = read("inkling", INKLING, "yes<|content_invoke_tool_json|>" + "[" * 5000)
+    (call,) = message["tool_calls"]
+    assert call["function"]["name"] == ""
 
 
 def test_an_unknown_format_is_named_with_the_nearest_one():

@@ -15,7 +15,6 @@ is a null.  What no model could read is refused.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -25,6 +24,7 @@ from attrs import evolve
 from grpo_core.errors import PluginError, shown
 from grpo_core.text.thoughts import THOUGHT_KEYS
 from grpo_core.unicode import DEEPEST
+from grpo_core.untrusted import read_json
 
 if TYPE_CHECKING:
     from grpo_core.records import Prompt
@@ -116,8 +116,8 @@ def parsed(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return arguments
     try:
-        return json.loads(arguments)
-    except (ValueError, RecursionError):
+        return read_json(arguments, object)
+    except ValueError:
         return arguments
 
 

@@ -362,7 +362,10 @@ class Renderer:
             tools: JSON schemas.
         """
         if self._read or getattr(self._tokenizer, "response_template", None):
-            said = (self._read or self._described)(token_ids, before, tools)
+            try:
+                said = (self._read or self._described)(token_ids, before, tools)
+            except Exception:  # a library fails in its own ways; a garbled call is reported to the model
+                said = {"tool_calls": [None]}
             calls = read_calls(said.pop("tool_calls", None), text)
             message = {**said, "role": "assistant", "content": str(said.get("content") or "")}
         else:
@@ -372,14 +375,10 @@ class Renderer:
 
     def _described(self, token_ids: Ids, before: Ids, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Read a completion as the tokenizer's response template describes it."""
-        try:
-            return dict(
-                self._tokenizer.parse_response(
-                    token_ids.tolist(), prefix=before.tolist(), tools=list(tools) or None
-                )
-            )
-        except (ValueError, KeyError, RecursionError):  # a garbled call is reported to the model
-            return {"tool_calls": [None]}
+        prefix = before.tolist()
+        return dict(
+            self._tokenizer.parse_response(token_ids.tolist(), prefix=prefix, tools=list(tools) or None)
+        )
 
     def whole(self, token_ids: Sequence[int]) -> str:
         """Decode tokens, with special tokens."""

@@ -12,11 +12,11 @@ is reported to the model in such a message; it is never an error of the run.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo_core.unicode import well_formed
+from grpo_core.untrusted import read_json
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
@@ -59,10 +59,9 @@ def assistant_message(reply: str, *, tools: bool) -> dict[str, Any]:
 
 
 def _function(text: str) -> dict[str, Any]:
-    try:
-        given = json.loads(text)
-    except (ValueError, RecursionError):
-        given = None
+    given = None
+    with contextlib.suppress(ValueError):
+        given = read_json(text, object)
     return _checked(given, text.strip())
 
 
@@ -71,4 +70,4 @@ def _checked(given: Any, text: str) -> dict[str, Any]:
         with contextlib.suppress(ValueError):  # nested deeper than what can be sent to another process
             name, arguments = well_formed([given["name"], given.get("arguments", {})])
             return {"name": name, "arguments": arguments}
-    return {"name": "", "arguments": text}
+    return {"name": "", "arguments": well_formed(text)}

@@ -10,14 +10,16 @@ import secrets
 import shlex
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from grpo_core import AgentClient, ConfigError, Environment, Episode, Feedback, PluginError, Prompt
-from grpo_core.kit import PROGRAM, PluginHost, end_marked, import_file, shortened
+from grpo_core.kit import PROGRAM, PluginHost, end_marked, import_file, read_json, shortened
 
+LAST_WORDS = 1 << 20
+"""Bytes at the end of a program's output that are read."""
 LONGEST_PROMPT = 100_000
 """Bytes of the messages up to which a program gets them in ``GRPO_PROMPT``; Linux allows about 128,000."""
 
@@ -114,7 +116,7 @@ class AgentProgram(Environment):
                     process.kill()
                 await asyncio.to_thread(end_marked, mark, name=PROGRAM)
                 await process.wait()
-            said.seek(0)
+            said.seek(max(0, said.seek(0, os.SEEK_END) - LAST_WORDS))
             output = said.read()
         if process.returncode:
             raise RuntimeError(f"{self._command!r} ended with exit status {process.returncode}")
@@ -142,9 +144,9 @@ def _result(output: str) -> Feedback | None:
     """Return the result in the last line of a program's output, or None if it has none."""
     lines = output.strip().splitlines()
     try:
-        found = json.loads(lines[-1]) if lines else None
-    except (ValueError, RecursionError):
+        found = read_json(lines[-1], dict) if lines else {}
+    except ValueError:
         return None
-    if not isinstance(found, Mapping) or "reward" not in found:
+    if "reward" not in found:
         return None
     return Feedback(reward=found["reward"], metrics=found.get("metrics") or {})

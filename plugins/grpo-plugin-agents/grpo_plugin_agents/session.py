@@ -29,8 +29,8 @@ from grpo_core import (
     Recording,
     errors,
 )
-from grpo_core.kit import MIXED_UP_ADVICE, THOUGHT_ENDS, THOUGHT_OPENS, cancel
-from grpo_plugin_agents.dialects import Answer, BadRequest, ChatRequest, Dialect, as_object, encoded, event
+from grpo_core.kit import MIXED_UP_ADVICE, THOUGHT_ENDS, THOUGHT_OPENS, cancel, read_json
+from grpo_plugin_agents.dialects import Answer, BadRequest, ChatRequest, Dialect, encoded, event
 from grpo_plugin_agents.recorder import Node, Recorder, Talks, Turn
 from grpo_plugin_agents.repeats import Attempt, Call, KeyReused, Repeats
 
@@ -203,7 +203,7 @@ class Session:
     def _read(self, dialect: Dialect, body: bytes) -> _Read:
         """Read a request and encode what is new in it.  Raises Refused, and PluginError as the recorder."""
         try:
-            request = dialect.read(as_object(body), self._history)
+            request = dialect.read(read_json(body, dict), self._history)
             turn = self.recorder.turn(request.messages, request.tools, self.play.renderer)
         except PluginError as error:
             raise PluginError(f"{error}. {MIXED_UP_ADVICE}") from error

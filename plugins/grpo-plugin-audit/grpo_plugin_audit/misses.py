@@ -11,6 +11,7 @@ from typing import Any
 from attrs import evolve, frozen
 
 from grpo_core import Prompt
+from grpo_core.kit import read_json
 from grpo_plugin_audit.records import Finding, Reply, Solution, Trial, text_of
 from grpo_plugin_audit.rewards import Scale, not_applicable, panel
 
@@ -103,10 +104,10 @@ def _letter(answer: str) -> str | None:
 def _object(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[str], str | None]:
     def make(answer: str) -> str | None:
         try:
-            held = json.loads(answer)
-        except (ValueError, RecursionError):
+            held = read_json(answer, dict)
+        except ValueError:
             return None
-        if not isinstance(held, dict) or not held:
+        if not held:
             return None
         new = change(held)
         return None if new == held else json.dumps(new)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,7 @@ from typing import Any, Literal
 from attrs import field, frozen
 
 from grpo_core import Prompt
+from grpo_core.kit import read_json
 
 Severity = Literal["failed", "warned", "noted", "passed", "not applicable"]
 
@@ -161,7 +161,9 @@ _WRAPPED = re.compile(
 )
 
 
-_MARKED = re.compile(r"\\boxed\{([^{}]*)\}|<answer>(.*?)</answer>|####\s*([^\n]*)", re.DOTALL | re.I)
+_MARKED = re.compile(
+    r"\\boxed\{([^{}]*)\}|<answer>((?:(?!<answer>).)*?)</answer>|####\s*([^\n]*)", re.DOTALL | re.I
+)
 """An answer that is marked as such within a longer reply."""
 _FORM = re.compile(r"\\boxed\{(.*)\}|<answer>(.*)</answer>|####(.*)", re.DOTALL | re.I)
 
@@ -174,8 +176,8 @@ def unwrapped(text: str) -> str:
         return inner or text
     if stripped.startswith("{"):
         try:
-            held = json.loads(stripped)
-        except (ValueError, RecursionError):
+            held = read_json(stripped, dict)
+        except ValueError:
             return text
         if list(held) == ["answer"] and isinstance(held["answer"], str | int | float):
             return str(held["answer"]) or text

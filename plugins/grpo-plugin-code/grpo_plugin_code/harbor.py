@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import os
 import random
@@ -17,6 +16,7 @@ from typing import Any, Literal
 from attrs import frozen
 
 import grpo_core as grpo
+from grpo_core.kit import read_json
 from grpo_plugin_code.commands import Commands, Ran, packed_directory, room_of
 from grpo_plugin_code.images import Image, ImageError, built, default_cache
 from grpo_plugin_code.sandbox import MIB, Limits
@@ -294,8 +294,8 @@ def rewards_of(ran: Ran) -> dict[str, float] | str:
     for path in REWARDS[1:]:
         if told is None and path in ran.files:
             try:
-                told = json.loads(ran.files[path])
-            except (ValueError, RecursionError):
+                told = read_json(ran.files[path], object)
+            except ValueError:
                 return f"the tests wrote {ran.files[path]!r:.100} as rewards"
     if told is None:
         why = ran.lost or ("their time was over" if ran.status is None else f"exit status {ran.status}")

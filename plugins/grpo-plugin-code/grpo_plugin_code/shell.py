@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import grpo_core as grpo
+from grpo_core.kit import read_json
 from grpo_plugin_code.commands import Commands, Ran, packed, room_of
 from grpo_plugin_code.sandbox import MIB, Limits
 
@@ -171,7 +171,7 @@ def _data(given: Any) -> Any:
     if not isinstance(given, str):
         return given
     try:
-        return json.loads(given)
+        return read_json(given, object)
     except ValueError:
         return given
 

@@ -11,6 +11,8 @@ import numpy as np
 import regex
 from gymnasium import spaces
 
+from grpo_core.kit import read_json
+
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
 
 
@@ -74,10 +76,10 @@ class Actions:
             return self._discrete(reply)
         start, end = reply.find("["), reply.rfind("]")
         try:
-            given = json.loads(reply[start : end + 1])
+            given = read_json(reply[start : end + 1], list)
             action = np.array(given, dtype=space.dtype)
             as_written = np.array(given, dtype=float)
-        except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        except (ValueError, TypeError, OverflowError) as error:
             raise ValueError(f"{reply.strip()[-80:]!r} is not a list of numbers") from error
         if np.issubdtype(action.dtype, np.integer) and not np.array_equal(action, as_written):
             raise ValueError(f"{reply.strip()[-80:]!r} has numbers that are no whole numbers")

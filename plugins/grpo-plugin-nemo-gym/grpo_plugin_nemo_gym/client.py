@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ import stamina
 from attrs import define, field
 
 import grpo_core as grpo
+from grpo_core.kit import read_body, read_json
 
 BUSY = frozenset({429, 503})
 """Statuses that say "later": the request has done nothing."""
@@ -58,17 +58,17 @@ class Client:
     def headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self._key}"} if self._key else {}
 
-    async def post(self, path: str, body: Any, session: Session) -> Any:
-        """Return the JSON of the answer.  Raises Unavailable, Refused."""
+    async def post(self, path: str, body: Any, session: Session) -> dict[str, Any]:
+        """Return the JSON object of the answer.  Raises Unavailable, Refused."""
         status, text = await self.answer(path, body, session)
         if status != 200:
             raise Refused(f"nemo_gym: POST {self._url}{path}: status {status}: {text[:1000]}")
         try:
-            return json.loads(text)
-        except (ValueError, RecursionError):
+            return read_json(text, dict)
+        except ValueError:
             raise Refused(
-                f"nemo_gym: POST {self._url}{path}: expected JSON, got {text[:200]!r}; is this a resources "
-                "server of NeMo Gym?"
+                f"nemo_gym: POST {self._url}{path}: expected a JSON object, got {text[:200]!r}; is this a "
+                "resources server of NeMo Gym?"
             ) from None
 
     async def answer(
@@ -87,7 +87,7 @@ class Client:
             raise grpo.Unavailable(f"{what}: {error} ({self._retries + 1} attempts)") from error
         except TimeoutError as error:
             raise grpo.Unavailable(f"{what}: no answer within {self._timeout.total:g} s") from error
-        except aiohttp.ClientError as error:
+        except (aiohttp.ClientError, ValueError) as error:  # headers of its own that cannot be sent, say
             raise grpo.Unavailable(f"{what}: {type(error).__name__}: {error}") from error
         raise AssertionError("a retry that ends without a result raises")
 
@@ -104,13 +104,19 @@ class Client:
                 connector=aiohttp.TCPConnector(limit=0),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 timeout=self._timeout,
-                headers=self.headers,
+                headers={"Accept-Encoding": "identity", **self.headers},
+                auto_decompress=False,
             )
         try:
             async with self._http.post(
                 self._url + path, json=body, cookies=session.cookies, headers=headers, allow_redirects=False
             ) as response:
-                text = (await _body(response)).decode(errors="replace")
+                try:
+                    text = (await read_body(response.content.iter_any(), response.headers, LARGEST)).decode(
+                        errors="replace"
+                    )
+                except ValueError as error:
+                    raise aiohttp.ClientPayloadError(str(error)) from error
                 if self._key:  # a server may repeat what it was sent, and messages are written to files
                     text = text.replace(self._key, "[key]")
                 if response.status in BUSY:
@@ -119,13 +125,3 @@ class Client:
                 return response.status, text
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise _Unsent(f"no connection: {error}") from error
-
-
-async def _body(response: aiohttp.ClientResponse) -> bytes:
-    """Return the body.  Raises ClientPayloadError if it is longer than ``LARGEST`` bytes."""
-    read = bytearray()
-    async for chunk in response.content.iter_any():
-        read += chunk
-        if len(read) > LARGEST:
-            raise aiohttp.ClientPayloadError(f"the answer is longer than {LARGEST} bytes")
-    return bytes(read)

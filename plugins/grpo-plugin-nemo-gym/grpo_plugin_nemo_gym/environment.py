@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 from attrs import define, field
 
 import grpo_core as grpo
+from grpo_core.kit import checked, read_json
 from grpo_plugin_nemo_gym.client import Client, Refused, Session
 from grpo_plugin_nemo_gym.responses import items_of, messages_of, response_of, tools_of
 
@@ -130,12 +130,13 @@ class NeMoGym(grpo.Environment):
                 )
         else:
             started = await self._client.post("/seed_session", row, rollout.session)
-        mcp = (started or {}).get("mcp")
-        if isinstance(mcp, Mapping):
+        if isinstance(started.get("mcp"), Mapping):
+            mcp = started["mcp"]
             rollout.session.mcp_path = "/" + str(mcp.get("url_path", "/mcp")).strip("/")
-            rollout.session.mcp_headers = {str(k): str(v) for k, v in mcp.get("headers", {}).items()}
-            listed = await self._rpc("tools/list", {}, rollout.session)
-            rollout.tools += [self._mcp_tool(tool, rollout.session) for tool in listed.get("tools", ())]
+            headers = self._part(mcp.get("headers", {}), dict[str, str], "/seed_session")
+            rollout.session.mcp_headers = headers
+            listed = await self._rpc("tools/list", {}, rollout.session, "tools")
+            rollout.tools += [self._mcp_tool(tool, rollout.session) for tool in listed]
         mine = {tool.name for tool in rollout.tools}
         declared = [each for each in tools_of(row["responses_create_params"]) if each["name"] not in mine]
         rollout.tools += [self._route(tool, rollout) for tool in declared]
@@ -168,26 +169,30 @@ class NeMoGym(grpo.Environment):
             told = await self._client.post(where, {**row, "response": response}, rollout.session)
         except (grpo.Unavailable, Refused) as error:
             return grpo.Feedback(error=str(error))
-        reward = told.get("reward") if isinstance(told, Mapping) else None
+        reward = told.get("reward")
         if isinstance(reward, bool) or not isinstance(reward, int | float):
             return grpo.Feedback(error=f"nemo_gym: {self._url}{where} gave the reward {reward!r:.100}")
-        return (
-            self._stepped(told, reward)
-            if self._steps
-            else grpo.Feedback(reward=float(reward), metrics=_metrics(told, row))
-        )
+        if not self._steps:
+            return grpo.Feedback(reward=reward, metrics=_metrics(told, row))
+        try:
+            return self._stepped(told, reward)
+        except Refused as error:
+            return grpo.Feedback(error=str(error))
 
     def _stepped(self, told: Mapping[str, Any], reward: float) -> grpo.Feedback:
         """Return the feedback on a completion: tools of such a server answer through ``/step``, too."""
         if told.get("terminated") or told.get("truncated"):
-            return grpo.Feedback(reward=float(reward))
+            return grpo.Feedback(reward=reward)
+        info = told.get("info")
+        given = info.get("tool_outputs", []) if isinstance(info, Mapping) else []
+        outputs = self._part(given, list[dict[str, Any]], "/step")
         answers = [
             {"role": "tool", "tool_call_id": str(each.get("call_id", "")), "content": str(each.get("output"))}
-            for each in (told.get("info") or {}).get("tool_outputs", ())
+            for each in outputs
         ]
         observation = told.get("observation")
         said = [{"role": "user", "content": str(observation)}] if observation else []
-        return grpo.Feedback(done=False, reward=float(reward), messages=[*answers, *said])
+        return grpo.Feedback(done=False, reward=reward, messages=[*answers, *said])
 
     # ------------------------------------------------------------------------------ tools
 
@@ -204,26 +209,34 @@ class NeMoGym(grpo.Environment):
 
     def _mcp_tool(self, tool: Mapping[str, Any], session: Session) -> grpo.Tool:
         async def call(arguments: Mapping[str, Any]) -> str:
-            result = await self._rpc(
-                "tools/call", {"name": tool["name"], "arguments": dict(arguments)}, session
-            )
-            return "\n".join(str(part.get("text", "")) for part in result.get("content", ()))
+            params = {"name": tool.get("name"), "arguments": dict(arguments)}
+            content = await self._rpc("tools/call", params, session, "content")
+            return "\n".join(str(part.get("text", "")) for part in content)
 
-        return _tool(tool["name"], tool.get("description"), tool.get("inputSchema"), call)
+        return _tool(tool.get("name", ""), tool.get("description"), tool.get("inputSchema"), call)
 
-    async def _rpc(self, method: str, params: Mapping[str, Any], session: Session) -> dict[str, Any]:
-        """Ask the server's MCP endpoint, which keeps no connection: each request stands alone."""
+    async def _rpc(
+        self, method: str, params: Mapping[str, Any], session: Session, key: str
+    ) -> list[dict[str, Any]]:
+        """Ask the server's MCP endpoint, which keeps no connection; return a list of its result."""
         body = {"jsonrpc": "2.0", "id": 1, "method": method, "params": params}
         headers = {**session.mcp_headers, "Accept": "application/json, text/event-stream"}
         status, text = await self._client.answer(session.mcp_path, body, session, headers)
         try:
-            told = json.loads(text)
-        except ValueError:
-            told = None
-        if status != 200 or not isinstance(told, dict) or not isinstance(told.get("result"), dict):
-            raise grpo.Unavailable(f"nemo_gym: {method} at {session.mcp_path}: status {status}: {text[:500]}")
-        result: dict[str, Any] = told["result"]
-        return result
+            told = read_json(text, dict) if status == 200 else {}
+            found: list[dict[str, Any]] = checked(told["result"].get(key, []), list[dict[str, Any]])
+            return found
+        except (ValueError, KeyError, AttributeError) as error:
+            raise grpo.Unavailable(
+                f"nemo_gym: {method} at {session.mcp_path}: status {status}: {text[:500]}"
+            ) from error
+
+    def _part(self, value: Any, kind: Any, path: str) -> Any:
+        """Return a part of an answer.  Raises Refused if it is of another type."""
+        try:
+            return checked(value, kind)
+        except ValueError as error:
+            raise Refused(f"nemo_gym: POST {self._url}{path}: {error}") from error
 
     # ------------------------------------------------------------------------------ the start
 
@@ -255,7 +268,8 @@ class NeMoGym(grpo.Environment):
                 f"nemo_gym: no resources server answers at {self._url} ({error}). Start it (gym env start "
                 "--resources-server NAME), or correct the address"
             ) from error
-        routes = set(described.get("paths", {})) if isinstance(described, Mapping) else set()
+        paths = described.get("paths") if isinstance(described, Mapping) else None
+        routes = set(paths) if isinstance(paths, Mapping) else set()
         if {"/reset", "/step"} <= routes:
             return True
         if not {"/seed_session", "/verify"} <= routes:
@@ -272,11 +286,11 @@ def _tool(name: str, description: Any, parameters: Any, call: Any) -> grpo.Tool:
 
 
 def _metrics(told: Mapping[str, Any], row: Row) -> dict[str, float]:
-    """Return the finite numbers that the server adds to what it was sent."""
+    """Return the numbers that the server adds to what it was sent."""
     return {
-        name.replace("/", "_"): float(value)
+        name.replace("/", "_"): value
         for name, value in told.items()
-        if name not in row and name != "reward" and isinstance(value, int | float) and math.isfinite(value)
+        if name not in row and name != "reward" and isinstance(value, int | float)
     }
 
 
@@ -285,8 +299,8 @@ async def _begins(client: Client, row: Row) -> str:
     return _observation(await client.post("/reset", row, Session()))
 
 
-def _observation(started: Any) -> str:
-    return str((started or {}).get("observation") or "")
+def _observation(started: Mapping[str, Any]) -> str:
+    return str(started.get("observation") or "")
 
 
 def _prompt(row: Row, observation: str = "") -> grpo.Prompt:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 import grpo_core as grpo
+from grpo_core.kit import read_json
 
 COMMON = ("metadata",)
 """Fields of all actions, which say nothing about what is done."""
@@ -52,12 +52,9 @@ class Actions:
             return {self._field: self._typed(self._field, reply)}
         start, end = reply.find("{"), reply.rfind("}")
         try:
-            action = json.loads(reply[start : end + 1])
-        except (ValueError, RecursionError):
-            action = None
-        if start < 0 or not isinstance(action, dict):
-            raise ValueError(f"no action: expected a JSON object with the fields {self.told()}")
-        return action
+            return read_json(reply[max(start, 0) : end + 1], dict)
+        except ValueError:
+            raise ValueError(f"no action: expected a JSON object with the fields {self.told()}") from None
 
     def _typed(self, name: str, reply: str) -> Any:
         """Return the reply as its field wants it; the server judges what is not of this type."""

@@ -12,6 +12,7 @@ import aiohttp
 from attrs import define, field
 
 import grpo_core as grpo
+from grpo_core.kit import read_json
 
 LARGEST = 1 << 24
 """Bytes of an answer at most."""
@@ -76,7 +77,7 @@ class Connection:
 
 def _data(text: str, kind: str) -> dict[str, Any]:
     try:
-        told = json.loads(text)
+        told = read_json(text, dict)
         data = told["data"]
         if told["type"] == "error":
             message = str(data.get("message", ""))
@@ -84,7 +85,7 @@ def _data(text: str, kind: str) -> dict[str, Any]:
                 message += ": " + "; ".join(_told(error) for error in data["errors"])
             raise Rejected(str(data.get("code", "")), message[:1000])
         assert isinstance(data, dict)
-    except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
         raise grpo.Unavailable(f"openenv: the answer to {kind!r} is {text[:200]!r}") from error
     return data
 

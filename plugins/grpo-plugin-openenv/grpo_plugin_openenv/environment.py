@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import aiohttp
 import attrs
@@ -14,6 +14,7 @@ import stamina
 from attrs import define
 
 import grpo_core as grpo
+from grpo_core.kit import checked
 from grpo_plugin_openenv.actions import Actions
 from grpo_plugin_openenv.connection import FULL, LARGEST, RAISED, WRONG_ACTION, Connection, Rejected
 
@@ -26,6 +27,13 @@ STARTS_AT_ONCE = 8
 """Sessions that are opened at once to see how their prompts begin: a server may have room for few."""
 HIDDEN = ("done", "reward", "metadata")
 """Fields of an observation that the model does not see."""
+
+
+class Schema(TypedDict, total=False):
+    """The JSON schema of actions, as far as it is read."""
+
+    properties: dict[str, dict[str, Any]]
+    required: list[str]
 
 
 class _Unsent(Exception):  # noqa: N818 - internal: there is no session yet
@@ -175,17 +183,16 @@ class OpenEnv(grpo.Environment):
         if isinstance(reward, bool) or not isinstance(reward, int | float | None):
             return grpo.Feedback(error=f"openenv: step gave the reward {reward!r:.100}")
         session.rewarded |= reward is not None
-        given = None if reward is None else float(reward)
         metrics = {"wrong_action": 0.0}
         if not told.get("done"):
             return grpo.Feedback(
-                done=False, reward=given, messages=self._shown(told) or "ok", metrics=metrics
+                done=False, reward=reward, messages=self._shown(told) or "ok", metrics=metrics
             )
         if not session.rewarded:
             return grpo.Feedback(
                 error="openenv: the episode ended, and no step gave a reward", metrics=metrics
             )
-        return grpo.Feedback(reward=given or 0.0, metrics=metrics)  # a last step without one adds nothing
+        return grpo.Feedback(reward=reward or 0.0, metrics=metrics)  # a last step without one adds nothing
 
     def _shown(self, told: Mapping[str, Any]) -> str:
         """Return an observation as text for the model."""
@@ -288,14 +295,13 @@ class OpenEnv(grpo.Environment):
         """Return the JSON schema of actions.  Raises ConfigError if no server of OpenEnv answers."""
         try:
             described = grpo.fetch_json(f"{self._url}/schema", headers=self._headers)
-            action = described["action"]
-            assert isinstance(action, Mapping)
+            action: Mapping[str, Any] = checked(described["action"], Schema)
         except grpo.Unavailable as error:
             raise grpo.ConfigError(
                 f"openenv: no server answers at {self._url} ({error}). Start it (python -m server.app in the "
                 "environment's directory), or correct the address"
             ) from error
-        except (KeyError, TypeError, AssertionError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise grpo.ConfigError(
                 f"openenv: {self._url}/schema names no actions, so it is not a server of OpenEnv"
             ) from error

@@ -17,6 +17,7 @@ from typing import Any
 
 from attrs import define
 
+from grpo_core.kit import read_json
 from grpo_plugin_verifiers.tasksets import imported
 
 NAME = "grpo_chat"
@@ -122,7 +123,7 @@ class _Talk:
         """Return the message that answers a call."""
         name, given = call["function"]["name"], call["function"]["arguments"] or "{}"
         try:
-            arguments: Any = json.loads(given)
+            arguments: Any = read_json(given, object)
         except ValueError:
             arguments = given
         if self.gate is not None:

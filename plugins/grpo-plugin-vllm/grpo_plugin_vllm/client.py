@@ -11,7 +11,7 @@ import stamina
 
 import grpo_core
 from grpo_core import ConfigError, EngineError
-from grpo_core.kit import report
+from grpo_core.kit import read_body, report
 
 NAME = "engine vllm:http"
 """Name of the engine in messages."""
@@ -167,7 +167,13 @@ class Client:
         )
         try:
             async with request as response:
-                text = (await _body(response, largest)).decode(errors="replace")
+                try:
+                    read = await read_body(response.content.iter_any(), response.headers, largest)
+                except ValueError as error:
+                    raise ServerError(
+                        f"{method} {self._url}{path}: {error}; is this a vLLM server?"
+                    ) from error
+                text = read.decode(errors="replace")
                 if (
                     self._key
                 ):  # a server or a proxy may repeat what it was sent; messages are written to files
@@ -201,20 +207,6 @@ class Client:
                 auto_decompress=False,
             )
         return self._session
-
-
-async def _body(response: aiohttp.ClientResponse, largest: int) -> bytes:
-    """Read the body.  Raises ServerError if it is compressed, or longer than ``largest`` bytes."""
-    what = f"{response.method} {response.url}"
-    encoding = response.headers.get("Content-Encoding", "identity")
-    if encoding != "identity":
-        raise ServerError(f"{what}: the answer is compressed ({encoding[:50]!r}); expected plain JSON")
-    body = bytearray()
-    async for chunk in response.content.iter_any():
-        body += chunk
-        if len(body) > largest:
-            raise ServerError(f"{what}: the answer is longer than {largest} bytes; is this a vLLM server?")
-    return bytes(body)
 
 
 def checked_url(url: str, *, remote: bool) -> str:

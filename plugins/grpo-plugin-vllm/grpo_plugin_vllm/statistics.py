@@ -11,7 +11,10 @@ _SERIES = re.compile(r"^vllm:(\w+)(?:\{.*\})? (\S+)$", re.MULTILINE)
 
 
 def of_page(page: str) -> dict[str, float]:
-    """Read the statistics from a server's page ``/metrics``; missing ones are 0."""
+    """Read the statistics from a server's page ``/metrics``; missing ones are 0.
+
+    Raises ValueError if one is not a number.
+    """
     found: dict[str, list[float]] = defaultdict(list)
     for name, value in _SERIES.findall(page):
         found[name].append(float(value))

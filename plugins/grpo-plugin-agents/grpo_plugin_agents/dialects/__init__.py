@@ -10,7 +10,6 @@ from collections.abc import Mapping
 
 from grpo_plugin_agents.dialects.anthropic import AnthropicMessages
 from grpo_plugin_agents.dialects.chat_completions import ChatCompletions
-from grpo_plugin_agents.dialects.reading import as_object
 from grpo_plugin_agents.dialects.requests import Answer, BadRequest, ChatRequest, Dialect, encoded, event
 from grpo_plugin_agents.dialects.responses import Responses
 
@@ -23,7 +22,6 @@ __all__ = [
     "BadRequest",
     "ChatRequest",
     "Dialect",
-    "as_object",
     "encoded",
     "event",
 ]

@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo_core import Message
-from grpo_core.kit import MessageError, normalised, well_formed
+from grpo_core.kit import MessageError, normalised
 from grpo_plugin_agents.dialects.requests import BadRequest
 
 _SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
                        "repetition_penalty", "seed", "logit_bias", "reasoning_effort"})  # fmt: skip
 """Fields that would change what is sampled; the run's own sampling holds."""
-_SURROGATES = (b"\\u", b"\xed", b"\0")
-"""Bytes without which JSON has no lone surrogates: an escape, the beginning of one in UTF-8, or UTF-16."""
-
-
-def as_object(body: bytes) -> Mapping[str, Any]:
-    """Read a body that is a JSON object.  Raises BadRequest, ValueError, RecursionError."""
-    read = json.loads(body)
-    if not isinstance(read, dict):
-        raise BadRequest("the body is not a JSON object")
-    if not any(sign in body for sign in _SURROGATES):
-        return read
-    clean = well_formed(read)
-    assert isinstance(clean, dict)
-    return clean
 
 
 def number(body: Mapping[str, Any], *keys: str) -> int | None:

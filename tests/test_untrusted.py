@@ -1,0 +1,346 @@
+"""What servers, agents and models write, at random: every reader takes it, or raises what it declares."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+
+import pytest
+from aiohttp import web
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from serving import serving
+
+import grpo_core as grpo
+from grpo_core.kit import MessageError, assistant_message, normalised, parsed, read_body, read_json
+from grpo_core.text.thoughts import split_thought
+from grpo_core.unicode import DEEPEST, lone_surrogate
+from grpo_plugin_agents.dialects import DIALECTS, BadRequest
+from grpo_plugin_agents.program import _result as result_of
+from grpo_plugin_audit.misses import LONGEST_ANSWER, MISSES
+from grpo_plugin_audit.records import Solution
+from grpo_plugin_code import values
+from grpo_plugin_code.blocks import program_of
+from grpo_plugin_code.commands import Ran
+from grpo_plugin_code.harbor import rewards_of
+from grpo_plugin_math.answers import equal, extract
+from grpo_plugin_nemo_gym.client import Client, Refused, Session
+from grpo_plugin_nemo_gym.environment import NeMoGym, Rollout
+from grpo_plugin_openenv.actions import Actions
+from grpo_plugin_openenv.connection import Rejected
+from grpo_plugin_openenv.connection import _data as data_of
+from grpo_plugin_openenv.environment import OpenEnv
+from grpo_plugin_vllm.client import Client as VllmClient
+from grpo_plugin_vllm.client import ServerError
+from grpo_plugin_vllm.http import HttpEngine
+from grpo_plugin_vllm.statistics import between, of_page
+
+KEYS = (
+    "role", "content", "tool_calls", "function", "function_call", "name", "arguments", "id", "type", "text",
+    "messages", "tools", "model", "input", "tool_choice", "max_tokens", "n", "stop", "stream", "system",
+    "previous_response_id", "call_id", "output", "reward", "metrics", "answer", "data", "errors", "msg",
+    "message", "code", "choices", "token_ids", "logprobs", "logprob", "weight_versions", "version", "start",
+    "end", "finish_reason", "result", "mcp", "url_path", "headers", "observation", "info", "tool_outputs",
+    "terminated", "done", "response_format", "stream_options", "input_schema", "parameters", "description",
+    "stop_sequences", "include", "reasoning", "call", "paths", "/reset", "/step", "/verify", "/seed_session",
+)  # fmt: skip
+WORDS = ("user", "assistant", "tool", "system", "function", "tool_result", "tool_use", "error", "message",
+         "list", "dict", "set", "int", "float", "str", "complex", "tuple", "stop", "1", "",
+         "\ud800")  # fmt: skip
+TEXTS = st.sampled_from(WORDS) | st.text(st.characters(exclude_categories=[]), max_size=8)
+NUMBERS = (
+    st.integers() | st.floats() | st.sampled_from([10**400, -(10**400), 2**70, 1e308, True, False, None])
+)
+JSON = st.recursive(
+    TEXTS | NUMBERS,
+    lambda parts: (
+        st.lists(parts, max_size=4) | st.dictionaries(st.sampled_from(KEYS) | TEXTS, parts, max_size=5)
+    ),
+    max_leaves=20,
+)
+"""Plain data whose keys are often such as the readers look for."""
+DEEP = st.integers(DEEPEST - 2, 3000).map(lambda n: '{"a":[' * n + "]}" * n) | st.just("[" * 20_000)
+WRITTEN = JSON.map(json.dumps) | DEEP | TEXTS | st.just("9" * 5000) | st.just("1e999999")
+"""Texts, most of them JSON."""
+BYTES = WRITTEN.map(lambda text: text.encode(errors="surrogatepass")) | st.binary(max_size=40)
+CALLS = WRITTEN.map(lambda text: f"so: <tool_call>{text}</tool_call> <tool_call>")
+REPLIES = (
+    WRITTEN | CALLS | WRITTEN.map(lambda text: f"</think> \\boxed{{{text}}} ```py\n{text}\n``` #### {text}")
+)
+
+often = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def sent(value):
+    """Check that another process and a log can get a value."""
+    assert not lone_surrogate(value)
+    json.dumps(value)
+    return value
+
+
+# ---------------------------------------------------------------------------------- the shared reader
+
+
+@pytest.mark.long
+@often
+@given(BYTES | WRITTEN)
+def test_json_of_others_is_plain_data_or_a_value_error(written):
+    for kind in (dict, list, object):
+        with contextlib.suppress(ValueError):
+            value = sent(read_json(written, kind))
+            assert isinstance(value, kind)
+
+
+@pytest.mark.parametrize(
+    ("written", "why"),
+    [
+        ("", "Expecting value"),
+        ("null", "expected a JSON object, got null"),
+        ('["a"]', r"expected a JSON object, got \[\"a\"\]"),
+        (b"\xff", "can't decode byte"),
+        ("[" * 101 + "]" * 101, "more than 100 deep"),
+        ("[" * 100_000, "more than 100 deep"),
+        ("1" * 5000, "Exceeds the limit"),
+    ],
+)
+def test_a_value_error_says_what_was_written(written, why):
+    with pytest.raises(ValueError, match=why):
+        read_json(written, dict)
+
+
+def test_half_a_character_is_replaced():
+    assert read_json(b'{"a": "\\ud800!"}', dict) == {"a": "\ufffd!"}
+
+
+def test_a_body_is_read_up_to_its_limit_and_only_as_it_is():
+    taken = []
+
+    async def parts():
+        for part in (b"ab", b"cd", b"ef"):
+            taken.append(part)
+            yield part
+
+    assert asyncio.run(read_body(parts(), {}, 6)) == b"abcdef"
+    taken.clear()
+    with pytest.raises(ValueError, match="more than 3 bytes"):
+        asyncio.run(read_body(parts(), {}, 3))
+    assert taken == [b"ab", b"cd"], "the rest is not read"
+    with pytest.raises(ValueError, match="compressed \\('gzip'\\)"):
+        asyncio.run(read_body(parts(), {"Content-Encoding": "gzip"}, 100))
+
+
+# ---------------------------------------------------------------------------------- models and programs
+
+
+def form_in(text):
+    for read in (values.form_in, values.text_in):
+        with contextlib.suppress(ValueError):
+            read(text)
+
+
+def action_of(reply):
+    for types in ({"x": "string"}, {"x": "integer"}, {"x": "number"}, {"x": "string", "y": "integer"}):
+        properties = {name: {"type": kind} for name, kind in types.items()}
+        with contextlib.suppress(ValueError):
+            Actions({"properties": properties, "required": list(types)}).of(reply)
+
+
+def rewards_in(text):
+    for path in ("/logs/verifier/reward.txt", "/logs/verifier/reward.json"):
+        rewards_of(Ran(status=0, output="", tree="", files={path: text}))
+
+
+READERS = {
+    "a reply": split_thought,
+    "tool calls": lambda text: sent(assistant_message(text, tools=True).get("tool_calls")),
+    "arguments": lambda text: parsed(text),
+    "a boxed answer": lambda text: equal(extract(text) or "", "12"),
+    "an answer of an audit": Solution(prompt=grpo.Prompt(messages="?"), text="12").deserves,
+    "changes of an answer": lambda text: [miss.make(text[:LONGEST_ANSWER]) for miss in MISSES],
+    "an action": action_of,
+    "a program": program_of,
+    "a value of a sandbox": form_in,
+    "rewards of a sandbox": rewards_in,
+    "the result of an agent's program": result_of,
+}
+"""Readers of texts; they declare no exception."""
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.long
+@often
+@given(REPLIES)
+def test_a_reader_takes_whatever_a_model_or_a_program_writes(reader, text):
+    READERS[reader](text)
+
+
+REPEATED = ("<answer>", "answer ", "####", "\\boxed{", "```\n", "{", "[", "<tool_call>", "</tool_call>",
+            "<think>", "</think>", " ", "\n", "1", "1.", "1,", "-", "\\", '"', '{"a":', "x=")  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("reader", READERS)
+def test_a_reader_takes_a_long_repetition_in_a_time_that_grows_with_its_length(reader):
+    slowest = {}
+    for piece in REPEATED:
+        begin = time.process_time()
+        READERS[reader](piece * (100_000 // len(piece)) + "!")
+        slowest[piece] = time.process_time() - begin
+    assert max(slowest.values()) < 2, slowest
+
+
+@pytest.mark.long
+@often
+@given(JSON)
+def test_messages_are_readable_or_refused(value):
+    for sampled in (True, False):
+        with contextlib.suppress(MessageError):
+            normalised(value, sampled=sampled)
+
+
+@pytest.mark.long
+@often
+@given(BYTES, st.sampled_from(sorted(DIALECTS)))
+def test_a_request_of_an_agent_is_read_or_refused(body, path):
+    with contextlib.suppress(BadRequest, ValueError):
+        request = DIALECTS[path].read(read_json(body, dict), lambda id: None)
+        sent([request.messages, request.tools, request.stop, request.model])
+
+
+# ---------------------------------------------------------------------------------- servers
+
+
+@pytest.mark.long
+@often
+@given(WRITTEN)
+def test_a_message_of_an_openenv_server_is_data_or_a_refusal(text):
+    with contextlib.suppress(grpo.Unavailable, Rejected):
+        sent(data_of(text, "step"))
+
+
+SPAN = st.fixed_dictionaries({"version": JSON | st.just("1"), "start": NUMBERS, "end": NUMBERS})
+CHOICE = st.fixed_dictionaries(
+    {
+        "token_ids": JSON | st.lists(NUMBERS, max_size=3),
+        "logprobs": JSON
+        | st.fixed_dictionaries({"content": st.lists(st.fixed_dictionaries({"logprob": NUMBERS}))}),
+        "weight_versions": JSON | st.lists(SPAN, max_size=3),
+        "finish_reason": TEXTS,
+    }
+)
+
+
+@pytest.mark.long
+@often
+@given(WRITTEN)
+def test_the_statistics_of_a_server_are_numbers_or_a_value_error(text):
+    with contextlib.suppress(ValueError):
+        between({}, of_page(f"vllm:num_preemptions_total {text}\nvllm:num_preemptions_total{{{text}}} 1"))
+
+
+@pytest.mark.long
+@often
+@given(JSON | CHOICE.map(lambda choice: {"choices": [choice]}))
+def test_a_completion_of_a_vllm_server_is_one_or_an_engine_error(answer):
+    engine = HttpEngine(grpo.EngineSetup(model="m", deadline=5.0), url="http://127.0.0.1:1")
+    engine._newest = 1
+    with contextlib.suppress(grpo.EngineError):
+        engine._read(answer)
+
+
+class Liar:
+    """A server whose every answer is what the test says."""
+
+    status, body, headers = 200, b"", {}
+
+    async def answer(self, request):
+        return web.Response(status=self.status, body=self.body, headers=self.headers)
+
+
+@pytest.fixture(scope="module")
+def liar():
+    lies, app = Liar(), web.Application()
+    app.router.add_route("*", "/{path:.*}", lies.answer)
+    with serving(app) as url:
+        lies.url = url
+        yield lies
+
+
+STATUS = st.sampled_from([200, 200, 200, 204, 302, 400, 500])
+HEADERS = st.sampled_from(
+    [{}, {}, {"Content-Encoding": "gzip"}, {"Content-Encoding": "br"}, {"Set-Cookie": "a"}]
+)
+
+
+@pytest.mark.long
+@often
+@given(STATUS, BYTES, HEADERS)
+def test_a_lying_server_is_unavailable_or_refuses(liar, status, body, headers):
+    liar.status, liar.body, liar.headers = status, body, headers
+
+    async def asked():
+        nemo = Client(liar.url, "", 5.0, 0)
+        vllm = VllmClient(liar.url, seconds=5.0, connect_seconds=5.0, attempts=1, remote=False)
+        try:
+            with contextlib.suppress(grpo.Unavailable, Refused):
+                sent(await nemo.post("/x", {}, Session()))
+            with contextlib.suppress(ServerError):
+                await vllm.post("/x", {})
+            with contextlib.suppress(ServerError):
+                await vllm.page("/x", seconds=5.0)
+        finally:
+            await nemo.aclose()
+            await vllm.aclose()
+
+    asyncio.run(asked())
+    with contextlib.suppress(grpo.Unavailable):
+        grpo.fetch_json(f"{liar.url}/x")
+
+
+ENDPOINT = st.fixed_dictionaries(
+    {"url_path": TEXTS | JSON, "headers": JSON | st.dictionaries(TEXTS, TEXTS, max_size=2)}
+)
+PROPERTIES = JSON | st.dictionaries(TEXTS, st.fixed_dictionaries({"type": TEXTS | JSON}))
+SCHEMA = st.fixed_dictionaries({"properties": PROPERTIES, "required": JSON})
+STEP = st.fixed_dictionaries(
+    {"reward": NUMBERS, "info": JSON | st.fixed_dictionaries({"tool_outputs": JSON})}
+)
+
+
+@pytest.mark.long
+@often
+@given(JSON | ENDPOINT.map(lambda mcp: {"mcp": mcp}) | STEP, st.booleans())
+def test_a_lying_resources_server_gives_feedback_or_is_unavailable(liar, value, steps):
+    paths = ("/reset", "/step") if steps else ("/seed_session", "/verify")
+    liar.status, liar.headers = 200, {}
+    liar.body = json.dumps({"paths": dict.fromkeys(paths)}).encode()
+    environment = NeMoGym(liar.url, retries=0)
+    row = {"responses_create_params": {"input": "hi", "tools": []}}
+    prompt = grpo.Prompt(messages="hi", info={"row": row, "observation": ""})
+    said = [*prompt.messages, {"role": "assistant", "content": "ho"}]
+    liar.body = json.dumps(value).encode()
+
+    async def played():
+        try:
+            with contextlib.suppress(grpo.Unavailable, Refused, grpo.PluginError):
+                await environment.open(prompt)
+            liar.body = json.dumps(value if isinstance(value, dict) else {"reward": value}).encode()
+            episode = grpo.Episode(prompt=prompt, messages=said, session=Rollout())
+            (feedback,) = await environment.evaluate([episode])
+            assert isinstance(feedback, grpo.Feedback)
+        finally:
+            await environment.aclose()
+
+    asyncio.run(played())
+
+
+@pytest.mark.long
+@often
+@given(JSON | st.fixed_dictionaries({"paths": JSON}) | st.fixed_dictionaries({"action": JSON | SCHEMA}))
+def test_a_server_that_describes_itself_falsely_is_refused_at_the_start(liar, value):
+    liar.status, liar.headers, liar.body = 200, {}, json.dumps(value).encode()
+    for offer in (NeMoGym, OpenEnv):
+        with contextlib.suppress(grpo.ConfigError):
+            offer(liar.url)
