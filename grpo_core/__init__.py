@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from grpo_core.protocols import ParameterGroup as ParameterGroup
     from grpo_core.protocols import Renderer as Renderer
     from grpo_core.protocols import Sampler as Sampler
+    from grpo_core.protocols import TextEngine as TextEngine
     from grpo_core.protocols import Tool as Tool
     from grpo_core.protocols import Tracker as Tracker
     from grpo_core.protocols import Trainer as Trainer
@@ -83,6 +84,7 @@ if TYPE_CHECKING:
     from grpo_core.records import Message as Message
     from grpo_core.records import Prompt as Prompt
     from grpo_core.records import Recording as Recording
+    from grpo_core.records import Reply as Reply
     from grpo_core.records import Rollout as Rollout
     from grpo_core.records import Row as Row
     from grpo_core.records import RunInfo as RunInfo

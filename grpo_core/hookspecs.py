@@ -20,7 +20,7 @@ before the factory is called.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pluggy
 from attrs import field, frozen
@@ -108,6 +108,8 @@ class Offer:
     """Raises ValueError or ConfigError for options that make no sense.  It may also name ``config``, all of
     the configuration, ``group_size`` (an advantage, a filter), ``betas`` (an optimizer) and ``section``, the
     table ``[trainer]`` (a trainer)."""
+    gives: Literal["tokens", "text"] = "tokens"
+    """Whether an engine returns tokens with their logprobs, or is a ``TextEngine``, which needs no model."""
     transports: tuple[str, ...] = ("shm",)
     """Transports by which an engine can take weights; one that reads them with
     ``grpo_core.kit.read_weights`` can take them by any: ``("*",)``."""
@@ -192,7 +194,10 @@ def grpo_validation_strategies() -> Mapping[str, Callable[..., ValidationStrateg
 
 @hookspec
 def grpo_engines() -> Mapping[str, Callable[..., Engine] | Offer | str]:  # type: ignore[empty-body]
-    """Offer engines: ``{name: factory(setup: EngineSetup, **options)}``."""
+    """Offer engines: ``{name: factory(setup: EngineSetup, **options)}``.
+
+    One that gives text, as a hosted model does, is a ``TextEngine`` and an ``Offer(..., gives="text")``.
+    """
 
 
 @hookspec

@@ -22,6 +22,7 @@ from grpo_core.records import (
     Group,
     Message,
     Prompt,
+    Reply,
     Rollout,
     SampleRequest,
     SessionStart,
@@ -261,6 +262,28 @@ class Engine(Protocol):
         """Return when every later token is sampled from ``weights``; running requests continue on them.
 
         Raises WeightSyncError if the engine does not hold them; it then still holds the version before.
+        """
+        ...
+
+    async def aclose(self) -> None: ...
+
+
+class TextEngine(Protocol):
+    """Continues conversations without tokens, as a hosted model does: it can be measured, and not trained.
+
+    Its offer has ``gives="text"``; the factory is that of an ``Engine``, and ``setup.model`` is empty.
+    """
+
+    async def chat(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], request: GenerationRequest
+    ) -> Reply:
+        """Return the reply to a conversation.  Many calls run at the same time.
+
+        Args:
+            tools: JSON schemas of the functions that the model may call.
+            request: how to sample; its ``prompt_ids`` mean nothing.
+
+        Raises EngineError if it should be asked again, and PluginError for what no other try would change.
         """
         ...
 

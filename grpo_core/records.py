@@ -260,6 +260,18 @@ class GenerationRequest:
     """Identifier that is equal for all requests of a group: a pool keeps them in one engine."""
 
 
+@frozen(kw_only=True)
+class Reply:
+    """The reply of an engine that gives text."""
+
+    message: Message
+    """The message of the assistant, with its ``tool_calls`` if there are some."""
+    finish_reason: FinishReason = "stop"
+    """As in ``Completion``."""
+    completion_tokens: int = 0
+    """Number of sampled tokens, as the service has counted them."""
+
+
 @frozen(kw_only=True, init=False)
 class Completion:
     """The tokens of one engine call.

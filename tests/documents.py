@@ -29,6 +29,7 @@ TUTORIALS = [
         "multi-turn",
         "tools",
         "first-agent",
+        "hosted",
         "several-tasks",
         "first-dataloader",
         "first-sampler",

@@ -25,7 +25,7 @@ from grpo_core.errors import ConfigError, wrong_input
 from grpo_core.interrupts import received
 from grpo_core.plugins.installed import importing_file
 from grpo_core.unicode import inert
-from grpo_core.validation.target import EvalTarget, find_target
+from grpo_core.validation.target import find_target
 
 T = TypeVar("T")
 PathLike = str | os.PathLike[str]
@@ -108,7 +108,7 @@ def train(
 
 
 def validate(
-    model: PathLike,
+    model: PathLike | None = None,
     *,
     env: Any = None,
     data: Any = None,
@@ -120,7 +120,8 @@ def validate(
     """Measure a model, or a run's newest checkpoint, as ``grpo-core validate`` does.
 
     Args:
-        model: directory of a run or of a model, a hub id, or a ``Run``.
+        model: directory of a run or of a model, a hub id, or a ``Run``; an engine of a hosted model needs
+            none.
         env, data, settings: as for ``train``; without them those of the run.  The list or path that is given
             as data holds the held-out prompts.
         only: names of the tasks and validation sets of the run that are measured; without names all are.
@@ -136,7 +137,7 @@ def validate(
     with _as_arguments():
         asked = given(env, by_split, settings)
         measurement = measuring.prepare(
-            os.fspath(model),
+            None if model is None else os.fspath(model),
             asked.table,
             tasks=env is not None,
             only=names("only", only),
@@ -181,9 +182,8 @@ async def session(
         asked, block = given(env, data, settings), names("no_plugins", no_plugins)
         table = configuration(config)
         changes = merge(table, asked.table)
-        target = EvalTarget(name="the model", model=None, version=0, table={})
-        if model is not None:
-            target = find_target(os.fspath(model), changes.get("plugins"), block)
+        name = None if model is None else os.fspath(model)
+        target = find_target(name, changes.get("plugins"), block)
         chosen, host = configure_target(
             target, changes, block, asked.offers, tasks=env is not None, below=[asked.defaults(table)]
         )

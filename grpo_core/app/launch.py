@@ -13,6 +13,7 @@ from attrs import evolve
 from grpo_core.app import preflight
 from grpo_core.app import resume as continuing
 from grpo_core.app.model_files import check_files
+from grpo_core.app.parts import Parts
 from grpo_core.app.paths import with_absolute_paths
 from grpo_core.app.resume import Launch
 from grpo_core.config import Config, build, merge, replace_parts
@@ -80,7 +81,8 @@ def configure(
     for layer in (*layers, changes):
         given = merge(given, layer)
     config, host = configured([given], block, offers)
-    preset = model_source(config.model, host).preset
+    hosted = Parts(config, host).text_engine(trains=False)  # a preset is of a model that it does not have
+    preset = {} if hosted else model_source(config.model, host).preset
     return (build([replace_parts(preset, given), given], host.sections) if preset else config), host
 
 
@@ -128,6 +130,11 @@ def check_model(config: Config, host: PluginHost) -> list[str]:
     """
     directory = None if host.offers("model", config.model.path) else directory_here(config.model.path)
     return [] if directory is None else check_files(directory, chat_template(config.model.chat_template))
+
+
+def gives_text(engine: str, block: Sequence[str] = ()) -> bool:
+    """Return whether an engine is that of a hosted model, which needs no weights."""
+    return PluginHost.discover(block=block).find("engine", engine).offer.gives == "text"
 
 
 def tasks_of(envs: Sequence[str]) -> dict[str, Any]:

@@ -19,10 +19,12 @@ from grpo_core.app.parts import Parts
 from grpo_core.app.session import start_session
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config
+from grpo_core.engines.text import without_tokens
 from grpo_core.errors import ConfigError, wrong_input
 from grpo_core.events import Event, ValidationPlayed, WarningRaised
 from grpo_core.models import chat_template
 from grpo_core.plugins.host import NO_OFFERS, Offers, PluginHost
+from grpo_core.records import Group
 from grpo_core.reporting.stored import write_validation
 from grpo_core.run_directory import CONFIG
 from grpo_core.text.rendering import Renderer
@@ -60,14 +62,16 @@ class Measurement:
             results = await self._measured(status, receive)
         finally:
             for event in played:
-                write_validation(self.directory, event.version, event.groups)
+                write_validation(self.directory, event.version, self._stored(event.groups))
             if not played:
                 self.directory.rmdir()  # it ended before its results
         validation = self.config.validation
+        engine = validation.engine or self.config.engine
         resolved = {name: validation.of_set(name) for name in validation.sets if name in results}
         report = {
             "model": self.target.name,
             "version": self.target.version,
+            "engine": {"name": engine.name, "options": engine.options},
             "validation": validation.name,
             "options": validation.options,
             "sets": {
@@ -80,6 +84,15 @@ class Measurement:
         text = json.dumps(report, indent=2)
         (self.directory / "results.json").write_text(text + "\n", encoding="utf-8")
         return report
+
+    def _stored(self, groups: Sequence[Group]) -> Sequence[Group]:
+        """Return groups as they are stored: an engine that gives text has no tokens."""
+        if not Parts(self.config, self.host).text_engine(trains=False):
+            return groups
+        return [
+            evolve(group, rollouts=tuple(without_tokens(rollout) for rollout in group.rollouts))
+            for group in groups
+        ]
 
     async def _measured(self, status: Callable[[str], None], emit: Callable[[Event], None]) -> Results:
         """Measure with the configuration's strategies, tasks and sets; return the metrics by task.
@@ -99,14 +112,12 @@ class Measurement:
 
         around = start_session(config, self.host, self.target, status, sets=sets, look=look)
         async with around as session:
-            renderer = session.renderer
-            assert isinstance(renderer, Renderer)  # the one of a model
-            found, told = await RunPrompts(held_out=held_out).short_enough(
-                config.rollout.max_prompt_tokens, {}, renderer
-            )
-            told |= await conventions_of_validation(renderer, config.rollout.stop, found.held_out)
-            for message in told.values():
-                status(message)
+            renderer, found = session.renderer, RunPrompts(held_out=held_out)
+            if isinstance(renderer, Renderer):  # the one of a model
+                found, told = await found.short_enough(config.rollout.max_prompt_tokens, {}, renderer)
+                told |= await conventions_of_validation(renderer, config.rollout.stop, found.held_out)
+                for message in told.values():
+                    status(message)
             status("validating")
             parts = Parts(config, self.host)
             validation = parts.validation(found.held_out, session.engine, renderer, parts.places(), emit=emit)
@@ -114,7 +125,7 @@ class Measurement:
 
 
 def prepare(
-    target: str,
+    target: str | None,
     changes: Mapping[str, Any],
     *,
     tasks: bool,
@@ -126,7 +137,7 @@ def prepare(
     """Prepare to measure a target; raises GrpoError for wrong input.
 
     Args:
-        target: directory of a run or of a model, or a hub id.
+        target: directory of a run or of a model, or a hub id; None: the engine needs no model.
         changes: a configuration's table that lies above that of the target.
         tasks: whether the changes have tasks of their own.
         only: names of the tasks and sets that are measured; without names all are.
@@ -137,6 +148,8 @@ def prepare(
     with wrong_input():
         measured = find_target(target, changes.get("plugins"), block)
     config, host = configure_target(measured, changes, block, offers, tasks=tasks)
+    if target is None:
+        measured = evolve(measured, name=_hosted(config, host))
     known = [*config.tasks, *config.validation.sets]
     if unknown := [name for name in only if name not in known]:
         raise ConfigError(
@@ -146,11 +159,22 @@ def prepare(
         check_files(measured.model, chat_template(config.model.chat_template))
     if output is None:
         now = datetime.now().strftime("%Y%m%d-%H%M%S")
-        in_run = Path(target, "validated", now) if Path(target, CONFIG).is_file() else None
+        in_run = Path(target, "validated", now) if target and Path(target, CONFIG).is_file() else None
         of_model = RUNS / f"{'+'.join(config.tasks or config.validation.sets)}-validated-{now}"
         output = unused(in_run or of_model)
     directory = new_directory(output)
     return Measurement(config=config, host=host, target=measured, only=only, directory=directory)
+
+
+def _hosted(config: Config, host: PluginHost) -> str:
+    """Return the name of the engine that is measured without a model.  Raises ConfigError."""
+    engine = config.validation.engine or config.engine
+    if not Parts(config, host).text_engine(trains=False):
+        raise ConfigError(
+            f"MODEL is missing: the engine {engine.name!r} needs its weights; name a run, the directory of a "
+            "model or a hub id"
+        )
+    return f"engine {engine.name}"
 
 
 async def _held_out(

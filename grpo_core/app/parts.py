@@ -112,6 +112,13 @@ class Parts:
             return {"engine": self.config.engine} | ({"validation.engine": own} if own and with_own else {})
         return {"engine": self.config.engine} if own is None else {"validation.engine": own}
 
+    def text_engine(self, *, trains: bool = True) -> str:
+        """Return the key of an engine that gives text, and no tokens; empty if there is none."""
+        for key, section in self.engines(trains=trains).items():
+            if self.plugins.find("engine", section.name).offer.gives == "text":
+                return key
+        return ""
+
     def engine_setup(
         self, section: EngineConfig, model: str, *, logs: Path | None, colocated: bool, trains: bool = True
     ) -> EngineSetup:
@@ -130,7 +137,7 @@ class Parts:
         config, pipeline = self.config, self.config.pipeline
         fixed = pipeline.policy == "in_order" and not (pipeline.max_staleness and pipeline.in_flight_updates)
         return EngineSetup(
-            model=str(Path(model).absolute()),
+            model=str(Path(model).absolute()) if model else "",
             sections=config.sections,
             trust_remote_code=config.model.trust_remote_code,
             threads=thread_count(section.threads, colocated),
@@ -418,7 +425,7 @@ class Parts:
         self,
         held_out: Sequence[HeldOut],
         engine: Engine,
-        renderer: Renderer,
+        renderer: protocols.Renderer,
         places: Slots,
         *,
         emit: Callable[[Event], None],

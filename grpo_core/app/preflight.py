@@ -73,6 +73,8 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
     for engine in (config.engine, config.validation.engine):
         if engine is not None:
             workers_of(engine, host)
+    if trains and (key := parts.text_engine()):
+        raise _no_tokens(key, parts.engines()[key].name)
     _check_loss(parts)
     if trains:
         _check_teacher(parts)
@@ -93,6 +95,14 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
     model_source(config.model, host).check()
     chat_template(config.model.chat_template)
     check_response_format(config.model.response_format)
+
+
+def _no_tokens(key: str, name: str) -> ConfigError:
+    return ConfigError(
+        f"{key}.name = {name!r}: this engine gives text, and training needs the tokens and their logprobs; "
+        "measure it with grpo-core validate, or choose an engine that holds the model's weights, such as "
+        "local or vllm"
+    )
 
 
 def checks_of_plugins(config: Config, host: PluginHost) -> list[tuple[str, str]]:

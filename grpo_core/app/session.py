@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from attrs import evolve, frozen
 
@@ -14,8 +15,10 @@ from grpo_core import protocols
 from grpo_core.aio import gather
 from grpo_core.app.model_files import check_files
 from grpo_core.app.parts import Parts, engine_dtype, sampling_params
+from grpo_core.app.placement import Placement
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config
+from grpo_core.engines.text import PlayingText, TextRenderer, without_tokens
 from grpo_core.errors import ConfigError
 from grpo_core.incidents import lines_of_incidents, reported_to
 from grpo_core.loop.rollout import RolloutRequest, derive_seed, play
@@ -80,7 +83,7 @@ class Session:
                 )
                 for number in range(group_size)
             ]
-            return await play(
+            rollouts = await play(
                 requests,
                 engine=self.engine,
                 environments=environments or self.environments,
@@ -88,6 +91,8 @@ class Session:
                 sampling=sampling,
                 deadline=self.config.rollout.deadline,
             )
+            text = isinstance(self.renderer, TextRenderer)
+            return [without_tokens(rollout) if text else rollout for rollout in rollouts]
 
         return list(await gather(group(prompt) for prompt in prompts))
 
@@ -111,13 +116,6 @@ async def start_session(
 
     Raises GrpoError if one of them cannot be started.
     """
-    import torch
-
-    from grpo_core.cpu import resolve_device
-    from grpo_core.training.building import saved_tensors
-    from grpo_core.training.model import published_dtype
-    from grpo_core.weights.shm import SharedMemoryWriter
-
     for note in target.notes:
         status(note)
     async with contextlib.AsyncExitStack() as stack:
@@ -128,29 +126,68 @@ async def start_session(
         tasks = await stack.enter_async_context(Tasks.start(config, host, placement, sets=sets))
         if look is not None:
             await look(tasks)
-        engines = parts.engines(trains=False)
-        ((key, section),) = engines.items()
-        path = target.model or await _start_model(parts, tasks, stack, status)
-        for odd in await asyncio.to_thread(check_files, path, chat_template(config.model.chat_template)):
-            status(f"warning: {odd}")
-        devices = await asyncio.to_thread(placement.devices, None, engines)
-        setup = parts.engine_setup(section, str(path), logs=None, colocated=False, trains=False)
-        engine = parts.engine(section, setup, placement, devices.engines.get(key, ()))
-        stack.push_async_callback(engine.aclose)
-        status("loading the model")
-        renderer = await asyncio.to_thread(parts.renderer, str(path), [section])
-        writer = SharedMemoryWriter()
-        stack.callback(lambda: writer)  # keeps what it wrote, also for an engine that restarts
-        tensors, base = await asyncio.to_thread(saved_tensors, path, target.adapters, config.model)
-        dtype = None
-        if base:  # what engines add themselves they get as in a weight sync of the run, wherever it was made
-            chosen = config.trainer.device
-            device = resolve_device(chosen, "trainer.device") if chosen == "auto" else torch.device(chosen)
-            dtype = published_dtype(config.model, engine_dtype([section]), device)
-        await engine.update_weights(evolve(writer.write(target.version, tensors, dtype=dtype), base=base))
+        start = _start_text if parts.text_engine(trains=False) else _start_engine
+        engine, renderer = await start(parts, target, tasks, placement, stack, status)
         yield Session(
             config=config, engine=engine, renderer=renderer, environments=tasks.environments, tasks=tasks
         )
+
+
+async def _start_text(
+    parts: Parts,
+    target: EvalTarget,
+    tasks: Tasks,
+    placement: Placement,
+    stack: contextlib.AsyncExitStack,
+    status: Callable[[str], None],
+) -> tuple[Engine, protocols.Renderer]:
+    """Start an engine that needs no weights; it ends with the stack."""
+    ((_, section),) = parts.engines(trains=False).items()
+    setup = parts.engine_setup(section, "", logs=None, colocated=False, trains=False)
+    renderer = TextRenderer()
+    hosted: Any = parts.plugins.make("engine", section.name, setup, **section.options)
+    engine = PlayingText(hosted, renderer)
+    stack.push_async_callback(engine.aclose)
+    return engine, renderer
+
+
+async def _start_engine(
+    parts: Parts,
+    target: EvalTarget,
+    tasks: Tasks,
+    placement: Placement,
+    stack: contextlib.AsyncExitStack,
+    status: Callable[[str], None],
+) -> tuple[Engine, protocols.Renderer]:
+    """Start an engine with the weights of the target; it ends with the stack."""
+    import torch
+
+    from grpo_core.cpu import resolve_device
+    from grpo_core.training.building import saved_tensors
+    from grpo_core.training.model import published_dtype
+    from grpo_core.weights.shm import SharedMemoryWriter
+
+    config, engines = parts.config, parts.engines(trains=False)
+    ((key, section),) = engines.items()
+    path = target.model or await _start_model(parts, tasks, stack, status)
+    for odd in await asyncio.to_thread(check_files, path, chat_template(config.model.chat_template)):
+        status(f"warning: {odd}")
+    devices = await asyncio.to_thread(placement.devices, None, engines)
+    setup = parts.engine_setup(section, str(path), logs=None, colocated=False, trains=False)
+    engine = parts.engine(section, setup, placement, devices.engines.get(key, ()))
+    stack.push_async_callback(engine.aclose)
+    status("loading the model")
+    renderer = await asyncio.to_thread(parts.renderer, str(path), [section])
+    writer = SharedMemoryWriter()
+    stack.callback(lambda: writer)  # keeps what it wrote, also for an engine that restarts
+    tensors, base = await asyncio.to_thread(saved_tensors, path, target.adapters, config.model)
+    dtype = None
+    if base:  # what engines add themselves they get as in a weight sync of the run, wherever it was trained
+        chosen = config.trainer.device
+        device = resolve_device(chosen, "trainer.device") if chosen == "auto" else torch.device(chosen)
+        dtype = published_dtype(config.model, engine_dtype([section]), device)
+    await engine.update_weights(evolve(writer.write(target.version, tensors, dtype=dtype), base=base))
+    return engine, renderer
 
 
 async def _start_model(

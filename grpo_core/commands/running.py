@@ -183,7 +183,7 @@ def time_limit(until: str, now: datetime | None = None) -> str:
 
 
 def validate(
-    model: str,
+    model: str | None = None,
     /,
     *,
     env: Words = None,
@@ -200,7 +200,7 @@ def validate(
     Parameters
     ----------
     model
-        Directory of a run or of a model, or a hub id.
+        Directory of a run or of a model, or a hub id.  An engine of a hosted model needs none.
     env
         Environment to validate on, as "math:sort"; may be repeated.  Default: the tasks and validation sets
         of the run.

@@ -33,16 +33,19 @@ class EvalTarget:
     """Messages to the user about the choice."""
 
 
-def find_target(target: str, allow: Any = None, block: Sequence[str] = ()) -> EvalTarget:
+def find_target(target: str | None, allow: Any = None, block: Sequence[str] = ()) -> EvalTarget:
     """A run (its newest complete checkpoint, or the model that it starts from), or a model.
 
     Args:
+        target: None is the model that training would start from, if the engine needs one.
         allow: plugins that may be loaded, which may make a model of that name; None: all.
         block: plugins that are not loaded.
 
     Raises ConfigError if ``target`` is neither, ModelError if a model lacks a part, CheckpointError if a run
     has checkpoints and none of them holds.
     """
+    if target is None:
+        return EvalTarget(name="the model", model=None, version=0, table={})
     path = Path(target).expanduser()
     if (path / CONFIG).is_file():
         return _of_run(target, path)

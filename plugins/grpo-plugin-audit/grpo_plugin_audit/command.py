@@ -21,6 +21,7 @@ from grpo_core.kit import (
     Settings,
     SourcedProcess,
     Words,
+    gives_text,
     inert,
     parse_settings,
     reported_to,
@@ -62,8 +63,8 @@ def audit(
     name
         Name of the environment, as "math:sort" or "./file.py:Class".
     set_
-        Set an option of the environment, as in "length=3", or the source of its prompts, as in
-        "source.path=train.jsonl"; may be repeated.
+        Set an option of the environment, as in "length=3", the source of its prompts, as in
+        "source.path=train.jsonl", or of the engine, as in "engine.options.model=gpt-5-mini"; may be repeated.
     prompts
         Largest number of prompts that are played.
     seconds
@@ -74,19 +75,21 @@ def audit(
         Model that plays groups of rollouts first, to see how many would teach it: a directory, a hub
         id, a name as "tiny", or the directory of a run.
     engine
-        Engine of this model.
+        Engine of this model; that of a hosted model needs no other one.
     json
         File for the findings as JSON.
     no_plugin
         Do not load this installed plugin; may be repeated.
     """
-    if engine is not None and model is None:
+    plays = model is not None or (engine is not None and gives_text(engine, no_plugin or []))
+    if engine is not None and not plays:
         raise ConfigError("--engine is for a model that plays: add --model")
     if prompts < 1 or not seconds > 0:
         raise ConfigError(f"--prompts is {prompts} and --seconds {seconds:g}; expected numbers above 0")
     if json is not None and not json.absolute().parent.is_dir():
         raise ConfigError(f"{json}: there is no directory {json.absolute().parent}; make it first")
     options = parse_settings(set_ or [])
+    engine_section = {**({} if engine is None else {"name": engine}), **options.pop("engine", {})}
     host = PluginHost.discover(block=no_plugin or [])
     elsewhere = options.get("environment", {}).get("python")  # only that interpreter can find it
     offer = f"{name} ({elsewhere})" if elsewhere else str(host.find("environment", name))
@@ -96,7 +99,7 @@ def audit(
     extent = Extent(prompts=prompts, seconds=seconds, seed=seed)
     show = partial(_show, console)
     found = []
-    if model is not None:  # first: a model that is not there is an error before the audit
+    if plays:  # first: a model that is not there is an error before the audit
         from grpo_plugin_audit.training import played_signal  # it loads torch
 
         errors = Console(stderr=True)
@@ -104,7 +107,7 @@ def audit(
         def tell(text: str) -> None:
             errors.print(Text(inert(text), style="dim"), soft_wrap=True)
 
-        playing = played_signal(name, options, model, engine, prompts=prompts, seed=seed, status=tell)
+        playing = played_signal(name, options, model, engine_section, prompts=prompts, seed=seed, status=tell)
         found.append(evolve(to_the_end(playing), seconds=time.monotonic() - begin))
         show(found[0])
     found += to_the_end(_shown(findings(host, name, dict(options), extent), show))

@@ -54,8 +54,8 @@ def training_signal(
 async def played_signal(
     name: str,
     options: Mapping[str, Any],
-    model: str,
-    engine: str | None,
+    model: str | None,
+    engine: Mapping[str, Any],
     *,
     prompts: int,
     seed: int,
@@ -66,8 +66,8 @@ async def played_signal(
     Args:
         name: name of the environment.
         options: its options, which may hold sections of a run.
-        model: a directory, a hub id, the name of a model, or the directory of a run.
-        engine: name of the engine; None: as in the configuration.
+        model: a directory, a hub id, the name of a model, or the directory of a run; None: a hosted one.
+        engine: the section ``engine``.
         prompts: number of groups.
         seed: seed of the rollouts.
         status: is called with messages to the user.
@@ -78,7 +78,7 @@ async def played_signal(
     settings: dict[str, Any] = {
         "tasks": {"audited": {"env": name, "options": own, "source": options.get("source", {})}},
         "environment": options.get("environment", {}),
-        **({} if engine is None else {"engine": {"name": engine}}),
+        "engine": engine,
     }
     async with session(model=model, env={"audited": name}, status=status, **settings) as playing:
         given = await playing.prompts()
@@ -88,4 +88,4 @@ async def played_signal(
         groups = await playing.play(some, group_size=size, seed=seed)
         success = playing.environments["audited"].success
     rewards = [[rollout.reward for rollout in group] for group in groups]
-    return training_signal(rewards, success=success, model=model)
+    return training_signal(rewards, success=success, model=model or str(engine["name"]))

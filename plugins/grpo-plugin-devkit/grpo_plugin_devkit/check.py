@@ -69,6 +69,7 @@ CONTRACTS: Mapping[Kind, str] = {
     "transport": "grpo_plugin_devkit.transports:TransportContract",
     "preflight": "grpo_plugin_devkit.modules:PreflightContract",
 }
+TEXT_ENGINE = "grpo_plugin_devkit.text_engines:TextEngineContract"
 FUNCTIONS: tuple[Kind, ...] = ("dataloader", "loss", "advantage", "optimizer", "filter", "preflight")
 """Kinds whose offers are recognised by the first parameter."""
 STYLES = {"passed": ("ok    ", "green"), "failed": ("FAILED", "bold red"), "noted": ("note  ", "yellow")}
@@ -202,7 +203,8 @@ def _contract(host: PluginHost, offer: Selected, options: Mapping[str, Any], sec
     """Return the contract of an offer's kind."""
     kind, name = offer.kind, offer.name
     make = functools.partial(host.make, kind, name, **options)
-    contract = load_object(CONTRACTS[kind], who="check")
+    text = kind == "engine" and offer.offer.gives == "text"
+    contract = load_object(TEXT_ENGINE if text else CONTRACTS[kind], who="check")
     made: Contract
     match kind:
         case "loss":

@@ -6,9 +6,8 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TextIO
 
-from grpo_core import Completion, Engine, GenerationRequest, Message, Weights
-from grpo_core.kit import raise_interrupt, received
-from grpo_core.testing import FakeRenderer
+from grpo_core import GenerationRequest, Message, Reply, TextEngine
+from grpo_core.kit import assistant_message, raise_interrupt, received
 
 HELP = """\
   a reply is a line; a line that ends with \\ goes on in the next one
@@ -21,16 +20,8 @@ class InputEnded(Exception):  # noqa: N818 - nothing is wrong
     """Nobody says anything more."""
 
 
-class TextRenderer(FakeRenderer):
-    """A token is a character; any chat is its texts one after another."""
-
-    def prompt_ids(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> tuple[int, ...]:
-        text = "".join(str(message.get("content") or "") for message in messages)
-        return tuple(map(ord, text or " "))
-
-
-class Person(Engine):
-    """An ``Engine`` that asks for each completion.
+class Person(TextEngine):
+    """A ``TextEngine`` that asks for each reply.
 
     Args:
         ask: returns the next reply, or None if it shall be the solution; raises InputEnded when there is
@@ -47,22 +38,15 @@ class Person(Engine):
     ) -> None:
         self._ask, self._solve, self._say = ask, solve, say
 
-    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        return [await self._completion() for _ in requests]
-
-    async def _completion(self) -> Completion:
+    async def chat(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], request: GenerationRequest
+    ) -> Reply:
         while (reply := self._ask()) is None:
             if (solution := await self._solve()) is not None:
                 reply = solution
                 break
             self._say("  the environment knows no solution here")
-        ids = tuple(map(ord, reply))
-        return Completion(
-            token_ids=ids, logprobs=(0.0,) * len(ids), versions=(0,) * len(ids), finish_reason="stop"
-        )
-
-    async def update_weights(self, weights: Weights) -> None:
-        return None
+        return Reply(message=assistant_message(reply, tools=bool(tools)), completion_tokens=len(reply))
 
     async def aclose(self) -> None:
         return None

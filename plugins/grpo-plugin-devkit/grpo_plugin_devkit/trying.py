@@ -13,14 +13,17 @@ from rich.console import Console
 from grpo_core import ConfigError, Prompt, Session
 from grpo_core.kit import (
     LocalPlacement,
+    PlayingText,
     RunDirectory,
     Settings,
     Tasks,
+    TextRenderer,
     Words,
     check_task,
     configure,
     configure_target,
     find_target,
+    gives_text,
     has_source,
     lines_of_incidents,
     merge,
@@ -31,7 +34,7 @@ from grpo_core.kit import (
     to_the_end,
     wrong_input,
 )
-from grpo_plugin_devkit.person import InputEnded, Person, Replies, TextRenderer
+from grpo_plugin_devkit.person import InputEnded, Person, Replies
 from grpo_plugin_devkit.transcript import ShownEnvironment, Transcript
 
 BY_HAND = {"max_tokens": 1_000_000, "deadline": 1e9}
@@ -92,10 +95,10 @@ def try_(
     temperature
         Sampling temperature of a model that plays.  Default: as in training.
     engine
-        Engine of a model that plays.
+        Engine of a model that plays; that of a hosted model needs no other one.
     settings
-        Set an option of the environment, as in "length=3", or the source of its prompts, as in
-        "source.path=train.jsonl"; may be repeated.
+        Set an option of the environment, as in "length=3", the source of its prompts, as in
+        "source.path=train.jsonl", or of the engine, as in "engine.options.model=gpt-5-mini"; may be repeated.
     no_plugin
         Do not load this installed plugin; may be repeated.
     """
@@ -107,7 +110,7 @@ def try_(
     options, block = parse_settings(settings or []), no_plugin or []
     target = model if run is None else str(RunDirectory.existing(run).path)
     console = Console(highlight=False)
-    if target is not None:
+    if target is not None or (engine is not None and gives_text(engine, block)):
         to_the_end(_by_model(name, target, engine, options, choice, block, console))
     elif engine is not None:
         raise ConfigError("--engine is for a model that plays: add --model DIR or --run RUN")
@@ -154,10 +157,11 @@ async def _by_hand(
             replies = Replies(source, tell, lambda: shown.has_tools)
             if replies.typed:
                 tell("/help lists the commands, /quit ends")
+            renderer = TextRenderer()
             session = Session(
                 config=config,
-                engine=Person(replies, solve, tell),
-                renderer=TextRenderer(),
+                engine=PlayingText(Person(replies, solve, tell), renderer),
+                renderer=renderer,
                 environments=tasks.environments,
                 tasks=tasks,
             )
@@ -169,7 +173,7 @@ async def _by_hand(
 
 async def _by_model(
     name: str,
-    target: str,
+    target: str | None,
     engine: str | None,
     options: dict[str, Any],
     choice: Choice,
@@ -182,7 +186,7 @@ async def _by_model(
         task = name if name in of_run else task_name(name)
         changes = _changes(of_run, task, name, options)
         if engine is not None:
-            changes["engine"] = {"name": engine}
+            changes = merge({"engine": {"name": engine}}, changes)
         config, host = configure_target(found, changes, block, tasks=True)
     transcript = Transcript(console, echo=True)
     errors = Console(stderr=True)
@@ -202,11 +206,13 @@ def _changes(of_run: Mapping[str, Any], task: str, name: str, options: Mapping[s
         options: options of the environment, with the section ``environment``, and ``source`` of the task.
     """
     of_task = {"source"} if has_source(options) else set()
-    own = {key: value for key, value in options.items() if key not in of_task | {"environment"}}
+    sections = {
+        key: options[key] for key in ("environment", "engine") if isinstance(options.get(key), Mapping)
+    }
+    own = {key: value for key, value in options.items() if key not in {*of_task, *sections}}
     changed = {"options": own, **{key: options[key] for key in of_task}}
     chosen = merge(of_run[task] if name in of_run else {"env": name}, changed)
-    section = {"environment": options["environment"]} if "environment" in options else {}
-    return {"tasks": {task: chosen}, **section}
+    return {"tasks": {task: chosen}, **sections}
 
 
 async def _play(

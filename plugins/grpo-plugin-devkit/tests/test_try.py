@@ -17,9 +17,9 @@ from rich.console import Console
 
 import grpo_core as grpo
 from grpo_core import ConfigError
-from grpo_core.kit import Config
+from grpo_core.kit import Config, PlayingText, TextRenderer
 from grpo_core.testing import HostedEnvironment, run
-from grpo_plugin_devkit.person import InputEnded, Person, Replies, TextRenderer
+from grpo_plugin_devkit.person import InputEnded, Person, Replies
 from grpo_plugin_devkit.transcript import ShownEnvironment, Transcript
 from grpo_plugin_devkit.trying import BY_HAND, Choice, _chosen, _play, try_
 
@@ -74,10 +74,11 @@ def played(lines, *, choice=None, environment=None, width=80):
         async def prompts_of(self, task, split):
             return await hosted.prompts(split)
 
+    renderer = TextRenderer()
     session = grpo.Session(
         config=Config(tasks={}, rollout=evolve(Config(tasks={}).rollout, **BY_HAND)),
-        engine=Person(replies, solve, transcript.line),
-        renderer=TextRenderer(),
+        engine=PlayingText(Person(replies, solve, transcript.line), renderer),
+        renderer=renderer,
         environments={"task": hosted},
         tasks=Tasks(),
     )

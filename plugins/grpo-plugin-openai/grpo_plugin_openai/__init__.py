@@ -1,0 +1,16 @@
+"""A hosted model as an engine: it plays environments by OpenAI's chat API, and cannot be trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import grpo_core
+
+
+@grpo_core.hookimpl
+def grpo_engines() -> Mapping[str, grpo_core.Offer]:
+    return {
+        "openai": grpo_core.Offer(
+            "grpo_plugin_openai.engine:OpenAIEngine", gives="text", check="grpo_plugin_openai.engine:check"
+        )
+    }

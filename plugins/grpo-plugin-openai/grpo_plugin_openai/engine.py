@@ -1,0 +1,205 @@
+"""The engine ``openai``: one chat completion for each turn, by the official SDK."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import openai
+from rich.console import Console
+
+from grpo_core import (
+    ConfigError,
+    EngineError,
+    EngineSetup,
+    GenerationRequest,
+    Message,
+    PluginError,
+    Reply,
+    TextEngine,
+)
+from grpo_plugin_openai.progress import Progress
+from grpo_plugin_openai.replies import Replies
+
+SENT = ("role", "content", "tool_calls", "tool_call_id", "name")
+"""Keys of a message that the API knows."""
+THOUGHTS = ("reasoning_content", "reasoning")
+"""Keys under which servers return the reasoning of a model."""
+LOCAL = ("http://127.0.0.1", "http://localhost", "http://[::1]")
+"""Beginnings of the addresses of servers of this machine, which need no key."""
+
+
+def check(*, model: str = "", key: str = "OPENAI_API_KEY", base_url: str = "", **_: Any) -> None:
+    """Raise ConfigError if no model is named, or if its key is not there."""
+    if not model:
+        raise ConfigError('engine.options.model is missing; name the hosted model, as in "gpt-5-mini"')
+    if not base_url.startswith(LOCAL) and not os.environ.get(key):
+        raise ConfigError(
+            f"the environment variable {key} is not set; it holds the key of the service "
+            "(engine.options.key names the variable)"
+        )
+
+
+class OpenAIEngine(TextEngine):
+    """A ``TextEngine`` that asks a server with OpenAI's chat API.
+
+    Args:
+        model: name of the model, as the server knows it.
+        base_url: address of the server, as "http://127.0.0.1:8000/v1"; empty: OpenAI's own.
+        key: name of the environment variable that holds the key.
+        concurrency: largest number of requests at the same time.
+        retries: number of times that a request is sent again after 408, 409, 429, 5xx, or a lost connection,
+            after the time that the server names, or else growing pauses of at most 8 s.
+        timeout: seconds for one request.
+        leave_out: fields of a request that the server does not take, such as "temperature" or "seed".
+        extra: further fields of each request, such as ``{reasoning_effort = "low"}``.
+        replies: directory of the replies of a measurement that is interrupted; the next one with the same
+            model does not ask for them again.  Empty: they are not kept.
+    """
+
+    def __init__(
+        self,
+        setup: EngineSetup,
+        *,
+        model: str = "",
+        base_url: str = "",
+        key: str = "OPENAI_API_KEY",
+        concurrency: int = 32,
+        retries: int = 10,
+        timeout: float = 600.0,
+        leave_out: Sequence[str] = (),
+        extra: Mapping[str, Any] | None = None,
+        replies: str = "runs/openai",
+    ) -> None:
+        self._client = openai.AsyncOpenAI(
+            api_key=os.environ.get(key) or "none",
+            base_url=base_url or None,
+            max_retries=retries,
+            timeout=timeout,
+        )
+        self._model, self._leave_out, self._extra = model, frozenset(leave_out), dict(extra or {})
+        self._slots = asyncio.Semaphore(concurrency)
+        service = str(self._client.base_url)
+        name = blake2b(f"{service} {model}".encode(), digest_size=6).hexdigest()
+        self._replies = Replies(Path(replies) / f"{name}.jsonl" if replies else None)
+        self._progress = Progress(Console(stderr=True), model, again=len(self._replies))
+
+    async def chat(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], request: GenerationRequest
+    ) -> Reply:
+        asked = self._request(messages, tools, request)
+        if (known := self._replies.get(asked)) is not None:
+            return known
+        self._progress.asked()
+        try:
+            async with self._slots:
+                reply, prompt_tokens, retries = await self._answer(asked)
+        except BaseException:
+            self._replies.incomplete = True
+            raise
+        self._progress.answered(prompt_tokens, reply.completion_tokens, retries)
+        self._replies.keep(asked, reply)
+        return reply
+
+    async def aclose(self) -> None:
+        self._progress.end(self._replies.close())
+        await self._client.close()
+
+    def _request(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], request: GenerationRequest
+    ) -> dict[str, Any]:
+        """Return the body of a request."""
+        body: dict[str, Any] = {
+            "model": self._model,
+            "messages": [_sent(message) for message in messages],
+            "max_completion_tokens": request.max_tokens,
+            "temperature": request.temperature,
+            "seed": request.seed,
+        }
+        if request.top_p < 1:
+            body["top_p"] = request.top_p
+        if request.top_k:
+            body["top_k"] = request.top_k
+        if request.min_p:
+            body["min_p"] = request.min_p
+        if request.stop:
+            body["stop"] = list(request.stop)
+        if tools:
+            body["tools"] = list(tools)
+        kept = {name: value for name, value in body.items() if name not in self._leave_out}
+        return kept | self._extra
+
+    async def _answer(self, body: Mapping[str, Any]) -> tuple[Reply, int, int]:
+        """Ask the server; return the reply, the number of tokens of its prompt and of repeated requests."""
+        url = f"{self._client.base_url}chat/completions"
+        try:
+            fields = {name: value for name, value in body.items() if name not in ("model", "messages")}
+            response = await self._client.chat.completions.with_raw_response.create(
+                model=body["model"], messages=body["messages"], extra_body=fields
+            )
+            answer = json.loads(response.content)
+        except openai.APIStatusError as error:
+            said = f"{url} answered {error.status_code}: {_short(error.message)}"
+            if error.status_code in (408, 409, 429) or error.status_code >= 500:
+                raise EngineError(said) from None
+            raise PluginError(f"{said}{_remedy(error.status_code)}") from None
+        except openai.APIError as error:
+            raise EngineError(f"{url}: {_short(error.message)} ({_short(str(error.__cause__))})") from None
+        except (ValueError, RecursionError) as error:
+            raise EngineError(f"{url} answered what is no JSON: {_short(str(error))}") from None
+        return *_read(answer, url), response.retries_taken
+
+
+def _sent(message: Message) -> dict[str, Any]:
+    """Return a message as the API takes it: the arguments of calls are JSON text."""
+    sent = {name: message[name] for name in SENT if name in message}
+    if calls := message.get("tool_calls"):
+        sent["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": _as_text(call["function"]["arguments"])}}
+            for call in calls
+        ]
+    return sent
+
+
+def _as_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments)
+
+
+def _read(answer: Any, url: str) -> tuple[Reply, int]:
+    """Return the reply in a server's answer, and the number of tokens of its prompt.  Raises EngineError."""
+    try:
+        (choice, *_) = answer["choices"]
+        given, usage = choice["message"], answer.get("usage") or {}
+        message: dict[str, Any] = {"role": "assistant", "content": given.get("content") or ""}
+        if thought := next((given[name] for name in THOUGHTS if given.get(name)), None):
+            message["reasoning_content"] = str(thought)
+        if calls := given.get("tool_calls"):
+            message["tool_calls"] = [{"type": "function", "function": call["function"]} for call in calls]
+        reply = Reply(
+            message=message,
+            finish_reason="length" if choice.get("finish_reason") == "length" else "stop",
+            completion_tokens=int(usage.get("completion_tokens") or 0),
+        )
+        return reply, int(usage.get("prompt_tokens") or 0)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise EngineError(
+            f"{url} answered what is no chat completion: {_short(json.dumps(answer))} "
+            f"({type(error).__name__}: {error})"
+        ) from None
+
+
+def _remedy(status: int) -> str:
+    if status in (401, 403):
+        return "; look at the key (engine.options.key names its environment variable)"
+    if status == 404:
+        return "; look at engine.options.model and engine.options.base_url"
+    return "; engine.options.leave_out leaves out fields that the server does not take"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 300 else f"{text[:300]}..."

@@ -1,0 +1,70 @@
+"""Replies that were paid for: a measurement that is interrupted does not ask for them again."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from grpo_core import Reply
+
+
+class Replies:
+    """The replies of one measurement, by request, in a file until it is complete.
+
+    Args:
+        path: file of JSON lines; None keeps them in memory alone.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._known: dict[str, Reply] = {}
+        self.incomplete = False
+        """Whether a request has failed or was cancelled, so that the file stays."""
+        with contextlib.suppress(FileNotFoundError):
+            for line in path.read_text(encoding="utf-8").splitlines() if path else ():
+                with contextlib.suppress(ValueError, KeyError, TypeError):  # the last one may be cut
+                    kept = json.loads(line)
+                    digest = kept.pop("request")
+                    self._known[digest] = Reply(**kept)
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def get(self, request: Mapping[str, Any]) -> Reply | None:
+        """Return the reply to a request that was sent before."""
+        return self._known.get(_digest(request))
+
+    def keep(self, request: Mapping[str, Any], reply: Reply) -> None:
+        """Remember the reply to a request."""
+        digest = _digest(request)
+        self._known[digest] = reply
+        if self._path is None:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        line = {
+            "request": digest,
+            "message": reply.message,
+            "finish_reason": reply.finish_reason,
+            "completion_tokens": reply.completion_tokens,
+        }
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def close(self) -> Path | None:
+        """Remove the file of a complete measurement; return that of an incomplete one."""
+        if self._path is None or not self._path.exists():
+            return None
+        if self.incomplete:
+            return self._path
+        self._path.unlink()
+        with contextlib.suppress(OSError):  # others have files there
+            self._path.parent.rmdir()
+        return None
+
+
+def _digest(request: Mapping[str, Any]) -> str:
+    return blake2b(json.dumps(request, sort_keys=True).encode(), digest_size=16).hexdigest()
