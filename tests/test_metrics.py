@@ -29,6 +29,7 @@ from grpo_core.loop.metrics import (
     task_metrics,
     times,
     truncated,
+    validation_metrics,
 )
 from grpo_core.records import Canary, EndReason, Group, Prompt, Rollout, Segment, Weights
 from grpo_core.timeline import Timeline, taken_down
@@ -99,6 +100,13 @@ def test_the_latency_of_an_environment_is_that_of_its_calls():
     }
 
 
+def test_successes_that_were_cut_off_are_no_finished_ones():
+    ended, cut = (attrs.evolve(rollout(reason=reason), success=True) for reason in ("stop", "length"))
+    found = task_metrics([group(ended, cut, attrs.evolve(cut, success=False))], step=0)
+    assert found["accuracy/sort"] == pytest.approx(2 / 3)
+    assert found["accuracy_finished/sort"] == pytest.approx(1 / 3)
+
+
 # ---------------------------------------------------------------------------------- names
 
 
@@ -146,6 +154,8 @@ def written(model, tmp_path_factory):  # noqa: F811
     found |= names_of_a_run(Paired(margin=2.0), path / "paired")
     found |= set(task_metrics([group(rollout(), rollout(None, reason="length"))], step=0))
     found |= set(task_metrics([group(attrs.evolve(rollout(), tool_calls=1))], step=1))
+    cut_success = attrs.evolve(rollout(reason="length"), success=True)
+    found |= set(validation_metrics({"sort": Greedy()._summary("sort", [cut_success])}))
     found |= set(  # of these, some take no virtual time
         times(Span(lane=lane, what=what, begin=0.0, end=1.0, busy=1.0) for lane, what in TIMES)
     )

@@ -360,6 +360,7 @@ class Parts:
                 "clip_fraction_low": Limits(*config.clip_fraction),
                 "clip_fraction_high": Limits(*config.clip_fraction),
             },
+            taught_by_rewards="teacher" not in self.needs,
             correction=self.correction,
             uncorrected=next((each.message for each in self.remarks if each.costs), ""),
         )

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import fmean, median
+from statistics import median
 
 from attrs import evolve, frozen
 
 WINDOW = 5
-"""Number of steps in the median."""
-
-MANY, NEARLY_ALL = 0.5, 0.95
-"""Shares of truncated rollouts that explain why nothing is learnt: the second one if no reply was paid."""
+"""Number of steps in the median, and of those that warnings look at."""
 
 
 @frozen
@@ -141,50 +138,6 @@ def lost_signal(recent: Sequence[Mapping[str, float]], correction: str) -> list[
         "rollouts of newer weights (pipeline.max_staleness, trainer.lr)"
     )
     return [Finding(metric="signal", value=value, fatal=False, message=message)]
-
-
-def learns_nothing(recent: Sequence[Mapping[str, float]]) -> list[Finding]:
-    """Return a warning that says why, if none of the last steps (newest last) trained a row; or nothing."""
-    steps = list(recent)[-WINDOW:]
-    if len(steps) < WINDOW or not all(
-        0 in (metrics.get("rows"), metrics.get("tokens/trained")) for metrics in steps
-    ):
-        return []
-    prefix = "groups/"
-    tasks = sorted(
-        {name.removeprefix(prefix) for metrics in steps for name in metrics if name.startswith(prefix)}
-    )
-    told = "; ".join(_why(task, steps) for task in tasks)
-    message = f"the last {WINDOW} steps trained nothing: {told}"
-    return [Finding(metric="rows", value=0.0, fatal=False, message=message)]
-
-
-def _why(task: str, steps: Sequence[Mapping[str, float]]) -> str:
-    """Explain why the groups of a task had nothing to train."""
-
-    def mean(metric: str) -> float:
-        found = [metrics[f"{metric}/{task}"] for metrics in steps if f"{metric}/{task}" in metrics]
-        return fmean(found) if found else math.nan
-
-    equal, cut_off, reward = mean("frac_reward_zero_std"), mean("truncated"), mean("reward")
-    rewards = "no rewards" if math.isnan(reward) else f"equal rewards (mean reward {reward:.3g})"
-    told = [f"{equal:.0%} of the groups of task {task!r} have {rewards}"]
-    if cut_off >= NEARLY_ALL or (cut_off >= MANY and reward != 0):
-        told.append(f"{cut_off:.0%} of its rollouts are cut off by a token limit: raise rollout.max_tokens")
-    elif reward == 0:
-        ended = f", also none of the {1 - cut_off:.0%} that ended by themselves" if cut_off >= MANY else ""
-        told.append(
-            f"no reply was paid{ended}: their format may not be the one that evaluate expects, or the task "
-            "is too hard; read rollouts/ of the run"
-        )
-    elif equal == 1.0:
-        told.append(
-            "its prompts are all too hard or all too easy for the model, or evaluate pays the same for "
-            "everything; read rollouts/ of the run"
-        )
-    else:
-        told.append("the advantage function gives 0 or None to all of its rollouts")
-    return ", and ".join(told)
 
 
 def _finding(metric: str, value: float, bound: float, fatal: bool, cause: Cause) -> Finding:

@@ -25,6 +25,7 @@ METRICS = (
     "reward/TASK",
     "reward_std/TASK",
     "accuracy/TASK",
+    "accuracy_finished/TASK",
     "feedback_PART/TASK",
     "std_feedback_PART/TASK",
     "groups/TASK",
@@ -114,6 +115,7 @@ METRICS = (
     "non_finite_rows",
     "non_finite_updates",
     "validation/TASK/accuracy",
+    "validation/TASK/accuracy_finished",
     "validation/TASK/reward",
     "validation/TASK/pass@K",
     "validation/TASK/maj@N",
@@ -162,7 +164,7 @@ def _pattern(entry: str) -> re.Pattern[str]:
     return re.compile("".join(re.escape(t) + p for t, p in zip(texts, [*parts, ""], strict=True)))
 
 
-DESCRIPTIONS = ("completion_tokens", "truncated", "prompts", "errors", "unscored")
+DESCRIPTIONS = ("accuracy_finished", "completion_tokens", "truncated", "prompts", "errors", "unscored")
 """Metrics of a validation that measure how it went, and not how good the model is."""
 
 
@@ -194,6 +196,14 @@ def accuracy(rollouts: Iterable[Rollout]) -> dict[str, float]:
     """Return the share of successes among scored rollouts, as ``accuracy``; empty if none is declared."""
     successes = [rollout.success for rollout in rollouts if rollout.success is not None]
     return {"accuracy": fmean(successes)} if successes else {}
+
+
+def accuracy_finished(rollouts: Iterable[Rollout]) -> dict[str, float]:
+    """Return the share of successes that no token limit cut off; empty if none is declared."""
+    finished = [
+        rollout.success and not rollout.truncated for rollout in rollouts if rollout.success is not None
+    ]
+    return {"accuracy_finished": fmean(finished)} if finished else {}
 
 
 def feedback_means(
@@ -312,7 +322,10 @@ def task_metrics(groups: Sequence[Group], *, step: int) -> dict[str, float]:
             **{
                 f"{name}/{task}": value
                 for name, value in (
-                    accuracy(rollouts) | feedback_means(rollouts) | feedback_means(rollouts, pstdev, "std_")
+                    accuracy(rollouts)
+                    | accuracy_finished(rollouts)
+                    | feedback_means(rollouts)
+                    | feedback_means(rollouts, pstdev, "std_")
                 ).items()
             },
         }

@@ -83,6 +83,7 @@ from grpo_core.loop.dynamic import DynamicSampling, Rejection
 from grpo_core.loop.endings import Failure, TimeLimit
 from grpo_core.loop.meter import Meter
 from grpo_core.loop.metrics import left_out, task_metrics, times
+from grpo_core.loop.replies import Replies
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, cause, derive_seed, play
 from grpo_core.loop.rows import check_staleness, make_batch, shaped_rewards, with_advantages
 from grpo_core.loop.saves import Saves
@@ -226,6 +227,8 @@ class Checks:
     """The options of the loss that correct for older weights, as text."""
     uncorrected: str = ""
     """Why nothing corrects for older weights; empty if something does."""
+    taught_by_rewards: bool = True
+    """Whether advantages of rewards are all that the loss learns from."""
     watch: Sequence[Watch] = ()
     """Background watchers; each raises if a process that the run needs has died."""
 
@@ -281,12 +284,17 @@ class Pipeline:
     """Held during a trainer step, and during a validation that pauses training."""
     _meter: Meter = field(init=False, factory=Meter)
     _recent: deque[Mapping[str, float]] = field(init=False, factory=lambda: deque(maxlen=health.WINDOW))
+    _replies: Replies = field(init=False)
     _carried: frozenset[int] = field(init=False, default=frozenset())
     """Slots of the groups that were finished before the run was resumed."""
 
     @_saves.default
     def _when_to_save(self) -> Saves:
         return Saves(self.schedule.save_every, self.schedule.save_seconds)
+
+    @_replies.default
+    def _watch_replies(self) -> Replies:
+        return Replies(self.checks.taught_by_rewards)
 
     @_canaries.default
     def _begin_with_prompts(self) -> Canaries:
@@ -590,7 +598,7 @@ class Pipeline:
                 await self._publish(step + 1, groups)
             finally:  # the step is done, whatever becomes of its weights
                 metrics = self._account(groups, batch, result, parts, waited)
-        self._check_health(metrics, carried=any(group.slot in self._carried for group in groups))
+        self._check_health(metrics, groups)
         if self._save_is_due():
             await self._synced()
             if not self._leaving:
@@ -637,18 +645,20 @@ class Pipeline:
             self.emit(WarningRaised(step=self._trained, cause=name, message=message))
         return metrics
 
-    def _check_health(self, metrics: Mapping[str, float], *, carried: bool) -> None:
+    def _check_health(self, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
         """Warn about metrics beyond their soft limit; raise TrainerError beyond the hard limit.
 
-        A step that trains ``carried`` groups only warns, unless the metric is NaN: their logprobs are
+        A step that trains carried groups only warns, unless the metric is NaN: their logprobs are
         from before the resume, and what was wrong then may be corrected by now.
         """
+        carried = any(group.slot in self._carried for group in groups)
         if not carried:
             self._recent.append(metrics)
         recent = [metrics] if carried else self._recent
         findings = health.check_limits(recent, self.checks.limits, self.checks.uncorrected)
         if not carried:
-            findings += health.lost_signal(recent, self.checks.correction) + health.learns_nothing(recent)
+            findings += health.lost_signal(recent, self.checks.correction)
+            findings += self._replies.observe(groups, metrics)
         for finding in findings:
             if finding.fatal and not (carried and isfinite(finding.value)):
                 raise TrainerError(f"step {self._trained}: {finding.message}")

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 from attrs import evolve
 
 from grpo_core.errors import ConfigError
-from grpo_core.loop.metrics import accuracy, completion_tokens, feedback_means, truncated
+from grpo_core.loop.metrics import accuracy, accuracy_finished, completion_tokens, feedback_means, truncated
 from grpo_core.playing import derive_seed
 from grpo_core.protocols import ValidationContext
 from grpo_core.records import Rollout
@@ -31,7 +31,8 @@ class ScoringStrategy:
 
     Metrics of each task: those of ``scores`` (``accuracy`` only where a success is declared), each with
     ``_low`` and ``_high``; ``feedback_PART`` for each metric that the environment returns;
-    ``completion_tokens``; ``truncated``, the share that a token limit cut off; ``prompts``, the number of
+    ``completion_tokens``; ``truncated``, the share that a token limit cut off; ``accuracy_finished``, where
+    successes were cut off: the share of those that were not; ``prompts``, the number of
     prompts that count; ``errors``, the number of unscored rollouts.
 
     Unscored rollouts are not like the others: a judge that times out on long replies leaves out the long
@@ -125,7 +126,10 @@ class ScoringStrategy:
                     highs=highs[name],
                     limit=MANY if share else inf,
                 )
-        summary |= feedback_means(scored) if few else {}
+        if few:
+            if any(rollout.success and rollout.truncated for rollout in scored):
+                summary |= accuracy_finished(scored)
+            summary |= feedback_means(scored)
         if ended := [rollout for rollout in rollouts if not rollout.lost]:
             summary |= {"completion_tokens": completion_tokens(ended), "truncated": truncated(ended)}
         return summary | {"prompts": float(len(counted)), "errors": float(errors)}

@@ -321,6 +321,17 @@ def test_replies_that_were_cut_off_until_the_model_learnt_to_be_short_need_no_lo
     assert "completions_truncated" in causes(of(None, **always, truncated__sums=[0.75] * 20))
 
 
+def test_successes_that_are_cut_off_are_no_reason_for_a_larger_limit() -> None:
+    many = {"groups__sums": [8.0] * 20, "time__step": [1.0] * 20, "truncated__sums": [0.8] * 20}
+    facts = of(None, **many, reward__sums=[step / 20 for step in range(1, 21)])
+    assert causes(facts) == ["completions_truncated"]
+    facts.warnings["accuracy_finished/sums"] = Messages(9, 12, 20, "57 of 60 successes were cut off")
+    (finding,) = explained(facts)
+    assert (finding.cause, finding.evidence[0]) == ("warned", "57 of 60 successes were cut off")
+    facts.warnings["accuracy_finished/sums"] = Messages(9, 2, 10, "57 of 60 successes were cut off")
+    assert "warned" not in causes(facts), "the model has learnt to end since then"
+
+
 def test_a_part_that_counts_mistakes_falls_in_a_healthy_run() -> None:
     up, down = [0.08 * n for n in range(12)], [0.46 - 0.04 * n for n in range(12)]
     healthy = of(

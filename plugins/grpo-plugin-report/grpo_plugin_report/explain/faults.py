@@ -92,13 +92,22 @@ RANKED = (
     "tools_unseen",
     "long_prompts",
     "leak",
+    "off_policy",
 )
 """Causes of the warnings that say what is wrong with a run; others say what may be."""
+OF_STEPS = ("accuracy_finished", "gamed", "signal", "never")
+"""Further ones, of single steps: they count if they are said until the end."""
+STILL = 5
+"""Number of steps that are the end of a run."""
 
 
 def warned(facts: Facts) -> Finding | None:
     """The run itself has warned of what is wrong, such as prompts that are too long or a disk that fills."""
-    found = [name for name in facts.warnings if name.partition("/")[0] in RANKED]
+    newest = max(facts.of("time/step").steps, default=0)
+    lasting = {name for name, told in facts.warnings.items() if told.last > newest - STILL}
+    kinds = {name: name.partition("/")[0] for name in facts.warnings}
+    found = [name for name in kinds if kinds[name] in RANKED]
+    found += [name for name in kinds if kinds[name] in OF_STEPS and name in lasting]
     if not found:
         return None
     first = facts.warnings[found[0]]

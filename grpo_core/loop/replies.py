@@ -1,0 +1,309 @@
+"""Finds in the last replies what makes a run that looks healthy teach nothing, or the wrong thing.  Pure.
+
+Each task is looked at alone, and in joint shares: a mean of successes and a mean of cut replies do not say
+that the successes are those that were cut.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
+from math import sqrt
+from operator import add
+from statistics import fmean
+
+from attrs import astuple, define, field, frozen
+
+from grpo_core.advantages import equal
+from grpo_core.errors import cut
+from grpo_core.loop.health import WINDOW, Finding
+from grpo_core.records import Group, Rollout
+
+MANY, ALL_BUT_FEW, NEARLY_ALL = 0.5, 0.9, 0.95
+"""Shares of cut replies that explain why little is learnt, if those that end are paid better, and if no reply
+is paid."""
+PAID_CUT, USUAL = 0.25, 0.1
+"""Shares of the successes that are cut: a model learns not to end long before all of them are, and the second
+share is what a healthy run may have."""
+FEWEST, SIGMAS = 16, 5.0
+"""Successes, and standard deviations above the usual share, from which it is not chance: a run looks
+at hundreds of windows."""
+ENOUGH = 128
+"""Replies below which a part that none of them has is chance."""
+SHOWN, LENGTH = 3, 90
+"""Number of replies that a message shows, and the characters of each."""
+GAINED, LEFT, SIZE = 0.2, 0.25, 0.05
+"""A part of the reward rises by the first, while another one keeps less than the second share of what it was,
+which was at least the third, and more than chance takes away."""
+
+
+@frozen
+class Part:
+    """A part of the reward, or another metric of the feedback, in the replies of a task."""
+
+    replies: int = 0
+    """Replies that have the metric."""
+    total: float = 0.0
+    some: int = 0
+    """Replies in which it is not 0."""
+    pays: float = 0.0
+    """Above 0 if replies with more of it have larger rewards."""
+
+    @property
+    def mean(self) -> float:
+        return self.total / max(1, self.replies)
+
+    @classmethod
+    def of(cls, name: str, rollouts: Iterable[Rollout]) -> Part:
+        pairs = [(r.metrics[name], r.reward) for r in rollouts if name in r.metrics and r.reward is not None]
+        total, reward = (sum(column) for column in zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
+        together = sum(value * paid for value, paid in pairs) - total * reward / max(1, len(pairs))
+        return cls(len(pairs), total, sum(value != 0.0 for value, _ in pairs), together)
+
+    def __add__(self, other: Part) -> Part:
+        return Part(*(one + two for one, two in zip(astuple(self), astuple(other), strict=True)))
+
+
+@frozen(kw_only=True)
+class Seen:
+    """The replies of a task in a step, or in several."""
+
+    rewards: Sequence[float]
+    replies: int
+    cut: int
+    """Replies that a token limit cut off."""
+    rewards_cut: float
+    """Sum of their rewards."""
+    judged: bool
+    """Whether the environment declares which replies are successes."""
+    right: int
+    """Successes; where none are declared, replies with a reward above 0."""
+    right_cut: int
+    """Of these, the ones that were cut off, and not masked for it."""
+    taught: int
+    """Replies with an advantage."""
+    groups: int
+    equal: int
+    """Groups whose rewards are equal."""
+    parts: Mapping[str, Part]
+    unpaid: Sequence[str]
+    """The last of the replies that ended by themselves and were not paid."""
+
+    @classmethod
+    def of(cls, groups: Sequence[Group]) -> Seen:
+        """Look at the groups of a task in one step."""
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        judged = any(rollout.success is not None for rollout in rollouts)
+        right = [each for each in rollouts if (each.success if judged else (each.reward or 0.0) > 0.0)]
+        unpaid = (each for each in rollouts if each.reward == 0.0 and not each.truncated)
+        return cls(
+            rewards=[rollout.reward for rollout in rollouts if rollout.reward is not None],
+            replies=len(rollouts),
+            cut=sum(rollout.truncated for rollout in rollouts),
+            rewards_cut=sum(rollout.reward or 0.0 for rollout in rollouts if rollout.truncated),
+            judged=judged,
+            right=len(right),
+            right_cut=sum(rollout.truncated and rollout.advantage is not None for rollout in right),
+            taught=sum(map(_taught, rollouts)),
+            groups=len(groups),
+            equal=sum(equal([r for r in group.rewards if r is not None]) for group in groups),
+            parts={n: Part.of(n, rollouts) for n in sorted({n for r in rollouts for n in r.metrics})},
+            unpaid=[_text(rollout) for rollout in unpaid][-SHOWN:],
+        )
+
+    def __add__(self, other: Seen) -> Seen:
+        return Seen(
+            rewards=[*self.rewards, *other.rewards],
+            replies=self.replies + other.replies,
+            cut=self.cut + other.cut,
+            rewards_cut=self.rewards_cut + other.rewards_cut,
+            judged=self.judged or other.judged,
+            right=self.right + other.right,
+            right_cut=self.right_cut + other.right_cut,
+            taught=self.taught + other.taught,
+            groups=self.groups + other.groups,
+            equal=self.equal + other.equal,
+            parts={
+                name: self.parts.get(name, Part()) + other.parts.get(name, Part())
+                for name in sorted({*self.parts, *other.parts})
+            },
+            unpaid=[*self.unpaid, *other.unpaid][-SHOWN:],
+        )
+
+    @property
+    def declared(self) -> bool:
+        """Whether it is known which replies are successes: it is declared, or rewards are all or nothing."""
+        return self.judged or (len(set(self.rewards)) <= 2 and min(self.rewards, default=0.0) <= 0.0)
+
+
+def _taught(rollout: Rollout) -> bool:
+    tokens = rollout.token_advantages
+    return bool(rollout.advantage) or (tokens is not None and bool(tokens.any()))
+
+
+def _text(rollout: Rollout) -> str:
+    return " ".join(str(rollout.messages[-1].get("content") or "").split()) if rollout.messages else ""
+
+
+def by_task(groups: Sequence[Group]) -> dict[str, Seen]:
+    """Look at the groups of a step, by task."""
+    found: dict[str, list[Group]] = {}
+    for group in groups:
+        found.setdefault(group.prompt.environment, []).append(group)
+    return {task: Seen.of(part) for task, part in sorted(found.items())}
+
+
+@frozen
+class _Peak:
+    """The moment at which a part was largest."""
+
+    mean: float
+    some: int
+    paid: bool
+    parts: Mapping[str, float]
+    right: float
+
+
+@define
+class Replies:
+    """Watches the replies of a run's last steps.
+
+    Args:
+        taught_by_rewards: whether advantages are all that teaches; a teacher teaches without rewards.
+    """
+
+    taught_by_rewards: bool = True
+    _steps: deque[Mapping[str, Seen]] = field(init=False, factory=lambda: deque(maxlen=WINDOW))
+    _idle: deque[bool] = field(init=False, factory=lambda: deque(maxlen=WINDOW))
+    """Whether each of the steps trained no token."""
+    _peaks: dict[tuple[str, str], _Peak] = field(init=False, factory=dict)
+
+    def observe(self, groups: Sequence[Group], metrics: Mapping[str, float]) -> list[Finding]:
+        """Return warnings about the last steps, of which this is the newest."""
+        self._steps.append(newest := by_task(groups))
+        self._idle.append(0 in (metrics.get("rows"), metrics.get("tokens/trained")))
+        if len(self._steps) < WINDOW:
+            return []
+        tasks = sorted({task for step in self._steps for task in step})
+        seen = {task: reduce(add, [step[task] for step in self._steps if task in step]) for task in tasks}
+        found = self._nothing(seen)
+        for task, last in newest.items():
+            gamed = self._gamed(task, seen[task])
+            if not found:
+                found += _of_cut(task, seen[task], last)
+                found += [] if gamed else _without(task, seen[task])
+            found += gamed
+        return found
+
+    def _nothing(self, seen: Mapping[str, Seen]) -> list[Finding]:
+        """Return a warning about a run, or a task, from which nothing is learnt."""
+        idle = {task: each for task, each in seen.items() if self.taught_by_rewards and not each.taught}
+        if all(self._idle) or len(idle) == len(seen):
+            why = "; ".join(_why(task, each) for task, each in seen.items())
+            return [_warning("rows", f"the last {WINDOW} steps trained nothing: {why}")]
+        return [
+            _warning(f"rows/{task}", f"the last {WINDOW} steps trained nothing of a task: {_why(task, each)}")
+            for task, each in idle.items()
+            if each.replies >= ENOUGH and not any(each.rewards)
+        ]
+
+    def _gamed(self, task: str, seen: Seen) -> list[Finding]:
+        """Return a warning for each paid part that has vanished while another one rose, without successes."""
+        found, right = [], seen.right / seen.replies if seen.declared else 0.0
+        means = {name: part.mean for name, part in seen.parts.items()}
+        for name, part in seen.parts.items():
+            peak = self._peaks.get((task, name))
+            if peak is None or part.mean > peak.mean:
+                self._peaks[task, name] = _Peak(part.mean, part.some, part.pays > 0, means, right)
+                continue
+            surely = peak.some - part.some > 3 * sqrt(peak.some)
+            if surely and peak.paid and peak.mean >= SIZE and part.mean <= LEFT * peak.mean:
+                gains = {each: means[each] - then for each, then in peak.parts.items() if each in means}
+                rose = max(gains, key=lambda each: gains[each])
+                if gains[rose] >= GAINED and right <= peak.right + SIZE and self._peaks[task, rose].paid:
+                    reward = fmean(seen.rewards)
+                    message = (
+                        f"task {task!r}: {name} fell from {peak.mean:.3g} to {part.mean:.3g} while {rose} "
+                        f"rose from {peak.parts[rose]:.3g} to {means[rose]:.3g} (mean reward {reward:.3g}): "
+                        "the model may learn one part of the reward at the cost of the other; lower the "
+                        f"weight of {rose}, or pay it only for right replies, and read rollouts/ of the run"
+                    )
+                    found.append(_warning(f"gamed/{task}/{name}", message))
+        return found
+
+
+def _warning(cause: str, message: str) -> Finding:
+    return Finding(metric=cause, value=0.0, fatal=False, message=message)
+
+
+def _of_cut(task: str, seen: Seen, last: Seen) -> list[Finding]:
+    """Return a warning about replies that are cut off, and paid or not."""
+    who = f"task {task!r}: of the last {WINDOW} steps"
+    chance = USUAL * seen.right + SIGMAS * sqrt(USUAL * (1 - USUAL) * seen.right)
+    many = seen.right_cut >= max(chance, PAID_CUT * seen.right)
+    if seen.declared and seen.right >= FEWEST and many and last.right_cut >= PAID_CUT * last.right:
+        message = (
+            f"{who} {seen.right_cut} of {seen.right} successes were cut off by a token limit "
+            f"({last.right_cut} of {last.right} in the newest): unfinished text is paid, and the model may "
+            "learn not to end. Do not pay what is cut (episode.truncated in evaluate), or leave it out "
+            '(rollout.truncated = "mask"); a higher rollout.max_tokens alone feeds it'
+        )
+        return [_warning(f"accuracy_finished/{task}", message)]
+    cut_off, ended = min(seen.cut / seen.replies, last.cut / last.replies), seen.replies - seen.cut
+    pays = ended and (sum(seen.rewards) - seen.rewards_cut) / ended > seen.rewards_cut / max(1, seen.cut)
+    if cut_off >= (ALL_BUT_FEW if pays else MANY):  # a model learns to end where that pays
+        message = (
+            f"{who} {seen.cut / seen.replies:.0%} of the replies are cut off by a token limit, and rewards "
+            "are those of unfinished text: raise rollout.max_tokens, or ask for shorter replies"
+        )
+        return [_warning(f"truncated/{task}", message)]
+    return []
+
+
+def _missing(seen: Seen) -> list[str]:
+    return [name for name, part in seen.parts.items() if part.replies >= ENOUGH and not part.some]
+
+
+def _without(task: str, seen: Seen) -> list[Finding]:
+    """Return a warning about a part that no reply has, where no reply is right either."""
+    best = max(seen.rewards, default=0.0)
+    if (missing := _missing(seen)) and (not seen.right if seen.declared else best <= MANY):
+        return [_warning(f"never/{task}", f"task {task!r}: {_never(seen, missing)}{_shown(seen)}")]
+    return []
+
+
+def _never(seen: Seen, missing: Sequence[str]) -> str:
+    return (
+        f"no reply in {seen.replies} had {' or '.join(missing)}: nothing can be learned about it. Ask for it "
+        "in the prompts, show it in an example, or pay something that leads there"
+    )
+
+
+def _shown(seen: Seen) -> str:
+    replies = ", ".join(repr(cut(reply, LENGTH)) for reply in seen.unpaid)
+    return f"; unpaid replies that ended: {replies}" if replies else ""
+
+
+def _why(task: str, seen: Seen) -> str:
+    """Explain why the groups of a task had nothing to train."""
+    cut_off, reward = seen.cut / seen.replies, fmean(seen.rewards) if seen.rewards else None
+    rewards = "no rewards" if reward is None else f"equal rewards (mean reward {reward:.3g})"
+    told = [f"{seen.equal / seen.groups:.0%} of the groups of task {task!r} have {rewards}"]
+    if cut_off >= NEARLY_ALL or (cut_off >= MANY and reward != 0):
+        told.append(f"{cut_off:.0%} of its rollouts are cut off by a token limit: raise rollout.max_tokens")
+    elif reward == 0:
+        ended = f", also none of the {1 - cut_off:.0%} that ended by themselves" if cut_off >= MANY else ""
+        never = f"; {_never(seen, missing)}" if (missing := _missing(seen)) else ""
+        told.append(
+            f"no reply was paid{ended}: their format may not be the one that evaluate expects, or the task "
+            f"is too hard; read rollouts/ of the run{never}{_shown(seen)}"
+        )
+    elif seen.equal == seen.groups:
+        told.append(
+            "its prompts are all too hard or all too easy for the model, or evaluate pays the same for "
+            "everything; read rollouts/ of the run"
+        )
+    else:
+        told.append("the advantage function gives 0 or None to all of its rollouts")
+    return ", and ".join(told)
