@@ -1,7 +1,6 @@
 """The math plugin as a run uses it: by name, in a process of its own."""
 
 import asyncio
-import json
 import subprocess
 import sys
 
@@ -12,7 +11,7 @@ from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.errors import PluginError
 from grpo_core.plugins.host import PluginHost, listing
 from grpo_core.plugins.selection import PluginSelection
-from grpo_core.records import Episode
+from grpo_core.records import Episode, Prompt
 
 NAMES = (
     "addition",
@@ -101,13 +100,10 @@ def test_solutions_earn_full_marks_and_nothing_else_does(name):
 
 
 @pytest.mark.slow
-def test_hostile_replies_to_gsm8k_cost_nobody_a_reward(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    rows = [{"question": f"{i} pens?", "answer": f"#### {i}"} for i in range(20)]
-    path.write_text("\n".join(map(json.dumps, rows)))
+def test_hostile_replies_to_gsm8k_cost_nobody_a_reward():
+    prompts = [Prompt(messages=f"{i} pens?", answer=str(i), id=str(i)) for i in range(18)]
 
     async def story(process):
-        prompts = await process.prompts("train")
         nasty = ["\\boxed{9^{9^{9^9}}}", f"\\boxed{{{'9' * 20_000}}}", "\\boxed{\ud800}", "\\boxed{" * 5000]
         nasty += ["#### (99999999)!", "#### " + "(" * 90 + "1" + ")" * 90, "\\boxed{x = 99}"]
         good = await process.solve(prompts)
@@ -116,4 +112,4 @@ def test_hostile_replies_to_gsm8k_cost_nobody_a_reward(tmp_path):
         assert [each.reward for each in feedback] == [0.0] * len(nasty) + [1.0] * (18 - len(nasty))
         assert process.starts == 1, "nothing of this ended the process"
 
-    run("math:gsm8k", {"path": str(path)}, story)
+    run("math:gsm8k", {}, story)

@@ -89,25 +89,26 @@ def test_options_that_are_annotated_as_paths_count_from_where_the_run_was_made(h
 
 
 def test_environments_that_are_not_imported_and_parts_of_others_have_absolute_paths(here):
-    rows = {"path": "train.jsonl", "instruction": "train.jsonl"}
+    url = "nemo_gym:http://127.0.0.1:8000"
+    rows = {"path": "train.jsonl", "answer": "train.jsonl"}
     parts = {
-        "right": {"env": "math:gsm8k", "options": rows},
+        "right": {"env": url, "options": rows},
         "mine": {"env": "./mine.py:Mine", "options": {"file": "a.txt"}, "requires": {"right": 1.0}},
     }
     program = {"env": "agent:./play.sh", "options": {"reward": "./mine.py:Mine"}}
     config = absolute(
         {
             "tasks": {
-                "sums": {"env": "math:gsm8k", "options": rows},
+                "sums": {"env": url, "options": rows},
                 "both": {"env": "compose", "options": {"parts": parts}},
                 "agent": program,
             }
         }
     )
-    expected = {"path": f"{here}/train.jsonl", "instruction": "train.jsonl"}
+    expected = {"path": f"{here}/train.jsonl", "answer": "train.jsonl"}
     assert config.tasks["sums"].options == expected
     assert config.tasks["both"].options["parts"] == {
-        "right": {"env": "math:gsm8k", "options": expected},
+        "right": {"env": url, "options": expected},
         "mine": {
             "env": f"{here}/mine.py:Mine",
             "options": {"file": f"{here}/a.txt"},

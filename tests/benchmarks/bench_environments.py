@@ -19,8 +19,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from grpo_core.config import EnvironmentConfig
+from grpo_core.config import EnvironmentConfig, SourceConfig
 from grpo_core.environments.process import EnvironmentProcess
+from grpo_core.environments.sourced import SourcedProcess
 from grpo_core.records import Episode, Prompt
 from grpo_plugin_math.exercises import sort
 from grpo_plugin_math.gsm8k import GSM8K
@@ -84,11 +85,11 @@ async def measure() -> None:
         path = Path(scratch) / "rows.jsonl"
         path.write_text("\n".join(map(json.dumps, rows(2000))))
         cases = [
-            ("math-verify", GSM8K(path=str(path)), "math:gsm8k", {"path": str(path)}, reply),
-            ("string comparison", sort(), "math:sort", {}, lambda prompt, _: str(prompt.answer)),
+            ("math-verify", GSM8K(), "math:gsm8k", SourceConfig(path=str(path)), reply),
+            ("string comparison", sort(), "math:sort", SourceConfig(), lambda prompt, _: str(prompt.answer)),
         ]
-        for name, here, spec, options, say in cases:
-            there = EnvironmentProcess("bench", spec, options)
+        for name, here, spec, source, say in cases:
+            there = SourcedProcess("bench", spec, {}, source=source)
             try:
                 ratio, direct, child = await compared(here, there, say)
             finally:

@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from grpo_core.config import EnvironmentConfig
+from grpo_core.config import EnvironmentConfig, SourceConfig
 from grpo_core.environments.process import EnvironmentProcess
+from grpo_core.environments.sourced import SourcedProcess
 from grpo_core.records import Episode, Feedback, Prompt
 
 BATCH = 64
@@ -52,11 +53,9 @@ async def judged(
 
 
 async def measure(directory: Path) -> None:
-    options = {
-        "path": str(directory / "train.jsonl"),
-        "validation_path": str(directory / "test.jsonl"),
-    }
-    process = EnvironmentProcess("gsm8k", "math:gsm8k", options, config=EnvironmentConfig(deadline=120.0))
+    source = SourceConfig(path=str(directory / "train.jsonl"), validation_path=str(directory / "test.jsonl"))
+    config = EnvironmentConfig(deadline=120.0)
+    process = SourcedProcess("gsm8k", "math:gsm8k", {}, config=config, source=source)
     try:
         prompts = [*await process.prompts("train"), *await process.prompts("validation")]
         solutions = [str(prompt.info["solution"]) for prompt in prompts]
