@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from grpo_core.aio import to_the_end
-from grpo_core.api.given import Given, configuration, given, names, trackers
+from grpo_core.api.given import configuration, given, names, trackers
 from grpo_core.api.run import Run
 from grpo_core.app import build, measuring
 from grpo_core.app.launch import configure_target, continued, new_run
-from grpo_core.app.resume import Launch
 from grpo_core.app.session import Session, start_session
 from grpo_core.app.stopping import Stop
 from grpo_core.config import merge
@@ -83,7 +82,16 @@ def train(
     _not_in_an_import()
     heard = trackers(listeners)
     with _as_arguments():
-        start = _launch(config, given(env, data, settings), output, resume, names("no_plugins", no_plugins))
+        asked, block = given(env, data, settings), names("no_plugins", no_plugins)
+        if resume is None:
+            table = configuration(config)
+            target = None if output is None else Path(output)
+            layers = [asked.defaults(table), table]
+            start = new_run(layers, asked.table, block, output=target, offers=asked.offers)
+        elif config is not None or output is not None:
+            raise ConfigError("resume continues a run as it was configured: leave out config and output")
+        else:
+            start = continued(Path(resume), asked.table, block, offers=asked.offers)
     for note in start.notes:
         print(inert(_as_argument(note)), flush=True)
     if start.over is not None and start.over.complete:
@@ -146,7 +154,14 @@ def validate(
             offers=asked.offers,
         )
     stop = Stop()
-    report = _finished(_until(measurement.play(lambda text: None), stop), stop)
+
+    async def measured() -> dict[str, Any]:
+        task = asyncio.current_task()
+        assert task is not None
+        with stop.heard(task.cancel):
+            return await measurement.play(lambda text: None)
+
+    report = _finished(measured(), stop)
     return {task: dict(metrics) for task, metrics in report["results"].items()}
 
 
@@ -191,19 +206,6 @@ async def session(
         yield started
 
 
-def _launch(
-    config: Any, asked: Given, output: PathLike | None, resume: PathLike | None, block: Sequence[str]
-) -> Launch:
-    if resume is None:
-        table = configuration(config)
-        layers = [asked.defaults(table), table]
-        target = None if output is None else Path(output)
-        return new_run(layers, asked.table, block, output=target, offers=asked.offers)
-    if config is not None or output is not None:
-        raise ConfigError("resume continues a run as it was configured: leave out config and output")
-    return continued(Path(resume), asked.table, block, offers=asked.offers)
-
-
 @contextlib.contextmanager
 def _as_arguments() -> Iterator[None]:
     """Let errors that name options of the command line name the arguments of a call instead."""
@@ -225,14 +227,6 @@ def _not_in_an_import() -> None:
             f"{path} trains when it is imported, and a run has imported it for a function in it: put the "
             'call under if __name__ == "__main__":'
         )
-
-
-async def _until(main: Coroutine[Any, Any, T], stop: Stop) -> T:
-    """Await a coroutine, and cancel it if that is asked for."""
-    task = asyncio.current_task()
-    assert task is not None
-    with stop.heard(task.cancel):
-        return await main
 
 
 def _finished(main: Coroutine[Any, Any, T], stop: Callable[[], None]) -> T:

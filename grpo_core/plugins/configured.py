@@ -53,11 +53,9 @@ def changed(config: Config, changes: Mapping[str, Any], host: PluginHost) -> Con
 
 def _names(table: Mapping[str, Any]) -> Iterator[str]:
     """Yield the names of what the tables choose, except environments, which are not loaded here."""
-    yield from (name for name in (table.get("name"), *_list(table.get("trackers"))) if isinstance(name, str))
+    trackers = table.get("trackers")
+    named = [table.get("name"), *(trackers if isinstance(trackers, list) else ())]
+    yield from (name for name in named if isinstance(name, str))
     for key, value in table.items():
         if isinstance(value, Mapping) and key not in ("options", "tasks"):
             yield from _names(value)
-
-
-def _list(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, list) else ()

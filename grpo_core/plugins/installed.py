@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable
 from contextvars import ContextVar
-from importlib.metadata import Distribution, EntryPoint, entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,16 @@ def installed(reserved: Iterable[str]) -> list[Installed]:
 
     ``reserved`` names are in use already.
     """
-    found = entry_points(group=hookspecs.PROJECT)
-    entries = [_described(entry, entry.dist) for entry in found if entry.dist is not None]
+    entries = []
+    for entry in entry_points(group=hookspecs.PROJECT):
+        if (owner := entry.dist) is None:
+            continue
+        about = owner.metadata  # each access reads the file
+        plugin = Plugin(
+            name=entry.name, distribution=about["Name"], version=about["Version"], module=entry.value
+        )
+        required = about.get_all("Requires-Dist") or owner.requires or ()
+        entries.append(Installed(plugin, entry, tuple(required)))
     uses = Counter([*reserved, *(each.entry.name for each in entries)])
     for each in entries:
         plugin, name = each.plugin, f"{each.plugin.distribution}/{each.entry.name}"
@@ -52,12 +60,6 @@ def installed(reserved: Iterable[str]) -> list[Installed]:
             plugin.note = f"another distribution has a plugin {each.entry.name!r} too, so this is {name!r}"
             plugin.name = name
     return sorted(entries, key=lambda each: (each.entry.name, each.plugin.distribution))
-
-
-def _described(entry: EntryPoint, owner: Distribution) -> Installed:
-    about = owner.metadata  # each access reads the file
-    plugin = Plugin(name=entry.name, distribution=about["Name"], version=about["Version"], module=entry.value)
-    return Installed(plugin, entry, tuple(about.get_all("Requires-Dist") or owner.requires or ()))
 
 
 def in_file(name: str) -> tuple[Path, str] | None:

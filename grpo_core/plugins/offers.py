@@ -227,7 +227,10 @@ def check_options(
                 f"Its options: {spelled or 'none'}{more}"
             )
         if not fits(hint := hint_of(factory, known[name]), value):
-            raise SelectionError(f"{selected}: option {name!r} is {value!r}; expected {_spelled(hint)}")
+            expected = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
+            if typing.get_origin(hint) is Literal:
+                expected = " or ".join(map(repr, typing.get_args(hint)))
+            raise SelectionError(f"{selected}: option {name!r} is {value!r}; expected {expected}")
     present = {*options, *filled}
     missing = [name for name, p in known.items() if p.default is p.empty and name not in present]
     if missing:
@@ -272,12 +275,6 @@ def fits(hint: Any, value: Any) -> bool:
     if (origin or hint) in (dict, Mapping):
         return isinstance(value, Mapping)
     return True
-
-
-def _spelled(hint: Any) -> str:
-    if typing.get_origin(hint) is Literal:
-        return " or ".join(map(repr, typing.get_args(hint)))
-    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
 
 
 def spaced(kind: Kind) -> str:

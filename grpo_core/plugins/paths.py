@@ -94,7 +94,11 @@ def _hints_of(selected: Selected) -> dict[str, Any]:
     """Return the annotations of an offer's parameters, in order.  Raises PluginError."""
     if selected.kind == "environment" and isinstance(selected.offer.factory, str):
         module, _, attribute = selected.offer.factory.partition(":")
-        return _read_hints(_file_of(module), attribute)
+        try:
+            spec = importlib.util.find_spec(module)  # which imports only the packages above it
+        except Exception:  # it can be loaded in another process only
+            spec = None
+        return _read_hints(Path(spec.origin) if spec and spec.origin else None, attribute)
     return _hints(selected.load())
 
 
@@ -103,15 +107,6 @@ def _hints(factory: Factory) -> dict[str, Any]:
     signature = signature_of(factory)
     parameters = signature.parameters.values() if signature else ()
     return {parameter.name: hint_of(factory, parameter) for parameter in parameters}
-
-
-def _file_of(module: str) -> Path | None:
-    """Return the file of a module, of which only the packages above it are imported."""
-    try:
-        spec = importlib.util.find_spec(module)
-    except Exception:  # it can be loaded in another process only
-        return None
-    return Path(spec.origin) if spec and spec.origin else None
 
 
 def _read_hints(file: Path | None, attribute: str) -> dict[str, Any]:

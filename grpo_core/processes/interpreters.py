@@ -127,22 +127,6 @@ def variables_of(env_vars: Mapping[str, str], key: str) -> dict[str, str]:
 @functools.cache
 def _check(path: str) -> None:
     """Raise ConfigError if an interpreter cannot run grpo-core's part of an environment."""
-    version, packages = _probed(path)
-    if version < OLDEST:
-        raise ConfigError(
-            f"{path} is Python {_dotted(version)}: an environment needs {_dotted(OLDEST)} or newer"
-        )
-    for name, oldest in LENT.items():
-        if name in packages and _numbers(packages[name]) < oldest:
-            raise ConfigError(
-                f"{path} has {name} {packages[name]}, and grpo-core's part of an environment needs "
-                f"{_dotted(oldest)} or newer: {path} -m pip install '{name}>={_dotted(oldest)}', "
-                "or uninstall it (grpo-core then brings its own)"
-            )
-
-
-def _probed(path: str) -> tuple[tuple[int, ...], Mapping[str, str]]:
-    """Return an interpreter's version, and those of the packages of ``LENT`` that it has."""
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONHOME"}
     try:
         told = subprocess.run(
@@ -151,7 +135,19 @@ def _probed(path: str) -> tuple[tuple[int, ...], Mapping[str, str]]:
         version, packages = json.loads(told.stdout.splitlines()[-1])
     except (OSError, subprocess.TimeoutExpired, ValueError, IndexError) as error:
         raise ConfigError(f"python = {path!r} does not answer as a Python interpreter: {error}") from error
-    return tuple(version), packages
+    if tuple(version) < OLDEST:
+        raise ConfigError(
+            f"{path} is Python {_dotted(version)}: an environment needs {_dotted(OLDEST)} or newer"
+        )
+    for name, oldest in LENT.items():
+        if name not in packages:
+            continue
+        if tuple(int(number) for number in re.findall(r"\d+", packages[name])[:2]) < oldest:
+            raise ConfigError(
+                f"{path} has {name} {packages[name]}, and grpo-core's part of an environment needs "
+                f"{_dotted(oldest)} or newer: {path} -m pip install '{name}>={_dotted(oldest)}', "
+                "or uninstall it (grpo-core then brings its own)"
+            )
 
 
 @functools.cache
@@ -163,10 +159,6 @@ def _files() -> Mapping[str, str]:
     if transformers:
         origins[lent.TEMPLATES] = str(Path(transformers).parent / "utils" / "chat_template_utils.py")
     return origins
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
 def _dotted(version: tuple[int, ...]) -> str:

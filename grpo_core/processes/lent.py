@@ -7,14 +7,13 @@ before any of them can be imported, so it uses the standard library only.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import json
 import logging
 import sys
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec
 
 TEMPLATES = "transformers.utils.chat_template_utils"
@@ -61,38 +60,31 @@ def _alone(file: str) -> types.ModuleType:
     name = "grpo_core_lent.chat_template_utils"
     if name in sys.modules:
         return sys.modules[name]
+
+    def never(name: str) -> object:
+        """Return ``is_..._available`` of a package that is not installed."""
+        if not name.startswith("is_"):
+            raise AttributeError(name)
+        return lambda: False
+
     package = types.ModuleType("grpo_core_lent")
     package.__path__ = []
     available = types.ModuleType("grpo_core_lent.import_utils")
     vars(package)["logging"] = types.SimpleNamespace(get_logger=logging.getLogger)
-    vars(available)["__getattr__"] = _never
+    vars(available)["__getattr__"] = never
     modules: Mapping[str, types.ModuleType] = {package.__name__: package, available.__name__: available}
     sys.modules.update(modules)
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    with _in_place_of("numpy"):  # some versions import it, and do not need it for schemas
+    lacks_numpy = importlib.util.find_spec("numpy") is None
+    if lacks_numpy:  # some versions import it, and do not need it for schemas
+        sys.modules["numpy"] = types.ModuleType("numpy")
+    try:
         spec.loader.exec_module(module)
+    finally:
+        if lacks_numpy:
+            del sys.modules["numpy"]
     sys.modules[name] = module
     return module
-
-
-@contextlib.contextmanager
-def _in_place_of(name: str) -> Iterator[None]:
-    """Let an import of a module succeed if it is not installed; what is imported is empty."""
-    if importlib.util.find_spec(name) is not None:
-        yield
-        return
-    sys.modules[name] = types.ModuleType(name)
-    try:
-        yield
-    finally:
-        del sys.modules[name]
-
-
-def _never(name: str) -> object:
-    """Return ``is_..._available`` of a package that is not installed."""
-    if not name.startswith("is_"):
-        raise AttributeError(name)
-    return lambda: False

@@ -111,15 +111,12 @@ def variables(pid: int) -> bytes:
             has_begun = bool(file.read())  # before its variables are read, which come at the same moment
         with open(f"{process}/environ", "rb") as file:
             found = file.read()
-        if found or has_begun or time.monotonic() > until or _has_no_memory(process):
+        if found or has_begun or time.monotonic() > until:
             return found
+        with open(f"{process}/statm", "rb") as file:
+            if file.read().startswith(b"0 "):  # of the kernel, or it has ended and waits for its parent
+                return found
         time.sleep(0.001)
-
-
-def _has_no_memory(process: str) -> bool:
-    """Whether it is a thread of the kernel, or a process that has ended and waits for its parent."""
-    with open(f"{process}/statm", "rb") as file:
-        return file.read().startswith(b"0 ")
 
 
 def _start_watcher(secret: str) -> None:
@@ -147,10 +144,6 @@ def watch(parent: int, secret: str) -> None:
     while quiet < _SCANS and time.monotonic() < give_up:
         quiet = 0 if kill_marked(f"{secret}.") else quiet + 1
         time.sleep(_PAUSE)
-    _remove_directories(secret)
-
-
-def _remove_directories(secret: str) -> None:
     with os.scandir(tempfile.gettempdir()) as entries:
         left = [entry for entry in entries if entry.name.startswith(f"{_DIRECTORY}{secret}-")]
     for entry in left:

@@ -213,17 +213,17 @@ def leave_signals_to_parent() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _stay)  # a program does not inherit this, as it would inherit SIG_IGN
-    os.register_at_fork(after_in_child=_stay_no_more)
+
+    def stay_no_more() -> None:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is _stay:
+                signal.signal(number, signal.SIG_DFL)
+
+    os.register_at_fork(after_in_child=stay_no_more)
 
 
 def _stay(number: int, frame: object) -> None:
     """Do nothing."""
-
-
-def _stay_no_more() -> None:
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is _stay:
-            signal.signal(number, signal.SIG_DFL)
 
 
 class _LogFile(io.FileIO):

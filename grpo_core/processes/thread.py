@@ -77,10 +77,21 @@ class _Serving:
         self._ended.set()
 
     def _serve(self, sock: socket.socket, make: Callable[[], Target]) -> None:
-        code = 0
+        code, connection = 0, Connection(sock)
         try:
-            _answer(Connection(sock), make)
-        except OSError:  # the other end has gone
+            connection.receive()
+            try:
+                target = make()
+                description = target.description()
+            except BaseException as error:
+                connection.fail(0, error)
+                return
+            connection.reply(0, description)
+            try:
+                target.serve(connection)
+            finally:
+                target.release()
+        except (EOFError, OSError):  # the other end has gone
             pass
         except BaseException:
             traceback.print_exc()
@@ -88,22 +99,3 @@ class _Serving:
         finally:
             sock.close()
             self._end(code)
-
-
-def _answer(connection: Connection, make: Callable[[], Target]) -> None:
-    """Make the target, and answer the calls until the other end goes."""
-    try:
-        connection.receive()
-        try:
-            target = make()
-            description = target.description()
-        except BaseException as error:
-            connection.fail(0, error)
-            return
-        connection.reply(0, description)
-        try:
-            target.serve(connection)
-        finally:
-            target.release()
-    except EOFError:
-        pass

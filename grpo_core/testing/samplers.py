@@ -25,7 +25,7 @@ try:
 except ImportError as error:
     raise ImportError("samplers are checked with Hypothesis: pip install 'grpo-core[testing]'") from error
 
-from grpo_core.data.loaders import ShuffledIndices
+from grpo_core.data.loaders import TaskLoader
 from grpo_core.data.samplers import checked_sample
 from grpo_core.protocols import Sampler
 from grpo_core.records import Group, Prompt, Rollout, SampleRequest
@@ -34,40 +34,24 @@ SMALL = 100_000
 """Largest number of bytes of a sampler's state as JSON: it is part of each checkpoint."""
 
 
-class MemoryLoader:
+class MemoryLoader(TaskLoader):
     """A loader in memory that remembers what it gave away."""
 
     def __init__(self, task: str, n: int) -> None:
+        prompts = [Prompt(messages=f"{task} {i}", id=str(i), environment=task) for i in range(n)]
+        super().__init__(task, prompts, seed=0)
         self.given: list[Prompt] = []
-        self._indices = ShuffledIndices(n, seed=0, task=task)
-        self._prompts = [Prompt(messages=f"{task} {i}", id=str(i), environment=task) for i in range(n)]
-
-    def take(self, n: int) -> list[Prompt]:
-        self._indices.want = n
-        prompts = [self._prompts[index] for index in (next(self._indices) if n else ())]
-        self.given += prompts
-        return prompts
-
-    def offer(self, n: int) -> list[int]:
-        self._indices.want = n
-        return next(self._indices) if n else []
 
     def prompts_at(self, places: Sequence[int]) -> list[Prompt]:
-        prompts = [self._prompts[place] for place in places]
+        prompts = super().prompts_at(places)
         self.given += prompts
         return prompts
-
-    def pass_over(self, place: int, reason: str) -> None:
-        """Do nothing: a place that was offered and not returned stays available."""
 
     def copy(self) -> MemoryLoader:
         """Return a copy that continues independently from here."""
         other = copy.copy(self)
-        other.given, other._indices = [], copy.copy(self._indices)
+        other.given, other._order = [], copy.copy(self._order)
         return other
-
-    def __len__(self) -> int:
-        return len(self._prompts)
 
 
 class SamplerContract(RuleBasedStateMachine):

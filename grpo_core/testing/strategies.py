@@ -12,19 +12,18 @@ one that guesses, and two tasks, of one turn and of two.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import math
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from attrs import define, field
 
 from grpo_core.config import EnvironmentConfig
-from grpo_core.data.loaders import ShuffledIndices
-from grpo_core.data.samplers import load_plugin_state, plugin_state
+from grpo_core.data.loaders import TaskLoader
+from grpo_core.data.samplers import PromptStream, RoundRobin, load_plugin_state, plugin_state
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.loop.advantages import group as group_advantages
 from grpo_core.loop.buffer import Buffer
@@ -32,10 +31,10 @@ from grpo_core.loop.metrics import headline
 from grpo_core.loop.pipeline import Learning, Pipeline, Playing, Schedule
 from grpo_core.loop.rollout import SamplingParams
 from grpo_core.protocols import ValidationStrategy
-from grpo_core.records import Episode, Feedback, GenerationRequest, Group, Prompt, SampleRequest, Weights
+from grpo_core.records import Episode, Feedback, GenerationRequest, Group, Prompt, Weights
 from grpo_core.testing import clock
 from grpo_core.testing.contracts import Contract
-from grpo_core.testing.fakes import FakeEngine, FakeEnvironment, FakePrompts, FakeRenderer, FakeTrainer
+from grpo_core.testing.fakes import FakeEngine, FakeEnvironment, FakeRenderer, FakeTrainer
 from grpo_core.validation.runner import Context, Results, run_strategy
 from grpo_core.versions import Interval
 
@@ -236,30 +235,11 @@ def check_validation_strategy(
 # ---------------------------------------------------------------------------------- a training
 
 
-class _Loader:
-    """A task's prompts, shuffled, and how many were taken."""
-
-    def __init__(self, prompts: Sequence[Prompt]) -> None:
-        self._prompts, self.position = prompts, 0
-        self._indices = ShuffledIndices(len(prompts), seed=0, task="")
-
-    def take(self, n: int) -> list[Prompt]:
-        self._indices.want = n
-        self.position += n
-        return [self._prompts[index] for index in next(self._indices)]
-
-    def __len__(self) -> int:
-        return len(self._prompts)
-
-
 def _trained(make: Callable[[], ValidationStrategy], validates: bool) -> Any:
     """Weights, batches, and places in the loaders after a run that validates, or does not."""
     world, trainer = World(guesses), FakeTrainer()
-    loaders = {task: _Loader(prompts) for task, prompts in world.prompts.items()}
-    tasks = itertools.cycle(loaders)
-
-    def draw(request: SampleRequest) -> list[Prompt]:
-        return [loaders[next(tasks)].take(1)[0] for _ in range(request.expected_prompts)]
+    loaders = {task: TaskLoader(task, prompts, seed=0) for task, prompts in world.prompts.items()}
+    stream = PromptStream(sampler=RoundRobin(), loaders=loaders, name="round_robin")
 
     async def validate(version: int) -> Results:
         return await run_strategy("beside training", make(), world.context_of(version))
@@ -271,7 +251,7 @@ def _trained(make: Callable[[], ValidationStrategy], validates: bool) -> Any:
         )
         await Pipeline(
             buffer=buffer,
-            prompts=FakePrompts(draw),
+            prompts=stream,
             engine=world.engine,
             playing=Playing(
                 environments=world.environments, renderer=FakeRenderer(), sampling=SAMPLING, group_size=4
@@ -283,4 +263,4 @@ def _trained(make: Callable[[], ValidationStrategy], validates: bool) -> Any:
         ).run()
 
     clock.run(story())
-    return trainer.state, trainer.batches, {task: loader.position for task, loader in loaders.items()}
+    return trainer.state, trainer.batches, {task: loader.epoch for task, loader in loaders.items()}

@@ -54,20 +54,6 @@ class DedicatedValidator:
 
     async def __call__(self, version: int) -> Results | None:
         await self._due.join()
-        await self._update(version)
-        if self.pauses or version == self.last:
-            return await self.measure(version)
-        self._due.put_nowait(version)
-        return None
-
-    async def watch(self) -> None:
-        while True:
-            version = await self._due.get()
-            results = await self.measure(version)
-            self.emit(Validated(step=version, version=version, results=results))
-            self._due.task_done()
-
-    async def _update(self, version: int) -> None:
         weights = self.trained.weights
         assert weights is not None
         assert weights.version == version
@@ -83,3 +69,14 @@ class DedicatedValidator:
         await canary.verify(
             self.engine, weights, tolerance=self.canary_tolerance, deadline=self.canary_deadline
         )
+        if self.pauses or version == self.last:
+            return await self.measure(version)
+        self._due.put_nowait(version)
+        return None
+
+    async def watch(self) -> None:
+        while True:
+            version = await self._due.get()
+            results = await self.measure(version)
+            self.emit(Validated(step=version, version=version, results=results))
+            self._due.task_done()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from grpo_core.loop.metrics import headline, measured
 
@@ -20,7 +20,13 @@ def table(results: Mapping[str, Mapping[str, float]]) -> str:
             value = shown(metric, metrics[metric]) if metric in metrics else "no score"
             rows.append((name, metric, value, interval(metric, metrics)))
             name = ""
-    return _aligned(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:  # texts to the left, values to the right
+        left = (cell.ljust(width) for cell, width in zip(row[:2], widths, strict=False))
+        right = (cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True))
+        lines.append("  ".join((*left, *right)).rstrip())
+    return "\n".join(lines)
 
 
 def interval(metric: str, metrics: Mapping[str, float]) -> str:
@@ -61,14 +67,3 @@ def shown(metric: str, value: float) -> str:
     if metric.startswith(SHARES):
         return f"{value:.1%}"
     return f"{value:.0f}" if metric in COUNTS else f"{value:.4g}"
-
-
-def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
-    """Align texts to the left and values to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        left = (cell.ljust(width) for cell, width in zip(row[:2], widths, strict=False))
-        right = (cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True))
-        lines.append("  ".join((*left, *right)).rstrip())
-    return "\n".join(lines)

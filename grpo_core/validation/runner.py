@@ -6,9 +6,8 @@ The strategies go through the same ``play`` and the same environment batching as
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from attrs import define, evolve, field
@@ -102,38 +101,40 @@ class Context:
         batched = mode == "batched"
         self._extend()
         parts = self._apart(requests)
-        if batched:
-            parts = _joined(parts, self.places.number)
+        if batched:  # parts are joined to larger ones, of as many rollouts as there are places
+            joined: list[list[RolloutRequest]] = [[]]
+            for part in parts:
+                if joined[-1] and len(joined[-1]) + len(part) > self.places.number:
+                    joined.append([])
+                joined[-1] += part
+            parts = joined
         async with asyncio.TaskGroup() as group:
             playing = [
                 group.create_task(self._play(part, sampling, lockstep=batched)) for part in parts if part
             ]
         rollouts = [rollout for part in playing for rollout in part.result()]
         found = {id(request): rollout for request, rollout in zip(requests, rollouts, strict=True)}
-        self._check_versions(rollouts)
+        versions = sampled_versions(rollouts)
+        others = set(versions[versions != self.version].tolist())
+        if others:
+            raise WeightSyncError(
+                f"validation of version {self.version}: the engine sampled tokens with version "
+                f"{', '.join(map(str, sorted(others)))}; it must hold one version from start to end"
+            )
         self._extend()
         own = [request for each in measured for request in each]
         self.played += [(request.prompt, found[id(request)]) for request in own]
         return [found[id(request)] for request in own]
-
-    @contextlib.asynccontextmanager
-    async def limited(self) -> AsyncIterator[None]:
-        """Raises TimeoutError in its block when the strategy has not played rollouts for ``patience`` s."""
-        async with asyncio.timeout(self.patience) as self._timeout:
-            yield
 
     @property
     def patience(self) -> float | None:
         """Seconds from the beginning or end of a set of rollouts to the next, or to the strategy's end."""
         return None if self.deadline is None else 2 * self.deadline
 
-    @property
-    def expired(self) -> bool:
-        return self._timeout is not None and self._timeout.expired()
-
     def _extend(self) -> None:
-        if self._timeout is not None and self.patience is not None and not self.expired:
-            self._timeout.reschedule(asyncio.get_running_loop().time() + self.patience)
+        timeout = self._timeout
+        if timeout is not None and self.patience is not None and not timeout.expired():
+            timeout.reschedule(asyncio.get_running_loop().time() + self.patience)
 
     def _requests(self, prompt: Prompt, n: int) -> list[RolloutRequest]:
         task, before = prompt.environment, self._asked[prompt.environment, prompt.id]
@@ -171,41 +172,35 @@ class Context:
         self, requests: Sequence[RolloutRequest], sampling: SamplingParams, *, lockstep: bool
     ) -> list[Rollout]:
         """Play rollouts when there is a place; play again what has no reward, within the deadline."""
-        async with self.places.take(len(requests)):
-            self._extend()
-            rollouts = await self._play_now(requests, sampling, lockstep=lockstep)
-            self._extend()
-            return rollouts
-
-    async def _play_now(
-        self, requests: Sequence[RolloutRequest], sampling: SamplingParams, *, lockstep: bool
-    ) -> list[Rollout]:
-        loop = asyncio.get_running_loop()
-        until = None if self.deadline is None else loop.time() + self.deadline
         played: dict[int, Rollout] = {}
         wanted = list(range(len(requests)))
-        for attempt in range(self.retries + 1):
-            left = None if until is None else until - loop.time()
-            if not wanted or (left is not None and left <= 0):
-                break
-            if lost := [i for i in wanted if i in played and played[i].lost]:
-                first, task = played[lost[0]], requests[lost[0]].prompt.environment
-                message = (
-                    f"{len(wanted)} of its rollouts are played again; the first, of task {task!r}: "
-                    f"{first.error}"
+        async with self.places.take(len(requests)):
+            self._extend()
+            loop = asyncio.get_running_loop()
+            until = None if self.deadline is None else loop.time() + self.deadline
+            for attempt in range(self.retries + 1):
+                left = None if until is None else until - loop.time()
+                if not wanted or (left is not None and left <= 0):
+                    break
+                if lost := [i for i in wanted if i in played and played[i].lost]:
+                    first, task = played[lost[0]], requests[lost[0]].prompt.environment
+                    message = (
+                        f"{len(wanted)} of its rollouts are played again; the first, of task {task!r}: "
+                        f"{first.error}"
+                    )
+                    report(cause(first), "validation", message)
+                rollouts = await play(
+                    [requests[i] for i in wanted],
+                    engine=self.engine,
+                    environments=self.environments,
+                    renderer=self.renderer,
+                    sampling=sampling,
+                    deadline=left,
+                    lockstep=lockstep,
                 )
-                report(cause(first), "validation", message)
-            rollouts = await play(
-                [requests[i] for i in wanted],
-                engine=self.engine,
-                environments=self.environments,
-                renderer=self.renderer,
-                sampling=sampling,
-                deadline=left,
-                lockstep=lockstep,
-            )
-            played.update(zip(wanted, rollouts, strict=True))
-            wanted = self._again(requests, played, lost_only=attempt >= FEEDBACK_RETRIES)
+                played.update(zip(wanted, rollouts, strict=True))
+                wanted = self._again(requests, played, lost_only=attempt >= FEEDBACK_RETRIES)
+            self._extend()
         return [played[i] for i in range(len(requests))]
 
     def _again(
@@ -225,25 +220,6 @@ class Context:
                 and (request.prompt.environment, request.group) in groups
             )
         ]
-
-    def _check_versions(self, rollouts: Sequence[Rollout]) -> None:
-        versions = sampled_versions(rollouts)
-        others = set(versions[versions != self.version].tolist())
-        if others:
-            raise WeightSyncError(
-                f"validation of version {self.version}: the engine sampled tokens with version "
-                f"{', '.join(map(str, sorted(others)))}; it must hold one version from start to end"
-            )
-
-
-def _joined(parts: Sequence[list[RolloutRequest]], most: int) -> list[list[RolloutRequest]]:
-    """Join parts to larger ones of at most ``most`` rollouts each, unless a part has more itself."""
-    joined: list[list[RolloutRequest]] = [[]]
-    for part in parts:
-        if joined[-1] and len(joined[-1]) + len(part) > most:
-            joined.append([])
-        joined[-1] += part
-    return joined
 
 
 def played_groups(context: Context) -> tuple[Group, ...]:
@@ -271,12 +247,13 @@ async def run_strategy(
     received feedback: there is nothing to report then, least of all an accuracy of 0.  Raises
     DeadlineExceeded if the strategy neither plays rollouts nor returns.
     """
+    context._timeout = timeout = asyncio.timeout(context.patience)
     try:
         with raising_root_cause():
-            async with context.limited():
+            async with timeout:
                 results = await strategy.validate(context)
     except TimeoutError:
-        if not context.expired:
+        if not timeout.expired():
             raise
         raise DeadlineExceeded(
             f"validation strategy {name!r}: validate() neither returned nor played rollouts for "
