@@ -13,9 +13,8 @@ from killing import GRPO
 import grpo_core
 import grpo_core as grpo
 from grpo_core.app.placement import LocalPlacement
-from grpo_core.app.tasks import Tasks
+from grpo_core.app.tasks import Tasks, make_player
 from grpo_core.config import Config, TaskConfig
-from grpo_core.environments.players import make_player
 from grpo_core.errors import ConfigError, GrpoError, PluginError
 from grpo_core.playing import PlayerSetup
 from grpo_core.plugins.host import PluginHost

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequen
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from attrs import evolve, frozen
 
@@ -19,11 +20,10 @@ from grpo_core.config import Config, EnvironmentConfig, SourceConfig, TaskConfig
 from grpo_core.data.dataloaders import Adopt, Dataloader
 from grpo_core.data.rows import RowReader, feed, in_order, readable
 from grpo_core.data.sources import find_source
-from grpo_core.environments.players import make_player
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.environments.sourced import adopted
-from grpo_core.errors import ConfigError, PluginError
-from grpo_core.playing import PlayerSetup
+from grpo_core.errors import ConfigError, PluginError, SelectionError
+from grpo_core.playing import Player, PlayerSetup
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Prompt
 from grpo_core.validation.sets import HeldOut
@@ -267,3 +267,26 @@ async def _playing(
             for name in names:
                 environments[name].player = made
         yield
+
+
+def make_player(host: PluginHost, name: str, setup: PlayerSetup, options: Mapping[str, Any]) -> Player | None:
+    """Make a player; None plays turn by turn.
+
+    Raises PluginError or ConfigError if there is no such player, or it does not fit the environments.
+    """
+    runs = [task for task, defined in setup.tasks.items() if defined]
+    try:
+        player = host.make("player", name, setup, **options)
+    except SelectionError as error:
+        who = f"task {runs[0]!r}: its environment defines run; " if runs else ""
+        raise SelectionError(f"{who}{error}") from error
+    if player is None and runs:
+        raise ConfigError(
+            f"task {runs[0]!r}: its environment defines run, which the player {name!r} does not call; leave "
+            f"out tasks.{runs[0]}.player"
+        )
+    if player is not None and not isinstance(player, Player):
+        raise PluginError(
+            f"player {name!r} is {type(player).__name__}, expected a subclass of grpo_core.Player"
+        )
+    return player
