@@ -1,4 +1,4 @@
-"""Checks the types of values that are read from a JSON file."""
+"""Checks the types of values: of those that are read from a JSON file, of a configuration, and of options."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -19,9 +19,9 @@ LONGEST = 80
 """Number of characters of a wrong value that a message shows."""
 _NAMES: Mapping[Any, str] = {
     bool: "true or false",
-    str: "a text",
+    str: "a string",
     int: "a whole number",
-    float: "a finite number",
+    float: "a number",
     types.NoneType: "null",
 }
 
@@ -54,67 +54,69 @@ def checked(value: Any, kind: Any, where: str = "") -> Any:
         kind: a type of Python; a ``TypedDict`` stands for a table, and a list or tuple for a list.
         where: the value's key.
     """
-    for place, expected, found in _wrong(value, kind, where):
+    for place, expected, found in wrong(value, kind, where):
         raise ValueError(f"{place or 'it'} is {cut(json.dumps(found), LONGEST)}; expected {expected}")
     return value
 
 
-def _wrong(value: Any, kind: Any, where: str) -> Iterator[tuple[str, str, Any]]:
-    """Yield the key of each wrong value, what is expected there, and the value."""
+def of_json(value: Any, kind: Any) -> bool:
+    """Return whether a value that was read from JSON is of a type that holds no others."""
+    if kind in (int, float) and isinstance(value, bool):
+        return False
+    if kind is float and isinstance(value, int | float):
+        return math.isfinite(value)
+    return isinstance(value, kind)
+
+
+def wrong(
+    value: Any, kind: Any, where: str = "", is_of: Callable[[Any, Any], bool] = of_json
+) -> Iterator[tuple[str, str, Any]]:
+    """Yield the key of each wrong value, what is expected there, and the value.
+
+    Args:
+        kind: as in ``checked``.
+        where: the value's key.
+        is_of: whether a value is of a type that holds no others.
+    """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
         return
     if origin is Annotated:
-        if not _is(value, int) or value < 0:
+        if not is_of(value, int) or value < 0:
             yield where, arguments[1], value
     elif origin is typing.Literal:
         if value not in arguments:
-            yield where, " or ".join(map(json.dumps, arguments)), value
+            yield where, " or ".join(map(repr, arguments)), value
     elif origin in (typing.Union, types.UnionType):
-        if all(any(_wrong(value, each, where)) for each in arguments):
+        if all(any(wrong(value, each, where, is_of)) for each in arguments):
             yield where, " or ".join(map(_name, arguments)), value
     elif typing.is_typeddict(kind):
-        yield from _wrong_table(value, kind, where)
-    elif origin in (list, tuple):
-        fixed = origin is tuple and arguments[-1] is not ...
-        if not isinstance(value, list) or (fixed and len(value) != len(arguments)):
-            yield where, f"a list of {len(arguments)} values" if fixed else "a list", value
-        else:
-            kinds: Sequence[Any] = arguments if fixed else [arguments[0]] * len(value)
-            for i, (each, item) in enumerate(zip(kinds, value, strict=True)):
-                yield from _wrong(item, each, f"{where}[{i}]")
-    elif origin is dict:
         if not isinstance(value, dict):
             yield where, "a table", value
+            return
+        for key, each in typing.get_type_hints(kind, include_extras=True).items():
+            optional = typing.get_origin(each) is typing.NotRequired
+            place = f"{where}.{key}" if where else key
+            if key in value:
+                yield from wrong(value[key], typing.get_args(each)[0] if optional else each, place, is_of)
+            elif not optional and key in kind.__required_keys__:
+                yield place, "a value; the key is missing", None
+    elif (origin or kind) in (list, tuple, Sequence):
+        fixed = origin is tuple and arguments[-1] is not ...
+        if not isinstance(value, list | tuple) or (fixed and len(value) != len(arguments)):
+            yield where, f"a list of {len(arguments)} values" if fixed else "a list", value
         else:
+            kinds: Sequence[Any] = arguments if fixed else [*arguments[:1], Any][:1] * len(value)
+            for i, (each, item) in enumerate(zip(kinds, value, strict=True)):
+                yield from wrong(item, each, f"{where}[{i}]", is_of)
+    elif (origin or kind) in (dict, Mapping):
+        if not isinstance(value, Mapping):
+            yield where, "a table", value
+        elif arguments:
             for key, item in value.items():
-                yield from _wrong(item, arguments[1], _joined(where, key))
-    elif not _is(value, kind):
-        yield where, _NAMES[kind], value
-
-
-def _wrong_table(value: Any, kind: Any, where: str) -> Iterator[tuple[str, str, Any]]:
-    if not isinstance(value, dict):
-        yield where, "a table", value
-        return
-    for key, each in typing.get_type_hints(kind, include_extras=True).items():
-        optional = typing.get_origin(each) is typing.NotRequired
-        if key in value:
-            yield from _wrong(value[key], typing.get_args(each)[0] if optional else each, _joined(where, key))
-        elif not optional and key in kind.__required_keys__:
-            yield _joined(where, key), "a value; the key is missing", None
-
-
-def _is(value: Any, kind: Any) -> bool:
-    if kind in (int, float) and isinstance(value, bool):
-        return False
-    return (
-        math.isfinite(value) if kind is float and isinstance(value, int | float) else isinstance(value, kind)
-    )
-
-
-def _joined(where: str, key: str) -> str:
-    return f"{where}.{key}" if where else key
+                yield from wrong(item, arguments[1], f"{where}.{key}" if where else key, is_of)
+    elif not is_of(value, kind):
+        yield where, _NAMES.get(kind, str(kind)), value
 
 
 def _name(kind: Any) -> str:

@@ -31,7 +31,7 @@ BAD = [
     ({"trainer": {"steps": 1.5}}, "configuration key 'trainer.steps': expected a whole number, got 1.5"),
     ({"trainer": {"steps": inf}}, "configuration key 'trainer.steps': expected a whole number, got inf"),
     ({"trainer": {"steps": nan}}, "configuration key 'trainer.steps': expected a whole number, got nan"),
-    ({"trainer": {"steps": True}}, "configuration key 'trainer.steps': expected a number, got True"),
+    ({"trainer": {"steps": True}}, "configuration key 'trainer.steps': expected a whole number, got True"),
     ({"trainer": {"steps": 0}}, "configuration key 'trainer': 'steps' must be >= 1: 0"),
     (
         {"trainer": {"learning_rate": 1}},
@@ -71,9 +71,9 @@ BAD = [
         "warns; expected [warn, abort]",
     ),
     ({"rollout": {"stop": "x"}}, "configuration key 'rollout.stop': expected a list, got 'x'"),
-    ({"rollout": {"stop": [3]}}, "configuration key 'rollout.stop.0': expected a string, got 3"),
+    ({"rollout": {"stop": [3]}}, "configuration key 'rollout.stop[0]': expected a string, got 3"),
     ({"trainer": 3}, "configuration key 'trainer': expected a table, got 3"),
-    ({"trainer": {"betas": [1]}}, "configuration key 'trainer.betas': expected 2 values, got [1]"),
+    ({"trainer": {"betas": [1]}}, "configuration key 'trainer.betas': expected a list of 2 values, got [1]"),
     (
         {"pipeline": {"policy": "lifo"}},
         "configuration key 'pipeline.policy': expected 'deadline' or 'in_order', got 'lifo'",

@@ -144,7 +144,7 @@ def test_what_a_run_stores_is_read_back(installed):
         ({"budgets": {}}, r"unknown configuration key 'budgets'\. Did you mean 'budget'\?"),
         ({"rank": 5}, r"unknown configuration key 'rank'\."),
         ({"tokens": 5}, r"unknown configuration key 'tokens'\. Did you mean 'budget\.tokens'\?"),
-        ({"budget": {"tokens": "5"}}, r"'budget\.tokens': expected a number, got '5'"),
+        ({"budget": {"tokens": "5"}}, r"'budget\.tokens': expected a whole number, got '5'"),
         ({"budget": {"tokens": -1}}, "'budget': 'tokens' must be >= 0"),
         ({"budget": 5}, r"'budget': expected a table, got 5"),
         ({"model": {"adapters": {"rank": 1.5}}}, r"'model\.adapters\.rank': expected a whole number"),

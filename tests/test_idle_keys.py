@@ -94,7 +94,7 @@ def checked(host: PluginHost, table: dict[str, Any]) -> None:
         ({"advantage": {"clip_high": nan}}, r"'advantage\.clip_high': expected a number, got nan"),
         ({"shaping": {"weights": {"a": nan}}}, r"'shaping\.weights\.a': expected a number, got nan"),
         ({"shaping": {"weights": {"a": inf}}}, r"'weights' must be finite numbers"),
-        ({"shaping": {"source": [nan, 1.0]}}, r"'shaping\.source\.0': expected a number, got nan"),
+        ({"shaping": {"source": [nan, 1.0]}}, r"'shaping\.source\[0\]': expected a number, got nan"),
     ],
     ids=str,
 )

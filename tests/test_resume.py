@@ -236,7 +236,7 @@ def test_metrics_are_written_only_if_something_is_dropped(tmp_path):
         ("[]", "it is []; expected a table"),
         ("{", "Expecting property name"),
         ('{"loss": 0.5}', "step is null; expected a whole number"),
-        ('{"step": "7"}', 'step is "7"; expected a finite number or null'),
+        ('{"step": "7"}', 'step is "7"; expected a number or null'),
         ('{"step": 7.5}', "step is 7.5; expected a whole number"),
         ('{"step": 1e999}', "step is Infinity; expected a whole number of"),
         (

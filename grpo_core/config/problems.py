@@ -6,7 +6,7 @@ import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import attrs
 import cattrs
@@ -16,6 +16,7 @@ from grpo_core.config.generation import CUTS
 from grpo_core.config.run import Config
 from grpo_core.config.sections import NO_SECTIONS, PluginSections
 from grpo_core.errors import did_you_mean
+from grpo_core.typed import wrong
 
 ALIASES = {
     "learning_rate": "trainer.lr",
@@ -33,32 +34,18 @@ ALIASES = {
 def problems(kind: Any, value: Any, where: str, sections: PluginSections = NO_SECTIONS) -> Iterable[str]:
     """Describe the problems of a value: unknown or missing keys, and wrong types."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if isinstance(kind, type) and attrs.has(kind):
-        yield from _table_problems(kind, value, where, sections)
-    elif origin in (typing.Union, types.UnionType):
+    if origin in (typing.Union, types.UnionType):
         if value is not None:
             yield from problems(next(k for k in arguments if k is not types.NoneType), value, where, sections)
-    elif origin is Literal:
-        if value not in arguments:
-            yield _expected(where, " or ".join(map(repr, arguments)), value)
-    elif origin is dict:
-        if not isinstance(value, Mapping):
-            yield _expected(where, "a table", value)
-        else:
-            if where in NAMED:
-                yield from (_name(where, name) for name in value if not re.fullmatch(TASK_NAME, name))
-            for key, item in value.items():
-                yield from problems(arguments[1], item, f"{where}.{key}")
-    elif origin in (list, tuple):
-        if not isinstance(value, list | tuple):
-            yield _expected(where, "a list", value)
-        elif origin is tuple and len(value) != len(arguments):
-            yield _expected(where, f"{len(arguments)} values", value)
-        else:
-            for i, item in enumerate(value):
-                yield from problems(arguments[0], item, f"{where}.{i}")
-    elif kind is not Any and (expected := _scalar_problem(kind, value)):
-        yield _expected(where, expected, value)
+    elif isinstance(kind, type) and attrs.has(kind):
+        yield from _table_problems(kind, value, where, sections)
+    elif origin is dict and isinstance(value, Mapping):
+        if where in NAMED:
+            yield from (_name(where, name) for name in value if not re.fullmatch(TASK_NAME, name))
+        for key, item in value.items():
+            yield from problems(arguments[1], item, f"{where}.{key}")
+    else:
+        yield from (_expected(*each) for each in wrong(value, kind, where, _is_of))
 
 
 def _table_problems(kind: type, value: Any, where: str, sections: PluginSections) -> Iterable[str]:
@@ -110,16 +97,12 @@ def _name(where: str, name: str) -> str:
     )
 
 
-def _scalar_problem(kind: type, value: Any) -> str:
-    """Describe the expected type, or return an empty string."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if kind is bool:
-        return "" if isinstance(value, bool) else "true or false"
-    if kind is str:
-        return "" if isinstance(value, str) else "a string"
-    if not number or (kind is float and value != value):
-        return "a number"
-    return "a whole number" if kind is int and not float(value).is_integer() else ""
+def _is_of(value: Any, kind: Any) -> bool:
+    """Return whether a value of TOML is of a type; a whole number may be written as 1e3."""
+    if kind not in (int, float) or isinstance(value, bool):
+        return kind in (bool, str) and isinstance(value, kind)
+    number = isinstance(value, int | float) and value == value
+    return number and (kind is float or float(value).is_integer())
 
 
 def _expected(where: str, expected: str, value: Any) -> str:

@@ -8,7 +8,6 @@ import inspect
 import os
 import re
 import sys
-import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ from grpo_core.errors import (
     one_line,
 )
 from grpo_core.hookspecs import Function, Offer
+from grpo_core.typed import wrong
 
 if TYPE_CHECKING:
     from grpo_core.config.sections import PluginSection
@@ -226,7 +226,7 @@ def check_options(
                 f"{selected} has no option {name!r}.{did_you_mean(name, set(known))} "
                 f"Its options: {spelled or 'none'}{more}"
             )
-        if not fits(hint := hint_of(factory, known[name]), value):
+        if any(wrong(value, hint := hint_of(factory, known[name]), is_of=_is_of)):
             expected = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
             if typing.get_origin(hint) is Literal:
                 expected = " or ".join(map(repr, typing.get_args(hint)))
@@ -255,26 +255,15 @@ def hint_of(factory: Factory, parameter: inspect.Parameter) -> Any:
 _SCALARS: Mapping[Any, tuple[type, ...]] = {bool: (bool,), str: (str,), int: (int,), float: (int, float)}
 
 
-def fits(hint: Any, value: Any) -> bool:
-    """Whether a value from a TOML file can be what the annotation says; True for unknown annotations."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if hint is None or hint is type(None):
+def _is_of(value: Any, kind: Any) -> bool:
+    """Whether an option can be of the type that its annotation names; True for types that are not known."""
+    if kind is None or kind is type(None):
         return value is None
-    if origin in (typing.Union, types.UnionType):
-        return any(fits(each, value) for each in arguments)
-    if origin is Literal:
-        return value in arguments
-    if hint is Path:
+    if kind is Path:
         return isinstance(value, (str, os.PathLike)) and bool(os.fspath(value))
-    if hint in _SCALARS:
-        return isinstance(value, _SCALARS[hint]) and (hint is bool or not isinstance(value, bool))
-    if (origin or hint) in (list, tuple, Sequence):
-        several = isinstance(value, (list, tuple))
-        kinds = [kind for kind in arguments if kind is not ...]
-        return several and (len(kinds) != 1 or all(fits(kinds[0], each) for each in value))
-    if (origin or hint) in (dict, Mapping):
-        return isinstance(value, Mapping)
-    return True
+    if kind not in _SCALARS:
+        return True
+    return isinstance(value, _SCALARS[kind]) and (kind is bool or not isinstance(value, bool))
 
 
 def spaced(kind: Kind) -> str:

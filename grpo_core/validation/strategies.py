@@ -81,19 +81,18 @@ class ScoringStrategy:
     async def validate(self, context: ValidationContext) -> dict[str, dict[str, float]]:
         tasks = sorted(context.prompts)
         async with asyncio.TaskGroup() as group:
-            running = [
-                group.create_task(
-                    context.rollout(
-                        context.prompts[task],
-                        n=self.n,
-                        temperature=self.temperature,
-                        max_tokens=self.max_tokens,
-                        mode=self.mode,
-                    )
-                )
-                for task in tasks
-            ]
-        return {task: self._summary(task, own.result()) for task, own in zip(tasks, running, strict=True)}
+            running = [group.create_task(self._measure(context, task)) for task in tasks]
+        return {task: of_task.result() for task, of_task in zip(tasks, running, strict=True)}
+
+    async def _measure(self, context: ValidationContext, task: str) -> dict[str, float]:
+        rollouts = await context.rollout(
+            context.prompts[task],
+            n=self.n,
+            temperature=self.temperature,
+            max_tokens=self.max_tokens,
+            mode=self.mode,
+        )
+        return self._summary(task, rollouts)
 
     def _summary(self, task: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
         groups = [rollouts[i : i + self.n] for i in range(0, len(rollouts), self.n)]
