@@ -121,7 +121,9 @@ A command that computes steps of a run again, or reads settings:
     differences, shown          the keys in which two tables differ, and their values
     Parts, make_batch                      make the trainer of a run again, and the rows of a step
     fault, started_from, local_directory   find what the trainer continues from
-    simulate_run, SimulatedParts           run the real pipeline on virtual time, with parts that take time
+    Pipeline, Checks, PromptStream         the loop of a run, its checks and its prompts
+    RolloutRequest, play, sampling_params  play rollouts as a run plays them
+    LimitedEngine                          an engine that gets a limited number of requests at once
 
 A command that estimates a run before it starts (see ``grpo_plugin_doctor``):
 
@@ -156,6 +158,7 @@ if TYPE_CHECKING:
     from grpo_core.app.launch import tasks_of as tasks_of
     from grpo_core.app.launch import unused as unused
     from grpo_core.app.parts import Parts as Parts
+    from grpo_core.app.parts import sampling_params as sampling_params
     from grpo_core.app.placement import LocalPlacement as LocalPlacement
     from grpo_core.app.placement import Placement as Placement
     from grpo_core.app.placement import Retain as Retain
@@ -164,8 +167,6 @@ if TYPE_CHECKING:
     from grpo_core.app.resume import differences as differences
     from grpo_core.app.resume import shown as shown
     from grpo_core.app.session import start_session as start_session
-    from grpo_core.app.simulation import SimulatedParts as SimulatedParts
-    from grpo_core.app.simulation import simulate_run as simulate_run
     from grpo_core.app.tasks import Tasks as Tasks
     from grpo_core.complaints import complain as complain
     from grpo_core.complaints import say as say
@@ -186,11 +187,13 @@ if TYPE_CHECKING:
     from grpo_core.config.idle import only_with as only_with
     from grpo_core.cpu import return_freed_memory as return_freed_memory
     from grpo_core.data import leakage as leakage
+    from grpo_core.data.samplers import PromptStream as PromptStream
     from grpo_core.demo.tiny import encode as encode
     from grpo_core.demo.tiny import make_tiny_model as make_tiny_model
     from grpo_core.engines.child import ChildEngine as ChildEngine
     from grpo_core.engines.decoding_server import DecodingServer as DecodingServer
     from grpo_core.engines.decoding_server import check_request as check_request
+    from grpo_core.engines.limited import LimitedEngine as LimitedEngine
     from grpo_core.engines.local.engine import LocalEngine as LocalEngine
     from grpo_core.engines.text import PlayingText as PlayingText
     from grpo_core.engines.text import TextRenderer as TextRenderer
@@ -227,7 +230,11 @@ if TYPE_CHECKING:
     from grpo_core.loop.agreement import Tolerance as Tolerance
     from grpo_core.loop.checkpoint import fault as fault
     from grpo_core.loop.metrics import headline as headline
+    from grpo_core.loop.pipeline import Checks as Checks
+    from grpo_core.loop.pipeline import Pipeline as Pipeline
     from grpo_core.loop.retention import Retention as Retention
+    from grpo_core.loop.rollout import RolloutRequest as RolloutRequest
+    from grpo_core.loop.rollout import play as play
     from grpo_core.loop.rows import Scores as Scores
     from grpo_core.loop.rows import checked_scores as checked_scores
     from grpo_core.loop.rows import make_batch as make_batch

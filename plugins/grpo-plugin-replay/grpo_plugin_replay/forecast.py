@@ -10,8 +10,22 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from grpo_core import ConfigError, GrpoError, events
-from grpo_core.kit import Config, PluginHost, SimulatedParts, simulate_run
+from grpo_core import ConfigError, Engine, GrpoError, Prompt, Rollout, events
+from grpo_core.kit import (
+    Checks,
+    Config,
+    LimitedEngine,
+    Parts,
+    Pipeline,
+    PluginHost,
+    PromptStream,
+    RolloutRequest,
+    derive_seed,
+    play,
+    reported_to,
+    sampling_params,
+)
+from grpo_core.testing import run
 from grpo_plugin_replay.times import Times
 from grpo_plugin_replay.world import (
     PlannedEngine,
@@ -115,20 +129,76 @@ def forecast(
 
     plays = Plays(times.rollout, seed=seed, group_size=config.rollout.group_size)
     tasks = list(config.tasks) or ["task"]
-    parts = SimulatedParts(
-        engine=lambda: PlannedEngine(times.engine, plays),
-        trainer=PlannedTrainer(times.trainer, seed=seed),
-        environments={task: PlannedEnvironment(times.environment, plays) for task in tasks},
-        loaders={task: PlannedLoader(task) for task in tasks},
-        renderer=PlannedRenderer(times.rollout.prompt_tokens),
-        save=save,
-        held_out=held_out,
-    )
+    environments = {task: PlannedEnvironment(times.environment, plays) for task in tasks}
+    loaders = {task: PlannedLoader(task) for task in tasks}
+    renderer, sampling = PlannedRenderer(times.rollout.prompt_tokens), sampling_params(config.rollout)
+    parts = Parts(evolve(config, filters={}), host)  # the tokens that they look at are not there
+    lost = parts.lost_budget()
+
+    def observe_attempt(task: str, rollouts: Sequence[Rollout], attempts: int) -> None:
+        for rollout in rollouts:
+            lost.observe(rollout)
+
+    async def story() -> None:
+        engine = _engine(config, host, lambda: PlannedEngine(times.engine, plays))
+
+        async def validate(version: int) -> dict[str, dict[str, float]]:
+            requests = [
+                RolloutRequest(
+                    prompt=Prompt(messages="-", id=str(i), environment=tasks[i % len(tasks)]),
+                    seed=derive_seed(seed, version, i),
+                    group=f"validation {version} {i}",
+                )
+                for i in range(held_out)
+            ]
+            await play(
+                requests,
+                engine=engine,
+                environments=environments,
+                renderer=renderer,
+                sampling=sampling,
+                deadline=config.validation.deadline,
+            )
+            return {}
+
+        pipeline = Pipeline(
+            buffer=parts.buffer(),
+            prompts=PromptStream(sampler=parts.sampler(), loaders=loaders, name=config.sampler.name),
+            engine=engine,
+            playing=evolve(parts.playing(environments, renderer), seed=seed),
+            learning=parts.learning(),
+            trainer=PlannedTrainer(times.trainer, seed=seed),
+            checks=Checks(observe_attempt=observe_attempt),
+            schedule=evolve(parts.schedule(), time_limit=None),
+            emit=receive,
+            validate=validate if held_out else None,
+            save=save if config.checkpoint.every else None,
+        )
+        with reported_to(lambda incident: None):  # what is tried again counts in the times
+            try:
+                await pipeline.run()
+            finally:
+                await engine.aclose()
+
     try:
-        simulate_run(config, host, parts, seed=seed, emit=receive)
+        run(story(), horizon=float("inf"))
     except GrpoError as error:
         raise ConfigError(f"the simulated run fails after {len(steps)} steps: {error}") from error
     return summarise(steps)
+
+
+def _engine(config: Config, host: PluginHost, make: Callable[[], Engine]) -> Engine:
+    """Make the engine of the configuration, or its pool of engines."""
+
+    def one() -> Engine:
+        limit = config.engine.max_requests
+        return LimitedEngine(make(), limit) if limit else make()
+
+    if config.engine.workers == 1:
+        return one()
+    make_pool = host.find("engine", "pool").load()
+    pool: Engine = make_pool(lambda number: one(), config.engine.workers, deadline=config.engine.deadline)
+    return pool
 
 
 def for_steps(config: Config, steps: int) -> Config:
