@@ -241,7 +241,7 @@ def test_metrics_are_written_only_if_something_is_dropped(tmp_path):
         ('{"step": 1e999}', "step is Infinity; expected a whole number of"),
         (
             '{"step": 2, "validation/sort/accuracy": [1]}',
-            "validation/sort/accuracy is [1]; expected a finite",
+            "validation/sort/accuracy is [1]; expected a number",
         ),
     ],
 )
