@@ -43,7 +43,7 @@ class RewardFunction(Environment):
 
     def __init__(self, function: Callable[..., Any], name: str, data: Mapping[str, Sequence[Any]]) -> None:
         self._function = function
-        self._arguments = Arguments.of(function, name)
+        self._arguments = Parameters.of(function, name)
         self._prompts = {split: prompts_of(rows, name) for split, rows in data.items()}
         for prompts in self._prompts.values():  # a field that a row lacks is an error before the run
             for prompt in prompts:
@@ -104,7 +104,7 @@ class _Rows(Source):
 
 
 @frozen
-class Arguments:
+class Parameters:
     """The arguments of a reward function, by the names of its parameters."""
 
     name: str
@@ -114,7 +114,7 @@ class Arguments:
     """Whether it takes every field of a prompt, as ``**fields``."""
 
     @classmethod
-    def of(cls, function: Callable[..., Any], name: str) -> Arguments:
+    def of(cls, function: Callable[..., Any], name: str) -> Parameters:
         """Read the signature.  Raises ConfigError for a parameter that cannot be given."""
         try:
             parameters = list(inspect.signature(function).parameters.values())

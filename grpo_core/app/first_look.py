@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 
-from grpo_core.app.lengths import Tools, shown_tools, unplayable
+from grpo_core.app.lengths import shown_tools, unplayable
 from grpo_core.config import RolloutConfig
 from grpo_core.data.leakage import digest, leaked
 from grpo_core.data.sources import Source, missing
@@ -14,7 +14,7 @@ from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.errors import GrpoError, ModelError
 from grpo_core.records import Prompt
 from grpo_core.text.conventions import REPLIES, WITH_CALLS, misread
-from grpo_core.text.rendering import Renderer
+from grpo_core.text.rendering import Renderer, Tools
 from grpo_core.validation.sets import HeldOut
 
 SOLVED = 16

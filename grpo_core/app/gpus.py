@@ -19,7 +19,7 @@ from grpo_core.errors import ConfigError
 from grpo_core.plugins.host import PluginHost
 from grpo_core.weights.transports import find_transport
 
-Group = tuple[int, ...]
+Gpus = tuple[int, ...]
 """The GPUs of one process; empty for a process that uses none."""
 
 DRIVERS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")
@@ -142,7 +142,7 @@ def _check_list(key: str, gpus: Sequence[int], count: int) -> None:
         raise ConfigError(f"{key} = {list(gpus)}: this machine has no GPU {absent[0]}; it has {here}")
 
 
-def _given_groups(key: str, engine: EngineConfig) -> list[Group] | None:
+def _given_groups(key: str, engine: EngineConfig) -> list[Gpus] | None:
     """Return the groups that the section asks for, or None if it leaves the choice."""
     if engine.gpus:
         size, left = divmod(len(engine.gpus), engine.workers)
@@ -177,7 +177,7 @@ def _of_trainer(
     taken: set[int],
     count: int,
     joined: Collection[str],
-) -> Group:
+) -> Gpus:
     if trainer is None or trainer.device == "cpu":
         return ()
     if trainer.gpus:
@@ -208,7 +208,7 @@ def _of_trainer(
     return (free[0] if free else 0,)
 
 
-def _check_overlap(key: str, engine: EngineConfig, trains: Group, *, joined: bool) -> None:
+def _check_overlap(key: str, engine: EngineConfig, trains: Gpus, *, joined: bool) -> None:
     """Refuse an engine that is given the trainer's GPU, unless this can only be meant."""
     gpus = {*engine.gpus}
     if not gpus or not trains:
@@ -230,14 +230,14 @@ def _check_overlap(key: str, engine: EngineConfig, trains: Group, *, joined: boo
 # ---------------------------------------------------------------------------------- the choice
 
 
-def _shares(gpus: Sequence[int], workers: int) -> Iterator[Group]:
+def _shares(gpus: Sequence[int], workers: int) -> Iterator[Gpus]:
     """Yield an equal share of the GPUs for each worker."""
     size = max(1, len(gpus) // max(1, workers))
     for worker in range(workers):
         yield tuple(gpus[(worker * size + i) % len(gpus)] for i in range(size))
 
 
-def _variables(group: Group) -> dict[str, str]:
+def _variables(group: Gpus) -> dict[str, str]:
     """Return the environment variables of a process that sees these GPUs, which count among this one's."""
     if not group:
         return {}
@@ -248,7 +248,7 @@ def _variables(group: Group) -> dict[str, str]:
     return chosen | {"CUDA_DEVICE_ORDER": os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")}  # as nvidia-smi
 
 
-def gpus_seen(variables: Mapping[str, str], count: int) -> Group:
+def gpus_seen(variables: Mapping[str, str], count: int) -> Gpus:
     """Return the GPUs that a process with these environment variables sees, as this process counts them.
 
     Args:
@@ -273,7 +273,7 @@ def number_of(device: str) -> int | None:
     return int(number) if number.isdigit() else None
 
 
-def _told(trains: Group, chosen: Mapping[str, Sequence[Group]]) -> str:
+def _told(trains: Gpus, chosen: Mapping[str, Sequence[Gpus]]) -> str:
     parts = [f"trainer {trains[0]}"] if trains else []
     for key, groups in chosen.items():
         if any(groups):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 from attrs import evolve, field, frozen
@@ -19,7 +18,7 @@ from grpo_core.errors import ConfigError, ModelError
 from grpo_core.model_sources import StartModel
 from grpo_core.protocols import EnvironmentClient
 from grpo_core.records import Prompt
-from grpo_core.text.rendering import Renderer
+from grpo_core.text.rendering import Renderer, Tools
 from grpo_core.validation.sets import HeldOut
 
 LOOKED_AT = 200
@@ -28,7 +27,6 @@ TOGETHER = 64
 """Number of prompts that are encoded while the event loop waits for nothing else."""
 _SHORT = {"role": "user", "content": "?"}
 
-Tools = Sequence[Mapping[str, Any]]
 NO_DATALOADERS: Mapping[str, Dataloader] = MappingProxyType({})
 
 

@@ -28,10 +28,9 @@ from grpo_core.records import Group
 from grpo_core.reporting.stored import write_validation
 from grpo_core.run_directory import CONFIG
 from grpo_core.text.rendering import Renderer
+from grpo_core.validation.runner import Results
 from grpo_core.validation.sets import HeldOut
 from grpo_core.validation.target import EvalTarget, find_target
-
-Results = Mapping[str, Mapping[str, float]]
 
 
 @frozen(kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -42,8 +42,6 @@ class Tasks:
     sources: Mapping[str, SourceConfig]
     dataloaders: Mapping[str, Dataloader]
     """The dataloaders of tasks whose prompts a plugin gives; each starts when it is first needed."""
-    held_out_of: Mapping[str, Callable[[int], list[Prompt] | None]]
-    """Functions that read held-out prompts of these dataloaders, at most so many."""
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -78,7 +76,6 @@ class Tasks:
                 )
                 for name, task in every.items()
             }
-            streamed = {name: task for name, task in tasks.items() if task.dataloader}
             dataloaders = {
                 name: plugin_dataloader(
                     name,
@@ -88,7 +85,8 @@ class Tasks:
                     deadline=config.environment.start_deadline,
                     adopt=environments[name].from_source,
                 )
-                for name, task in streamed.items()
+                for name, task in tasks.items()
+                if task.dataloader
             }
             try:
                 await gather(environment.start() for environment in environments.values())
@@ -98,9 +96,6 @@ class Tasks:
                         of_sets={name: environments[name] for name in of_sets},
                         sources={name: task.source for name, task in every.items()},
                         dataloaders=dataloaders,
-                        held_out_of={
-                            name: partial(held_out_rows, name, task, host) for name, task in streamed.items()
-                        },
                     )
             finally:
                 for dataloader in dataloaders.values():
@@ -168,7 +163,7 @@ class Tasks:
         dataloader = self.dataloaders[name]
         if split == "train":
             return await dataloader.first(first)
-        found = await dataloader.aside(partial(self.held_out_of[name], first))
+        found = await dataloader.held_out(first)
         if found is None:
             return await self._offered(name, environment, split)
         made = await environment.from_source(found)
@@ -229,6 +224,7 @@ def plugin_dataloader(
         name=task.dataloader,
         deadline=deadline,
         adopt=adopt,
+        held_out=partial(held_out_rows, name, task, host),
     )
 
 

@@ -31,7 +31,7 @@ NO_PROMPTS: Mapping[int, Prompt] = MappingProxyType({})
 
 
 @frozen
-class Row:
+class ReadPrompt:
     """A prompt, and its place if the rows are read by index."""
 
     place: Any
@@ -47,10 +47,18 @@ class Dataloader:
         name: name of the dataloader in the configuration.
         deadline: seconds that each wait for a prompt may take.
         adopt: see ``Adopt``.
+        held_out: reads at most so many held-out prompts, or returns None; called on the thread.
     """
 
     def __init__(
-        self, task: str, make: Callable[[], Feed], *, name: str, deadline: float, adopt: Adopt | None = None
+        self,
+        task: str,
+        make: Callable[[], Feed],
+        *,
+        name: str,
+        deadline: float,
+        adopt: Adopt | None = None,
+        held_out: Callable[[int], list[Prompt] | None] = lambda n: None,
     ) -> None:
         self.task, self.name = task, name
         self.who = f"task {task!r}: dataloader {name!r}"
@@ -60,12 +68,12 @@ class Dataloader:
         """Number of rows that were read."""
         self._left_out = 0
         """Number of rows that became no prompt."""
-        self._deadline, self._adopt = deadline, adopt
+        self._deadline, self._adopt, self._held_out = deadline, adopt, held_out
         self._make = make
         self._size: int | None = None
         self._lock = threading.Condition()
         """Guards everything below."""
-        self._ahead: deque[Row] = deque()
+        self._ahead: deque[ReadPrompt] = deque()
         self._state: Any = None
         """State of the rows behind the look-ahead; None before the first row."""
         self._wanted = 0
@@ -120,9 +128,9 @@ class Dataloader:
         with self._lock:
             return [row.prompt for row in list(self._ahead)[:n]]
 
-    async def aside(self, work: Callable[[], T]) -> T:
-        """Do something with other rows of the plugin, on the dataloader's thread.  Raises GrpoError."""
-        return await asyncio.to_thread(self._call, lambda feed: work())
+    async def held_out(self, n: int) -> list[Prompt] | None:
+        """Return the first ``n`` held-out prompts, or None if it offers none.  Raises GrpoError."""
+        return await asyncio.to_thread(self._call, lambda feed: self._held_out(n))
 
     @property
     def size(self) -> int | None:
@@ -179,7 +187,7 @@ class Dataloader:
         """Leave an offered prompt out of this epoch."""
         self._offered.pop(place)
 
-    def _taken(self, n: int) -> list[Row]:
+    def _taken(self, n: int) -> list[ReadPrompt]:
         with self._lock:
             self._want(n)
             there = self._lock.wait_for(
@@ -220,7 +228,7 @@ class Dataloader:
                 f"{state.get('dataloader') or 'its environment or source'!r}; resume with what the run was "
                 "started with, or start a new run"
             )
-        rows = [Row(place, self._prompt(given)) for place, given in state["ahead"]]
+        rows = [ReadPrompt(place, self._prompt(given)) for place, given in state["ahead"]]
         self._unfinished = {slot: self._prompt(given) for slot, given in state["unfinished"].items()}
 
         def restore(feed: Feed) -> None:
@@ -305,14 +313,14 @@ class Dataloader:
 
     def _read(self, feed: Feed, missing: int) -> None:
         """Read until so many prompts are there, or something else is to be done."""
-        rows: list[Row] = []
+        rows: list[ReadPrompt] = []
         while len(rows) < missing and not self._work and not self._ended:
             place, prompt = feed.read()
             self.rows += 1
             if prompt is None or not self.fits(prompt):
                 self._left_out += 1
             else:
-                rows.append(Row(place, prompt))
+                rows.append(ReadPrompt(place, prompt))
                 self._progress = time.monotonic()
         rows = self._adopted(rows)
         state = feed.state()
@@ -320,7 +328,7 @@ class Dataloader:
             self._ahead += rows
             self._state = state
 
-    def _adopted(self, rows: list[Row]) -> list[Row]:
+    def _adopted(self, rows: list[ReadPrompt]) -> list[ReadPrompt]:
         """Return the rows with the prompts that the environment makes of theirs, if it makes any."""
         if self._adopt is None or self._loop is None or not rows:
             return rows
@@ -333,7 +341,7 @@ class Dataloader:
             raise PluginError(
                 f"{self.who}: the environment made {len(made)} prompts of {len(rows)}; expected one of each"
             )
-        return [Row(row.place, prompt) for row, prompt in zip(rows, made, strict=True)]
+        return [ReadPrompt(row.place, prompt) for row, prompt in zip(rows, made, strict=True)]
 
     def _announce(self) -> None:
         with self._lock:

@@ -57,7 +57,7 @@ FUNCTIONS = ("loss", "advantage", "optimizer", "filter", "preflight")
 SET_UP = ("dataloader", "player", "engine", "trainer", "tracker", "placement", "data_plane")
 """Kinds to whose factories the core gives a positional argument."""
 Factory = Callable[..., Any]
-Given = TypeVar("Given")
+Argument = TypeVar("Argument")
 Returned = TypeVar("Returned")
 
 
@@ -119,14 +119,14 @@ class Selected:
 
 
 @frozen
-class Bound(Generic[Given, Returned]):
+class Bound(Generic[Argument, Returned]):
     """A function that a plugin offers (a loss, an advantage), with its options filled in."""
 
     selected: Selected
     function: Callable[..., Returned]
     options: Mapping[str, Any]
 
-    def __call__(self, given: Given, /) -> Returned:
+    def __call__(self, given: Argument, /) -> Returned:
         """Raises PluginError with the plugin's name if the function raises."""
         try:
             return self.function(given, **self.options)

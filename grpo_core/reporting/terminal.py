@@ -62,7 +62,7 @@ _NAMED = 6
 """Number of tasks whose rewards the line of a step names."""
 
 
-Row = tuple[str, str, Text]
+ViewRow = tuple[str, str, Text]
 """A line of the live view: its name, its value, and a picture or an explanation."""
 
 
@@ -253,9 +253,9 @@ class TerminalTracker(Tracker):
         head.add_row(Text("grpo-core", style="bold"), bar, self._place, Text(times, style="dim"))
         return head
 
-    def _rows(self) -> list[Row]:
+    def _rows(self) -> list[ViewRow]:
         """Return the lines below the head."""
-        rows: list[Row] = []
+        rows: list[ViewRow] = []
         if told := self._now.text():
             rows.append(("now", told, Text()))
         if told := self._now.checkpoint():
@@ -274,11 +274,11 @@ class TerminalTracker(Tracker):
         return rows
 
     @staticmethod
-    def _reward(name: str, rewards: Sequence[float], width: int = _WIDTH) -> Row:
+    def _reward(name: str, rewards: Sequence[float], width: int = _WIDTH) -> ViewRow:
         low, high = min(0.0, *rewards), max(1.0, *rewards)
         return name, f"{rewards[-1]:.3f}", Text(sparkline(rewards, low, high, width))
 
-    def _speeds(self) -> list[Row]:
+    def _speeds(self) -> list[ViewRow]:
         """Return the lines about staleness, waits and tokens."""
         newest = self._recent[-1]
         training, playing = self._share("time/train"), self._share("time/generate")
@@ -296,13 +296,13 @@ class TerminalTracker(Tracker):
             ("tokens/s", f"{self._mean('tokens_per_second/generation'):,.0f}", Text(told, style="dim")),
         ]
 
-    def _learning(self) -> list[Row]:
+    def _learning(self) -> list[ViewRow]:
         """Return a line about the rewards of each task; of several, with its other numbers."""
         recent = list(self._recent)  # another thread draws
         tasks = sorted({task for metrics in recent for task in _tasks_of(metrics)})
         if len(self._tasks) < 2:
             return [self._reward("reward", self._rewards[task]) for task in tasks if task in self._rewards]
-        rows: list[Row] = []
+        rows: list[ViewRow] = []
         for task in tasks:
             last = next(metrics for metrics in reversed(recent) if f"groups/{task}" in metrics)
             told = Text(_told_of(task, last), style="dim")
@@ -314,7 +314,7 @@ class TerminalTracker(Tracker):
         return rows
 
 
-def _beside(rows: Sequence[Row]) -> RenderableType:
+def _beside(rows: Sequence[ViewRow]) -> RenderableType:
     """Draw names, values and pictures beside each other; a value without a picture has all of the room."""
     names = max((cell_len(inert(name)) for name, _, _ in rows), default=0)
     values = max((cell_len(inert(value)) for _, value, picture in rows if picture), default=0)
