@@ -124,6 +124,7 @@ A command that computes steps of a run again, or reads settings:
     Pipeline, Checks, PromptStream         the loop of a run, its checks and its prompts
     RolloutRequest, play, sampling_params  play rollouts as a run plays them
     LimitedEngine                          an engine that gets a limited number of requests at once
+    clock                                  runs a coroutine on virtual time
 
 A command that estimates a run before it starts (see ``grpo_plugin_doctor``):
 
@@ -277,6 +278,7 @@ if TYPE_CHECKING:
     from grpo_core.reporting.trackers import TrackerThread as TrackerThread
     from grpo_core.run_directory import RunDirectory as RunDirectory
     from grpo_core.run_directory import planned_steps as planned_steps
+    from grpo_core.testing import clock as clock
     from grpo_core.text.messages import MessageError as MessageError
     from grpo_core.text.messages import normalised as normalised
     from grpo_core.text.messages import parsed as parsed

@@ -20,12 +20,12 @@ from grpo_core.kit import (
     PluginHost,
     PromptStream,
     RolloutRequest,
+    clock,
     derive_seed,
     play,
     reported_to,
     sampling_params,
 )
-from grpo_core.testing import run
 from grpo_plugin_replay.times import Times
 from grpo_plugin_replay.world import (
     PlannedEngine,
@@ -181,7 +181,7 @@ def forecast(
                 await engine.aclose()
 
     try:
-        run(story(), horizon=float("inf"))
+        clock.run(story(), horizon=float("inf"))
     except GrpoError as error:
         raise ConfigError(f"the simulated run fails after {len(steps)} steps: {error}") from error
     return summarise(steps)
