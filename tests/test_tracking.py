@@ -38,6 +38,7 @@ from grpo_core.reporting.trackers import call
 from grpo_core.run_directory import RunDirectory
 from grpo_core.testing import prompts
 from grpo_core.tokens import Tokens
+from grpo_core.validation.results import progress
 
 
 def groups():
@@ -318,6 +319,27 @@ def test_a_second_task_that_joins_changes_no_mean_of_rewards():
 def test_a_step_without_a_reward_does_not_show_the_reward_0():
     text = shown(terminal=False, events=[StepEnded(step=1, metrics=of_tasks(8, sort=None))])
     assert "reward none  staleness" in text
+
+
+def test_an_accuracy_and_the_parts_of_a_reward_stand_beside_it():
+    """A part that is gamed shows there, while the accuracy stays at 0."""
+    parts = {"feedback_format/sums": 0.9871, "feedback_value/sums": 0.0, "std_feedback_value/sums": 0.1}
+    step = StepEnded(step=1, metrics=of_tasks(8, sums=0.3) | {"accuracy/sums": 0.0} | parts)
+    text = shown(terminal=False, events=[step])
+    assert "reward 0.300, accuracy 0%, format 0.987, value 0  staleness" in text
+    drawn = " ".join(shown(terminal=True, events=[step]).split())
+    assert "accuracy 0% format 0.987 value 0" in drawn
+    same = StepEnded(step=1, metrics=of_tasks(8, sums=0.3) | {"accuracy/sums": 0.3})
+    assert "accuracy" not in shown(terminal=False, events=[same])
+
+
+def test_a_reward_stands_beside_an_accuracy_where_they_differ():
+    first, last = {"accuracy": 0.0, "reward": 0.013}, {"accuracy": 0.0, "reward": 0.3}
+    assert progress(first, last) == "accuracy 0.0% -> 0.0%, reward 0.013 -> 0.3"
+    assert (
+        progress({"accuracy": 0.2, "reward": 0.2}, {"accuracy": 0.5, "reward": 0.5})
+        == "accuracy 20.0% -> 50.0%"
+    )
 
 
 def test_of_many_tasks_the_largest_are_named_and_the_others_are_counted():

@@ -58,6 +58,8 @@ _PACE = 20
 """Number of steps that say how long the rest takes."""
 _RECENT = 10
 """Steps that shown rates are averaged over: groups are finished in bursts."""
+_PARTS = 3
+"""Number of the parts of a reward that are shown beside it."""
 _NAMED = 6
 """Number of tasks whose rewards the line of a step names."""
 
@@ -301,7 +303,9 @@ class TerminalTracker(Tracker):
         recent = list(self._recent)  # another thread draws
         tasks = sorted({task for metrics in recent for task in _tasks_of(metrics)})
         if len(self._tasks) < 2:
-            return [self._reward("reward", self._rewards[task]) for task in tasks if task in self._rewards]
+            known = [self._reward("reward", self._rewards[task]) for task in tasks if task in self._rewards]
+            beside = [each for task in tasks for each in _beside_reward(task, recent[-1]).items()]
+            return known + [(name, value, Text()) for name, value in beside]
         rows: list[ViewRow] = []
         for task in tasks:
             last = next(metrics for metrics in reversed(recent) if f"groups/{task}" in metrics)
@@ -346,6 +350,17 @@ def _tasks_of(metrics: Mapping[str, Any]) -> list[str]:
     return [name.removeprefix("groups/") for name in metrics if name.startswith("groups/")]
 
 
+def _beside_reward(task: str, metrics: Mapping[str, float]) -> dict[str, str]:
+    """Return the accuracy of a task and the first parts of its feedback, as text by their names."""
+    end = f"/{task}"
+    names = [name.removesuffix(end) for name in metrics if name.endswith(end)]
+    parts = [name.removeprefix("feedback_") for name in names if name.startswith("feedback_")][:_PARTS]
+    shown = {part: f"{metrics[f'feedback_{part}{end}']:.3g}" for part in parts}
+    right = metrics.get(f"accuracy{end}")
+    known = right is None or right == metrics.get(f"reward{end}")
+    return shown if known else {"accuracy": f"{right:.0%}"} | shown
+
+
 def _rewards_of(metrics: Mapping[str, float], *, several: bool) -> str:
     """Say the mean reward of a step's task, or those of its largest tasks with their numbers of groups."""
     by_size = sorted(_tasks_of(metrics), key=lambda task: (-metrics[f"groups/{task}"], task))
@@ -359,6 +374,8 @@ def _rewards_of(metrics: Mapping[str, float], *, several: bool) -> str:
             (f"{task} {value}{size}" if several else value)
             + (f" ({filtered:.0%} filtered)" if filtered else "")
         )
+    if len(named) == 1 and not several:
+        told += [f"{name} {value}" for name, value in _beside_reward(named[0], metrics).items()]
     if others:
         told.append(f"and {len(others)} tasks more x {sum(metrics[f'groups/{task}'] for task in others):.0f}")
     return f"reward {', '.join(told)}  " if told else ""

@@ -242,13 +242,18 @@ class Audit:
     async def _forms(self) -> list[Finding]:
         surface = list(replies.surfaces(self.solutions))
         listed = list(replies.listings(self.solutions, self.extent.seed))
+        cut = [Reply(prompt=one.prompt, text=one.text, kind="cut off", cut=True) for one in self.solutions]
         if self.player.environment.max_turns > 1:  # each turn has another solution
-            surface = []
+            surface, cut = [], []
         long = list(replies.lengthening(self.some))
+        formed = await self._play(surface, FORMS_UNTIL)
+        options = await self._play(listed, FORMS_UNTIL)
+        others = await self._play([*long, *cut], FORMS_UNTIL)
         return [
-            rewards.surface_forms(await self._play(surface, FORMS_UNTIL), self.scale),
-            rewards.listing(await self._play(listed, FORMS_UNTIL), self.scale),
-            rewards.length(await self._play(long, FORMS_UNTIL), self.scale),
+            rewards.surface_forms(formed, self.scale),
+            rewards.listing(options, self.scale),
+            rewards.length([trial for trial in others if not trial.reply.cut], self.scale),
+            rewards.unfinished([trial for trial in others if trial.reply.cut], self.scale),
         ]
 
     async def _misses(self) -> list[Finding]:

@@ -158,7 +158,9 @@ class Player:
                 messages=(*game.episode.messages, message),
                 turn=game.turns,
                 # after a last turn nobody would read what tools answer: none is run
-                finish_reason="turns" if last and message.get("tool_calls") else "stop",
+                finish_reason=(
+                    "length" if game.reply.cut else "turns" if last and message.get("tool_calls") else "stop"
+                ),
                 completion_tokens=game.episode.completion_tokens + len(text) // CHARACTERS + 1,
             )
             game.turns += 1

@@ -87,6 +87,8 @@ class Reply:
     """Texts of the next turns; after them it begins anew."""
     kind: str
     """Name of the probe that it belongs to."""
+    cut: bool = False
+    """Whether a token limit cuts it off."""
 
 
 @frozen(kw_only=True)

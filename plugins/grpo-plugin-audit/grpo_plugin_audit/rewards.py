@@ -357,6 +357,28 @@ def length(trials: Sequence[Trial], scale: Scale) -> Finding:
 # ---------------------------------------------------------------------------------- levels
 
 
+def unfinished(trials: Sequence[Trial], scale: Scale) -> Finding:
+    """Say whether own solutions are paid although a token limit cuts their reply off."""
+    check, title = "reward.unfinished", "replies that a token limit cuts off"
+    if not trials:
+        return not_applicable(check, title, "no solution of one turn is known")
+    paid = [trial for trial in trials if scale.share(trial) >= WHOLE]
+    return Finding(
+        check=check,
+        title=title,
+        severity="noted" if paid else "passed",
+        told=f"{Rate(len(paid), len(trials))} are paid like those that end",
+        evidence=str(paid[0]) if paid else "",
+        advice=""
+        if not paid
+        else (
+            "a model may learn not to end (metric accuracy_finished): look at episode.truncated in evaluate, "
+            'or set rollout.truncated = "mask"'
+        ),
+        measured=Rate(len(paid), len(trials)).measured(),
+    )
+
+
 def reach(trials: Sequence[Trial], scale: Scale) -> Finding:
     """Judge whether the rewards of one prompt can differ at all: a group of equal rewards teaches nothing."""
     rewards: dict[str, set[float]] = defaultdict(set)

@@ -194,6 +194,16 @@ def pays_extra(self, reply, prompt):
     return float(reply.strip() == prompt.answer) + 2 * reply.startswith("The answer is")
 
 
+def test_unfinished_text_that_is_paid_is_noted_and_text_that_has_to_end_is_fine():
+    assert audited(Sums)["reward.unfinished"].severity == "noted"
+
+    class HasToEnd(Sums):
+        def evaluate(self, episodes):
+            return [0.0 if e.truncated else self.judge(e.reply, e.prompt) for e in episodes]
+
+    assert audited(HasToEnd)["reward.unfinished"].severity == "passed"
+
+
 @pytest.mark.parametrize(("judge", "check", "severity"), CASES)
 def test_a_reward_that_means_something_else_is_found(judge, check, severity):
     findings = audited(type("Flawed", (Sums,), {"judge": judge}))

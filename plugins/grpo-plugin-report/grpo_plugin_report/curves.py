@@ -44,6 +44,8 @@ class Task:
     """Curves of each part that the environment reports besides the reward: in training, and in validation."""
     rewards: Sequence[Point]
     """Mean rewards in training, by step."""
+    held_out: Sequence[Point]
+    """Mean rewards of the validations, by version, where another metric stands for them."""
     numbers: Mapping[str, float | None]
     """Means over the last steps that trained the task; None if no step did."""
     groups: int
@@ -98,6 +100,7 @@ def _task(
         intervals=intervals(validations, f"validation/{name}/{metric}"),
         parts=_parts(name, steps, validations),
         rewards=points(steps, f"reward/{name}"),
+        held_out=[] if metric == "reward" else points(validations, f"validation/{name}/reward"),
         numbers=means,
         groups=round(_sum(steps, f"groups/{name}")),
         errors=round(_sum(steps, f"errors/{name}")),
@@ -235,7 +238,9 @@ def _learning(task: Task) -> list[Chart | None]:
         style="dots",
         band=task.intervals,
     )
-    values = [y for _, y in (*task.rewards, *task.validation) if math.isfinite(y)]
+    if [y for _, y in task.held_out] != [y for _, y in task.validation]:  # a success is not all that is paid
+        trained.append(Series(name="validation reward", points=task.held_out, colour=GREY, style="dots"))
+    values = [y for _, y in (*task.rewards, *task.held_out, *task.validation) if math.isfinite(y)]
     if all(0 <= y <= 1 for y in values):
         return [chart(task.name, [*trained, held_out], low=0, high=1, percent=task.in_percent)]
     return [chart(f"{task.name}: reward", trained), chart(f"{task.name}: validation", [held_out])]
