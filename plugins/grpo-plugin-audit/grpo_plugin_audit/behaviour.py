@@ -44,7 +44,6 @@ def determinism(rounds: Sequence[Sequence[Trial]], whole: float) -> Finding:
         advice="take chance, time and state out of evaluate; of a judge, ask several times and take the mean"
         if moody
         else "",
-        measured=rate.measured() | {"rounds": len(rounds), "largest_difference": worst},
     )
 
 
@@ -71,7 +70,6 @@ def compared(
         + left_out,
         evidence=f"{differ[0][0]}; {where}: {_got(differ[0][1])}" if differ else "",
         advice=advice if differ else "",
-        measured=rate.measured(),
     )
 
 

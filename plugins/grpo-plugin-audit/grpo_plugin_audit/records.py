@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
-from attrs import field, frozen
+from attrs import frozen
 
 from grpo_core import Prompt
 from grpo_core.kit import read_json
@@ -45,17 +45,6 @@ class Rate:
         low, high = self.interval
         return f"{self.successes} of {self.trials} ({low:.0%} to {high:.0%})"
 
-    def measured(self) -> dict[str, float]:
-        """Return the numbers of the rate."""
-        low, high = self.interval
-        return {
-            "successes": self.successes,
-            "trials": self.trials,
-            "rate": round(self.share, 6),
-            "low": round(low, 6),
-            "high": round(high, 6),
-        }
-
 
 @frozen(kw_only=True)
 class Finding:
@@ -71,8 +60,6 @@ class Finding:
     """One example."""
     advice: str = ""
     """Advice for the author."""
-    measured: Mapping[str, Any] = field(factory=dict)
-    """Numbers of the check, plain data."""
     seconds: float = 0.0
 
 

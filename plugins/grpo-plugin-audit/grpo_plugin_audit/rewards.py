@@ -116,7 +116,6 @@ def oracle(trials: Sequence[Trial], success: float | None) -> Finding:
         told=f"{rate} get {what}",
         evidence="" if wrong is None else str(wrong),
         advice="" if wrong is None else "correct evaluate, solve or the answers: right replies are punished",
-        measured=rate.measured() | {"oracle_reward": best},
     )
 
 
@@ -144,7 +143,6 @@ def floor(trials: Sequence[Trial], scale: Scale) -> Finding:
         told=f"{rate}; solutions get {mean:.3g} on average, nonsense {scale.floor:.3g}",
         evidence=f"{bad[0]}, its solution gets {scale.solutions[bad[0].prompt.id].reward:g}" if bad else "",
         advice="nothing can be learned where a solution gets no more than nonsense" if bad else "",
-        measured=rate.measured() | {"oracle_mean": mean, "floor_mean": scale.floor},
     )
 
 
@@ -171,7 +169,6 @@ def surface_forms(trials: Sequence[Trial], scale: Scale) -> Finding:
         advice="let the prompt ask for the exact form, or accept the forms that mean the same"
         if refused
         else "",
-        measured={kind: rate.measured() for kind, rate in rates.items()},
     )
 
 
@@ -236,7 +233,7 @@ def panel(
     worst = found[0]
     if worst.severity == "passed":
         told = f"none of {len(found)} kinds of replies gets full marks: {worst.rate} for the best of them"
-        return Finding(check=check, title=title, severity="passed", told=told, measured=_measured(found))
+        return Finding(check=check, title=title, severity="passed", told=told)
     many = sum(one.severity in ("failed", "warned") for one in found)
     guessed = _guessed(trials, scale) and worst.share < WHOLE
     return Finding(
@@ -250,7 +247,6 @@ def panel(
         advice="other replies win other prompts: where few can be chosen, chance does as well"
         if guessed
         else advice,
-        measured=_measured(found),
     )
 
 
@@ -273,16 +269,6 @@ def _part_of(share: float, scale: Scale) -> str:
     if scale.success is None or scale.floor >= scale.success - TOLERANCE:
         return ""  # nonsense is a success already: there is nothing of which this would be a share
     return f", {share:.0%} of what a success gets on average"
-
-
-def _measured(found: Sequence[_Exploit]) -> dict[str, object]:
-    return {
-        "kinds": [
-            {"kind": one.example.kind, "reply": one.example.said[:200], "share": round(one.share, 6)}
-            | one.rate.measured()
-            for one in found[:12]
-        ]
-    }
 
 
 def listing(trials: Sequence[Trial], scale: Scale) -> Finding:
@@ -319,7 +305,6 @@ def listing(trials: Sequence[Trial], scale: Scale) -> Finding:
         advice=""
         if severity == "passed"
         else "judge one answer, in a form that the prompt asks for, and give a reply with several nothing",
-        measured={one.kind: rate.measured() for one, rate in rates.items()},
     )
 
 
@@ -350,7 +335,6 @@ def length(trials: Sequence[Trial], scale: Scale) -> Finding:
         told=f"mean rewards: {told}",
         evidence=str(by_kind[list(means)[-1]][0]) if longer else "",
         advice="do not pay for length: a policy grows its replies up to the limit" if longer else "",
-        measured={"means": means},
     )
 
 
@@ -405,8 +389,6 @@ def reach(trials: Sequence[Trial], scale: Scale) -> Finding:
         advice="a group whose rewards are equal has no advantage: give partial credit, or other prompts"
         if severity != "passed"
         else "",
-        measured=rate.measured()
-        | {"levels": {f"{value:g}": count for value, count in levels.most_common(20)}},
     )
 
 
@@ -439,7 +421,6 @@ def bounds(trials: Sequence[Trial], scale: Scale) -> Finding:
         told=f"rewards from {low:g} to {high:g}",
         evidence=str(top) if severity != "passed" else "",
         advice=advice,
-        measured={"low": low, "high": high},
     )
 
 
@@ -454,7 +435,6 @@ def scored(trials: Sequence[Trial]) -> Finding:
         told=f"{rate} are unscored" if lost else f"{len(trials):,} replies",
         evidence=str(lost[0]) if lost else "",
         advice="a reply that cannot be read is a wrong one: give it the lowest reward" if lost else "",
-        measured=rate.measured(),
     )
 
 

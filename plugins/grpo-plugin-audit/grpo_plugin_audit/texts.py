@@ -73,7 +73,6 @@ def split_leakage(train: Sequence[Prompt], held_out: Sequence[Prompt], turns: in
         else "look whether these rollouts differ later: where they do not, validation measures memory"
         if alike
         else "",
-        measured={"exact": rate.measured(), "near": nearly.measured(), "same_beginning": alike},
     )
 
 
@@ -106,7 +105,6 @@ def duplicates(train: Sequence[Prompt], turns: int) -> Finding:
         told=told,
         evidence=f"{short(text_of(first[shown]))}, {times[shown]} times" if severity != "passed" else "",
         advice="leave out the repetitions, which count more than others" if severity != "passed" else "",
-        measured=rate.measured() | {"several_answers": len(torn)},
     )
 
 
@@ -154,7 +152,6 @@ def in_prompt(solutions: Sequence[Solution]) -> Finding:
         else "right for tasks that pick something out of the prompt"
         if severity == "noted"
         else "",
-        measured={"own": rate.measured(), "marked": given.measured(), "chance": chance.measured()},
     )
 
 
@@ -178,5 +175,4 @@ def majority(solutions: Sequence[Solution]) -> Finding:
         advice="balance the answers: a constant reply gets this reward without a thought"
         if severity in ("warned", "noted")
         else "",
-        measured=rate.measured() | {"different_answers": len(answers)},
     )

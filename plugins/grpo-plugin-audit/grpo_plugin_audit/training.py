@@ -47,7 +47,6 @@ def training_signal(
         advice=""
         if severity == "passed"
         else "choose easier or harder prompts, larger groups, or partial credit",
-        measured=rate.measured() | {"mean_reward": fmean(rewards), "hopeless": hopeless, "solved": solved},
     )
 
 
