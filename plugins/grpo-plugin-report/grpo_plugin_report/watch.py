@@ -31,41 +31,22 @@ HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Con
 """The address is a secret: a browser neither keeps the page nor tells others where it was."""
 
 
-class Page:
-    """The report of a run, which is made again if the run has changed."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self._seen: tuple[tuple[int, int], ...] | None = None
-        self._html = ""
-        self._lock = asyncio.Lock()
-
-    async def html(self) -> str:
-        """Return the page; several who ask at once wait for the same one."""
-        async with self._lock:
-            if (now := self._state()) != self._seen:
-                self._html = await asyncio.to_thread(lambda: render(Files.read(self.run.path)))
-                self._seen = now
-            return self._html
-
-    def _state(self) -> tuple[tuple[int, int], ...]:
-        paths = [self.run.path / name for name in WATCHED]
-        found = [path.stat() for path in paths if path.exists()]
-        return tuple((each.st_mtime_ns, each.st_size) for each in found)
-
-
 class WatchServer:
-    """Serves a page on the loopback address.
+    """Serves the report of a run on the loopback address; it is made again if the run has changed.
 
     Args:
+        run: the run.
         port: 0 takes any free one.
         refresh: seconds until a browser asks again; 0 is never.
     """
 
-    def __init__(self, page: Page, *, port: int = 0, refresh: int = REFRESH) -> None:
-        self._page, self._port, self._refresh = page, port, refresh
+    def __init__(self, run: Run, *, port: int = 0, refresh: int = REFRESH) -> None:
+        self._run, self._port, self._refresh = run, port, refresh
         self._token = secrets.token_urlsafe(16)
         self._runner: web.AppRunner | None = None
+        self._seen: list[tuple[int, int]] | None = None
+        self._html = ""
+        self._lock = asyncio.Lock()
 
     async def start(self) -> str:
         """Open the port; return the address.  Raises ConfigError if the port is taken."""
@@ -87,12 +68,20 @@ class WatchServer:
     async def _answer(self, request: web.Request) -> web.Response:
         if not hmac.compare_digest(request.match_info["token"].encode(), self._token.encode()):
             raise web.HTTPNotFound()
-        html = await self._page.html()
         headers = dict(HEADERS)
-        if self._refresh and self._page.run.is_running:
+        if self._refresh and self._run.is_running:
             headers["Refresh"] = str(self._refresh)
-        body = html.encode("utf-8", errors="xmlcharrefreplace")
+        body = (await self.html()).encode("utf-8", errors="xmlcharrefreplace")
         return web.Response(body=body, content_type="text/html", charset="utf-8", headers=headers)
+
+    async def html(self) -> str:
+        """Return the page; several who ask at once wait for the same one."""
+        async with self._lock:
+            found = [path.stat() for name in WATCHED if (path := self._run.path / name).exists()]
+            if (now := [(each.st_mtime_ns, each.st_size) for each in found]) != self._seen:
+                self._html = await asyncio.to_thread(lambda: render(Files.read(self._run.path)))
+                self._seen = now
+            return self._html
 
     async def aclose(self) -> None:
         """Close the port."""
@@ -119,7 +108,7 @@ def watch(directory: Path, /, *, port: int = 0, refresh: int = REFRESH) -> int:
         raise ConfigError(f"--refresh is {refresh}; expected a number of seconds, or 0 for never")
     if not 0 <= port < 2**16:
         raise ConfigError(f"--port is {port}; expected a number from 0 to 65535")
-    asyncio.run(_serve(WatchServer(Page(run), port=port, refresh=refresh), directory))
+    asyncio.run(_serve(WatchServer(run, port=port, refresh=refresh), directory))
     return INTERRUPTED
 
 

@@ -17,7 +17,7 @@ import pytest
 from grpo_core import ConfigError, Run
 from grpo_core.config import build
 from grpo_core.run_directory import RunDirectory
-from grpo_plugin_report.watch import Page, WatchServer, watch
+from grpo_plugin_report.watch import WatchServer, watch
 
 GRPO = Path(sys.executable).with_name("grpo-core")
 
@@ -47,7 +47,7 @@ def served(run, story, **options):
     """Run a story with the address and a function that fetches it; return its result."""
 
     async def main():
-        server = WatchServer(Page(Run(run.path)), **options)
+        server = WatchServer(Run(run.path), **options)
         url = await server.start()
         try:
             return await story(url, lambda url: asyncio.to_thread(fetched, url))
