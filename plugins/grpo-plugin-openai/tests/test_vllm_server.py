@@ -1,0 +1,118 @@
+"""A real chat model behind vLLM's own OpenAI server, as any hosted model is met."""
+
+import gzip
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from grpo_plugin_smollm2 import source
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make install-vllm"
+    ),
+]
+GRPO = str(Path(sys.executable).parent / "grpo-core")
+ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "TORCHDYNAMO_DISABLE": "1",
+    "OMP_NUM_THREADS": "2",
+}
+ARGUMENTS = [
+    *("--served-model-name", "smollm2", "--generation-config", "vllm", "--max-model-len", "2048"),
+    *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+    *("--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(512 << 20)),
+]
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
+    log = tmp_path_factory.mktemp("server") / "server.log"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [
+                *(
+                    sys.executable,
+                    "-m",
+                    "vllm.entrypoints.openai.api_server",
+                    "--model",
+                    str(source.cached()),
+                ),
+                *("--host", "127.0.0.1", "--port", str(port), *ARGUMENTS),
+            ],
+            env=os.environ | ENVIRONMENT,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
+    try:
+        end = time.monotonic() + 300
+        while time.monotonic() < end and process.poll() is None:
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+                    break
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.2)
+        else:
+            raise AssertionError(log.read_text()[-3000:])
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def measured(directory, url, env, prompts):
+    given = (
+        f"engine.options.base_url={url}",
+        "engine.options.model=smollm2",
+        f"validation.prompts={prompts}",
+        "rollout.max_tokens=48",
+    )
+    settings = [part for each in given for part in ("--set", each)]
+    done = subprocess.run(
+        [GRPO, "validate", "--env", env, "--engine", "openai", *settings, "--json"],
+        capture_output=True, text=True, timeout=300, cwd=directory,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (file,) = directory.glob("runs/*/validation/*.jsonl.gz")
+    rollouts = [json.loads(line) for line in gzip.decompress(file.read_bytes()).splitlines()]
+    return json.loads(done.stdout)["results"], rollouts
+
+
+def test_a_chat_model_behind_a_server_is_measured(url, tmp_path):
+    env = f"{Path(__file__).parents[3]}/examples/capitals.py:Capitals"
+    results, rollouts = measured(tmp_path, url, env, 8)
+    (task,) = results.values()
+    assert task["errors"] == 0
+    assert all(each["messages"][-1]["content"] for each in rollouts)
+
+
+def test_it_is_shown_the_tools_of_an_environment(url, tmp_path):
+    results, rollouts = measured(tmp_path, url, "math:calculator", 4)
+    assert results["calculator"]["errors"] == 0
+    assert all(each["turns"] >= 1 for each in rollouts)
+
+
+def test_it_keeps_the_contract_of_engines_that_give_text(url, tmp_path):
+    """Among others: a conversation with a call of a tool and its result gets a reply."""
+    settings = ["--set", f"base_url={url}", "--set", "model=smollm2", "--set", "replies=''"]
+    done = subprocess.run(
+        [GRPO, "check", "openai:openai", *settings], capture_output=True, text=True, timeout=300, cwd=tmp_path
+    )
+    assert "6 passed, 0 failed" in done.stdout, done.stdout + done.stderr
