@@ -213,5 +213,6 @@ def did_you_mean(given: str, known: list[str] | tuple[str, ...] | set[str]) -> s
     """Return ``" Did you mean 'x'?"`` for the nearest of ``known``, or an empty string."""
     from difflib import get_close_matches
 
-    near = get_close_matches(given, sorted(known), n=1)
+    swapped = [name for name in sorted(known) if sorted(name) == sorted(given)]
+    near = swapped or get_close_matches(given, sorted(known), n=1)
     return f" Did you mean {near[0]!r}?" if near else ""

@@ -142,6 +142,10 @@ def test_a_known_plugin_that_is_not_installed_is_named_with_its_command(here, ar
     assert hint in refused(here, "train", *ENV, *arguments, environ={"PYTHONPATH": str(here)})
 
 
+def test_of_all_names_one_with_two_swapped_letters_is_the_nearest(here):
+    assert "Did you mean 'grpo'?" in refused(here, "train", *ENV, *option("loss.name", "gpro"))
+
+
 def test_vllms_plugin_without_vllm_names_the_command_that_installs_it(here):
     """As where the plugin was installed without its extra."""
     pytest.importorskip("grpo_plugin_vllm")
