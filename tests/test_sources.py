@@ -3,6 +3,7 @@
 import asyncio
 import json
 import pickle
+import resource
 
 import pytest
 
@@ -10,8 +11,10 @@ from grpo_core.app import preflight
 from grpo_core.app.placement import LocalPlacement
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config, SourceConfig, TaskConfig, build
+from grpo_core.data import templates
 from grpo_core.data.files import read
 from grpo_core.data.loaders import TaskLoader
+from grpo_core.data.rows import RowReader
 from grpo_core.data.sources import Source, find_source
 from grpo_core.environments.sourced import ROWS_OF_A_CALL
 from grpo_core.errors import CheckpointError, ConfigError, PluginError
@@ -353,6 +356,45 @@ def test_a_template_or_condition_that_does_not_work_is_an_error_before_the_run(f
     with pytest.raises(ConfigError) as caught:
         source(file(ROWS), **config).open()
     assert message in str(caught.value)
+
+
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.slow  # short deadlines
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"template": "{{ 'a' * 9999999999 }}"}, "source.template fails for row 1: MemoryError"),
+        ({"template": "{{ prompt | center(9999999999) }}"}, "source.template fails for row 1: MemoryError"),
+        ({"where": "'a' * 9999999999 != prompt"}, "source.where fails for row 1: MemoryError"),
+        ({"template": f"{{% if level == 3 %}}{LOOPS}{{% endif %}}x"}, "takes more than 2 s for row 4"),
+        ({"template": "x", "answer_template": LOOPS}, "takes more than 2 s for row 1"),
+    ],
+)
+def test_a_template_without_an_end_has_a_time_and_a_memory_of_its_own(file, monkeypatch, config, message):
+    monkeypatch.setattr(templates, "SECONDS", 2.0)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    rows = [{"prompt": f"{level}", "level": level % 4} for level in range(4, 11)]
+    with pytest.raises(ConfigError) as caught:
+        source(file(rows[:5]), **config).open()
+    assert message in str(caught.value)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000, "KiB"
+    assert [prompt.id for prompt in source(file(rows), where="level == 1")] == ["1", "5"], "others go on"
+
+
+@pytest.mark.long
+def test_rows_are_sent_in_parts_and_only_the_fields_that_are_named(file):
+    rows = [{"prompt": f"{i}", "other": i} for i in range(3 * templates.ROWS)]
+    made = source(file(rows), where="prompt != '7'", template="<{{ prompt }}>")
+    assert [prompt.messages[0]["content"] for prompt in made] == [
+        f"<{i}>" for i in range(len(rows)) if i != 7
+    ]
+    with pytest.raises(ConfigError, match=r"a value of rows 1 to 1 cannot be sent .* pickle"):
+        RowReader("t", "d", SourceConfig(where="other")).prompt({"prompt": "a", "other": lambda: 0}, 0)
+    reader = RowReader("t", "d", SourceConfig(template="<{{ prompt }}>"))
+    with pytest.raises(PluginError, match="of type function"):  # which nothing can save; it is not sent
+        reader.prompt({"prompt": "a", "other": lambda: 0}, 0)
 
 
 @pytest.mark.long

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
 from grpo_core.config import SourceConfig
@@ -20,6 +20,7 @@ from grpo_core.data.files import Rows, is_file, is_null, read
 from grpo_core.data.leakage import digest
 from grpo_core.data.loaders import fingerprint
 from grpo_core.data.sizes import size
+from grpo_core.data.templates import Templates
 from grpo_core.errors import ConfigError
 from grpo_core.records import Message, Prompt
 from grpo_core.text.messages import MessageError, prompt_messages
@@ -61,13 +62,8 @@ class Source(Sequence[Prompt]):
         """Upper bound of each prompt's tokens, see ``grpo_core.data.sizes``; set by ``open``."""
         self._kept = array("q")
         """Places of the rows that are prompts, if some are not."""
-        who = f"task {task!r}: source"
-        from grpo_core.data.templates import Condition, Template  # Jinja is not loaded with the package
-
-        self._where = Condition(config.where, f"{who}.where") if config.where else None
-        self._template = Template(config.template, f"{who}.template") if config.template else None
-        given = config.answer_template
-        self._answer = Template(given, f"{who}.answer_template") if given else None
+        texts = {key: getattr(config, key) for key in ("where", "template", "answer_template")}
+        self._templates = Templates(texts, f"task {task!r}: source")
 
     def __len__(self) -> int:
         return len(self._kept) or len(self._opened())
@@ -80,8 +76,12 @@ class Source(Sequence[Prompt]):
         rows = self._opened()
         places = (self._kept or range(len(rows)))[index]
         if isinstance(places, int):
-            return self._prompt(rows[places], places)
-        return [self._prompt(rows[place], place) for place in places]
+            return next(self._prompts(rows, [places]))
+        return list(self._prompts(rows, places))
+
+    def _prompts(self, rows: Rows, places: Iterable[int]) -> Iterator[Prompt]:
+        for place, row, filled in self._templates.fill((place, rows[place]) for place in places):
+            yield self._prompt(row, place, filled)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_rows": None}
@@ -123,7 +123,7 @@ class Source(Sequence[Prompt]):
                 f"task {self._task!r}: source {self._path!r}: source.where = {self._config.where!r} leaves "
                 f"out all of its {len(rows):,} rows"
             )
-        if self._answer is None and answer != SourceConfig().answer:
+        if "answer_template" not in self._templates and answer != SourceConfig().answer:
             self._refuse_empty("answer", answer, rows)
         if self._config.id != SourceConfig().id:
             self._refuse_empty("id", self._config.id, rows)
@@ -142,11 +142,11 @@ class Source(Sequence[Prompt]):
         self.without_answer = self.left_out = self.repeated = 0
         self.digests, self.sizes, self._kept = array("Q"), array("I"), array("q")
         seen: set[int] = set()
-        for place, row in enumerate(rows):
-            if self._where is not None and not self._where.holds(row, place):
+        for place, row, filled in self._templates.fill(enumerate(rows)):
+            if not filled.get("where", True):
                 self.left_out += 1
                 continue
-            prompt = self._prompt(row, place)
+            prompt = self._prompt(row, place, filled)
             found = digest(prompt)
             if self._config.deduplicate and found in seen:
                 self.repeated += 1
@@ -164,7 +164,8 @@ class Source(Sequence[Prompt]):
         seen: set[int] = set()  # hashes, since five million ids would take half a GB
         for place, prompt in prompts:
             if (found := hash(prompt.id)) in seen:
-                same = (other for other in self._kept if self._prompt(rows[other], other).id == prompt.id)
+                made = zip(self._kept, self._prompts(rows, self._kept), strict=False)
+                same = (other for other, known in made if known.id == prompt.id)
                 if (other := next(same)) != place:
                     raise ConfigError(
                         f"{self._place(place)}: has the id {prompt.id!r}, as row {other + 1}; ids are unique "
@@ -175,17 +176,14 @@ class Source(Sequence[Prompt]):
 
     def prompt_of(self, row: Mapping[str, Any], place: int) -> Prompt | None:
         """Return the prompt of any row, or None if ``where`` leaves it out.  Raises ConfigError."""
-        if self._where is not None and not self._where.holds(row, place):
-            return None
-        return self._prompt(row, place)
+        ((_, _, filled),) = self._templates.fill([(place, row)])
+        return self._prompt(row, place, filled) if filled.get("where", True) else None
 
-    def _prompt(self, row: Mapping[str, Any], place: int) -> Prompt:
+    def _prompt(self, row: Mapping[str, Any], place: int, filled: Mapping[str, Any]) -> Prompt:
         config, given = self._config, dict(row)
-        answer = given.pop(config.answer, None)
-        if self._answer is not None:
-            answer = self._answer.render(row, place)
-        field = "template" if self._template is not None else self._field(given, place)
-        found = given.pop(field) if self._template is None else self._template.render(row, place)
+        answer = filled.get("answer_template", given.pop(config.answer, None))
+        field = "template" if "template" in filled else self._field(given, place)
+        found = filled["template"] if "template" in filled else given.pop(field)
         messages = self._messages(found, field, place)
         named = given.pop(config.id, None)
         id = str(place) if missing(named) else str(named)
