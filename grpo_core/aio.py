@@ -7,7 +7,8 @@ import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from contextvars import ContextVar
+from typing import Any, Self, TypeVar
 
 from attrs import define, field
 
@@ -57,6 +58,82 @@ async def time_limit(seconds: float | None, late: Callable[[], GrpoError]) -> As
         if not timer.expired():
             raise
         raise late() from None
+
+
+class Limit:
+    """A limit of time that leaves out what is ``not_counted``: waits for a service that is away.
+
+    A block under it (``async with``) raises TimeoutError at the limit.  Several blocks may share its time,
+    one after the other.
+
+    Attributes:
+        seconds: of all blocks together; None is no limit.
+        left: seconds that are left outside of a block.
+    """
+
+    def __init__(self, seconds: float | None) -> None:
+        self.seconds = self.left = seconds
+        self.expired = False
+        """Whether the last block was too long."""
+        self._timer: asyncio.Timeout | None = None
+        self._since = 0.0
+        """Time since which ``left`` is used up."""
+        self._waits = 0
+        """Number of waits that run now and are not counted."""
+
+    async def __aenter__(self) -> Self:
+        self._token = _limits.set((*_limits.get(), self))
+        self._timer = await asyncio.timeout(None).__aenter__()
+        self.restart(self.left)
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        self._use()
+        timer, self._timer = self._timer, None
+        _limits.reset(self._token)
+        assert timer is not None
+        self.expired = timer.expired()
+        await timer.__aexit__(*error)
+
+    def restart(self, seconds: float | None) -> None:
+        """Allow the block that runs so many seconds from now on."""
+        self.left, self._since = seconds, _now()
+        self._arm()
+
+    def wait(self, change: int) -> None:
+        """Take the beginning (1) or the end (-1) of a wait that is not counted."""
+        self._use()
+        self._waits += change
+        self._arm()
+
+    def _use(self) -> None:
+        if self.left is not None and not self._waits:
+            self.left -= _now() - self._since
+        self._since = _now()
+
+    def _arm(self) -> None:
+        if self._timer is not None and not self._timer.expired():
+            self._timer.reschedule(None if self._waits or self.left is None else self._since + self.left)
+
+
+_limits: ContextVar[tuple[Limit, ...]] = ContextVar("limits that stand while a service is away", default=())
+
+
+@contextlib.contextmanager
+def not_counted() -> Iterator[None]:
+    """Leave the time of the block out of the limits (``Limit``) of all tasks that wait for this one."""
+    limits = _limits.get()
+    for limit in limits:
+        limit.wait(1)
+    try:
+        yield
+    finally:
+        for limit in limits:
+            limit.wait(-1)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 async def cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:

@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from attrs import field, frozen
 
-from grpo_core.errors import GrpoError, message_of, shortened
+from grpo_core.errors import GrpoError, Unavailable, message_of, shortened
 
 _NAME = re.compile(
     r"(^|_)((api|access|auth|private|secret|signing)_?keys?|secrets?|pass(word|wd|phrase)s?|credentials?"
@@ -78,6 +78,8 @@ class Mask:
         except TypeError:
             found = GrpoError(hidden)
         vars(found).update(exit_status=error.exit_status)
+        if isinstance(found, Unavailable) and isinstance(error, Unavailable):
+            found.retry_after, found.timed_out = error.retry_after, error.timed_out
         return found
 
     def _shown(self) -> list[tuple[str, str]]:

@@ -13,7 +13,7 @@
     ├── TrackingError        a tracker that the run needs failed, such as the one that writes its files
     ├── SamplingError        too few of the generated groups have a learning signal
     ├── DeadlineExceeded     an operation took longer than its deadline
-    ├── Unavailable          a server that an environment needs does not answer; the rollout is unscored
+    ├── Unavailable          a service does not answer: its calls wait until it does, or until the run ends
     ├── ChildDied            a child process ended before it answered
     └── SlotError            the buffer was asked for a transition that its state does not allow
 
@@ -92,7 +92,19 @@ class DeadlineExceeded(GrpoError):  # noqa: N818 - reads as what happened
 
 
 class Unavailable(GrpoError):  # noqa: N818
-    pass
+    """Raised where a service does not answer, such as the judge of an environment.
+
+    Its calls wait until it answers again; nothing is scored meanwhile, and no attempt is counted.
+
+    Args:
+        retry_after: seconds in which the service wants no other call, if it has said so.
+    """
+
+    def __init__(self, message: str = "", *, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+        self.timed_out = False
+        """Whether it was slow, which may be the fault of what it was asked; the core sets it."""
 
 
 class ChildDied(GrpoError):  # noqa: N818

@@ -39,6 +39,8 @@ Kind = Literal[
     "passed_over",  # a checkpoint was never finished or is damaged, and an older one is used
     "textless",  # the model sampled a token for which its tokenizer has no text
     "not_removed",  # an old checkpoint cannot be removed
+    "unavailable",  # a service does not answer; what needs it waits, and asks again
+    "available",  # it answers again
 ]
 
 MESSAGE = 2_000

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
 
 from attrs import NOTHING, cmp_using, field, frozen
 
-from grpo_core.errors import PluginError
+from grpo_core.errors import PluginError, Unavailable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -161,6 +161,8 @@ class Feedback:
     the same state.  Empty: nothing is compared."""
     error: str | None = None
     """Why the episode is unscored."""
+    unavailable: Unavailable | None = None
+    """The service that judges the episode is away: it is judged again when the service answers."""
     lost: bool = False
     """Whether the session died with its process, through no fault of its own; only the core sets it."""
     left_out: Mapping[str, str] = field(factory=dict)
@@ -175,6 +177,8 @@ class SessionStart:
     """JSON schemas of the functions that the model may call, by ``transformers.utils.get_json_schema``."""
     error: str | None = None
     """Reason for which there is no session."""
+    unavailable: Unavailable | None = None
+    """The service that it needs is away: it is opened again when the service answers."""
 
 
 @frozen(kw_only=True)

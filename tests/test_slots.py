@@ -75,7 +75,7 @@ JUDGES = """
                         except asyncio.CancelledError:
                             pass
                 case "die": os.kill(os.getpid(), signal.SIGKILL)
-                case "raise": raise ConnectionError("503 from the judge")
+                case "raise": raise RuntimeError("no such rubric")
                 case "text": return "1.0"
                 case "calls": return float(self.calls)
                 case "cancelled": return float(self.cancelled)
@@ -102,7 +102,7 @@ JUDGES = """
         async def evaluate(self, episodes):
             self.calls += 1
             if self.calls % 10 == 0:
-                raise ConnectionError("503 from the judge")
+                raise RuntimeError("no such rubric")
             await asyncio.sleep(0.001)
             assert len({episode.group for episode in episodes}) == 1
             return [float(i) for i, _ in enumerate(episodes)]
@@ -413,7 +413,7 @@ def test_a_call_that_raises_is_reported_and_unscored_and_made_once(file):
 
     (results, calls, starts), incidents = tell(file, story)
     assert [each.reward for each in results] == [1.0, None, None, 2.0]
-    assert results[1].error == "ConnectionError: 503 from the judge"
+    assert results[1].error == "RuntimeError: no such rubric"
     assert results[2].error.endswith("evaluate raised SystemExit: 3")
     assert (calls.reward, starts) == (5.0, 1)
     assert kinds(incidents) == ["call_failed", "call_failed"]

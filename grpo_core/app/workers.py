@@ -97,7 +97,7 @@ def make_environment(
     logs = [log if count == 1 or log is None else log.with_stem(f"{log.stem}-{i}") for i in range(count)]
     spec = EnvironmentSpec(task=name, env=task.env, options=task.options, config=config)
     workers = [placement.environment(i, evolve(spec, log=logs[i])) for i in range(count)]
-    return EnvironmentPool(workers, config, success=task.success)
+    return EnvironmentPool(workers, config, name=name, success=task.success)
 
 
 def of_task(config: EnvironmentConfig, task: TaskConfig) -> EnvironmentConfig:

@@ -130,6 +130,9 @@ class EnvironmentConfig:
     20 in a row; 1 turns both rules off.  A call judges an episode, or a group if the environment compares
     rollouts.  A prompt's first failure is tried again and does not count, unless `rollout.max_retries` is
     0."""
+    unavailable_for: float = field(default=600.0, validator=gt(0))
+    """A task whose service does not answer, such as a judge, waits this many seconds; then the run ends with
+    a checkpoint.  Before the service has answered once, it waits 30 seconds at most."""
     python: str = ""
     """Environments run in this Python interpreter (3.11 or newer), or in this directory of a virtual
     environment, with the packages and plugins that are installed there.  If it is empty, they run in the

@@ -14,7 +14,8 @@ import math
 import pickle
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
+from urllib.parse import urlsplit
 
 import attrs
 
@@ -24,6 +25,7 @@ from grpo_core.environments.calls import Begun, Calls, Steps
 from grpo_core.environments.feedback import as_feedback
 from grpo_core.environments.tools import Toolbox, message, tools_of
 from grpo_core.errors import GrpoError, PluginError, Unavailable, describe, shown
+from grpo_core.outages import unavailable
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.selection import ALL_PLUGINS, PluginSelection
 from grpo_core.processes import lent
@@ -297,7 +299,7 @@ class EnvironmentHost:
 
     def _opened(self, name: str, value: Any) -> Steps[SessionStart]:
         if isinstance(value, BaseException):
-            return SessionStart(error=f"open raised {self._told(value)}")
+            return SessionStart(error=f"open raised {self._told(value)}", unavailable=self._away(value))
         try:
             tools = self._toolbox([*getattr(self._environment, "tools", ()), *tools_of(value)])
         except Exception as error:
@@ -338,7 +340,9 @@ class EnvironmentHost:
             who = f"{self._who}: prompt {prompt.id!r}"
             (result,) = yield [played_apart(run, client.api_key, who)]
         if isinstance(result, Exception):
-            raise result
+            if urlsplit(client.base_url).netloc in str(unavailable(result)):  # that is the model
+                raise result
+            _raise(result)
         if isinstance(result, BaseException):
             raise GrpoError(f"{self._who}: run raised {self._told(result)}") from result
         if result is None:
@@ -399,7 +403,7 @@ class EnvironmentHost:
             episodes = [attrs.evolve(episode, session=episode.session.value) for episode in episodes]
         (results,) = yield from _each(self._environment.evaluate, [list(episodes)])
         if isinstance(results, Exception):
-            raise results
+            _raise(results)
         if isinstance(results, BaseException):  # sys.exit(), or a library's timeout
             raise GrpoError(f"{self._who}: evaluate raised {self._told(results)}") from results
         ids = [episode.prompt.id for episode in episodes]
@@ -409,10 +413,16 @@ class EnvironmentHost:
         """Describe an error without secrets."""
         return describe(self._mask.error(error))
 
+    def _away(self, error: BaseException) -> Unavailable | None:
+        """Return what an error says about a service, without secrets."""
+        away = unavailable(error)
+        hidden = None if away is None else self._mask.error(away)
+        return hidden if isinstance(hidden, Unavailable) else None
+
     def _answers(self, episodes: Sequence[Episode]) -> Steps[list[Feedback]]:
         """Return the tools' answers; the calls of one message run one after the other.
 
-        An episode whose tool is unavailable is unscored: what the model would read is not its fault.
+        Where a tool's service is away, the answers of the tools before it are returned: no tool runs twice.
         """
         answers: list[list[Any]] = [[] for _ in episodes]
         failed: dict[int, Feedback] = {}
@@ -425,10 +435,15 @@ class EnvironmentHost:
             pairs = list(zip(boxes, calls, strict=True))
             results = yield from _each(lambda pair: pair[0].call(pair[1]), pairs)
             for i, call, result in zip(here, calls, results, strict=True):
-                if isinstance(result, Unavailable):
-                    failed[i] = Feedback(error=self._told(result))
+                if isinstance(result, BaseException) and (away := self._tool_is_away(call, result)):
+                    failed[i] = Feedback(error=self._told(result), messages=answers[i], unavailable=away)
                 answers[i].append(message(call, result, self._mask))
         return [failed.get(i) or Feedback(done=False, messages=each) for i, each in enumerate(answers)]
+
+    def _tool_is_away(self, call: Mapping[str, Any], error: BaseException) -> Unavailable | None:
+        """Return what a tool's error says about its service, unless the model has named the service."""
+        named_by_model = not isinstance(error, Unavailable) and "://" in str(call["function"]["arguments"])
+        return None if named_by_model else self._away(error)
 
     # ------------------------------------------------------------------------------ declarations
 
@@ -518,9 +533,21 @@ def units(episodes: Sequence[Episode], *, whole_groups: bool) -> list[list[Episo
 
 
 def calls_of(episode: Episode) -> Sequence[Mapping[str, Any]]:
-    """Return the tool calls of an episode that wait for an answer."""
-    calls = episode.messages[-1].get("tool_calls") if episode.messages else None
-    return tuple(calls or ()) if episode.finish_reason == "stop" else ()
+    """Return the tool calls of an episode that wait for an answer: those after the last one that has it."""
+    if not episode.messages or episode.finish_reason != "stop":
+        return ()
+    for answered, each in enumerate(reversed(episode.messages)):
+        if each.get("role") != "tool":
+            return tuple(each.get("tool_calls") or ())[answered:]
+    return ()
+
+
+def _raise(error: Exception) -> NoReturn:
+    """Raise an error, as Unavailable if it says that a service is away."""
+    away = unavailable(error)
+    if away is None or away is error:
+        raise error
+    raise away from error
 
 
 def _each(function: Callable[[Any], Any], items: Sequence[Any]) -> Steps[list[Any]]:

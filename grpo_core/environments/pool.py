@@ -11,14 +11,18 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
+from grpo_core.aio import gather
 from grpo_core.config import EnvironmentConfig
 from grpo_core.environments.batcher import MicroBatcher
-from grpo_core.environments.host import Slotted, in_slots
+from grpo_core.environments.host import Slotted, calls_of, in_slots, units
+from grpo_core.errors import Unavailable
+from grpo_core.outages import Service
 from grpo_core.playing import Player
 from grpo_core.protocols import EnvironmentClient
 from grpo_core.records import AgentClient, Episode, Feedback, Prompt, SessionStart
@@ -35,6 +39,10 @@ class EnvironmentSpec:
     config: EnvironmentConfig = field(factory=EnvironmentConfig)
     log: Path | None = None
     """File for the environment's output."""
+
+
+UNAVAILABLE_FOR = "environment.unavailable_for"
+"""Key of the configuration in messages about services that are away."""
 
 
 class EnvironmentWorker(EnvironmentClient, Protocol):
@@ -64,6 +72,7 @@ class EnvironmentPool:
     Args:
         workers: at least one worker; all have the same environment.
         config: how calls are batched.
+        name: name of the task, for messages.
         success: reward of a success, instead of what the environment declares.
     """
 
@@ -72,12 +81,13 @@ class EnvironmentPool:
         workers: Sequence[EnvironmentWorker],
         config: EnvironmentConfig,
         *,
+        name: str = "task",
         success: float | None = None,
     ) -> None:
         self._workers = list(workers)
         self._batchers = [
             MicroBatcher[Episode, Feedback](
-                worker.evaluate, max_batch=config.max_batch, max_wait=config.max_wait
+                partial(self._batched, worker), max_batch=config.max_batch, max_wait=config.max_wait
             )
             for worker in self._workers
         ]
@@ -86,6 +96,8 @@ class EnvironmentPool:
         self._homes: dict[str, int] = {}
         """The worker of each session."""
         self._success = success
+        self._name, self._unavailable_for = f"environment of task {name!r}", config.unavailable_for
+        self._services: dict[str, Service] = {}
         self._describe()
         self.player: Player | None = None
         """Set by the owner before the first rollout."""
@@ -123,14 +135,29 @@ class EnvironmentPool:
 
     async def open(self, prompts: Mapping[str, Prompt]) -> list[SessionStart]:
         """Open sessions; the sessions of one prompt are opened by one worker."""
+        return await self._service("open").ask(
+            list(prompts.items()),
+            lambda pairs, _: self._open(dict(pairs)),
+            prompt=lambda pair: pair[1].id,
+            error=lambda start: start.unavailable,
+        )
+
+    def _service(self, what: str) -> Service:
+        """Return the service behind a method or a tool: each may ask another one, and waits by itself."""
+        if what not in self._services:
+            self._services[what] = Service(self._name, self._unavailable_for, key=UNAVAILABLE_FOR)
+        return self._services[what]
+
+    async def _open(self, prompts: Mapping[str, Prompt]) -> list[SessionStart]:
         by_prompt: dict[str, list[str]] = defaultdict(list)
         for session, prompt in prompts.items():
             by_prompt[prompt.id].append(session)
         shares: dict[int, list[str]] = defaultdict(list)
         for sessions in by_prompt.values():
-            worker = self._least()
+            home = self._homes.get(sessions[0])  # of a session that is opened once more
+            worker = self._least() if home is None else home
             shares[worker] += sessions
-            self._load[worker] += len(sessions)
+            self._load[worker] += sum(session not in self._homes for session in sessions)
             self._homes |= dict.fromkeys(sessions, worker)
         opened: dict[str, SessionStart] = {}
 
@@ -143,8 +170,46 @@ class EnvironmentPool:
 
     async def evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
         """Return feedback for each episode, in order."""
+        parts = units(episodes, whole_groups=self.needs_group)
+        asked: dict[str, list[list[Episode]]] = defaultdict(list)
+        for part in parts:
+            asked[_asks(part[0])].append(part)
+        found = await gather(self._judged(what, its) for what, its in asked.items())
+        feedback = {id(episode): each for pairs in found for episode, each in pairs}
+        return [feedback[id(episode)] for episode in episodes]
+
+    async def _judged(self, what: str, parts: Sequence[list[Episode]]) -> list[tuple[Episode, Feedback]]:
+        """Return the feedback for the episodes of parts that ask the same service first."""
+
+        async def judge(some: Sequence[list[Episode]], alone: bool) -> list[list[Feedback]]:
+            feedback = iter(await self._evaluate([each for part in some for each in part], alone=alone))
+            return [[next(feedback) for _ in part] for part in some]
+
+        def away(answer: Sequence[Feedback]) -> Unavailable | None:
+            """With answers of tools, another service than this one is away."""
+            return next((each.unavailable for each in answer if each.unavailable and not each.messages), None)
+
+        answers = await self._service(what).ask(
+            parts, judge, prompt=lambda part: part[0].prompt.id, error=away
+        )
+        return [
+            (episode, await self._answered(episode, feedback))
+            for part, answer in zip(parts, answers, strict=True)
+            for episode, feedback in zip(part, answer, strict=True)
+        ]
+
+    async def _answered(self, episode: Episode, feedback: Feedback) -> Feedback:
+        """Return the feedback with the answers of the tools that are left."""
+        if feedback.unavailable is None or not feedback.messages:
+            return feedback
+        rest = evolve(episode, messages=(*episode.messages, *feedback.messages))
+        (answer,) = await self.evaluate([rest])
+        return evolve(answer, messages=(*feedback.messages, *answer.messages))
+
+    async def _evaluate(self, episodes: Sequence[Episode], *, alone: bool) -> list[Feedback]:
+        """Let the workers evaluate; ``alone`` are those that ask a service that is away."""
         if len(self._workers) == 1:
-            return await self._call(0, episodes)
+            return await self._call(0, episodes, alone=alone)
         by_group: dict[str, list[int]] = defaultdict(list)
         for place, episode in enumerate(episodes):
             by_group[episode.group].append(place)
@@ -159,7 +224,7 @@ class EnvironmentPool:
 
         async def ask(worker: int, places: list[int]) -> None:
             try:
-                answer = await self._call(worker, [episodes[place] for place in places])
+                answer = await self._call(worker, [episodes[place] for place in places], alone=alone)
                 feedback.update(zip(places, answer, strict=True))
             finally:
                 self._load[worker] -= len(places)
@@ -167,14 +232,25 @@ class EnvironmentPool:
         await asyncio.gather(*(ask(*share) for share in shares.items()))
         return [feedback[place] for place in range(len(episodes))]
 
-    def _call(self, worker: int, episodes: Sequence[Episode]) -> Awaitable[list[Feedback]]:
+    def _call(self, worker: int, episodes: Sequence[Episode], *, alone: bool) -> Awaitable[list[Feedback]]:
         """Let a worker evaluate: together with episodes of others, unless these run in slots."""
-        if in_slots(self._workers[worker].slots, episodes):
+        if alone or in_slots(self._workers[worker].slots, episodes):
             return self._workers[worker].evaluate(episodes)
         return self._batchers[worker].submit(episodes)
 
     async def run(self, session: str, prompt: Prompt, client: AgentClient) -> Feedback | None:
-        """Let the agent play a rollout; None if ``evaluate`` judges it."""
+        """Let the agent play a rollout; None if ``evaluate`` judges it.
+
+        Where a service that it needs is away, the feedback says so: it has to be played again.
+        """
+        feedback, final = await self._service("run").once(
+            prompt.id,
+            lambda: self._run(session, prompt, client),
+            lambda feedback: None if feedback is None else feedback.unavailable,
+        )
+        return evolve(feedback, unavailable=None) if feedback is not None and final else feedback
+
+    async def _run(self, session: str, prompt: Prompt, client: AgentClient) -> Feedback | None:
         home = self._homes.get(session)
         worker = self._least() if home is None else home
         self._load[worker] += 1
@@ -197,5 +273,25 @@ class EnvironmentPool:
         await asyncio.gather(*(batcher.aclose() for batcher in self._batchers))
         await asyncio.gather(*(worker.aclose() for worker in self._workers))
 
+    async def _batched(self, worker: EnvironmentWorker, episodes: Sequence[Episode]) -> list[Feedback]:
+        """Evaluate a batch, without the episodes whose service went away after they had joined it."""
+        services = [self._service(_asks(episode)) for episode in episodes]
+        away = [service.away for service in services]
+        called = [each for each, gone in zip(episodes, away, strict=True) if gone is None]
+        feedback = iter(await worker.evaluate(called) if called else [])
+        found = [
+            next(feedback) if gone is None else Feedback(error=str(gone), unavailable=gone) for gone in away
+        ]
+        for service, episode, each in zip(services, episodes, found, strict=True):
+            if each.unavailable is not None and not each.unavailable.timed_out and not each.messages:
+                service.failed(episode.prompt.id, each.unavailable)
+        return found
+
     def _least(self) -> int:
         return min(range(len(self._workers)), key=self._load.__getitem__)
+
+
+def _asks(episode: Episode) -> str:
+    """Return what an episode asks first: ``evaluate``, or a tool."""
+    calls = calls_of(episode)
+    return f"tool {calls[0]['function']['name']}" if calls else "evaluate"

@@ -30,7 +30,15 @@ from grpo_core.aio import RestartBudget, Slots, gather
 from grpo_core.config import EnvironmentConfig
 from grpo_core.credentials import Mask
 from grpo_core.environments.host import UNREADABLE, EnvironmentHost, Slotted, in_slots, units
-from grpo_core.errors import ChildDied, DeadlineExceeded, GrpoError, PluginError, SelectionError, describe
+from grpo_core.errors import (
+    ChildDied,
+    DeadlineExceeded,
+    GrpoError,
+    PluginError,
+    SelectionError,
+    Unavailable,
+    describe,
+)
 from grpo_core.incidents import report
 from grpo_core.playing import Player
 from grpo_core.plugins.host import PluginHost
@@ -77,13 +85,35 @@ class _Failure:
     died: bool
     alone: bool
 
+    @property
+    def unavailable(self) -> Unavailable | None:
+        """What it says about the service that the environment asks, if it says something."""
+        if isinstance(self.error, DeadlineExceeded):
+            late = Unavailable(str(self.error))
+            late.timed_out = True
+            return late
+        return self.error if isinstance(self.error, Unavailable) else None
+
+    @property
+    def timed_out(self) -> bool:
+        return self.unavailable is not None and self.unavailable.timed_out
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the service is away, whatever it was asked."""
+        return self.unavailable is not None and not self.timed_out
+
 
 @frozen
 class _Kind(Generic[T, R]):
-    """A kind of call: the method, and the result that stands for a failure."""
+    """A kind of call: the method, the result that stands for a failure, and the prompt of an item."""
 
     method: str
-    failed: Callable[[str], R]
+    failed: Callable[[str, Unavailable | None], R]
+    prompt: Callable[[T], Prompt]
+
+    def result(self, failure: _Failure) -> R:
+        return self.failed(describe(failure.error), failure.unavailable)
 
 
 class EnvironmentProcess:
@@ -144,6 +174,9 @@ class EnvironmentProcess:
         self._slots = Slots(1)
         self._places = Slots(1)
         """Limit the agents that run at the same time."""
+        self._refused: _Failure | None = None
+        """The last failure of a service that was away, and the number of them."""
+        self._refusals = 0
         self._probe: asyncio.Task[None] | None = None
         self._deadline = self._grace = 0.0
         self._mourned: Child | None = None
@@ -183,7 +216,9 @@ class EnvironmentProcess:
         if not self._has_sessions:
             return [SessionStart(tools=self._tools)] * len(prompts)
         parts = [[pair] for pair in prompts.items()]
-        kind = _Kind[tuple[str, Prompt], SessionStart]("open", lambda error: SessionStart(error=error))
+        kind = _Kind[tuple[str, Prompt], SessionStart](
+            "open", lambda error, away: SessionStart(error=error, unavailable=away), lambda pair: pair[1]
+        )
         return await (self._in_slots if self.slots != "none" else self._in_a_batch)(kind, parts)
 
     async def evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
@@ -193,7 +228,11 @@ class EnvironmentProcess:
         """
         await self._started()
         parts = units(episodes, whole_groups=self.needs_group)
-        kind = _Kind[Episode, Feedback]("evaluate", lambda error: Feedback(error=error))
+        kind = _Kind[Episode, Feedback](
+            "evaluate",
+            lambda error, away: Feedback(error=error, unavailable=away),
+            lambda episode: episode.prompt,
+        )
         play = self._in_slots if in_slots(self.slots, episodes) else self._in_a_batch
         feedback = await play(kind, parts)
         if lost := sum(each.lost for each in feedback):
@@ -223,7 +262,9 @@ class EnvironmentProcess:
                     raise
                 failure = self._failure(child, error, 0)
                 self._report_call(failure)
-                return Feedback(error=describe(error), lost=failure.died and not failure.alone)
+                lost = failure.died and not failure.alone
+                away = failure.unavailable if failure.is_gone else None
+                return Feedback(error=describe(error), lost=lost, unavailable=away)
             return found
 
     async def close(self, sessions: Sequence[str]) -> None:
@@ -267,36 +308,53 @@ class EnvironmentProcess:
             self._closer = None
 
     async def _in_a_batch(self, kind: _Kind[T, R], parts: list[list[T]]) -> list[R]:
-        """Return one result for each item, from one call or, if it fails, from a call for each part."""
+        """Return one result for each item, from one call or, if it fails, from a call for each part.
+
+        Where a service is away, no part of a batch fares better than the whole.
+        """
         if not parts:
             return []
         attempt = await self._attempt(kind, [item for part in parts for item in part])
         if not isinstance(attempt, _Failure):
             return attempt
         first = attempt
-        results: list[R] = []
+        results: dict[int, list[R]] = {}
+        left = list(range(len(parts)))
         in_a_row = succeeded = 0
-        for part in parts:
+        late: set[str] = set()
+        """Prompts of the calls in a row that took too long."""
+        while left and not attempt.is_gone:
+            # after a call that took too long comes one with another prompt: is it the prompt, or the service?
+            here = next((i for i in left if kind.prompt(parts[i][0]).id not in late), left[0])
+            left.remove(here)
+            again: list[R] | _Failure = attempt
             if len(parts) > 1 and in_a_row < GIVE_UP_AFTER:
-                attempt = await self._attempt(kind, part, self._slots.number)
-            if isinstance(attempt, _Failure):
+                again = await self._attempt(kind, parts[here], self._slots.number)
+            if isinstance(again, _Failure):
+                attempt = again
                 if in_a_row < GIVE_UP_AFTER:
                     self._report_call(attempt)
-                results += [kind.failed(describe(attempt.error))] * len(part)
+                results[here] = [kind.result(attempt)] * len(parts[here])
                 in_a_row += 1
+                if attempt.timed_out:
+                    late.add(kind.prompt(parts[here][0]).id)
+                if len(late) > 1:
+                    attempt = _Failure(Unavailable(str(attempt.error)), died=False, alone=False)
             else:
-                results += attempt
+                results[here] = again
                 succeeded += 1
                 in_a_row = 0
+                late.clear()
+        results |= {i: [kind.result(attempt)] * len(parts[i]) for i in left}
         if succeeded:
             report(
                 "batch_failed",
                 self._name,
-                f"batches of {len(results)} fail ({self._brief(first.error)}); {succeeded} of {len(parts)} "
-                f"{'calls with one group' if self.needs_group else 'single calls'} succeed",
+                f"batches of {sum(map(len, parts))} fail ({self._brief(first.error)}); {succeeded} of "
+                f"{len(parts)} {'calls with one group' if self.needs_group else 'single calls'} succeed",
                 traceback=_traceback(first.error),
             )
-        return results
+        return [result for i in range(len(parts)) for result in results[i]]
 
     async def _in_slots(self, kind: _Kind[T, R], parts: list[list[T]]) -> list[R]:
         """Return one result for each item, from a call for each part; each begins when a slot is free."""
@@ -313,7 +371,7 @@ class EnvironmentProcess:
                 return attempt
             if not attempt.died or attempt.alone:
                 self._report_call(attempt)
-                return [kind.failed(describe(attempt.error))] * len(part)
+                return [kind.result(attempt)] * len(part)
             slots = min(slots * COMPANY, self._slots.number)
 
     async def _attempt(self, kind: _Kind[T, R], items: Sequence[T], slots: int = 1) -> list[R] | _Failure:
@@ -322,7 +380,10 @@ class EnvironmentProcess:
         Raises PluginError if the environment cannot be made or breaks its contract, ChildDied if it is
         closed.
         """
+        refusals = self._refusals
         async with self._slots.take(slots):
+            if self._refusals != refusals and self._refused is not None:
+                return self._refused  # the service went away while this call waited for a slot
             child = await self._started()
             try:
                 results: list[R] = await child.call_alongside(
@@ -340,7 +401,10 @@ class EnvironmentProcess:
             except Exception as error:
                 if self._closed:
                     raise
-                return self._failure(child, error, slots)
+                failure = self._failure(child, error, slots)
+                if failure.is_gone:
+                    self._refusals, self._refused = self._refusals + 1, failure
+                return failure
             return results
 
     def _look_after(self, child: Child) -> None:
@@ -375,6 +439,8 @@ class EnvironmentProcess:
         return line.removeprefix(self._name).removeprefix(":").strip()[:300]
 
     def _report_call(self, failure: _Failure) -> None:
+        if failure.is_gone:  # the pool reports it
+            return
         self.first_traceback = self.first_traceback or _traceback(failure.error)
         if failure.died:
             return

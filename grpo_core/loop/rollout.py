@@ -18,7 +18,6 @@ group when no rollout of it calls a tool any more.  And a caller may ask for ``l
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections import defaultdict
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ from typing import Any
 
 from attrs import evolve
 
-from grpo_core.aio import gather
+from grpo_core.aio import Limit, gather
 from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError
 from grpo_core.incidents import Kind
 from grpo_core.loop.turns import RolloutRequest, RolloutState, SamplingParams
@@ -46,7 +45,7 @@ async def play(
     environments: Mapping[str, EnvironmentClient],
     renderer: Renderer,
     sampling: SamplingParams,
-    deadline: float | None = None,
+    deadline: float | Limit | None = None,
     lockstep: bool = False,
 ) -> list[Rollout]:
     """Play rollouts to their ends, each at its own pace; the result has the order of the requests.
@@ -54,8 +53,8 @@ async def play(
     With ``lockstep`` they wait for each other at each turn: the environment of a task is called once a turn.
 
     A rollout that ends unscored (its environment failed, the engine lost it, or ``deadline`` seconds have
-    passed) has ``reward=None`` and says why in ``error``.  Each session that was opened is closed once, also
-    if this call is cancelled.
+    passed) has ``reward=None`` and says why in ``error``.  Waits for a service that is away do not count.
+    Each session that was opened is closed once, also if this call is cancelled.
 
     Raises ModelError if the chat template cannot keep the tokens of earlier turns.
     """
@@ -71,15 +70,15 @@ async def play(
         )
         for task, some in tasks.items()
     ]
-    timer = asyncio.timeout(deadline)
+    timer = deadline if isinstance(deadline, Limit) else Limit(deadline)
     try:
         async with timer:
             await _together([player.play() for player in players])
     except TimeoutError:
-        if not timer.expired():  # it is the engine's or the environment's own
+        if not timer.expired:  # it is the engine's or the environment's own
             raise
         for state in states:
-            late = f"not finished within its deadline of {deadline:g} s{_waited_for(state)}"
+            late = f"not finished within its deadline of {timer.seconds:g} s{_waited_for(state)}"
             _give_up([state], late, "deadline")
     finally:
         for player in players:
@@ -260,8 +259,18 @@ class _Played(_Turns):
     async def _play_one(self, state: RolloutState) -> None:
         player = self._environment.player
         assert player is not None
-        with during(self._lane, "agent"):
-            recording = await player.play(state.play(self._engine, self._renderer))
+        while True:
+            with during(self._lane, "agent"):
+                recording = await player.play(state.play(self._engine, self._renderer))
+            feedback = recording.feedback
+            if recording.error is not None or feedback is None or feedback.unavailable is None:
+                break
+            # a service that it needs is away: it is played from the start when the service answers
+            await self._environment.close([state.session])
+            (opened,) = await self._environment.open({state.session: state.request.prompt})
+            state.begin_played(opened, self._context)
+            if state.done:
+                return
         state.take_recording(recording)
 
     async def _judged(self, states: Sequence[RolloutState]) -> list[Feedback]:

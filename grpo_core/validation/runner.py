@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from attrs import define, evolve, field
 
-from grpo_core.aio import UNLIMITED, Slots, raising_root_cause
+from grpo_core.aio import UNLIMITED, Limit, Slots, raising_root_cause
 from grpo_core.environments.feedback import as_number
 from grpo_core.errors import DeadlineExceeded, PluginError, WeightSyncError
 from grpo_core.incidents import report
@@ -54,7 +54,7 @@ class Context:
     """All rollouts so far, each with its prompt."""
     _asked: Counter[tuple[str, str]] = field(init=False, factory=Counter)
     """Number of rollouts of each prompt so far."""
-    _timeout: asyncio.Timeout | None = field(init=False, default=None)
+    _limit: Limit | None = field(init=False, default=None)
     """Ends a strategy that neither plays rollouts nor returns."""
 
     async def rollout(
@@ -132,9 +132,8 @@ class Context:
         return None if self.deadline is None else 2 * self.deadline
 
     def _extend(self) -> None:
-        timeout = self._timeout
-        if timeout is not None and self.patience is not None and not timeout.expired():
-            timeout.reschedule(asyncio.get_running_loop().time() + self.patience)
+        if self._limit is not None:
+            self._limit.restart(self.patience)
 
     def _requests(self, prompt: Prompt, n: int) -> list[RolloutRequest]:
         task, before = prompt.environment, self._asked[prompt.environment, prompt.id]
@@ -176,11 +175,9 @@ class Context:
         wanted = list(range(len(requests)))
         async with self.places.take(len(requests)):
             self._extend()
-            loop = asyncio.get_running_loop()
-            until = None if self.deadline is None else loop.time() + self.deadline
+            limit = Limit(self.deadline)
             for attempt in range(self.retries + 1):
-                left = None if until is None else until - loop.time()
-                if not wanted or (left is not None and left <= 0):
+                if not wanted or (limit.left is not None and limit.left <= 0):
                     break
                 if lost := [i for i in wanted if i in played and played[i].lost]:
                     first, task = played[lost[0]], requests[lost[0]].prompt.environment
@@ -195,7 +192,7 @@ class Context:
                     environments=self.environments,
                     renderer=self.renderer,
                     sampling=sampling,
-                    deadline=left,
+                    deadline=limit,
                     lockstep=lockstep,
                 )
                 played.update(zip(wanted, rollouts, strict=True))
@@ -247,13 +244,13 @@ async def run_strategy(
     received feedback: there is nothing to report then, least of all an accuracy of 0.  Raises
     DeadlineExceeded if the strategy neither plays rollouts nor returns.
     """
-    context._timeout = timeout = asyncio.timeout(context.patience)
+    context._limit = limit = Limit(context.patience)
     try:
         with raising_root_cause():
-            async with timeout:
+            async with limit:
                 results = await strategy.validate(context)
     except TimeoutError:
-        if not timeout.expired():
+        if not limit.expired:
             raise
         raise DeadlineExceeded(
             f"validation strategy {name!r}: validate() neither returned nor played rollouts for "

@@ -1,0 +1,417 @@
+"""Services that are away: the errors that say so, when to ask again, and for how long.
+
+    here ──a call fails──> away ──a call is answered──> here
+                           │
+                           └──no answer for ``budget`` seconds──> Unavailable, which ends the run
+
+While a service is away all its calls wait, and one of them asks it, with growing pauses.  A call that takes
+too long may be the fault of what it asks: the service is away only if a call with another prompt takes too
+long as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import email.utils
+import errno
+import random
+import socket
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+from attrs import define, field
+
+from grpo_core.aio import Changes, not_counted
+from grpo_core.errors import Unavailable, describe
+from grpo_core.incidents import report
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+FIRST_BUDGET = 30.0
+"""Seconds without an answer that end the run before a service has answered once."""
+SHORTEST, LONGEST = 1.0, 30.0
+"""Seconds of the first pause and of the longest, unless the service asks for more."""
+SLACK = 0.01
+"""Seconds by which a clock may be early."""
+MOST_LATE, MOST_REFUSED = 2, 3
+"""A prompt is at fault itself if so many calls with it alone took too long, or were refused, and the service
+has answered others in between."""
+
+# ---------------------------------------------------------------------------------- errors
+
+_LIBRARIES = frozenset(
+    {"aiohttp", "anthropic", "http", "httpcore", "httpx", "httpx2", "openai", "requests", "urllib", "urllib3"}
+    | {"websockets"}
+)
+_LATE = frozenset(
+    {"APITimeoutError", "PoolTimeout", "ReadTimeout", "ReadTimeoutError", "ServerTimeoutError"}
+    | {"Timeout", "TimeoutException", "WriteTimeout"}
+)
+_GONE = frozenset(
+    {"APIConnectionError", "ChunkedEncodingError", "ClientConnectionError", "ClientPayloadError"}
+    | {"ConnectTimeout", "ConnectTimeoutError", "ConnectionClosed", "ConnectionError"}
+    | {"ConnectionTimeoutError"}
+    | {"IncompleteRead", "MaxRetryError", "NetworkError", "NewConnectionError", "ProtocolError"}
+    | {"RemoteProtocolError", "URLError"}
+)
+_UNREACHABLE = frozenset({errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH})
+_STATUS = frozenset({"APIStatusError", "ClientResponseError", "HTTPError", "HTTPStatusError"})
+_BUSY = frozenset({429, 502, 503, 504})
+"""Statuses of an answer that say "later", those of a proxy before a service that is away included."""
+
+
+def unavailable(error: BaseException) -> Unavailable | None:
+    """Return what an error says about a service, or None if it says nothing.
+
+    Errors of clients that may not be installed are known by their names.
+    """
+    if isinstance(error, Unavailable):
+        return error
+    if isinstance(error, BaseExceptionGroup):
+        found = [unavailable(each) for each in error.exceptions]
+        return found[0] if all(found) else None
+    kinds = [kind.__name__ for kind in type(error).__mro__ if kind.__module__.split(".")[0] in _LIBRARIES]
+    status = _status(error) if _STATUS.intersection(kinds) else None
+    gone = next((kind for kind in kinds if kind in _GONE or kind in _LATE), "")
+    late = gone in _LATE or isinstance(error, TimeoutError)
+    if status is not None and status not in _BUSY:
+        return None
+    if status is not None or late or gone or _unconnected(error):
+        away = Unavailable(_said(error), retry_after=_retry_after(error))
+        away.timed_out = late and gone not in _GONE
+        return away
+    return None if error.__cause__ is None else unavailable(error.__cause__)
+
+
+def _unconnected(error: BaseException) -> bool:
+    if isinstance(error, (ConnectionError, socket.gaierror)):
+        return True
+    # asyncio joins the errors of the addresses of a host in one OSError without a number
+    return isinstance(error, OSError) and (error.errno in _UNREACHABLE or "Connect call failed" in str(error))
+
+
+def _status(error: BaseException) -> int | None:
+    response = getattr(error, "response", None)
+    found = (
+        getattr(each, name, None) for each in (error, response) for name in ("status_code", "status", "code")
+    )
+    return next((status for status in found if isinstance(status, int)), None)
+
+
+def _retry_after(error: BaseException) -> float | None:
+    """Return the seconds of a header Retry-After, which may be a date."""
+    headers = getattr(getattr(error, "response", None), "headers", None) or getattr(error, "headers", None)
+    given = "" if headers is None else str(headers.get("Retry-After", ""))
+    with contextlib.suppress(ValueError):
+        return float(given)
+    with contextlib.suppress(ValueError):
+        return email.utils.parsedate_to_datetime(given).timestamp() - time.time()
+    return None
+
+
+def _said(error: BaseException) -> str:
+    """Return an error as text, with the address if its message lacks it."""
+    text = describe(error)
+    try:
+        url = urlsplit(str(error.request.url))  # type: ignore[attr-defined]
+        address = f"{url.scheme}://{url.hostname}{f':{url.port}' if url.port else ''}{url.path}"
+    except Exception:  # httpx raises RuntimeError for an error without a request
+        return text
+    return text if address in text else f"{text} ({address})"
+
+
+# ---------------------------------------------------------------------------------- the rules
+
+
+@define(eq=False)
+class Outage:
+    """The rules for one service.  Pure: it reads no clock.
+
+    Args:
+        budget: seconds without an answer that end the run.
+        jitter: returns a number from 0 to 1, by which pauses are longer.
+    """
+
+    budget: float
+    jitter: Callable[[], float]
+    since: float | None = field(init=False, default=None)
+    """Time of the first failure, if the service is away."""
+    due: float = field(init=False, default=0.0)
+    """Time at which it is asked again."""
+    failures: int = field(init=False, default=0)
+    """Number of times that it was asked in vain since then."""
+    over: bool = field(init=False, default=False)
+    """Whether the budget is used up."""
+    answers: int = field(init=False, default=0)
+    """Number of its answers."""
+    at_fault: set[str] = field(init=False, factory=set)
+    """Prompts that it does not answer, while it answers others."""
+    alone: Counter[str] = field(init=False, factory=Counter)
+    """Number of failures of calls with one prompt alone, since its last answer to it."""
+    _first: dict[str, int] = field(init=False, factory=dict)
+    """Number of its answers at the first failure of a prompt, since its last answer to it."""
+    _late: set[str] = field(init=False, factory=set)
+    """Prompts whose calls took too long since the last answer."""
+    _newest: tuple[str, int] = field(init=False, default=("", 0))
+    """The prompt of the last answer, and its number."""
+    _other: tuple[str, int] = field(init=False, default=("", 0))
+    """The same for the last answer to another prompt."""
+    _pause: float = field(init=False, default=0.0)
+
+    @property
+    def until(self) -> float:
+        """Time at which the budget is used up."""
+        return (self.since or 0.0) + (self.budget if self.answers else min(self.budget, FIRST_BUDGET))
+
+    def answered(self, prompt: str, began: float) -> None:
+        """Take an answer to a call that began then: the service is here, unless it went away since."""
+        self.answers += 1
+        if prompt != self._newest[0]:
+            self._other = self._newest
+        self._newest = prompt, self.answers
+        self._late.clear()
+        self.at_fault.discard(prompt)
+        self.alone.pop(prompt, None)
+        self._first.pop(prompt, None)
+        if self.since is None or began >= self.since:
+            self._end()
+
+    def failed(self, prompt: str, error: Unavailable, now: float, *, alone: bool = False) -> bool:
+        """Take a failure; return whether it makes the pause longer, as one of many that end together does."""
+        first = self._first.setdefault(prompt, self.answers)
+        self.alone[prompt] += alone
+        most = MOST_LATE if error.timed_out else MOST_REFUSED
+        if alone and self.alone[prompt] >= most and self.answered_another(prompt, first):
+            self.at_fault.add(prompt)
+            self._end()
+        if prompt in self.at_fault:
+            return False
+        if error.timed_out and self.since is None:
+            self._late.add(prompt)
+            if len(self._late) < 2:
+                return False
+        if self.since is None:
+            self.since = now
+        self.over = now >= self.until
+        longer = now >= self.due or not self._pause
+        if longer:
+            self.failures += 1
+            self._pause = min(2 * self._pause, LONGEST) or SHORTEST
+            self.due = now + self._pause * (1 + self.jitter() / 2)
+        self.due = min(max(self.due, now + (error.retry_after or 0.0)), self.until)
+        return longer
+
+    def answered_another(self, prompt: str, since: int) -> bool:
+        """Return whether it has answered calls with other prompts since there were so many answers."""
+        return (self._newest if self._newest[0] != prompt else self._other)[1] > since
+
+    def _end(self) -> None:
+        self.since, self.failures, self._pause = None, 0, 0.0
+
+
+# ---------------------------------------------------------------------------------- the calls
+
+
+@define(eq=False)
+class _Waiting:
+    """A call that waits until its service is here."""
+
+    prompt: str
+
+
+class Service:
+    """Calls of one service, which wait while it is away.
+
+    Args:
+        who: the part of the run that needs it, for messages.
+        budget: seconds without an answer, after which calls raise Unavailable.
+        key: key of the configuration with the budget.
+    """
+
+    def __init__(
+        self, who: str, budget: float, *, key: str, jitter: Callable[[], float] | None = None
+    ) -> None:
+        self._who, self._key = who, key
+        self._outage = Outage(budget, jitter or random.Random().random)
+        self._changes = Changes()
+        self._began = ""
+        """Time of day at which it went away."""
+        self._last = Unavailable()
+        self._waiting: list[_Waiting] = []
+        self._prober: _Waiting | None = None
+        """The one that asks it while it is away."""
+        self._calling: Counter[str] = Counter()
+        """Prompts of the calls that run."""
+
+    @property
+    def away(self) -> Unavailable | None:
+        """The last error of a service that is away; None while it is here."""
+        return None if self._outage.since is None else Unavailable(str(self._last))
+
+    async def ask(
+        self,
+        items: Sequence[T],
+        call: Callable[[Sequence[T], bool], Awaitable[Sequence[R]]],
+        *,
+        prompt: Callable[[T], str],
+        error: Callable[[R], Unavailable | None],
+    ) -> list[R]:
+        """Return one result for each item.
+
+        One whose result still has an error is at fault itself: the service answers the others.
+
+        Args:
+            call: returns one result for each of its items; it gets whether it asks a service that is away.
+            prompt: the prompt of an item.
+            error: returns the error of a result for which the service is at fault.
+
+        Raises Unavailable if the service has been away for too long.
+        """
+        prompts = [prompt(item) for item in items]
+        found: dict[int, R] = {}
+        while left := {i: each for i, each in enumerate(prompts) if i not in found}:
+            results = await self._round(
+                left, lambda places, alone: call([items[i] for i in places], alone), error
+            )
+            found |= {i: result for i, (result, final) in results.items() if final}
+        return [found[i] for i in range(len(items))]
+
+    async def once(
+        self, prompt: str, call: Callable[[], Awaitable[R]], error: Callable[[R], Unavailable | None]
+    ) -> tuple[R, bool]:
+        """Call when the service is here; return the result, and whether it is final or to be asked again."""
+
+        async def one(places: Sequence[int], alone: bool) -> list[R]:
+            return [await call()]
+
+        return (await self._round({0: prompt}, one, error))[0]
+
+    async def _round(
+        self,
+        prompts: Mapping[int, str],
+        call: Callable[[Sequence[int], bool], Awaitable[Sequence[R]]],
+        error: Callable[[R], Unavailable | None],
+    ) -> dict[int, tuple[R, bool]]:
+        """Ask all, or one while the service is away; return the results, and which of them are final."""
+        places = sorted(prompts, key=lambda i: self._outage.alone[prompts[i]])
+        waiting = _Waiting(prompts[places[0]])
+        alone = await self._admitted(waiting)
+        places = places[:1] if alone else places
+        before, began = self._outage.answers, asyncio.get_running_loop().time()
+        self._calling.update(prompts[i] for i in places)
+        try:
+            with not_counted() if alone else contextlib.nullcontext():
+                results = dict(zip(places, await call(places, alone), strict=True))
+            for i, result in results.items():
+                if error(result) is None:
+                    self._answered(prompts[i], began)
+            for i, result in results.items():
+                if (why := error(result)) is not None:
+                    self.failed(prompts[i], why, alone=alone)
+        finally:
+            self._calling.subtract(prompts[i] for i in places)
+            self._calling = +self._calling
+            self._end_probe(waiting)
+        return {
+            i: (result, await self._is_final(prompts[i], error(result), before, alone=alone))
+            for i, result in results.items()
+        }
+
+    async def _admitted(self, waiting: _Waiting) -> bool:
+        """Wait until the service is here, or until this one has to ask it; return whether it has to."""
+
+        def turn() -> bool | None:
+            outage = self._outage
+            if outage.over:
+                raise self._end()
+            if outage.since is None:
+                return False
+            best = min(self._waiting, key=lambda each: outage.alone[each.prompt])
+            now = asyncio.get_running_loop().time()
+            if self._prober is not None or best is not waiting or now < outage.due:
+                return None
+            self._prober = waiting
+            return True
+
+        if self._outage.since is None and not self._outage.over:
+            return False
+        self._waiting.append(waiting)
+        try:
+            with not_counted():
+                return await self._changes.until(turn)
+        except asyncio.CancelledError:
+            self._end_probe(waiting)
+            raise
+        finally:
+            self._waiting.remove(waiting)
+
+    def _end_probe(self, waiting: _Waiting) -> None:
+        if self._prober is waiting:
+            self._prober = None
+        self._changes.notify()
+
+    def _answered(self, prompt: str, began: float) -> None:
+        outage = self._outage
+        since, failures = outage.since, outage.failures
+        outage.answered(prompt, began)
+        if since is not None and outage.since is None:
+            seconds = asyncio.get_running_loop().time() - since
+            told = f"its service answers again, after {seconds:.0f} s in which it was asked {failures} times"
+            report("available", self._who, told)
+
+    def failed(self, prompt: str, error: Unavailable, *, alone: bool = False) -> None:
+        """Take a failure, maybe before the call that it is a part of has ended."""
+        loop, outage = asyncio.get_running_loop(), self._outage
+        was_here = outage.since is None
+        longer = outage.failed(prompt, error, loop.time(), alone=alone)
+        if outage.since is None:
+            return
+        self._last = error
+        loop.call_at(outage.due + SLACK, self._changes.notify)
+        if was_here:
+            self._began = time.strftime("%H:%M:%S")
+        if longer:
+            left, again = outage.until - loop.time(), outage.due - loop.time()
+            report(
+                "unavailable",
+                self._who,
+                f"its service is away since {self._began}: {error}. It is asked again in {again:.0f} s; the "
+                f"run ends if there is no answer for {left:.0f} s more ({self._key})",
+            )
+
+    async def _is_final(self, prompt: str, error: Unavailable | None, before: int, *, alone: bool) -> bool:
+        """Return whether a result stays: there is no error, or what was asked is at fault.
+
+        Args:
+            before: number of the service's answers before the call.
+        """
+        outage = self._outage
+
+        def is_at_fault() -> bool | None:
+            if prompt in outage.at_fault or outage.answered_another(prompt, before):
+                return True
+            if outage.since is not None:
+                return False
+            return None if any(other != prompt for other in self._calling) else True
+
+        if error is None or prompt in outage.at_fault:
+            return True
+        if alone or not error.timed_out:
+            return False
+        with not_counted():
+            return await self._changes.until(is_at_fault)
+
+    def _end(self) -> Unavailable:
+        outage = self._outage
+        seconds = outage.until - (outage.since or 0.0)
+        first = "" if outage.answers else "; it has never answered"
+        return Unavailable(
+            f"{self._who}: its service has been away for {seconds:.0f} s ({self._key}{first}), since "
+            f"{self._began}; it was asked {outage.failures} times, and at last: {self._last}. "
+            "Start it again, and then continue the run"
+        )
