@@ -184,7 +184,8 @@ class TerminalTracker(Tracker):
                 self._survived[event.kind] += event.count
                 cause = event.kind, event.component
                 if line := self._lines.line(*cause, event.message, count=event.count, now=event.time):
-                    self.say(f"survived, step {event.step}: {line}")
+                    what = "waits" if event.kind == "unavailable" else "survived"
+                    self.say(f"{what}, step {event.step}: {line}")
             case RunEnded() if self._survived:
                 self.say(f"survived in this run: {by_kind(self._survived)} (events.jsonl has each)")
 
