@@ -359,7 +359,6 @@ def unfinished(trials: Sequence[Trial], scale: Scale) -> Finding:
             "a model may learn not to end (metric accuracy_finished): look at episode.truncated in evaluate, "
             'or set rollout.truncated = "mask"'
         ),
-        measured=Rate(len(paid), len(trials)).measured(),
     )
 
 
