@@ -43,9 +43,14 @@ class Reliable:
             rollouts: of the prompt.
             unscored: whether a rollout without a reward is right; None: it does not count.
         """
-        found = [unscored if r.reward is None else r.reward >= 1 for r in rollouts]
+        found = [unscored if r.reward is None else right(r) for r in rollouts]
         counted = [each for each in found if each is not None]
         return comb(sum(counted), self.k) / comb(len(counted), self.k) if len(counted) >= self.k else None
+
+
+def right(rollout: grpo.Rollout) -> bool:
+    """Return whether a scored reply is right; an environment that declares no success pays 1 for it."""
+    return (rollout.reward or 0.0) >= 1 if rollout.success is None else rollout.success
 
 
 @grpo.hookimpl

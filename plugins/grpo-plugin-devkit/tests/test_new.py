@@ -8,11 +8,13 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 import yaml
 
-from grpo_core import ConfigError, EngineSetup, load_object
+from grpo_core import ConfigError, EngineSetup, Rollout, load_object
+from grpo_core.kit import import_file
 from grpo_plugin_devkit import new as scaffold
 
 MADE = [(sort, "") for sort in scaffold.SORTS] + [("environment", variant) for variant in scaffold.VARIANTS]
@@ -65,6 +67,18 @@ def done(command, project, where, *more):
 def commands_of(project):
     """The commands of ours in the plugin's README."""
     return re.findall(r"^grpo-core .*", (project / "README.md").read_text(), re.M)
+
+
+@pytest.mark.parametrize("written", ["scaffold", "example"])
+def test_a_strategy_asks_the_environment_what_a_success_is(written, tmp_path):
+    """An environment may call a reward of 0.5 a success, or pay more than 1 for what is none."""
+    name, project = made(tmp_path, "validation")
+    scaffolded = project / f"grpo_plugin_{name}" / "validation.py"
+    example = Path(__file__).parents[3] / "examples" / "custom_validation.py"
+    right = import_file(example if written == "example" else scaffolded).right
+    assert right(Rollout(reward=0.5, success=True))
+    assert not right(Rollout(reward=1.5, success=False))
+    assert right(Rollout(reward=1.0))
 
 
 @pytest.mark.parametrize(("sort", "variant"), MADE, ids=NAMES)
