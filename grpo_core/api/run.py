@@ -242,12 +242,22 @@ class Run:
 
     def _repr_html_(self) -> str:
         """Return a table of the first and the last validation, for Jupyter."""
+        from grpo_core.loop.metrics import headline
+        from grpo_core.validation.results import score
+
         by_task: dict[str, list[dict[str, Any]]] = {}
         for row in self.validations():
             by_task.setdefault(row["task"], []).append(row)
-        rows = [_html_row(task, rows[0], rows[-1]) for task, rows in by_task.items()]
+        lines = ""
+        for task, rows in by_task.items():
+            last = rows[-1]
+            metric = (
+                headline({key: value for key, value in last.items() if key not in ("step", "task")}) or ""
+            )
+            cells = [task, metric, *(score(metric, row) for row in (rows[0], last))]
+            lines += "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
         head = "<tr><th>task</th><th>metric</th><th>first</th><th>last</th></tr>"
-        table = f"<table>{head}{''.join(rows)}</table>" if rows else ""
+        table = f"<table>{head}{lines}</table>" if lines else ""
         return f"<p>Run <code>{escape(str(self.path))}</code></p>{table}"
 
 
@@ -258,12 +268,3 @@ def _object(line: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) else None
-
-
-def _html_row(task: str, first: dict[str, Any], last: dict[str, Any]) -> str:
-    from grpo_core.loop.metrics import headline
-    from grpo_core.validation.results import score
-
-    metric = headline({key: value for key, value in last.items() if key not in ("step", "task")}) or ""
-    cells = [task, metric, *(score(metric, row) for row in (first, last))]
-    return "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"

@@ -48,7 +48,6 @@ from grpo_core.loop.pipeline import Pipeline, Save, Validate, Watch, Written
 from grpo_core.loop.retention import Retention
 from grpo_core.model_sources import ModelRequest, StartModel, model_source
 from grpo_core.models import chat_template, local_directory
-from grpo_core.plugins.host import PluginHost
 from grpo_core.processes.garbage import spare_the_collector
 from grpo_core.protocols import DataPlane, Engine, Tracker, Trainer
 from grpo_core.records import Group, Prompt
@@ -130,18 +129,9 @@ class RunContext:
         return self.start.directory
 
     @property
-    def plugins(self) -> PluginHost:
-        return self.start.host
-
-    @property
-    def resume(self) -> checkpoint.Found | None:
-        """The checkpoint from which the run continues."""
-        return self.start.found
-
-    @property
     def step(self) -> int:
         """The step that the run continues from; 0 for a new run."""
-        return self.resume.step if self.resume else 0
+        return self.start.found.step if self.start.found else 0
 
     def emit(self, event: Event) -> None:
         """Send an event to all trackers."""
@@ -262,12 +252,12 @@ def _with_trackers(start: Launch, listeners: Mapping[str, Tracker]) -> RunContex
 
 async def _start(run: RunContext) -> Pipeline:
     """Start every part of a run, and tell the trackers that the run has started."""
-    parts, directory = Parts(run.start.config, run.plugins), run.directory
+    parts, directory = Parts(run.start.config, run.start.host), run.directory
     run.placement = parts.placement()
     run.trackers.status("starting the environments")
     around = Tasks.start(
         parts.config,
-        run.plugins,
+        run.start.host,
         run.placement,
         sets=parts.config.validation.due_sets,
         logs=directory.logs,
@@ -282,7 +272,7 @@ async def _start(run: RunContext) -> Pipeline:
     run.emit(_started(config, run, pipeline.buffer.statistics()))
     for cause, message in run.warnings:
         run.emit(WarningRaised(step=run.step, cause=cause, message=message))
-    for reason in run.resume.passed_over if run.resume else ():
+    for reason in run.start.found.passed_over if run.start.found else ():
         report("passed_over", "checkpoints", f"passed over {reason}")
     return pipeline
 
@@ -292,10 +282,10 @@ def _started(config: Config, context: RunContext, buffer: BufferStatistics) -> R
         step=context.step,
         directory=str(context.directory.path),
         config=as_table(config),
-        resumed=context.resume is not None,
+        resumed=context.start.found is not None,
         buffer=asdict(buffer),
-        manifest=checkpoint.manifest_digest(context.resume.directory) if context.resume else "",
-        measured=checkpoint.measured(context.resume) if context.resume else -1,
+        manifest=checkpoint.manifest_digest(context.start.found.directory) if context.start.found else "",
+        measured=checkpoint.measured(context.start.found) if context.start.found else -1,
     )
 
 
@@ -304,7 +294,7 @@ async def build_pipeline(config: Config, run: RunContext) -> tuple[Config, Pipel
 
     Returns the configuration with the number of steps, too.
     """
-    parts, tasks = Parts(config, run.plugins), run.tasks
+    parts, tasks = Parts(config, run.start.host), run.tasks
     devices = await asyncio.to_thread(run.placement.devices, parts.trainer_here, parts.engines())
     if devices.told:
         run.trackers.status(devices.told)
@@ -334,7 +324,7 @@ async def build_pipeline(config: Config, run: RunContext) -> tuple[Config, Pipel
         renderer, found = await load_renderer()
     sizes = {name: tasks.size(name, part) for name, part in found.prompts.items()}
     config = with_steps(config, sizes)
-    parts = Parts(config, run.plugins)
+    parts = Parts(config, run.start.host)
     trainer = _trainer(parts, run, model, teacher, devices)
     engines = {}
     for key, section in parts.engines().items():
@@ -371,7 +361,7 @@ async def _pipeline(
             found_odd["off_policy"] = remark.message
         else:
             run.trackers.status(remark.message)
-    if run.resume is not None and (changed := changed_schedule(run.resume, config.trainer)):
+    if run.start.found is not None and (changed := changed_schedule(run.start.found, config.trainer)):
         found_odd["schedule"] = changed
     run.warnings += found_odd.items()
     buffer, loaders, places = parts.buffer(), _loaders(config, run.tasks, prompts), parts.places()
@@ -382,8 +372,8 @@ async def _pipeline(
         held_out, own or engine, renderer, places, emit=run.emit, last=config.trainer.steps
     )
     _restore(run, checkpoint.restore_validation, validation)
-    if run.resume is not None:
-        validation.measured = checkpoint.measured(run.resume)
+    if run.start.found is not None:
+        validation.measured = checkpoint.measured(run.start.found)
     validate: Validate = validation
     watch: list[Watch] = [trainer.watch, run.trackers.watch]
     if own is not None:
@@ -420,8 +410,8 @@ async def _pipeline(
 
 def _restore(run: RunContext, restore: Callable[..., Iterable[str]], *parts: Any) -> None:
     """Let parts go on where the checkpoint of a resumed run left them, and say what could not be kept."""
-    if run.resume:
-        for told in restore(run.resume.directory, *parts):
+    if run.start.found:
+        for told in restore(run.start.found.directory, *parts):
             run.trackers.status(f"resuming: {told}")
 
 
@@ -474,7 +464,7 @@ async def _start_model(parts: Parts, run: RunContext, found: RunPrompts) -> Star
         return found.prompts
 
     config = parts.config
-    start = await model_source(config.model, run.plugins).start_model(
+    start = await model_source(config.model, run.start.host).start_model(
         ModelRequest(
             directory=run.directory.model,
             prompts=prompts,
@@ -495,7 +485,7 @@ def _trainer(parts: Parts, run: RunContext, model: StartModel, teacher: str, dev
     setup = evolve(
         parts.trainer_setup(model.path, teacher),
         prepare=model.prepare,
-        resume_from=str(run.resume.directory) if run.resume else None,
+        resume_from=str(run.start.found.directory) if run.start.found else None,
         transport=parts.transport(run.placement),
         env_vars=devices.trainer,
         shares_gpu=devices.shared,
@@ -503,7 +493,7 @@ def _trainer(parts: Parts, run: RunContext, model: StartModel, teacher: str, dev
         log=str(run.directory.logs / "trainer.log"),
     )
     chosen = parts.config.trainer
-    trainer: Trainer = run.plugins.make("trainer", chosen.name, setup, **chosen.options)
+    trainer: Trainer = run.start.host.make("trainer", chosen.name, setup, **chosen.options)
     run.stack.push_async_callback(trainer.aclose)
     return trainer
 

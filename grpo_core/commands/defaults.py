@@ -125,7 +125,9 @@ def _named(where: str, kind: type | None, meaning: str, given: Mapping[str, Any]
 
 def _key(field: attrs.Attribute[Any], table: Any, meaning: str) -> Iterator[str]:
     """Yield the comment of a key of a table, and the key with its value."""
-    value = _default(field) if table is None else getattr(table, field.name)
+    value: Any = field.default if table is None else getattr(table, field.name)
+    if isinstance(value, attrs.Factory):  # type: ignore[arg-type]
+        value = value.factory()
     yield from _comment(meaning)
     if typing.get_origin(field.type) is typing.Literal:
         yield from _comment("One of " + ", ".join(map(_inline, typing.get_args(field.type))) + ".")
@@ -137,11 +139,6 @@ def _key(field: attrs.Attribute[Any], table: Any, meaning: str) -> Iterator[str]
 def _set(line: str, value: Any) -> str:
     """Return a line, behind a # if there is no value."""
     return f"#{line}" if value is None else line
-
-
-def _default(field: attrs.Attribute[Any]) -> Any:
-    default: Any = field.default
-    return default.factory() if isinstance(default, attrs.Factory) else default  # type: ignore[arg-type]
 
 
 def _table_of(kind: Any) -> type | None:

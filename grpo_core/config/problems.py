@@ -41,7 +41,11 @@ def problems(kind: Any, value: Any, where: str, sections: PluginSections = NO_SE
         yield from _table_problems(kind, value, where, sections)
     elif origin is dict and isinstance(value, Mapping):
         if where in NAMED:
-            yield from (_name(where, name) for name in value if not re.fullmatch(TASK_NAME, name))
+            for name in (name for name in value if not re.fullmatch(TASK_NAME, name)):
+                yield (
+                    f"configuration key {where!r}: the name {name[:80]!r} of a {NAMED[where]} has to be 1 to "
+                    "64 letters, digits and the characters . _ -"
+                )
         for key, item in value.items():
             yield from problems(arguments[1], item, f"{where}.{key}")
     else:
@@ -88,13 +92,6 @@ def _nearest(key: str, known: Mapping[str, Any], prefix: str, sections: PluginSe
         return near
     what = "name" if key == "strategy" else f"options.{key}"
     return f" Did you mean {prefix + what!r}, {'the strategy' if key == 'strategy' else 'an option'}?"
-
-
-def _name(where: str, name: str) -> str:
-    return (
-        f"configuration key {where!r}: the name {name[:80]!r} of a {NAMED[where]} has to be 1 to 64 letters, "
-        "digits and the characters . _ -"
-    )
 
 
 def _is_of(value: Any, kind: Any) -> bool:

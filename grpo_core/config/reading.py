@@ -128,7 +128,12 @@ def build(layers: Iterable[Mapping[str, Any]], sections: PluginSections = NO_SEC
         merged: dict[str, Any] = {}
         for layer in layers:
             merged = merge(merged, layer)
-        secrets = map(_refuse_secret, sorted(set(secrets_in(merged))))
+        secrets = [
+            f"configuration key {key!r}: is named like a secret, and the configuration is written into the "
+            "run's files. Set an environment variable instead, and let the plugin read it (os.environ): "
+            "child processes have the variables of grpo-core"
+            for key in sorted(set(secrets_in(merged)))
+        ]
         merged = _with_tracker_options(merged)
         if found := [*secrets, *problems(Config, merged, "", sections)]:
             raise ConfigError("\n".join(found))
@@ -161,14 +166,6 @@ def structured(kind: type[T], table: Mapping[str, Any], *, where: str = "") -> T
         return cattrs.structure(table, kind)
     except cattrs.BaseValidationError as error:
         raise ConfigError("\n".join(out_of_range(error, where))) from None
-
-
-def _refuse_secret(key: str) -> str:
-    return (
-        f"configuration key {key!r}: is named like a secret, and the configuration is written into the "
-        "run's files. Set an environment variable instead, and let the plugin read it (os.environ): child "
-        "processes have the variables of grpo-core"
-    )
 
 
 def as_table(config: Config) -> dict[str, Any]:

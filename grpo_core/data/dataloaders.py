@@ -70,7 +70,8 @@ class Dataloader:
         """Number of rows that became no prompt."""
         self._deadline, self._adopt, self._held_out = deadline, adopt, held_out
         self._make = make
-        self._size: int | None = None
+        self.size: int | None = None
+        """Number of rows of an epoch; None if it is not known, as before it is made."""
         self._lock = threading.Condition()
         """Guards everything below."""
         self._ahead: deque[ReadPrompt] = deque()
@@ -132,11 +133,6 @@ class Dataloader:
         """Return the first ``n`` held-out prompts, or None if it offers none.  Raises GrpoError."""
         return await asyncio.to_thread(self._call, lambda feed: self._held_out(n))
 
-    @property
-    def size(self) -> int | None:
-        """Number of rows of an epoch; None if it is not known.  The dataloader has been made."""
-        return self._size
-
     def close(self) -> None:
         """Let the thread end when it returns from the dataloader."""
         with self._lock:
@@ -157,12 +153,12 @@ class Dataloader:
     # ------------------------------------------------------------------------------ drawing
 
     def __len__(self) -> int:
-        if self._size is None:
+        if self.size is None:
             raise PluginError(
                 f"{self.who} does not know how many rows it has, and the sampler asks for it; choose a "
                 "sampler that only takes the next prompts, such as mix"
             )
-        return self._size
+        return self.size
 
     def take(self, n: int) -> list[Prompt]:
         """Return the next ``n`` prompts: at once if they are ``ready``."""
@@ -289,7 +285,7 @@ class Dataloader:
     def _run(self) -> None:
         try:
             feed = self._make()
-            self._size = feed.size
+            self.size = feed.size
             while self._next(feed):
                 self._announce()
         except BaseException as error:  # whatever code of others raises
@@ -353,7 +349,7 @@ class Dataloader:
 
     def _late(self) -> PluginError:
         what = (
-            f"it has read {self.rows:,} rows" if self._size is not None or self.rows else "it is not made yet"
+            f"it has read {self.rows:,} rows" if self.size is not None or self.rows else "it is not made yet"
         )
         left_out = f", of which {self._left_out:,} are left out" if self._left_out else ""
         return PluginError(

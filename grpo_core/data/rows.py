@@ -77,7 +77,8 @@ class RowReader:
                 return None
             prompt = found
         else:
-            hint = "; give batch_size=None, so that rows come one by one" if _is_batch(row) else ""
+            batch = isinstance(row, list | tuple) and bool(row) and isinstance(row[0], Prompt | Mapping)
+            hint = "; give batch_size=None, so that rows come one by one" if batch else ""
             raise PluginError(
                 f"task {self._task!r}: dataloader {self._who!r}, row {place + 1} is {row!r:.80} of type "
                 f"{type(row).__name__}, expected a Prompt or a mapping of fields{hint}"
@@ -288,10 +289,6 @@ def _is(given: Any, module: str, name: str) -> bool:
     """Return whether something is of a class whose module may not be imported."""
     there = sys.modules.get(module)
     return there is not None and isinstance(given, getattr(there, name))
-
-
-def _is_batch(row: Any) -> bool:
-    return isinstance(row, list | tuple) and bool(row) and isinstance(row[0], Prompt | Mapping)
 
 
 def raised(who: str, what: str, error: BaseException) -> GrpoError:

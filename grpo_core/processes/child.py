@@ -122,7 +122,8 @@ class Child:
         self._ready = False
         self._heard = 0.0
         """Time of the last answer."""
-        self._death: errors.GrpoError | None = None
+        self.death: errors.GrpoError | None = None
+        """Why it has ended, as far as is known; None while it runs.  All waiting calls raise it."""
         self._mark = ""
         self._socket, theirs = socket.socketpair()
         try:
@@ -160,12 +161,7 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        return self._death is None and not self._has_ended()
-
-    @property
-    def death(self) -> errors.GrpoError | None:
-        """Why it has ended, as far as is known; None while it runs.  All waiting calls raise it."""
-        return self._death
+        return self.death is None and not self._has_ended()
 
     async def started(self, *, seconds: float) -> Any:
         """Wait until the target is made; return its ``description()`` if it has one.
@@ -191,14 +187,14 @@ class Child:
         try:
             return await self._answer(id, method, seconds, grace=grace)
         except asyncio.CancelledError:
-            if self._death is None and self._writer is not None:
+            if self.death is None and self._writer is not None:
                 self._writer.write(framed(Call(next(self._ids), "cancel", (id,))))
             raise
 
     async def _send(self, method: str, *args: Any) -> int:
         await self._connect()
-        if self._death is not None:
-            raise self._death
+        if self.death is not None:
+            raise self.death
         id = next(self._ids)
         assert self._writer is not None
         self._waiting[id] = asyncio.get_running_loop().create_future()
@@ -210,16 +206,16 @@ class Child:
         await self._connect()
         if self._reader is not None:
             await asyncio.shield(self._reader)
-        assert self._death is not None
-        return self._death
+        assert self.death is not None
+        return self.death
 
     def kill(self, why: errors.GrpoError | None = None) -> None:
         """End the child and its own children now; calls that wait raise ``why`` or ChildDied.
 
         A child that the kernel does not end within ``ENDING`` seconds is reported, and left to a thread.
         """
-        if self._death is None:
-            self._death = why or errors.ChildDied(f"{self.name} was stopped")
+        if self.death is None:
+            self.death = why or errors.ChildDied(f"{self.name} was stopped")
         if not self._has_ended():
             self._kill_group()
             self._process.kill()  # if it has not made its group yet
@@ -232,8 +228,8 @@ class Child:
 
     async def aclose(self, *, seconds: float = 2.0) -> None:
         """Give the child ``seconds`` to end by itself, then kill it."""
-        if self._writer is not None and self._death is None:
-            self._death = errors.ChildDied(f"{self.name} is closed")
+        if self._writer is not None and self.death is None:
+            self.death = errors.ChildDied(f"{self.name} is closed")
             self._writer.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 await asyncio.to_thread(self._wait, seconds)
@@ -281,7 +277,7 @@ class Child:
 
     async def _connect(self) -> None:
         async with self._connecting:
-            if self._writer is None and self._death is None:
+            if self._writer is None and self.death is None:
                 stream, self._writer = await asyncio.open_connection(sock=self._socket)
                 self._waiting[0] = asyncio.get_running_loop().create_future()
                 self._reader = asyncio.create_task(self._read(stream), name=f"reader of {self.name}")
@@ -291,8 +287,8 @@ class Child:
     ) -> Any:
         """Wait for an answer, with ``grace`` as long as others come; kill a child that is late."""
         await self._connect()
-        if self._death is not None:
-            raise self._death
+        if self.death is not None:
+            raise self.death
         if id == 0 and self._ready:
             return None
         future = self._waiting[id]
@@ -328,9 +324,9 @@ class Child:
                 else:
                     future.set_result(answer.result)
         except (asyncio.IncompleteReadError, ConnectionError, OSError):
-            if self._death is None:
+            if self.death is None:
                 code = await asyncio.to_thread(self._wait)
-                self._death = errors.ChildDied(f"{self.name} died ({_exit(code)}){self._last_words()}")
+                self.death = errors.ChildDied(f"{self.name} died ({_exit(code)}){self._last_words()}")
             self._fail_waiting()
         except Exception as error:  # of unpickling; its callers must not wait for ever
             self.kill(
@@ -342,7 +338,7 @@ class Child:
     def _fail_waiting(self) -> None:
         for future in self._waiting.values():
             if not future.done():
-                future.set_exception(self._death or errors.ChildDied(f"{self.name} died"))
+                future.set_exception(self.death or errors.ChildDied(f"{self.name} died"))
                 future.exception()  # marks the error as seen: a caller may have been cancelled
 
     def _last_words(self, lines: int = 6) -> str:

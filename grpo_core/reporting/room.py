@@ -34,10 +34,9 @@ class DiskRoom(Tracker):
         directory: Path,
         num_steps: int,
         emit: Callable[[Event], None],
-        free: Callable[[Path], int] | None = None,
+        free: Callable[[Path], int] = lambda directory: shutil.disk_usage(directory).free,
     ) -> None:
-        self._directory, self._num_steps, self._emit = directory, num_steps, emit
-        self._free = free or _free
+        self._directory, self._num_steps, self._emit, self._free = directory, num_steps, emit, free
         self._begin: tuple[int, int] | None = None
         """Step and size of the growing files when the first step ended."""
         self._rollouts: list[int] = []
@@ -48,7 +47,9 @@ class DiskRoom(Tracker):
         if not isinstance(event, StepEnded):
             return
         grown = sum(_size(self._directory / name) for name in ("events.jsonl", "metrics.jsonl"))
-        self._rollouts = [*self._rollouts[-FIRST:], self._newest_rollouts(event.step - 1)]
+        written = self._directory / ROLLOUTS / f"step-{event.step - 1:06d}"  # of the step before
+        newest = sum(_size(Path(f"{written}{suffix}")) for suffix in (*TEXTS, TOKENS))
+        self._rollouts = [*self._rollouts[-FIRST:], newest]
         first, size = self._begin = self._begin or (event.step, grown)
         steps = event.step - first
         left = min(FEWEST_STEPS, self._num_steps - event.step)
@@ -64,16 +65,6 @@ class DiskRoom(Tracker):
                 "tracking.files.tokens=false"
             )
             self._emit(WarningRaised(step=event.step, cause="disk", message=message))
-
-    def _newest_rollouts(self, step: int) -> int:
-        """Return the bytes of the rollouts of the step before, which are written by now."""
-        return sum(
-            _size(self._directory / ROLLOUTS / f"step-{step:06d}{suffix}") for suffix in (*TEXTS, TOKENS)
-        )
-
-
-def _free(directory: Path) -> int:
-    return shutil.disk_usage(directory).free
 
 
 def _size(path: Path) -> int:

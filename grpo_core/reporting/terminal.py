@@ -122,7 +122,12 @@ class TerminalTracker(Tracker):
         self._lines = Lines()
         self._sample: tuple[str, str, float] | None = None
         self._live = (
-            Live(get_renderable=self._draw, console=self.console, refresh_per_second=8, transient=False)
+            Live(
+                get_renderable=lambda: Group(self._head(), _beside(self._rows())),
+                console=self.console,
+                refresh_per_second=8,
+                transient=False,
+            )
             if view == "live" and self.console.is_terminal and self.console.width >= _WIDE
             else None
         )
@@ -244,9 +249,6 @@ class TerminalTracker(Tracker):
         if not seconds or not left:
             return ""
         return f", about {_clock(max(0.0, fmean(seconds) * left - since))} left"
-
-    def _draw(self) -> RenderableType:
-        return Group(self._head(), _beside(self._rows()))
 
     def _head(self) -> RenderableType:
         now = time.monotonic()

@@ -62,7 +62,7 @@ class Trackers:
         self._loop = asyncio.get_running_loop()
         self._failed = asyncio.Event()
         self._error: TrackingError | None = None
-        self._step = 0
+        self.step = 0
         self.incidents = IncidentCounts(self._tell, time.monotonic)
         """Counts what is reported to ``report``, and makes it events."""
         self._threads: list[TrackerThread] = []
@@ -83,7 +83,7 @@ class Trackers:
         """Return the run with what a tracker of this name may ask of it, from any thread."""
 
         def warn(text: str) -> None:
-            warning = WarningRaised(step=self._step, cause=f"tracker {name!r}", message=str(text))
+            warning = WarningRaised(step=self.step, cause=f"tracker {name!r}", message=str(text))
             self._in_loop(partial(self.emit, warning))
 
         def stop(reason: str) -> None:
@@ -130,7 +130,7 @@ class Trackers:
                         f"{thread.who} has not returned from {thread.doing} for {PATIENCE:g} s; "
                         "the checkpoint does not contain its state"
                     )
-                    self.emit(WarningRaised(step=self._step, cause=thread.who, message=message))
+                    self.emit(WarningRaised(step=self.step, cause=thread.who, message=message))
             done = {thread.name: state.result() for thread, state in asked if state.done()}
             return {name: state for name, state in done.items() if state is not None}
 
@@ -144,24 +144,19 @@ class Trackers:
         """
         if isinstance(event, RunEnded):
             self.incidents.flush()
-        self._step = max(self._step, event.step)
+        self.step = max(self.step, event.step)
         event = evolve(event, time=time.time(), **_long_texts(event))
         stuck = [error for thread in self._threads if (error := thread.put(event)) is not None]
         if stuck:
             raise stuck[0]
 
-    @property
-    def step(self) -> int:
-        """The newest step that an event was about."""
-        return self._step
-
     def status(self, message: str) -> None:
         """Say what the run does now."""
-        self.emit(StatusChanged(step=self._step, message=message))
+        self.emit(StatusChanged(step=self.step, message=message))
 
     def stage(self, stage: str) -> None:
         """Say which stage of the loop begins."""
-        self.emit(StageBegan(step=self._step, stage=stage))
+        self.emit(StageBegan(step=self.step, stage=stage))
 
     def report(self, incident: Incident) -> None:
         """Count an incident, and send it to all trackers as an event, alone or with others of its kind."""
@@ -210,7 +205,7 @@ class Trackers:
         return all(thread.ended for thread in self._threads)
 
     def _tell(self, incident: Incident, count: int) -> None:
-        self.emit(IncidentReported(step=self._step, count=count, **asdict(incident)))
+        self.emit(IncidentReported(step=self.step, count=count, **asdict(incident)))
 
     def _required(self) -> list[TrackerThread]:
         return [thread for thread in self._threads if thread.required]
@@ -222,7 +217,7 @@ class Trackers:
     def _report(self, name: str, error: TrackingError, required: bool) -> None:
         if not required:
             message = f"{error}; it is not called again"
-            self.emit(WarningRaised(step=self._step, cause=name, message=message))
+            self.emit(WarningRaised(step=self.step, cause=name, message=message))
             return
         self._error = self._error or error
         self._failed.set()
@@ -248,8 +243,10 @@ class TrackerThread:
         self._tokens = 0
         """Number of tokens of the rollouts in ``_waiting``."""
         self._change = threading.Condition()
-        self._doing = "its start"
-        self._dropped = False
+        self.doing = "its start"
+        """The event, or the method, that it was called with last."""
+        self.dropped = False
+        """Whether it has failed, so that it is called no more."""
         self._thread = threading.Thread(target=self._run, name=self.who, daemon=True)
         self._thread.start()
 
@@ -266,40 +263,30 @@ class TrackerThread:
                 self._change.notify_all()
         if room:
             return None
-        behind = TrackingError(f"{self.who} is too far behind the run, in {self._doing}")
+        behind = TrackingError(f"{self.who} is too far behind the run, in {self.doing}")
         error = self.is_stuck() if self.required else behind
         self._drop(error)
         return error if self.required else None
-
-    @property
-    def dropped(self) -> bool:
-        """Whether it has failed, so that it is called no more."""
-        return self._dropped
 
     @property
     def ended(self) -> bool:
         """Whether the tracker has handled everything, and was closed."""
         return not self._thread.is_alive()
 
-    @property
-    def doing(self) -> str:
-        """The event, or the method, that it was called with last."""
-        return self._doing
-
     def is_stuck(self) -> TrackingError:
         """The error of a required tracker that does not come to its end."""
-        return TrackingError(f"{self.who} has not returned from {self._doing} for {REQUIRED_PATIENCE:g} s")
+        return TrackingError(f"{self.who} has not returned from {self.doing} for {REQUIRED_PATIENCE:g} s")
 
     def join(self, until: float) -> None:
         """Wait for the end, until a moment of the monotonic clock."""
-        self._thread.join(0.0 if self._dropped else max(0.0, until - time.monotonic()))
-        if self._thread.is_alive() and not self._dropped:
-            log.warning("%s has not returned from %s; the run ends without it", self.who, self._doing)
+        self._thread.join(0.0 if self.dropped else max(0.0, until - time.monotonic()))
+        if self._thread.is_alive() and not self.dropped:
+            log.warning("%s has not returned from %s; the run ends without it", self.who, self.doing)
 
     @property
     def has_state(self) -> bool:
         """Whether it is still called, and has a state."""
-        return not self._dropped and type(self._tracker).state_dict is not Tracker.state_dict
+        return not self.dropped and type(self._tracker).state_dict is not Tracker.state_dict
 
     def load(self, state: Any) -> None:
         """Give the tracker its state before any event."""
@@ -320,14 +307,14 @@ class TrackerThread:
     def _hears(self, event: Event) -> bool:
         """Whether the tracker is still called, and defines a method for the event."""
         kind = type(self._tracker)
-        return not self._dropped and (
+        return not self.dropped and (
             kind.event is not Tracker.event
             or (isinstance(event, GroupsReady) and kind.rollouts is not Tracker.rollouts)
             or (isinstance(event, StepEnded | Validated) and kind.metrics is not Tracker.metrics)
         )
 
     def _has_room(self) -> bool:
-        return self._dropped or (len(self._waiting) < BACKLOG and self._tokens < TOKENS)
+        return self.dropped or (len(self._waiting) < BACKLOG and self._tokens < TOKENS)
 
     # ------------------------------------------------------------------------------ on the thread
 
@@ -344,12 +331,12 @@ class TrackerThread:
                 item()
             else:
                 self._call(type(item).__name__, partial(call, self._tracker, item))
-        self._doing = "close()"
+        self.doing = "close()"
         self._try(self._tracker.close)
 
     def _call(self, doing: str, work: Callable[[], object]) -> None:
-        if not self._dropped:
-            self._doing = doing
+        if not self.dropped:
+            self.doing = doing
             self._try(work)
 
     def _try(self, work: Callable[[], object]) -> None:
@@ -360,7 +347,7 @@ class TrackerThread:
                 ". The run needs it: mend the cause and continue with --resume" if self.required else ""
             )
             named = "" if isinstance(error, GrpoError | OSError) else f"{type(error).__name__}: "
-            told = TrackingError(f"{self.who} failed in {self._doing}: {named}{error}{what_to_do}")
+            told = TrackingError(f"{self.who} failed in {self.doing}: {named}{error}{what_to_do}")
             if self.required and isinstance(error, ConfigError):
                 told = TrackingError(str(error))
                 told.exit_status = error.exit_status
@@ -369,7 +356,7 @@ class TrackerThread:
 
     def _drop(self, error: TrackingError) -> None:
         with self._change:
-            first, self._dropped = not self._dropped, True
+            first, self.dropped = not self.dropped, True
             self._change.notify_all()
         if first and not self.required:
             log.warning("%s; it is not called again", error, exc_info=error.__cause__)

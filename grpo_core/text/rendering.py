@@ -315,7 +315,7 @@ class Renderer:
         """
         ids = self._encode(text)
         ends = next((i for i, token in enumerate(ids) if token in self.stop_token_ids), None)
-        if ends and not in_turn(self._decode(ids[:ends])):
+        if ends and not in_turn(self.whole(ids[:ends])):
             ends = None
         if ends is not None:
             same = end in (None, ids[ends])
@@ -340,8 +340,8 @@ class Renderer:
         """
         ids, alone = self._encode(text), self._encode(last)
         same = next((i for i, (a, b) in enumerate(zip(ids, alone, strict=False)) if a != b), len(alone))
-        end = self._decode(ids[:same])
-        said = "" if sampled is None else self._decode(sampled[-_TAIL:].tolist())
+        end = self.whole(ids[:same])
+        said = "" if sampled is None else self.whole(sampled[-_TAIL:].tolist())
         if not end.strip() or not text.startswith(end) or not said.rstrip().endswith(end.strip()):
             return text
         return text[len(end) :] if said.endswith(end) else text[len(end.rstrip()) :]
@@ -379,10 +379,6 @@ class Renderer:
         return dict(
             self._tokenizer.parse_response(token_ids.tolist(), prefix=prefix, tools=list(tools) or None)
         )
-
-    def whole(self, token_ids: Sequence[int]) -> str:
-        """Decode tokens, with special tokens."""
-        return self._decode(token_ids)
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Decode tokens, without special tokens."""
@@ -432,8 +428,9 @@ class Renderer:
         written = json.dumps(arguments, ensure_ascii=False) if self._arguments_are_text else dict(arguments)
         return {**call, "function": {"name": function["name"], "arguments": written}}
 
-    def _decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+    def whole(self, token_ids: Sequence[int]) -> str:
+        """Decode tokens, with special tokens."""
+        return str(self._tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
 
     def _encode(self, text: str, *, start: bool = False) -> tuple[int, ...]:
         # a template writes its special tokens itself; plain text gets the model's, only at its start
