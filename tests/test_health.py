@@ -12,7 +12,7 @@ from test_pipeline import Run
 
 from grpo_core.errors import TrainerError
 from grpo_core.events import WarningRaised
-from grpo_core.loop.health import CAUSES, WINDOW, Limits, check_limits, lost_signal
+from grpo_core.loop.health import CAUSES, WINDOW, Thresholds, check_limits, lost_signal
 from grpo_core.records import StepResult
 from grpo_core.testing import FakeEngine, FakeTrainer
 
@@ -22,8 +22,8 @@ names = st.sampled_from(NAMES)
 
 
 def between(name):
-    """Limits between which a number is worth a warning and no more: soft 2 and hard 4, or 4 and 2."""
-    return Limits(4.0, 2.0) if CAUSES[name].small_is_bad else Limits(2.0, 4.0)
+    """Thresholds between which a number is worth a warning and no more: soft 2 and hard 4, or 4 and 2."""
+    return Thresholds(4.0, 2.0) if CAUSES[name].small_is_bad else Thresholds(2.0, 4.0)
 
 
 def fine(name):
@@ -70,7 +70,7 @@ def test_a_non_finite_number_is_beyond_every_limit(name, before, bad):
 
 @given(names, st.lists(numbers, max_size=8))
 def test_a_limit_of_zero_is_none(name, values):
-    assert check_limits([{name: value} for value in values], {name: Limits()}) == []
+    assert check_limits([{name: value} for value in values], {name: Thresholds()}) == []
 
 
 @pytest.mark.long
@@ -96,7 +96,7 @@ class Drifting(FakeTrainer):
 
 
 def test_a_mismatch_that_grows_is_a_warning_first_and_then_the_end_of_the_run():
-    drifting = Run(steps=40, trainer=Drifting(), limits={"logprob_diff_mean": Limits(soft=1.0, hard=2.0)})
+    drifting = Run(steps=40, trainer=Drifting(), limits={"logprob_diff_mean": Thresholds(soft=1.0, hard=2.0)})
     with pytest.raises(TrainerError, match=r"step 23: logprob_diff_mean is 2\.1, above its hard limit 2"):
         drifting()
     warnings = drifting.of(WarningRaised)
@@ -135,7 +135,7 @@ def resumed_with(engine):
     first = Run(engine=wrong_engine(), trainer=Comparing(), save=save, schedule={"save_every": 1}, **options)
     first()
     step, state = next((step, state) for step, state in kept if step > 1 and len(state["ready"]) > 2)
-    limits = {"logprob_diff_mean": Limits(soft=1.0, hard=2.0)}
+    limits = {"logprob_diff_mean": Thresholds(soft=1.0, hard=2.0)}
     second = Run(engine=engine, trainer=Comparing(), limits=limits, **options)
     second.buffer.load_state_dict(state)
     second.stream.take(state["dispatched"])
@@ -186,6 +186,6 @@ def test_a_gradient_that_sequence_weights_shrink_is_said_in_words():
 
 
 def test_a_loss_that_corrects_nothing_is_what_explains_a_mismatch():
-    limits = {"mismatch_kl": Limits(0.5, 4.0), "clip_fraction_low": Limits(0.3, 0.9)}
+    limits = {"mismatch_kl": Thresholds(0.5, 4.0), "clip_fraction_low": Thresholds(0.3, 0.9)}
     found = check_limits([{"mismatch_kl": 1.0, "clip_fraction_low": 0.5}], limits, "correction = 'off'")
     assert ["Likely: correction = 'off'" in finding.message for finding in found] == [True, False]

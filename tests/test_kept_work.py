@@ -27,7 +27,7 @@ from grpo_core.errors import (
 from grpo_core.events import GroupsReady, Saved, Saving, StepEnded, Synced
 from grpo_core.loop import checkpoint
 from grpo_core.loop.endings import Goal
-from grpo_core.loop.health import Limits
+from grpo_core.loop.health import Thresholds
 from grpo_core.models import not_finite
 from grpo_core.planes import MemoryPlane
 from grpo_core.protocols import Tracker
@@ -173,7 +173,7 @@ def health_fails(run_):
         )
 
     run_.trainer.step = stepped
-    run_.pipeline.checks.limits = {"logprob_diff_mean": Limits(hard=2.0)}
+    run_.pipeline.checks.limits = {"logprob_diff_mean": Thresholds(hard=2.0)}
 
 
 def advantages_fail(run_):

@@ -27,7 +27,7 @@ from grpo_core.loop.buffer import Buffer
 from grpo_core.loop.canary import LENGTH
 from grpo_core.loop.dynamic import DynamicSampling, short_name
 from grpo_core.loop.endings import TimeLimit
-from grpo_core.loop.health import Limits
+from grpo_core.loop.health import Thresholds
 from grpo_core.loop.pipeline import Checks, Learning, ObserveAttempt, Playing, Schedule
 from grpo_core.loop.rollout import LostBudget, SamplingParams
 from grpo_core.loss import LossSetting, Remark, needs_of, remarks_of
@@ -354,11 +354,11 @@ class Parts:
             canary=canary_prompts(prompts, renderer),
             tolerance=self.canary_tolerance(self.config.engine),
             limits={
-                "logprob_diff_mean": Limits(*config.logprob_diff),
-                "mismatch_kl": Limits(*config.mismatch_kl),
-                "effective_sample_size": Limits(*config.effective_sample_size),
-                "clip_fraction_low": Limits(*config.clip_fraction),
-                "clip_fraction_high": Limits(*config.clip_fraction),
+                "logprob_diff_mean": Thresholds(*config.logprob_diff),
+                "mismatch_kl": Thresholds(*config.mismatch_kl),
+                "effective_sample_size": Thresholds(*config.effective_sample_size),
+                "clip_fraction_low": Thresholds(*config.clip_fraction),
+                "clip_fraction_high": Thresholds(*config.clip_fraction),
             },
             taught_by_rewards="teacher" not in self.needs,
             correction=self.correction,

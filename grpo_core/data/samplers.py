@@ -199,9 +199,8 @@ class PromptStream:
     _drawn: bool = field(init=False, default=False)
     _watched: dict[str, _WatchedLoader] = field(init=False)
 
-    @_watched.default
-    def _watch(self) -> dict[str, _WatchedLoader]:
-        return {task: _WatchedLoader(loader) for task, loader in self.loaders.items()}
+    def __attrs_post_init__(self) -> None:
+        self._watched = {task: _WatchedLoader(loader) for task, loader in self.loaders.items()}
 
     def ready(self, n: int, changed: Callable[[], None]) -> bool:
         """Return whether each loader has ``n`` prompts at once: the sampler may take them all from one.

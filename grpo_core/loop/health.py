@@ -1,4 +1,4 @@
-"""Limits of the metrics that show whether training still works as intended.  Pure.
+"""Thresholds of the metrics that show whether training still works as intended.  Pure.
 
 Each metric has a soft limit (a warning) and a hard limit (the run stops), which apply to the median of the
 last steps: a small batch may be extreme once, but a fault persists.
@@ -17,7 +17,7 @@ WINDOW = 5
 
 
 @frozen
-class Limits:
+class Thresholds:
     """The limits for a warning (``soft``) and for the end of the run (``hard``); 0 disables a limit."""
 
     soft: float = 0.0
@@ -78,7 +78,7 @@ OFF_POLICY = ("logprob_diff_mean", "mismatch_kl", "effective_sample_size")
 
 
 def check_limits(
-    recent: Sequence[Mapping[str, float]], limits: Mapping[str, Limits], uncorrected: str = ""
+    recent: Sequence[Mapping[str, float]], limits: Mapping[str, Thresholds], uncorrected: str = ""
 ) -> list[Finding]:
     """Return the metrics of the last steps (newest last) that are beyond a limit; the fatal ones come first.
 

@@ -221,7 +221,7 @@ class Checks:
     """Prompts (token ids) that check the engine after the first syncs; see ``grpo_core.loop.canary``."""
     tolerance: Tolerance = field(factory=Tolerance)
     """Tolerance of the canary."""
-    limits: Mapping[str, health.Limits] = field(factory=dict)
+    limits: Mapping[str, health.Thresholds] = field(factory=dict)
     """Health limits by metric."""
     correction: str = ""
     """The options of the loss that correct for older weights, as text."""
@@ -288,17 +288,10 @@ class Pipeline:
     _carried: frozenset[int] = field(init=False, default=frozenset())
     """Slots of the groups that were finished before the run was resumed."""
 
-    @_saves.default
-    def _when_to_save(self) -> Saves:
-        return Saves(self.schedule.save_every, self.schedule.save_seconds)
-
-    @_replies.default
-    def _watch_replies(self) -> Replies:
-        return Replies(self.checks.taught_by_rewards)
-
-    @_canaries.default
-    def _begin_with_prompts(self) -> Canaries:
-        return Canaries(list(self.checks.canary))
+    def __attrs_post_init__(self) -> None:
+        self._saves = Saves(self.schedule.save_every, self.schedule.save_seconds)
+        self._replies = Replies(self.checks.taught_by_rewards)
+        self._canaries = Canaries(list(self.checks.canary))
 
     # ------------------------------------------------------------------------------ public methods
 

@@ -54,7 +54,7 @@ from grpo_core.loop.advantages import group as group_advantages
 from grpo_core.loop.buffer import Buffer
 from grpo_core.loop.dynamic import DynamicSampling
 from grpo_core.loop.endings import Failure
-from grpo_core.loop.health import Limits
+from grpo_core.loop.health import Thresholds
 from grpo_core.loop.laws import Laws, Violation
 from grpo_core.loop.pipeline import Checks, Learning, Pipeline, Playing, Schedule, Written
 from grpo_core.loop.rollout import LostBudget, SamplingParams
@@ -617,10 +617,10 @@ class Simulation:
         return pipeline, sampler, found
 
     @property
-    def _limits(self) -> dict[str, Limits]:
+    def _limits(self) -> dict[str, Thresholds]:
         """None in the last life: groups of an engine at a wrong temperature may be left in a checkpoint."""
         last = self._dice.faults == NONE and self.faults != NONE
-        return {} if last else {"logprob_diff_mean": Limits(soft=0.1, hard=DIFFERENCE)}
+        return {} if last else {"logprob_diff_mean": Thresholds(soft=0.1, hard=DIFFERENCE)}
 
     def _draw_temperature(self) -> None:
         self._warmth = 2.0 if self._dice.happens("wrong_temperature") else 1.0
