@@ -125,8 +125,6 @@ class Offer:
     """Returns shape and dtype of each slot of an optimizer's state, for the name and shape of a parameter."""
     restored: Function | None = None
     """Makes a slot of an optimizer's state from its name and the tensors in it, if it consists of several."""
-    by_turn: bool = False
-    """Whether an advantage function learns from groups with equal rewards if those of their turns differ."""
     once: bool = False
     """Whether the factory returns one object, which workers cannot share."""
     extends_core: bool = False

@@ -23,7 +23,6 @@ from grpo_core.config.idle import OF_LOSS, idle_keys
 from grpo_core.data.files import check_there
 from grpo_core.data.samplers import plugin_state
 from grpo_core.errors import ConfigError, did_you_mean, plugin_errors
-from grpo_core.loop.dynamic import EQUAL_REWARDS, short_name
 from grpo_core.loop.endings import Goal
 from grpo_core.loop.metrics import COMPARED, documented
 from grpo_core.loss import problems_of
@@ -83,7 +82,6 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
     _check_offload(config)
     _check_best(config)
     _check_goal(config)
-    _check_by_turn(config, host)
     _check_idle(parts)
     parts.shaping()
     # with sets, a key of [validation] may be meant for the strategy of one of them
@@ -352,21 +350,6 @@ def _check_offload(config: Config) -> None:
         held = f"trainer.ranks = {trainer.ranks}" if trainer.ranks > 1 else 'trainer.weights = "bfloat16"'
         raise ConfigError(
             f"trainer.offload = true: the weights of {held} stay on their GPUs; leave one of them out"
-        )
-
-
-def _check_by_turn(config: Config, host: PluginHost) -> None:
-    """Raise ConfigError if groups are filtered from which advantages by turn learn."""
-    equal = [name for name in config.filters if short_name(name) == EQUAL_REWARDS]
-    if not equal and not config.dynamic_sampling.enabled:
-        return
-    name = config.advantage.name
-    if host.find("advantage", name).offer.by_turn:
-        key = f"[filters.{equal[0]}]" if equal else "dynamic_sampling.enabled = true"
-        raise ConfigError(
-            f"{key} filters groups whose rollouts have equal rewards, and advantage.name = {name!r} learns "
-            "from them where the rewards came at different turns: leave it out; [filters.pass_rate] filters "
-            "prompts that are too easy or too hard"
         )
 
 

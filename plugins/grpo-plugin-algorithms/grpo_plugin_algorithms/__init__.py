@@ -21,14 +21,14 @@ def grpo_losses() -> dict[str, grpo.Offer | str]:
 @grpo.hookimpl
 def grpo_advantages() -> dict[str, grpo.Offer]:
     home = "grpo_plugin_algorithms.advantages"
-    scaled = f"{home}:check_scaled"
+    by_turn = f"{home}:check_by_turn"
     return {
         "reinforce_plus_plus": grpo.Offer(f"{home}:reinforce_plus_plus", check=f"{home}:check_numbers"),
         "gdpo": grpo.Offer(f"{home}:gdpo", check=f"{home}:check_scaled_parts"),
         "max_rl": grpo.Offer(f"{home}:max_rl"),
         "pass_at_k": grpo.Offer(f"{home}:pass_at_k", check=f"{home}:check_pass_at_k"),
-        "turns": grpo.Offer(f"{home}:turns", check=scaled, by_turn=True),
-        "gigpo": grpo.Offer(f"{home}:gigpo", check=scaled, by_turn=True),
+        "turns": grpo.Offer(f"{home}:turns", check=by_turn),
+        "gigpo": grpo.Offer(f"{home}:gigpo", check=by_turn),
     }
 
 

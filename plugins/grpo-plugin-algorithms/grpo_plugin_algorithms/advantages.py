@@ -9,7 +9,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from grpo_core import Group, Rollout, advantages
+from grpo_core import ConfigError, Group, Rollout, advantages
+from grpo_core.kit import Config
 from grpo_plugin_algorithms import formulas
 
 Scores = list[list[float | None]]
@@ -36,6 +37,21 @@ def check_scaled_parts(*, scale: str = "group", **options: Any) -> None:
     """Check as ``check_scaled``; the deviation over the step has a ``ddof``, too."""
     check_numbers(scale=scale, **options)
     _refuse_idle(scale, {"epsilon"} & set(options))
+
+
+def check_by_turn(*, config: Config | None = None, **options: Any) -> None:
+    """Check as ``check_scaled``; groups with equal rewards teach, too, if those of their turns differ."""
+    check_scaled(**options)
+    filters = () if config is None else config.filters
+    keys = [f"[filters.{name}]" for name in filters if name.rpartition(":")[2] == "equal_rewards"]
+    if config is not None and config.dynamic_sampling.enabled:
+        keys.append("dynamic_sampling.enabled = true")
+    if config is not None and keys:
+        raise ConfigError(
+            f"{keys[0]} filters groups whose rollouts have equal rewards, and advantage.name = "
+            f"{config.advantage.name!r} learns from them where the rewards came at different turns: leave it "
+            "out; [filters.pass_rate] filters prompts that are too easy or too hard"
+        )
 
 
 def _refuse_idle(scale: str, given: set[str]) -> None:
