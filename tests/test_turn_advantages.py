@@ -15,6 +15,7 @@ from test_turns import SAMPLING, played, scripted
 
 import grpo_core as grpo
 from grpo_core import advantages as formulas
+from grpo_core.app.launch import check_config, configure
 from grpo_core.errors import PluginError
 from grpo_core.loop import advantages
 from grpo_core.loop.rows import make_batch, with_advantages
@@ -221,3 +222,21 @@ def test_rows_that_differ_in_a_tokens_advantage_are_not_equal() -> None:
 @pytest.mark.parametrize("function", [methods.turns, methods.gigpo])
 def test_functions_by_turn_keep_the_contract(function: Any) -> None:
     check_advantage(function)
+
+
+@pytest.mark.parametrize(
+    ("table", "key"),
+    [
+        ({"dynamic_sampling": {"enabled": True}}, r"dynamic_sampling\.enabled = true"),
+        ({"filters": {"equal_rewards": {}}}, r"\[filters\.equal_rewards\]"),
+    ],
+)
+@pytest.mark.parametrize("name", ["turns", "gigpo"])
+def test_groups_with_equal_rewards_are_not_filtered_where_their_turns_teach(
+    name: str, table: dict[str, Any], key: str
+) -> None:
+    config, host = configure(
+        [{"tasks": {"a": {"env": "math:sort"}}, "advantage": {"name": name}, **table}], {}
+    )
+    with pytest.raises(grpo.ConfigError, match=f"{key} filters groups whose .* advantage.name = '{name}'"):
+        check_config(config, host)
