@@ -32,6 +32,10 @@ BAD = [
     ({"trainer": {"steps": inf}}, "configuration key 'trainer.steps': expected a whole number, got inf"),
     ({"trainer": {"steps": nan}}, "configuration key 'trainer.steps': expected a whole number, got nan"),
     ({"trainer": {"steps": True}}, "configuration key 'trainer.steps': expected a whole number, got True"),
+    (
+        {"trainer": {"steps": 10**23}},
+        "configuration key 'trainer': 'steps' must be <= 1000000000: 1" + "0" * 23,
+    ),
     ({"trainer": {"steps": 0}}, "configuration key 'trainer': 'steps' must be >= 1: 0"),
     (
         {"trainer": {"learning_rate": 1}},

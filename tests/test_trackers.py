@@ -326,10 +326,12 @@ from pathlib import Path
 from recording import record
 from test_trackers import group
 from grpo_core.config import Config, TrackingConfig
-from grpo_core.events import GroupsReady, Saving, StepEnded
+from grpo_core.events import GroupsReady, Saving, Span, StepEnded, TimelineExtended
+SPAN = Span(lane="loop", what="plays", begin=0.0, end=1.0, busy=1.0)
 events = {
     "events.jsonl": [Saving(step=1)] * 1000,
     "metrics.jsonl": [StepEnded(step=1, metrics={"loss": 0.5})] * 1000,
+    "timeline.jsonl": [TimelineExtended(step=1, spans=(SPAN,), now=1.0)] * 1000,
     "rollouts/step-000001.jsonl.partial": [GroupsReady(step=0, groups=(group(rollouts=500),))],
 }[sys.argv[2]]
 if sys.argv[2] == "metrics.jsonl":  # its file is the larger one, since it holds the line of a life before
@@ -348,7 +350,9 @@ record(Path(sys.argv[1], "run"), events, config)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl", "rollouts/step-000001.jsonl.partial"])
+@pytest.mark.parametrize(
+    "name", ["events.jsonl", "metrics.jsonl", "timeline.jsonl", "rollouts/step-000001.jsonl.partial"]
+)
 def test_a_file_that_cannot_grow_is_named_with_what_to_do(tmp_path, name):
     """A limit of the file's size stands for a full disk: the write fails in the same place."""
     ended = subprocess.run(

@@ -12,6 +12,8 @@ from attrs.validators import deep_iterable, ge, gt, le, lt, optional
 from grpo_core.config.choices import PluginChoice
 from grpo_core.config.idle import OF_LOSS, only_with
 
+MOST_STEPS = 10**9
+"""Largest number of steps: a run of one a second would take 30 years."""
 GOAL = re.compile(r"\s*(\S+)\s*(>=|<=)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*")
 """A condition on a metric: its name, the comparison, and a number."""
 
@@ -79,7 +81,7 @@ class TrainerConfig(PluginChoice):
 
     name: str = "torch"
     """Name of the trainer, as `grpo-core plugins` lists it, or `./file.py:Name`."""
-    steps: int = field(default=100, validator=ge(1))
+    steps: int = field(default=100, validator=[ge(1), le(MOST_STEPS)])
     """Number of steps of the run."""
     epochs: float = field(default=0.0, validator=ge(0))
     """Number of times that the prompts of all tasks are trained, instead of `steps`; 0 means `steps`.

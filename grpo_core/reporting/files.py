@@ -100,8 +100,8 @@ class FilesTracker(Tracker):
         self._time = event.time
         match event:
             case TimelineExtended():
-                for line in timeline_lines(event):
-                    self._timeline.write(line)
+                with _named(Path(self._timeline.name)):
+                    self._timeline.writelines(timeline_lines(event))
                 return
             case StageBegan():
                 return

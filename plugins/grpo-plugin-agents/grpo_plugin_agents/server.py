@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from hashlib import sha256
 from ipaddress import ip_address
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from grpo_core import AgentClient, ConfigError, GrpoError, Play, Player, PlayerSetup, Recording
 from grpo_core.kit import new_key, report
@@ -27,6 +29,9 @@ MAX_BODY = 32 * 2**20
 """Largest size of a request in bytes."""
 CLOSING = 1.0
 """Seconds that open connections have when the server ends."""
+LOGGER = logging.getLogger(__name__)
+LOGGER.addFilter(lambda record: not isinstance((record.exc_info or [None] * 2)[1], HttpProcessingError))
+"""Says nothing about requests that are none, whose senders get the status 400."""
 
 
 class AgentServer(Player):
@@ -68,7 +73,7 @@ class AgentServer(Player):
         app.router.add_post("/v1/messages/count_tokens", self._count)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/v1/models/{name}", self._model)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=CLOSING)
+        self._runner = web.AppRunner(app, access_log=None, logger=LOGGER, shutdown_timeout=CLOSING)
         await self._runner.setup()
         try:
             if ip_address(self._host).is_unspecified:

@@ -148,6 +148,17 @@ def test_a_body_without_an_end_is_read_up_to_a_bound():
 # ---------------------------------------------------------------------------------- OpenAI, chat completions
 
 
+def test_a_request_line_without_an_end_is_refused_without_a_word_in_the_terminal(capsys):
+    async def play(s):
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(s.client.base_url.split(":")[2][:-3]))
+        writer.write(b"POST /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n")
+        assert b" 400 " in (await reader.read())[:20]
+        writer.close()
+
+    story(play)
+    assert not capsys.readouterr().err
+
+
 def test_an_openai_client_talks_over_several_turns_and_calls_tools():
     async def play(scene):
         async with scene.openai() as model:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import secrets
 import signal
 from pathlib import Path
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from grpo_core import ConfigError, Run
 from grpo_core.kit import say
@@ -25,6 +27,9 @@ REFRESH = 15
 """Seconds after which a browser asks for the page again while the run goes on."""
 CLOSING = 1.0
 """Seconds that open connections have when the server ends."""
+LOGGER = logging.getLogger(__name__)
+LOGGER.addFilter(lambda record: not isinstance((record.exc_info or [None] * 2)[1], HttpProcessingError))
+"""Says nothing about requests that are none, whose senders get the status 400."""
 WATCHED = ("metrics.jsonl", "events.jsonl")
 """Files whose change makes a new page."""
 HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
@@ -52,7 +57,7 @@ class WatchServer:
         """Open the port; return the address.  Raises ConfigError if the port is taken."""
         app = web.Application()
         app.router.add_get("/{token}/", self._answer)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=CLOSING)
+        self._runner = web.AppRunner(app, access_log=None, logger=LOGGER, shutdown_timeout=CLOSING)
         await self._runner.setup()
         site = web.TCPSite(self._runner, HOST, self._port)
         try:

@@ -100,6 +100,23 @@ def test_the_page_is_made_once_for_each_change(run, monkeypatch):
     assert len(made) == 2
 
 
+@pytest.mark.parametrize(
+    "request_line", [b"GET /" + b"a" * 70_000 + b" HTTP/1.1", b"\x16\x03\x01\xff", b"GET\0"]
+)
+def test_what_is_no_request_is_refused_without_a_word_in_the_terminal(run, request_line, capsys):
+    async def story(url, fetch):
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.split(":")[2].split("/")[0]))
+        writer.write(request_line + b"\r\n\r\n")
+        answer = await reader.read()
+        writer.close()
+        return answer, await fetch(url)
+
+    answer, (page, _) = served(run, story)
+    assert answer[:13] in (b"HTTP/1.0 400 ", b"HTTP/1.1 400 ")
+    assert "<h1>r</h1>" in page
+    assert not capsys.readouterr().err
+
+
 def test_wrong_input_is_named(run, tmp_path):
     with pytest.raises(ConfigError, match="holds no run"):
         watch(tmp_path, port=0, refresh=1)
