@@ -211,7 +211,7 @@ class ValidationContext(Protocol):
         n: int = 1,
         temperature: float = 0.0,
         max_tokens: int | None = None,
-        mode: Literal["batched", "pipelined"] = "pipelined",
+        mode: Literal["batched", "pipelined"] = "batched",
         top_p: float | None = None,
         top_k: int | None = None,
         min_p: float | None = None,

@@ -164,6 +164,6 @@ def test_a_tiny_model_brings_defaults_that_the_user_may_change():
     assert tiny.model.path == "tiny"
     assert tiny.trainer.lr > Config().trainer.lr
     assert configured({"trainer": {"lr": 0.5}}).trainer.lr == 0.5
-    assert tiny.validation.options == {"temperature": 1.0}
+    assert tiny.validation.name == "batched"
     assert configured(validation={"name": "other"}).validation.options == {}
     assert configured(model={"path": "some/model"}).trainer == Config().trainer

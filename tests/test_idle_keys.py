@@ -95,6 +95,26 @@ def checked(host: PluginHost, table: dict[str, Any]) -> None:
         ({"shaping": {"weights": {"a": nan}}}, r"'shaping\.weights\.a': expected a number, got nan"),
         ({"shaping": {"weights": {"a": inf}}}, r"'weights' must be finite numbers"),
         ({"shaping": {"source": [nan, 1.0]}}, r"'shaping\.source\[0\]': expected a number, got nan"),
+        ({"engine": {"placement": "spread"}}, r"engine\.placement = \"spread\" does nothing without workers"),
+        ({"engine": {"collective_ports": [29500, 29510]}}, r"collective_ports .* without weights through"),
+        (
+            {"validation": {"engine": {"collective_host": "10.0.0.1"}}},
+            r"validation\.engine\.collective_host = .* does nothing without weights through the network",
+        ),
+        (
+            {"sampler": {"name": "round_robin"}, "tasks": {"sort": {"weight": 0.1}}},
+            r"tasks\.sort\.weight = 0\.1 does nothing without a sampler that weighs tasks",
+        ),
+        (
+            {"sampler": {"name": "learnable_prompts"}, "tasks": {"sort": {"source": {"workers": 4}}}},
+            r"source\.workers = 4 does nothing without a sampler that draws in order",
+        ),
+        (
+            {"tasks": {"sort": {"source": {"prompt": "q"}}}},
+            r"tasks\.sort\.source\.prompt = \"q\" does nothing with tasks\.sort\.source\.path = \"\"",
+        ),
+        ({"validation": {"pause": True, "every": 0}}, r"validation\.pause = true does nothing without valid"),
+        ({"checkpoint": {"keep_best": 3}}, r"keep_best = 3 does nothing with checkpoint\.best = \"\""),
     ],
     ids=str,
 )
@@ -118,6 +138,9 @@ def test_a_key_without_effect_is_refused(host: PluginHost, table: dict[str, Any]
         {"advantage": {"name": "group"}, "filters": {"equal_rewards": {}}},
         {"advantage": {"clip_low": -inf, "clip_high": inf}},
         {"validation": {"name": "pipelined", "top_p": 0.9, "top_k": 5}},
+        {"validation": {"pause": True}},
+        {"engine": {"transport": "collective", "collective_ports": [29500, 29510]}},
+        {"tasks": {"sort": {"weight": 0.5, "source": {"workers": 1}}}},
         {"validation": {"top_p": 0.9, "sets": {"other": {"task": "sort", "name": "pass_at_k"}}}},
     ],
     ids=str,

@@ -189,7 +189,7 @@ def check_the_best(root, saved):
     check(root, saved)
     parent = root / "checkpoints"
     there = dict(checkpoint.complete_names(parent))
-    best = Retention(parent, best=BEST, step=max(there, default=0)).best(there)
+    best = next(iter(Retention(parent, best=BEST, step=max(there, default=0)).best(there)), None)
     assert best is not None or not saved
     if best is not None:
         assert checkpoint.fault(there[best]) is None

@@ -46,9 +46,18 @@ def test_the_best_checkpoint_stays_while_newer_ones_come_and_go(tmp_path):
         validated(retention, step, value)
         kept = save(tmp_path, step, retention)
     assert kept == [2, 4]
-    assert retention.best(kept) == 2
+    assert retention.best(kept)[0] == 2
     validated(retention, 5, 0.95)
     assert save(tmp_path, 5, retention) == [5]
+
+
+def test_several_of_the_best_stay(tmp_path):
+    retention = Retention(tmp_path, best=BEST, keep_best=2)
+    for step, value in ((1, 0.5), (2, 0.9), (3, 0.7), (4, 0.8), (5, 0.1)):
+        validated(retention, step, value)
+        kept = save(tmp_path, step, retention)
+    assert kept == [2, 4, 5]
+    assert retention.best(kept) == [2, 4, 5]
 
 
 def test_with_a_minus_the_smallest_value_is_the_best(tmp_path):
@@ -92,7 +101,7 @@ def test_the_best_one_is_known_again_after_a_kill(tmp_path):
     validated(again, 4, 0.6)
     assert save(tmp_path, 4, again) == [2, 4]
     other = Retention(tmp_path, best="validation/sort/reward", step=4)
-    assert other.best([2, 4]) is None, "values of another metric do not count"
+    assert other.best([2, 4]) == [], "values of another metric do not count"
 
 
 def test_values_of_steps_that_are_trained_again_are_forgotten(tmp_path):
@@ -120,7 +129,7 @@ def test_a_validation_without_a_score_makes_no_checkpoint_the_best_and_keeps_non
         kept = save(tmp_path, step, retention)
     assert kept == [1, 3]
     again = Retention(tmp_path, best=BEST, step=3)
-    assert (again.scores, again.best([1, 3])) == ({1: 0.5, 2: None, 3: None}, 1)
+    assert (again.scores, again.best([1, 3])) == ({1: 0.5, 2: None, 3: None}, [1])
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"metric": 3}', '{"metric": "x", "scores": {"a": 1}}', "\0"])
@@ -134,25 +143,26 @@ def test_a_damaged_file_of_values_is_one_clear_error(tmp_path, content):
 @given(
     values=st.lists(st.floats(0, 1), min_size=1, max_size=12),
     keep=st.integers(1, 3),
+    keep_best=st.integers(1, 3),
     kills=st.sets(st.integers(0, 11)),
 )
-def test_whatever_is_measured_and_killed_the_best_of_all_saved_stays(values, keep, kills):
+def test_whatever_is_measured_and_killed_the_best_of_all_saved_stays(values, keep, keep_best, kills):
     """Checkpoints are names here, and a kill forgets all that is not on disk."""
     import tempfile
     from pathlib import Path
 
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        retention, there = Retention(directory, best=BEST), []
+        retention, there = Retention(directory, best=BEST, keep_best=keep_best), []
         for step, value in enumerate(values):
             validated(retention, step, value)
             if step in kills:
-                retention = Retention(directory, best=BEST, step=step)
+                retention = Retention(directory, best=BEST, keep_best=keep_best, step=step)
             there.append(step)
             spared = retention.spared(there)
             there = sorted(set(there[-keep:]) | (set(there) & set(spared)))
-            best = max(range(step + 1), key=lambda at: (values[at], at))
-            assert best in there
+            best = sorted(range(step + 1), key=lambda at: (values[at], at), reverse=True)
+            assert set(best[:keep_best]) <= set(there)
         assert set(json.loads((directory / SCORES).read_text())["scores"]) == set(
             map(str, range(len(values)))
         )

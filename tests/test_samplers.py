@@ -1,12 +1,15 @@
 """Samplers return exactly what was asked for, lose nothing, and continue where they were."""
 
 import collections
+import pickle
 import random
 from pathlib import Path
 
 import pytest
 
-from grpo_core.data.samplers import Mix, RoundRobin, checked_sample
+from grpo_core.app.parts import Parts
+from grpo_core.config import build
+from grpo_core.data.samplers import Mix, PromptStream, RoundRobin, checked_sample
 from grpo_core.errors import ConfigError, PluginError
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Prompt, SampleRequest
@@ -187,3 +190,33 @@ def test_a_bad_draw_is_an_error_that_names_the_sampler_and_the_numbers(answer, m
     with pytest.raises(PluginError) as caught:
         checked_sample(Says(answer), "mine:odd", loaders(), request(2))
     assert str(caught.value).startswith(message)
+
+
+# ---------------------------------------------------------------------------------- functions and copies
+
+
+FUNCTION = """
+import grpo_core as grpo
+
+def pick(loaders, request, *, first="a"):
+    return grpo.take_prompts(loaders, [first] * request.expected_prompts)
+"""
+
+
+def test_a_plain_function_of_a_file_is_a_sampler(tmp_path):
+    (tmp_path / "own.py").write_text(FUNCTION)
+    chosen = {"name": f"{tmp_path}/own.py:pick", "options": {"first": "b"}}
+    parts = Parts(build([{"sampler": chosen}]), PluginHost.discover(()))
+    stream = PromptStream(sampler=parts.sampler(), loaders=loaders(a=5, b=5), name="pick")
+    assert [prompt.environment for prompt in stream.draw(request(2))] == ["b", "b"]
+    assert stream.state_dict() is None
+    wrong = Parts(build([{"sampler": {**chosen, "options": {"frist": "b"}}}]), PluginHost.discover(()))
+    with pytest.raises(ConfigError, match=r"no parameter 'frist' for sampler\.options\.frist"):
+        wrong.sampler()
+
+
+def test_a_copy_of_the_stream_goes_on_where_it_was():
+    stream = PromptStream(sampler=Mix(), loaders=loaders(a=5, b=5), name="mix")
+    stream.draw(request(3))
+    copy = pickle.loads(pickle.dumps(stream))
+    assert [p.id for p in copy.draw(request(4))] == [p.id for p in stream.draw(request(4))]

@@ -1130,3 +1130,25 @@ def test_a_plugin_that_is_left_out_of_a_run_is_left_out_of_the_trainer(model: st
     given = Parts(config, host).trainer_setup(model)
     with pytest.raises(PluginError, match=r"left out: plugin 'math' \(left out on request\)"):
         TorchTrainer(given)
+
+
+# ---------------------------------------------------------------------------------- attention
+
+
+def test_an_attention_of_transformers_is_chosen_by_its_name(model: str) -> None:
+    given = setup(model)
+    norms = []
+    for attention in ("", "eager", "sdpa"):
+        chosen = attrs.evolve(given, model=attrs.evolve(given.model, attention=attention))
+        trainer = TorchTrainer(chosen)
+        assert trainer.layout.packing is (False if attention else "auto"), "packing brings its own"
+        if attention:
+            assert trainer.model.policy.module.config._attn_implementation == attention
+        norms.append(trainer.step(batch(ragged())).metrics["grad_norm"])
+    assert norms[1:] == pytest.approx([norms[0]] * 2, rel=1e-4)
+
+
+def test_an_attention_that_transformers_lacks_is_an_error_with_its_name(model: str) -> None:
+    given = setup(model)
+    with pytest.raises(ModelError, match="flash_attention_9"):
+        TorchTrainer(attrs.evolve(given, model=attrs.evolve(given.model, attention="flash_attention_9")))

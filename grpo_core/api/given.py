@@ -15,11 +15,12 @@ from attrs import define, field, fields
 from grpo_core.api.reward import environment_of
 from grpo_core.app.launch import task_name
 from grpo_core.config import Config, read_toml
+from grpo_core.data.samplers import FunctionSampler
 from grpo_core.errors import ConfigError
 from grpo_core.hookspecs import Offer
 from grpo_core.plugins.host import PROGRAM
 from grpo_core.plugins.offers import Factory, Kind
-from grpo_core.protocols import Sampler, Tracker, ValidationStrategy
+from grpo_core.protocols import Tracker, ValidationStrategy
 
 SPLITS = ("train", "validation")
 FUNCTIONS: Mapping[str, Kind] = {"advantage": "advantage", "loss": "loss", "optimizer": "optimizer"}
@@ -212,22 +213,12 @@ def _factory(kind: Kind, value: Any) -> Factory:
     """Return the factory of a sampler or strategy that is given as a class, an object or a function."""
     if isinstance(value, type):
         return value
-    method, wrapper = ("sample", _SamplerFunction) if kind == "sampler" else ("validate", _StrategyFunction)
+    method, wrapper = ("sample", FunctionSampler) if kind == "sampler" else ("validate", _StrategyFunction)
     if hasattr(value, method):
         return lambda: value
     if callable(value):
         return lambda: wrapper(value)
     raise ConfigError(f"{kind}: {type(value).__name__} has no method {method!r}, and is not a function")
-
-
-class _SamplerFunction(Sampler):
-    """A sampler without a state."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    def sample(self, loaders: Any, request: Any) -> Any:
-        return self._function(loaders, request)
 
 
 class _StrategyFunction(ValidationStrategy):

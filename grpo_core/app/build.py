@@ -230,6 +230,7 @@ def _with_trackers(start: Launch, listeners: Mapping[str, Tracker]) -> RunContex
         directory.checkpoints,
         every=kept.keep_every,
         best=kept.best,
+        keep_best=kept.keep_best,
         due=partial(measured.due, last=steps),
         step=resume.step if resume else 0,
     )

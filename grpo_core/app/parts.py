@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from grpo_core.app.placement import Placement
 from grpo_core.config import Config, EngineConfig, TrainerConfig, ValidationConfig
 from grpo_core.config.generation import RolloutConfig
 from grpo_core.data.dataloaders import Dataloader
+from grpo_core.data.samplers import FunctionSampler, draws_itself
 from grpo_core.environments.budget import ErrorBudget, errors_of_calls
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.errors import ConfigError
@@ -266,7 +268,15 @@ class Parts:
     def sampler(self) -> Sampler:
         """Make the sampler; factories that take them get ``seed`` and the tasks' ``weights``."""
         chosen = self.config.sampler
-        takes = inspect.signature(self.plugins.factory("sampler", chosen.name)).parameters
+        factory = self.plugins.factory("sampler", chosen.name)
+        takes = inspect.signature(factory).parameters
+        if draws_itself(factory, chosen.options):
+            if unknown := sorted(chosen.options.keys() - takes.keys()):
+                raise ConfigError(
+                    f"sampler {chosen.name!r}: the function has no parameter {unknown[0]!r} for "
+                    f"sampler.options.{unknown[0]}"
+                )
+            return FunctionSampler(partial(factory, **chosen.options))
         weights = {name: task.weight for name, task in self.config.tasks.items()}
         known: dict[str, Any] = {"seed": self.config.seed, "weights": weights}
         options = {key: value for key, value in known.items() if key in takes} | chosen.options

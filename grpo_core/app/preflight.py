@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import re
 from collections.abc import Mapping
 from math import lcm
@@ -19,7 +20,16 @@ from grpo_core.config import (
     TaskConfig,
     ValidationConfig,
 )
-from grpo_core.config.idle import OF_LOSS, idle_keys
+from grpo_core.config.idle import (
+    CLUSTER,
+    COLLECTIVE,
+    IN_ORDER,
+    MEASURED,
+    OF_LOSS,
+    ROWS,
+    WEIGHING,
+    idle_keys,
+)
 from grpo_core.data.files import check_there
 from grpo_core.data.samplers import plugin_state
 from grpo_core.errors import ConfigError, did_you_mean, plugin_errors
@@ -34,6 +44,7 @@ from grpo_core.processes.interpreters import Interpreter, from_here
 from grpo_core.reporting.selection import check_trackers
 from grpo_core.text.response_formats import check_response_format
 from grpo_core.validation.target import teacher_model
+from grpo_core.weights.transports import find_transport
 
 CHECKED = ("engine", "trainer", "loss", "optimizer", "advantage", "filter", "player")
 """Kinds whose names and options are checked alone; the others are made, or checked with what is around."""
@@ -311,6 +322,11 @@ def _check_ranks(config: Config, host: PluginHost) -> None:
             'trainer.weights = "bfloat16": engines have to get the weights that the trainer scores with, and '
             f'model.dtype = "{config.model.dtype}" may give them others; set model.dtype = "bfloat16"'
         )
+    if config.model.attention and trainer.packing is True:
+        raise ConfigError(
+            f"trainer.packing = true brings its own attention, and model.attention = "
+            f"{config.model.attention!r} asks for another one; leave one of them out"
+        )
     if trainer.ranks == 1 and not copies:
         return
     ranks = f"trainer.ranks = {trainer.ranks}" if trainer.ranks > 1 else 'trainer.weights = "bfloat16"'
@@ -356,7 +372,17 @@ def _check_offload(config: Config) -> None:
 def _check_idle(parts: Parts) -> None:
     """Raise ConfigError for keys that were changed and do nothing."""
     config, host = parts.config, parts.plugins
-    there = [OF_LOSS[need] for need in parts.needs if need in OF_LOSS]
+    sampler, placement = host.factory("sampler", config.sampler.name), parts.placement()
+    holds = {
+        CLUSTER: placement.remote,
+        COLLECTIVE: find_transport(parts.transport(placement), host).remote,
+        WEIGHING: "weights" in inspect.signature(sampler).parameters,
+        IN_ORDER: not getattr(parts.sampler(), "needs_places", False),
+        MEASURED: config.validation.measures,
+        ROWS: any(task.dataloader for task in config.tasks.values()),
+        **{words: need in parts.needs for need, words in OF_LOSS.items()},
+    }
+    there = [words for words, there in holds.items() if there]
     found = list(idle_keys(config, config, there))
     for each in host.sections.added:
         found += idle_keys(config.section(each.kind, None), config, there, each.name)

@@ -8,6 +8,7 @@ from attrs import field, frozen
 from attrs.validators import deep_iterable, ge, gt, min_len
 
 from grpo_core.config.choices import PluginChoice
+from grpo_core.config.idle import CLUSTER, COLLECTIVE, only_with
 
 
 def _ports(instance: object, attribute: object, value: tuple[int, int]) -> None:
@@ -41,7 +42,7 @@ class EngineConfig(PluginChoice):
     gives the first engine 0 and 1.  If the list is empty, they share all GPUs but the trainer's."""
     gpus_per_worker: float = field(default=0.0, validator=ge(0))
     """Number of GPUs of each engine worker in a cluster; with 0, a worker sees none."""
-    placement: Literal["pack", "spread"] = "pack"
+    placement: Literal["pack", "spread"] = field(default="pack", metadata=only_with(CLUSTER))
     """Place the engine workers of a cluster on as few machines as possible ("pack") or on as many
     ("spread")."""
     env_vars: dict[str, str] = field(factory=dict)
@@ -51,10 +52,12 @@ class EngineConfig(PluginChoice):
     """Transport of weights to engines: `shm` works through shared memory (in a cluster, its object store),
     `cuda_ipc` by a handle to GPU memory, `collective` by NCCL between GPUs and by TCP otherwise; a plugin may
     offer others. `auto` is `shm`: `cuda_ipc` and `collective` have not been run on GPUs yet."""
-    collective_host: str = "127.0.0.1"
+    collective_host: str = field(default="127.0.0.1", metadata=only_with(COLLECTIVE))
     """Engines reach the trainer at this address of its machine (`collective` only); on a cluster use an
     address of its network."""
-    collective_ports: tuple[int, int] = field(default=(0, 0), validator=_ports)
+    collective_ports: tuple[int, int] = field(
+        default=(0, 0), validator=_ports, metadata=only_with(COLLECTIVE)
+    )
     """Engines reach the trainer, and each of its ranks, at the first free port of this range, [first, last]
     (`collective` only); [0, 0] is any free port. A firewall has to let the range through."""
 

@@ -13,6 +13,13 @@ OF_LOSS = {
     "teacher": 'a loss with a teacher (loss.options.teacher_coefficient, or loss.name = "distillation")',
 }
 """Needs of a loss in words."""
+CLUSTER = "workers of a cluster (--ray)"
+COLLECTIVE = 'weights through the network (engine.transport = "collective")'
+WEIGHING = 'a sampler that weighs tasks (sampler.name = "mix")'
+IN_ORDER = 'a sampler that draws in order (sampler.name = "mix")'
+MEASURED = "validations during training (validation.every)"
+ROWS = "rows of a file, a data set or a dataloader (source.path)"
+"""What else keys need, in words."""
 
 
 def only_with(*names: str) -> Mapping[str, Any]:

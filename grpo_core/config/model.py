@@ -54,6 +54,9 @@ class ModelConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Matrix products in training use this type, and engines receive the weights in it; the trainer's own
     weights and its optimizer stay float32. "auto" is bfloat16 on a GPU and float32 on a CPU."""
+    attention: str = ""
+    """Attention of the trainer by transformers' name, such as "eager", "sdpa", "flash_attention_2" or
+    "flex_attention"; empty is the model's own. Rows are then side by side, without packing."""
     trust_remote_code: bool = False
     """Allow code that comes with the model to run."""
     lora: LoraConfig | None = None

@@ -9,6 +9,7 @@ from attrs import field, frozen
 from attrs.validators import deep_iterable, ge, le
 
 from grpo_core.config.choices import PluginChoice
+from grpo_core.config.idle import only_with
 
 
 @frozen(kw_only=True)
@@ -28,6 +29,8 @@ class CheckpointConfig:
     """Also keep the checkpoint with the largest value of this metric, as in `validation/sort/accuracy`, or
     with the smallest value if `-` precedes the name. Only validated checkpoints are compared: choose
     `checkpoint.every` as a multiple of `validation.every`."""
+    keep_best: int = field(default=1, validator=ge(1), metadata=only_with("best"))
+    """Number of checkpoints that stay for `best`."""
     async_save: bool = True
     """Save in the background from a snapshot in host memory, which stays allocated (12 bytes per float32
     parameter). If false, training waits until the checkpoint is written."""

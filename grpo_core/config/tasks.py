@@ -8,7 +8,7 @@ from attrs import field, frozen
 from attrs.validators import ge, gt, le, optional
 
 from grpo_core.config.choices import PluginChoice
-from grpo_core.config.idle import only_with
+from grpo_core.config.idle import IN_ORDER, ROWS, WEIGHING, only_with
 
 
 @frozen(kw_only=True)
@@ -21,33 +21,33 @@ class SourceConfig:
     validation_path: str = ""
     """Held-out prompts come from this file or data set.  If it is empty, they come from `path` if that is a
     data set and `validation_split` is given, otherwise from the environment."""
-    subset: str = ""
+    subset: str = field(default="", metadata=only_with("path", "validation_path", ROWS))
     """Name of the subset, for a data set with several."""
-    split: str = "train"
+    split: str = field(default="train", metadata=only_with("path", "validation_path", ROWS))
     """Split of a data set with the training prompts."""
-    validation_split: str = ""
+    validation_split: str = field(default="", metadata=only_with("path", "validation_path", ROWS))
     """Split of a data set with the held-out prompts."""
-    prompt: str = ""
+    prompt: str = field(default="", metadata=only_with("path", "validation_path", ROWS))
     """Field of a row with the prompt, as text or messages.  If it is empty, the first of `prompt`, `messages`
     and `question` that exists is used."""
-    answer: str = "answer"
+    answer: str = field(default="answer", metadata=only_with("path", "validation_path", ROWS))
     """Field of a row with the answer.  Another field than `answer` has to be in at least one row."""
-    id: str = "id"
+    id: str = field(default="id", metadata=only_with("path", "validation_path", ROWS))
     """Field of a row with the id; the default id is the row's number.  All other fields become the prompt's
     `info`."""
-    system: str = ""
+    system: str = field(default="", metadata=only_with("path", "validation_path", ROWS))
     """System message before each prompt, unless it is empty."""
-    template: str = ""
+    template: str = field(default="", metadata=only_with("path", "validation_path", ROWS))
     """Jinja template of the prompt with the fields of a row, instead of `prompt`, such as
     "{{ question }} Answer with a number."."""
-    answer_template: str = ""
+    answer_template: str = field(default="", metadata=only_with("path", "validation_path", ROWS))
     """Jinja template of the answer with the fields of a row, instead of `answer`."""
-    where: str = ""
+    where: str = field(default="", metadata=only_with("path", "validation_path", ROWS))
     """Jinja expression over the fields of a row, such as 'level == "5" and question | length < 500'; rows for
     which it is false are left out."""
-    deduplicate: bool = False
+    deduplicate: bool = field(default=False, metadata=only_with("path", "validation_path", ROWS))
     """Keep only the first of several rows with the same prompt; white space makes no difference."""
-    workers: int = field(default=0, validator=ge(0))
+    workers: int = field(default=0, validator=ge(0), metadata=only_with(IN_ORDER))
     """Number of processes that read rows ahead; they pay only for rows that are slow to read."""
 
 
@@ -59,7 +59,7 @@ class TaskConfig:
     """Name of the environment, as in "math:sort" or "./file.py:Class"."""
     options: dict[str, Any] = field(factory=dict)
     """Options are passed to the environment's factory."""
-    weight: float = field(default=1.0, validator=ge(0))
+    weight: float = field(default=1.0, validator=ge(0), metadata=only_with(WEIGHING))
     """Relative share of the prompts, for samplers that weigh tasks."""
     success: float | None = None
     """Reward from which a rollout is a success, which `accuracy` counts; without it, the environment's own

@@ -11,6 +11,7 @@ from attrs.validators import ge, gt, le, optional
 
 from grpo_core.config.choices import PluginChoice
 from grpo_core.config.generation import EngineConfig
+from grpo_core.config.idle import MEASURED, only_with
 from grpo_core.config.tasks import SourceConfig, TaskConfig
 
 INHERITED = ("name", "every", "at_start", "prompts", "top_p", "top_k", "min_p", "deadline")
@@ -98,7 +99,7 @@ class ValidationConfig(PluginChoice):
     """Sample from this many likeliest tokens; 0 is all tokens."""
     min_p: float = field(default=0.0, validator=[ge(0), le(1)])
     """Sample from tokens with at least this share of the likeliest token's probability; 0 is all tokens."""
-    pause: bool = False
+    pause: bool = field(default=False, metadata=only_with(MEASURED))
     """Pause training during validation.  The validated weights do not change in either case."""
     deadline: float = field(default=3600.0, validator=gt(0))
     """Time limit in seconds for each set of rollouts of a strategy; unfinished rollouts are unscored.  A

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NotRequired, TypedDict, get_args
 
 from attrs import define, field
@@ -179,6 +180,28 @@ class RoundRobin(TaskSampler):
         return [tasks[(self.drawn + i) % len(tasks)] for i in range(request.expected_prompts)]
 
 
+class FunctionSampler(Sampler):
+    """A sampler without a state: a function of the loaders and the request."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def sample(self, loaders: Mapping[str, Loader], request: SampleRequest) -> Any:
+        return self._function(loaders, request)
+
+
+def draws_itself(factory: Callable[..., Any], options: Collection[str]) -> bool:
+    """Return whether a function is a sampler, ``(loaders, request) -> prompts``, and not what makes one."""
+    if not inspect.isfunction(factory):
+        return False
+    needed = [
+        each.name
+        for each in inspect.signature(factory).parameters.values()
+        if each.kind is each.POSITIONAL_OR_KEYWORD and each.default is each.empty
+    ]
+    return len(needed) == 2 and not set(needed) & set(options)
+
+
 def take_prompts(loaders: Mapping[str, Loader], chosen: Iterable[str]) -> list[Prompt]:
     """The next prompt of each chosen task, in the order of ``chosen``; asks each loader once."""
     chosen = list(chosen)
@@ -319,6 +342,8 @@ class _WatchedLoader:
         return len(self._loader)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_loader":  # a copy that has no attributes yet
+            raise AttributeError(name)
         return getattr(self._loader, name)
 
 

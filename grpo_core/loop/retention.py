@@ -1,4 +1,4 @@
-"""Decides which checkpoints stay on disk besides the newest: every Nth, and the best in validation."""
+"""Decides which checkpoints stay on disk besides the newest: every Nth, and the best ones in validation."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ class Retention(Tracker):
         every: checkpoints at multiples of this many steps stay; 0 is none.
         best: name of a metric of validations, as in "validation/TASK/accuracy"; the checkpoint with its
             largest value stays, or with "-" before the name, its smallest.  Empty is none.
+        keep_best: number of the best checkpoints that stay.
         step: step that the run continues from; values of later steps are forgotten.
         disk: holds the values.
     """
@@ -47,11 +48,13 @@ class Retention(Tracker):
         *,
         every: int = 0,
         best: str = "",
+        keep_best: int = 1,
         due: Callable[[int], bool] = lambda version: True,
         step: int = 0,
         disk: Disk | None = None,
     ) -> None:
         self._path, self._every, self._due = directory / SCORES, every, due
+        self._keep_best = keep_best
         self._sign, self._metric = (-1.0, best[1:]) if best.startswith("-") else (1.0, best)
         self._disk = disk or Disk()
         self.scores: dict[int, float | None] = {at: value for at, value in self._read().items() if at <= step}
@@ -82,14 +85,13 @@ class Retention(Tracker):
         if self._metric:
             scores = self.scores
             stay |= {step for step in steps if step > max(scores, default=-1) and self._due(step)}
-            best = self.best(steps)
-            stay |= set() if best is None else {best}
+            stay |= set(self.best(steps)[: self._keep_best])
         return stay
 
-    def best(self, steps: Collection[int]) -> int | None:
-        """Return the best of the checkpoints at ``steps``, the newest of equal ones; None without a value."""
+    def best(self, steps: Collection[int]) -> list[int]:
+        """Return the checkpoints at ``steps`` that have a value, the best first, the newest of equal ones."""
         known = {step: value for step in steps if (value := self.scores.get(step)) is not None}
-        return max(known, key=lambda step: (self._sign * known[step], step), default=None)
+        return sorted(known, key=lambda step: (self._sign * known[step], step), reverse=True)
 
     def _read(self) -> dict[int, float | None]:
         """Return the values on disk; those of another metric do not count."""

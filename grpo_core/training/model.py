@@ -62,6 +62,7 @@ class ModelSource:
             trust_remote_code=self.config.trust_remote_code,
             passes=self.passes,
             dtype=dtype,
+            attention=self.config.attention,
         )
 
     def scorer(self, module: nn.Module) -> Scorer:
@@ -393,21 +394,23 @@ def load(
     trust_remote_code: bool = False,
     passes: Passes = Passes(),  # noqa: B008 - it is frozen
     dtype: torch.dtype = torch.float32,
+    attention: str = "",
 ) -> nn.Module:
     """A transformers model with weights from safetensors (never from pickles), without dropout.
 
-    Raises ModelError.
+    Raises ModelError, also if it has another attention than the given one.
     """
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
     try:
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
             path,
             dtype=dtype,
             trust_remote_code=trust_remote_code,
             use_safetensors=True,
             output_loading_info=True,
+            attn_implementation=attention or None,
             ignore_mismatched_sizes=True,  # or the error would not name them; they are refused below
         )
     except Exception as error:
@@ -422,7 +425,14 @@ def load(
             f"model {str(path)!r}: {len(faults)} of its tensors cannot be loaded and would be random: "
             f"{some}. Its safetensors are incomplete or do not fit its config.json: copy or download it again"
         )
-    return for_training(model.to(device), passes)
+    module = for_training(loaded.to(device), passes)
+    config: Any = module.config
+    if attention and config._attn_implementation != attention:
+        raise ModelError(
+            f"model.attention = {attention!r}: {type(module).__name__} computes with "
+            f"{config._attn_implementation!r}, which it needs; leave model.attention out"
+        )
+    return module
 
 
 def number_of_layers(module: Any) -> int:

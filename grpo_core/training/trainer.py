@@ -101,6 +101,8 @@ class TorchTrainer:
             check_vocabulary(setup.model, setup.teacher)
         resume = Path(setup.resume_from) if setup.resume_from else None
         passes = Passes.of(self._config)
+        if setup.model.attention:  # packing brings its own
+            passes = evolve(passes, packing=False)
         try:
             self.model, self._teacher = self._models(resume, passes)
         except PackingError:

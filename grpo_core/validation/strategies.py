@@ -62,7 +62,7 @@ class ScoringStrategy:
         n: int = 1,
         temperature: float = 1.0,
         max_tokens: int | None = None,
-        mode: Mode = "pipelined",
+        mode: Mode = "batched",
         confidence: float = 0.95,
     ) -> None:
         _expect(_whole(n) and n >= 1, "n", n, "a whole number of at least 1")
@@ -126,10 +126,9 @@ class ScoringStrategy:
                     highs=highs[name],
                     limit=MANY if share else inf,
                 )
-        if few:
-            if any(rollout.success and rollout.truncated for rollout in scored):
-                summary |= accuracy_finished(scored)
-            summary |= feedback_means(scored)
+        if not errors and any(rollout.success and rollout.truncated for rollout in scored):
+            summary |= accuracy_finished(scored)
+        summary |= feedback_means(scored) if few else {}
         if ended := [rollout for rollout in rollouts if not rollout.lost]:
             summary |= {"completion_tokens": completion_tokens(ended), "truncated": truncated(ended)}
         return summary | {"prompts": float(len(counted)), "errors": float(errors)}
@@ -177,7 +176,7 @@ class Greedy(ScoringStrategy):
     """Plays one rollout of each prompt, always with the likeliest token."""
 
     def __init__(
-        self, max_tokens: int | None = None, mode: Mode = "pipelined", confidence: float = 0.95
+        self, max_tokens: int | None = None, mode: Mode = "batched", confidence: float = 0.95
     ) -> None:
         super().__init__(1, 0.0, max_tokens, mode, confidence)
 

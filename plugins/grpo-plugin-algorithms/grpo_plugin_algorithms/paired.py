@@ -135,7 +135,7 @@ class Paired(ScoringStrategy):
         n: int = 1,
         temperature: float = 0.0,
         max_tokens: int | None = None,
-        mode: Mode = "pipelined",
+        mode: Mode = "batched",
         confidence: float = 0.95,
     ) -> None:
         super().__init__(n, temperature, max_tokens, mode, confidence)

@@ -34,7 +34,7 @@ class PassAtK(ScoringStrategy):
         n: int | None = None,
         temperature: float = 1.0,
         max_tokens: int | None = None,
-        mode: Mode = "pipelined",
+        mode: Mode = "batched",
         confidence: float = 0.95,
     ) -> None:
         several: list[Any] = list(k) if isinstance(k, list | tuple) else [k]
@@ -67,7 +67,7 @@ class Majority(ScoringStrategy):
         n: int = 8,
         temperature: float = 1.0,
         max_tokens: int | None = None,
-        mode: Mode = "pipelined",
+        mode: Mode = "batched",
         confidence: float = 0.95,
     ) -> None:
         super().__init__(n, temperature, max_tokens, mode, confidence)

@@ -314,7 +314,7 @@ def _most_checkpoints(config: Config) -> int:
     How many ``checkpoint.keep_every`` keeps is not known where epochs say when the run ends.
     """
     kept, trainer = config.checkpoint, config.trainer
-    number = kept.keep + 1 + bool(kept.best)
+    number = kept.keep + 1 + (kept.keep_best if kept.best else 0)
     if kept.keep_every and kept.every and not trainer.epochs:
         number += trainer.steps // lcm(kept.keep_every, kept.every)
     return number
