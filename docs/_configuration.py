@@ -37,8 +37,6 @@ def page() -> str:
                 lines += _table("[optimizer.groups.NAME]", config.ParameterGroupConfig)
         if field.name == "validation":
             lines += _table("[validation.sets.NAME]", config.ValidationSetConfig)
-        if field.name == "model":
-            lines += _table("[model.lora]", config.LoraConfig)
     return "\n".join(lines + _sections_of_plugins())
 
 

@@ -37,7 +37,8 @@ class Accelerated(grpo.Trainer):
             raise grpo.ConfigError(
                 "this trainer publishes to engines of its own machine; leave out engine.transport"
             )
-        if setup.model.lora is not None or setup.loss.max_sequence_error:
+        lora = any(section.name == "model.lora" for section in setup.sections)
+        if lora or setup.loss.max_sequence_error:
             raise grpo.ConfigError(
                 "this trainer trains all weights on all rows; leave out [model.lora] and "
                 "loss.max_sequence_error"

@@ -8,7 +8,7 @@ import torch
 from attrs import define, evolve
 
 from grpo_core.records import Weights
-from grpo_core.weights.adapters import factors
+from grpo_core.weights.adapters import LEFT, RIGHT, WEIGHT
 from grpo_core.weights.layout import LowRankSum
 from grpo_core.weights.names import checkpoint_tensors
 from grpo_plugin_devkit.decoding import EngineUnderTest
@@ -35,7 +35,12 @@ class AdaptedEngine(EngineUnderTest):
         ]
 
     def tensors(self, version: int) -> list[tuple[str, torch.Tensor]]:
-        return factors(self.sums(version))
+        return [
+            (f"{name.removesuffix(WEIGHT)}{end}", factor)
+            for name, tensor in self.sums(version)
+            if isinstance(tensor, LowRankSum)
+            for end, factor in ((RIGHT, tensor.right), (LEFT, tensor.left))
+        ]
 
     def publish(self, version: int, *, without: str = "") -> Weights:
         return evolve(super().publish(version, without=without), base=str(self.model))

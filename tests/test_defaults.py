@@ -12,10 +12,12 @@ from test_cli import grpo, refused
 from grpo_core import config
 from grpo_core.app.launch import configure
 from grpo_core.commands.defaults import text
-from grpo_core.config import Config, EngineConfig, LoraConfig, PluginChoice, build, parse_setting
+from grpo_core.config import Config, EngineConfig, PluginChoice, build, parse_setting
 from grpo_core.config.meanings import meanings
 from grpo_core.config.sections import keys_of
 from grpo_core.errors import ConfigError
+from grpo_core.plugins.host import PluginHost
+from grpo_plugin_scale.lora import LoraConfig
 
 
 def read(printed):
@@ -65,8 +67,8 @@ def test_a_table_that_is_not_set_can_be_set_by_removing_the_marks():
     printed = text(["model", "validation"])
     set_now = re.sub(r"^#(?=\[(model\.lora|validation\.engine)\]|\w+ = )", "", printed, flags=re.MULTILINE)
     named = set_now.partition("#[validation.sets.NAME]")[0]
-    config = build([tomllib.loads(named)])
-    assert (config.model.lora, config.validation.engine) == (LoraConfig(), EngineConfig())
+    config = build([tomllib.loads(named)], PluginHost.discover().sections)
+    assert (config.section(LoraConfig, None), config.validation.engine) == (LoraConfig(), EngineConfig())
 
 
 def test_an_unknown_section_names_the_nearest_and_all():

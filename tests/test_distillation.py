@@ -12,12 +12,13 @@ import attrs
 import numpy as np
 import pytest
 import torch
+from adapting import with_lora
 from test_trainer import batch, ragged, same, save, scores, setup, weights
 
 from grpo_core.app import preflight
 from grpo_core.app.parts import Parts
 from grpo_core.app.paths import with_absolute_paths
-from grpo_core.config import LoraConfig, LossConfig, TeacherConfig, build
+from grpo_core.config import LossConfig, TeacherConfig, build
 from grpo_core.demo import tiny
 from grpo_core.errors import ConfigError, ModelError
 from grpo_core.plugins.host import PluginHost
@@ -28,6 +29,7 @@ from grpo_core.training.passes import Passes
 from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.teacher import Teacher
 from grpo_core.training.trainer import TorchTrainer
+from grpo_plugin_scale.lora import LoraConfig
 
 GRPO = Path(sys.executable).with_name("grpo-core")
 CPU = torch.device("cpu")
@@ -97,7 +99,7 @@ def test_a_step_trains_what_grpo_trains_with_the_teachers_advantages(models: tup
 def test_a_run_that_trained_adapters_can_be_the_teacher(models: tuple[str, str], tmp_path: Path) -> None:
     student, base = models
     given = setup(base, lr=0.05)
-    trainer = TorchTrainer(attrs.evolve(given, model=attrs.evolve(given.model, lora=LoraConfig(rank=2))))
+    trainer = TorchTrainer(with_lora(given, LoraConfig(rank=2)))
     trainer.step(batch(ragged()))
     save(trainer, tmp_path)
     adapters = str(tmp_path / "trainer")

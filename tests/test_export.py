@@ -25,6 +25,7 @@ from grpo_core.config.sections import PluginSection, PluginSections
 from grpo_core.demo import tiny
 from grpo_core.errors import CheckpointError, ConfigError, ModelError
 from grpo_core.loop import checkpoint
+from grpo_core.plugins.host import PluginHost
 from grpo_core.run_directory import RunDirectory
 from grpo_core.training.trainer import TorchTrainer
 
@@ -66,7 +67,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def of(model: str, *, lora: bool) -> tuple[TorchTrainer, Config]:
     trainer = trained((lora_setup if lora else full_setup)(model))
     section = {"path": model, **({"lora": {"rank": 4, "alpha": 8}} if lora else {})}
-    return trainer, build([{"tasks": TASKS, "model": section, "trainer": {"steps": 8}}])
+    table = {"tasks": TASKS, "model": section, "trainer": {"steps": 8}}
+    return trainer, build([table], PluginHost.discover().sections)
 
 
 @pytest.fixture(scope="module")

@@ -21,13 +21,13 @@ from peft import LoraConfig as PeftConfig
 from test_trainer import batch, ragged, setup
 
 from grpo_core import cpu
-from grpo_core.config import LoraConfig, TrainerConfig
+from grpo_core.config import TrainerConfig
 from grpo_core.demo import tiny
 from grpo_core.engines.local import columns
 from grpo_core.engines.local.llama import Llama, Shape
 from grpo_core.errors import ConfigError
 from grpo_core.protocols import ParameterGroup
-from grpo_core.training import digest, lora, packing
+from grpo_core.training import digest, packing
 from grpo_core.training import logprobs as fused
 from grpo_core.training import model as models
 from grpo_core.training import trainer as trainers
@@ -41,7 +41,7 @@ from grpo_core.training.snapshot import Snapshot
 from grpo_core.weights.shm import SharedMemoryWriter
 from grpo_plugin_algorithms.optimizers import adamw_torchao
 from grpo_plugin_scale.training import group as groups
-from grpo_plugin_scale.training import resting
+from grpo_plugin_scale.training import lora, resting
 from grpo_plugin_scale.training.trainer import ScaledTrainer
 from grpo_plugin_scale.weights import cuda_ipc
 
@@ -436,11 +436,12 @@ def test_the_random_numbers_of_a_gpu_go_on_where_they_were_saved(tmp_path, gener
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:1"])
 def test_adapters_draw_no_random_numbers_of_a_gpu_that_the_caller_misses(generators, model, device):
-    config = attrs.evolve(setup(model).model, lora=LoraConfig(rank=2))
-    source = ModelSource(start=model, saved=None, config=config, device=torch.device(device), seed=7)
+    source = ModelSource(
+        start=model, saved=None, config=setup(model).model, device=torch.device(device), seed=7
+    )
     module = models.load(Path(model), device=CPU)
     before = [each.get_state() for each in generators]
-    lora._inject(PeftConfig(r=2, target_modules="all-linear"), module, source)
+    lora._inject(PeftConfig(r=2, target_modules="all-linear"), module, source, [])
     assert torch.equal(generators[1].get_state(), before[1])
 
 

@@ -10,9 +10,10 @@ import attrs
 import pytest
 import torch
 import transformers
+from adapting import with_lora
 from test_trainer import batch, ragged, row, setup, weights
 
-from grpo_core.config import LoraConfig, ModelConfig, OptimizerConfig
+from grpo_core.config import ModelConfig, OptimizerConfig
 from grpo_core.demo import tiny
 from grpo_core.errors import ModelError
 from grpo_core.records import Row
@@ -25,6 +26,7 @@ from grpo_core.training.model import FullModel, ModelSource, load
 from grpo_core.training.passes import Passes
 from grpo_core.training.plan import shares as divided
 from grpo_core.training.trainer import TorchTrainer
+from grpo_plugin_scale.lora import LoraConfig
 
 CPU = torch.device("cpu")
 SHAPE: dict[str, Any] = {
@@ -208,7 +210,7 @@ def test_a_model_with_attention_of_its_own_kind_is_refused(model: str) -> None:
 def test_packed_rows_are_trained_with_adapters_a_reference_and_recomputed_layers(model: str) -> None:
     lora = LoraConfig(rank=4, publish="merged")
     given = setup(model, loss={"kl_coefficient": 0.1}, activations="recompute")
-    given = attrs.evolve(given, model=attrs.evolve(given.model, lora=lora))
+    given = with_lora(given, lora)
     packed = attrs.evolve(given, trainer=attrs.evolve(given.trainer, packing=True))
     one, other = TorchTrainer(given), TorchTrainer(packed)
     for trainer in (one, other):

@@ -12,15 +12,17 @@ import attrs
 import pytest
 import torch
 import transformers
+from adapting import with_lora
 from test_trainer import batch, ragged, setup, weights
 
 from grpo_core.app import preflight
-from grpo_core.config import LoraConfig, build
+from grpo_core.config import build
 from grpo_core.demo import tiny
 from grpo_core.errors import ConfigError, ModelError
 from grpo_core.plugins.host import PluginHost
 from grpo_core.training.passes import Passes, for_training
 from grpo_core.training.trainer import TorchTrainer
+from grpo_plugin_scale.lora import LoraConfig
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +111,7 @@ def test_compiled_layers_train_the_weights_of_plain_layers(model: str, adapters:
     given = setup(model, loss={"kl_coefficient": 0.1}, activations="recompute")
     if adapters:
         lora = LoraConfig(rank=4, dropout=0.0, publish="merged")
-        given = attrs.evolve(given, model=attrs.evolve(given.model, lora=lora))
+        given = with_lora(given, lora)
     compiled = attrs.evolve(given, trainer=attrs.evolve(given.trainer, compile=True))
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     mine, theirs = trained(given), trained(compiled)

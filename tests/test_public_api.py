@@ -90,6 +90,7 @@ SEAMS = {
         f"plugins/grpo-plugin-report/tests/test_{name}.py"
         for name in ("compared_runs", "report", "report_browser", "runs", "watch")
     ),
+    "plugins/grpo-plugin-scale/tests/test_lora.py",
     "plugins/grpo-plugin-scale/tests/test_pool.py",
     "plugins/grpo-plugin-transferqueue/tests/test_transferqueue.py",
     "plugins/grpo-plugin-vllm/tests/test_http.py",

@@ -18,7 +18,6 @@ from test_cli import grpo, steps_done
 from test_ranks import ADAPTERS, PLAIN, batches, configured, model, run, same, trained, untied
 from test_trainer import setup
 
-from grpo_core.config import LoraConfig
 from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.errors import WeightSyncError
 from grpo_core.records import EngineSetup, GenerationRequest, TensorInfo, TensorPart, Weights
@@ -27,6 +26,7 @@ from grpo_core.weights import layout
 from grpo_core.weights.layout import checksum, laid_out, load_tensors, slices
 from grpo_core.weights.reading import read_buckets, read_weights
 from grpo_core.weights.shm import SharedMemoryWriter
+from grpo_plugin_scale.lora import LoraConfig
 from grpo_plugin_scale.training.process import ScaledProcess
 from grpo_plugin_scale.weights import collective
 from grpo_plugin_scale.weights.collective import CollectiveWriter

@@ -17,15 +17,17 @@ import attrs
 import pytest
 import torch
 import transformers
+from adapting import with_lora
 from test_cli import grpo, steps_done
 from test_trainer import batch, in_bfloat16, ragged, setup, with_tokens
 
-from grpo_core.config import LoraConfig, TeacherConfig
+from grpo_core.config import TeacherConfig
 from grpo_core.demo import tiny
 from grpo_core.errors import CheckpointError, DeadlineExceeded, TrainerError, WeightSyncError
 from grpo_core.records import Batch
 from grpo_core.training.state_files import read_state
 from grpo_core.weights.reading import read_weights
+from grpo_plugin_scale.lora import LoraConfig
 from grpo_plugin_scale.training.process import ScaledProcess
 
 
@@ -140,8 +142,7 @@ def configured(model: str, kind: dict[str, Any], **options: Any) -> Any:
     teacher = chosen.pop("teacher", "")
     given = attrs.evolve(setup(model, updates_per_step=2, **chosen), max_non_finite=0.5)
     given = attrs.evolve(
-        given,
-        model=attrs.evolve(given.model, lora=lora),
+        with_lora(given, lora),
         teacher=TeacherConfig(path=teacher if name == "distillation" else ""),
         loss=attrs.evolve(
             given.loss,

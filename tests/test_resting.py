@@ -9,14 +9,16 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from adapting import with_lora
 from test_trainer import batch, ragged, same, save, setup
 
 from grpo_core.app import preflight
-from grpo_core.config import LoraConfig, OptimizerConfig, build
+from grpo_core.config import OptimizerConfig, build
 from grpo_core.demo import tiny
 from grpo_core.errors import ConfigError
 from grpo_core.plugins.host import PluginHost
 from grpo_core.weights.reading import read_weights
+from grpo_plugin_scale.lora import LoraConfig
 from grpo_plugin_scale.training.resting import Resting
 from grpo_plugin_scale.training.trainer import ScaledTrainer, create
 
@@ -47,7 +49,7 @@ def configured(model: str, kind: str, **given: Any) -> Any:
     chosen = setup(model, loss={"kl_coefficient": 0.1}, **given)
     if kind == "adapters":
         lora = LoraConfig(rank=8, publish="merged")
-        return attrs.evolve(chosen, model=attrs.evolve(chosen.model, lora=lora))
+        return with_lora(chosen, lora)
     return attrs.evolve(chosen, optimizer=OptimizerConfig(name=kind))
 
 

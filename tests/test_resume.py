@@ -31,6 +31,7 @@ from grpo_core.errors import CheckpointError, ConfigError, PluginError
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import Buffer
 from grpo_core.plugins.configured import configured
+from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Group, Rollout, SampleRequest, Segment
 from grpo_core.run_directory import RunDirectory
 from grpo_core.testing import prompts
@@ -283,7 +284,7 @@ async def save_trainer(directory):
 
 def a_run(path, *, ready=0, settings=(), run=None):
     """A run with a checkpoint of step 0, in which some groups wait to be trained."""
-    config = build([table(*SETTINGS, *settings)])
+    config = build([table(*SETTINGS, *settings)], PluginHost.discover().sections)
     directory = RunDirectory.create(path, config)
     loaders = {"sort": TaskLoader("sort", prompts(20, "sort"), seed=0)}
     stream = PromptStream(sampler=RoundRobin(), loaders=loaders, name=config.sampler.name)

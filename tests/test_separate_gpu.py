@@ -11,11 +11,11 @@ import flash
 import pytest
 import separate_gpu
 import torch
+from adapting import with_lora
 from separate_gpu import GPU, MixedError
 from test_engine_local import logprobs_by, mixed_requests, run, tensors
 from test_trainer import batch, ragged, setup
 
-from grpo_core.config import LoraConfig
 from grpo_core.demo import tiny
 from grpo_core.engines.local.decoder import Decoder
 from grpo_core.engines.local.llama import Llama, Shape
@@ -24,6 +24,7 @@ from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.trainer import TorchTrainer
 from grpo_core.weights.reading import read_weights
 from grpo_plugin_devkit.decoding import make_test_model
+from grpo_plugin_scale.lora import LoraConfig
 
 pytest.importorskip("peft")  # looks for a GPU when it is imported
 CPU = torch.device("cpu")
@@ -66,7 +67,7 @@ def test_a_trainer_on_a_gpu_leaves_no_tensor_behind(
     found = []
     for device in ("cpu", "cuda"):
         given = setup(model, device=device, **{"packing": False, **options})
-        given = attrs.evolve(given, model=attrs.evolve(given.model, dtype=dtype, lora=lora))
+        given = with_lora(attrs.evolve(given, model=attrs.evolve(given.model, dtype=dtype)), lora)
         with pytest.MonkeyPatch.context() as patch:
             if device == "cuda":
                 with separate_gpu.install(patch):

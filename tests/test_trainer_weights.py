@@ -15,16 +15,17 @@ from test_trainer import batch, ragged, row, same, save
 from torch.distributed.tensor import DTensor
 
 from grpo_core.app import preflight
-from grpo_core.config import LoraConfig, ModelConfig, build
+from grpo_core.config import ModelConfig, build
 from grpo_core.demo import tiny
 from grpo_core.errors import ConfigError
 from grpo_core.plugins.host import PluginHost
 from grpo_core.training import microbatch
-from grpo_core.training.lora import LoraModel
 from grpo_core.training.model import ModelSource
+from grpo_core.training.passes import Passes
 from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.state_files import read_state
 from grpo_core.weights.reading import read_weights
+from grpo_plugin_scale.lora import LoraConfig
 from grpo_plugin_scale.training.group import Group
 from grpo_plugin_scale.training.sharded import ShardedModel
 from grpo_plugin_scale.training.trainer import ScaledTrainer
@@ -66,12 +67,18 @@ def test_the_optimizer_has_float32_weights_and_passes_have_bfloat16_ones(model: 
 def test_a_model_that_ranks_share_is_never_whole_on_their_device(model: str, lora: LoraConfig | None) -> None:
     """Its device does not exist here: whatever is moved there before ``fully_shard`` would raise an error."""
     ranks = Group(0, 1, rendezvous="", device=torch.device("cpu"), seconds=60.0)
-    config = ModelConfig(path=model, dtype="float32", lora=lora)
+    config = ModelConfig(path=model, dtype="float32")
     elsewhere = torch.device("cuda", 3)
     source = ModelSource(
-        start=model, saved=None, config=config, device=elsewhere, ranks=ranks, reference=True
+        start=model,
+        saved=None,
+        config=config,
+        device=elsewhere,
+        passes=Passes(copies=True),
+        ranks=ranks,
+        reference=True,
     )
-    built = LoraModel.build(source) if lora else ShardedModel.build(source)
+    built = lora.build_model(source) if lora else ShardedModel.build(source)
     assert all(isinstance(parameter, DTensor) for _, parameter in built.trainable())
     (canary,) = built.next_tokens([tuple(tiny.encode("12+34="))])
     assert canary.logprobs[0] < 0

@@ -43,6 +43,7 @@ from grpo_core.plugins.offers import Selected
 from grpo_core.processes.interpreters import Interpreter, from_here
 from grpo_core.reporting.selection import check_trackers
 from grpo_core.text.response_formats import check_response_format
+from grpo_core.training.building import model_section
 from grpo_core.validation.target import teacher_model
 from grpo_core.weights.transports import find_transport
 
@@ -88,7 +89,8 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
     _check_loss(parts)
     if trains:
         _check_teacher(parts)
-    _check_lora(config)
+    if (section := model_section(config)) is not None:
+        section.check(config)
     _check_ranks(config, host)
     _check_offload(config)
     _check_best(config)
@@ -160,23 +162,6 @@ def _check_loss(parts: Parts) -> None:
         raise ConfigError(f"loss {config.loss.name!r}: " + "; ".join(problems))
 
 
-def require_peft() -> None:
-    """Raise ConfigError if peft is not installed, which makes and merges adapters."""
-    if importlib.util.find_spec("peft") is None:
-        raise ConfigError("model.lora needs the package peft: pip install 'grpo-core[lora]'")
-
-
-def _check_lora(config: Config) -> None:
-    if config.model.lora is None:
-        return
-    require_peft()
-    if config.trainer.reference_mix < 1:
-        raise ConfigError(
-            f"trainer.reference_mix = {config.trainer.reference_mix:g} mixes two sets of weights, which "
-            "adapters (model.lora) cannot hold; leave it at 1"
-        )
-
-
 def _check_teacher(parts: Parts) -> None:
     """Raise ConfigError if loss and teacher do not fit, and ModelError if the teacher is not a model."""
     config = parts.config
@@ -188,10 +173,10 @@ def _check_teacher(parts: Parts) -> None:
             "or hub id, or loss.options.teacher_coefficient = 0"
         )
     teacher = teacher_model(config.teacher.path)
-    if (Path(teacher).expanduser() / ADAPTERS).is_file():  # transformers adds them to the model they name
-        require_peft()
-    else:
+    if not (Path(teacher).expanduser() / ADAPTERS).is_file():
         check_path(teacher)
+    elif importlib.util.find_spec("peft") is None:  # transformers adds adapters to the model that they name
+        raise ConfigError("a teacher with adapters needs the package peft: pip install 'grpo-core[lora]'")
 
 
 def _check_best(config: Config) -> None:
@@ -330,11 +315,6 @@ def _check_ranks(config: Config, host: PluginHost) -> None:
     if trainer.ranks == 1 and not copies:
         return
     ranks = f"trainer.ranks = {trainer.ranks}" if trainer.ranks > 1 else 'trainer.weights = "bfloat16"'
-    if config.model.lora is not None and config.trainer.reference_every:
-        raise ConfigError(
-            f"{ranks}: with [model.lora] the reference stays where the run began; leave out "
-            f"trainer.reference_every = {config.trainer.reference_every}"
-        )
     if config.trainer.compile:
         raise ConfigError(
             f"{ranks}: trainer.compile = true is for one process with float32 weights; leave one of them out"

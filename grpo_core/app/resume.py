@@ -27,6 +27,7 @@ from grpo_core.models import directory_here, text_files
 from grpo_core.plugins.configured import configured
 from grpo_core.plugins.host import NO_OFFERS, Offers, PluginHost
 from grpo_core.run_directory import RunDirectory, lost
+from grpo_core.training.building import model_section
 from grpo_core.training.schedule import KEYS as SCHEDULE
 from grpo_core.training.schedule import rate
 from grpo_core.validation.target import check_start, start_digest
@@ -39,9 +40,6 @@ FIXED = (
     "model.path",
     "model.options",
     "optimizer.name",
-    "model.lora.rank",
-    "model.lora.alpha",
-    "model.lora.targets",
 )
 """Keys that keep their values in all starts of a run with a checkpoint."""
 LONGEST_NOTE = 300
@@ -247,11 +245,12 @@ def _schedule(trainer: TrainerConfig) -> dict[str, Any]:
 
 
 def _fixed(config: Config) -> dict[str, Any]:
-    return {key: _value(config, key) for key in FIXED}
+    section = model_section(config)
+    return {key: _value(config, key) for key in (*FIXED, *(section.fixed if section else ()))}
 
 
 def _check_fixed(path: Path, fixed: Mapping[str, Any], config: Config) -> None:
-    for key in FIXED:
+    for key in {**fixed, **_fixed(config)}:
         now = _value(config, key)
         if fixed.get(key) != now:
             raise ConfigError(
@@ -262,7 +261,7 @@ def _check_fixed(path: Path, fixed: Mapping[str, Any], config: Config) -> None:
 
 def _check_start(path: Path, before: str, config: Config, host: PluginHost) -> None:
     """Refuse other weights below adapters, or as the reference of a loss."""
-    if config.model.lora is not None:
+    if model_section(config) is not None:
         why = "to which its adapters belong"
     elif "reference" in Parts(config, host).needs and not config.trainer.reference_every:
         why = "with which its loss compares the policy"

@@ -180,7 +180,7 @@ async def _start_engine(
     renderer = await asyncio.to_thread(parts.renderer, str(path), [section])
     writer = SharedMemoryWriter()
     stack.callback(lambda: writer)  # keeps what it wrote, also for an engine that restarts
-    tensors, base = await asyncio.to_thread(saved_tensors, path, target.adapters, config.model)
+    tensors, base = await asyncio.to_thread(saved_tensors, path, target.adapters, config)
     dtype = None
     if base:  # what engines add themselves they get as in a weight sync of the run, wherever it was trained
         chosen = config.trainer.device

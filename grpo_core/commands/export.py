@@ -13,9 +13,8 @@ import tomli_w
 from attrs import evolve, frozen
 
 import grpo_core
-from grpo_core.app.preflight import require_peft
 from grpo_core.complaints import complain
-from grpo_core.config import Config, LoraConfig, ModelConfig, TaskConfig, as_table
+from grpo_core.config import Config, TaskConfig, as_table
 from grpo_core.credentials import secrets_in
 from grpo_core.errors import CheckpointError, ConfigError
 from grpo_core.loading import load_object
@@ -114,8 +113,6 @@ def find(directory: Path, step: int | None, form: Form | None) -> Export:
         raise ConfigError(f"{directory}: trained all weights, so it has no adapters; leave out --adapters")
     if with_adapters:
         form = form or "adapters"
-        if form == "merged":
-            require_peft()
     return Export(run=run, config=config, checkpoint=found, step=step, form=form if with_adapters else None)
 
 
@@ -139,11 +136,11 @@ def write(export: Export, target: Path) -> None:
         ) from None
     try:
         if export.form == "merged":
-            from grpo_core.training.building import write_merged
+            from grpo_core.training.building import write_whole
 
             start = started_from(export.run, export.config)
             check_adapters(export.run.path, export.checkpoint, start)
-            write_merged(start, export.saved, export.config.model, part)
+            write_whole(start, export.saved, export.config, part)
         else:
             shutil.copytree(export.saved, part, dirs_exist_ok=True)
         if export.form == "adapters":  # others find their model by its hub id, if it has one
@@ -239,7 +236,6 @@ def excerpt(config: Config) -> dict[str, Any]:
     """Return the settings that say how the model was trained and differ from the defaults; no secrets."""
     usual = Config(
         tasks=dict.fromkeys(config.tasks, TaskConfig(env="")),
-        model=ModelConfig(lora=None if config.model.lora is None else LoraConfig()),
         sections=[
             evolve(each, values=cattrs.unstructure(load_object(each.kind, who="section")()))
             for each in config.sections

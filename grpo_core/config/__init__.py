@@ -6,7 +6,7 @@ program receives its own section and no other.
 
 from grpo_core.config.choices import NAMED, TASK_NAME, PluginChoice
 from grpo_core.config.generation import CUTS, EngineConfig, RolloutConfig
-from grpo_core.config.model import LoraConfig, ModelConfig, TeacherConfig
+from grpo_core.config.model import ModelConfig, TeacherConfig
 from grpo_core.config.operation import (
     CheckpointConfig,
     DataPlaneConfig,
@@ -61,7 +61,6 @@ __all__ = [
     "EngineConfig",
     "EnvironmentConfig",
     "HealthConfig",
-    "LoraConfig",
     "LossConfig",
     "ModelConfig",
     "OptimizerConfig",

@@ -2,35 +2,11 @@
 
 from __future__ import annotations
 
-from math import inf
 from typing import Any, Literal
 
 from attrs import field, frozen
-from attrs.validators import ge, gt, lt
 
 from grpo_core.config.idle import OF_LOSS, only_with
-
-
-@frozen(kw_only=True)
-class LoraConfig:
-    """LoRA trains two small matrices for each chosen layer, the adapters, and freezes the model's weights.
-
-    The section `[model.lora]`, empty or not, turns it on.
-    """
-
-    rank: int = field(default=16, validator=ge(1))
-    """Each adapter is a product of two matrices with this inner dimension."""
-    alpha: float = field(default=32.0, validator=[gt(0), lt(inf)])
-    """Adapters are multiplied by `alpha / rank`."""
-    targets: list[str] = field(factory=list)
-    """Names of the layers that get adapters, as in `["q_proj", "v_proj"]`; if the list is empty, all linear
-    layers but the output layer."""
-    dropout: float = field(default=0.0, validator=[ge(0), lt(1)])
-    """Share of an adapter's inputs that are dropped in passes with a gradient; engines never drop any, so
-    this adds noise to the ratios of the loss."""
-    publish: Literal["adapters", "merged"] = "adapters"
-    """A weight sync sends the adapters alone, which the engine adds to the model's files, or the sum of both
-    ("merged"), for engines on machines without these files."""
 
 
 @frozen(kw_only=True)
@@ -59,8 +35,6 @@ class ModelConfig:
     "flex_attention"; empty is the model's own. Rows are then side by side, without packing."""
     trust_remote_code: bool = False
     """Allow code that comes with the model to run."""
-    lora: LoraConfig | None = None
-    """Adapters that are trained instead of the model's weights."""
 
 
 @frozen(kw_only=True)

@@ -50,6 +50,7 @@ INSTALL: Mapping[tuple[Kind, str], str] = {
 KEYS: Mapping[str, str] = {
     "audit": "grpo-plugin-audit",
     "health.max_memory": "grpo-plugin-doctor",
+    "model.lora": "grpo-plugin-scale",
     "shaping": "grpo-plugin-algorithms",
 }
 """Distributions of the keys and tables of the configuration that are ours and not the core's."""

@@ -1,48 +1,89 @@
-"""Chooses how a model is held in training, and reads what was saved of it."""
+"""Chooses how a model is held in training: with all weights, or as the section of a plugin says.
+
+Imports no torch before a model is made.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-import torch
 from attrs import evolve
 
-from grpo_core.config import ModelConfig
-from grpo_core.training.model import FullModel, Model, ModelSource
-from grpo_core.weights.layout import LowRankSum, load_tensors
+from grpo_core.config import Config, ModelConfig
+from grpo_core.loading import load_object
+from grpo_core.plugins.installed import FILE_PREFIX
+from grpo_core.records import WithSections
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from grpo_core.training.model import Model, ModelSource
+    from grpo_core.weights.layout import LowRankSum
 
 
-def build_model(source: ModelSource) -> Model:
-    """Load a model as its configuration says.  Raises ModelError."""
-    if source.config.lora is not None:
-        from grpo_core.training.lora import LoraModel  # it imports peft, which takes a second
+@runtime_checkable
+class ModelSection(Protocol):
+    """A section ``model.NAME`` of an installed plugin, whose checkpoints are a part of a model."""
 
-        return LoraModel.build(source)
-    return FullModel.build(source)
+    fixed: Sequence[str]
+    """Keys that keep their values in all starts of a run, as ``"model.lora.rank"``."""
+
+    def check(self, config: Config) -> None:
+        """Raise ConfigError if the run cannot have this section; before a process starts."""
+        ...
+
+    def build_model(self, source: ModelSource) -> Model:
+        """Load the model, with what was saved of it if the source names that.  Raises ModelError."""
+        ...
+
+    def write_whole(self, source: ModelSource, directory: Path) -> None:
+        """Write what was saved as a whole model, which transformers loads.  Raises ModelError."""
+        ...
+
+
+def model_section(config: WithSections) -> ModelSection | None:
+    """Return the section that says how the trainer holds its model; None: it trains all weights."""
+    for each in config.sections:
+        if each.name.startswith("model.") and not each.kind.startswith(FILE_PREFIX):
+            section = config.section(load_object(each.kind, who="section"))
+            if isinstance(section, ModelSection):
+                return section
+    return None
 
 
 def saved_tensors(
-    model: Path, adapters: Path | None, config: ModelConfig
-) -> tuple[Sequence[tuple[str, torch.Tensor | LowRankSum]], str]:
-    """Read what engines load of a model, and of adapters that were saved for it.
+    model: Path, part: Path | None, config: Config
+) -> tuple[Sequence[tuple[str, Tensor | LowRankSum]], str]:
+    """Read what engines load of a model, and of the part that was saved of it, such as adapters.
 
-    Returns the tensors, and the directory of the model to which engines add adapters; "" if they take all
+    Returns the tensors, and the directory of the model to which engines add them; "" if they take all
     weights.  Raises ModelError.
     """
-    if adapters is None:
-        return load_tensors(model), ""
-    from grpo_core.training.lora import LoraModel
+    from grpo_core.weights.layout import load_tensors
 
-    source = ModelSource(start=str(model), saved=adapters, config=config, device=torch.device("cpu"))
-    made = LoraModel.build(source)
+    if part is None:
+        return load_tensors(model), ""
+    made = _section(config).build_model(_source(model, part, config.model))
     return made.published(), made.base
 
 
-def write_merged(model: Path, adapters: Path, config: ModelConfig, directory: Path) -> None:
-    """Write the sum of a model and of adapters that were saved for it.  Raises ModelError."""
-    from grpo_core.training.lora import LoraModel
+def write_whole(model: Path, part: Path, config: Config, directory: Path) -> None:
+    """Write a model with the part that was saved of it, as transformers loads it.  Raises ModelError."""
+    exact = evolve(config.model, dtype="float32")  # a sum in bfloat16 would lose small changes
+    _section(config).write_whole(_source(model, part, exact), directory)
 
-    exact = evolve(config, dtype="float32")  # a sum in bfloat16 would lose small changes
-    source = ModelSource(start=str(model), saved=adapters, config=exact, device=torch.device("cpu"))
-    LoraModel.build(source).write_merged(directory)
+
+def _section(config: Config) -> ModelSection:
+    section = model_section(config)
+    assert section is not None, "a part of a model was saved, and no section says how it is read"
+    return section
+
+
+def _source(model: Path, part: Path, config: ModelConfig) -> ModelSource:
+    import torch
+
+    from grpo_core.training.model import ModelSource
+
+    return ModelSource(start=str(model), saved=part, config=config, device=torch.device("cpu"))

@@ -1,7 +1,6 @@
 """The model as the trainer sees it: which parameters are trained, published and saved, and how it scores.
 
-``Model`` is the seam for other ways to hold a model, such as adapters (``grpo_core.training.lora``);
-``FullModel`` trains all weights.
+``Model`` is the seam for other ways to hold a model, such as adapters; ``FullModel`` trains all weights.
 """
 
 from __future__ import annotations
@@ -178,7 +177,7 @@ class FullModel:
         self.published()  # a model that cannot be published is refused now
         self.parameters = sum(parameter.numel() for _, parameter in self._named)
         self.vocabulary = policy.vocabulary
-        self.layers = number_of_layers(policy.module)
+        self.layers = policy.layers
 
     @classmethod
     def build(cls, source: ModelSource) -> FullModel:
@@ -292,7 +291,7 @@ class Scorer:
         autocast: bool = True,
     ) -> None:
         self.module = module
-        self._compute_dtype, self._around, self._autocast = compute_dtype, around, autocast
+        self.compute_dtype, self._around, self._autocast = compute_dtype, around, autocast
         self._plain_head = _has_plain_head(module) if plain_head is None else plain_head
 
     @property
@@ -325,7 +324,7 @@ class Scorer:
             micro.targets,
             bias=head.bias,
             temperature=temperature,
-            product_dtype=self._compute_dtype if self._mixed else None,
+            product_dtype=self.compute_dtype if self._mixed else None,
             entropy_gradient=entropy_gradient,
         )
 
@@ -345,7 +344,7 @@ class Scorer:
                 logits = self.module(input_ids=ids.to(self.device), use_cache=False).logits[last]
         if self._plain_head:
             head: Any = self.module.get_output_embeddings()  # type: ignore[operator]
-            outputs, weight = (rounded(t, self._compute_dtype).float() for t in (hidden[last], head.weight))
+            outputs, weight = (rounded(t, self.compute_dtype).float() for t in (hidden[last], head.weight))
             bias = None if head.bias is None else head.bias.float()
             logits = nn.functional.linear(outputs, weight, bias)
         log_p = torch.log_softmax(logits.float(), dim=-1)
@@ -363,8 +362,14 @@ class Scorer:
         return int(embedding.weight.shape[0])
 
     @property
+    def layers(self) -> int:
+        """The number of layers that the model's configuration names, or 1."""
+        config: Any = self.module.config
+        return int(getattr(config.get_text_config(), "num_hidden_layers", 1))
+
+    @property
     def _mixed(self) -> bool:
-        return self._compute_dtype is torch.bfloat16
+        return self.compute_dtype is torch.bfloat16
 
     def _precision(self) -> Any:
         if not (self._mixed and self._autocast):
@@ -433,16 +438,6 @@ def load(
             f"{config._attn_implementation!r}, which it needs; leave model.attention out"
         )
     return module
-
-
-def number_of_layers(module: Any) -> int:
-    """Return the number of layers that a transformers model's configuration names, or 1."""
-    return int(getattr(module.config.get_text_config(), "num_hidden_layers", 1))
-
-
-def is_linear(layer: nn.Module) -> bool:
-    """Whether a layer multiplies by a matrix: torch's class, or the one of transformers' oldest models."""
-    return isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D"
 
 
 def _not_loaded(report: Mapping[str, Any]) -> list[str]:

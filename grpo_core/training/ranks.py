@@ -7,12 +7,9 @@ methods in the same order, with the arguments of their own part.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
-from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from grpo_core.training.model import ModelSource, Scorer
+from torch import Tensor
 
 T = TypeVar("T")
 
@@ -43,19 +40,6 @@ class Ranks(Protocol):
         """Return this rank's part of a whole tensor, divided as ``like`` is."""
         ...
 
-    def divided(
-        self, source: ModelSource, module: nn.Module, scorer: Scorer, tensors: Mapping[str, Tensor]
-    ) -> tuple[Scorer, dict[str, Tensor]]:
-        """Divide a module among the ranks; return what scores with it, and the tensors, now parts.
-
-        Args:
-            source: of the model.
-            module: is divided.
-            scorer: computes with it.
-            tensors: whole tensors of the module, by the names that engines know.
-        """
-        ...
-
 
 class Alone:
     """A trainer of one process."""
@@ -76,8 +60,3 @@ class Alone:
 
     def part(self, value: Tensor, like: Tensor) -> Tensor:
         return value
-
-    def divided(
-        self, source: ModelSource, module: nn.Module, scorer: Scorer, tensors: Mapping[str, Tensor]
-    ) -> tuple[Scorer, dict[str, Tensor]]:
-        return scorer, dict(tensors)

@@ -30,11 +30,11 @@ from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Batch, StepResult, Weights
 from grpo_core.training.batching import Costs, laid_out, of_several_rows
 from grpo_core.training.budget import overhead, packed_token, token_budget
-from grpo_core.training.building import build_model
+from grpo_core.training.building import model_section
 from grpo_core.training.digest import Digests
 from grpo_core.training.loss_output import checked
 from grpo_core.training.microbatch import MicroBatch, collate, without_rows
-from grpo_core.training.model import Model, ModelSource, compute_dtype, published_dtype
+from grpo_core.training.model import FullModel, Model, ModelSource, compute_dtype, published_dtype
 from grpo_core.training.optimization import Optimization, divided
 from grpo_core.training.packing import PackingError
 from grpo_core.training.passes import Passes
@@ -168,8 +168,8 @@ class TorchTrainer:
         return Alone()
 
     def build(self, source: ModelSource) -> Model:
-        """Make the model, which decides what is trained, published and saved.  Raises ModelError."""
-        return build_model(source)
+        """Make the model that trains all weights.  Raises ModelError."""
+        return FullModel.build(source)
 
     def readable(self, tensor: Tensor) -> Tensor:
         """Return a tensor that can be read for one of the model or of an optimizer's state."""
@@ -190,7 +190,8 @@ class TorchTrainer:
             seed=self.setup.seed,
             ranks=self._ranks,
         )
-        model = self.build(source)
+        section = model_section(self.setup)
+        model = self.build(source) if section is None else section.build_model(source)
         has_teacher = "teacher" in self._needs
         teacher = Teacher.load(self.setup.teacher, self.device, passes) if has_teacher else None
         cpu.return_freed_memory()  # that of weights which have gone to a GPU

@@ -1,13 +1,13 @@
-"""Adapters of LoRA on their way to engines: for each adapted layer two small matrices instead of its weight.
+"""Adapters of LoRA at their engine: for each adapted layer two small matrices instead of its weight.
 
-The trainer publishes both under the names of peft, and names the directory of the model that they belong to.
-An engine that reads weights gets the sums: the model's files are read again for each version, so nothing adds
-up from one version to the next, and no engine holds a second copy of the model.
+A plugin's trainer publishes both under the names of peft, and names the directory of the model that they
+belong to.  An engine that reads weights gets the sums: the model's files are read again for each version, so
+nothing adds up from one version to the next, and no engine holds a second copy of the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,16 +25,6 @@ RIGHT, LEFT = ".lora_A.weight", ".lora_B.weight"
 WEIGHT = ".weight"
 
 
-def factors(tensors: Sequence[tuple[str, Tensor | LowRankSum]]) -> list[tuple[str, Tensor]]:
-    """Return the factors of all sums among the tensors of a model, by their names."""
-    found = []
-    for name, tensor in tensors:
-        if isinstance(tensor, LowRankSum):
-            layer = name.removesuffix(WEIGHT)
-            found += [(f"{layer}{RIGHT}", tensor.right), (f"{layer}{LEFT}", tensor.left)]
-    return found
-
-
 def added(weights: Weights, tensors: Mapping[str, Tensor]) -> Generator[dict[str, Tensor]]:
     """Yield the tensors of the whole model, some at a time.
 
@@ -44,9 +34,9 @@ def added(weights: Weights, tensors: Mapping[str, Tensor]) -> Generator[dict[str
 
     Raises WeightSyncError if the model cannot be read, or the adapters are not its own.
     """
-    whole_shapes(weights)
-    device = next(iter(tensors.values())).device
     with _opened(weights) as files:
+        _check(weights, files)
+        device = next(iter(tensors.values())).device
         bucket: dict[str, Tensor] = {}
         size = 0
         for name, file in files.items():
@@ -63,51 +53,32 @@ def added(weights: Weights, tensors: Mapping[str, Tensor]) -> Generator[dict[str
         yield bucket
 
 
-def whole_shapes(weights: Weights) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the model's tensors by name, also where adapters are published.
-
-    Raises WeightSyncError if the model cannot be read, or the adapters are not its own.
-    """
+def _check(weights: Weights, files: Mapping[str, Any]) -> None:
+    """Raise WeightSyncError unless each pair of factors belongs to a tensor of the model."""
     published = {info.name: tuple(info.shape) for info in weights.tensors}
-    if not weights.base:
-        return published
-    with _opened(weights) as files:
-        shapes = _shapes(files)
     for name, shape in published.items():
         layer = name.removesuffix(RIGHT if name.endswith(RIGHT) else LEFT)
         left, right = (published.get(f"{layer}{end}", ()) for end in (LEFT, RIGHT))
         if not left or not right:
             lost = f"{layer}{LEFT if right else RIGHT}"
             raise WeightSyncError(f"version {weights.version}: there is {name}, and {lost} is missing")
-        expected = shapes.get(f"{layer}{WEIGHT}")
+        file = files.get(f"{layer}{WEIGHT}")
+        expected = None if file is None else tuple(file.get_slice(f"{layer}{WEIGHT}").get_shape())
         if (left[0], right[1]) != expected or left[1] != right[0]:
             raise WeightSyncError(
                 f"version {weights.version}: {name} is {shape}, and {layer}{WEIGHT} in {weights.base} is "
                 f"{expected or 'missing'}: the adapters are another model's"
             )
-    return shapes
-
-
-def shapes_in_files(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors in a model's files.  Raises OSError, SafetensorError."""
-    return _shapes(_files(directory))
-
-
-def _shapes(files: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(file.get_slice(name).get_shape()) for name, file in files.items()}
-
-
-def _files(directory: Path) -> dict[str, Any]:
-    """Open the files of a model; return the one of each tensor, by name.  Raises OSError, SafetensorError."""
-    opened: list[Any] = [safe_open(str(path), framework="pt") for path in weight_files(directory)]
-    return {name: file for file in opened for name in file.keys()}  # noqa: SIM118 - it is not a mapping
 
 
 @contextmanager
 def _opened(weights: Weights) -> Iterator[dict[str, Any]]:
     """Yield the file of each tensor of the model, by name.  Raises WeightSyncError."""
     try:
-        yield _files(Path(weights.base))
+        opened: list[Any] = [
+            safe_open(str(each), framework="pt") for each in weight_files(Path(weights.base))
+        ]
+        yield {name: file for file in opened for name in file.keys()}  # noqa: SIM118 - it is not a mapping
     except (OSError, SafetensorError) as error:
         raise WeightSyncError(
             f"version {weights.version}: the model in {weights.base}, to which adapters are added, cannot be "

@@ -26,10 +26,11 @@ from pathlib import Path
 
 import torch
 import transformers
+from adapting import with_lora
 from attrs import evolve
 
 from grpo_core import cpu
-from grpo_core.config import LoraConfig, LossConfig, ModelConfig, TrainerConfig
+from grpo_core.config import LossConfig, ModelConfig, TrainerConfig
 from grpo_core.demo.tiny import write_tokenizer
 from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.loop import canary
@@ -37,6 +38,7 @@ from grpo_core.loop.agreement import Tolerance
 from grpo_core.records import EngineSetup
 from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.trainer import TorchTrainer
+from grpo_plugin_scale.lora import LoraConfig
 
 RANK, UPDATES = 16, 3
 SHARE, DIFFERENCE = 2.0, 1e-5
@@ -77,12 +79,12 @@ def line(name: str, value: float, unit: str, limit: float | None = None) -> None
 async def sync(path: str, lora: LoraConfig | None) -> tuple[int, float, float]:
     """Return the bytes of a sync, the seconds of a later one, and the canary's largest difference."""
     setup = TrainerSetup(
-        model=ModelConfig(path=path, lora=lora),
+        model=ModelConfig(path=path),
         trainer=TrainerConfig(device="cpu", threads=1),
         loss=LossConfig(),
         plugins=(),
     )
-    trainer = TorchTrainer(setup)
+    trainer = TorchTrainer(with_lora(setup, lora))
     engine = LocalEngine(EngineSetup(model=path, log_directory=path, deadline=300.0), device="cpu")
     seconds, differences = [], []
     for version in range(UPDATES):
@@ -126,8 +128,9 @@ def loaded(small: str, path: str, told: Queue[tuple[int, int, int, int]]) -> Non
 
 
 def adapted(path: str) -> TorchTrainer:
-    model = ModelConfig(path=path, dtype="bfloat16", lora=LoraConfig(rank=RANK))
-    return TorchTrainer(TrainerSetup(model=model, trainer=TrainerConfig(device="cpu", threads=1)))
+    model = ModelConfig(path=path, dtype="bfloat16")
+    setup = TrainerSetup(model=model, trainer=TrainerConfig(device="cpu", threads=1))
+    return TorchTrainer(with_lora(setup, LoraConfig(rank=RANK)))
 
 
 def memory(path: str) -> None:

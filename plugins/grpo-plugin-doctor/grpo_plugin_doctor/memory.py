@@ -20,6 +20,7 @@ from grpo_core.kit import (
     Config,
     EngineConfig,
     PluginHost,
+    as_table,
     directory_here,
     planned,
     size_of,
@@ -138,8 +139,8 @@ def checked(config: Config, host: PluginHost) -> list[str]:
 
 def trained_shapes(config: Config, shapes: Mapping[str, Sequence[int]]) -> Mapping[str, Sequence[int]]:
     """Return the shapes of the parameters that the optimizer changes: the model's, or its adapters'."""
-    lora = config.model.lora
-    return shapes if lora is None else lora_shapes(shapes, lora.rank, lora.targets)
+    lora = as_table(config)["model"].get("lora")
+    return shapes if lora is None else lora_shapes(shapes, lora["rank"], lora["targets"])
 
 
 def certain_parts(
@@ -155,14 +156,14 @@ def certain_parts(
     plan = planned(config, host, len(gpus))
     device = trainer_device(config, gpus)
     dtype = _sent(_chosen(config.model.dtype, device), plan.engine_dtype)
-    lora, trainer = config.model.lora, host.find("trainer", config.trainer.name)
+    lora, trainer = as_table(config)["model"].get("lora"), host.find("trainer", config.trainer.name)
     found: list[ProcessMemory] = []
     if trainer.offer.memory is not None and plan.trainer is not None:
         teacher = (parameters_in(plan.teacher) or 0) if plan.teacher else 0
         parts = trainer.loaded(trainer.offer.memory)(
             parameters=parameters,
             trained=changed,
-            published=parameters if lora is None or lora.publish == "merged" else changed,
+            published=parameters if lora is None or lora["publish"] == "merged" else changed,
             optimizer=_state_bytes(config, host, trained),
             dtype=dtype,
             device=device,

@@ -13,7 +13,7 @@ from logged import Logged
 from moe import FAMILIES, make_moe_model
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from grpo_core.config import LoraConfig, ModelConfig
+from grpo_core.config import ModelConfig
 from grpo_core.demo.tiny import make_tiny_model
 from grpo_core.engines.local.memory import memory as local_memory
 from grpo_core.errors import ConfigError, ModelError
@@ -21,7 +21,6 @@ from grpo_core.kit import configure, parse_settings, tasks_of
 from grpo_core.kit import configured as built
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import EngineLoad, MemoryPart
-from grpo_core.training.building import build_model
 from grpo_core.training.memory import trainer_parts
 from grpo_core.training.model import ModelSource, Scorer
 from grpo_core.training.passes import Passes, for_training
@@ -34,6 +33,7 @@ from grpo_plugin_doctor.parameters import (
     parameters_in,
     shapes_in,
 )
+from grpo_plugin_scale.lora import LoraConfig
 
 GIB = 1 << 30
 
@@ -100,9 +100,10 @@ def test_a_trainer_of_adapters_holds_gradients_and_moments_of_these_alone():
 @pytest.mark.parametrize("targets", [[], ["q_proj", "mlp.down_proj"]])
 def test_the_shapes_of_adapters_are_known_from_the_headers_of_the_files_alone(tmp_path, targets):
     make_tiny_model(tmp_path / "tiny", (), warm_start_steps=0)
-    config = ModelConfig(path=str(tmp_path / "tiny"), lora=LoraConfig(rank=3, targets=targets))
+    config = ModelConfig(path=str(tmp_path / "tiny"))
     source = ModelSource(start=config.path, saved=None, config=config, device=torch.device("cpu"))
-    held = {name: tuple(p.shape) for name, p in build_model(source).trainable()}
+    trained = LoraConfig(rank=3, targets=targets).build_model(source).trainable()
+    held = {name: tuple(parameter.shape) for name, parameter in trained}
     for told in (shapes_in(tmp_path / "tiny"), model_shapes(config.path).tensors):
         found = lora_shapes(told, 3, targets)
         assert {f"base_model.model.{name}": shape for name, shape in found.items()} == held

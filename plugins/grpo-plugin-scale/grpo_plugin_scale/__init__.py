@@ -1,10 +1,16 @@
-"""Trainers of several GPUs, pools of engines, and transports of weights for GPUs and clusters."""
+"""Trainers of several GPUs, LoRA, pools of engines, and transports of weights for GPUs and clusters."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from grpo_core import Offer, Transport, hookimpl
+from grpo_plugin_scale.lora import LoraConfig
+
+
+@hookimpl
+def grpo_config_sections() -> Mapping[str, object]:
+    return {"model.lora": LoraConfig | None}
 
 
 @hookimpl

@@ -13,12 +13,12 @@ from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from grpo_core.kit import ModelSource, Scorer, return_freed_memory
+from grpo_core.kit import return_freed_memory
 
 T = TypeVar("T")
 
@@ -98,10 +98,15 @@ class Group:
     def dealt(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         owners, mine = self.owners(tensors), {}
         for name, tensor in tensors.items():
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # by all ranks
+            whole = self.whole(tensor)
             if owners[name] == self.rank:
-                mine[name] = whole.detach()
+                mine[name] = whole
         return mine
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of which the ranks hold parts; all of them must ask."""
+        whole: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return whole.detach()
 
     def owners(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
         """Return the rank that saves each tensor, so that all save about as many numbers."""
@@ -118,13 +123,6 @@ class Group:
         return distribute_tensor(
             value.to(self._device), like.device_mesh, like.placements, src_data_rank=None
         )
-
-    def divided(
-        self, source: ModelSource, module: nn.Module, scorer: Scorer, tensors: Mapping[str, Tensor]
-    ) -> tuple[Scorer, dict[str, Tensor]]:
-        from grpo_plugin_scale.training.sharded import divided
-
-        return divided(self, module, scorer, tensors, copies=source.passes.copies)
 
 
 def _store(rendezvous: str, rank: int, size: int, wait: timedelta) -> Store:

@@ -99,7 +99,7 @@ class _Sharded(nn.Module):
         super().__init__()
         self.module, self.names = module, names
         self._scorer = scorer
-        self.vocabulary = self._scorer.vocabulary
+        self.vocabulary, self.layers = self._scorer.vocabulary, self._scorer.layers
         options: dict[str, Any] = {"mesh": group.mesh, "reshard_after_forward": True}
         if copies:
             options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -131,7 +131,12 @@ def divided(
 ) -> tuple[Scorer, dict[str, Tensor]]:
     """Divide a module among the ranks; return what scores with it, and the tensors that are parts now.
 
-    See ``Ranks.divided``; ``copies`` is that of ``_Sharded``.
+    Args:
+        group: the ranks.
+        module: is divided.
+        scorer: computes with it.
+        tensors: whole tensors of the module, by the names that engines know.
+        copies: as of ``_Sharded``.
     """
     names = _names(module, tensors)
     policy: Any = _Sharded(module, scorer, group, names, copies=copies)

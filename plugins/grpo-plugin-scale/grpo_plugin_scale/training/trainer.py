@@ -57,7 +57,7 @@ class ScaledTrainer(TorchTrainer):
         )
 
     def build(self, source: ModelSource) -> Model:
-        if not self._divides or source.config.lora is not None:
+        if not self._divides:
             return super().build(source)
         from grpo_plugin_scale.training.sharded import ShardedModel
 

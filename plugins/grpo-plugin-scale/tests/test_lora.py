@@ -12,6 +12,7 @@ import attrs
 import pytest
 import torch
 import transformers
+from adapting import with_lora
 from moe import FAMILIES, make_moe_model
 from safetensors.torch import load_file, save_file
 from test_cli import events, grpo, refused
@@ -20,20 +21,20 @@ from test_trainer import setup as full_setup
 
 from grpo_core.app import preflight
 from grpo_core.commands.running import configured
-from grpo_core.config import LoraConfig, as_table, build
+from grpo_core.config import as_table, build
 from grpo_core.demo import tiny
 from grpo_core.errors import CheckpointError, ConfigError, ModelError, WeightSyncError
-from grpo_core.training import lora as lora_module
+from grpo_core.plugins.host import PluginHost
 from grpo_core.training import microbatch
-from grpo_core.training.building import build_model, saved_tensors
-from grpo_core.training.lora import LoraModel
+from grpo_core.training.building import saved_tensors
 from grpo_core.training.model import FullModel, ModelSource
 from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.trainer import TorchTrainer
-from grpo_core.weights.adapters import whole_shapes
 from grpo_core.weights.layout import load_tensors
-from grpo_core.weights.names import checkpoint_tensors, module_tensors
+from grpo_core.weights.names import checkpoint_tensors
 from grpo_core.weights.reading import read_buckets, read_weights
+from grpo_plugin_scale.lora import LoraConfig
+from grpo_plugin_scale.training import lora as lora_module
 
 model = model  # a fixture of the trainer's tests
 
@@ -44,8 +45,8 @@ def setup(
     path: str, lora: LoraConfig | None = None, *, seed: int = 0, dtype: str = "auto", **options: object
 ) -> TrainerSetup:
     given = full_setup(path, **{"lr": 1e-2, **options})  # type: ignore[arg-type]
-    chosen = attrs.evolve(given.model, lora=lora or LoraConfig(rank=4, alpha=8), dtype=dtype)
-    return attrs.evolve(given, model=chosen, seed=seed)
+    given = attrs.evolve(given, model=attrs.evolve(given.model, dtype=dtype), seed=seed)
+    return with_lora(given, lora or LoraConfig(rank=4, alpha=8))
 
 
 def trained(given: TrainerSetup, steps: int = 3) -> TorchTrainer:
@@ -106,13 +107,12 @@ def test_adapters_alone_are_trained_and_the_weights_of_the_model_stay_bit_for_bi
 def test_the_gradient_of_an_adapter_is_that_of_its_product_by_the_chain_rule(tmp_path: Path) -> None:
     """For W + s B A with the gradient G of the whole: s B^T G for A, and s G A^T for B."""
     path, lora = made(tmp_path / "m", "qwen3"), LoraConfig(rank=3, alpha=6, targets=["k_proj", "down_proj"])
-    source = ModelSource(start=path, saved=None, config=setup(path, lora).model, device=CPU)
-    adapted = build_model(source)
-    assert isinstance(adapted, LoraModel)
+    source = ModelSource(start=path, saved=None, config=setup(path).model, device=CPU)
+    adapted = lora.build_model(source)
     torch.manual_seed(1)
     for _, parameter in adapted.trainable():
         torch.nn.init.normal_(parameter, std=0.3)
-    whole = FullModel.build(attrs.evolve(source, config=attrs.evolve(source.config, lora=None)))
+    whole = FullModel.build(source)
     named = dict(whole.trainable())
     with torch.no_grad():
         for name, value in adapted.sums():
@@ -160,7 +160,7 @@ def test_tensors_of_a_checkpoint_are_found_where_the_module_has_moved(tmp_path: 
     before = checkpoint_tensors(module)
     views = lora_module._views(module, before)
     module.to(torch.float64)  # its tensors are elsewhere now, as after it has gone to a GPU
-    here = module_tensors(module)
+    here = lora_module._tensors(module)
     assert list(views) == list(before)
     for name, tensor in before.items():
         found = views[name].of(here)
@@ -176,10 +176,12 @@ def test_engines_of_a_validation_get_what_those_of_the_training_got(
     trainer = trained(setup(model, LoraConfig(rank=4, publish=publish)), steps=1)
     save(trainer, tmp_path)
     weights = trainer.publish()
-    tensors, base = saved_tensors(Path(model), tmp_path / "trainer", trainer.setup.model)
+    section = {"path": model, "lora": {"rank": 4, "publish": publish}}
+    config = build([{"model": section}], PluginHost.discover().sections)
+    tensors, base = saved_tensors(Path(model), tmp_path / "trainer", config)
     assert base == weights.base
     assert [name for name, _ in tensors] == [info.name for info in weights.tensors]
-    assert saved_tensors(Path(model), None, trainer.setup.model)[1] == ""
+    assert saved_tensors(Path(model), None, config)[1] == ""
 
 
 @pytest.mark.long
@@ -299,7 +301,7 @@ def test_adapters_of_another_model_are_refused_by_who_reads_them(model: str, tmp
         (tmp_path / "other", r"lora_A.weight is \(4, \d+\), and .*weight in .* is \(32, \d+\)"),
         (tmp_path, r"cannot be read \(there are no .*\); .* set model.lora.publish = \"merged\""),
     ]:
-        for read in (read_weights, lambda weights: list(read_buckets(weights)), whole_shapes):
+        for read in (read_weights, lambda weights: list(read_buckets(weights))):
             with pytest.raises(WeightSyncError, match=message):
                 read(attrs.evolve(published, base=str(base)))
     first, *others = published.tensors
@@ -438,7 +440,7 @@ def test_a_reference_that_adapters_cannot_hold_is_refused() -> None:
 def test_an_empty_section_turns_lora_on(tmp_path: Path) -> None:
     (tmp_path / "lora.toml").write_text("[model.lora]\n")
     config, host = configured(tmp_path / "lora.toml", envs=["math:sort"], chosen={}, settings=[], block=())
-    assert config.model.lora == LoraConfig()
+    assert config.section(LoraConfig, None) == LoraConfig()
     assert build([as_table(config)], host.sections) == config
 
 

@@ -10,35 +10,31 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from attrs import frozen
-from peft import LoraConfig as PeftConfig
-from peft import inject_adapter_in_model
+from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from grpo_core.config import LoraConfig
-from grpo_core.cpu import KEPT_FREE, return_freed_memory
-from grpo_core.errors import ModelError, one_line, wrong_input
-from grpo_core.records import Canary
-from grpo_core.training.microbatch import MicroBatch
-from grpo_core.training.model import (
+from grpo_core import Canary, ModelError
+from grpo_core.kit import (
+    LowRankSum,
+    MicroBatch,
     ModelSource,
-    SavedTokenizer,
     Scorer,
-    compute_dtype,
-    is_linear,
-    number_of_layers,
+    checkpoint_tensors,
+    header_of,
+    return_freed_memory,
+    weight_files,
+    wrong_input,
 )
-from grpo_core.training.ranks import Alone, Ranks
-from grpo_core.weights.adapters import factors, shapes_in_files
-from grpo_core.weights.layout import LowRankSum
-from grpo_core.weights.names import checkpoint_tensors, module_tensors
-from grpo_core.weights.publishing import whole as gathered
+
+if TYPE_CHECKING:
+    from grpo_plugin_scale.training.group import Group
 
 ADAPTER = "default"
 """peft's name of the adapters in the model."""
@@ -46,6 +42,8 @@ FILE = "adapter_model.safetensors"
 """peft's name of the file with the adapters."""
 PREFIX = "base_model.model."
 """Before the names of a model's layers in that file."""
+FREED = 256 << 20
+"""Bytes that are freed before they are given back to the system."""
 
 
 class LoraModel:
@@ -56,9 +54,9 @@ class LoraModel:
         whole: the tensors of the model without adapters, as its checkpoint has them.
         layers: layers with an adapter by the checkpoint's name of their weight.
         config: peft's, which is saved with the adapters.
-        tokenizer: is saved with the adapters.
-        base_directory: directory of the model to which engines add adapters; empty: they get the sums.
-        ranks: the processes that hold the model together.
+        source: of the model.
+        merged: whether engines get the sums of weights and adapters; otherwise they add adapters to the
+            files of the model.
     """
 
     def __init__(
@@ -67,13 +65,13 @@ class LoraModel:
         *,
         whole: Mapping[str, Tensor],
         layers: Mapping[str, Any],
-        config: PeftConfig,
-        tokenizer: SavedTokenizer,
-        base_directory: str = "",
-        ranks: Ranks | None = None,
+        config: LoraConfig,
+        source: ModelSource,
+        merged: bool,
     ) -> None:
-        self.policy, self.base, self._ranks = policy, base_directory, ranks or Alone()
-        self._whole, self._layers, self._config, self._tokenizer = whole, layers, config, tokenizer
+        self.policy, self.base = policy, "" if merged else str(Path(source.start).absolute())
+        self._whole, self._layers, self._config = whole, layers, config
+        self._source, self._tokenizer = source, source.tokenizer()
         self._named = [
             (f"{PREFIX}{name}".replace(f".{ADAPTER}.", "."), parameter)
             for name, parameter in policy.module.named_parameters()
@@ -86,13 +84,22 @@ class LoraModel:
         ]
         self.parameters = sum(parameter.numel() for parameter in policy.module.parameters())
         self.vocabulary = policy.vocabulary
-        self.layers = number_of_layers(policy.module)
+        self.layers = policy.layers
 
     @classmethod
-    def build(cls, source: ModelSource) -> LoraModel:
-        """Load the weights that the run started from, and adapters that were saved.  Raises ModelError."""
-        assert source.config.lora is not None, "there is no LoRA in the configuration"
-        made = source.ranks.in_turn(lambda: cls._loaded(source))
+    def build(
+        cls, source: ModelSource, config: LoraConfig, *, targets: Sequence[str], merged: bool
+    ) -> LoraModel:
+        """Load the weights that the run started from, and adapters that were saved.  Raises ModelError.
+
+        Args:
+            source: of the model.
+            config: peft's.
+            targets: layers that get adapters, as the configuration names them; if there are none, all linear
+                layers but the output layer.
+            merged: as of the class.
+        """
+        made = source.ranks.in_turn(lambda: cls._loaded(source, config, targets, merged))
         if made.base:
             _check_files(made.base, made.sums())
         if source.saved:
@@ -100,43 +107,29 @@ class LoraModel:
         return made
 
     @classmethod
-    def _loaded(cls, source: ModelSource) -> LoraModel:
-        lora = source.config.lora
-        assert lora is not None
-        alone = isinstance(source.ranks, Alone)
+    def _loaded(
+        cls, source: ModelSource, config: LoraConfig, targets: Sequence[str], merged: bool
+    ) -> LoraModel:
         # on the host: a GPU need not have room for it in float32, nor for a model that ranks share
         module = source.load(source.start, device=torch.device("cpu"))
         policy: Scorer = source.scorer(module)  # its trials compute in float32
         whole = checkpoint_tensors(module)  # its names are those of a model without adapters
-        config = PeftConfig(
-            task_type="CAUSAL_LM",
-            base_model_name_or_path=source.start,
-            r=lora.rank,
-            lora_alpha=lora.alpha,
-            lora_dropout=lora.dropout,
-            target_modules=lora.targets or "all-linear",
-        )
-        _inject(config, module, source)
+        _inject(config, module, source, targets)
         layers = _adapted(module, whole)
         views = _views(module, whole)
         del whole  # or it would keep the memory that is given back now
-        if compute_dtype(source.config, source.device) is torch.bfloat16:
+        if policy.compute_dtype is torch.bfloat16:
             _halve(module)
-        if alone:
+        group = _group(source)
+        if group is None:
             module.to(source.device)
-        here = module_tensors(module)
+        here = _tensors(module)
         whole = {name: view.of(here) for name, view in views.items()}
-        if not alone:
-            policy, whole = source.ranks.divided(source, module, policy, whole)
-        return cls(
-            policy,
-            whole=whole,
-            layers=layers,
-            config=config,
-            tokenizer=source.tokenizer(),
-            base_directory=str(Path(source.start).absolute()) if lora.publish == "adapters" else "",
-            ranks=source.ranks,
-        )
+        if group is not None:
+            from grpo_plugin_scale.training.sharded import divided  # it takes long to import
+
+            policy, whole = divided(group, module, policy, whole, copies=source.passes.copies)
+        return cls(policy, whole=whole, layers=layers, config=config, source=source, merged=merged)
 
     def trainable(self) -> Sequence[tuple[str, nn.Parameter]]:
         return self._named
@@ -175,7 +168,14 @@ class LoraModel:
         return self.policy.next_tokens(prompts)
 
     def published(self) -> Sequence[tuple[str, Tensor | LowRankSum]]:
-        return factors(self.sums()) if self.base else self.sums()
+        if not self.base:
+            return self.sums()
+        found = []
+        for name in self._whole:
+            if name in self._layers:
+                layer, (left, right) = name.removesuffix(".weight"), _factors(self._layers[name])
+                found += [(f"{layer}.lora_A.weight", right), (f"{layer}.lora_B.weight", left)]
+        return found
 
     def sums(self) -> list[tuple[str, Tensor | LowRankSum]]:
         """The tensors of the whole model, those with an adapter as sums."""
@@ -203,10 +203,11 @@ class LoraModel:
 
     def saved(self) -> Mapping[str, Tensor]:
         """The whole adapters, which rank 0 writes: they are small."""
-        return {name: gathered(parameter) for name, parameter in self._named}
+        group = _group(self._source)
+        return {name: group.whole(tensor) if group else tensor.detach() for name, tensor in self._named}
 
     def write(self, directory: Path, tensors: Mapping[str, Tensor]) -> None:
-        if self._ranks.rank:
+        if self._source.ranks.rank:
             return
         directory.mkdir(parents=True, exist_ok=True)
         save_file({name: tensor.detach() for name, tensor in tensors.items()}, directory / FILE)
@@ -220,7 +221,7 @@ class LoraModel:
         try:
             tensors = load_file(path)
         except (OSError, SafetensorError) as error:
-            raise ModelError(f"{path}: the adapters cannot be read ({one_line(error)})") from error
+            raise ModelError(f"{path}: the adapters cannot be read ({_one_line(error)})") from error
         found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         expected = {name: tuple(parameter.shape) for name, parameter in self._named}
         if found != expected:
@@ -230,7 +231,7 @@ class LoraModel:
                 f"{found.get(wrong[0], 'missing')}, expected {expected.get(wrong[0], 'no such tensor')}"
             )
         for name, parameter in self._named:
-            parameter.copy_(self._ranks.part(tensors[name], parameter))
+            parameter.copy_(self._source.ranks.part(tensors[name], parameter))
 
     def _enable(self, adapters: bool) -> None:
         """Turn the adapters on or off.
@@ -261,6 +262,26 @@ class LoraModel:
                 parameter.data = trained[name]
 
 
+def _group(source: ModelSource) -> Group | None:
+    """Return the group that divides the model; None if one process holds it as it is."""
+    return cast("Group", source.ranks) if source.ranks.size > 1 or source.passes.copies else None
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _is_linear(layer: nn.Module) -> bool:
+    """Whether a layer multiplies by a matrix: torch's class, or the one of transformers' oldest models."""
+    return isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D"
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return views of a module's parameters, tied ones once, and of its buffers, by their names."""
+    named: dict[str, Tensor] = {name: tensor.detach() for name, tensor in module.named_parameters()}
+    return named | {name: nn.Buffer(value.detach()) for name, value in module.named_buffers()}
+
+
 def _halve(module: nn.Module) -> None:
     """Keep weights of linear layers in bfloat16 if it holds their numbers exactly.
 
@@ -269,15 +290,13 @@ def _halve(module: nn.Module) -> None:
     """
     head, freed = module.get_output_embeddings(), 0  # type: ignore[operator]  # it is often the embedding, too
     for layer in module.modules():
-        weight: Any = layer.weight if is_linear(layer) and layer is not head else None
+        weight: Any = layer.weight if _is_linear(layer) and layer is not head else None
         if weight is None or weight.requires_grad:  # an adapter's
             continue
         if torch.equal((small := weight.data.bfloat16()).float(), weight.data):
             freed += weight.data.nbytes
             weight.data = small
-        if (
-            freed >= KEPT_FREE
-        ):  # this thread does not use again what others, which loaded the model, have freed
+        if freed >= FREED:  # this thread does not use again what others, which loaded the model, have freed
             return_freed_memory()
             freed = 0
 
@@ -303,7 +322,7 @@ class _View:
 def _views(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, _View]:
     """Return what each of these tensors is in the module."""
     homes: dict[int, list[tuple[int, int, str]]] = {}
-    for name, tensor in module_tensors(module).items():
+    for name, tensor in _tensors(module).items():
         begin = int(tensor.storage_offset())
         homes.setdefault(_storage(tensor), []).append((begin, begin + tensor.numel(), name))
 
@@ -321,10 +340,9 @@ def _storage(tensor: Tensor) -> int:
     return place
 
 
-def _inject(config: PeftConfig, module: nn.Module, source: ModelSource) -> None:
+def _inject(config: LoraConfig, module: nn.Module, source: ModelSource, targets: Sequence[str]) -> None:
     """Put adapters into a model; they begin with the seed's numbers.  Raises ModelError."""
-    assert source.config.lora is not None
-    problem = _problem(source.config.lora, module)
+    problem = _problem(targets, module)
     with torch.random.fork_rng([]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")  # of layers that are transposed
         torch.default_generator.manual_seed(source.seed)  # the module is on the host, and GPUs keep theirs
@@ -332,7 +350,7 @@ def _inject(config: PeftConfig, module: nn.Module, source: ModelSource) -> None:
             if not problem:
                 inject_adapter_in_model(config, module, adapter_name=ADAPTER)
         except ValueError as error:
-            problem = one_line(error)
+            problem = _one_line(error)
     if not problem:
         return
     with wrong_input():
@@ -340,27 +358,27 @@ def _inject(config: PeftConfig, module: nn.Module, source: ModelSource) -> None:
         linear = dict.fromkeys(
             name.rpartition(".")[2]
             for name, layer in module.named_modules()
-            if is_linear(layer) and layer is not head
+            if _is_linear(layer) and layer is not head
         )
         raise ModelError(
-            f"model.lora.targets = {json.dumps(source.config.lora.targets)}: {problem}; the linear layers of "
+            f"model.lora.targets = {json.dumps(list(targets))}: {problem}; the linear layers of "
             f"{source.start!r} are {', '.join(linear)}"
         )
 
 
-def _problem(lora: LoraConfig, module: nn.Module) -> str:
+def _problem(targets: Sequence[str], module: nn.Module) -> str:
     """Say what is wrong with the targets; "" if each of them is a layer that may have an adapter."""
     names = [name for name, _ in module.named_modules()]
-    for target in lora.targets:
+    for target in targets:
         if not target or not any(f".{name}".endswith(f".{target}") for name in names):
             return f"the model has no layer {target!r}"
     head = module.get_output_embeddings()  # type: ignore[operator]
     inputs = module.get_input_embeddings()  # type: ignore[operator]
     for name, layer in module.named_modules():
-        chosen = any(f".{name}".endswith(f".{target}") for target in lora.targets)
+        chosen = any(f".{name}".endswith(f".{target}") for target in targets)
         if chosen and (layer is head or layer is inputs):
             return f"{name} is the model's output layer or embedding, which gets no adapter"
-        if chosen and not is_linear(layer):
+        if chosen and not _is_linear(layer):
             return f"{name} is not a linear layer"
     return ""
 
@@ -390,9 +408,10 @@ def _adapted(module: nn.Module, base: Mapping[str, Tensor]) -> dict[str, Any]:
 def _check_files(directory: str, sums: Sequence[tuple[str, Tensor | LowRankSum]]) -> None:
     """Raise ModelError unless engines find each layer with an adapter in the model's files."""
     try:
-        shapes = shapes_in_files(Path(directory))
-    except (OSError, SafetensorError) as error:
+        headers = [header_of(file) for file in weight_files(Path(directory))]
+    except (OSError, ValueError) as error:
         raise ModelError(f"the files of the model in {directory} cannot be read ({error})") from error
+    shapes = {name: tuple(about["shape"]) for header in headers for name, about in header.items()}
     for name, tensor in sums:
         if isinstance(tensor, LowRankSum) and shapes.get(name) != tuple(tensor.base.shape):
             raise ModelError(

@@ -1,0 +1,87 @@
+"""The section ``model.lora``: adapters that are trained instead of the model's weights."""
+
+from __future__ import annotations
+
+import importlib.util
+from math import inf
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from attrs import field, frozen
+from attrs.validators import ge, gt, lt
+
+from grpo_core import ConfigError
+
+if TYPE_CHECKING:
+    from grpo_core.kit import Config, ModelSource
+    from grpo_plugin_scale.training.lora import LoraModel
+
+
+@frozen(kw_only=True)
+class LoraConfig:
+    """LoRA trains two small matrices for each chosen layer, the adapters, and freezes the model's weights.
+
+    The section `[model.lora]`, empty or not, turns it on.
+    """
+
+    fixed: ClassVar = ("model.lora.rank", "model.lora.alpha", "model.lora.targets")
+
+    rank: int = field(default=16, validator=ge(1))
+    """Each adapter is a product of two matrices with this inner dimension."""
+    alpha: float = field(default=32.0, validator=[gt(0), lt(inf)])
+    """Adapters are multiplied by `alpha / rank`."""
+    targets: list[str] = field(factory=list)
+    """Names of the layers that get adapters, as in `["q_proj", "v_proj"]`; if the list is empty, all linear
+    layers but the output layer."""
+    dropout: float = field(default=0.0, validator=[ge(0), lt(1)])
+    """Share of an adapter's inputs that are dropped in passes with a gradient; engines never drop any, so
+    this adds noise to the ratios of the loss."""
+    publish: Literal["adapters", "merged"] = "adapters"
+    """A weight sync sends the adapters alone, which the engine adds to the model's files, or the sum of both
+    ("merged"), for engines on machines without these files."""
+
+    def check(self, config: Config) -> None:
+        """Raise ConfigError where peft is not installed, or other keys do not fit."""
+        require_peft()
+        trainer = config.trainer
+        if trainer.reference_mix < 1:
+            raise ConfigError(
+                f"trainer.reference_mix = {trainer.reference_mix:g} mixes two sets of weights, which "
+                "adapters (model.lora) cannot hold; leave it at 1"
+            )
+        if trainer.reference_every and (trainer.ranks > 1 or trainer.weights == "bfloat16"):
+            ranks = (
+                f"trainer.ranks = {trainer.ranks}" if trainer.ranks > 1 else 'trainer.weights = "bfloat16"'
+            )
+            raise ConfigError(
+                f"{ranks}: with [model.lora] the reference stays where the run began; leave out "
+                f"trainer.reference_every = {trainer.reference_every}"
+            )
+
+    def build_model(self, source: ModelSource) -> LoraModel:
+        """Load the model with adapters, also those that were saved.  Raises ModelError."""
+        require_peft()
+        from peft import LoraConfig as PeftConfig  # it takes a second
+
+        from grpo_plugin_scale.training.lora import LoraModel
+
+        config = PeftConfig(
+            task_type="CAUSAL_LM",
+            base_model_name_or_path=source.start,
+            r=self.rank,
+            lora_alpha=self.alpha,
+            lora_dropout=self.dropout,
+            target_modules=self.targets or "all-linear",
+        )
+        merged = self.publish == "merged"
+        return LoraModel.build(source, config, targets=self.targets, merged=merged)
+
+    def write_whole(self, source: ModelSource, directory: Path) -> None:
+        """Write the sum of the model and of adapters that were saved for it.  Raises ModelError."""
+        self.build_model(source).write_merged(directory)
+
+
+def require_peft() -> None:
+    """Raise ConfigError if peft is not installed, which makes and merges adapters."""
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError("model.lora needs the package peft: pip install 'grpo-core[lora]'")
