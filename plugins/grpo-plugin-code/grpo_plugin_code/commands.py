@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 import grpo_core as grpo
 from grpo_plugin_code.images import Image
@@ -101,14 +101,8 @@ class Commands:
         self._limits, self._place, self._others = limits, place, tuple(others)
         self._environ = {"PATH": PATH, **image.environ} if image is not None else {}
         packed = limits.files * 1024 * 4 // 3 + 1024  # base64 of all files, where nothing can be compressed
-        wide = Limits(
-            seconds=limits.seconds + GRACE,
-            cpu_seconds=limits.cpu_seconds,
-            memory=limits.memory,
-            files=limits.files,
-            processes=limits.processes,
-            output=TOLD * (TEXTS * limits.output + STATE // 1024) + packed,
-        )
+        output = TOLD * (TEXTS * limits.output + STATE // 1024) + packed
+        wide = evolve(limits, seconds=limits.seconds + GRACE, output=output)
         places = [each for each in (place, *self._others) if each != "/tmp"]
         self._sandboxes = Sandboxes(wide, at_once=at_once, ready=ready, places=places, image=image)
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from attrs import evolve
+from attrs import evolve, fields
 
 from grpo_core import Group, LossInputs, Prompt, Rollout, Segment, Tokens
 from grpo_core.kit import Scores, checked_scores, needs_of
@@ -194,20 +194,13 @@ def _picked(inputs: LossInputs, places: Tensor) -> LossInputs:
 
 
 def _tensors(inputs: LossInputs) -> Mapping[str, Tensor]:
-    given = {
-        "policy_logprobs": inputs.policy_logprobs,
-        "proximal_logprobs": inputs.proximal_logprobs,
-        "generation_logprobs": inputs.generation_logprobs,
-        "reference_logprobs": inputs.reference_logprobs,
-        "teacher_logprobs": inputs.teacher_logprobs,
-        "entropy": inputs.entropy,
-        "advantages": inputs.advantages,
-        "rows": inputs.rows,
-        "sequences": inputs.sequences,
-        "weights": inputs.weights,
-        "correct": inputs.correct,
+    """The inputs that have a number for each token."""
+    given = {each.name: getattr(inputs, each.name) for each in fields(LossInputs)}
+    return {
+        name: value
+        for name, value in given.items()
+        if getattr(value, "shape", None) == inputs.rows.shape and name != "update_entropies"
     }
-    return {name: tensor for name, tensor in given.items() if tensor is not None}
 
 
 # ---------------------------------------------------------------------------------- advantages

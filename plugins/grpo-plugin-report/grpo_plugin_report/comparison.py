@@ -17,7 +17,7 @@ from grpo_core.kit import say
 from grpo_plugin_report import arms, browsing, overlay
 from grpo_plugin_report.arms import Arm
 from grpo_plugin_report.explain.causes import Finding
-from grpo_plugin_report.pages import check_output, rendered, replace_output
+from grpo_plugin_report.pages import rendered, save
 from grpo_plugin_report.report import Files, browse
 from grpo_plugin_report.report import write as write_one
 
@@ -72,8 +72,7 @@ def write(paths: Sequence[Path], output: Path) -> Path:
 
     Raises ConfigError if the runs cannot be compared, or the file cannot be written.
     """
-    check_output(output)
-    return replace_output(output, render(read(paths)))
+    return save(output, lambda: render(read(paths)))
 
 
 def read(paths: Sequence[Path]) -> list[Files]:

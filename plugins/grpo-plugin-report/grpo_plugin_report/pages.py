@@ -9,6 +9,7 @@ import hashlib
 import math
 import os
 from base64 import b64encode
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,32 +53,29 @@ def rendered(template: str, **values: Any) -> str:
     )
 
 
-def replace(target: Path, html: str) -> None:
-    """Write a page atomically."""
-    beside = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        beside.write_text(html, encoding="utf-8", errors="xmlcharrefreplace")
-        beside.replace(target)
-    finally:
-        beside.unlink(missing_ok=True)
+def save(output: Path, make: Callable[[], str]) -> Path:
+    """Write a page atomically; return the file.
 
-
-def check_output(output: Path) -> None:
-    """Raise ConfigError if a page cannot be written there, or would replace something that is not a page."""
+    Raises ConfigError, before the page is made, if it would replace something that is not a page, and if it
+    cannot be written.
+    """
     if output.is_dir():
         raise ConfigError(f"--output {output}: is a directory; give the name of the page, as compared.html")
     if not output.parent.is_dir():
         raise ConfigError(f"--output {output}: there is no directory {output.parent}")
     if output.exists() and not _is_page(output):
         raise ConfigError(f"--output {output}: exists, and is not a report; give another name")
-
-
-def replace_output(output: Path, html: str) -> Path:
-    """Write a page where the user wants it; return the file.  Raises ConfigError if it cannot be written."""
+    html = make()
+    beside = output.with_name(f".{output.name}.{os.getpid()}")
     try:
-        replace(output, html)
+        beside.write_text(html, encoding="utf-8", errors="xmlcharrefreplace")
+        beside.replace(output)
     except OSError as error:
-        raise ConfigError(f"--output {output}: cannot be written: {error.strerror}") from error
+        raise ConfigError(
+            f"--output {output}: the report cannot be written ({error.strerror}); give another file"
+        ) from error
+    finally:
+        beside.unlink(missing_ok=True)
     return output
 
 

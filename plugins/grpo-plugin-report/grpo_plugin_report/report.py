@@ -21,14 +21,12 @@ from grpo_plugin_report.explain.causes import Finding
 from grpo_plugin_report.explain.decisions import explained
 from grpo_plugin_report.explain.facts import Facts
 from grpo_plugin_report.pages import (
-    check_output,
     lacking,
     number,
     plain,
     rendered,
-    replace,
-    replace_output,
     result,
+    save,
 )
 
 REPORT = "report.html"
@@ -113,17 +111,8 @@ def write(path: Path, output: Path | None = None) -> Path:
 
     Raises ConfigError if the file cannot be written, or is something else than a report.
     """
-    if output is not None:
-        check_output(output)
-        return replace_output(output, render(Files.read(path)))
-    page = render(Files.read(path))
-    try:
-        replace(path / REPORT, page)
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: the report cannot be written ({error.strerror}); give another file with --output"
-        ) from error
-    return path / REPORT
+    Run(path, strict=False)  # raises if it is none
+    return save(output or path / REPORT, lambda: render(Files.read(path)))
 
 
 def render(files: Files) -> str:

@@ -360,7 +360,7 @@ def test_a_full_disk_leaves_no_part_of_a_report(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", fill)
-    with pytest.raises(ConfigError, match=r"run: the report cannot be written \(No space left on device\)"):
+    with pytest.raises(ConfigError, match=r"report\.html: the report cannot be written \(No space"):
         report.write(path)
     assert not [each.name for each in path.iterdir() if report.REPORT in each.name]
 

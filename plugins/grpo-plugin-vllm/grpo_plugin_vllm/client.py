@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -84,12 +85,11 @@ class Client:
     async def get(
         self, path: str, *, query: Mapping[str, str] | None = None, seconds: float | None = None
     ) -> Any:
-        answer = await self._call("GET", path, None, query, repeatable=True, seconds=seconds)
-        return self._json("GET", path, answer)
+        return await self._json("GET", path, query=query, repeatable=True, seconds=seconds)
 
     async def page(self, path: str, *, seconds: float) -> str:
         """Return a page of text."""
-        return await self._call("GET", path, None, None, repeatable=True, seconds=seconds)
+        return await self._call("GET", path, repeatable=True, seconds=seconds)
 
     async def post(
         self,
@@ -111,33 +111,47 @@ class Client:
         Raises ServerError: at once for a status that a repetition cannot change, else when the attempts are
         used up.
         """
-        answer = await self._call(
-            "POST", path, body, query, repeatable=repeatable, seconds=seconds, largest=largest
+        return await self._json(
+            "POST", path, body=body, query=query, repeatable=repeatable, seconds=seconds, largest=largest
         )
-        return self._json("POST", path, answer)
 
     async def aclose(self) -> None:
         if self._session is not None:
             await self._session.close()
 
+    async def _json(self, method: str, path: str, **how: Any) -> Any:
+        text = await self._call(method, path, **how)
+        try:
+            return json.loads(text) if text else None
+        except (ValueError, RecursionError):
+            raise ServerError(
+                f"{method} {self._url}{path}: expected JSON, got {text[:200]!r}; is this a vLLM server?"
+            ) from None
+
     async def _call(
         self,
         method: str,
         path: str,
-        body: Any,
-        query: Mapping[str, str] | None,
         *,
         repeatable: bool,
+        body: Any = None,
+        query: Mapping[str, str] | None = None,
         seconds: float | None = None,
         largest: int = LARGEST,
     ) -> str:
+        timeout = self._timeout if seconds is None else aiohttp.ClientTimeout(total=seconds)
+        # a redirect could name another machine, which would get the prompts and could make up the answers
+        request = partial(
+            self._open().request, method, self._url + path, json=body, params=query, timeout=timeout,
+            allow_redirects=False,
+        )  # fmt: skip
         again = (Unsent, aiohttp.ClientConnectionError) if repeatable else (Unsent,)
         what = f"{method} {self._url}{path}"
         try:
             async for attempt in stamina.retry_context(on=again, attempts=self._attempts, timeout=None):
                 with attempt:
                     try:
-                        return await self._once(method, path, body, query, seconds, largest)
+                        return await self._once(what, request, largest)
                     except again as error:
                         if attempt.num < self._attempts:
                             tried = f"attempt {attempt.num} of {self._attempts}"
@@ -151,28 +165,13 @@ class Client:
             raise ServerError(f"{what}: {type(error).__name__}: {error}") from error
         raise AssertionError("a retry that ends without a result raises")
 
-    async def _once(
-        self,
-        method: str,
-        path: str,
-        body: Any,
-        query: Mapping[str, str] | None,
-        seconds: float | None,
-        largest: int,
-    ) -> str:
-        timeout = self._timeout if seconds is None else aiohttp.ClientTimeout(total=seconds)
-        # a redirect could name another machine, which would get the prompts and could make up the answers
-        request = self._open().request(
-            method, self._url + path, json=body, params=query, timeout=timeout, allow_redirects=False
-        )
+    async def _once(self, what: str, request: Callable[[], Any], largest: int) -> str:
         try:
-            async with request as response:
+            async with request() as response:
                 try:
                     read = await read_body(response.content.iter_any(), response.headers, largest)
                 except ValueError as error:
-                    raise ServerError(
-                        f"{method} {self._url}{path}: {error}; is this a vLLM server?"
-                    ) from error
+                    raise ServerError(f"{what}: {error}; is this a vLLM server?") from error
                 text = read.decode(errors="replace")
                 if (
                     self._key
@@ -182,20 +181,12 @@ class Client:
                     raise Unsent(f"status {response.status}: {text[:500]}")
                 if response.status != 200:
                     raise ServerError(
-                        f"{method} {self._url}{path}: status {response.status}: {text[:2000]}"
+                        f"{what}: status {response.status}: {text[:2000]}"
                         f"{HINTS.get(response.status, REDIRECTED if 300 <= response.status < 400 else '')}"
                     )
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise Unsent(f"no connection: {error}") from error
         return text
-
-    def _json(self, method: str, path: str, text: str) -> Any:
-        try:
-            return json.loads(text) if text else None
-        except (ValueError, RecursionError):
-            raise ServerError(
-                f"{method} {self._url}{path}: expected JSON, got {text[:200]!r}; is this a vLLM server?"
-            ) from None
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
