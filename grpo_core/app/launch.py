@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -77,9 +78,7 @@ def configure(
         block: plugins that are not loaded.
         offers: objects of the program that calls this.
     """
-    given: dict[str, Any] = {}
-    for layer in (*layers, changes):
-        given = merge(given, layer)
+    given: dict[str, Any] = functools.reduce(merge, (*layers, changes), {})
     config, host = configured([given], block, offers)
     hosted = Parts(config, host).text_engine(trains=False)  # a preset is of a model that it does not have
     preset = {} if hosted else model_source(config.model, host).preset

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import tomllib
 import typing
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -56,10 +57,7 @@ def parse_setting(setting: str) -> dict[str, Any]:
 
 def parse_settings(settings: Iterable[str], onto: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return a table with what each ``--set`` says, the later ones over the earlier ones and ``onto``."""
-    table = dict(onto or {})
-    for setting in settings:
-        table = merge(table, parse_setting(setting))
-    return table
+    return functools.reduce(merge, map(parse_setting, settings), dict(onto or {}))
 
 
 def check_settings(
@@ -125,9 +123,7 @@ def build(layers: Iterable[Mapping[str, Any]], sections: PluginSections = NO_SEC
     Raises ConfigError that names every unknown key (with the nearest known one) and every bad value.
     """
     try:
-        merged: dict[str, Any] = {}
-        for layer in layers:
-            merged = merge(merged, layer)
+        merged: dict[str, Any] = functools.reduce(merge, layers, {})
         secrets = [
             f"configuration key {key!r}: is named like a secret, and the configuration is written into the "
             "run's files. Set an environment variable instead, and let the plugin read it (os.environ): "

@@ -41,18 +41,15 @@ class ErrorBudget:
 
     Args:
         task: name of the task in the message.
-        max_error_rate: share of ``window`` calls that may be failures among the newest ``window`` calls;
-            1 allows everything.
+        max_error_rate: share of the newest ``WINDOW`` calls that may be failures; 1 allows everything.
         in_a_row: the run ends after this many consecutive failures, unless ``max_error_rate`` is 1.
     """
 
-    def __init__(
-        self, task: str, max_error_rate: float, *, window: int = WINDOW, in_a_row: int = IN_A_ROW
-    ) -> None:
+    def __init__(self, task: str, max_error_rate: float, *, in_a_row: int = IN_A_ROW) -> None:
         self._task = task
         self._max_error_rate = max_error_rate
-        self._allowed = int(max_error_rate * window + 1e-9)
-        self._failed: deque[bool] = deque(maxlen=window)
+        self._allowed = int(max_error_rate * WINDOW + 1e-9)
+        self._failed: deque[bool] = deque(maxlen=WINDOW)
         self._in_a_row = in_a_row
         self._streak = 0
         self._first = ""

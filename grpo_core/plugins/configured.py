@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,9 +32,7 @@ def configured(
     Raises:
         ConfigError: a key is unknown, a value is wrong, or a plugin is not installed.
     """
-    table: dict[str, Any] = {}
-    for layer in layers:
-        table = merge(table, layer)
+    table: dict[str, Any] = functools.reduce(merge, layers, {})
     allow = table.get("plugins")
     if found := list(problems(list[str] | None, allow, "plugins")):
         raise ConfigError("\n".join(found))

@@ -212,9 +212,7 @@ class PluginHost:
         check_options(selected, function, options, given=None, more=_more_options(selected))
         return Bound(selected, function, with_paths(function, options))
 
-    def check_options(
-        self, kind: Kind, name: str, options: Mapping[str, Any], *, filled: Sequence[str] = ()
-    ) -> None:
+    def check_options(self, kind: Kind, name: str, options: Mapping[str, Any]) -> None:
         """Check a choice of the configuration without making anything.
 
         Imports the module of the offer, and nothing that the factory would import when it is called.
@@ -223,7 +221,6 @@ class PluginHost:
             kind: of the offer.
             name: as the configuration spells it.
             options: as the configuration gives them.
-            filled: options that the core fills in if the configuration does not.
 
         Raises:
             PluginError: there is no such offer, or an option is unknown, missing or mistyped.
@@ -232,7 +229,7 @@ class PluginHost:
         factory = selected.load()
         check_requirements(selected)
         given = None if kind in FUNCTIONS else (kind in SET_UP) + len(selected.args)
-        check_options(selected, factory, options, given=given, filled=filled, more=_more_options(selected))
+        check_options(selected, factory, options, given=given, more=_more_options(selected))
 
     def check_values(self, kind: Kind, name: str, options: Mapping[str, Any], **known: Any) -> None:
         """Let the offer check the values of its options, if it has a function ``check``.

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
@@ -193,7 +193,6 @@ def check_options(
     options: Mapping[str, Any],
     *,
     given: int | None,
-    filled: Sequence[str] = (),
     more: str = "",
 ) -> None:
     """Check names and types of options against the signature, which may be that of an attrs class.
@@ -203,7 +202,6 @@ def check_options(
         factory: the callable that is going to receive the options.
         options: what the user gave.
         given: positional arguments that come from the core; None: only keyword-only parameters are options.
-        filled: options that the core fills in later, so that they are not missing.
         more: end of the message about an unknown option.
 
     Raises:
@@ -231,8 +229,7 @@ def check_options(
             if typing.get_origin(hint) is Literal:
                 expected = " or ".join(map(repr, typing.get_args(hint)))
             raise SelectionError(f"{selected}: option {name!r} is {value!r}; expected {expected}")
-    present = {*options, *filled}
-    missing = [name for name, p in known.items() if p.default is p.empty and name not in present]
+    missing = [name for name, p in known.items() if p.default is p.empty and name not in options]
     if missing:
         raise SelectionError(f"{selected} needs the option {missing[0]!r}. Its options: {spelled}")
 

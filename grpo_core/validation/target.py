@@ -8,7 +8,7 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from grpo_core.config import Config, as_table
+from grpo_core.config import Config, as_table, replace_parts
 from grpo_core.errors import ConfigError, ModelError
 from grpo_core.loop import checkpoint
 from grpo_core.models import ADAPTERS, local_directory, weights_digest
@@ -72,14 +72,10 @@ def without_overridden(
     Those are the options of another strategy or engine, and its ``tasks`` and validation sets, if there are
     other tasks.
     """
-    table = dict(configured)
+    table = replace_parts(configured, changes)
     if tasks:
         table.pop("tasks", None)
         table["validation"] = {k: v for k, v in table.get("validation", {}).items() if k != "sets"}
-    for section in ("validation", "engine"):
-        below, name = table.get(section, {}), changes.get(section, {}).get("name")
-        if name is not None and below.get("name") != name:
-            table[section] = {key: value for key, value in below.items() if key != "options"}
     if "name" in changes.get("engine", {}):
         table["validation"] = {k: v for k, v in table.get("validation", {}).items() if k != "engine"}
     return table
