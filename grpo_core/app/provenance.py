@@ -25,7 +25,6 @@ from grpo_core.app.paths import plugin_files
 from grpo_core.config import Config
 from grpo_core.errors import GrpoError
 from grpo_core.plugins.host import BUILT_IN, PluginHost
-from grpo_core.plugins.offers import Plugin
 from grpo_core.run_directory import PROVENANCE
 
 LIBRARIES = (
@@ -61,7 +60,7 @@ def found(config: Config, host: PluginHost) -> dict[str, Any]:
             plugin.name: {
                 "distribution": plugin.distribution,
                 "version": plugin.version,
-                "sha256": _hash_of(plugin),
+                "sha256": package_hash(plugin.module.partition(":")[0].partition(".")[0]),
             }
             for plugin in host.plugins
             if plugin.fault is None and plugin.name != BUILT_IN and plugin.version
@@ -78,11 +77,6 @@ def found(config: Config, host: PluginHost) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
     }
-
-
-def _hash_of(plugin: Plugin) -> str | None:
-    """Return the hash of a plugin's package."""
-    return package_hash(plugin.module.partition(":")[0].partition(".")[0])
 
 
 def _hashes(files: Iterable[Path]) -> dict[str, str]:

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 _BOOT = "import sys; from grpo_core.processes import served; served.main(*map(int, sys.argv[1:]))"
 LAST_WORDS = 4000
 """Number of bytes of a dead child's log of which the last lines are shown."""
+LAST_LINES = 6
 ENDING = 5.0
 """Seconds within which a process that was killed has ended, unless the kernel keeps it."""
 
@@ -341,13 +342,13 @@ class Child:
                 future.set_exception(self.death or errors.ChildDied(f"{self.name} died"))
                 future.exception()  # marks the error as seen: a caller may have been cancelled
 
-    def _last_words(self, lines: int = 6) -> str:
+    def _last_words(self) -> str:
         if self._log is None:
             return ""
         try:
             with open(self._log, "rb") as log:
                 log.seek(max(0, os.fstat(log.fileno()).st_size - LAST_WORDS))
-                tail = log.read(LAST_WORDS).decode(errors="replace").strip().splitlines()[-lines:]
+                tail = log.read(LAST_WORDS).decode(errors="replace").strip().splitlines()[-LAST_LINES:]
         except OSError:
             return ""
         told = self._mask("\n".join(f"    {line}" for line in tail))  # programs that it started print, too
