@@ -426,23 +426,6 @@ def test_options_are_checked_by_name_and_type_also_those_of_an_attrs_class(insta
     assert expected in str(caught.value)
 
 
-def test_options_that_the_core_fills_in_are_not_missing(install):
-    install(
-        "sampling",
-        """
-        import grpo_core as grpo
-
-        @grpo.hookimpl
-        def grpo_samplers():
-            return {"strict": lambda seed, size=3: None}
-    """,
-    )
-    host = PluginHost.discover(allow=["sampling"])
-    host.check_options("sampler", "strict", {}, filled=("seed",))
-    with pytest.raises(PluginError, match="needs the option 'seed'"):
-        host.check_options("sampler", "strict", {})
-
-
 @pytest.mark.long
 def test_all_choices_of_the_core_are_checked_without_making_or_importing_a_model():
     code = """
