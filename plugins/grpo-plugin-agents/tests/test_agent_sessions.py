@@ -299,6 +299,85 @@ class Agent:
             assert self.session.recorder.turns == asked
 
 
+# ---------------------------------------------------------------------------------- what the model reads
+
+SHOWS_TOOLS = "{% if tools %}<|tools|>{{ tools | tojson }}<|end|>{% endif %}" + PLAIN
+OTHER_TOOL = {"type": "function", "function": {**TOOL["function"], "description": "Another price."}}
+CONTENTS = st.sampled_from(["what", "why", "edited", ""])
+
+
+def rendered(renderer, messages, tools):
+    """Return what a model should read of a request, by the template alone."""
+    return renderer._text(messages, generation=True, tools=tools)
+
+
+@pytest.mark.long
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), seed=st.integers(0, 2**16))
+def test_the_model_reads_the_conversation_that_the_agent_has_sent(data, seed):
+    """Whatever the agent has branched, edited, shortened or offered before, and whoever said the same."""
+    renderer = renderer_of(SHOWS_TOOLS, "<|end|>", "<|start|>", "<|tools|>")
+    renderer.run = at_once
+    engine = Says(renderer, "yes", "no answer", "yes", "yes", seconds=lambda: 0.0)
+    known = [[{"role": "user", "content": "what is it"}]]
+
+    def changed(messages):
+        place = data.draw(st.integers(0, len(messages) - 1))
+        match data.draw(st.sampled_from(["go on", "go on", "branch", "edit", "leave out", "instruct"])):
+            case "branch":
+                return messages[: place + 1]
+            case "edit":
+                return [
+                    {**each, "content": data.draw(CONTENTS)} if i == place else each
+                    for i, each in enumerate(messages)
+                ]
+            case "leave out":
+                return messages[:place] + messages[place + 1 :]
+            case "instruct":
+                return [{"role": "system", "content": data.draw(CONTENTS)}, *messages]
+        return messages
+
+    async def story():
+        session = make_session(engine, renderer)
+        for _ in range(data.draw(st.integers(2, 8))):
+            messages = changed(data.draw(st.sampled_from(known)))
+            if not messages or messages[-1]["role"] == "assistant" or data.draw(st.booleans()):
+                messages = [*messages, {"role": "user", "content": data.draw(CONTENTS)}]
+            tools = data.draw(st.sampled_from([[], [TOOL], [OTHER_TOOL]]))
+            cut = data.draw(st.sampled_from([{}, {"max_tokens": 1}]))
+            status, reply = await ask(
+                session, {"messages": messages, "tools": tools, **cut}, key=str(len(known))
+            )
+            assert status == 200
+            request, _ = engine.said[-1]
+            assert renderer.whole(request.prompt_ids.tolist()) == rendered(renderer, messages, tools)
+            known.append([*messages, reply["choices"][0]["message"]])
+        check(await session.aclose(), engine)
+
+    run(story(), seed=seed)
+
+
+def test_of_equal_completions_the_newest_is_continued():
+    """An agent that asks again for what it had goes on from the second answer."""
+    renderer = renderer_for("plain")
+    engine = Says(renderer, "yes", "yes", "no answer", seconds=lambda: 0.0)
+    asked = {"role": "user", "content": "what"}
+
+    async def story():
+        session = make_session(engine, renderer)
+        for version in (1, 2):
+            engine.version = version
+            _, reply = await ask(session, {"messages": [asked]}, key=str(version))
+        said = reply["choices"][0]["message"]
+        await ask(session, {"messages": [asked, said, {"role": "user", "content": "why"}]})
+        return await session.aclose()
+
+    once, continued = run(story(), seed=0).segments
+    assert once.tokens.versions[once.tokens.sampled][0] == 1
+    assert continued.tokens.versions[continued.tokens.sampled][0] == 2
+    assert len(continued.tokens) > len(once.tokens)
+
+
 EXAMPLES = int(os.environ.get("GRPO_CORE_SESSIONS", "12"))
 """Number of sessions for each template."""
 
