@@ -20,7 +20,7 @@ from grpo_core.incidents import reported_to
 from grpo_core.loop.rollout import SamplingParams
 from grpo_core.records import Feedback, Prompt, Weights
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, run
-from grpo_core.validation.runner import Context, run_strategy
+from grpo_core.validation.runner import FEEDBACK_RETRIES, Context, run_strategy
 from grpo_core.validation.strategies import Batched, Greedy, Pipelined
 
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=16)
@@ -313,6 +313,9 @@ def test_rollouts_lost_by_the_engine_are_played_again(mode):
     assert "of its rollouts are played again; the first, of task 'task': its process" in incidents[0].message
     with pytest.raises(PluginError, match="its process died"):
         validated(Greedy(mode=mode), FakeEnvironment(right), engine=FailingEngine(3), retries=2)
+    often = FEEDBACK_RETRIES + 2
+    later = validated(Greedy(mode=mode), FakeEnvironment(right), engine=FailingEngine(often), retries=often)
+    assert later == fine, "the engine's failures are not counted as the environment's"
 
 
 def test_a_rollout_that_the_environment_always_fails_is_played_three_times():

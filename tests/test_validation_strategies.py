@@ -214,6 +214,17 @@ def test_lengths_are_those_of_all_replies_that_were_played_to_their_end():
     assert asyncio.run(Greedy().validate(context))["task"]["completion_tokens"] == 20.0
 
 
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_pass_at_k_is_the_share_of_choices_among_the_scored_rollouts_that_hold_a_success(k):
+    """An unscored rollout is neither a failure nor a success; 1 of 400 is within the limit."""
+    rewards = [[1.0, 0.0, 0.0, None], *[[float(p % 4 >= i) for i in range(1, 5)] for p in range(99)]]
+    scored = [[each for each in own if each is not None] for own in rewards]
+    chosen = [fmean(map(max, itertools.combinations(own, k))) for own in scored]
+    metrics = measured(PassAtK(k=k, n=4), rewards)
+    assert metrics[f"pass@{k}"] == pytest.approx(fmean(chosen))
+    assert metrics["errors"] == 1
+
+
 def test_a_prompt_with_less_than_k_rewards_is_in_the_bounds_of_pass_at_k():
     rewards = [[1.0, None, None, None], [0.0, None, None, None], *[[1.0, 0.0, 0.0, 0.0]] * 2]
     metrics = measured(PassAtK(k=2, n=4), rewards)

@@ -117,6 +117,16 @@ def test_a_worse_version_is_not_played_to_the_end_and_a_better_one_becomes_the_s
     assert same["prompts"] < 1200
 
 
+def test_a_version_that_is_not_certainly_better_is_no_standard():
+    """Otherwise the bar drifts: each version would be compared with the one before, however bad that was."""
+    strategy, context = Paired(), Context([0.5, 0.51, 0.5], n=100)
+    validated(strategy, context, 0)
+    for version in (1, 2):
+        undecided = validated(strategy, context, version)
+        assert "outcome" not in undecided
+        assert undecided["standard"] == 0.0
+
+
 class EasyFirst(Context):
     """Prompts that are played first are easier; the second version solves only these, and not all of them."""
 
