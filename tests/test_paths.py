@@ -23,11 +23,13 @@ def test_every_plugin_in_a_file_has_an_absolute_path_in_the_run(tmp_path, monkey
         "tracking": {"trackers": ["./mine.py:Tracker"]},
         **dict.fromkeys(("sampler", "engine", "loss", "advantage", "optimizer", "trainer"), of_a_kind),
     }
+    given["trainer"] = {**of_a_kind, "lr_schedule": "./mine.py:rate"}
     config = with_absolute_paths(build([given]), PluginHost.discover(()))
     assert dict(config.filters) == {f"{tmp_path}/mine.py:odd": {"most": 3}}
     assert config.tasks["one"].env == f"{tmp_path}/mine.py:Env"
     assert list(config.tracking.trackers) == [f"{tmp_path}/mine.py:Tracker"]
     assert {config.sampler.name, config.loss.name, config.optimizer.name} == {f"{tmp_path}/mine.py:made"}
+    assert config.trainer.lr_schedule == f"{tmp_path}/mine.py:rate"
     assert plugin_files(config) == {tmp_path / "mine.py"}
 
 

@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from test_pipeline import Run
 
 from grpo_core import cpu
+from grpo_core.app import preflight
 from grpo_core.app.parts import Parts
 from grpo_core.config import (
     Config,
@@ -32,6 +33,7 @@ from grpo_core.config import (
     ModelConfig,
     TrainerConfig,
     ValidationConfig,
+    build,
 )
 from grpo_core.demo import tiny
 from grpo_core.errors import CheckpointError, ConfigError, ModelError, PluginError, TrainerError
@@ -933,6 +935,32 @@ def test_the_learning_rate_warms_up_and_ends_where_it_should(shape: str) -> None
     assert rates[40] == pytest.approx(1.0 if shape == "constant" else 0.1)
     assert rates[22] == pytest.approx(1.0 if shape == "constant" else 0.55)
     assert rates[4:] == sorted(rates[4:], reverse=True)
+
+
+def test_a_function_of_a_file_is_a_schedule(tmp_path: Path) -> None:
+    (tmp_path / "rates.py").write_text("def wsd(done):\n    return 1.0 if done < 0.75 else 4 * (1 - done)\n")
+    config = TrainerConfig(steps=8, warmup_updates=0, lr_schedule=f"{tmp_path}/rates.py:wsd")
+    assert [schedule(config, update) for update in (0, 5, 6, 7, 8)] == [1.0, 1.0, 1.0, 0.5, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("def other(done): return 1.0", ConfigError, r"the file has no function 'wsd'"),
+        ("wsd = (", ConfigError, r"SyntaxError"),
+        ("def wsd(done): return None", PluginError, r"returned None for 0; expected a finite number"),
+        ("def wsd(done): return 1 / done", PluginError, r"ZeroDivisionError"),
+    ],
+)
+def test_a_schedule_that_cannot_work_is_an_error_before_anything_starts(
+    tmp_path: Path, text: str, error: type[Exception], message: str
+) -> None:
+    (tmp_path / "rates.py").write_text(text)
+    table = {"trainer": {"lr_schedule": f"{tmp_path}/rates.py:wsd"}, "tasks": {"sort": {"env": "math:sort"}}}
+    with pytest.raises(error, match=message):
+        preflight.check(build([table]), PluginHost.discover())
+    with pytest.raises(ConfigError, match=r"'lr_schedule' must be 'constant', 'linear', 'cosine', or"):
+        build([{"trainer": {"lr_schedule": "cosinus"}}])
 
 
 def test_on_a_cpu_a_microbatch_is_small_enough_for_the_head_to_keep_its_probabilities() -> None:

@@ -51,6 +51,8 @@ def with_absolute_paths(config: Config, host: PluginHost) -> Config:
         engine=own and options.of_choice("engine", own),
         sets={name: _absolute_set(one, config, options) for name, one in config.validation.sets.items()},
     )
+    trainer = choices["trainer"]
+    choices["trainer"] = evolve(trainer, lr_schedule=_absolute_name(trainer.lr_schedule))
     tasks = {
         name: evolve(
             task,
@@ -150,7 +152,7 @@ def plugin_files(config: Config) -> set[Path]:
     chosen = list(config.choices())
     several = [options for kind, _, options in chosen if kind == "environment"]  # they may name others
     several += [each.values for each in config.sections]
-    names = [name for _, name, _ in chosen]
+    names = [config.trainer.lr_schedule, *(name for _, name, _ in chosen)]
     names += [text for options in several for text in _texts(options) if Path(text).is_absolute()]
     words = [Path(word) for name in names if in_file(name) is None for word in name.partition(":")[2].split()]
     programs = {word for word in words if word.is_absolute() and word.is_file()}

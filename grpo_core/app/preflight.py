@@ -44,6 +44,7 @@ from grpo_core.processes.interpreters import Interpreter, from_here
 from grpo_core.reporting.selection import check_trackers
 from grpo_core.text.response_formats import check_response_format
 from grpo_core.training.building import model_section
+from grpo_core.training.schedule import rate
 from grpo_core.validation.target import teacher_model
 from grpo_core.weights.transports import find_transport
 
@@ -93,6 +94,8 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
         section.check(config)
     _check_ranks(config, host)
     _check_offload(config)
+    for step in (0, config.trainer.steps):  # a function of a file that fails is an error now
+        rate(config.trainer, step)
     _check_best(config)
     _check_goal(config)
     _check_idle(parts)

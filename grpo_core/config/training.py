@@ -72,6 +72,18 @@ def _goal(instance: object, attribute: object, value: str) -> None:
         )
 
 
+SCHEDULES = ("constant", "linear", "cosine")
+"""Shapes of the learning rate."""
+
+
+def _schedule(instance: object, attribute: object, value: str) -> None:
+    if value not in SCHEDULES and not re.fullmatch(r".+\.py:\w+", value):
+        raise ValueError(
+            f"'lr_schedule' must be {', '.join(map(repr, SCHEDULES))}, or a function of a file as in "
+            f"'./file.py:name': {value!r}"
+        )
+
+
 ActivationsChoice = Literal["keep", "recompute", "offload"]
 
 
@@ -99,8 +111,9 @@ class TrainerConfig(PluginChoice):
     groups makes fewer updates."""
     lr: float = field(default=1e-6, validator=gt(0))
     """Peak learning rate."""
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the learning rate after the warm-up."""
+    lr_schedule: str = field(default="constant", validator=_schedule)
+    """Shape of the learning rate after the warm-up: "constant", "linear", "cosine", or a function of a file,
+    `./file.py:name`, that returns the factor of `lr` for the share of the updates that is done, 0 to 1."""
     lr_end: float = field(default=0.1, validator=[ge(0), le(1)], metadata=only_with("lr_schedule"))
     """A linear or cosine schedule ends at this share of `lr`."""
     warmup_updates: int = field(default=5, validator=ge(0))

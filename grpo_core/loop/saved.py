@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from grpo_core.typed import Count
 
@@ -81,7 +81,7 @@ class SavedSchedule(TypedDict):
     epochs: float
     updates_per_step: Count
     lr: float
-    lr_schedule: Literal["constant", "linear", "cosine"]
+    lr_schedule: str
     lr_end: float
     warmup_updates: Count
 

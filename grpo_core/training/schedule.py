@@ -2,26 +2,62 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 from grpo_core.config import TrainerConfig
+from grpo_core.errors import ConfigError, PluginError, describe
+from grpo_core.plugins.installed import import_file, in_file
 
 KEYS = ("steps", "epochs", "updates_per_step", "lr", "lr_schedule", "lr_end", "warmup_updates")
 """Keys of ``[trainer]`` on which the learning rate of a step depends."""
 
 
 def schedule(config: TrainerConfig, update: int) -> float:
-    """Return the factor of an update's learning rates, counted from 0 over all steps: warm-up, then shape."""
+    """Return the factor of an update's learning rates, counted from 0 over all steps: warm-up, then shape.
+
+    Raises PluginError if the function of a file fails, and ConfigError if there is no such function.
+    """
     total = config.steps * config.updates_per_step
     done = min(1.0, max(0, update - config.warmup_updates) / max(1, total - config.warmup_updates))
-    shape = {
-        "constant": 1.0,
-        "linear": 1 - done,
-        "cosine": (1 + math.cos(math.pi * done)) / 2,
-    }[config.lr_schedule]
-    scheduled = shape if config.lr_schedule == "constant" else config.lr_end + (1 - config.lr_end) * shape
     warm = min(1.0, (update + 1) / (config.warmup_updates + 1))
-    return scheduled * warm
+    return _shape(config, done) * warm
+
+
+def _shape(config: TrainerConfig, done: float) -> float:
+    if config.lr_schedule == "constant":
+        return 1.0
+    if config.lr_schedule == "linear":
+        return config.lr_end + (1 - config.lr_end) * (1 - done)
+    if config.lr_schedule == "cosine":
+        return config.lr_end + (1 - config.lr_end) * (1 + math.cos(math.pi * done)) / 2
+    key = f"trainer.lr_schedule = {config.lr_schedule!r}"
+    try:
+        factor = _of_file(config.lr_schedule)(done)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise PluginError(f"{key}: {describe(error)}") from error
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 <= factor < math.inf:
+        raise PluginError(f"{key} returned {factor!r} for {done:g}; expected a finite number of at least 0")
+    return float(factor)
+
+
+@functools.cache
+def _of_file(name: str) -> Callable[[float], Any]:
+    """Return the function of a file.  Raises ConfigError."""
+    place = in_file(name)
+    assert place is not None, "the configuration is checked"
+    try:
+        function: Any = getattr(import_file(place[0].absolute()), place[1], None)
+    except Exception as error:
+        raise ConfigError(f"trainer.lr_schedule = {name!r}: {describe(error)}") from error
+    if not callable(function):
+        raise ConfigError(f"trainer.lr_schedule = {name!r}: the file has no function {place[1]!r}")
+    made: Callable[[float], Any] = function
+    return made
 
 
 def rate(config: TrainerConfig, step: int) -> float:
