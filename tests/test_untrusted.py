@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import pickle
 import time
 
 import pytest
@@ -12,19 +13,25 @@ from aiohttp import web
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from serving import serving
+from test_segments import PLAIN, make_renderer
 
 import grpo_core as grpo
+from grpo_core.environments.host import EnvironmentHost
 from grpo_core.kit import MessageError, assistant_message, normalised, parsed, read_body, read_json
+from grpo_core.testing import run
 from grpo_core.text.thoughts import split_thought
-from grpo_core.unicode import DEEPEST, lone_surrogate
+from grpo_core.unicode import DEEPEST, lone_surrogate, well_formed
 from grpo_plugin_agents.dialects import DIALECTS, BadRequest
 from grpo_plugin_agents.program import _result as result_of
+from grpo_plugin_agents.repeats import Attempt
+from grpo_plugin_agents.session import Session as AgentSession
 from grpo_plugin_audit.misses import LONGEST_ANSWER, MISSES
 from grpo_plugin_audit.records import Solution
 from grpo_plugin_code import values
 from grpo_plugin_code.blocks import program_of
 from grpo_plugin_code.commands import Ran
 from grpo_plugin_code.harbor import rewards_of
+from grpo_plugin_judge.environment import Judge
 from grpo_plugin_math.answers import equal, extract
 from grpo_plugin_nemo_gym.client import Client, Refused, Session
 from grpo_plugin_nemo_gym.environment import NeMoGym, Rollout
@@ -61,6 +68,8 @@ JSON = st.recursive(
     max_leaves=20,
 )
 """Plain data whose keys are often such as the readers look for."""
+PROPERTIES = JSON | st.dictionaries(TEXTS, st.fixed_dictionaries({"type": TEXTS | JSON}))
+SCHEMA = st.fixed_dictionaries({"properties": PROPERTIES, "required": JSON})
 DEEP = st.integers(DEEPEST - 2, 3000).map(lambda n: '{"a":[' * n + "]}" * n) | st.just("[" * 20_000)
 WRITTEN = JSON.map(json.dumps) | DEEP | TEXTS | st.just("9" * 5000) | st.just("1e999999")
 """Texts, most of them JSON."""
@@ -209,6 +218,77 @@ def test_a_request_of_an_agent_is_read_or_refused(body, path):
         sent([request.messages, request.tools, request.stop, request.model])
 
 
+MESSAGES = st.lists(st.fixed_dictionaries({"role": TEXTS, "content": JSON}), max_size=3)
+SHAPE = dict.fromkeys(("input", "system", "tools", "stop"), JSON) | {
+    "messages": JSON | MESSAGES,
+    "n": NUMBERS,
+    "max_tokens": NUMBERS,
+}
+REQUESTS = st.fixed_dictionaries({}, optional=SHAPE).map(json.dumps).map(str.encode) | BYTES
+RENDERER = make_renderer(PLAIN, "<|end|>")
+
+
+async def at_once(work, size):
+    return work()
+
+
+class Speaks:
+    async def generate(self, requests):
+        said = {"token_ids": [5], "logprobs": [-1.0], "versions": [0], "finish_reason": "stop"}
+        return [grpo.Completion(**said) for _ in requests]
+
+
+@pytest.mark.long
+@often
+@given(REQUESTS, st.sampled_from(sorted(DIALECTS)))
+def test_a_session_answers_or_refuses_whatever_an_agent_sends(body, path):
+    """An agent's request is never a fault of the run."""
+    RENDERER.run = at_once
+    play = grpo.Play(
+        prompt=grpo.Prompt(messages="?"),
+        engine=Speaks(),
+        renderer=RENDERER,
+        run=None,
+        seed=1,
+        group="g",
+        limits=grpo.Limits(max_tokens=4, max_turns=9, context=900),
+    )
+
+    async def asked():
+        client = grpo.AgentClient(base_url="http://127.0.0.1:1/v1", api_key="key", model="policy")
+        session = AgentSession(client=client, play=play)
+        _, reply = await session.reply(DIALECTS[path], body, Attempt(body=b"1", key="", retries=0))
+        assert reply.status in (200, 400), reply.body
+        recording = await session.aclose()
+        pickle.dumps(recording)
+
+    run(asked(), seed=0)
+
+
+@pytest.mark.long
+@often
+@given(st.dictionaries(TEXTS, JSON, max_size=3) | SCHEMA, JSON, TEXTS)
+def test_a_call_of_a_tool_that_a_server_describes_is_answered(schema, arguments, name):
+    async def call(given):
+        return given
+
+    class Tools(grpo.Environment):
+        max_turns = 2
+        tools = (grpo.Tool(name="tool", description="", parameters=schema, call=call),)
+
+        def evaluate(self, episodes):
+            return [1.0] * len(episodes)
+
+    functions = [{"name": each, "arguments": arguments} for each in (name, "tool")]
+    called = [{"id": "1", "function": function} for function in well_formed(functions)]
+    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": called}]
+    host = EnvironmentHost.around(Tools())
+    episode = grpo.Episode(prompt=grpo.Prompt(messages="?"), messages=said)
+    (feedback,) = host.evaluate([episode])
+    host.end()
+    sent([dict(message) for message in feedback.messages])
+
+
 # ---------------------------------------------------------------------------------- servers
 
 
@@ -302,11 +382,32 @@ def test_a_lying_server_is_unavailable_or_refuses(liar, status, body, headers):
 ENDPOINT = st.fixed_dictionaries(
     {"url_path": TEXTS | JSON, "headers": JSON | st.dictionaries(TEXTS, TEXTS, max_size=2)}
 )
-PROPERTIES = JSON | st.dictionaries(TEXTS, st.fixed_dictionaries({"type": TEXTS | JSON}))
-SCHEMA = st.fixed_dictionaries({"properties": PROPERTIES, "required": JSON})
 STEP = st.fixed_dictionaries(
     {"reward": NUMBERS, "info": JSON | st.fixed_dictionaries({"tool_outputs": JSON})}
 )
+
+
+SAID = st.fixed_dictionaries({"message": JSON | st.fixed_dictionaries({"content": JSON | REPLIES})})
+COMPLETIONS = st.lists(SAID | JSON, max_size=2).map(lambda found: json.dumps({"choices": found}).encode())
+
+
+@pytest.mark.long
+@settings(often, max_examples=60)
+@given(STATUS, BYTES | COMPLETIONS, HEADERS)
+def test_a_lying_judge_gives_a_score_or_none(liar, status, body, headers):
+    liar.status, liar.body, liar.headers = status, body, headers
+    environment = Judge(rubric="?", model="m", url=liar.url, retries=0)
+    prompt = grpo.Prompt(messages="hi")
+    episode = grpo.Episode(prompt=prompt, messages=[*prompt.messages, {"role": "assistant", "content": "ho"}])
+
+    async def judged():
+        try:
+            return await environment.evaluate([episode])
+        finally:
+            await environment.aclose()
+
+    (feedback,) = asyncio.run(judged())
+    assert (feedback.reward is None) == (feedback.error is not None)
 
 
 @pytest.mark.long
