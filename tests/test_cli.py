@@ -148,6 +148,16 @@ def test_a_run_without_the_plugin_of_pages_says_how_to_get_its_page(tmp_path):
     assert not (tmp_path / "run" / "report.html").exists()
 
 
+@pytest.mark.long
+def test_the_defaults_that_a_model_changes_are_said_once(tmp_path):
+    done = grpo(tmp_path, "train", *SORT, *SMALL, "--set", "trainer.lr=1e-3", "--output", "run")
+    first, *others = done.stdout.splitlines()
+    assert first.startswith("defaults of the model 'tiny': ")
+    assert "trainer.threads = 1" in first
+    assert "trainer.lr " not in first, "it was given"
+    assert not any("defaults of the model" in line for line in others)
+
+
 # ---------------------------------------------------------------------------------- mistakes before any work
 
 

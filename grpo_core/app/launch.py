@@ -17,7 +17,7 @@ from grpo_core.app.model_files import check_files
 from grpo_core.app.parts import Parts
 from grpo_core.app.paths import with_absolute_paths
 from grpo_core.app.resume import Launch
-from grpo_core.config import Config, build, merge, replace_parts
+from grpo_core.config import Config, as_table, build, merge, replace_parts
 from grpo_core.errors import ConfigError, wrong_input
 from grpo_core.model_sources import model_source
 from grpo_core.models import chat_template, directory_here
@@ -45,7 +45,21 @@ def new_run(
     if output is None:
         output = unused(RUNS / ("+".join(config.tasks) + datetime.now().strftime("-%Y%m%d-%H%M%S")))
     directory = RunDirectory.create(output, config)
-    return Launch(config=config, host=host, directory=directory, warnings=warnings)
+    return Launch(
+        config=config, host=host, directory=directory, warnings=warnings, preset=_of_preset(config, host)
+    )
+
+
+def _of_preset(config: Config, host: PluginHost) -> str:
+    """Return a message about the defaults that the model changes, where the run has their values."""
+    table, usual = as_table(config), as_table(Config(tasks={}))
+    changed = [
+        f"{section}.{key} = {continuing.shown(value)}"
+        for section, keys in model_source(config.model, host).preset.items()
+        for key, value in keys.items()
+        if table[section][key] == value != usual[section][key]
+    ]
+    return f"defaults of the model {config.model.path!r}: {', '.join(changed)}" if changed else ""
 
 
 def continued(

@@ -77,6 +77,8 @@ class Launch:
     """Set if nothing is left to train."""
     notes: tuple[str, ...] = ()
     """Messages to the user: where the run continues, and what is different now."""
+    preset: str = ""
+    """Message to the user about the defaults that the model of a new run changes."""
     warnings: Sequence[tuple[str, str]] = ()
     """Causes and messages of the functions of ``grpo_preflight``, which the run raises."""
 

@@ -134,6 +134,8 @@ def train(
     tell = complain if view == "json" else say  # standard output has JSON and nothing else
     for note in start.notes:
         tell(note)
+    if start.preset and view not in ("quiet", "json"):
+        tell(start.preset)
     directory, again, over = start.directory, start.again(block), start.over
     if over is not None and over.complete:
         directory.unlock()
