@@ -23,8 +23,21 @@ from typing import Any, cast
 
 from attrs import evolve
 
+from grpo_core.errors import PluginError
+from grpo_core.plugins.installed import FILE_PREFIX
 from grpo_core.records import Group, Segment
 from grpo_core.tokens import Ids, PlacedIds, PlacedTokens, TokenReader, contents_of, digest_of
+
+
+def check_reader(plane: Any, name: str) -> None:
+    """Raise PluginError if a plane has a reader that the trainer's process could not import."""
+    reader = vars(plane).get("reader") if isinstance(plane, RemotePlane) else None
+    if type(reader).__module__.startswith(FILE_PREFIX):
+        raise PluginError(
+            f"data_plane.name = {name!r}: its reader {type(reader).__name__} is defined in a single file, "
+            "which the trainer's process cannot import; move it into an installed package, or a module on "
+            "PYTHONPATH"
+        )
 
 
 class MemoryPlane:

@@ -19,8 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_core import Run
-from grpo_core.config import Config
-from grpo_core.errors import DataPlaneError, TrainerError
+from grpo_core.app import preflight
+from grpo_core.config import Config, build
+from grpo_core.errors import DataPlaneError, PluginError, TrainerError
 from grpo_core.events import GroupFiltered, GroupsReady, Saved, Saving, StepEnded
 from grpo_core.loop.advantages import group as advantages
 from grpo_core.loop.buffer import Buffer
@@ -29,6 +30,7 @@ from grpo_core.loop.pipeline import Learning, Pipeline, Playing, Schedule
 from grpo_core.loop.rollout import SamplingParams
 from grpo_core.loop.rows import make_batch
 from grpo_core.planes import MemoryPlane
+from grpo_core.plugins.host import PluginHost
 from grpo_core.processes.served import Call
 from grpo_core.records import Group, Prompt, Rollout, SampleRequest, Segment
 from grpo_core.reporting import stored
@@ -424,3 +426,22 @@ def test_the_files_of_a_run_whose_tokens_are_lost_still_say_how_it_ended(tmp_pat
         call(tracker, event)
     tracker.close()
     assert [event["event"] for event in Run(run.path).events()][-2:] == ["Saving", "Saved"]
+
+
+# ---------------------------------------------------------------------------------- of a single file
+
+
+def test_a_plane_whose_reader_no_other_process_can_import_is_refused_at_the_check(tmp_path):
+    """It was found at the first row of the first step."""
+    (tmp_path / "alone.py").write_text(Path(__file__).with_name("file_plane.py").read_text())
+    (tmp_path / "beside.py").write_text("from file_plane import FilePlane")
+    tables = [
+        {
+            "tasks": {"sort": {"env": "math:sort"}},
+            "data_plane": {"name": f"{tmp_path}/{name}.py:FilePlane", "options": {"directory": "d"}},
+        }
+        for name in ("alone", "beside")
+    ]
+    with pytest.raises(PluginError, match="its reader FileReader is defined in a single file"):
+        preflight.check(build([tables[0]]), PluginHost.discover())
+    preflight.check(build([tables[1]]), PluginHost.discover())

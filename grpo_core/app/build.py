@@ -48,6 +48,7 @@ from grpo_core.loop.pipeline import Pipeline, Save, Validate, Watch, Written
 from grpo_core.loop.retention import Retention
 from grpo_core.model_sources import ModelRequest, StartModel, model_source
 from grpo_core.models import chat_template, local_directory
+from grpo_core.planes import check_reader
 from grpo_core.processes.garbage import spare_the_collector
 from grpo_core.protocols import DataPlane, Engine, Tracker, Trainer
 from grpo_core.records import Group, Prompt
@@ -455,6 +456,7 @@ async def _data_plane(parts: Parts, run: RunContext) -> DataPlane:
 
     run.stack.push_async_exit(close)
     await plane.started()
+    check_reader(plane, parts.config.data_plane.name)
     return plane
 
 

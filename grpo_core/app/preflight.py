@@ -38,6 +38,7 @@ from grpo_core.loop.metrics import COMPARED, documented
 from grpo_core.loss import problems_of
 from grpo_core.model_sources import model_source
 from grpo_core.models import ADAPTERS, chat_template, check_path
+from grpo_core.planes import check_reader
 from grpo_core.plugins.host import Kind, PluginHost
 from grpo_core.plugins.offers import Selected
 from grpo_core.processes.interpreters import Interpreter, from_here
@@ -297,7 +298,7 @@ def _check_placement(parts: Parts, *, trains: bool) -> None:
                 f'trainer.name = "{parts.config.trainer.name}": its processes are in the workers of '
                 f'placement.name = "{needed}", and placement.name is "{chosen}"; set it to "{needed}"'
             )
-        parts.data_plane(placement)
+        check_reader(parts.data_plane(placement), parts.config.data_plane.name)
     parts.transport(placement)
 
 
