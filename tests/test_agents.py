@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tracemalloc
 import urllib.request
 from pathlib import Path
 
@@ -23,8 +24,9 @@ from grpo_core.incidents import reported_to
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, cause, play
 from grpo_core.playing import PlayerSetup
 from grpo_core.protocols import Environment
-from grpo_core.records import Prompt, Weights
+from grpo_core.records import AgentClient, Prompt, Weights
 from grpo_core.testing import FakeEngine, FakeRenderer
+from grpo_plugin_agents.program import AgentProgram
 from grpo_plugin_agents.server import AgentServer
 from grpo_plugin_devkit.environments import check_environment
 
@@ -241,6 +243,20 @@ def test_a_program_is_an_agent(tmp_path, end, reward, error):
     (rollout,), _ = played(tmp_path, "", spec="agent:./program.py")
     assert rollout.reward == reward
     assert rollout.error is None if error is None else error in rollout.error
+
+
+def test_of_a_program_that_prints_without_end_the_end_is_read(tmp_path):
+    program = tmp_path / "talks.py"
+    program.write_text("for _ in range(50): print('x' * 1_000_000)\nprint('{\"reward\": 0.5}')")
+    client = AgentClient(base_url="http://127.0.0.1:1/v1", api_key="key", model="policy")
+    tracemalloc.start()
+    try:
+        result = asyncio.run(AgentProgram(f"{program}").run(Prompt(messages="?"), client))
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert result.reward == 0.5
+    assert most < 10_000_000
 
 
 def test_another_environment_judges_a_program(tmp_path):
