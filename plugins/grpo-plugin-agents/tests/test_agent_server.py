@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import gzip
 import io
 import json
 import socket
@@ -157,6 +158,23 @@ def test_a_request_line_without_an_end_is_refused_without_a_word_in_the_terminal
 
     story(play)
     assert not capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_a_body_that_unfolds_to_more_than_its_bound_is_refused():
+    async def play(s):
+        url = f"{s.client.base_url}/chat/completions"
+        headers = {"Authorization": f"Bearer {s.client.api_key}", "Content-Encoding": "gzip"}
+        bomb = gzip.compress(b" " * 10 * MAX_BODY, compresslevel=1)
+        assert len(bomb) < MAX_BODY
+        tracemalloc.start()
+        async with s.http.post(url, data=io.BytesIO(bomb), headers=headers) as response:
+            assert response.status == 413
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert most < 5 * MAX_BODY
+
+    story(play)
 
 
 def test_an_openai_client_talks_over_several_turns_and_calls_tools():
