@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from grpo_core.errors import GrpoError as GrpoError
     from grpo_core.errors import ModelError as ModelError
     from grpo_core.errors import PluginError as PluginError
+    from grpo_core.errors import SessionLost as SessionLost
     from grpo_core.errors import TrainerError as TrainerError
     from grpo_core.errors import Unavailable as Unavailable
     from grpo_core.errors import WeightSyncError as WeightSyncError

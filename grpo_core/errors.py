@@ -14,6 +14,7 @@
     ├── SamplingError        too few of the generated groups have a learning signal
     ├── DeadlineExceeded     an operation took longer than its deadline
     ├── Unavailable          a service does not answer: its calls wait until it does, or until the run ends
+    ├── SessionLost          a tool's session is gone: its rollout is unscored, and is played again
     ├── ChildDied            a child process ended before it answered
     └── SlotError            the buffer was asked for a transition that its state does not allow
 
@@ -105,6 +106,10 @@ class Unavailable(GrpoError):  # noqa: N818
         self.retry_after = retry_after
         self.timed_out = False
         """Whether it was slow, which may be the fault of what it was asked; the core sets it."""
+
+
+class SessionLost(GrpoError):  # noqa: N818
+    """Raised by a tool whose session is gone: its rollout is unscored, and is played again from its start."""
 
 
 class ChildDied(GrpoError):  # noqa: N818

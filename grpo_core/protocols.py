@@ -59,7 +59,7 @@ class Tool:
     """JSON schema of its arguments, an object."""
     call: Callable[[Mapping[str, Any]], Any]
     """Receives the arguments by name; may be async.  What it returns is the answer: text as it is, other
-    values as JSON.  It raises ``Unavailable`` if the rollout shall be unscored; the model gets the text of
+    values as JSON.  It raises ``SessionLost`` if the rollout shall be unscored; the model gets the text of
     any other error."""
 
     @property

@@ -70,6 +70,8 @@ def _feedback(result: Any, who: str, method: str, mask: Callable[[str], str]) ->
         return Feedback(**_reward(result, who, method))
     metrics, left_out = _metrics(result.metrics, mask)
     reward = {} if result.reward is None else _reward(result.reward, who, method)
+    if result.unavailable is not None and result.error is None:
+        result = Feedback(error=str(result.unavailable), unavailable=result.unavailable)
     if result.error is not None:  # an error is never a reward, whatever reward comes with it
         reward = {"reward": None, "error": shortened(mask(_text(result.error, "an error", who, method)))}
     elif reward.get("error"):
@@ -83,7 +85,8 @@ def _feedback(result: Any, who: str, method: str, mask: Callable[[str], str]) ->
         "answer": answer,
         "state": _text(result.state, "a state", who, method),
     }
-    return attrs.evolve(result, **{**known, **reward})
+    made: Feedback = attrs.evolve(result, **{**known, **reward})
+    return made
 
 
 def _metrics(given: Any, mask: Callable[[str], str]) -> tuple[dict[str, float], dict[str, str]]:

@@ -24,7 +24,7 @@ from grpo_core.environments.apart import played_apart
 from grpo_core.environments.calls import Begun, Calls, Steps
 from grpo_core.environments.feedback import as_feedback
 from grpo_core.environments.tools import Toolbox, message, tools_of
-from grpo_core.errors import GrpoError, PluginError, Unavailable, describe, shown
+from grpo_core.errors import GrpoError, PluginError, SessionLost, Unavailable, describe, shown
 from grpo_core.outages import unavailable
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.selection import ALL_PLUGINS, PluginSelection
@@ -437,6 +437,8 @@ class EnvironmentHost:
             for i, call, result in zip(here, calls, results, strict=True):
                 if isinstance(result, BaseException) and (away := self._tool_is_away(call, result)):
                     failed[i] = Feedback(error=self._told(result), messages=answers[i], unavailable=away)
+                elif isinstance(result, SessionLost):  # what the model would read is not its fault
+                    failed[i] = Feedback(error=self._told(result))
                 answers[i].append(message(call, result, self._mask))
         return [failed.get(i) or Feedback(done=False, messages=each) for i, each in enumerate(answers)]
 

@@ -11,7 +11,7 @@ from typing import Any
 from attrs import field, frozen
 
 import grpo_core as grpo
-from grpo_core.kit import read_body, well_formed
+from grpo_core.kit import read_body, unavailable, well_formed
 from grpo_plugin_judge.cache import Cache, key_of
 
 KEYS = ("model", "url", "key_variable", "parameters", "name")
@@ -112,7 +112,7 @@ class Asker:
         try:
             return await asyncio.to_thread(read, text)
         except TimeoutError as error:
-            raise NoScore(f"{self.judge.model}: {error}") from error
+            raise NoScore(f"{self.judge.model}: {error}") from None
 
     async def aclose(self) -> None:
         if self._client is not None:
@@ -138,6 +138,16 @@ class Asker:
             told = f"{type(error).__name__}: {error.__cause__ or error}"
             raise NoScore(f"{self.judge.model} did not answer: {told:.1000}") from error
         return str(well_formed(text))
+
+
+def away_by(error: BaseException) -> grpo.Unavailable | None:
+    """Return what an error says about the judge; one that answers with too much is here."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ValueError):
+            return None
+        cause = cause.__cause__
+    return unavailable(error)
 
 
 def _http_client(pace: Pace, timeout: float) -> Any:

@@ -215,7 +215,9 @@ class Compose:
         lost = [(name, each) for name, each in found.items() if each.reward is None and each.done]
         if lost:
             name, feedback = lost[0]
-            return Feedback(error=f"{name}: {feedback.error or 'unscored'}", metrics=self._metrics(found))
+            away = next((each.unavailable for _, each in lost if each.unavailable is not None), None)
+            told = f"{name}: {feedback.error or 'unscored'}"
+            return Feedback(error=told, unavailable=away, metrics=self._metrics(found))
         worth = {
             part.name: part.weight * (found[part.name].reward or 0.0) if part.name in found else 0.0
             for part in self._parts

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import grpo_core as grpo
-from grpo_plugin_judge.asking import Asker, JudgeModel, Pace
+from grpo_plugin_judge.asking import Asker, JudgeModel, Pace, away_by
 from grpo_plugin_judge.cache import Cache
 from grpo_plugin_judge.rubric import PATTERN, TEMPLATE, Rubric
 
@@ -70,7 +70,7 @@ class Judge(grpo.Environment):
         requests_per_minute: float = 0.0,
         requests_at_once: int = 16,
         timeout: float = 60.0,
-        retries: int = 4,
+        retries: int = 1,
     ) -> None:
         default = {"model": model, "url": url, "key_variable": key_variable, "parameters": dict(parameters)}
         models = [JudgeModel.of(given, default) for given in judges or [{}]]
@@ -137,7 +137,8 @@ class Judge(grpo.Environment):
         metrics = {"cached": cached / len(asked), "failed_answers": float(len(failures))}
         if known < self._quorum:
             told = f"{known} of {len(asked)} answers have a score, {self._quorum} are needed: {failures[0]}"
-            return grpo.Feedback(error=told, metrics=metrics)
+            away = next(filter(None, map(away_by, failures)), None)
+            return grpo.Feedback(error=told, unavailable=away, metrics=metrics)
         reward = _COMBINED[self._combine]([fmean(votes) for votes in scores if votes])
         return grpo.Feedback(reward=float(reward), metrics={**metrics, **self._spread(scores)})
 

@@ -222,8 +222,18 @@ def test_a_redirect_is_not_followed_and_a_huge_answer_is_not_read():
 
 
 def test_a_busy_server_is_asked_again():
-    (feedback,), judges = judged("please", model="kind", status=[429, 500])
+    (feedback,), judges = judged("please", model="kind", status=[429, 500], retries=2)
     assert (feedback.reward, len(judges.requests)) == (0.9, 3)
+
+
+def test_a_judge_that_is_away_says_so_and_one_that_answers_nonsense_does_not():
+    (feedback,), _ = judged("Salt", model="kind", status=[503] * 9, retries=0)
+    assert feedback.unavailable is not None
+    (feedback,), _ = judged("Salt", model="mute", retries=0)
+    assert feedback.reward is None
+    assert feedback.unavailable is None
+    (feedback,), _ = judged("Salt, please!", model="endless", retries=0)
+    assert feedback.unavailable is None
 
 
 def test_a_wrong_request_is_not_repeated():

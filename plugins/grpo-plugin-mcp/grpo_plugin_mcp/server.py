@@ -43,28 +43,28 @@ class Server:
             await self.close()
             if not isinstance(error, Exception):  # who cancels this learns that it is cancelled
                 raise
-            raise self._unavailable("did not start", error) from error
+            raise grpo.Unavailable(self._told("did not start", error)) from error
 
     @property
     def ended(self) -> bool:
         return self._task is None or self._task.done() or self._end.is_set()
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Return the text of a tool's answer.  Raises ToolFailed, and Unavailable if the server is gone."""
+        """Return the text of a tool's answer.  Raises ToolFailed, and SessionLost if the server is gone."""
         from mcp import MCPError
 
         if self.ended:
-            raise self._unavailable(f"ended before the call of {name!r}", None)
+            raise grpo.SessionLost(self._told(f"ended before the call of {name!r}", None))
         try:
             async with asyncio.timeout(self._timeout):
                 result = await self._client.call_tool(name, dict(arguments))
         except MCPError as error:
             if self._gone(error):
                 self._end.set()  # its task waits for this, and notices nothing of the server's end
-                raise self._unavailable(f"ended during the call of {name!r}", error) from error
+                raise grpo.SessionLost(self._told(f"ended during the call of {name!r}", error)) from error
             raise ToolFailed(str(error)) from error
         except Exception as error:
-            raise self._unavailable(f"did not answer the call of {name!r}", error) from error
+            raise grpo.SessionLost(self._told(f"did not answer the call of {name!r}", error)) from error
         text = "\n".join(_text(part) for part in result.content)
         if getattr(result, "is_error", False):
             raise ToolFailed(text)
@@ -116,12 +116,12 @@ class Server:
         lost = error.code == CONNECTION_CLOSED and error.message == "Connection closed"
         return lost or self.ended
 
-    def _unavailable(self, what: str, error: BaseException | None) -> grpo.Unavailable:
+    def _told(self, what: str, error: BaseException | None) -> str:
         if isinstance(error, TimeoutError):
             what = f"{what} within {self._timeout:g} s"
         elif error is not None:
             what = f"{what}: {type(error).__name__}: {error}"
-        return grpo.Unavailable(f"mcp: the server {' '.join(self._command)!r} {what}")
+        return f"mcp: the server {' '.join(self._command)!r} {what}"
 
 
 class ToolFailed(Exception):  # noqa: N818 - it says what happened

@@ -59,7 +59,7 @@ class Client:
         return {"Authorization": f"Bearer {self._key}"} if self._key else {}
 
     async def post(self, path: str, body: Any, session: Session) -> dict[str, Any]:
-        """Return the JSON object of the answer.  Raises Unavailable, Refused."""
+        """Return the JSON object of the answer.  Raises Unavailable, SessionLost, Refused."""
         status, text = await self.answer(path, body, session)
         if status != 200:
             raise Refused(f"nemo_gym: POST {self._url}{path}: status {status}: {text[:1000]}")
@@ -74,7 +74,7 @@ class Client:
     async def answer(
         self, path: str, body: Any, session: Session, headers: Mapping[str, str] | None = None
     ) -> tuple[int, str]:
-        """Return status and text of the answer, whatever the status.  Raises Unavailable."""
+        """Return status and text of the answer, whatever the status.  Raises Unavailable, SessionLost."""
         what = f"nemo_gym: POST {self._url}{path}"
         try:
             attempts = stamina.retry_context(
@@ -86,9 +86,9 @@ class Client:
         except _Unsent as error:
             raise grpo.Unavailable(f"{what}: {error} ({self._retries + 1} attempts)") from error
         except TimeoutError as error:
-            raise grpo.Unavailable(f"{what}: no answer within {self._timeout.total:g} s") from error
+            raise grpo.SessionLost(f"{what}: no answer within {self._timeout.total:g} s") from error
         except (aiohttp.ClientError, ValueError) as error:  # headers of its own that cannot be sent, say
-            raise grpo.Unavailable(f"{what}: {type(error).__name__}: {error}") from error
+            raise grpo.SessionLost(f"{what}: {type(error).__name__}: {error}") from error
         raise AssertionError("a retry that ends without a result raises")
 
     async def aclose(self) -> None:

@@ -167,7 +167,9 @@ class NeMoGym(grpo.Environment):
         where = "/step" if self._steps else "/verify"
         try:
             told = await self._client.post(where, {**row, "response": response}, rollout.session)
-        except (grpo.Unavailable, Refused) as error:
+        except grpo.Unavailable as error:
+            return grpo.Feedback(unavailable=error)
+        except (grpo.SessionLost, Refused) as error:
             return grpo.Feedback(error=str(error))
         reward = told.get("reward")
         if isinstance(reward, bool) or not isinstance(reward, int | float):
@@ -202,7 +204,7 @@ class NeMoGym(grpo.Environment):
             path = f"/{tool['name']}"
             status, text = await self._client.answer(path, dict(arguments), rollout.session)
             if status in ABSENT:
-                raise grpo.Unavailable(f"nemo_gym: POST {self._url}{path}: status {status}: {text[:500]}")
+                raise grpo.SessionLost(f"nemo_gym: POST {self._url}{path}: status {status}: {text[:500]}")
             return text
 
         return _tool(tool["name"], tool.get("description"), tool.get("parameters"), call)
@@ -227,7 +229,7 @@ class NeMoGym(grpo.Environment):
             found: list[dict[str, Any]] = checked(told["result"].get(key, []), list[dict[str, Any]])
             return found
         except (ValueError, KeyError, AttributeError) as error:
-            raise grpo.Unavailable(
+            raise grpo.SessionLost(
                 f"nemo_gym: {method} at {session.mcp_path}: status {status}: {text[:500]}"
             ) from error
 
