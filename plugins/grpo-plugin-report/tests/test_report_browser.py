@@ -17,7 +17,7 @@ from grpo_core.config import Config, TaskConfig, TrackingConfig
 from grpo_core.demo.tiny import write_tokenizer
 from grpo_core.events import GroupsReady, RunEnded, StepEnded, ValidationPlayed
 from grpo_plugin_report import browsing, report
-from grpo_plugin_report.watch import Page, WatchServer
+from grpo_plugin_report.watch import WatchServer
 
 HOSTILE = "</script><script>window.hurt=1</script><img src=x onerror='window.hurt=2'><!--\u2028\u202e&amp;"
 MASKED = Tokens(
@@ -314,7 +314,7 @@ class TestReading:
 
     def test_a_watched_page_keeps_what_is_read_when_it_is_loaded_again(self, chromium, page):
         async def main():
-            server = WatchServer(Page(Run(page)), refresh=0)
+            server = WatchServer(Run(page), refresh=0)
             url = await server.start()
             try:
                 await asyncio.to_thread(chromium.open, url + "#task=chat&show=t1.1.0")
