@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import json
 import re
 from collections.abc import Mapping
 from math import lcm
@@ -39,7 +40,7 @@ from grpo_core.loss import problems_of
 from grpo_core.model_sources import model_source
 from grpo_core.models import ADAPTERS, chat_template, check_path
 from grpo_core.planes import check_reader
-from grpo_core.plugins.host import Kind, PluginHost
+from grpo_core.plugins.host import BUILT_IN, Kind, PluginHost
 from grpo_core.plugins.offers import Selected
 from grpo_core.processes.interpreters import Interpreter, from_here
 from grpo_core.reporting.selection import check_trackers
@@ -93,6 +94,7 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
         _check_teacher(parts)
     if (section := model_section(config)) is not None:
         section.check(config)
+    _check_scale(config, host)
     _check_ranks(config, host)
     _check_offload(config)
     for step in (0, config.trainer.steps):  # a function of a file that fails is an error now
@@ -300,6 +302,18 @@ def _check_placement(parts: Parts, *, trains: bool) -> None:
             )
         check_reader(parts.data_plane(placement), parts.config.data_plane.name)
     parts.transport(placement)
+
+
+def _check_scale(config: Config, host: PluginHost) -> None:
+    """Raise ConfigError for keys of the trainer that the core's own trainer cannot honour."""
+    trainer = config.trainer
+    keys = {"ranks": trainer.ranks > 1, "weights": trainer.weights != "float32", "offload": trainer.offload}
+    asked = [f"trainer.{key}" for key, given in keys.items() if given]
+    if asked and host.find("trainer", trainer.name).plugin.name == BUILT_IN:
+        raise ConfigError(
+            f"{asked[0]} = {json.dumps(getattr(trainer, asked[0].removeprefix('trainer.')))}: the trainer of "
+            "the core computes on one device with float32 weights; pip install grpo-plugin-scale"
+        )
 
 
 def _check_ranks(config: Config, host: PluginHost) -> None:
