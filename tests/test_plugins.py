@@ -436,7 +436,7 @@ def test_all_choices_of_the_core_are_checked_without_making_or_importing_a_model
         chosen = [("trainer", "torch"), ("loss", "grpo"), ("advantage", "group"), ("engine", "local"),
                   ("sampler", "mix"), ("validation_strategy", "greedy")]
         for kind, name in chosen:
-            host.check_options(kind, name, {}, filled=("seed", "weights"))
+            host.check_options(kind, name, {})
             try:
                 host.check_options(kind, name, {"no_such": 1})
             except PluginError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,6 @@ from typing import Any, TypeVar
 import numpy as np
 from attrs import evolve
 
-from grpo_core.aio import gather
 from grpo_core.errors import PluginError, shown
 from grpo_core.protocols import Engine, TextEngine
 from grpo_core.records import Completion, GenerationRequest, Message, Reply, Rollout, Weights
@@ -106,7 +106,12 @@ class PlayingText(Engine):
         self._engine, self._renderer = engine, renderer
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        return list(await gather(self._completion(request) for request in requests))
+        asked = [self._completion(request) for request in requests]
+        found = await asyncio.gather(*asked, return_exceptions=True)  # an error loses no reply of the others
+        for result in found:
+            if isinstance(result, BaseException):
+                raise result
+        return [result for result in found if isinstance(result, Completion)]
 
     async def _completion(self, request: GenerationRequest) -> Completion:
         messages, tools = self._renderer.conversation(request.prompt_ids)
