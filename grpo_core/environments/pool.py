@@ -21,7 +21,7 @@ from grpo_core.aio import gather
 from grpo_core.config import EnvironmentConfig
 from grpo_core.environments.batcher import MicroBatcher
 from grpo_core.environments.host import Slotted, calls_of, in_slots, units
-from grpo_core.errors import Unavailable
+from grpo_core.errors import PluginError, Unavailable
 from grpo_core.outages import Service
 from grpo_core.playing import Player
 from grpo_core.protocols import EnvironmentClient
@@ -182,7 +182,8 @@ class EnvironmentPool:
         """Return the feedback for the episodes of parts that ask the same service first."""
 
         async def judge(some: Sequence[list[Episode]], alone: bool) -> list[list[Feedback]]:
-            feedback = iter(await self._evaluate([each for part in some for each in part], alone=alone))
+            shown = [each for part in some for each in part]
+            feedback = iter(_one_each(await self._evaluate(shown, alone=alone), shown))
             return [[next(feedback) for _ in part] for part in some]
 
         def away(answer: Sequence[Feedback]) -> Unavailable | None:
@@ -278,7 +279,7 @@ class EnvironmentPool:
         services = [self._service(_asks(episode)) for episode in episodes]
         away = [service.away for service in services]
         called = [each for each, gone in zip(episodes, away, strict=True) if gone is None]
-        feedback = iter(await worker.evaluate(called) if called else [])
+        feedback = iter(_one_each(await worker.evaluate(called), called) if called else [])
         found = [
             next(feedback) if gone is None else Feedback(error=str(gone), unavailable=gone) for gone in away
         ]
@@ -289,6 +290,13 @@ class EnvironmentPool:
 
     def _least(self) -> int:
         return min(range(len(self._workers)), key=self._load.__getitem__)
+
+
+def _one_each(feedback: list[Feedback], episodes: Sequence[Episode]) -> list[Feedback]:
+    """Return the feedback.  Raises PluginError if there is not one for each episode: it would be mixed up."""
+    if len(feedback) != len(episodes):
+        raise PluginError(f"an environment returned {len(feedback)} results for {len(episodes)} episodes")
+    return feedback
 
 
 def _asks(episode: Episode) -> str:
