@@ -33,6 +33,13 @@ class _Submission(Generic[T, R]):
         return len(self.items) - self.sent
 
 
+def one_each(results: Sequence[R], items: Sequence[object]) -> Sequence[R]:
+    """Return the results of a call.  Raises PluginError if there is not one for each of its items."""
+    if len(results) != len(items):
+        raise PluginError(f"a call with {len(items)} items returned {len(results)} results")
+    return results
+
+
 class MicroBatcher(Generic[T, R]):
     """Merges submissions into calls of at most ``max_batch`` items, one call at a time.
 
@@ -136,8 +143,7 @@ class MicroBatcher(Generic[T, R]):
         items = [item for _, piece in parts for item in piece]
         try:
             results = await self._call(items)
-            if len(results) != len(items):
-                raise PluginError(f"a call with {len(items)} items returned {len(results)} results")
+            one_each(results, items)
         except asyncio.CancelledError:
             for submission, _ in parts:
                 self._fail(submission, GrpoError("the batcher was closed during its call"))

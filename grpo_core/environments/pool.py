@@ -19,9 +19,9 @@ from attrs import evolve, field, frozen
 
 from grpo_core.aio import gather
 from grpo_core.config import EnvironmentConfig
-from grpo_core.environments.batcher import MicroBatcher
+from grpo_core.environments.batcher import MicroBatcher, one_each
 from grpo_core.environments.host import Slotted, calls_of, in_slots, units
-from grpo_core.errors import PluginError, Unavailable
+from grpo_core.errors import Unavailable
 from grpo_core.outages import Service
 from grpo_core.playing import Player
 from grpo_core.protocols import EnvironmentClient
@@ -183,11 +183,11 @@ class EnvironmentPool:
 
         async def judge(some: Sequence[list[Episode]], alone: bool) -> list[list[Feedback]]:
             shown = [each for part in some for each in part]
-            feedback = iter(_one_each(await self._evaluate(shown, alone=alone), shown))
+            feedback = iter(one_each(await self._evaluate(shown, alone=alone), shown))
             return [[next(feedback) for _ in part] for part in some]
 
         def away(answer: Sequence[Feedback]) -> Unavailable | None:
-            """With answers of tools, another service than this one is away."""
+            """Return the error of this service; an answer with messages of tools comes from another one."""
             return next((each.unavailable for each in answer if each.unavailable and not each.messages), None)
 
         answers = await self._service(what).ask(
@@ -279,7 +279,7 @@ class EnvironmentPool:
         services = [self._service(_asks(episode)) for episode in episodes]
         away = [service.away for service in services]
         called = [each for each, gone in zip(episodes, away, strict=True) if gone is None]
-        feedback = iter(_one_each(await worker.evaluate(called), called) if called else [])
+        feedback = iter(one_each(await worker.evaluate(called), called) if called else [])
         found = [
             next(feedback) if gone is None else Feedback(error=str(gone), unavailable=gone) for gone in away
         ]
@@ -290,13 +290,6 @@ class EnvironmentPool:
 
     def _least(self) -> int:
         return min(range(len(self._workers)), key=self._load.__getitem__)
-
-
-def _one_each(feedback: list[Feedback], episodes: Sequence[Episode]) -> list[Feedback]:
-    """Return the feedback.  Raises PluginError if there is not one for each episode: it would be mixed up."""
-    if len(feedback) != len(episodes):
-        raise PluginError(f"an environment returned {len(feedback)} results for {len(episodes)} episodes")
-    return feedback
 
 
 def _asks(episode: Episode) -> str:
