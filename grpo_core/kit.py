@@ -93,7 +93,7 @@ A command that plays environments, besides ``grpo_core.Run``:
     Config, TaskConfig, check_task, tasks_of    check the environments that it names
     Tasks, LocalPlacement, EnvironmentClient    start the environments of a configuration
     SourcedProcess, Sections, taken_sections   one environment, and its child's side
-    find_target, configure_target, start_session, check_config, gives_text   let a model play
+    find_target, configure_target, start_session, check_config   let a model play
     received, raise_interrupt, task_name, merge, has_source, PlayingText, TextRenderer   let a person play
     groups_in, prompts_in, as_json           read a file of rollouts, and write a line of one
     leakage, assistant_message               compare prompts, read a reply
@@ -154,7 +154,6 @@ if TYPE_CHECKING:
     from grpo_core.app.launch import check_model as check_model
     from grpo_core.app.launch import configure as configure
     from grpo_core.app.launch import configure_target as configure_target
-    from grpo_core.app.launch import gives_text as gives_text
     from grpo_core.app.launch import new_directory as new_directory
     from grpo_core.app.launch import task_name as task_name
     from grpo_core.app.launch import tasks_of as tasks_of

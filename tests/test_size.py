@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from size import code_lines, counted, sums
 
-LIMITS = {"core": 22_375, "built-in": 4_710, "all distributions": 52_305}
+LIMITS = {"core": 22_370, "built-in": 4_710, "all distributions": 52_300}
 
 
 @pytest.mark.parametrize("part", LIMITS)

@@ -145,11 +145,6 @@ def check_model(config: Config, host: PluginHost) -> list[str]:
     return [] if directory is None else check_files(directory, chat_template(config.model.chat_template))
 
 
-def gives_text(engine: str, block: Sequence[str] = ()) -> bool:
-    """Return whether an engine is that of a hosted model, which needs no weights."""
-    return PluginHost.discover(block=block).find("engine", engine).offer.gives == "text"
-
-
 def tasks_of(envs: Sequence[str]) -> dict[str, Any]:
     """Return the table of a task for each environment, named after the last part of its name."""
     tasks: dict[str, Any] = {}

@@ -308,11 +308,11 @@ def _check_scale(config: Config, host: PluginHost) -> None:
     """Raise ConfigError for keys of the trainer that the core's own trainer cannot honour."""
     trainer = config.trainer
     keys = {"ranks": trainer.ranks > 1, "weights": trainer.weights != "float32", "offload": trainer.offload}
-    asked = [f"trainer.{key}" for key, given in keys.items() if given]
-    if asked and host.find("trainer", trainer.name).plugin.name == BUILT_IN:
+    asked = next((key for key, given in keys.items() if given), None)
+    if asked is not None and host.find("trainer", trainer.name).plugin.name == BUILT_IN:
         raise ConfigError(
-            f"{asked[0]} = {json.dumps(getattr(trainer, asked[0].removeprefix('trainer.')))}: the trainer of "
-            "the core computes on one device with float32 weights; pip install grpo-plugin-scale"
+            f"trainer.{asked} = {json.dumps(getattr(trainer, asked))}: the trainer of the core computes on "
+            "one device with float32 weights; pip install grpo-plugin-scale"
         )
 
 

@@ -126,21 +126,16 @@ async def start_session(
         tasks = await stack.enter_async_context(Tasks.start(config, host, placement, sets=sets))
         if look is not None:
             await look(tasks)
-        start = _start_text if parts.text_engine(trains=False) else _start_engine
-        engine, renderer = await start(parts, target, tasks, placement, stack, status)
+        if parts.text_engine(trains=False):
+            engine, renderer = _start_text(parts, stack)
+        else:
+            engine, renderer = await _start_engine(parts, target, tasks, placement, stack, status)
         yield Session(
             config=config, engine=engine, renderer=renderer, environments=tasks.environments, tasks=tasks
         )
 
 
-async def _start_text(
-    parts: Parts,
-    target: EvalTarget,
-    tasks: Tasks,
-    placement: Placement,
-    stack: contextlib.AsyncExitStack,
-    status: Callable[[str], None],
-) -> tuple[Engine, protocols.Renderer]:
+def _start_text(parts: Parts, stack: contextlib.AsyncExitStack) -> tuple[Engine, protocols.Renderer]:
     """Start an engine that needs no weights; it ends with the stack."""
     ((_, section),) = parts.engines(trains=False).items()
     setup = parts.engine_setup(section, "", logs=None, colocated=False, trains=False)

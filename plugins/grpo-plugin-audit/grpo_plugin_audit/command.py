@@ -21,7 +21,6 @@ from grpo_core.kit import (
     Settings,
     SourcedProcess,
     Words,
-    gives_text,
     inert,
     parse_settings,
     reported_to,
@@ -81,9 +80,6 @@ def audit(
     no_plugin
         Do not load this installed plugin; may be repeated.
     """
-    plays = model is not None or (engine is not None and gives_text(engine, no_plugin or []))
-    if engine is not None and not plays:
-        raise ConfigError("--engine is for a model that plays: add --model")
     if prompts < 1 or not seconds > 0:
         raise ConfigError(f"--prompts is {prompts} and --seconds {seconds:g}; expected numbers above 0")
     if json is not None and not json.absolute().parent.is_dir():
@@ -91,6 +87,9 @@ def audit(
     options = parse_settings(set_ or [])
     engine_section = {**({} if engine is None else {"name": engine}), **options.pop("engine", {})}
     host = PluginHost.discover(block=no_plugin or [])
+    hosted = engine is not None and host.find("engine", engine).offer.gives == "text"
+    if engine is not None and model is None and not hosted:
+        raise ConfigError("--engine is for a model that plays: add --model")
     elsewhere = options.get("environment", {}).get("python")  # only that interpreter can find it
     offer = f"{name} ({elsewhere})" if elsewhere else str(host.find("environment", name))
     console = Console(highlight=False, soft_wrap=True)
@@ -99,7 +98,7 @@ def audit(
     extent = Extent(prompts=prompts, seconds=seconds, seed=seed)
     show = partial(_show, console)
     found = []
-    if plays:  # first: a model that is not there is an error before the audit
+    if model is not None or hosted:  # first: a model that is not there is an error before the audit
         from grpo_plugin_audit.training import played_signal  # it loads torch
 
         errors = Console(stderr=True)

@@ -14,6 +14,7 @@ from grpo_core import ConfigError, Prompt, Session
 from grpo_core.kit import (
     LocalPlacement,
     PlayingText,
+    PluginHost,
     RunDirectory,
     Settings,
     Tasks,
@@ -23,7 +24,6 @@ from grpo_core.kit import (
     configure,
     configure_target,
     find_target,
-    gives_text,
     has_source,
     lines_of_incidents,
     merge,
@@ -110,7 +110,8 @@ def try_(
     options, block = parse_settings(settings or []), no_plugin or []
     target = model if run is None else str(RunDirectory.existing(run).path)
     console = Console(highlight=False)
-    if target is not None or (engine is not None and gives_text(engine, block)):
+    found = None if engine is None else PluginHost.discover(block=block).find("engine", engine)
+    if target is not None or (found is not None and found.offer.gives == "text"):
         to_the_end(_by_model(name, target, engine, options, choice, block, console))
     elif engine is not None:
         raise ConfigError("--engine is for a model that plays: add --model DIR or --run RUN")
