@@ -23,6 +23,7 @@ from grpo_core import (
     Reply,
     TextEngine,
 )
+from grpo_core.kit import cut, read_json
 from grpo_plugin_openai.progress import Progress
 from grpo_plugin_openai.replies import Replies
 
@@ -30,6 +31,8 @@ SENT = ("role", "content", "tool_calls", "tool_call_id", "name")
 """Keys of a message that the API knows."""
 THOUGHTS = ("reasoning_content", "reasoning")
 """Keys under which servers return the reasoning of a model."""
+LONGEST = 300
+"""Number of characters of a server's answer that a message repeats."""
 LOCAL = ("http://127.0.0.1", "http://localhost", "http://[::1]")
 """Beginnings of the addresses of servers of this machine, which need no key."""
 
@@ -142,16 +145,18 @@ class OpenAIEngine(TextEngine):
             response = await self._client.chat.completions.with_raw_response.create(
                 model=body["model"], messages=body["messages"], extra_body=fields
             )
-            answer = json.loads(response.content)
+            answer = read_json(response.content, object)
         except openai.APIStatusError as error:
-            said = f"{url} answered {error.status_code}: {_short(error.message)}"
+            said = f"{url} answered {error.status_code}: {cut(error.message, LONGEST)}"
             if error.status_code in (408, 409, 429) or error.status_code >= 500:
                 raise EngineError(said) from None
             raise PluginError(f"{said}{_remedy(error.status_code)}") from None
         except openai.APIError as error:
-            raise EngineError(f"{url}: {_short(error.message)} ({_short(str(error.__cause__))})") from None
-        except (ValueError, RecursionError) as error:
-            raise EngineError(f"{url} answered what is no JSON: {_short(str(error))}") from None
+            raise EngineError(
+                f"{url}: {cut(error.message, LONGEST)} ({cut(str(error.__cause__), LONGEST)})"
+            ) from None
+        except ValueError as error:
+            raise EngineError(f"{url} answered what is no JSON: {cut(str(error), LONGEST)}") from None
         return *_read(answer, url), response.retries_taken
 
 
@@ -188,7 +193,7 @@ def _read(answer: Any, url: str) -> tuple[Reply, int]:
         return reply, int(usage.get("prompt_tokens") or 0)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise EngineError(
-            f"{url} answered what is no chat completion: {_short(json.dumps(answer))} "
+            f"{url} answered what is no chat completion: {cut(json.dumps(answer), LONGEST)} "
             f"({type(error).__name__}: {error})"
         ) from None
 
@@ -199,7 +204,3 @@ def _remedy(status: int) -> str:
     if status == 404:
         return "; look at engine.options.model and engine.options.base_url"
     return "; engine.options.leave_out leaves out fields that the server does not take"
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 300 else f"{text[:300]}..."
