@@ -3,17 +3,12 @@
 import gzip
 import importlib.util
 import json
-import os
-import signal
-import socket
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import pytest
+from vllm_server import vllm_server
 
 from grpo_plugin_smollm2 import source
 
@@ -25,12 +20,6 @@ pytestmark = [
     ),
 ]
 GRPO = str(Path(sys.executable).parent / "grpo-core")
-ENVIRONMENT = {
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "TORCHDYNAMO_DISABLE": "1",
-    "OMP_NUM_THREADS": "2",
-}
 ARGUMENTS = [
     *("--served-model-name", "smollm2", "--generation-config", "vllm", "--max-model-len", "2048"),
     *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
@@ -41,40 +30,9 @@ ARGUMENTS = [
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
     log = tmp_path_factory.mktemp("server") / "server.log"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            [
-                *(
-                    sys.executable,
-                    "-m",
-                    "vllm.entrypoints.openai.api_server",
-                    "--model",
-                    str(source.cached()),
-                ),
-                *("--host", "127.0.0.1", "--port", str(port), *ARGUMENTS),
-            ],
-            env=os.environ | ENVIRONMENT,
-            stdout=file,
-            stderr=file,
-            start_new_session=True,
-        )
-    try:
-        end = time.monotonic() + 300
-        while time.monotonic() < end and process.poll() is None:
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
-                    break
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.2)
-        else:
-            raise AssertionError(log.read_text()[-3000:])
-        yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    threads = {"OMP_NUM_THREADS": "2"}
+    with vllm_server(source.cached(), ARGUMENTS, log, threads, seconds=300.0) as server:
+        yield f"{server}/v1"
 
 
 def measured(directory, url, env, prompts):

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import os
-import signal
-import socket
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
 
 import pytest
 from adapted import AdaptedEngine
 from transformers import AutoTokenizer
+from vllm_server import vllm_server
 
 import grpo_core
 from grpo_core.testing import make_offer
@@ -30,14 +23,7 @@ pytestmark = [
         importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make install-vllm"
     ),
 ]
-ENVIRONMENT = {
-    "VLLM_SERVER_DEV_MODE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "TORCHDYNAMO_DISABLE": "1",
-    "OMP_NUM_THREADS": "1",
-    PLAIN_LINEAR: "1",
-}
+ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", PLAIN_LINEAR: "1"}
 ARGUMENTS = [
     "--enable-scale-out",
     *("--generation-config", "vllm"),
@@ -57,37 +43,8 @@ NOT_THERE = {
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     model = make_test_model(tmp_path_factory.mktemp("model"))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with open(model.parent / "server.log", "wb") as log:
-        process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-                *("--model", str(model), "--host", "127.0.0.1", "--port", str(port), *ARGUMENTS),
-            ],
-            env=os.environ | ENVIRONMENT,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-    try:
-        wait_for(f"http://127.0.0.1:{port}/health", process, model.parent / "server.log")
-        yield f"http://127.0.0.1:{port}", model
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def wait_for(url, process, log, seconds=120.0):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end and process.poll() is None:
-        try:
-            with urllib.request.urlopen(url, timeout=5):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.1)
-    raise AssertionError(log.read_text()[-3000:])
+    with vllm_server(model, ARGUMENTS, model.parent / "server.log", ENVIRONMENT) as url:
+        yield url, model
 
 
 def test_a_server_keeps_the_contract_of_engines(server):
