@@ -271,7 +271,7 @@ class Reply:
     message: Message
     """The message of the assistant, with its ``tool_calls`` if there are some."""
     finish_reason: FinishReason = "stop"
-    """As in ``Completion``."""
+    """The reason of its end, as in ``Completion``."""
     completion_tokens: int = 0
     """Number of sampled tokens, as the service has counted them."""
 

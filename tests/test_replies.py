@@ -117,7 +117,7 @@ def half():
 
 
 def findings(steps, metrics=None, **options):
-    """What is found in the last of these steps."""
+    """Return the warnings of the last of these steps."""
     watch = Replies(**options)
     metrics = metrics or [{"rows": 8.0}] * len(steps)
     return [watch.observe(groups, of_step) for groups, of_step in zip(steps, metrics, strict=True)][-1]

@@ -1,4 +1,4 @@
-"""What servers, agents and models write, at random: every reader takes it, or raises what it declares."""
+"""Random answers of servers, agents and models: every reader takes them, or raises what it declares."""
 
 from __future__ import annotations
 

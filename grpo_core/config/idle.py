@@ -19,7 +19,7 @@ WEIGHING = 'a sampler that weighs tasks (sampler.name = "mix")'
 IN_ORDER = 'a sampler that draws in order (sampler.name = "mix")'
 MEASURED = "validations during training (validation.every)"
 ROWS = "rows of a file, a data set or a dataloader (source.path)"
-"""What else keys need, in words."""
+"""Conditions under which a key does something, in words."""
 
 
 def only_with(*names: str) -> Mapping[str, Any]:

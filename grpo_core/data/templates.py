@@ -39,7 +39,7 @@ CONDITION = "where"
 Row = tuple[int, Mapping[str, Any]]
 """A row and its place."""
 Filled = dict[str, Any]
-"""What a row makes of each text, by its key: texts, and whether it fulfils the condition."""
+"""The texts that a row makes, by the keys of their templates, and whether it fulfils the condition."""
 
 
 class Templates:

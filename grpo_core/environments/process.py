@@ -87,7 +87,7 @@ class _Failure:
 
     @property
     def unavailable(self) -> Unavailable | None:
-        """What it says about the service that the environment asks, if it says something."""
+        """The error of the service that the environment asks, or None if its service is not at fault."""
         if isinstance(self.error, DeadlineExceeded):
             late = Unavailable(str(self.error))
             late.timed_out = True

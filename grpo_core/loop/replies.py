@@ -80,7 +80,7 @@ class Seen:
     right: int
     """Successes; where none are declared, replies with a reward above 0."""
     right_cut: int
-    """Of these, the ones that were cut off, and not masked for it."""
+    """Number of these successes that were cut off, and not masked for it."""
     taught: int
     """Replies with an advantage."""
     groups: int

@@ -1,4 +1,4 @@
-"""What contracts share: clauses that are tried in their order, and a time limit for what they wait for."""
+"""The base of contracts: clauses that are tried in their order, and a time limit for what they wait for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a measurement of a hosted model has done and cost so far, on standard error."""
+"""Shows the progress and the cost of a measurement of a hosted model, on standard error."""
 
 from __future__ import annotations
 
