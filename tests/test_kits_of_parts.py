@@ -120,7 +120,7 @@ class ForgetsTheOptimizer(InProcess):
     async def started(self):
         await super().started()
         if self.setup.resume_from:
-            for each in self.inner._optimizers._optimizers:
+            for each in self.inner.optimizers._optimizers:
                 each.state.clear()
 
 

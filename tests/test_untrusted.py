@@ -357,14 +357,14 @@ HEADERS = st.sampled_from(
 @pytest.mark.long
 @often
 @given(STATUS, BYTES, HEADERS)
-def test_a_lying_server_is_unavailable_or_refuses(liar, status, body, headers):
+def test_a_lying_server_is_unavailable_loses_the_session_or_refuses(liar, status, body, headers):
     liar.status, liar.body, liar.headers = status, body, headers
 
     async def asked():
         nemo = Client(liar.url, "", 5.0, 0)
         vllm = VllmClient(liar.url, seconds=5.0, connect_seconds=5.0, attempts=1, remote=False)
         try:
-            with contextlib.suppress(grpo.Unavailable, Refused):
+            with contextlib.suppress(grpo.Unavailable, grpo.SessionLost, Refused):
                 sent(await nemo.post("/x", {}, Session()))
             with contextlib.suppress(ServerError):
                 await vllm.post("/x", {})
@@ -413,7 +413,7 @@ def test_a_lying_judge_gives_a_score_or_none(liar, status, body, headers):
 @pytest.mark.long
 @often
 @given(JSON | ENDPOINT.map(lambda mcp: {"mcp": mcp}) | STEP, st.booleans())
-def test_a_lying_resources_server_gives_feedback_or_is_unavailable(liar, value, steps):
+def test_a_lying_resources_server_gives_feedback_or_a_declared_error(liar, value, steps):
     paths = ("/reset", "/step") if steps else ("/seed_session", "/verify")
     liar.status, liar.headers = 200, {}
     liar.body = json.dumps({"paths": dict.fromkeys(paths)}).encode()
@@ -425,7 +425,7 @@ def test_a_lying_resources_server_gives_feedback_or_is_unavailable(liar, value, 
 
     async def played():
         try:
-            with contextlib.suppress(grpo.Unavailable, Refused, grpo.PluginError):
+            with contextlib.suppress(grpo.Unavailable, grpo.SessionLost, Refused, grpo.PluginError):
                 await environment.open(prompt)
             liar.body = json.dumps(value if isinstance(value, dict) else {"reward": value}).encode()
             episode = grpo.Episode(prompt=prompt, messages=said, session=Rollout())

@@ -94,7 +94,8 @@ def configure(
     """
     given: dict[str, Any] = functools.reduce(merge, (*layers, changes), {})
     config, host = configured([given], block, offers)
-    hosted = Parts(config, host).text_engine(trains=False)  # a preset is of a model that it does not have
+    with wrong_input():
+        hosted = Parts(config, host).text_engine(trains=False)  # a preset is of a model that it does not have
     preset = {} if hosted else model_source(config.model, host).preset
     return (build([replace_parts(preset, given), given], host.sections) if preset else config), host
 
