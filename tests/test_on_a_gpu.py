@@ -322,6 +322,26 @@ def test_packed_rows_that_flash_attention_refuses_are_a_call_each(monkeypatch, c
     assert (tuple(out.shape), calls) == ((1, 5, 2, of_values), [])
 
 
+def varlen_attn_of_torch_2_11(  # it is never called
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)
+):
+    raise AssertionError
+
+
+def test_packed_rows_are_a_call_each_where_torch_has_no_flash_attention_for_grouped_heads(monkeypatch):
+    """torch 2.10 and 2.11 have the function, without the arguments that it is given."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn_of_torch_2_11)
+    packing._has_varlen.cache_clear()
+    query, key = (on_gpu(torch.randn(1, heads, 5, 16, dtype=torch.bfloat16)) for heads in (4, 2))
+    packed = packing.Packed([packing.Part(length=2), packing.Part(length=3)], CPU)
+    try:
+        out, _ = packing.attention(None, query, key, key, None, packed=packed)
+    finally:
+        packing._has_varlen.cache_clear()
+    assert tuple(out.shape) == (1, 5, 4, 16)
+
+
 class ChosenError(Exception):
     """The device of a rank."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache, cached_property
 from importlib.util import find_spec
+from inspect import signature
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -166,8 +167,12 @@ def _has_kernel(query: Tensor, value: Tensor) -> bool:
 
 @cache
 def _has_varlen() -> bool:
-    """Whether this torch has attention over rows of different lengths."""
-    return find_spec("torch.nn.attention.varlen") is not None
+    """Whether this torch has attention over rows of different lengths, also of grouped heads: from 2.12 on."""
+    if find_spec("torch.nn.attention.varlen") is None:
+        return False
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in signature(varlen_attn).parameters
 
 
 class PackingError(ModelError):
