@@ -64,10 +64,10 @@ def token_logprobs(
 def extra_bytes_on_gpu(n: int, vocabulary: int) -> int:
     """Return how much more a pass over n tokens takes on a GPU: its chunks of logits are larger.
 
-    There are two such buffers at a time, of float32 in the forward pass.
+    There are three such buffers of float32 at a time in the forward pass, one of them for the entropy.
     """
     all_logits = n * vocabulary * torch.float32.itemsize
-    return 2 * (min(CUDA_CHUNK_BYTES, all_logits) - min(CHUNK_BYTES, all_logits))
+    return 3 * (min(CUDA_CHUNK_BYTES, all_logits) - min(CHUNK_BYTES, all_logits))
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -86,27 +86,23 @@ class _TokenLogprobs(torch.autograd.Function):
         n, vocabulary = hidden.shape[0], weight.shape[0]
         dtype = product_dtype or hidden.dtype
         needed = any(ctx.needs_input_grad)
-        keep = needed and n * vocabulary * dtype.itemsize <= KEEP_BYTES
+        keep = needed and n * vocabulary * hidden.itemsize <= KEEP_BYTES
         logprobs, entropy = hidden.new_empty(n), hidden.new_empty(n)
-        kept = hidden.new_empty(n, vocabulary, dtype=dtype) if keep else None
+        kept = hidden.new_empty(n, vocabulary) if keep else None
         logits = hidden.new_empty(min(chunk, n), vocabulary)
-        direct = kept if dtype is hidden.dtype else None
-        probabilities = torch.empty_like(logits) if direct is None else logits
+        probabilities = torch.empty_like(logits) if kept is None else logits
         rounded_hidden, rounded_weight = rounded(hidden, dtype), rounded(weight, dtype)
         for begin in range(0, n, chunk):
             part = slice(begin, min(begin + chunk, n))
             rows = part.stop - begin
             log_p = _logits(rounded_hidden[part], rounded_weight, bias, temperature, logits[:rows])
             torch.log_softmax(log_p, dim=1, out=log_p)
-            p = torch.exp(log_p, out=probabilities[:rows] if direct is None else direct[part])
+            p = torch.exp(log_p, out=probabilities[:rows] if kept is None else kept[part])
             logprobs[part] = log_p.gather(1, targets[part, None])[:, 0]
             entropy[part] = -torch.linalg.vecdot(p, log_p)
-            if kept is not None and direct is None:
-                kept[part] = p
         if needed:
             ctx.save_for_backward(hidden, weight, bias, targets, kept, entropy if entropy_gradient else None)
-            ctx.temperature, ctx.dtype = temperature, dtype
-            ctx.chunk = chunk * hidden.element_size() // dtype.itemsize
+            ctx.temperature, ctx.dtype, ctx.chunk = temperature, dtype, chunk
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -119,18 +115,19 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if to_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=hidden.dtype) if to_weight else None
         grad_bias = torch.zeros_like(bias, dtype=hidden.dtype) if to_bias else None
-        product_hidden, product_weight = hidden.to(ctx.dtype), weight.to(ctx.dtype)
+        rounded_hidden, rounded_weight = rounded(hidden, ctx.dtype), rounded(weight, ctx.dtype)
+        product_hidden, product_weight = rounded_hidden.to(ctx.dtype), rounded_weight.to(ctx.dtype)
         n = hidden.shape[0]
-        buffer = product_hidden.new_empty(min(ctx.chunk, n), weight.shape[0])
-        grad = (grad / ctx.temperature).to(ctx.dtype)[:, None]
+        buffer = hidden.new_empty(min(ctx.chunk, n), weight.shape[0])
+        grad = (grad / ctx.temperature)[:, None]
         if entropy is not None:
-            entropy = entropy.to(ctx.dtype)[:, None]
-            grad_entropy = (grad_entropy / ctx.temperature).to(ctx.dtype)[:, None]
+            entropy = entropy[:, None]
+            grad_entropy = (grad_entropy / ctx.temperature)[:, None]
         for begin in range(0, n, ctx.chunk):
             part = slice(begin, min(begin + ctx.chunk, n))
-            some_hidden, d_logits = product_hidden[part], buffer[: part.stop - begin]
+            d_logits = buffer[: part.stop - begin]
             if kept is None:
-                _logits(some_hidden, product_weight, bias, ctx.temperature, d_logits)
+                _logits(rounded_hidden[part], rounded_weight, bias, ctx.temperature, d_logits)
                 torch.softmax(d_logits, dim=1, out=d_logits)
             p = d_logits if kept is None else kept[part]
             if entropy is not None:  # of an entropy h: -p (log p + h)
@@ -141,10 +138,11 @@ class _TokenLogprobs(torch.autograd.Function):
             d_logits.scatter_add_(1, targets[part, None], grad[part])  # of a logprob: onehot(target) - p
             if grad_bias is not None:
                 grad_bias += d_logits.sum(0)
+            factor = d_logits.to(ctx.dtype)  # not before: a probability near 1 would be rounded to 1
             if grad_hidden is not None:
-                grad_hidden[part] = d_logits @ product_weight
+                grad_hidden[part] = factor @ product_weight
             if grad_weight is not None:
-                _add_product(grad_weight, d_logits.T, some_hidden)
+                _add_product(grad_weight, factor.T, product_hidden[part])
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
 
 
