@@ -38,6 +38,8 @@ from grpo_core.training.passes import Passes
 from grpo_core.training.ranks import Alone
 from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.snapshot import Snapshot
+from grpo_core.weights import shm
+from grpo_core.weights.reading import read_weights
 from grpo_core.weights.shm import SharedMemoryWriter
 from grpo_plugin_algorithms.optimizers import adamw_torchao
 from grpo_plugin_scale.training import group as groups
@@ -281,6 +283,34 @@ def test_weights_stay_on_the_gpu_for_cuda_ipc_and_on_a_cpu_they_are_shared_memor
     setup = TrainerSetup(transport="cuda_ipc")
     assert isinstance(cuda_ipc.writer(setup, CUDA, Alone()), cuda_ipc.CudaIpcWriter)
     assert isinstance(cuda_ipc.writer(setup, CPU, Alone()), SharedMemoryWriter)
+
+
+class Copies(torch.overrides.TorchFunctionMode):
+    """Notes the dtypes between which values are copied: torch converts on the host what is copied there."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, function, kinds, args=(), kwargs=None):
+        if function is torch.Tensor.copy_:
+            self.seen.append((args[0].dtype, args[1].dtype))
+        return function(*args, **(kwargs or {}))
+
+
+def test_weights_of_a_gpu_are_rounded_there_and_copied_into_pinned_shared_memory(runtime):
+    """As bytes: a host would convert twice as many, and copy them through a buffer of the driver."""
+    writer = shm.writer(TrainerSetup(), CUDA, Alone())
+    with Copies() as copies:
+        weights = writer.write(1, [("w", torch.ones(3, 2).as_subclass(OnSecondGpu))], dtype=torch.bfloat16)
+    assert copies.seen == [(torch.bfloat16, torch.bfloat16)]
+    assert torch.equal(read_weights(weights)["w"], torch.ones(3, 2, dtype=torch.bfloat16))
+    assert list(runtime.pinned.values()) == [weights.nbytes]
+    del writer
+    gc.collect()
+    assert (runtime.pinned, runtime.late) == ({}, [])
+    shm.writer(TrainerSetup(), CPU, Alone()).write(1, [("w", torch.ones(2))])
+    assert runtime.ever == 1, "nothing is pinned for a CPU"
 
 
 @pytest.mark.parametrize("window", [None, 2])

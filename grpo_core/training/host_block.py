@@ -7,17 +7,15 @@ up to a power of two, which takes up to twice the memory.
 from __future__ import annotations
 
 import mmap
-import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from grpo_core.weights.shm import Pinnable
+
 ALIGNED = 64
 """Bytes of which each tensor's place is a multiple: of any item's size, and of a line of the cache."""
-_PORTABLE = 1
-"""CUDA's flag for memory that is pinned for all GPUs of the process."""
 
 
 def room_for(tensors: Sequence[Tensor], *, pinned: bool) -> list[Tensor]:
@@ -49,24 +47,8 @@ def _part(block: mmap.mmap | None, place: int, like: Tensor) -> Tensor:
     return flat.as_strided(like.shape, like.stride())
 
 
-class _Block(mmap.mmap):
-    """Memory that CUDA lets go of before it is unmapped; a finalizer would be called after that."""
-
-    _release: Callable[[], object] | None = None
-
-    def pin(self) -> None:
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
-        torch.cuda.check_error(runtime.cudaHostRegister(address, len(self), _PORTABLE))
-        self._release = partial(runtime.cudaHostUnregister, address)
-
-    def __del__(self) -> None:
-        if self._release is not None and not sys.is_finalizing():  # CUDA may have ended by then
-            self._release()
-
-
 def _block(nbytes: int, *, pinned: bool) -> mmap.mmap:
-    block = _Block(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    block = Pinnable(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if pinned:
         block.pin()
     return block

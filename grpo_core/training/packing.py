@@ -167,7 +167,7 @@ def _has_kernel(query: Tensor, value: Tensor) -> bool:
 
 @cache
 def _has_varlen() -> bool:
-    """Whether this torch has attention over rows of different lengths, also of grouped heads: from 2.12 on."""
+    """Whether this torch, from 2.12 on, has attention over rows of different lengths with grouped heads."""
     if find_spec("torch.nn.attention.varlen") is None:
         return False
     from torch.nn.attention.varlen import varlen_attn

@@ -143,6 +143,8 @@ class _Share:
         """Copy the rows to a place of a block; return the first one, their number, and their checksum."""
         there = block[place : place + self.held]
         values = _values(self.given, self.first, self.rows)
+        if values.device != block.device:  # or the host would convert what is copied there
+            values = values.to(self.dtype)
         if self.rows:
             there.view(self.dtype).view(self.rows, *self.shape[1:]).copy_(values)
         return [self.first, self.rows, checksum(there, self.begin, self.nbytes)]

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, BinaryIO
 
 import torch
@@ -25,18 +27,40 @@ if TYPE_CHECKING:
     from grpo_core.training.setup import TrainerSetup
 
 
+_PORTABLE = 1
+"""CUDA's flag for memory that is pinned for all GPUs of the process."""
+
+
+class Pinnable(mmap.mmap):
+    """Memory that CUDA lets go of before it is unmapped; a finalizer would be called after that."""
+
+    _release: Callable[[], object] | None = None
+
+    def pin(self) -> None:
+        """Let GPUs copy into it without a detour."""
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
+        torch.cuda.check_error(runtime.cudaHostRegister(address, len(self), _PORTABLE))
+        self._release = partial(runtime.cudaHostUnregister, address)
+
+    def __del__(self) -> None:
+        if self._release is not None and not sys.is_finalizing():  # CUDA may have ended by then
+            self._release()
+
+
 class SharedMemoryWriter:
     """Owns the shared memory of one trainer; each ``write`` replaces its contents.
 
     Args:
         ranks: the processes that write it together; None if it is one.  The first one owns it, and each of
             the others opens it and writes the rows that it holds.
+        pinned: whether GPUs copy into it.
     """
 
-    def __init__(self, ranks: Publishers | None = None) -> None:
-        self._ranks = ranks or ALONE
+    def __init__(self, ranks: Publishers | None = None, *, pinned: bool = False) -> None:
+        self._ranks, self._pinned = ranks or ALONE, pinned
         self._location = ""
-        self._map: mmap.mmap | None = None
+        self._map: Pinnable | None = None
 
     def write(
         self,
@@ -55,22 +79,25 @@ class SharedMemoryWriter:
             ranks=self._ranks,
         )
 
-    def _memory(self, nbytes: int) -> mmap.mmap:
+    def _memory(self, nbytes: int) -> Pinnable:
+        before = self._map
         if self._ranks.rank == 0 and (self._map is None or len(self._map) < nbytes):
             file = anonymous_file("grpo-core-weights")
             os.ftruncate(file, nbytes)
-            self._map, self._location = mmap.mmap(file, nbytes), f"/proc/{os.getpid()}/fd/{file}"
+            self._map, self._location = Pinnable(file, nbytes), f"/proc/{os.getpid()}/fd/{file}"
         location = self._ranks.gathered(self._location)[0]
         if self._map is None or location != self._location:
             self._map, self._location = _of_first_rank(location), location
+        if self._pinned and self._map is not before:
+            self._map.pin()
         return self._map
 
 
-def _of_first_rank(location: str) -> mmap.mmap:
+def _of_first_rank(location: str) -> Pinnable:
     """Map the memory to which all ranks write.  Raises WeightSyncError."""
     try:
         with open(location, "r+b") as file:
-            return mmap.mmap(file.fileno(), 0)
+            return Pinnable(file.fileno(), 0)
     except (OSError, ValueError) as error:
         raise WeightSyncError(
             f"the shared memory {location} of the trainer's rank 0 cannot be written ({error}); all ranks of "
@@ -80,7 +107,7 @@ def _of_first_rank(location: str) -> mmap.mmap:
 
 def writer(setup: TrainerSetup, device: torch.device, ranks: Publishers) -> SharedMemoryWriter:
     """Return the writer of a trainer's rank."""
-    return SharedMemoryWriter(ranks)
+    return SharedMemoryWriter(ranks, pinned=device.type == "cuda")
 
 
 def read(weights: Weights, device: torch.device | None = None) -> torch.Tensor:
