@@ -1,4 +1,4 @@
-"""Branches for GPUs, executed on a CPU by tensors that say that they are on a GPU."""
+"""Branches for GPUs, executed on a CPU: with a GPU of its own, or by calls that are recorded."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import pytest
 import safetensors.torch
 import torch
 from peft import LoraConfig as PeftConfig
+from separate_gpu import GPU, OnGpu, on_a_gpu, wide
 from test_trainer import batch, ragged, setup
 
 from grpo_core import cpu
@@ -50,38 +51,6 @@ from grpo_plugin_scale.weights import cuda_ipc
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-class OnGpu(torch.Tensor):
-    """A tensor in the host's memory that passes for one of a GPU.
-
-    It multiplies as a GPU does where a CPU cannot: rounded factors, wider products and sums.
-    """
-
-    wide: list[int] = []  # noqa: RUF012 - rows of each such product
-
-    is_cuda = property(lambda self: True)
-
-    @classmethod
-    def __torch_function__(cls, function, kinds, args=(), kwargs=None):
-        given = dict(kwargs or {})
-        if function is torch.mm and "out_dtype" in given:
-            dtype = given.pop("out_dtype")
-            assert {factor.dtype for factor in args} == {torch.bfloat16}
-            cls.wide.append(len(args[0]))
-            args = tuple(factor.to(dtype) for factor in args)
-        return super().__torch_function__(function, kinds, args, given)
-
-
-class OnSecondGpu(OnGpu):
-    """One of a GPU that is not the current one."""
-
-    device = property(lambda self: torch.device("cuda", 1))
-
-
-@pytest.fixture(autouse=True)
-def forgotten():
-    OnGpu.wide.clear()
-
-
 class Runtime:
     """CUDA's calls that pin memory."""
 
@@ -110,12 +79,14 @@ def is_mapped(address):
     return any(int(begin, 16) <= address < int(end, 16) for begin, end in bounds)
 
 
-@pytest.fixture
-def runtime(monkeypatch):
+@contextlib.contextmanager
+def pinning(synchronize=lambda gpu: None):
+    """Stand in for what copies to pinned memory need."""
     runtime = Runtime()
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "check_error", lambda status: None)
-    return runtime
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "cudart", lambda: runtime)
+        patch.setattr(torch.cuda, "synchronize", synchronize)
+        yield runtime
 
 
 @pytest.fixture(scope="module")
@@ -125,29 +96,29 @@ def model(tmp_path_factory):
     return str(directory)
 
 
-def on_gpu(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone().as_subclass(OnGpu).requires_grad_(tensor.requires_grad)
-
-
 # ---------------------------------------------------------------------------------- the trainer
 
 
-def test_the_head_of_a_gpu_multiplies_rounded_factors_and_has_larger_chunks(monkeypatch):
+@on_a_gpu
+def test_the_head_of_a_gpu_multiplies_rounded_factors_and_has_larger_chunks():
     """Its logprobs and gradients are those of a CPU, which rounds the same factors."""
-    monkeypatch.setattr(fused, "CHUNK_BYTES", 16 * 30 * 4)
-    monkeypatch.setattr(fused, "CUDA_CHUNK_BYTES", 40 * 30 * 4)
-    monkeypatch.setattr(fused, "KEEP_BYTES", 0)
     torch.manual_seed(0)
-    hidden, weight = torch.randn(100, 8, requires_grad=True), torch.randn(30, 8, requires_grad=True)
-    targets, upstream = torch.randint(30, (100,)), torch.randn(100)
+    wide.clear()
+    given = (torch.randn(100, 8), torch.randn(30, 8), torch.randint(30, (100,)), torch.randn(100))
     found = []
-    for hidden_here, weight_here in ((hidden, weight), (on_gpu(hidden), on_gpu(weight))):
-        logprobs, entropy = token_logprobs(
-            hidden_here, weight_here, targets, temperature=0.7, product_dtype=torch.bfloat16
-        )
-        gradients = torch.autograd.grad(logprobs, (hidden_here, weight_here), upstream)
-        found.append([each.detach().as_subclass(torch.Tensor) for each in (logprobs, entropy, *gradients)])
-    assert OnGpu.wide[:3] == [40, 40, 20], "as many tokens as fit"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused, "CHUNK_BYTES", 16 * 30 * 4)
+        patch.setattr(fused, "CUDA_CHUNK_BYTES", 40 * 30 * 4)
+        patch.setattr(fused, "KEEP_BYTES", 0)
+        for device in ("cpu", GPU):
+            hidden, weight, targets, upstream = (each.clone().to(device) for each in given)
+            hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+            logprobs, entropy = token_logprobs(
+                hidden, weight, targets, temperature=0.7, product_dtype=torch.bfloat16
+            )
+            gradients = torch.autograd.grad(logprobs, (hidden, weight), upstream)
+            found.append([each.detach().cpu() for each in (logprobs, entropy, *gradients)])
+    assert wide[:3] == [40, 40, 20], "as many tokens as fit"
     for name, here, there, tolerance in zip(
         ("logprobs", "entropy", "hidden", "weight"), *found, (1e-5, 1e-5, 0.02, 0.1), strict=True
     ):
@@ -155,30 +126,31 @@ def test_the_head_of_a_gpu_multiplies_rounded_factors_and_has_larger_chunks(monk
 
 
 @pytest.mark.long
-def test_a_snapshot_of_a_gpu_is_pinned_and_complete_before_training_goes_on(monkeypatch, runtime):
-    tensor, seen = torch.arange(4.0).as_subclass(OnSecondGpu), []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda gpu: seen.append(f"synchronized {gpu}"))
+@on_a_gpu
+def test_a_snapshot_of_a_gpu_is_pinned_and_complete_before_training_goes_on():
+    tensor, seen = torch.arange(4.0, device=GPU), []
     snapshot = Snapshot()
-    snapshot.save({"a": tensor}, lambda state: seen.append(state["a"].tolist()))
-    snapshot.written().result()
-    assert seen == ["synchronized cuda:1", [0.0, 1.0, 2.0, 3.0]], "the copies were begun without waiting"
-    snapshot.save({"a": tensor + 1}, lambda state: seen.append(state["a"].tolist()))
-    snapshot.written().result()
-    assert seen[2:] == ["synchronized cuda:1", [1.0, 2.0, 3.0, 4.0]]
-    assert runtime.ever == 1, "once: the memory is kept"
-    del snapshot
-    gc.collect()
-    assert not runtime.pinned, "the memory is given back"
-    assert not runtime.late, "before it is unmapped"
+    with pinning(lambda gpu: seen.append(f"synchronized {gpu}")) as runtime:
+        snapshot.save({"a": tensor}, lambda state: seen.append(state["a"].tolist()))
+        snapshot.written().result()
+        assert seen == ["synchronized gpu:0", [0.0, 1.0, 2.0, 3.0]], "the copies were begun without waiting"
+        snapshot.save({"a": tensor + 1}, lambda state: seen.append(state["a"].tolist()))
+        snapshot.written().result()
+        assert seen[2:] == ["synchronized gpu:0", [1.0, 2.0, 3.0, 4.0]]
+        assert runtime.ever == 1, "once: the memory is kept"
+        del snapshot
+        gc.collect()
+        assert not runtime.pinned, "the memory is given back"
+        assert not runtime.late, "before it is unmapped"
 
 
-def test_a_snapshot_is_one_pinned_block_of_the_bytes_that_it_copies(monkeypatch, runtime, tmp_path):
+@on_a_gpu
+def test_a_snapshot_is_one_pinned_block_of_the_bytes_that_it_copies(tmp_path):
     """Pinned one by one, each tensor would take the next power of two."""
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda gpu: None)
-    tensors = {f"t{i}": on_gpu(torch.randn(33, 125)) for i in range(20)}
+    tensors = {f"t{i}": torch.randn(33, 125).to(GPU) for i in range(20)}
     tensors |= {
-        "turned": on_gpu(torch.randn(33, 5)).t(),
-        "empty": on_gpu(torch.zeros(0)),
+        "turned": torch.randn(33, 5).to(GPU).t(),
+        "empty": torch.zeros(0, device=GPU),
         "tied": tensors["t0"],
     }
     snapshot = Snapshot()
@@ -191,30 +163,30 @@ def test_a_snapshot_is_one_pinned_block_of_the_bytes_that_it_copies(monkeypatch,
         assert len(addresses) == 21, "of a shared storage transformers would write clones"
         safetensors.torch.save_file({name: state[name] for name in ("t0", "t1", "empty")}, path)
 
-    snapshot.save(tensors, write)
-    snapshot.written().result()
-    copied = sum(t.nbytes for name, t in tensors.items() if name != "tied")
-    (pinned,) = runtime.pinned.values()
-    assert copied <= pinned < 1.01 * copied + 21 * 64
-    assert torch.equal(safetensors.torch.load_file(path)["t1"], tensors["t1"].as_subclass(torch.Tensor))
+    with pinning() as runtime:
+        snapshot.save(tensors, write)
+        snapshot.written().result()
+        copied = sum(t.nbytes for name, t in tensors.items() if name != "tied")
+        (pinned,) = runtime.pinned.values()
+        assert copied <= pinned < 1.01 * copied + 21 * 64
+    assert torch.equal(safetensors.torch.load_file(path)["t1"], tensors["t1"].cpu())
 
 
-def test_what_leaves_a_gpu_goes_to_one_pinned_block_and_is_complete_before_its_memory_is_given_back(
-    monkeypatch, runtime
-):
+@on_a_gpu
+def test_what_leaves_a_gpu_goes_to_one_pinned_block_and_is_complete_before_its_memory_is_given_back():
     seen, plain = [], resting._bytes
-    monkeypatch.setattr(resting, "_bytes", lambda storage: plain(storage).as_subclass(OnSecondGpu))
     tensors = [torch.arange(2000.0) + i for i in range(3)]
 
     def wait(gpu):
         seen.append((str(gpu), tensors[0].untyped_storage().nbytes()))
 
-    monkeypatch.setattr(torch.cuda, "synchronize", wait)
     away = resting.Resting()
-    for _ in range(2):
-        away.leave(tensors)
-        away.come_back()
-    assert seen == [("cuda:1", 8000)] * 4, "before the memory goes, and after it is back"
+    with pinning(wait) as runtime, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resting, "_bytes", lambda storage: OnGpu(plain(storage)))
+        for _ in range(2):
+            away.leave(tensors)
+            away.come_back()
+    assert seen == [("gpu:0", 8000)] * 4, "before the memory goes, and after it is back"
     assert [tensor[1].item() for tensor in tensors] == [1.0, 2.0, 3.0]
     assert list(runtime.pinned.values()) == [3 * 8000], "once: the block is kept"
 
@@ -298,40 +270,39 @@ class Copies(torch.overrides.TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_weights_of_a_gpu_are_rounded_there_and_copied_into_pinned_shared_memory(runtime):
+@on_a_gpu
+def test_weights_of_a_gpu_are_rounded_there_and_copied_into_pinned_shared_memory():
     """As bytes: a host would convert twice as many, and copy them through a buffer of the driver."""
-    writer = shm.writer(TrainerSetup(), CUDA, Alone())
-    with Copies() as copies:
-        weights = writer.write(1, [("w", torch.ones(3, 2).as_subclass(OnSecondGpu))], dtype=torch.bfloat16)
-    assert copies.seen == [(torch.bfloat16, torch.bfloat16)]
-    assert torch.equal(read_weights(weights)["w"], torch.ones(3, 2, dtype=torch.bfloat16))
-    assert list(runtime.pinned.values()) == [weights.nbytes]
-    del writer
-    gc.collect()
-    assert (runtime.pinned, runtime.late) == ({}, [])
-    shm.writer(TrainerSetup(), CPU, Alone()).write(1, [("w", torch.ones(2))])
-    assert runtime.ever == 1, "nothing is pinned for a CPU"
+    with pinning() as runtime:
+        writer = shm.writer(TrainerSetup(), CUDA, Alone())
+        with Copies() as copies:
+            weights = writer.write(1, [("w", torch.ones(3, 2, device=GPU))], dtype=torch.bfloat16)
+        assert copies.seen == [(torch.bfloat16, torch.bfloat16)]
+        assert torch.equal(read_weights(weights)["w"], torch.ones(3, 2, dtype=torch.bfloat16))
+        assert list(runtime.pinned.values()) == [weights.nbytes]
+        del writer
+        gc.collect()
+        assert (runtime.pinned, runtime.late) == ({}, [])
+        shm.writer(TrainerSetup(), CPU, Alone()).write(1, [("w", torch.ones(2))])
+        assert runtime.ever == 1, "nothing is pinned for a CPU"
 
 
 @pytest.mark.parametrize("window", [None, 2])
-def test_packed_rows_of_16_bits_are_one_call_of_flash_attention_with_the_results_of_a_call_for_each(
-    monkeypatch, window
-):
+@on_a_gpu
+def test_packed_rows_of_16_bits_are_one_call_of_flash_attention_with_the_results_of_a_call_for_each(window):
     """Its operations are torch's own, with the demands of their kernels for GPUs."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     parts = [packing.Part(length=3), packing.Part(length=1, before=0), packing.Part(length=4, before=0)]
     torch.manual_seed(0)
-    given = [torch.randn(1, heads, 8, 16, requires_grad=True) for heads in (4, 2, 2)]
+    given = [torch.randn(1, heads, 8, 16) for heads in (4, 2, 2)]
     upstream, found = torch.randn(1, 8, 4, 16), []
     with flash.on_a_cpu() as calls:
-        for place in (torch.Tensor.clone, on_gpu):
-            here = [place(each).detach().requires_grad_() for each in given]
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                out, _ = packing.attention(
-                    None, *here, None, sliding_window=window, packed=packing.Packed(parts, CPU)
-                )
-            out.backward(upstream.to(out.dtype))
-            found.append([each.as_subclass(torch.Tensor).float() for each in (out, *(t.grad for t in here))])
+        for device in ("cpu", GPU):
+            here = [each.detach().to(device).requires_grad_() for each in given]
+            packed = packing.Packed(parts, torch.device(device))
+            with torch.autocast(device, dtype=torch.bfloat16):
+                out, _ = packing.attention(None, *here, None, sliding_window=window, packed=packed)
+            out.backward(upstream.to(out))
+            found.append([each.detach().cpu().float() for each in (out, *(t.grad for t in here))])
     assert calls == ["forward", "backward"], "the second time"
     for one, other in zip(*found, strict=True):
         assert torch.allclose(one, other, atol=0.03, rtol=0.03)
@@ -342,13 +313,14 @@ def test_packed_rows_of_16_bits_are_one_call_of_flash_attention_with_the_results
     [((7, 5), 16, 16), ((9, 0), 20, 20), ((9, 0), 264, 264), ((9, 0), 16, 8)],
     ids=["an old GPU", "no multiple of 8", "too large", "other values"],
 )
-def test_packed_rows_that_flash_attention_refuses_are_a_call_each(monkeypatch, capability, head, of_values):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    query = on_gpu(torch.randn(1, 2, 5, head, dtype=torch.bfloat16))
-    value = on_gpu(torch.randn(1, 2, 5, of_values, dtype=torch.bfloat16))
-    with flash.on_a_cpu() as calls:
-        parts = [packing.Part(length=2), packing.Part(length=3)]
-        out, _ = packing.attention(None, query, query, value, None, packed=packing.Packed(parts, CPU))
+@on_a_gpu
+def test_packed_rows_that_flash_attention_refuses_are_a_call_each(capability, head, of_values):
+    query = torch.randn(1, 2, 5, head, dtype=torch.bfloat16).to(GPU)
+    value = torch.randn(1, 2, 5, of_values, dtype=torch.bfloat16).to(GPU)
+    packed = packing.Packed([packing.Part(length=2), packing.Part(length=3)], torch.device(GPU))
+    with flash.on_a_cpu() as calls, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        out, _ = packing.attention(None, query, query, value, None, packed=packed)
     assert (tuple(out.shape), calls) == ((1, 5, 2, of_values), [])
 
 
@@ -358,15 +330,16 @@ def varlen_attn_of_torch_2_11(  # it is never called
     raise AssertionError
 
 
-def test_packed_rows_are_a_call_each_where_torch_has_no_flash_attention_for_grouped_heads(monkeypatch):
+@on_a_gpu
+def test_packed_rows_are_a_call_each_where_torch_has_no_flash_attention_for_grouped_heads():
     """torch 2.10 and 2.11 have the function, without the arguments that it is given."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn_of_torch_2_11)
+    query, key = (torch.randn(1, heads, 5, 16, dtype=torch.bfloat16).to(GPU) for heads in (4, 2))
+    packed = packing.Packed([packing.Part(length=2), packing.Part(length=3)], torch.device(GPU))
     packing._has_varlen.cache_clear()
-    query, key = (on_gpu(torch.randn(1, heads, 5, 16, dtype=torch.bfloat16)) for heads in (4, 2))
-    packed = packing.Packed([packing.Part(length=2), packing.Part(length=3)], CPU)
     try:
-        out, _ = packing.attention(None, query, key, key, None, packed=packed)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn_of_torch_2_11)
+            out, _ = packing.attention(None, query, key, key, None, packed=packed)
     finally:
         packing._has_varlen.cache_clear()
     assert tuple(out.shape) == (1, 5, 4, 16)
