@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-from datetime import datetime
 
 import pytest
 from test_pipeline import Run
 
 from grpo_core.app.build import stop_at
 from grpo_core.app.parts import with_steps
-from grpo_core.commands.running import time_limit
 from grpo_core.config import Config, TrainerConfig
 from grpo_core.errors import ConfigError
 from grpo_core.events import Saved, StepEnded, Validated
@@ -163,19 +161,6 @@ def test_the_last_checkpoint_is_complete_before_the_time_limit(seeds):
         assert saved == step
         used.append(at / limit)
     assert sum(used) / len(used) > 0.8, "not much of the time is left over"
-
-
-def test_a_time_of_day_is_the_next_one():
-    now = datetime(2026, 11, 22, 17, 0, 0)
-    assert time_limit("18:30", now) == "trainer.time_limit=5400"
-    assert time_limit("16:00", now) == "trainer.time_limit=82800"
-    assert time_limit("2026-11-22T17:00:10", now) == "trainer.time_limit=10"
-
-
-@pytest.mark.parametrize("text", ["tomorrow", "25:00", "2026-11-21T17:00"])
-def test_what_is_no_time_to_come_is_refused(text):
-    with pytest.raises(ConfigError, match="--until is "):
-        time_limit(text, datetime(2026, 11, 22, 17, 0, 0))
 
 
 @pytest.mark.parametrize(("epochs", "steps"), [(0.0, 7), (1.0, 4), (2.5, 9), (0.01, 1)])

@@ -84,9 +84,6 @@ def changed(page, command, site):
         small = {"trainer.steps": 3} if "--resume" in words else SMALL
         if page.stem == "tutorial":  # its model learns the form of a reply, so that there is something to see
             small = {"trainer.steps": 2}
-        if "--until" in words:  # the test runs at any time of the day
-            at = words.index("--until")
-            words = words[:at] + words[at + 2 :]
     elif words[:2] == ["grpo-core", "validate"]:
         small = {"validation.prompts": 2}
     words += [word for key, value in small.items() for word in ("--set", f"{key}={value}")]

@@ -267,12 +267,6 @@ def _names(count: int) -> list[str]:
     return [name.strip() for name in here.split(",")] if here else [str(gpu) for gpu in range(count)]
 
 
-def number_of(device: str) -> int | None:
-    """Return the index of a GPU, 0 for "cuda", or None for another device."""
-    number = device.removeprefix("cuda").removeprefix(":") or "0"
-    return int(number) if number.isdigit() else None
-
-
 def _told(trains: Gpus, chosen: Mapping[str, Sequence[Gpus]]) -> str:
     parts = [f"trainer {trains[0]}"] if trains else []
     for key, groups in chosen.items():

@@ -318,7 +318,7 @@ def _consequences(before: Config, config: Config, changes: Mapping[str, Any]) ->
     limit = config.trainer.time_limit
     if limit and "time_limit" not in changes.get("trainer", {}):
         yield (
-            f"this start ends within {limit:g} s as well: trainer.time_limit is kept, also that of --until; "
+            f"this start ends within {limit:g} s as well: trainer.time_limit is kept; "
             "--set trainer.time_limit=0 takes it away"
         )
 

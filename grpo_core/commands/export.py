@@ -15,7 +15,6 @@ from attrs import evolve, frozen
 import grpo_core
 from grpo_core.complaints import complain
 from grpo_core.config import Config, TaskConfig, as_table
-from grpo_core.credentials import secrets_in
 from grpo_core.errors import CheckpointError, ConfigError
 from grpo_core.loading import load_object
 from grpo_core.loop import checkpoint
@@ -233,7 +232,7 @@ def card(export: Export) -> str:
 
 
 def excerpt(config: Config) -> dict[str, Any]:
-    """Return the settings that say how the model was trained and differ from the defaults; no secrets."""
+    """Return the settings that say how the model was trained and differ from the defaults."""
     usual = Config(
         tasks=dict.fromkeys(config.tasks, TaskConfig(env="")),
         sections=[
@@ -243,8 +242,7 @@ def excerpt(config: Config) -> dict[str, Any]:
     )
     table, defaults = as_table(config), as_table(usual)
     kept = {section: _changed(table.get(section, {}), defaults.get(section, {})) for section in SECTIONS}
-    secret = set(secrets_in(table))
-    return {section: _without(value, secret, section) for section, value in kept.items() if value}
+    return {section: value for section, value in kept.items() if value}
 
 
 def _changed(value: Any, default: Any) -> Any:
@@ -255,14 +253,4 @@ def _changed(value: Any, default: Any) -> Any:
         key: _changed(item, default.get(key) if isinstance(default, Mapping) else None)
         for key, item in value.items()
         if not isinstance(default, Mapping) or item != default.get(key)
-    }
-
-
-def _without(value: Any, secret: set[str], where: str) -> Any:
-    if not isinstance(value, Mapping):
-        return value
-    return {
-        key: _without(item, secret, f"{where}.{key}")
-        for key, item in value.items()
-        if f"{where}.{key}" not in secret
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime, time, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +56,6 @@ def train(
     set_: Settings = None,
     output: Path | None = None,
     resume: str | None = None,
-    until: str | None = None,
     profile: int | None = None,
     quiet: Flag = False,
     as_json: AsJson = False,
@@ -88,8 +86,6 @@ def train(
         Directory of the run, which must be empty or new.  Default: runs/NAME.
     resume
         Continue the run in this directory.  Without a value, continue the latest run in runs/.
-    until
-        End the run with a checkpoint before this time, as in "18:30" or "2026-11-23T07:00".
     profile
         Trace this many steps of the trainer after the first two with torch's profiler.
     quiet
@@ -106,7 +102,6 @@ def train(
         raise ConfigError("--quiet and --json: leave one of them out")
     settings = [
         *(set_ or []),
-        *([] if until is None else [time_limit(until)]),
         *([] if profile is None else [f"trainer.profile={profile}"]),
         *(['tracking.terminal.view="quiet"'] if quiet else []),
         *(['tracking.terminal.view="json"'] if as_json else []),
@@ -160,28 +155,6 @@ def train(
             tell(f"its page: {page}, then grpo-core report {directory.path}")
         tell(_summary(outcome, again))
     return INTERRUPTED if outcome.reason == "interrupted" else 0
-
-
-def time_limit(until: str, now: datetime | None = None) -> str:
-    """Return the setting that ends a run before a time of day, or a date and time.
-
-    Raises ConfigError if it is neither, or over.
-    """
-    now = (now or datetime.now()).astimezone()
-    try:
-        clock = time.fromisoformat(until) if ":" in until and "-" not in until else None
-        end = datetime.combine(now.date(), clock) if clock else datetime.fromisoformat(until)
-    except ValueError:
-        raise ConfigError(
-            f'--until is {until!r}; expected a time of day, as in "18:30", or a date and time, as in '
-            '"2026-11-23T07:00"'
-        ) from None
-    seconds = (end.astimezone() - now).total_seconds()
-    if clock and seconds <= 0:
-        seconds += timedelta(days=1).total_seconds()
-    if seconds <= 0:
-        raise ConfigError(f"--until is {until!r}, which is over")
-    return f"trainer.time_limit={seconds:.0f}"
 
 
 def validate(

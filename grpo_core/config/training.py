@@ -100,7 +100,7 @@ class TrainerConfig(PluginChoice):
     Filtered and skipped prompts are replaced by others, so dynamic sampling draws prompts more often."""
     time_limit: float = field(default=0.0, validator=ge(0))
     """End the run with a complete checkpoint within this many seconds of its start or resume; 0 means no
-    limit. `--until TIME` sets it."""
+    limit."""
     stop_when: str = field(default="", validator=_goal)
     """End the run with a checkpoint as soon as a metric of a step or of a validation reaches a value, as in
     `validation/sort/accuracy >= 0.95` or `mismatch_kl >= 0.5`."""
