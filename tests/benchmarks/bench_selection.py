@@ -140,7 +140,8 @@ def trained(task: Task, arm: str, seed: int, model: Path) -> dict[str, Any]:
         "seed": str(seed),
         "model.path": str(model),
         "tasks.digits.options": f"{{ prompts = {{ {counts} }} }}",
-        "trainer.stop_when": f"buffer/dispatched >= {task.rollouts // GROUP}",
+        "tracking.trackers": '["files", "goal"]',
+        "tracking.goal.when": f"buffer/dispatched >= {task.rollouts // GROUP}",
     }
     with tempfile.TemporaryDirectory() as scratch:
         run = Path(scratch) / "run"

@@ -46,7 +46,6 @@ FIXED = tuple(
         "steps",
         "epochs",
         "time_limit",
-        "stop_when",
         "prompts_per_step",
         "fingerprints",
         "profile",

@@ -387,3 +387,65 @@ def test_all_of_them_have_what_metrics_jsonl_has(tmp_path):
             near = [seen for at, seen in found[name] if at == step]
             assert pytest.approx(value, rel=1e-6) in near, name
         assert any(row["step"] == step and row.items() >= values.items() for row in rows), step
+
+
+# ---------------------------------------------------------------------------------- a goal
+
+
+class Asked:
+    """What a tracker has asked of its run."""
+
+    def __init__(self):
+        self.warned, self.ends = [], []
+        self.info = grpo.RunInfo(
+            name="run", directory=Path("run"), config={}, warn=self.warned.append, stop=self.ends.append
+        )
+
+    def goal(self, when):
+        return make_offer("tracker", "goal", self.info, when=when)
+
+
+@pytest.mark.parametrize(
+    ("when", "value", "reached"),
+    [
+        ("reward/sort >= 0.5", 0.5, True),
+        ("reward/sort >= 0.5", 0.49, False),
+        ("reward/sort<=1e-3", 0.0, True),
+        ("reward/sort <= -1", 0.0, False),
+    ],
+)
+def test_a_run_ends_when_its_metric_reaches_the_goal(when, value, reached):
+    run = Asked()
+    run.goal(when).metrics(1, {**STEP, "reward/sort": value})
+    assert run.ends == [f"goal reached: {when}"] * reached
+    assert not run.warned
+
+
+def test_a_resumed_run_that_has_reached_its_goal_ends_again_and_goes_on_with_another_goal():
+    run, again, other = Asked(), Asked(), Asked()
+    goal = run.goal("validation/sort/accuracy >= 0.7")
+    goal.metrics(2, VALIDATION)
+    again.goal("validation/sort/accuracy >= 0.7").load_state_dict(goal.state_dict())
+    other.goal("validation/sort/accuracy >= 0.9").load_state_dict(goal.state_dict())
+    assert (again.ends, other.ends) == (run.ends, [])
+
+
+@pytest.mark.parametrize(
+    ("metric", "meant"),
+    [("rewrad/sort", "reward/sort"), ("validation/sort/acuracy", "validation/sort/accuracy")],
+)
+def test_a_goal_whose_metric_is_not_measured_is_a_warning_once(metric, meant):
+    run = Asked()
+    goal = run.goal(f"{metric} >= 0.9")
+    for step in (1, 2):
+        goal.metrics(step, STEP)
+        goal.metrics(step, VALIDATION)
+        goal.metrics(step, {"validation/other/accuracy": 1.0})
+    (warning,) = run.warned
+    assert warning.endswith(f"step 1 has no such metric. Did you mean '{meant}'?")
+
+
+@pytest.mark.parametrize("when", ["reward", "reward > 3", "reward >= high", "reward >= nan", ">= 3"])
+def test_what_is_no_goal_is_refused_when_the_tracker_is_made(when):
+    with pytest.raises(grpo.PluginError, match="expected NAME >= NUMBER"):
+        Asked().goal(when)
