@@ -1,4 +1,4 @@
-"""A run ends in time for its last checkpoint."""
+"""A run ends before its last step when a goal is reached, and in time for its last checkpoint."""
 
 from __future__ import annotations
 
@@ -8,12 +8,91 @@ import random
 import pytest
 from test_pipeline import Run
 
+from grpo_core.app.build import stop_at
 from grpo_core.app.parts import with_steps
 from grpo_core.config import Config, TrainerConfig
-from grpo_core.events import Saved, StepEnded
-from grpo_core.loop.endings import TimeLimit
+from grpo_core.errors import ConfigError
+from grpo_core.events import Saved, StepEnded, Validated
+from grpo_core.loop.endings import Goal, TimeLimit
 from grpo_core.testing import FakeTrainer
 from grpo_core.versions import Interval
+
+
+@pytest.mark.parametrize(
+    ("goal", "value", "reached"),
+    [
+        ("reward/sort >= 0.5", 0.5, True),
+        ("reward/sort >= 0.5", 0.49, False),
+        ("reward/sort<=1e-3", 0.0, True),
+        ("reward/sort <= -1", 0.0, False),
+    ],
+)
+def test_a_goal_is_a_metric_and_a_bound(goal, value, reached):
+    assert Goal.parse(goal).reached({"reward/sort": value}) is reached
+    assert not Goal.parse(goal).reached({})
+
+
+STEP = {"reward/sort": 0.5, "loss": 0.1, "tokens/trained": 90.0}
+VALIDATION = {"validation/sort/accuracy": 0.5, "validation/sort/reward": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "meant"),
+    [
+        ("rewrad/sort", STEP, "reward/sort"),
+        ("validation/sort/acuracy", VALIDATION, "validation/sort/accuracy"),
+    ],
+)
+def test_a_goal_whose_metric_nothing_measures_ends_the_run_when_that_is_seen(metric, values, meant):
+    with pytest.raises(ConfigError, match=f"'{metric}', which nothing measures. Did you mean '{meant}'"):
+        Goal.parse(f"{metric} >= 0.9").check(values)
+
+
+@pytest.mark.parametrize(
+    ("metric", "values"),
+    [
+        ("reward/sort", STEP),
+        ("masked/sort", STEP),  # absent if there is none
+        ("my_loss_metric", {"tokens/trained": 0.0}),  # a step without rows
+        ("reward/sort", VALIDATION),
+        ("validation/other/accuracy", VALIDATION),  # a set that is measured at other steps
+        ("validation/sort/outcome", VALIDATION),  # undecided
+        ("validation/sort/unscored", VALIDATION),  # all have a score
+        ("validation/sort/reward", {"validation/sort/errors": 9.0, "validation/sort/unscored": 0.9}),
+    ],
+)
+def test_a_goal_waits_for_a_metric_that_is_not_always_there(metric, values):
+    Goal.parse(f"{metric} >= 0.9").check(values)
+
+
+@pytest.mark.parametrize("text", ["reward", "reward > 3", "reward >= high", "reward >= nan", ">= 3"])
+def test_what_is_no_goal_is_refused_when_the_configuration_is_read(text):
+    with pytest.raises(ValueError, match="'stop_when' must be NAME >= NUMBER"):
+        TrainerConfig(stop_when=text)
+
+
+def test_a_run_ends_with_a_checkpoint_when_its_goal_is_reached():
+    saved = []
+    run_ = Run(steps=12, schedule={"validations": [Interval(2)]})
+
+    async def validate(version):
+        return {"task": {"accuracy": version / 10}}
+
+    async def save(version, failure=None):
+        async def written():
+            saved.append(version)
+            return "there"
+
+        return written
+
+    run_.pipeline.validate, run_.pipeline.save = validate, save
+    receive = stop_at(Goal.parse("validation/task/accuracy >= 0.6"), run_.pipeline, seen := {})
+    run_.pipeline.emit = lambda event: (run_.events.append(event), receive(event))
+    assert run_().result == "goal reached"
+    assert run_.of(Validated)[-1].version == 6
+    assert seen == {"validation/task/accuracy": 0.6}
+    assert saved == [run_.of(StepEnded)[-1].step]
+    assert 6 <= saved[0] <= 8, "a step that runs is ended"
 
 
 class Slow(FakeTrainer):

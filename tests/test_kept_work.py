@@ -13,8 +13,10 @@ from test_api import SMALL
 from test_pipeline import Run, cut, resumed
 
 import grpo_core
+from grpo_core.app.build import stop_at
 from grpo_core.errors import (
     CheckpointError,
+    ConfigError,
     DataPlaneError,
     EngineError,
     PluginError,
@@ -24,6 +26,7 @@ from grpo_core.errors import (
 )
 from grpo_core.events import GroupsReady, Saved, Saving, StepEnded, Synced
 from grpo_core.loop import checkpoint
+from grpo_core.loop.endings import Goal
 from grpo_core.loop.health import Thresholds
 from grpo_core.models import not_finite
 from grpo_core.planes import MemoryPlane
@@ -145,6 +148,19 @@ def readings_fail(run_):
     run_.pipeline.readings = lambda: raising() or {}
 
 
+def goal_that_nothing_measures(run_):
+    receive, emit = (
+        stop_at(Goal.parse("validation/task/acuracy >= 0.9"), run_.pipeline, {}),
+        run_.pipeline.emit,
+    )
+    run_.pipeline.emit = lambda event: (emit(event), run_.trainer.version < AT or receive(event))
+
+    async def validate(version):
+        return {"task": {"accuracy": 0.5}}
+
+    run_.pipeline.validate = validate
+
+
 def health_fails(run_):
     step = run_.trainer.step
 
@@ -211,6 +227,7 @@ CAUSES = {
     paused_validation_fails: BoomError,
     sampler_that_observes_fails: BoomError,
     readings_fail: BoomError,
+    goal_that_nothing_measures: ConfigError,
     health_fails: TrainerError,
 }
 

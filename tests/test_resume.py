@@ -934,6 +934,31 @@ def test_a_last_validation_that_a_kill_has_prevented_is_made_and_nothing_is_trai
     assert grpo(here, "verify", "run").returncode == 0
 
 
+@pytest.mark.long
+def test_a_run_that_has_reached_its_goal_trains_nothing_when_it_is_resumed(here):
+    settings = options(
+        "trainer.steps=9", "trainer.stop_when=reward/digits >= 0", "trainer.lr_schedule=cosine"
+    )
+    done = grpo(here, "train", "--env", "./envs.py:Digits", *QUICK, *settings, "--output", "run")
+    assert done.returncode == 0, done.stderr
+    run = here / "run"
+    assert [event["reason"] for event in events(run, "RunEnded")] == ["goal reached"]
+    trained = [event["step"] for event in events(run, "StepEnded")]
+    for more in ([], options("trainer.steps=12"), options("trainer.stop_when=reward/digits >= -1")):
+        done = grpo(here, "train", "--resume", "run", *more)
+        assert done.returncode == 0, done.stderr
+        assert (
+            f"run: reached its goal reward/digits >= {'-1' if '-1' in str(more) else '0'} with "
+            in done.stdout
+        )
+        assert [event["step"] for event in events(run, "StepEnded")] == trained
+    done = grpo(here, "train", "--resume", "run", *options("trainer.steps=2", "trainer.stop_when="))
+    assert done.returncode == 0, done.stderr
+    assert [event["step"] for event in events(run, "StepEnded")] == [1, 2]
+    said = "warning, step 1: the learning rate has another schedule now (trainer.steps: 9 -> 2): step 2 has "
+    assert said in done.stdout
+
+
 STOPPED = """
 import asyncio, os, signal
 from pathlib import Path

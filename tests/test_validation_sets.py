@@ -118,6 +118,18 @@ def test_an_option_of_a_strategy_is_found_where_options_are():
             "checkpoint.every and validation.sets.a.every must not be 0",
         ),
         (
+            {"trainer": {"stop_when": "validation/a/accuracy >= 1"}},
+            "trainer.stop_when is 'validation/a/accuracy'",
+        ),
+        (
+            {"trainer": {"stop_when": "validation/sort/accuracy >= 1"}, "validation": {"every": 0}},
+            "which nothing measures: validation.every is 0",
+        ),
+        (
+            {"trainer": {"stop_when": "reward/srot >= 0.9"}},
+            "trainer.stop_when is 'reward/srot >= 0.9', and there is no task 'srot'. Did you mean 'sort'?",
+        ),
+        (
             {"checkpoint": {"best": "validation/sort/outcome"}},
             "and outcome compares a version with another one, which changes; choose a metric of the version",
         ),
@@ -138,10 +150,13 @@ def test_what_cannot_be_measured_is_refused_before_anything_starts(table, messag
     assert message in str(raised.value)
 
 
-def test_the_metric_of_a_set_can_be_the_best():
+def test_the_metric_of_a_set_can_be_the_best_and_the_goal():
     validation = {"every": 0, "sets": {"a": {"task": "sort", "every": 3}}}
-    best = {"checkpoint": {"best": "validation/a/accuracy"}}
-    preflight.check(build([SORT, best, {"validation": validation}]), PluginHost.discover(None))
+    goals = {
+        "checkpoint": {"best": "validation/a/accuracy"},
+        "trainer": {"stop_when": "validation/a/reward>=1"},
+    }
+    preflight.check(build([SORT, goals, {"validation": validation}]), PluginHost.discover(None))
 
 
 def test_a_validation_of_other_sets_says_nothing_about_the_best_checkpoint(tmp_path):

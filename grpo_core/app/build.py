@@ -38,11 +38,12 @@ from grpo_core.data.dataloaders import Dataloader
 from grpo_core.data.loaders import TaskLoader
 from grpo_core.data.samplers import PromptStream
 from grpo_core.errors import describe, traceback_of
-from grpo_core.events import ErrorRaised, Event, RunEnded, RunStarted, Validated, WarningRaised
+from grpo_core.events import ErrorRaised, Event, RunEnded, RunStarted, StepEnded, Validated, WarningRaised
 from grpo_core.incidents import report, reported_to
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import Buffer, BufferStatistics
-from grpo_core.loop.endings import Failure
+from grpo_core.loop.endings import GOAL_REACHED, Failure, Goal
+from grpo_core.loop.metrics import validation_metrics
 from grpo_core.loop.pipeline import Pipeline, Save, Validate, Watch, Written
 from grpo_core.loop.retention import Retention
 from grpo_core.model_sources import ModelRequest, StartModel, model_source
@@ -117,8 +118,12 @@ class RunContext:
     """Closes everything that was started."""
     began: float = field(factory=time.monotonic)
     """Start of the program, on the clock of the event loop, from which a time limit counts."""
+    after: list[Callable[[Event], None]] = field(factory=list)
+    """Each is called with each event that the trackers have received."""
     warnings: list[tuple[str, str]] = field(factory=list)
     """Causes and messages, found while the run was built; they are raised when it has started."""
+    goal: dict[str, float] = field(factory=dict)
+    """Value of the metric of ``trainer.stop_when``, by its name; each checkpoint contains it."""
 
     @property
     def directory(self) -> RunDirectory:
@@ -128,6 +133,12 @@ class RunContext:
     def step(self) -> int:
         """The step that the run continues from; 0 for a new run."""
         return self.start.found.step if self.start.found else 0
+
+    def emit(self, event: Event) -> None:
+        """Send an event to all trackers."""
+        self.trackers.emit(event)
+        for receive in self.after:
+            receive(event)
 
 
 async def train(
@@ -175,7 +186,7 @@ async def _train(run: RunContext, interruptible: Callable[[Pipeline], None]) -> 
                 step = pipeline.buffer.step
                 proved, unproved = pipeline.proved, pipeline.unproved
             else:
-                reason, steps = "finished", over.steps
+                reason, steps = over.reason, over.steps
                 proved, unproved = None, 0
                 config = run.start.config
                 config = evolve(config, trainer=evolve(config.trainer, steps=steps))
@@ -260,9 +271,9 @@ async def _start(run: RunContext) -> Pipeline:
     except BaseException:
         directory.take_back_config()  # a resumed run does not keep changes with which it cannot start
         raise
-    run.trackers.emit(_started(config, run, pipeline.buffer.statistics()))
+    run.emit(_started(config, run, pipeline.buffer.statistics()))
     for cause, message in run.warnings:
-        run.trackers.emit(WarningRaised(step=run.step, cause=cause, message=message))
+        run.emit(WarningRaised(step=run.step, cause=cause, message=message))
     for reason in run.start.found.passed_over if run.start.found else ():
         report("passed_over", "checkpoints", f"passed over {reason}")
     return pipeline
@@ -360,7 +371,7 @@ async def _pipeline(
     _restore(run, checkpoint.restore, buffer, loaders, stream)
     engine, own = engines["engine"], engines.get("validation.engine")
     validation = parts.validation(
-        held_out, own or engine, renderer, places, emit=run.trackers.emit, last=config.trainer.steps
+        held_out, own or engine, renderer, places, emit=run.emit, last=config.trainer.steps
     )
     _restore(run, checkpoint.restore_validation, validation)
     if run.start.found is not None:
@@ -381,7 +392,7 @@ async def _pipeline(
         trainer=trainer,
         checks=evolve(parts.checks(environments, prompts, renderer), watch=watch),
         schedule=parts.schedule(began=run.began),
-        emit=run.trackers.emit,
+        emit=run.emit,
         flush=run.trackers.flush,
         readings=lambda: {
             **run.trackers.metrics(),
@@ -394,6 +405,8 @@ async def _pipeline(
         save=_save(config, run, trainer, buffer, loaders, stream, validation),
     )
     run.trackers.on_stop(partial(pipeline.stop, at_leisure=True))
+    if config.trainer.stop_when:
+        run.after.append(stop_at(Goal.parse(config.trainer.stop_when), pipeline, run.goal))
     return pipeline
 
 
@@ -402,6 +415,30 @@ def _restore(run: RunContext, restore: Callable[..., Iterable[str]], *parts: Any
     if run.start.found:
         for told in restore(run.start.found.directory, *parts):
             run.trackers.status(f"resuming: {told}")
+
+
+def stop_at(goal: Goal, pipeline: Pipeline, seen: dict[str, float]) -> Callable[[Event], None]:
+    """Return a receiver of events that stops the pipeline when the goal is reached.
+
+    It keeps the metric's value in ``seen``: the newest one, or the first that reaches the goal.  It raises
+    ConfigError if nothing measures the metric.
+    """
+
+    def receive(event: Event) -> None:
+        values = (
+            event.metrics
+            if isinstance(event, StepEnded)
+            else validation_metrics(event.results)
+            if isinstance(event, Validated)
+            else {}
+        )
+        goal.check(values)
+        if goal.metric in values and not goal.reached(seen):
+            seen[goal.metric] = values[goal.metric]
+        if goal.reached(values):
+            pipeline.stop(GOAL_REACHED, at_leisure=True)
+
+    return receive
 
 
 # ---------------------------------------------------------------------------------- parts that start
@@ -502,7 +539,7 @@ def _dedicated(
         measure=measure,
         engine=own,
         trained=trained,
-        emit=run.trackers.emit,
+        emit=run.emit,
         last=parts.config.trainer.steps,
         pauses=validation.pause,
         deadline=SYNC_ATTEMPTS * section.deadline + SYNC_GRACE,
@@ -532,6 +569,7 @@ def _save(
             pipeline={
                 **cut,
                 "measured": validation.measured,
+                "goal": run.goal,
                 "run": process,
             },
             loaders=checkpoint.loader_states(loaders, cut["buffer"]),

@@ -33,8 +33,9 @@ from grpo_core.config.idle import (
 )
 from grpo_core.data.files import check_there
 from grpo_core.data.samplers import plugin_state
-from grpo_core.errors import ConfigError, plugin_errors
-from grpo_core.loop.metrics import COMPARED
+from grpo_core.errors import ConfigError, did_you_mean, plugin_errors
+from grpo_core.loop.endings import Goal
+from grpo_core.loop.metrics import COMPARED, documented
 from grpo_core.loss import problems_of
 from grpo_core.model_sources import model_source
 from grpo_core.models import ADAPTERS, chat_template, check_path
@@ -99,6 +100,7 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
     for step in (0, config.trainer.steps):  # a function of a file that fails is an error now
         rate(config.trainer, step)
     _check_best(config)
+    _check_goal(config)
     _check_idle(parts)
     parts.shaping()
     # with sets, a key of [validation] may be meant for the strategy of one of them
@@ -207,6 +209,23 @@ def _check_best(config: Config) -> None:
             f"{config.checkpoint.every} and {key} is {every}; "
             "make one of them a multiple of the other"
         )
+
+
+def _check_goal(config: Config) -> None:
+    """Raise ConfigError if the run could never reach its goal, since nothing measures it."""
+    goal = config.trainer.stop_when
+    if not goal:
+        return
+    metric = Goal.parse(goal).metric
+    entry, task = documented(metric) or "", metric.partition("/")[2]
+    if entry.endswith("/TASK") and task not in config.tasks:
+        near = did_you_mean(task, set(config.tasks))
+        raise ConfigError(f"trainer.stop_when is {goal!r}, and there is no task {task!r}.{near}")
+    if not metric.startswith("validation/"):
+        return
+    key, every = interval_of(metric, config, "trainer.stop_when")
+    if not every:
+        raise ConfigError(f"trainer.stop_when is {goal!r}, which nothing measures: {key} is 0")
 
 
 def interval_of(metric: str, config: Config, key: str) -> tuple[str, int]:

@@ -21,6 +21,7 @@ from grpo_core.disk import fingerprint
 from grpo_core.errors import ConfigError, shortened
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import BufferStatistics
+from grpo_core.loop.endings import GOAL_REACHED, Goal
 from grpo_core.loop.saved import SavedPipeline, SavedRun
 from grpo_core.models import directory_here, text_files
 from grpo_core.plugins.configured import configured
@@ -49,6 +50,8 @@ LONGEST_NOTE = 300
 class Over:
     """The end of a run that has nothing left to train."""
 
+    reason: str
+    """As in ``RunEnded``."""
     steps: int
     """Number of steps of the whole run."""
     buffer: BufferStatistics
@@ -165,7 +168,7 @@ def _over(path: Path, found: checkpoint.Found, config: Config, directory: RunDir
         saved = state.get("run", SavedRun()).get("schedule", {})
         planned, epochs = saved.get("steps", found.step), saved.get("epochs", 0.0)
         buffer = checkpoint.statistics(state["buffer"], config.trainer.prompts_per_step)
-        measured = state.get("measured", found.step)
+        measured, goals = state.get("measured", found.step), state.get("goal", {})
         failed = "failure" in state
     chosen = config.trainer
     if chosen.epochs and chosen.epochs != epochs:
@@ -176,14 +179,24 @@ def _over(path: Path, found: checkpoint.Found, config: Config, directory: RunDir
     due = any(each.due(found.step, last=steps) for each in intervals(config.validation))
     if last and (failed or (due and measured < found.step)):  # failed: perhaps before the last weight sync
         return None
-    if found.step < steps:
+    if found.step >= steps:
+        reason, did = "finished", f"{'all of its ' if found.step == steps else ''}{found.step} steps"
+        told = f"finished {did}; for more, add --set trainer.steps={2 * found.step}"
+    elif (goal := chosen.stop_when) and Goal.parse(goal).reached(goals):
+        (value,) = goals.values()
+        reason, last = GOAL_REACHED, True
+        told = (
+            f"reached its goal {goal} with {value:.6g} before step {found.step + 1}; for more steps, change "
+            "the goal, or add --set trainer.stop_when='' to train without one"
+        )
+    else:
         return None
-    did = f"{'all of its ' if found.step == steps else ''}{found.step} steps"
     return Over(
+        reason=reason,
         steps=steps,
         buffer=buffer,
-        told=f"{path}: finished {did}; for more, add --set trainer.steps={2 * found.step}",
-        complete=not last or directory.has_ended("finished", found.step),
+        told=f"{path}: {told}",
+        complete=not last or directory.has_ended(reason, found.step),
     )
 
 

@@ -17,6 +17,7 @@ from grpo_core.complaints import complain, say, to_a_reader
 from grpo_core.config import Config, check_settings, merge, parse_settings, read_toml
 from grpo_core.errors import ConfigError
 from grpo_core.interrupts import INTERRUPTED
+from grpo_core.loop.endings import GOAL_REACHED
 from grpo_core.plugins.hints import install_command
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.options import AsJson, Flag, Settings, Words
@@ -283,6 +284,8 @@ def _summary(outcome: build.Outcome, again: str) -> str:
         since = "" if outcome.proved is None else f" since version {outcome.proved}"
         did += f"; weight sync unproved: {outcome.unproved} sync{'s' * (outcome.unproved > 1)}{since}"
     line = f"{outcome.reason}: {learnt + '; ' if learnt else ''}{did}; run: {outcome.directory}"
+    if outcome.reason == GOAL_REACHED:
+        again += " --set trainer.stop_when=''"
     if outcome.reason != "finished":
         line += f" (continue with: {again})"
     return line

@@ -27,6 +27,7 @@ from grpo_core.config.run import Config as Config
 from grpo_core.config.tasks import EnvironmentConfig as EnvironmentConfig
 from grpo_core.config.tasks import SourceConfig as SourceConfig
 from grpo_core.config.tasks import TaskConfig as TaskConfig
+from grpo_core.config.training import GOAL as GOAL
 from grpo_core.config.training import ActivationsChoice as ActivationsChoice
 from grpo_core.config.training import LossConfig as LossConfig
 from grpo_core.config.training import OptimizerConfig as OptimizerConfig

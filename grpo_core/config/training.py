@@ -14,6 +14,8 @@ from grpo_core.config.idle import OF_LOSS, only_with
 
 MOST_STEPS = 10**9
 """Largest number of steps: a run of one a second would take 30 years."""
+GOAL = re.compile(r"\s*(\S+)\s*(>=|<=)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*")
+"""A condition on a metric: its name, the comparison, and a number."""
 
 
 @frozen(kw_only=True)
@@ -62,6 +64,14 @@ class AdvantageConfig(PluginChoice):
     """Advantages above this are lowered to it; without it there is no upper limit."""
 
 
+def _goal(instance: object, attribute: object, value: str) -> None:
+    if value and not GOAL.fullmatch(value):
+        raise ValueError(
+            f"'stop_when' must be NAME >= NUMBER or NAME <= NUMBER, as in validation/sort/accuracy >= 0.95: "
+            f"{value!r}"
+        )
+
+
 SCHEDULES = ("constant", "linear", "cosine")
 """Shapes of the learning rate."""
 
@@ -91,6 +101,9 @@ class TrainerConfig(PluginChoice):
     time_limit: float = field(default=0.0, validator=ge(0))
     """End the run with a complete checkpoint within this many seconds of its start or resume; 0 means no
     limit."""
+    stop_when: str = field(default="", validator=_goal)
+    """End the run with a checkpoint as soon as a metric of a step or of a validation reaches a value, as in
+    `validation/sort/accuracy >= 0.95` or `mismatch_kl >= 0.5`."""
     prompts_per_step: int = field(default=16, validator=ge(1))
     """Number of groups in one step."""
     updates_per_step: int = field(default=1, validator=ge(1))

@@ -1,8 +1,14 @@
-"""Ends of a run before its last step: a time that is nearly over, or an error."""
+"""Ends of a run before its last step: a goal that is reached, a time that is nearly over, or an error."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from attrs import define, field, frozen
+
+from grpo_core.config import GOAL
+from grpo_core.errors import ConfigError, did_you_mean
+from grpo_core.loop.metrics import COMPARED, documented, lacks_scores
 
 PARTS = ("step", "sync", "save", "cut", "save")
 """A run that stops may have to end all of these: a step with its publication, a weight sync, the checkpoint
@@ -16,6 +22,45 @@ SHORTEST = 0.01
 
 UNKNOWN = 0.03
 """Share of the time limit that is set aside for each of them that has not been measured yet."""
+
+
+GOAL_REACHED = "goal reached"
+"""Reason of an end by ``trainer.stop_when``."""
+
+
+@frozen
+class Goal:
+    """A condition on a metric that ends a run."""
+
+    metric: str
+    sign: float
+    """1 if the metric has to be at least the bound, -1 if at most."""
+    bound: float
+
+    @classmethod
+    def parse(cls, text: str) -> Goal:
+        """Read a condition like "validation/sort/accuracy >= 0.95", which the configuration has checked."""
+        match = GOAL.fullmatch(text)
+        assert match is not None
+        return cls(match[1], 1.0 if match[2] == ">=" else -1.0, float(match[3]))
+
+    def reached(self, values: Mapping[str, float]) -> bool:
+        return self.metric in values and self.sign * values[self.metric] >= self.sign * self.bound
+
+    def check(self, values: Mapping[str, float]) -> None:
+        """Raise ConfigError if the values of a step or a validation show that nothing measures the metric."""
+        part, _, name = self.metric.rpartition("/")
+        if self.metric in values or name in (*COMPARED, "unscored") or lacks_scores(self.metric, values):
+            return
+        if self.metric.startswith("validation/"):
+            absent = any(other.startswith(f"{part}/") for other in values)
+        else:  # a step without rows has no metrics of the loss
+            absent = values.get("tokens/trained", 0.0) > 0 and documented(self.metric) is None
+        if absent:
+            raise ConfigError(
+                f"trainer.stop_when is about {self.metric!r}, which nothing measures."
+                f"{did_you_mean(self.metric, set(values))} Measured are {', '.join(sorted(values))}"
+            )
 
 
 @frozen(kw_only=True)

@@ -121,6 +121,7 @@ class SavedPipeline(TypedDict):
     sampler_name: NotRequired[str]
     validation: NotRequired[dict[str, SavedStrategy]]
     measured: NotRequired[int]
+    goal: NotRequired[dict[str, float]]
     failure: NotRequired[SavedFailure]
     run: NotRequired[SavedRun]
 

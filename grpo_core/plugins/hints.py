@@ -30,7 +30,6 @@ OFFERED: Mapping[str, Mapping[Kind, tuple[str, ...]]] = {
     "grpo-plugin-scale": {"engine": ("pool",), "transport": ("collective", "cuda_ipc")},
     "grpo-plugin-smollm2": {"model": ("smollm2",)},
     "grpo-plugin-transferqueue": {"data_plane": ("transferqueue",)},
-    "grpo-plugin-trackers": {"tracker": ("goal",)},
     **{
         f"'grpo-plugin-trackers[{name}]'": {"tracker": (name,)}
         for name in ("openmetrics", "tensorboard", "wandb")

@@ -140,8 +140,7 @@ def trained(task: Task, arm: str, seed: int, model: Path) -> dict[str, Any]:
         "seed": str(seed),
         "model.path": str(model),
         "tasks.digits.options": f"{{ prompts = {{ {counts} }} }}",
-        "tracking.trackers": '["files", "goal"]',
-        "tracking.goal.when": f"buffer/dispatched >= {task.rollouts // GROUP}",
+        "trainer.stop_when": f"buffer/dispatched >= {task.rollouts // GROUP}",
     }
     with tempfile.TemporaryDirectory() as scratch:
         run = Path(scratch) / "run"

@@ -203,5 +203,5 @@ def _engine(config: Config, host: PluginHost, make: Callable[[], Engine]) -> Eng
 
 def for_steps(config: Config, steps: int) -> Config:
     """Return the configuration of a run with another number of steps, which no other key changes."""
-    trainer = evolve(config.trainer, steps=steps, epochs=0.0, time_limit=0.0)
+    trainer = evolve(config.trainer, steps=steps, epochs=0.0, time_limit=0.0, stop_when="")
     return evolve(config, trainer=trainer)

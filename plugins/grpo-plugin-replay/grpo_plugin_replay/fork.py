@@ -46,6 +46,7 @@ FIXED = tuple(
         "steps",
         "epochs",
         "time_limit",
+        "stop_when",
         "prompts_per_step",
         "fingerprints",
         "profile",

@@ -359,7 +359,7 @@ def test_two_rewards_of_one_rollout_are_refused(runs, tmp_path):
         scored_by(runs[0], 1, [*lines_of(runs[0], 1), *lines_of(runs[0], 1)], tmp_path)
 
 
-@pytest.mark.parametrize("key", ["health.canary_tolerance=1", "trainer.time_limit=9", "seed=9"])
+@pytest.mark.parametrize("key", ["health.canary_tolerance=1", 'trainer.stop_when="reward/x > 1"', "seed=9"])
 def test_a_fork_refuses_a_key_that_no_step_depends_on(key, runs):
     with pytest.raises(ConfigError, match=f"^--set {key.partition('=')[0]}: a fork computes a step again"):
         fork.fork(runs[0], step=1, settings=[key])

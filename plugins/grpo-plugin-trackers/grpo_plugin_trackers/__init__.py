@@ -1,7 +1,4 @@
-"""Trackers: ``tensorboard``, ``wandb``, ``trackio`` and ``openmetrics`` send a run's numbers elsewhere.
-
-``goal`` ends the run when one of them reaches a value.
-"""
+"""Trackers that send a run's numbers elsewhere: ``tensorboard``, ``wandb``, ``trackio``, ``openmetrics``."""
 
 import grpo_core as grpo
 
@@ -9,7 +6,6 @@ import grpo_core as grpo
 @grpo.hookimpl
 def grpo_trackers() -> dict[str, grpo.Offer]:
     return {
-        "goal": grpo.Offer("grpo_plugin_trackers.goal:Goal"),
         "tensorboard": grpo.Offer(
             "grpo_plugin_trackers.tensorboard:TensorBoard",
             requires={"tensorboard": "pip install 'grpo-plugin-trackers[tensorboard]'"},
