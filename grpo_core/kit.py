@@ -11,7 +11,7 @@ An engine:
     die_with               ends this process when another one ends
     scratch_directory      makes a directory for temporary files, which a killed process does not leave behind
     report, reported_to    tell the run which faults were survived; a worker sends them on
-    unavailable   says whether an error means that a service is away
+    Service, unavailable   let calls of a service wait while it is away; say whether an error means that
 
 A placement, which runs engines and environments somewhere else (see ``grpo_plugin_ray``):
 
@@ -249,6 +249,7 @@ if TYPE_CHECKING:
     from grpo_core.models import local_directory as local_directory
     from grpo_core.models import size_of as size_of
     from grpo_core.models import weight_files as weight_files
+    from grpo_core.outages import Service as Service
     from grpo_core.outages import unavailable as unavailable
     from grpo_core.planes import RemotePlane as RemotePlane
     from grpo_core.playing import derive_seed as derive_seed

@@ -291,6 +291,30 @@ class Service:
 
         return (await self._round({0: prompt}, one, error))[0]
 
+    async def call(self, prompt: str, call: Callable[[], Awaitable[R]]) -> R:
+        """Return what a call returns; it is made again while its error says that the service is away.
+
+        Raises its last error if the service answers others, and Unavailable as ``ask`` does.
+        """
+
+        async def tried() -> R | Exception:
+            try:
+                return await call()
+            except Exception as error:
+                if unavailable(error) is None:
+                    raise
+                return error
+
+        def error(result: R | Exception) -> Unavailable | None:
+            return unavailable(result) if isinstance(result, Exception) else None
+
+        final = False
+        while not final:
+            result, final = await self.once(prompt, tried, error)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
     async def _round(
         self,
         prompts: Mapping[int, str],

@@ -11,7 +11,7 @@ from test_cli import grpo
 from test_pipeline import Run
 
 from grpo_core.engines.limited import LimitedEngine
-from grpo_core.errors import EngineError, WeightSyncError
+from grpo_core.errors import DeadlineExceeded, EngineError, WeightSyncError
 from grpo_core.events import Dispatched, GroupsReady
 from grpo_core.loop import canary
 from grpo_core.loop.agreement import Agreement, Tolerance
@@ -124,8 +124,28 @@ def test_an_engine_that_does_not_answer_is_an_error_at_the_deadline():
         async def generate(self, requests):
             await asyncio.sleep(1e6)
 
-    with pytest.raises(WeightSyncError, match="no answer to the canary of version 4 within 60 s"):
+    with pytest.raises(DeadlineExceeded, match="no answer to the canary of version 4 within 60 s"):
         verify(Silent())
+
+
+def test_an_engine_that_does_not_answer_is_given_the_weights_again_and_asked_again():
+    """The process of such an engine is frozen, and is replaced by one that is given weights."""
+
+    class Frozen(Listener):
+        given = 0
+
+        async def generate(self, requests):
+            if self.given < 2:
+                await asyncio.sleep(1e6)
+            return await super().generate(requests)
+
+        async def update_weights(self, weights):
+            self.given += 1
+            await super().update_weights(weights)
+
+    engine = Frozen()
+    assert verify(engine) == pytest.approx(0, abs=1e-6)
+    assert engine.given == 2
 
 
 @pytest.mark.parametrize("deadline", [None, 60.0])
@@ -148,7 +168,7 @@ def test_a_run_waits_for_the_canary_of_a_frozen_engine_as_long_as_for_its_weight
     story = Run(
         engine=Frozen(), trainer=Singer(), steps=6, schedule={"rollout_deadline": 1e5, "sync_deadline": 50.0}
     )
-    with pytest.raises(WeightSyncError, match=r"canary of version 2 within 50 s \(engine.deadline\)"):
+    with pytest.raises(DeadlineExceeded, match=r"canary of version 2 within 50 s \(engine.deadline\)"):
         story()
 
 

@@ -362,7 +362,7 @@ def test_a_lying_server_is_unavailable_loses_the_session_or_refuses(liar, status
 
     async def asked():
         nemo = Client(liar.url, "", 5.0, 0)
-        vllm = VllmClient(liar.url, seconds=5.0, connect_seconds=5.0, attempts=1, remote=False)
+        vllm = VllmClient(liar.url, seconds=5.0, connect_seconds=5.0, remote=False)
         try:
             with contextlib.suppress(grpo.Unavailable, grpo.SessionLost, Refused):
                 sent(await nemo.post("/x", {}, Session()))

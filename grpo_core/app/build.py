@@ -544,7 +544,6 @@ def _dedicated(
         pauses=validation.pause,
         deadline=SYNC_ATTEMPTS * section.deadline + SYNC_GRACE,
         canary_tolerance=parts.canary_tolerance(section),
-        canary_deadline=section.deadline + SYNC_GRACE,
     )
 
 

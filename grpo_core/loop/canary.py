@@ -18,7 +18,7 @@ from attrs import define, evolve, field
 from grpo_core import aio
 from grpo_core.aio import RestartBudget
 from grpo_core.completions import check_completions
-from grpo_core.errors import ChildDied, EngineError, WeightSyncError
+from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError, WeightSyncError
 from grpo_core.incidents import report
 from grpo_core.loop.agreement import Agreement, Answer, Tolerance, agreement, movement
 from grpo_core.protocols import Engine
@@ -35,26 +35,50 @@ UNDECIDED = -0.7
 """Logprob of a token that is as likely as all others together: where it stands, logprobs move most."""
 
 
+async def update(
+    engine: Engine, weights: Weights, *, deadline: float | None, key: str = "engine.deadline"
+) -> None:
+    """Give an engine new weights.  Raises WeightSyncError if it does not hold them in time."""
+
+    def late() -> WeightSyncError:
+        return WeightSyncError(
+            f"engine: update_weights() of version {weights.version} did not return within {deadline:g} s "
+            f"({key})"
+        )
+
+    async with aio.time_limit(deadline, late):
+        await engine.update_weights(weights)
+
+
 async def verify(
     engine: Engine, weights: Weights, *, tolerance: Tolerance, deadline: float | None
 ) -> Agreement:
     """Compare the engine with the trainer after a weight sync; without a canary nothing is compared.
 
-    An engine that disagrees is asked again.  Raises WeightSyncError if it still does, if it answers with
-    another version, or if it does not answer within ``deadline`` seconds; EngineError if the engine fails.
+    An engine that disagrees is asked again.  One that does not answer within ``deadline`` seconds is asked
+    again after it was given the weights once more, which replaces a frozen process.  Raises DeadlineExceeded
+    if it still does not, WeightSyncError if it answers with another version, EngineError if it fails.
     """
     if not weights.canary:
         return Agreement()
 
-    def late() -> WeightSyncError:
-        return WeightSyncError(
+    def late() -> DeadlineExceeded:
+        return DeadlineExceeded(
             f"engine: no answer to the canary of version {weights.version} within {deadline:g} s "
             "(engine.deadline); it may be frozen"
         )
 
-    async with aio.time_limit(deadline, late):
-        first = await _compared(engine, weights, tolerance)
-        found = await _compared(engine, weights, tolerance) if first.fault else first
+    async def ask() -> Agreement:
+        async with aio.time_limit(deadline, late):
+            return await _compared(engine, weights, tolerance)
+
+    try:
+        first = await ask()
+    except DeadlineExceeded as error:
+        report("deadline", "engine", f"{error}. It is given the weights again")
+        await update(engine, weights, deadline=deadline)
+        first = await ask()
+    found = await ask() if first.fault else first
     if found.fault:
         raise WeightSyncError(
             f"engine: it does not use the weights of version {weights.version}: {found.fault}. The tensors "

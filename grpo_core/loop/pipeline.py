@@ -804,26 +804,15 @@ class Pipeline:
     async def _update_engine(self, weights: Weights) -> None:
         """Give the engine new weights; return when it generates with them and its canary agrees."""
         seconds = self.schedule.sync_deadline
-
-        def late() -> WeightSyncError:
-            return WeightSyncError(
-                f"engine: update_weights() of version {weights.version} did not return within {seconds:g} s "
-                "(engine.deadline)"
-            )
-
         try:
-            async with time_limit(seconds, late):
-                with during("sync", "update weights"):
-                    await self.engine.update_weights(weights)
+            with during("sync", "update weights"):
+                await canary.update(self.engine, weights, deadline=seconds)
         except WeightSyncError:
             await self._look_for_deaths()
             raise
         with during("sync", "canary"):
             found = await canary.verify(
-                self.engine,
-                weights,
-                tolerance=self.checks.tolerance,
-                deadline=seconds,
+                self.engine, weights, tolerance=self.checks.tolerance, deadline=seconds
             )
         self._canaries.verified(weights, found)
 

@@ -7,9 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from attrs import define, field
 
-from grpo_core import aio
 from grpo_core.engines.wrapped import WrappedEngine
-from grpo_core.errors import WeightSyncError
 from grpo_core.events import Event, Validated
 from grpo_core.loop import canary
 from grpo_core.loop.agreement import Tolerance
@@ -47,9 +45,8 @@ class DedicatedValidator:
     pauses: bool = False
     """Training waits for the results as well."""
     deadline: float
-    """Seconds for the weight update."""
+    """Seconds for the weight update, and again for the canary."""
     canary_tolerance: Tolerance
-    canary_deadline: float | None = None
     _due: asyncio.Queue[int] = field(init=False, factory=asyncio.Queue)
 
     async def __call__(self, version: int) -> Results | None:
@@ -57,18 +54,9 @@ class DedicatedValidator:
         weights = self.trained.weights
         assert weights is not None
         assert weights.version == version
-
-        def late() -> WeightSyncError:
-            return WeightSyncError(
-                f"engine of the validation: update_weights() of version {version} did not return within "
-                f"{self.deadline:g} s (validation.engine.deadline)"
-            )
-
-        async with aio.time_limit(self.deadline, late):
-            await self.engine.update_weights(weights)
-        await canary.verify(
-            self.engine, weights, tolerance=self.canary_tolerance, deadline=self.canary_deadline
-        )
+        key = "validation.engine.deadline"
+        await canary.update(self.engine, weights, deadline=self.deadline, key=key)
+        await canary.verify(self.engine, weights, tolerance=self.canary_tolerance, deadline=self.deadline)
         if self.pauses or version == self.last:
             return await self.measure(version)
         self._due.put_nowait(version)

@@ -112,7 +112,7 @@ ENDS = {
     "tensor_corrupted": "WeightSyncError",
     "tensor_dropped": "WeightSyncError",
     "old_weights": "WeightSyncError",
-    "canary_unanswered": "WeightSyncError",
+    "canary_unanswered": "DeadlineExceeded",
     "trainer_error": "TrainerError",
     "trainer_hang": "DeadlineExceeded",
     "publish_error": "WeightSyncError",

@@ -417,6 +417,8 @@ class SimulatedEngine:
         self.weights: Mapping[str, bytes] = {}
         self._running: dict[asyncio.Future[None], GenerationRequest] = {}
         self._lost = False
+        self._unanswered: Counter[int] = Counter()
+        """Canaries of a version that were left unanswered."""
         self._up_at = asyncio.get_running_loop().time() + starts if starts else 0.0
         if node is not None:
             node.append(self)
@@ -440,7 +442,9 @@ class SimulatedEngine:
         if fault is not None:
             self._tell(f"engine: {fault}")
         if fault == "canary_unanswered":
-            self._ends(fault)
+            self._unanswered[first] += 1
+            if self._node is not None or self._unanswered[first] == 2:  # it is asked twice
+                self._ends(fault)
         silent = fault in ("silent", "canary_unanswered")
         others = list(self._running.values())
         try:
@@ -450,8 +454,10 @@ class SimulatedEngine:
             if fault in ("engine_error", "engine_death"):
                 raise EngineError("engine simulated: asked again, please")
         except (EngineError, ChildDied):
-            if fault == "canary_unanswered" and self._node is None:  # its death ends the wait
-                self._dice.fatal.remove(fault)
+            if fault == "canary_unanswered":  # its death ends the wait
+                self._unanswered[first] -= 1
+                if self._unanswered[first] == 1 and self._node is None:
+                    self._dice.fatal.remove(fault)
             if canary:  # the run ends after some in a row
                 self._dice.doubtful.append("a canary without an answer")
             raise

@@ -1,4 +1,4 @@
-"""HTTP to a vLLM server: every wait has an end, every status is looked at, and one place tries again."""
+"""HTTP to a vLLM server: every wait has an end, and every status is looked at."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from functools import partial
 from typing import Any
 
 import aiohttp
-import stamina
 
 import grpo_core
-from grpo_core import ConfigError, EngineError
-from grpo_core.kit import read_body, report
+from grpo_core import EngineError, Unavailable
+from grpo_core.kit import read_body
 
 NAME = "engine vllm:http"
 """Name of the engine in messages."""
@@ -35,16 +34,8 @@ class ServerError(EngineError):
     """The server refused a request or failed at it, or cannot be reached."""
 
 
-class UnreachableError(ServerError):
+class UnreachableError(ServerError, Unavailable):
     """There is no connection, or the server says "later", as one that starts does."""
-
-
-class Unsent(Exception):  # noqa: N818 - internal: the server has not begun
-    """The request did nothing: trying again is always safe."""
-
-
-stamina.instrumentation.set_on_retry_hooks(())
-"""Its own hooks print a line for each retry, without the cause and the address: an incident has both."""
 
 
 class Client:
@@ -54,7 +45,6 @@ class Client:
         url: of the server.
         seconds: for one request from start to end, at most.
         connect_seconds: for the connection.
-        attempts: of a request, at least 1.
         remote: allow a server on another machine.  Its routes for weights have no authentication.
         api_key: is sent as a bearer token; it stands in no message.
 
@@ -67,14 +57,10 @@ class Client:
         *,
         seconds: float,
         connect_seconds: float,
-        attempts: int,
         remote: bool,
         api_key: str = "",
     ) -> None:
         self._url = checked_url(url, remote=remote)
-        if attempts < 1:
-            raise ConfigError(f"engine vllm:http: attempts = {attempts}; expected at least 1")
-        self._attempts = attempts
         self._key = api_key
         self._headers = {"Accept-Encoding": "identity"}
         if api_key:
@@ -85,11 +71,11 @@ class Client:
     async def get(
         self, path: str, *, query: Mapping[str, str] | None = None, seconds: float | None = None
     ) -> Any:
-        return await self._json("GET", path, query=query, repeatable=True, seconds=seconds)
+        return await self._json("GET", path, query=query, seconds=seconds)
 
     async def page(self, path: str, *, seconds: float) -> str:
         """Return a page of text."""
-        return await self._call("GET", path, repeatable=True, seconds=seconds)
+        return await self._call("GET", path, seconds=seconds)
 
     async def post(
         self,
@@ -97,23 +83,18 @@ class Client:
         body: Any = None,
         *,
         query: Mapping[str, str] | None = None,
-        repeatable: bool = False,
         seconds: float | None = None,
         largest: int = LARGEST,
     ) -> Any:
         """The answer's JSON.
 
         Args:
-            repeatable: a second one does no harm, so it is tried again also if it may have been begun.
             seconds: instead of the client's own.
             largest: number of bytes after which the answer is given up.
 
-        Raises ServerError: at once for a status that a repetition cannot change, else when the attempts are
-        used up.
+        Raises ServerError; UnreachableError if the server has not begun with it.
         """
-        return await self._json(
-            "POST", path, body=body, query=query, repeatable=repeatable, seconds=seconds, largest=largest
-        )
+        return await self._json("POST", path, body=body, query=query, seconds=seconds, largest=largest)
 
     async def aclose(self) -> None:
         if self._session is not None:
@@ -133,7 +114,6 @@ class Client:
         method: str,
         path: str,
         *,
-        repeatable: bool,
         body: Any = None,
         query: Mapping[str, str] | None = None,
         seconds: float | None = None,
@@ -145,47 +125,32 @@ class Client:
             self._open().request, method, self._url + path, json=body, params=query, timeout=timeout,
             allow_redirects=False,
         )  # fmt: skip
-        again = (Unsent, aiohttp.ClientConnectionError) if repeatable else (Unsent,)
         what = f"{method} {self._url}{path}"
         try:
-            async for attempt in stamina.retry_context(on=again, attempts=self._attempts, timeout=None):
-                with attempt:
-                    try:
-                        return await self._once(what, request, largest)
-                    except again as error:
-                        if attempt.num < self._attempts:
-                            tried = f"attempt {attempt.num} of {self._attempts}"
-                            report("retried", NAME, f"{what}: {error}; trying again ({tried})")
-                        raise
-        except Unsent as error:
-            raise UnreachableError(f"{what}: {error} ({self._attempts} attempts)") from error
+            return await self._once(what, request, largest)
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            raise UnreachableError(f"{what}: no connection: {error}") from error
         except TimeoutError as error:
             raise ServerError(f"{what}: no answer within {seconds or self._timeout.total:g} s") from error
         except aiohttp.ClientError as error:
             raise ServerError(f"{what}: {type(error).__name__}: {error}") from error
-        raise AssertionError("a retry that ends without a result raises")
 
     async def _once(self, what: str, request: Callable[[], Any], largest: int) -> str:
-        try:
-            async with request() as response:
-                try:
-                    read = await read_body(response.content.iter_any(), response.headers, largest)
-                except ValueError as error:
-                    raise ServerError(f"{what}: {error}; is this a vLLM server?") from error
-                text = read.decode(errors="replace")
-                if (
-                    self._key
-                ):  # a server or a proxy may repeat what it was sent; messages are written to files
-                    text = text.replace(self._key, "[key]")
-                if response.status in BUSY:
-                    raise Unsent(f"status {response.status}: {text[:500]}")
-                if response.status != 200:
-                    raise ServerError(
-                        f"{what}: status {response.status}: {text[:2000]}"
-                        f"{HINTS.get(response.status, REDIRECTED if 300 <= response.status < 400 else '')}"
-                    )
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise Unsent(f"no connection: {error}") from error
+        async with request() as response:
+            try:
+                read = await read_body(response.content.iter_any(), response.headers, largest)
+            except ValueError as error:
+                raise ServerError(f"{what}: {error}; is this a vLLM server?") from error
+            text = read.decode(errors="replace")
+            if self._key:  # a server or a proxy may repeat what it was sent; messages are written to files
+                text = text.replace(self._key, "[key]")
+            if response.status in BUSY:
+                raise UnreachableError(f"{what}: status {response.status}: {text[:500]}")
+            if response.status != 200:
+                raise ServerError(
+                    f"{what}: status {response.status}: {text[:2000]}"
+                    f"{HINTS.get(response.status, REDIRECTED if 300 <= response.status < 400 else '')}"
+                )
         return text
 
     def _open(self) -> aiohttp.ClientSession:

@@ -28,7 +28,7 @@ from grpo_core import (
     Weights,
     WeightSyncError,
 )
-from grpo_core.kit import BackgroundMetrics, check_request, read_weights, report
+from grpo_core.kit import BackgroundMetrics, Service, check_request, read_weights, report
 from grpo_plugin_vllm.client import NAME, Client, ServerError, UnreachableError, checked_url
 from grpo_plugin_vllm.completing import EMPTY, checked, sampling
 from grpo_plugin_vllm.files import connections
@@ -70,7 +70,8 @@ class HttpEngine:
             and the server must both see it.  None: the server reads the trainer's memory.
         request_deadline: seconds for one completion.
         connect_deadline: seconds for a connection.
-        attempts: how often a request is sent that the server has not begun.
+        unavailable_for: seconds for which requests and weights wait while the only server is away; then the
+            run ends with a checkpoint.  What one of several servers does not answer goes to another.
         keep_cache, seeds: as for the engine ``vllm``.
         remote: allow a server on another machine.  Whoever reaches such a server can replace its model.
         api_key_variable: environment variable with the key that ``vllm serve --api-key`` asks for.
@@ -90,7 +91,7 @@ class HttpEngine:
         directory: Path | None = None,
         request_deadline: float = 600.0,
         connect_deadline: float = 10.0,
-        attempts: int = 5,
+        unavailable_for: float = 600.0,
         keep_cache: bool = False,
         seeds: bool = True,
         remote: bool = False,
@@ -108,9 +109,11 @@ class HttpEngine:
             urls[setup.number % len(urls)],
             seconds=request_deadline,
             connect_seconds=connect_deadline,
-            attempts=attempts,
             remote=remote,
             api_key=_api_key(api_key_variable),
+        )
+        self._service = (
+            Service(NAME, unavailable_for, key="engine.options.unavailable_for") if len(urls) == 1 else None
         )
         self._places = asyncio.Semaphore(connections(setup.max_requests or REQUESTS, servers=len(urls)))
         self._setup = setup
@@ -136,23 +139,32 @@ class HttpEngine:
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Return one completion for each request, in order.  Cancelling the task frees the server's rows.
 
-        Raises EngineError if the server refused or failed, or is not what it was (ask again).
+        Raises EngineError if the server refused or failed, or is not what it was (ask again); Unavailable if
+        it has been away for too long.
         """
-        await self._make_ready()
-        for request in requests:
-            check_request(request, engine="vllm:http", vocabulary=2**31, positions=self.positions)
-        tasks = [asyncio.ensure_future(self._complete(request)) for request in requests]
+        tasks = [asyncio.ensure_future(self._answer(request)) for request in requests]
         try:
             return list(await asyncio.gather(*tasks))
         finally:
             for task in tasks:
                 task.cancel()
 
+    async def _answer(self, request: GenerationRequest) -> Completion:
+        if self._service is None:
+            return await self._complete(request)
+        return await self._service.call(request.group or str(request.seed), lambda: self._complete(request))
+
     async def update_weights(self, weights: Weights) -> None:
         """Return when every later token is sampled from ``weights``.
 
-        Raises WeightSyncError, with the server's own words, if the server does not hold them.
+        Raises WeightSyncError, with the server's own words, if the server does not hold them; Unavailable if
+        it has been away for too long.
         """
+        if self._service is None or self._weights is None:
+            return await self._update(weights)
+        return await self._service.call("weights", lambda: self._update(weights))
+
+    async def _update(self, weights: Weights) -> None:
         async with self._syncing:
             try:
                 async with asyncio.timeout(self._setup.deadline):
@@ -180,6 +192,8 @@ class HttpEngine:
     # ------------------------------------------------------------------------------ generation
 
     async def _complete(self, request: GenerationRequest) -> Completion:
+        await self._make_ready()
+        check_request(request, engine="vllm:http", vocabulary=2**31, positions=self.positions)
         if not request.max_tokens:
             return EMPTY
         body: dict[str, Any] = {
@@ -194,7 +208,6 @@ class HttpEngine:
                 answer = await self._client.post(
                     "/inference/v1/generate",
                     body,
-                    repeatable=True,
                     largest=ANSWER_BYTES + TOKEN_BYTES * request.max_tokens,
                 )
             return self._read(answer)
@@ -270,14 +283,14 @@ class HttpEngine:
         self._ready = False
         post, seconds = self._client.post, self._setup.deadline
         query = {"mode": "keep", "clear_cache": str(not self._keep_cache).lower()}
-        await post("/pause", query=query, repeatable=True, seconds=seconds)
+        await post("/pause", query=query, seconds=seconds)
         try:
-            await post("/update_weight_version", {"new_version": TORN}, repeatable=True)
+            await post("/update_weight_version", {"new_version": TORN})
             await post("/start_weight_update")
             await post("/update_weights", {"update_info": as_table(where)}, seconds=seconds)
             await post("/finish_weight_update", {"weight_version": str(weights.version)}, seconds=seconds)
         finally:
-            await post("/resume", repeatable=True)
+            await post("/resume")
         self._weights, self._ready = weights, True
 
     async def _meet(self) -> None:
@@ -285,7 +298,7 @@ class HttpEngine:
         models = await (self._started() if self._weights is None else self._client.get("/v1/models"))
         self.positions = _found(models, int, "data", 0, "max_model_len")
         self.dtype = await self._dtype()
-        await self._client.post("/init_weight_transfer_engine", {"init_info": {}}, repeatable=True)
+        await self._client.post("/init_weight_transfer_engine", {"init_info": {}})
 
     async def _dtype(self) -> str:
         """Ask in which dtype the server computes; "" if it does not say."""

@@ -15,11 +15,18 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-import stamina
 from aiohttp import web
 from attrs import evolve
 
-from grpo_core import ConfigError, EngineError, EngineSetup, Feedback, GenerationRequest, WeightSyncError
+from grpo_core import (
+    ConfigError,
+    EngineError,
+    EngineSetup,
+    Feedback,
+    GenerationRequest,
+    Unavailable,
+    WeightSyncError,
+)
 from grpo_core.app.placement import LocalPlacement
 from grpo_core.app.workers import make_engine, workers_of
 from grpo_core.kit import EngineConfig, PluginHost, SharedMemoryWriter, read_weights, reported_to
@@ -29,7 +36,7 @@ from grpo_core.loop.rollout import RolloutRequest, SamplingParams, play
 from grpo_core.records import Canary, TensorPart, Weights
 from grpo_core.testing import FakeEnvironment, FakeRenderer, prompts
 from grpo_plugin_vllm import http
-from grpo_plugin_vllm.client import Client, ServerError, checked_url
+from grpo_plugin_vllm.client import ServerError, checked_url
 from grpo_plugin_vllm.files import connections
 from grpo_plugin_vllm.http import HttpEngine
 
@@ -153,10 +160,8 @@ WRITER = SharedMemoryWriter()
 
 
 @pytest.fixture(autouse=True)
-def _no_waiting():
-    stamina.set_testing(True, attempts=3)
-    yield
-    stamina.set_testing(False)
+def _no_waiting(monkeypatch):
+    monkeypatch.setattr("grpo_core.outages.SHORTEST", 0.01)
 
 
 def played(story, *, deadline=5.0, max_requests=0, **options):
@@ -188,12 +193,6 @@ def test_an_invalid_url_or_one_of_another_machine_is_refused():
         assert checked_url(url + "/", remote=True) == url
     for url in ("http://localhost:1", "http://127.3.4.5:1", "http://[::1]:1"):
         assert checked_url(url, remote=False) == url
-
-
-@pytest.mark.parametrize("attempts", [0, -1])
-def test_no_attempts_are_an_error_and_not_a_result_of_none(attempts):
-    with pytest.raises(ConfigError, match="expected at least 1"):
-        Client("http://127.0.0.1:1", seconds=1, connect_seconds=1, attempts=attempts, remote=False)
 
 
 def test_an_update_is_the_servers_own_sequence_with_a_label_that_no_token_may_carry():
@@ -234,8 +233,7 @@ def test_the_servers_dtype_decides_which_differences_the_canary_allows(said, dty
     async def story(engine, server):
         server.faults["/server_info"] = [web.json_response(said)]
         server.faults["/update_weights"] = ["drop"]
-        with pytest.raises(WeightSyncError):
-            await engine.update_weights(weights(2))  # the next one meets the server anew
+        await engine.update_weights(weights(2))  # the second attempt meets the server anew
         sung = Canary(prompt_ids=REQUEST.prompt_ids, token_ids=(1,), logprobs=(-0.55,))
         given = evolve(WRITER.write(3, [("a", torch.arange(6.0))]), canary=(sung,))
         await engine.update_weights(given)
@@ -336,7 +334,7 @@ def test_a_busy_server_is_asked_again_and_a_refusal_is_not(code):
     played(story)
 
 
-def test_requests_that_are_tried_again_are_incidents_and_nothing_is_printed(capfd):
+def test_a_busy_server_is_an_incident_and_nothing_is_printed(capfd):
     async def story(engine, server):
         server.faults["/inference/v1/generate"] = [(503, "full")] * 20
         assert len(await engine.generate([REQUEST] * 40)) == 40
@@ -344,22 +342,58 @@ def test_requests_that_are_tried_again_are_incidents_and_nothing_is_printed(capf
     incidents = []
     with reported_to(incidents.append):
         played(story)
-    assert [(one.kind, one.component) for one in incidents] == [("retried", "engine vllm:http")] * 20
-    assert re.fullmatch(
-        r"POST http://127\.0\.0\.1:\d+/inference/v1/generate: status 503: full; "
-        r"trying again \(attempt 1 of \d\)",
-        incidents[0].message,
+    assert {one.kind for one in incidents} == {"unavailable", "available"}
+    assert {one.component for one in incidents} == {"engine vllm:http"}
+    assert re.search(
+        r"POST http://127.0.0.1:\d+/inference/v1/generate: status 503: full", incidents[0].message
     )
     assert "".join(capfd.readouterr()) == ""
 
 
-def test_a_server_that_stays_busy_ends_in_an_error_with_the_number_of_attempts():
+def test_requests_and_weights_wait_for_a_server_that_is_away():
+    incidents, away = [], asyncio.Event()
+
+    def note(incident):
+        incidents.append(incident.kind)
+        if incident.kind == "unavailable":
+            away.set()
+
     async def story(engine, server):
-        server.faults["/inference/v1/generate"] = [(503, "loading")] * 9
-        with pytest.raises(EngineError, match=r"/inference/v1/generate: status 503: loading \(3 attempts\)"):
+        await server.die()
+        asked = asyncio.create_task(engine.generate([REQUEST] * 3))
+        given = asyncio.create_task(engine.update_weights(weights(2)))
+        await away.wait()
+        server.version = "default"
+        await server.__aenter__()
+        assert len(await asked) == 3
+        await given
+        assert (await engine.generate([REQUEST]))[0].versions.tolist() == [2, 2]
+
+    with reported_to(note):
+        played(story)
+    assert "available" in incidents
+
+
+def test_a_server_that_stays_away_ends_the_run_with_its_name():
+    async def story(engine, server):
+        server.faults["/inference/v1/generate"] = [(503, "loading")] * 1000
+        expected = r"away for 0 s .*unavailable_for.*/v1/generate: status 503: loading"
+        with pytest.raises(Unavailable, match=expected):
             await engine.generate([REQUEST])
 
-    played(story, attempts=3)
+    played(story, unavailable_for=0.05)
+
+
+def test_one_of_several_servers_that_stays_busy_is_an_error_at_once():
+    async def story(engine, server):
+        engine = HttpEngine(EngineSetup(model="m"), url=[server.url, "http://127.0.0.1:1"])
+        await engine.update_weights(weights(1))
+        server.faults["/inference/v1/generate"] = [(503, "loading")] * 9
+        with pytest.raises(EngineError, match="status 503: loading"):
+            await engine.generate([REQUEST])
+        await engine.aclose()
+
+    played(story)
 
 
 def test_every_status_of_an_update_is_looked_at():
@@ -378,12 +412,13 @@ def test_every_status_of_an_update_is_looked_at():
     played(story)
 
 
-def test_steps_of_an_update_are_not_done_twice_but_a_dropped_completion_is_asked_again():
+def test_an_update_that_is_dropped_is_begun_anew_and_a_dropped_completion_is_asked_again():
     async def story(engine, server):
         server.faults["/update_weights"] = ["drop"]
-        with pytest.raises(WeightSyncError, match="version 2"):
-            await engine.update_weights(weights(2))
-        assert server.calls.count("/update_weights") == 2
+        server.calls.clear()
+        await engine.update_weights(weights(2))
+        steps = [path for path in server.calls if path in ("/pause", "/update_weights", "/resume")]
+        assert steps == ["/pause", "/update_weights", "/resume"] * 2
         await engine.update_weights(weights(3))
         server.faults["/inference/v1/generate"] = ["drop"]
         assert (await engine.generate([REQUEST]))[0].versions.tolist() == [3, 3]
@@ -417,8 +452,8 @@ def test_a_missing_server_is_named_in_the_error():
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
 
         async def story():
-            engine = HttpEngine(EngineSetup(model="m", deadline=5), url=url, attempts=3)
-            with pytest.raises(WeightSyncError, match=rf"GET {url}/v1/models: no connection.*3 attempts"):
+            engine = HttpEngine(EngineSetup(model="m", deadline=5), url=url)
+            with pytest.raises(WeightSyncError, match=rf"GET {url}/v1/models: no connection"):
                 await engine.update_weights(weights(1))
             await engine.aclose()
 
@@ -431,7 +466,7 @@ def test_a_server_that_is_starting_is_waited_for(monkeypatch):
 
     async def story():
         async with Server() as server:
-            engine = HttpEngine(EngineSetup(model="m", deadline=60), url=server.url, attempts=3)
+            engine = HttpEngine(EngineSetup(model="m", deadline=60), url=server.url)
             server.faults["/v1/models"] = [(503, "starting")] * 5
             await engine.update_weights(weights(1))
             assert len(await engine.generate([REQUEST])) == 1
@@ -460,7 +495,7 @@ from grpo_core.kit import SharedMemoryWriter
 from grpo_plugin_vllm.http import HttpEngine
 
 async def main():
-    engine = HttpEngine(EngineSetup(model="m"), url=sys.argv[1], attempts=1)
+    engine = HttpEngine(EngineSetup(model="m"), url=sys.argv[1])
     await engine.update_weights(SharedMemoryWriter().write(1, [("a", torch.ones(3))]))
     request = GenerationRequest(prompt_ids=(1, 2, 3), max_tokens=1)
     print(len(await engine.generate([request] * 400)))
