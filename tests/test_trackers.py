@@ -186,6 +186,39 @@ def test_a_tracker_that_raises_is_reported_once_and_not_called_again():
     assert "Traceback" in log.text
 
 
+class Uploading(Heard):
+    """Sends metrics to a service that is away for the first calls."""
+
+    calls = 0
+
+    def metrics(self, step, values):
+        self.calls += 1
+        if self.calls < 4:
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+        super().metrics(step, values)
+
+
+def test_a_tracker_whose_service_is_away_is_called_again_and_loses_nothing(monkeypatch):
+    monkeypatch.setattr("grpo_core.outages.SHORTEST", 0.01)
+    uploading = Uploading()
+    with Logged() as log:
+        tracked({"up": uploading}, lambda all_of_them: [all_of_them.emit(event) for event in EVENTS])
+    assert [step for step, _ in uploading.metrics_of] == [0, 1]
+    (told,) = [record.getMessage() for record in log.records]
+    assert "tracker 'up': in Validated its service is away: " in told
+    assert "Connection refused" in told
+
+
+def test_a_tracker_whose_service_stays_away_is_not_called_again(monkeypatch):
+    monkeypatch.setattr("grpo_core.outages.SHORTEST", 0.01)
+    monkeypatch.setattr(trackers, "AWAY", 0.05)
+    uploading = Uploading()
+    uploading.calls = -(10**9)
+    with Logged() as log:
+        tracked({"up": uploading}, lambda all_of_them: [all_of_them.emit(event) for event in EVENTS])
+    assert "Connection refused; it is not called again" in log.text
+
+
 def test_a_tracker_that_hangs_delays_neither_the_run_nor_other_trackers(monkeypatch):
     monkeypatch.setattr(trackers, "BACKLOG", 20)
     monkeypatch.setattr(trackers, "PATIENCE", 1.0)

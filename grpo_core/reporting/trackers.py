@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import json
 import logging
+import random
 import threading
 import time
 from collections import deque
@@ -32,6 +33,7 @@ from grpo_core.events import (
 )
 from grpo_core.incidents import Incident, IncidentCounts
 from grpo_core.loop.metrics import validation_metrics
+from grpo_core.outages import Outage, unavailable
 from grpo_core.protocols import Tracker
 from grpo_core.records import RunInfo
 
@@ -41,6 +43,8 @@ TOKENS = 20_000_000
 """Number of tokens of the rollouts that may wait for a tracker: about 300 MB."""
 PATIENCE = 30.0
 """Seconds that the end of a run waits for a tracker to finish."""
+AWAY = 600.0
+"""Seconds for which a tracker whose service is away is called again."""
 REQUIRED_PATIENCE = 300.0
 """Seconds that a run waits for a tracker that it needs: for a disk that is slow, not for one that is gone."""
 
@@ -341,7 +345,7 @@ class TrackerThread:
 
     def _try(self, work: Callable[[], object]) -> None:
         try:
-            work()
+            self._when_here(work)
         except Exception as error:
             what_to_do = (
                 ". The run needs it: mend the cause and continue with --resume" if self.required else ""
@@ -353,6 +357,27 @@ class TrackerThread:
                 told.exit_status = error.exit_status
             told.__cause__ = error
             self._drop(told)
+
+    def _when_here(self, work: Callable[[], object]) -> None:
+        """Work; as long as an error says that a service is away, begin again."""
+        outage = Outage(AWAY, random.random)
+        outage.answered(self.who, 0.0)
+        while True:
+            try:
+                work()
+                return
+            except Exception as error:
+                away = unavailable(error)
+                if away is None or self.dropped:
+                    raise
+                away.timed_out = False  # there is nothing else to ask it
+                outage.failed(self.who, away, time.monotonic())
+                if outage.over:
+                    raise
+                if outage.failures == 1:
+                    told = f"{self.who}: in {self.doing} its service is away: {away}; it is called again"
+                    log.warning("%s", told)
+            time.sleep(max(0.0, outage.due - time.monotonic()))
 
     def _drop(self, error: TrackingError) -> None:
         with self._change:
