@@ -136,10 +136,22 @@ def test_in_a_pool_a_fault_of_one_engine_is_survived_or_ends_the_run_with_its_na
     [(fault, members) for fault in SURVIVED for members in (0, 3) if members or fault != "node_loss"],
 )
 def test_survivable_faults_are_survived_in_one_life(fault, members):
-    rate = {"engine_death": 0.02, "environment_death": 0.05, "node_loss": 0.005}.get(fault, 0.1)
+    rate = {"engine_death": 0.02, "environment_death": 0.05, "node_loss": 0.005, "service_away": 0.02}.get(
+        fault, 0.1
+    )
     faults = evolve(NONE, **{fault: rate})
     outcome = holds(2, "deadline", 1, faults=faults, members=members)
     assert outcome.lives == ("finished",)
+
+
+@pytest.mark.long
+def test_whatever_fails_while_a_service_is_away_every_prompt_is_trained_once():
+    faults = Faults(service_away=0.01, service_gone=0.003)
+    outcomes = [holds(seed, "deadline", 2, faults=faults) for seed in range(6)]
+    told = [line for outcome in outcomes for line in outcome.story]
+    assert any("service_away" in line for line in told)
+    assert any("its service answers again" in line for line in told)
+    assert "Unavailable" in [failure for outcome in outcomes for failure in failures(outcome)]
 
 
 @pytest.mark.long

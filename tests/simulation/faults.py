@@ -42,6 +42,10 @@ class Faults:
     """The prompt never gets a reward."""
     environment_garbage: float = 0.0002
     """Wrong number of feedback.  Ends the run."""
+    service_away: float = 0.0
+    """The service that judges does not answer for five minutes."""
+    service_gone: float = 0.0
+    """It does not answer for eleven minutes, which is more than a run waits.  Ends the run."""
 
     # each rollout of an agent
     agent_error: float = 0.02
@@ -99,7 +103,7 @@ NONE = evolve(Faults(), **dict.fromkeys(asdict(Faults()), 0.0))
 
 SURVIVED = (
     "straggle", "silent", "engine_error", "engine_death", "node_loss",
-    "slow_feedback", "environment_death", "unscored", "nan_reward", "poisoned", "slow_disk",
+    "slow_feedback", "environment_death", "service_away", "unscored", "nan_reward", "poisoned", "slow_disk",
     "agent_error", "agent_hang", "agent_death",
 )  # fmt: skip
 """A life goes on and finishes in spite of them."""
@@ -107,6 +111,7 @@ SURVIVED = (
 ENDS = {
     "engine_garbage": "PluginError",
     "environment_garbage": "PluginError",
+    "service_gone": "Unavailable",
     "wrong_temperature": "TrainerError",
     "sync_unanswered": "WeightSyncError",
     "tensor_corrupted": "WeightSyncError",

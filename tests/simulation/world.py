@@ -32,6 +32,7 @@ from grpo_core.errors import (
     EngineError,
     PluginError,
     TrainerError,
+    Unavailable,
     WeightSyncError,
 )
 from grpo_core.events import GroupFiltered
@@ -73,6 +74,8 @@ Die = Callable[[], None]
 ENGINE_DEADLINE = 120.0
 TRAINER_DEADLINE = 600.0
 ENVIRONMENT_DEADLINE = 30.0
+AWAY, GONE = 300.0, 660.0
+"""Seconds for which a service does not answer."""
 RESTART = 5.0
 """Seconds until a new engine process holds the weights."""
 
@@ -608,6 +611,7 @@ class SimulatedEnvironment:
         self.sessions: set[str] = set()
         """Names of the open sessions."""
         self._lost: set[str] = set()
+        self._away_until = 0.0
 
     async def open(self, prompts: Mapping[str, Prompt]) -> list[SessionStart]:
         self.sessions |= set(prompts)
@@ -619,7 +623,22 @@ class SimulatedEnvironment:
     async def aclose(self) -> None:
         """Do nothing: nothing runs."""
 
+    def _is_away(self) -> bool:
+        """Whether the service that judges is away; draws nothing where it never is."""
+        now, chances = asyncio.get_running_loop().time(), self._dice.faults
+        if now >= self._away_until and (chances.service_away or chances.service_gone):
+            fault = self._dice.pick("service_away", "service_gone")
+            if fault is not None:
+                self._tell(f"environment {self.task}: {fault}")
+                self._away_until = now + (AWAY if fault == "service_away" else GONE)
+            if fault == "service_gone":  # the life may end before it has waited for so long
+                self._dice.doubtful.append(fault)
+        return now < self._away_until
+
     async def evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
+        if self._is_away():
+            gone = Unavailable("Connection refused")
+            return [Feedback(error=str(gone), unavailable=gone)] * len(episodes)
         slow = self._dice.happens("slow_feedback")
         await asyncio.sleep(ENVIRONMENT_DEADLINE if slow else 0.05)
         if self._dice.happens("environment_garbage", fatal=True):
