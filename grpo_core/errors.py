@@ -25,7 +25,6 @@ input is wrong.
 
 from __future__ import annotations
 
-import builtins
 import reprlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -212,7 +211,6 @@ _NO_MEMORY = (
 
 def out_of_memory(error: BaseException) -> BaseException | None:
     """Return the error that says that memory was missing: this one, its cause, or one of its group."""
-    groups = getattr(builtins, "BaseExceptionGroup", ())  # Python 3.11 brought them
     pending, seen = [error], set()
     while pending:
         each = pending.pop()
@@ -222,7 +220,7 @@ def out_of_memory(error: BaseException) -> BaseException | None:
         if isinstance(each, MemoryError) or any(said in str(each).lower() for said in _NO_MEMORY):
             return each
         pending += [cause for cause in (each.__cause__, each.__context__) if cause is not None]
-        pending += each.exceptions if isinstance(each, groups) else []
+        pending += each.exceptions if isinstance(each, BaseExceptionGroup) else []
     return None
 
 

@@ -130,8 +130,6 @@ class Offer:
     extends_core: bool = False
     """Whether it takes the place of the core's offer of this name wherever the plugin is installed: it has
     all options of that one, and the same results with them.  ``core:NAME`` is still the core's."""
-    made_by: object = None
-    """Object whose code the factory runs, for the provenance of a run; None is the factory."""
 
 
 @hookspec

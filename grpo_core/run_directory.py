@@ -259,15 +259,16 @@ class RunDirectory:
         seconds = [row["time/step"] or 0.0 for row in rows if row["step"] > step]
         return len(seconds), sum(seconds)
 
-    def first_scores(self) -> dict[str, dict[str, float]]:
-        """Return the metrics of the first validation of each task, from ``metrics.jsonl``.
+    def scores(self) -> dict[str, tuple[dict[str, float], dict[str, float]]]:
+        """Return the metrics of the first and the last validation of each task, from ``metrics.jsonl``.
 
         Raises ConfigError if a line is something else.
         """
-        found: dict[str, dict[str, float]] = {}
+        found: dict[str, tuple[dict[str, float], dict[str, float]]] = {}
         for row in validations(metrics_rows(self.path / "metrics.jsonl", containing=b'"validation/')):
-            known = {name: value for name, value in row.items() if value is not None}
-            found.setdefault(known.pop("task"), {n: value for n, value in known.items() if n != "step"})
+            task = row.pop("task")
+            known = {name: value for name, value in row.items() if name != "step" and value is not None}
+            found[task] = found.get(task, (known,))[0], known
         return found
 
     def remove_model(self) -> None:

@@ -249,7 +249,7 @@ def test_metrics_are_written_only_if_something_is_dropped(tmp_path):
 def test_a_line_of_metrics_of_another_type_is_one_error_that_names_file_and_key(tmp_path, line, wrong):
     run = with_metrics(tmp_path / "run")
     (run.path / "metrics.jsonl").write_text(line.replace("}", ', "validation/a/b": 1.0}') + "\n")
-    for read in (lambda: run.forget_after(30, 30), run.first_scores if "}" in line else None):
+    for read in (lambda: run.forget_after(30, 30), run.scores if "}" in line else None):
         if read is not None:
             with pytest.raises(ConfigError, match=re.escape(wrong)) as said:
                 read()

@@ -121,10 +121,8 @@ def _task(found: Given, name: str, env: Any, splits: Mapping[str, Any]) -> dict[
     if isinstance(env, type) or (isinstance(env, functools.partial) and isinstance(env.func, type)):
         return {"env": found.offer("environment", name, env), **_source(splits)}
     if hasattr(env, "evaluate") or hasattr(env, "run"):
-        return {
-            "env": found.offer("environment", name, Offer(lambda: env, made_by=env, once=True)),
-            **_source(splits),
-        }
+        one = Offer(lambda: env, once=True)
+        return {"env": found.offer("environment", name, one), **_source(splits)}
     if not callable(env):
         raise ConfigError(
             f"env is {type(env).__name__}; expected the name of an environment, an environment or its "
@@ -138,10 +136,7 @@ def _task(found: Given, name: str, env: Any, splits: Mapping[str, Any]) -> dict[
     rows = {split: given for split, given in splits.items() if not isinstance(given, str)}
     environment = environment_of(env, name, rows)  # without a state, so that workers can share it
     paths = {split: given for split, given in splits.items() if isinstance(given, str)}
-    return {
-        "env": found.offer("environment", name, Offer(lambda: environment, made_by=env)),
-        **_source(paths),
-    }
+    return {"env": found.offer("environment", name, lambda: environment), **_source(paths)}
 
 
 def _splits(data: Any) -> dict[str, Any]:

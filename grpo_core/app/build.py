@@ -75,32 +75,11 @@ class Outcome:
     steps: int
     """Number of steps of the whole run."""
     directory: Path
-    first: Mapping[str, Mapping[str, float]]
-    """Metrics of each task in the first validation of the run, which an earlier process may have made."""
-    last: Mapping[str, Mapping[str, float]]
-    """Metrics of each task in the last one."""
     seconds: float
     proved: int | None = None
     """The newest version that the canary has proved the engine to use."""
     unproved: int = 0
     """Number of weight syncs since then, or since the first one."""
-
-
-class FirstAndLast(Tracker):
-    """The metrics of each task in the first and the last validation.
-
-    Args:
-        first: metrics of the run's first validation by task, if an earlier process made it.
-    """
-
-    def __init__(self, first: Mapping[str, Mapping[str, float]]) -> None:
-        self.first: dict[str, Mapping[str, float]] = dict(first)
-        self.last: dict[str, Mapping[str, float]] = {}
-
-    def event(self, event: Event) -> None:
-        if isinstance(event, Validated):
-            self.first = {**event.results, **self.first}
-            self.last |= event.results
 
 
 @define(kw_only=True, eq=False)
@@ -109,7 +88,6 @@ class RunContext:
 
     start: Launch
     trackers: Trackers
-    scores: FirstAndLast
     retention: Retention
     placement: Placement = field(init=False)
     tasks: Tasks = field(init=False)
@@ -211,8 +189,6 @@ async def _train(run: RunContext, interruptible: Callable[[Pipeline], None]) -> 
         step=step,
         steps=steps,
         directory=run.directory.path,
-        first=run.scores.first,
-        last=run.scores.last,
         seconds=time.monotonic() - run.began,
         proved=proved,
         unproved=unproved,
@@ -222,7 +198,6 @@ async def _train(run: RunContext, interruptible: Callable[[Pipeline], None]) -> 
 def _with_trackers(start: Launch, listeners: Mapping[str, Tracker]) -> RunContext:
     """Start the trackers of the run itself, of the configuration, and the listeners."""
     config, directory, resume = start.config, start.directory, start.found
-    scores = FirstAndLast(directory.first_scores() if resume else {})
     kept = config.checkpoint
     steps = sys.maxsize if config.trainer.epochs else config.trainer.steps
     best = kept.best.removeprefix("-")
@@ -237,7 +212,7 @@ def _with_trackers(start: Launch, listeners: Mapping[str, Tracker]) -> RunContex
     )
     trackers = Trackers()
     room = DiskRoom(directory.path, steps, trackers.emit)
-    own: dict[str, Tracker] = {"scores of the run": scores, "room on the disk": room}
+    own: dict[str, Tracker] = {"room on the disk": room}
     if kept.best:
         own["retention of checkpoints"] = retention
     info = directory.info(config, *((resume.step, checkpoint.measured(resume)) if resume else (None,)))
@@ -246,7 +221,6 @@ def _with_trackers(start: Launch, listeners: Mapping[str, Tracker]) -> RunContex
     return RunContext(
         start=start,
         trackers=trackers,
-        scores=scores,
         retention=retention,
         warnings=list(start.warnings),
     )

@@ -14,16 +14,16 @@ from attrs import evolve, frozen
 
 import grpo_core
 from grpo_core.app.parts import Parts, intervals
-from grpo_core.app.paths import plugin_files, with_absolute_paths
+from grpo_core.app.paths import with_absolute_paths
+from grpo_core.app.provenance import file_hashes
 from grpo_core.config import Config, TrainerConfig, as_table, replace_parts
 from grpo_core.data.samplers import load_plugin_state
-from grpo_core.disk import fingerprint
 from grpo_core.errors import ConfigError, shortened
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import BufferStatistics
 from grpo_core.loop.endings import GOAL_REACHED, Goal
 from grpo_core.loop.saved import SavedPipeline, SavedRun
-from grpo_core.models import directory_here, text_files
+from grpo_core.models import directory_here
 from grpo_core.plugins.configured import configured
 from grpo_core.plugins.host import NO_OFFERS, Offers, PluginHost
 from grpo_core.run_directory import RunDirectory, lost
@@ -216,7 +216,7 @@ def identity(config: Config) -> dict[str, Any]:
         "schedule": _schedule(config.trainer),
         "start": start_digest(directory_here(config.model.path)),
         "teacher": _teacher_digest(config),
-        "files": _hashes(config),
+        "files": file_hashes(config),
     }
 
 
@@ -305,7 +305,7 @@ def _warnings(path: Path, saved: Mapping[str, Any], config: Config) -> Iterator[
         )
     if saved.get("teacher") and saved["teacher"] != _teacher_digest(config):
         yield f"warning: the weights of the teacher {config.teacher.path} have changed since the checkpoint"
-    was, now = saved.get("files", {}), _hashes(config)
+    was, now = saved.get("files", {}), file_hashes(config)
     for file in sorted(was.keys() & now.keys()):
         if was[file] != now[file]:
             yield f"warning: {file} has changed since the checkpoint was written"
@@ -330,15 +330,6 @@ def _value(config: Config, key: str) -> Any:
             return None
         value = value[name]
     return value
-
-
-def _hashes(config: Config) -> dict[str, str]:
-    """Return the sha256 of plugin files, and of what the prompts are written with."""
-    model = directory_here(config.model.path)
-    files = {*plugin_files(config), Path(config.model.chat_template)} | (
-        text_files(model) if model else set()
-    )
-    return {str(path): fingerprint(path)["sha256"] for path in files if path.is_file()}
 
 
 def _teacher_digest(config: Config) -> str:

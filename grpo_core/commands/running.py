@@ -277,7 +277,8 @@ def _profile(directory: Path, steps: int) -> str:
 
 def _summary(outcome: build.Outcome, again: str) -> str:
     """Summarise a run in one line: its scores, steps, seconds and directory; ``again`` continues it."""
-    scores = [(task, progress(outcome.first[task], last)) for task, last in outcome.last.items()]
+    found = RunDirectory(outcome.directory).scores()
+    scores = [(task, progress(first, last)) for task, (first, last) in found.items()]
     learnt = ", ".join(f"{task}: validation {told}" for task, told in scores if told)
     did = f"{outcome.step} of {outcome.steps} steps in {outcome.seconds:.0f} s"
     if outcome.unproved:
