@@ -103,6 +103,9 @@ A command that plays environments, besides ``grpo_core.Run``:
 A contract that ``grpo-core check`` tries (see ``grpo_plugin_devkit``):
 
     ModelConfig, checkpoint_tensors, encode, make_tiny_model    a small model for the contract of a trainer
+    Dataloader, SourceConfig, states    the rows of a dataloader, and its state as a checkpoint holds it
+    checked_sample              asks a sampler for prompts, and checks what it returns
+    EnvironmentPool             merges the calls of rollouts, as in a run
     Scores, checked_scores      what an advantage function returns, and its check
     HOOKS, Kind                 hooks by the kind of their offers
 
@@ -175,6 +178,7 @@ if TYPE_CHECKING:
     from grpo_core.config import EngineConfig as EngineConfig
     from grpo_core.config import EnvironmentConfig as EnvironmentConfig
     from grpo_core.config import ModelConfig as ModelConfig
+    from grpo_core.config import SourceConfig as SourceConfig
     from grpo_core.config import TaskConfig as TaskConfig
     from grpo_core.config import TrainerConfig as TrainerConfig
     from grpo_core.config import as_table as as_table
@@ -188,7 +192,10 @@ if TYPE_CHECKING:
     from grpo_core.config.idle import only_with as only_with
     from grpo_core.cpu import return_freed_memory as return_freed_memory
     from grpo_core.data import leakage as leakage
+    from grpo_core.data import states as states
+    from grpo_core.data.dataloaders import Dataloader as Dataloader
     from grpo_core.data.samplers import PromptStream as PromptStream
+    from grpo_core.data.samplers import checked_sample as checked_sample
     from grpo_core.demo.tiny import encode as encode
     from grpo_core.demo.tiny import make_tiny_model as make_tiny_model
     from grpo_core.engines.child import ChildEngine as ChildEngine
@@ -210,6 +217,7 @@ if TYPE_CHECKING:
     from grpo_core.environments.feedback import as_feedback as as_feedback
     from grpo_core.environments.host import DEADLINE as DEADLINE
     from grpo_core.environments.host import units as units
+    from grpo_core.environments.pool import EnvironmentPool as EnvironmentPool
     from grpo_core.environments.pool import EnvironmentSpec as EnvironmentSpec
     from grpo_core.environments.pool import EnvironmentWorker as EnvironmentWorker
     from grpo_core.environments.process import EnvironmentProcess as EnvironmentProcess

@@ -17,7 +17,7 @@ from grpo_core.app.preflight import check_dataloader as refuse
 from grpo_core.config import Config, SourceConfig, TaskConfig, TrainerConfig, build
 from grpo_core.data.dataloaders import Dataloader
 from grpo_core.data.loaders import TaskLoader
-from grpo_core.data.rows import RowReader, feed, readable
+from grpo_core.data.rows import readable
 from grpo_core.data.samplers import Mix, PromptStream
 from grpo_core.data.states import from_safetensors, packed, to_safetensors, unpacked
 from grpo_core.errors import CheckpointError, ConfigError, GrpoError, PluginError
@@ -106,15 +106,10 @@ def opened():
     def make(rows, *, task="t", name="mine:rows", deadline=20.0, workers=0, adopt=None, **source):
         dataloader = Dataloader(
             task,
-            lambda: feed(
-                rows if callable(rows) else lambda: rows,
-                RowReader(task, name, SourceConfig(**source)),
-                task=task,
-                who=f"dataloader {name!r}",
-                seed=3,
-                workers=workers,
-            ),
-            name=name,
+            name,
+            lambda split: rows() if callable(rows) else rows,
+            SourceConfig(**source, workers=workers),
+            seed=3,
             deadline=deadline,
             adopt=adopt,
         )

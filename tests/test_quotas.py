@@ -15,9 +15,10 @@ from grpo_core.data.quotas import Quotas
 from grpo_core.data.samplers import Mix, PromptStream
 from grpo_core.errors import ConfigError
 from grpo_core.records import Prompt, SampleRequest
-from grpo_core.testing import MemoryLoader, check_sampler
+from grpo_core.testing import MemoryLoader
 from grpo_plugin_curriculum.curriculum import Curriculum, Schedule
 from grpo_plugin_curriculum.learnable_prompts import LearnablePrompts
+from grpo_plugin_devkit.samplers import check_sampler
 
 WEIGHTS = st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 20), min_size=1)
 

@@ -13,8 +13,9 @@ from grpo_core.data.samplers import Mix, PromptStream, RoundRobin, checked_sampl
 from grpo_core.errors import ConfigError, PluginError
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Prompt, SampleRequest
-from grpo_core.testing import MemoryLoader, check_sampler
+from grpo_core.testing import MemoryLoader
 from grpo_plugin_curriculum.curriculum import Curriculum, Schedule, TaskOrder
+from grpo_plugin_devkit.samplers import check_sampler
 
 
 def loaders(**sizes):

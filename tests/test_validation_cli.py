@@ -15,9 +15,9 @@ from grpo_core.errors import ConfigError, ModelError
 from grpo_core.plugins.configured import configured
 from grpo_core.plugins.host import PluginHost
 from grpo_core.run_directory import RunDirectory
-from grpo_core.testing import check_validation_strategy
 from grpo_core.validation import target
 from grpo_core.validation.target import without_overridden
+from grpo_plugin_devkit.strategies import check_validation_strategy
 
 GRPO = Path(sys.executable).with_name("grpo-core")
 EXAMPLE = Path(__file__).parents[1] / "examples" / "custom_validation.py"

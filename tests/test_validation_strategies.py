@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from grpo_core.errors import ConfigError
 from grpo_core.loop.metrics import DESCRIPTIONS, headline
 from grpo_core.records import Rollout, Segment
-from grpo_core.testing import check_validation_strategy
 from grpo_core.tokens import Tokens
 from grpo_core.validation.estimates import interval
 from grpo_core.validation.results import table
 from grpo_core.validation.strategies import Batched, Greedy, Pipelined
 from grpo_plugin_algorithms.paired import Paired
 from grpo_plugin_algorithms.strategies import Majority, PassAtK, majority_score, pass_at_k
+from grpo_plugin_devkit.strategies import check_validation_strategy
 
 # ---------------------------------------------------------------------------------- estimates
 

@@ -7,7 +7,6 @@ import contextlib
 from collections import defaultdict
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,7 @@ from grpo_core.aio import gather
 from grpo_core.app import workers
 from grpo_core.app.placement import Placement
 from grpo_core.config import Config, EnvironmentConfig, SourceConfig, TaskConfig, ValidationConfig
-from grpo_core.data.dataloaders import Adopt, Dataloader
-from grpo_core.data.rows import RowReader, feed, in_order, readable
+from grpo_core.data.dataloaders import Dataloader
 from grpo_core.data.sources import find_source
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.environments.sourced import adopted
@@ -76,11 +74,15 @@ class Tasks:
                 )
                 for name, task in every.items()
             }
+            for task in tasks.values():
+                if task.dataloader:
+                    host.find("dataloader", task.dataloader).load()  # two threads cannot import a plugin
             dataloaders = {
-                name: plugin_dataloader(
+                name: Dataloader(
                     name,
-                    task,
-                    host,
+                    task.dataloader,
+                    partial(host.make, "dataloader", task.dataloader, **task.dataloader_options),
+                    task.source,
                     seed=config.seed,
                     deadline=config.environment.start_deadline,
                     adopt=environments[name].from_source,
@@ -192,51 +194,6 @@ class Tasks:
                 f"task {name!r}: prompts('train') of its environment is empty; expected at least one prompt"
             )
         return prompts
-
-
-def plugin_dataloader(
-    name: str,
-    task: TaskConfig,
-    host: PluginHost,
-    *,
-    seed: int,
-    deadline: float,
-    adopt: Adopt | None = None,
-) -> Dataloader:
-    """Return the dataloader of a task, which is made when its first prompt is needed.
-
-    Args:
-        adopt: lets the environment make prompts of those of the rows.
-
-    Raises PluginError if there is no such dataloader.
-    """
-    host.find("dataloader", task.dataloader).load()  # two threads cannot import a plugin
-    return Dataloader(
-        name,
-        lambda: feed(
-            partial(host.make, "dataloader", task.dataloader, "train", **task.dataloader_options),
-            RowReader(name, task.dataloader, task.source),
-            task=name,
-            who=f"task {name!r}: dataloader {task.dataloader!r}",
-            seed=seed,
-            workers=task.source.workers,
-        ),
-        name=task.dataloader,
-        deadline=deadline,
-        adopt=adopt,
-        held_out=partial(held_out_rows, name, task, host),
-    )
-
-
-def held_out_rows(name: str, task: TaskConfig, host: PluginHost, first: int) -> list[Prompt] | None:
-    """Return the first held-out prompts of a task's dataloader, in order, or None if it offers none."""
-    given = host.make("dataloader", task.dataloader, "validation", **task.dataloader_options)
-    if given is None:
-        return None
-    rows = readable(given, f"task {name!r}: dataloader {task.dataloader!r} for 'validation'")
-    reader = RowReader(name, task.dataloader, task.source)
-    found = (reader.prompt(row, place) for place, row in enumerate(in_order(rows)))
-    return list(islice((prompt for prompt in found if prompt is not None), first))
 
 
 @contextlib.asynccontextmanager

@@ -14,12 +14,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
+from itertools import islice
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 from attrs import frozen
 
-from grpo_core.data.rows import Feed, plain, raised
+from grpo_core.config import SourceConfig
+from grpo_core.data.rows import Feed, RowReader, feed, in_order, plain, raised, readable
 from grpo_core.errors import CheckpointError, GrpoError, PluginError
 from grpo_core.records import Prompt
 
@@ -41,24 +44,28 @@ class ReadPrompt:
 class Dataloader:
     """A ``Loader`` for the rows of a plugin's dataloader.
 
+    It is made when its first prompt is needed.
+
     Args:
         task: name of the task.
-        make: makes the dataloader and returns its rows; called on the thread.
         name: name of the dataloader in the configuration.
+        make: makes the dataloader of a split; called on the thread.
+        source: names the fields of a row.
+        seed: seed of the shuffling.
         deadline: seconds that each wait for a prompt may take.
         adopt: see ``Adopt``.
-        held_out: reads at most so many held-out prompts, or returns None; called on the thread.
     """
 
     def __init__(
         self,
         task: str,
-        make: Callable[[], Feed],
-        *,
         name: str,
+        make: Callable[[str], Any],
+        source: SourceConfig,
+        *,
+        seed: int,
         deadline: float,
         adopt: Adopt | None = None,
-        held_out: Callable[[int], list[Prompt] | None] = lambda n: None,
     ) -> None:
         self.task, self.name = task, name
         self.who = f"task {task!r}: dataloader {name!r}"
@@ -68,8 +75,8 @@ class Dataloader:
         """Number of rows that were read."""
         self._left_out = 0
         """Number of rows that became no prompt."""
-        self._deadline, self._adopt, self._held_out = deadline, adopt, held_out
-        self._make = make
+        self._make, self._source, self._reader = make, source, RowReader(task, name, source)
+        self._seed, self._deadline, self._adopt = seed, deadline, adopt
         self.size: int | None = None
         """Number of rows of an epoch; None if it is not known, as before it is made."""
         self._lock = threading.Condition()
@@ -131,7 +138,16 @@ class Dataloader:
 
     async def held_out(self, n: int) -> list[Prompt] | None:
         """Return the first ``n`` held-out prompts, or None if it offers none.  Raises GrpoError."""
-        return await asyncio.to_thread(self._call, lambda feed: self._held_out(n))
+
+        def read(_: Feed) -> list[Prompt] | None:
+            given = self._make("validation")
+            if given is None:
+                return None
+            rows = in_order(readable(given, f"{self.who} for 'validation'"))
+            found = (self._reader.prompt(row, place) for place, row in enumerate(rows))
+            return list(islice((prompt for prompt in found if prompt is not None), n))
+
+        return await asyncio.to_thread(self._call, read)
 
     def close(self) -> None:
         """Let the thread end when it returns from the dataloader."""
@@ -284,9 +300,16 @@ class Dataloader:
 
     def _run(self) -> None:
         try:
-            feed = self._make()
-            self.size = feed.size
-            while self._next(feed):
+            rows = feed(
+                partial(self._make, "train"),
+                self._reader,
+                task=self.task,
+                who=self.who,
+                seed=self._seed,
+                workers=self._source.workers,
+            )
+            self.size = rows.size
+            while self._next(rows):
                 self._announce()
         except BaseException as error:  # whatever code of others raises
             with self._lock:

@@ -1,12 +1,11 @@
-"""The test kit of plugin authors: a virtual clock, fakes that keep the contracts, and contracts as checks.
+"""The test kit of plugin authors: a virtual clock, and fakes that keep the contracts.
 
-    check_sampler, check_dataloader, check_validation_strategy   each is a whole test
     check_config_sections                    what a module offers to the configuration
-    Contract, within                         clauses in their order, and a time limit for what they wait for
     FakeEngine, FakeEnvironment, FakeRenderer, FakeTrainer   parts without a model, for tests of others
     HostedEnvironment                        an environment as a run uses it, in this process
     demonstrations                           what ``solve`` says in turn, played with the environment
     play_rollouts, a_run                     rollouts, and the events of a run, with fakes
+    fake_run, measured_by                    a training, and what a strategy measures
     check_canary, check_completions          compare an engine with weights, and completions with requests
     MemoryLoader                             a loader in memory, for tests of samplers
     find_offer, make_offer                   what an installed plugin offers, by name
@@ -14,8 +13,7 @@
     Optimization, flat                       optimizers as the trainer uses them, and their states
     run                                      runs a coroutine on virtual time
 
-The checks of samplers need Hypothesis (``pip install 'grpo-core[testing]'``).  The contracts of environments,
-engines and other parts come with ``grpo-plugin-devkit``.
+The contracts of environments, samplers, engines and all other parts come with ``grpo-plugin-devkit``.
 """
 
 from __future__ import annotations
@@ -29,14 +27,11 @@ if TYPE_CHECKING:
     from grpo_core.demo.demonstrations import demonstrations as demonstrations
     from grpo_core.testing.clock import Deadlock as Deadlock
     from grpo_core.testing.clock import run as run
-    from grpo_core.testing.contracts import Contract as Contract
-    from grpo_core.testing.contracts import within as within
-    from grpo_core.testing.dataloaders import DataloaderContract as DataloaderContract
-    from grpo_core.testing.dataloaders import check_dataloader as check_dataloader
     from grpo_core.testing.fakes import FakeEngine as FakeEngine
     from grpo_core.testing.fakes import FakeEnvironment as FakeEnvironment
     from grpo_core.testing.fakes import FakeRenderer as FakeRenderer
     from grpo_core.testing.fakes import FakeTrainer as FakeTrainer
+    from grpo_core.testing.fakes import MemoryLoader as MemoryLoader
     from grpo_core.testing.fakes import prompts as prompts
     from grpo_core.testing.hosted import HostedEnvironment as HostedEnvironment
     from grpo_core.testing.hosted import finished as finished
@@ -45,12 +40,10 @@ if TYPE_CHECKING:
     from grpo_core.testing.offers import make_offer as make_offer
     from grpo_core.testing.runs import a_run as a_run
     from grpo_core.testing.runs import check_canary as check_canary
+    from grpo_core.testing.runs import fake_run as fake_run
+    from grpo_core.testing.runs import measured_by as measured_by
     from grpo_core.testing.runs import play_rollouts as play_rollouts
-    from grpo_core.testing.samplers import MemoryLoader as MemoryLoader
-    from grpo_core.testing.samplers import check_sampler as check_sampler
     from grpo_core.testing.sections import check_config_sections as check_config_sections
-    from grpo_core.testing.strategies import ValidationContract as ValidationContract
-    from grpo_core.testing.strategies import check_validation_strategy as check_validation_strategy
     from grpo_core.training.optimization import Optimization as Optimization
     from grpo_core.training.optimization import flat as flat
 

@@ -7,11 +7,13 @@ milliseconds under ``grpo_core.testing.run``.
 from __future__ import annotations
 
 import asyncio
+import copy
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from grpo_core.data.loaders import TaskLoader
 from grpo_core.errors import EngineError
 from grpo_core.events import PromptsPassedOver
 from grpo_core.playing import Player
@@ -39,6 +41,26 @@ T = TypeVar("T")
 def prompts(n: int, task: str = "task") -> list[Prompt]:
     """Make ``n`` prompts of a task."""
     return [Prompt(messages=f"prompt {i}", answer=str(i), id=str(i), environment=task) for i in range(n)]
+
+
+class MemoryLoader(TaskLoader):
+    """A loader in memory that remembers what it gave away."""
+
+    def __init__(self, task: str, n: int) -> None:
+        offered = [Prompt(messages=f"{task} {i}", id=str(i), environment=task) for i in range(n)]
+        super().__init__(task, offered, seed=0)
+        self.given: list[Prompt] = []
+
+    def prompts_at(self, places: Sequence[int]) -> list[Prompt]:
+        found = super().prompts_at(places)
+        self.given += found
+        return found
+
+    def copy(self) -> MemoryLoader:
+        """Return a copy that continues independently from here."""
+        other = copy.copy(self)
+        other.given, other._order = [], copy.copy(self._order)
+        return other
 
 
 class FakePrompts:

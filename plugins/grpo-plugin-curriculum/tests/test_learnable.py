@@ -3,8 +3,9 @@
 import pytest
 
 import grpo_core as grpo
-from grpo_core.testing import check_sampler, find_offer
+from grpo_core.testing import find_offer
 from grpo_plugin_curriculum.learnable import Learnable
+from grpo_plugin_devkit.samplers import check_sampler
 
 REQUEST = grpo.SampleRequest(generation_version=0, target_version=0, current_version=0, expected_prompts=1)
 

@@ -16,8 +16,9 @@ from grpo_core.errors import ConfigError, PluginError
 from grpo_core.loop.laws import Laws
 from grpo_core.records import Group, Prompt, Rollout, SampleRequest
 from grpo_core.reporting.files import plain
-from grpo_core.testing import check_sampler, prompts
+from grpo_core.testing import prompts
 from grpo_plugin_curriculum.learnable_prompts import LearnablePrompts, Rates
+from grpo_plugin_devkit.samplers import check_sampler
 
 N = 40
 

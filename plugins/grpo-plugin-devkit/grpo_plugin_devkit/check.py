@@ -27,8 +27,8 @@ from grpo_core.kit import (
     parse_settings,
     taken_sections,
 )
-from grpo_core.testing import Contract
 from grpo_plugin_devkit.conformance import Finding, finding_of, told_by
+from grpo_plugin_devkit.contracts import Contract
 from grpo_plugin_devkit.environments import findings_by_name
 
 CHECKED: Mapping[Kind, str] = {
@@ -53,9 +53,9 @@ CHECKED: Mapping[Kind, str] = {
 """Kinds that can be checked, with the method or first parameter by which a class or function is
 recognised."""
 CONTRACTS: Mapping[Kind, str] = {
-    "dataloader": "grpo_core.testing:DataloaderContract",
+    "dataloader": "grpo_plugin_devkit.dataloaders:DataloaderContract",
     "player": "grpo_plugin_devkit.players:PlayerContract",
-    "validation_strategy": "grpo_core.testing:ValidationContract",
+    "validation_strategy": "grpo_plugin_devkit.strategies:ValidationContract",
     "engine": "grpo_plugin_devkit.decoding:DecodingContract",
     "loss": "grpo_plugin_devkit.objectives:LossContract",
     "advantage": "grpo_plugin_devkit.objectives:AdvantageContract",
@@ -234,7 +234,7 @@ def _sampler(
     host: PluginHost, name: str, options: Mapping[str, Any], tasks: Sequence[str]
 ) -> Iterator[Finding]:
     try:
-        from grpo_core.testing import check_sampler
+        from grpo_plugin_devkit.samplers import check_sampler
     except ImportError as error:
         raise ConfigError(str(error)) from None
 

@@ -42,7 +42,7 @@ from grpo_core import (
     WeightSyncError,
 )
 from grpo_core.kit import SharedMemoryWriter, Writer, checkpoint_tensors, make_tiny_model
-from grpo_core.testing import Contract
+from grpo_plugin_devkit.contracts import Contract
 from grpo_plugin_devkit.engines import check_engine, ids_of
 
 CONTEXT = 256

@@ -15,7 +15,7 @@ from typing import Any
 from attrs import evolve
 
 from grpo_core import Group, Rollout
-from grpo_core.testing import Contract
+from grpo_plugin_devkit.contracts import Contract
 from grpo_plugin_devkit.objectives import a_group
 
 REWARDS: tuple[tuple[float | None, ...], ...] = (

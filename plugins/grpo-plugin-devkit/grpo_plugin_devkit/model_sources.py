@@ -19,7 +19,8 @@ from typing import Any
 
 from grpo_core import GrpoError, Prompt
 from grpo_core.kit import ModelRequest, Renderer, StartModel, build, chat_template
-from grpo_core.testing import Contract, HostedEnvironment, prompts
+from grpo_core.testing import HostedEnvironment, prompts
+from grpo_plugin_devkit.contracts import Contract
 
 SEED = 7
 TASK = "task"

@@ -22,7 +22,7 @@ from typing import Any
 
 from grpo_core import Command, ConfigError, errors, load_object
 from grpo_core.kit import Config, PluginHost, as_table
-from grpo_core.testing import Contract
+from grpo_plugin_devkit.contracts import Contract
 
 LARGE = ("torch", "transformers", "numpy", "ray", "vllm")
 """Libraries that take long to import, and that the line in ``grpo-core --help`` does not need."""

@@ -41,9 +41,9 @@ class Sort:
 
     kind: Kind
     contract: str
+    kit: str
     trains: str
     a_class: bool = True
-    kit: str = "grpo_core.testing"
     needs: tuple[str, ...] = ()
 
 
@@ -64,12 +64,19 @@ SORTS: Mapping[str, Sort] = {
     "dataloader": Sort(
         kind="dataloader",
         contract="check_dataloader",
+        kit="grpo_plugin_devkit.dataloaders",
         trains="--env math:sort --set tasks.sort.dataloader=NAME",
     ),
-    "sampler": Sort(kind="sampler", contract="check_sampler", trains="--env math:sort --sampler NAME"),
+    "sampler": Sort(
+        kind="sampler",
+        contract="check_sampler",
+        kit="grpo_plugin_devkit.samplers",
+        trains="--env math:sort --sampler NAME",
+    ),
     "validation": Sort(
         kind="validation_strategy",
         contract="check_validation_strategy",
+        kit="grpo_plugin_devkit.strategies",
         trains="--env math:sort --validation NAME",
     ),
     "engine": Sort(

@@ -17,7 +17,7 @@ from attrs import evolve, fields
 
 from grpo_core import Group, LossInputs, Prompt, Rollout, Segment, Tokens
 from grpo_core.kit import Scores, checked_scores, needs_of
-from grpo_core.testing import Contract
+from grpo_plugin_devkit.contracts import Contract
 
 if TYPE_CHECKING:
     from torch import Tensor

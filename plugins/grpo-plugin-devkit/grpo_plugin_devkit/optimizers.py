@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from grpo_core import Offer, OptimizerFunction, ParameterGroup
-from grpo_core.testing import Contract, Optimization, bound, flat
+from grpo_core.testing import Optimization, bound, flat
+from grpo_plugin_devkit.contracts import Contract
 
 LR = 1e-2
 """Learning rate of the checks."""

@@ -28,7 +28,7 @@ from grpo_core.kit import (
     checkpoint_tensors,
     read_weights,
 )
-from grpo_core.testing import Contract, within
+from grpo_plugin_devkit.contracts import Contract, within
 from grpo_plugin_devkit.decoding import load_test_model, make_test_model
 
 T = TypeVar("T")

@@ -20,7 +20,7 @@ import numpy as np
 
 from grpo_core import Group, Prompt, Rollout, Segment, Tokens
 from grpo_core.kit import fetched
-from grpo_core.testing import Contract, within
+from grpo_plugin_devkit.contracts import Contract, within
 
 T = TypeVar("T")
 

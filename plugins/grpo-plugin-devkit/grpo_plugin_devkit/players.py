@@ -25,7 +25,8 @@ from grpo_core import (
     Rollout,
     Weights,
 )
-from grpo_core.testing import Contract, FakeEngine, FakeEnvironment, play_rollouts, run
+from grpo_core.testing import FakeEngine, FakeEnvironment, play_rollouts, run
+from grpo_plugin_devkit.contracts import Contract
 
 DEADLINE = 1000.0
 """Seconds of virtual time in which a rollout has to end."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from grpo_core import Completion, EngineSetup, GenerationRequest, Message, TextEngine, Tool
 from grpo_core.kit import PlayingText, TextRenderer
-from grpo_core.testing import Contract
+from grpo_plugin_devkit.contracts import Contract
 
 _TOOL = Tool(
     name="add",

@@ -22,7 +22,8 @@ from attrs import evolve
 
 from grpo_core import Group, RunInfo, Tracker, errors, events
 from grpo_core.kit import Config, TrackerThread, as_table, cut
-from grpo_core.testing import Contract, a_run
+from grpo_core.testing import a_run
+from grpo_plugin_devkit.contracts import Contract
 
 PATIENCE = 30.0
 """Seconds that a tracker may take for all events of a small run."""

@@ -31,7 +31,7 @@ from grpo_core.kit import (
     make_tiny_model,
     read_weights,
 )
-from grpo_core.testing import Contract, within
+from grpo_plugin_devkit.contracts import Contract, within
 from grpo_plugin_devkit.decoding import load_test_model
 
 T = TypeVar("T")

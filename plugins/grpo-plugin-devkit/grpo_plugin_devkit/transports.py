@@ -12,7 +12,7 @@ import torch
 
 from grpo_core import GrpoError, TrainerSetup, Transport, Weights, load_object
 from grpo_core.kit import ALONE, PluginHost, Writer, read_buckets, read_weights, transport_of
-from grpo_core.testing import Contract
+from grpo_plugin_devkit.contracts import Contract
 
 CPU = torch.device("cpu")
 

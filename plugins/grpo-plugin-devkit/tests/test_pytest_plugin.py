@@ -98,7 +98,7 @@ def test_without_hypothesis_the_message_names_the_extra():
     program = (
         "import sys\nsys.modules['hypothesis'] = None\n"
         "from grpo_plugin_devkit.environments import check_environment, EnvironmentContract\n"
-        "from grpo_core.testing import check_sampler\n"
+        "from grpo_plugin_devkit.samplers import check_sampler\n"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ended.stderr.splitlines()[-1] == (

@@ -1,6 +1,6 @@
 """The contract of samplers as a test that their authors run.
 
-    from grpo_core.testing import check_sampler
+    from grpo_plugin_devkit.samplers import check_sampler
 
     def test_mine_keeps_the_contract():
         check_sampler(Mine)
@@ -11,10 +11,9 @@ sequence of calls that was found.
 
 from __future__ import annotations
 
-import copy
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 try:
@@ -25,33 +24,12 @@ try:
 except ImportError as error:
     raise ImportError("samplers are checked with Hypothesis: pip install 'grpo-core[testing]'") from error
 
-from grpo_core.data.loaders import TaskLoader
-from grpo_core.data.samplers import checked_sample
-from grpo_core.protocols import Sampler
-from grpo_core.records import Group, Prompt, Rollout, SampleRequest
+from grpo_core import Group, Prompt, Rollout, Sampler, SampleRequest
+from grpo_core.kit import checked_sample
+from grpo_core.testing import MemoryLoader
 
 SMALL = 100_000
 """Largest number of bytes of a sampler's state as JSON: it is part of each checkpoint."""
-
-
-class MemoryLoader(TaskLoader):
-    """A loader in memory that remembers what it gave away."""
-
-    def __init__(self, task: str, n: int) -> None:
-        prompts = [Prompt(messages=f"{task} {i}", id=str(i), environment=task) for i in range(n)]
-        super().__init__(task, prompts, seed=0)
-        self.given: list[Prompt] = []
-
-    def prompts_at(self, places: Sequence[int]) -> list[Prompt]:
-        prompts = super().prompts_at(places)
-        self.given += prompts
-        return prompts
-
-    def copy(self) -> MemoryLoader:
-        """Return a copy that continues independently from here."""
-        other = copy.copy(self)
-        other.given, other._order = [], copy.copy(self._order)
-        return other
 
 
 class SamplerContract(RuleBasedStateMachine):

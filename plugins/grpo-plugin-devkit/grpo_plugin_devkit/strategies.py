@@ -1,6 +1,6 @@
 """The contract of validation strategies as a test that their authors run.
 
-    from grpo_core.testing import check_validation_strategy
+    from grpo_plugin_devkit.strategies import check_validation_strategy
 
     def test_mine_keeps_the_contract():
         check_validation_strategy(Mine)
@@ -21,30 +21,19 @@ from typing import Any
 
 from attrs import define, field
 
-from grpo_core.config import EnvironmentConfig
-from grpo_core.data.loaders import TaskLoader
-from grpo_core.data.samplers import PromptStream, RoundRobin, load_plugin_state, plugin_state
-from grpo_core.environments.pool import EnvironmentPool
-from grpo_core.loop.advantages import group as group_advantages
-from grpo_core.loop.buffer import Buffer
-from grpo_core.loop.metrics import headline
-from grpo_core.loop.pipeline import Learning, Pipeline, Playing, Schedule
-from grpo_core.loop.rollout import SamplingParams
-from grpo_core.protocols import ValidationStrategy
-from grpo_core.records import Episode, Feedback, GenerationRequest, Group, Prompt, Weights
-from grpo_core.testing import clock
-from grpo_core.testing.contracts import Contract
-from grpo_core.testing.fakes import FakeEngine, FakeEnvironment, FakeRenderer, FakeTrainer
-from grpo_core.validation.runner import Context, Results, run_strategy
-from grpo_core.versions import Interval
+from grpo_core import Episode, Feedback, GenerationRequest, Prompt, ValidationStrategy, Weights
+from grpo_core.kit import EnvironmentConfig, EnvironmentPool, clock, headline
+from grpo_core.testing import FakeEngine, FakeEnvironment, FakeTrainer, fake_run, measured_by
+from grpo_plugin_devkit.contracts import Contract
 
+Results = Mapping[str, Mapping[str, float]]
 Policy = Callable[[GenerationRequest, random.Random], str]
 
 TURNS = {"long": 2, "short": 1}
 """Number of turns of each task."""
 PROMPTS = 24
 MAX_BATCH = 8
-SAMPLING = SamplingParams(temperature=1.0, max_tokens=32)
+MAX_TOKENS = 32
 
 
 def oracle(request: GenerationRequest, rng: random.Random) -> str:
@@ -95,21 +84,21 @@ class World:
             return Feedback(done=False, messages="go on")
         return Feedback(reward=float(episode.reply == episode.prompt.answer), answer=episode.reply or None)
 
-    async def context(self) -> Context:
+    async def start(self) -> None:
+        """Begin with version 0."""
         config = EnvironmentConfig(max_batch=self.max_batch, max_wait=0.01)
         self.environments = {task: EnvironmentPool([fake], config) for task, fake in self.fakes.items()}
         await self.engine.update_weights(Weights(version=0, location="", nbytes=0, tensors=()))
-        return self.context_of(0)
 
-    def context_of(self, version: int) -> Context:
-        return Context(
-            version=version,
-            prompts=self.prompts,
+    async def measured(self, strategy: ValidationStrategy, version: int = 0) -> Results:
+        """Measure a version."""
+        return await measured_by(
+            strategy,
+            self.prompts,
             engine=self.engine,
             environments=self.environments,
-            renderer=FakeRenderer(),
-            sampling=SAMPLING,
-            deadline=1e5,
+            version=version,
+            max_tokens=MAX_TOKENS,
         )
 
 
@@ -176,13 +165,13 @@ class ValidationContract(Contract):
         """One that is resumed from its state as JSON measures a later version like one that was not."""
         uninterrupted, resumed = self.make(), self.make()
         self._results(World(guesses), strategy=uninterrupted)
-        state = json.dumps(plugin_state(uninterrupted, type(uninterrupted).__name__))
-        load_plugin_state(resumed, type(resumed).__name__, json.loads(state))
+        if hasattr(uninterrupted, "state_dict") and hasattr(resumed, "load_state_dict"):
+            resumed.load_state_dict(json.loads(json.dumps(uninterrupted.state_dict(), allow_nan=False)))
         told = [self._results(World(oracle), strategy=one) for one in (uninterrupted, resumed)]
         assert told[0] == told[1], f"resumed, it measures {told[1]}; uninterrupted, {told[0]}"
 
     def training_goes_on_as_if_it_were_not_there(self) -> None:
-        """The same batches, the same weights, the same place in each loader."""
+        """The same batches of the same prompts, the same weights."""
         with_, without = (_trained(self.make, validate) for validate in (True, False))
         assert with_ == without, "training with validation is not training without it"
 
@@ -204,15 +193,16 @@ class ValidationContract(Contract):
         async def story() -> Results:
             chosen = strategy or self.make()
             assert isinstance(chosen, ValidationStrategy), f"{chosen!r} has no method validate(context)"
-            return await run_strategy(type(chosen).__name__, chosen, await world.context())
+            await world.start()
+            return await world.measured(chosen)
 
         results = clock.run(story(), seed=seed)
         assert world.prompts == before, "the context's prompts were changed"
         return results
 
     async def _cancelled(self, world: World, seconds: float) -> None:
-        context = await world.context()
-        validating = asyncio.create_task(run_strategy("cancelled", self.make(), context))
+        await world.start()
+        validating = asyncio.create_task(world.measured(self.make()))
         await asyncio.sleep(seconds)
         ended = validating.done()
         validating.cancel()
@@ -236,31 +226,25 @@ def check_validation_strategy(
 
 
 def _trained(make: Callable[[], ValidationStrategy], validates: bool) -> Any:
-    """Weights, batches, and places in the loaders after a run that validates, or does not."""
+    """Weights and batches of a run that validates, or does not, and the prompts that it did not draw."""
     world, trainer = World(guesses), FakeTrainer()
-    loaders = {task: TaskLoader(task, prompts, seed=0) for task, prompts in world.prompts.items()}
-    stream = PromptStream(sampler=RoundRobin(), loaders=loaders, name="round_robin")
+    stream = iter([prompt for both in zip(*world.prompts.values(), strict=True) for prompt in both])
 
     async def validate(version: int) -> Results:
-        return await run_strategy("beside training", make(), world.context_of(version))
+        return await world.measured(make(), version)
 
     async def story() -> None:
-        await world.context()
-        buffer: Buffer[Prompt, Group] = Buffer(
-            prompts_per_step=4, max_staleness=1, num_steps=6, policy="in_order"
-        )
-        await Pipeline(
-            buffer=buffer,
-            prompts=stream,
+        await world.start()
+        await fake_run(
+            stream,
             engine=world.engine,
-            playing=Playing(
-                environments=world.environments, renderer=FakeRenderer(), sampling=SAMPLING, group_size=4
-            ),
-            learning=Learning(advantages=group_advantages),
+            environments=world.environments,
             trainer=trainer,
-            schedule=Schedule(validations=[Interval(2)] if validates else (), in_flight_updates=False),
-            validate=validate,
-        ).run()
+            steps=6,
+            prompts_per_step=4,
+            max_tokens=MAX_TOKENS,
+            validate=validate if validates else None,
+        )
 
     clock.run(story())
-    return trainer.state, trainer.batches, {task: loader.epoch for task, loader in loaders.items()}
+    return trainer.state, trainer.batches, [prompt.id for prompt in stream]

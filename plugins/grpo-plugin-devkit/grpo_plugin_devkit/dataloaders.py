@@ -1,6 +1,6 @@
 """The contract of dataloaders as a test that their authors run.
 
-from grpo_core.testing import check_dataloader
+from grpo_plugin_devkit.dataloaders import check_dataloader
 from grpo_plugin_mine.dataloader import Mine
 
 def test_mine_keeps_the_contract():
@@ -9,18 +9,16 @@ def test_mine_keeps_the_contract():
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from grpo_core.config import SourceConfig, structured
-from grpo_core.data.dataloaders import Dataloader
-from grpo_core.data.rows import RowReader, feed, in_order, readable
-from grpo_core.data.states import from_safetensors, packed, to_safetensors, unpacked
-from grpo_core.records import Prompt
-from grpo_core.testing.contracts import Contract
+from grpo_core import Prompt
+from grpo_core.kit import Dataloader, SourceConfig, states, structured
+from grpo_plugin_devkit.contracts import Contract
 
 READ = 24
 """Number of prompts that are read."""
@@ -103,32 +101,18 @@ class DataloaderContract(Contract):
             _compare(self._prompts, found, "saved after each prompt")
 
     def it_knows_whether_it_has_held_out_prompts(self) -> None:
-        given = self._make("validation")
-        if given is not None:
-            first = next(iter(in_order(readable(given, f"{self._name} for 'validation'"))), None)
-            assert first is not None, (
-                f"{self._name}: it has no row for 'validation'; return None if there are no held-out prompts"
-            )
-            RowReader(_TASK, self._name, self._source).prompt(first, 0)
+        with self._started() as dataloader:
+            found = asyncio.run(dataloader.held_out(1))
+        assert found != [], (
+            f"{self._name}: it has no row for 'validation'; return None if there are no held-out prompts"
+        )
 
     def what_it_read(self) -> str:
         return self._read
 
     @contextlib.contextmanager
     def _started(self) -> Iterator[Dataloader]:
-        dataloader = Dataloader(
-            _TASK,
-            lambda: feed(
-                lambda: self._make("train"),
-                RowReader(_TASK, self._name, self._source),
-                task=_TASK,
-                who=self._name,
-                seed=0,
-                workers=0,
-            ),
-            name=self._name,
-            deadline=DEADLINE,
-        )
+        dataloader = Dataloader(_TASK, self._name, self._make, self._source, seed=0, deadline=DEADLINE)
         try:
             yield dataloader
         finally:
@@ -137,9 +121,10 @@ class DataloaderContract(Contract):
 
 def _through_files(state: dict[str, Any]) -> dict[str, Any]:
     """Return a state as a checkpoint gives it back."""
-    plain, arrays = packed(state)
+    plain, arrays = states.packed(state)
     text = json.dumps(plain, allow_nan=False)
-    found: dict[str, Any] = unpacked(json.loads(text), from_safetensors(to_safetensors(arrays)))
+    kept = states.from_safetensors(states.to_safetensors(arrays))
+    found: dict[str, Any] = states.unpacked(json.loads(text), kept)
     return found
 
 
