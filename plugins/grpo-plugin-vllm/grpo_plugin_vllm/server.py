@@ -156,15 +156,14 @@ class Server(DecodingServer):
     # ------------------------------------------------------------------------------ weights
 
     def load(self, weights: Weights) -> Iterator[None]:
-        """The workers fetch and verify weights during decoding, and load them between two steps."""
+        """The workers verify weights during decoding, and load them between two steps."""
         if self._held is not None and (problem := difference(weights, self._held)):
             raise WeightSyncError(f"engine vllm: version {weights.version} is not this model's: {problem}")
         if self._engine is None:
             self._start(weights)
         native = self._computes_adapters(weights)
         with scratch_directory() if native else nullcontext() as adapters:
-            keep = not self._options.sleep_after  # who wakes up needs the memory
-            self._engine.collective_rpc("fetch_weights", args=(as_table(weights), adapters, keep))
+            self._engine.collective_rpc("fetch_weights", args=(as_table(weights), adapters))
             while None in (found := self._engine.collective_rpc("fetched_weights", args=(not self.busy,))):
                 yield
             if any(found):

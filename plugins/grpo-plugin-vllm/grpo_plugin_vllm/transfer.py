@@ -31,9 +31,6 @@ are put into that layout once, and what is loaded later stays in another.
 LAYERWISE = "GRPO_CORE_VLLM_LAYERWISE"
 """Environment variable for tests on a CPU: "1" makes it load weights layer by layer, as a GPU does."""
 
-KEEP = "GRPO_CORE_VLLM_KEEP"
-"""Environment variable for tests on a CPU: "1" makes it keep what was sent, as a GPU with room does."""
-
 SERVER = "GRPO_CORE_VLLM_SERVER"
 """Environment variable: the process that vLLM's processes must not outlive."""
 
