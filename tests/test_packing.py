@@ -19,9 +19,8 @@ from grpo_core.errors import ModelError
 from grpo_core.records import Row
 from grpo_core.tokens import Tokens
 from grpo_core.training import packing
-from grpo_core.training.batching import Costs, layout_cost, length
-from grpo_core.training.budget import overhead, packed_token
-from grpo_core.training.microbatch import collate
+from grpo_core.training.batching import length
+from grpo_core.training.microbatch import MicroBatch, collate
 from grpo_core.training.model import FullModel, ModelSource, load
 from grpo_core.training.passes import Passes
 from grpo_core.training.plan import shares as divided
@@ -58,6 +57,12 @@ def trained(given: Any, steps: int = 2) -> TorchTrainer:
     return trainer
 
 
+def micros(trainer: TorchTrainer) -> list[MicroBatch]:
+    """The micro-batches of a step, which is not made."""
+    (share,) = divided(batch(ragged(), trainer.version), updates=1, layout=trainer.layout)
+    return trainer._microbatches(share, share.updates[0])
+
+
 def agree(one: TorchTrainer, other: TorchTrainer, tolerance: float = 1e-9) -> None:
     mine, theirs = weights(one), weights(other)
     assert mine.keys() == theirs.keys()
@@ -74,63 +79,12 @@ def test_packed_rows_train_the_weights_of_padded_rows(model: str, budget: int) -
     agree(padded, packed)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("shares", [True, False])
-def test_what_is_chosen_by_the_rows_trains_the_same(model: str, shares: bool) -> None:
-    """Long prompts that rows share are packed, short rows of their own are side by side."""
-    long, short = "abcdefg" * 12, "ab"
-    rows = [row(long if shares else short + "xyzuvw"[i], "gh", (-1.0) ** i, group=0) for i in range(6)]
-    padded, chosen = (TorchTrainer(setup(model, packing=packing)) for packing in (False, "auto"))
-    (share,) = divided(batch(rows), updates=1, layout=chosen.layout)
-    made = chosen._microbatches(share, share.updates[0])
-    assert [bool(micro.packed) for micro in made] == [shares]
-    for trainer in (padded, chosen):
-        trainer.model.policy.module.double()
-        trainer.step(batch(rows))
-    agree(padded, chosen)
-
-
-def pays(lengths: list[int], of_rows: list[tuple[int, int]], costs: Costs) -> bool:
-    return layout_cost(lengths, of_rows, True, costs) < layout_cost(lengths, of_rows, False, costs)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "prompts", "parameters", "layers", "packed"),
-    [
-        ([13 + i % 38 for i in range(128)], None, 88_576, 2, True),
-        ([11 + i % 3 for i in range(256)], None, 88_576, 2, False),
-        ([31] * 128, None, 88_576, 2, False),
-        ([11] * 128, 6, 88_576, 2, True),
-        ([48 + 5 * i for i in range(48)], None, 340_992, 2, True),
-        ([16 + i for i in range(48)], None, 340_992, 2, True),
-        ([170] * 48, None, 340_992, 2, False),
-        ([63] * 64, 32, 340_992, 2, True),
-        ([79] * 64, 64, 340_992, 2, True),
-        ([127] * 64, 64, 340_992, 2, True),
-        ([64 + i * 236 // 31 for i in range(32)], None, 3_200_000, 4, True),
-        ([159] * 32, 128, 3_200_000, 4, True),
-        ([47] * 64, 16, 3_200_000, 4, True),
-        ([23] * 128, 8, 3_200_000, 4, True),
-    ],
-)
-def test_rows_are_packed_where_that_was_measured_to_be_faster_on_a_cpu(
-    lengths: list[int], prompts: int | None, parameters: int, layers: int, packed: bool
-) -> None:
-    """Groups have eight rows."""
-    costs = Costs(
-        budget=8192,
-        overhead=overhead(parameters, CPU),
-        packed=packed_token(parameters, layers, CPU, torch.float32),
-    )
-    of_rows = [(i if prompts is None else i // 8, prompts or 8) for i in range(len(lengths))]
-    assert pays(lengths, of_rows, costs) is packed
-
-
-def test_a_gpu_packs_rows_of_16_bits_which_it_computes_in_one_call() -> None:
-    gpu, lengths, of_rows = torch.device("cuda"), [20, 30, 50], [(0, 8), (1, 8), (2, 8)]
-    for dtype, packed in ((torch.bfloat16, True), (torch.float32, False)):
-        costs = Costs(budget=8192, overhead=overhead(10**9, gpu), packed=packed_token(10**9, 24, gpu, dtype))
-        assert pays(lengths, of_rows, costs) is packed
+def test_auto_packs_on_a_cpu_and_on_a_gpu_that_has_a_kernel(model: str) -> None:
+    (micro,) = micros(TorchTrainer(setup(model)))
+    assert micro.packed
+    gpu = torch.device("cuda")
+    assert packing.packs_well(torch.bfloat16, gpu)
+    assert not packing.packs_well(torch.float32, gpu)
 
 
 def test_packed_rows_have_no_padding(model: str) -> None:
@@ -192,8 +146,7 @@ def test_it_is_trained_with_padding_unless_packing_is_asked_for(model: str, tmp_
     path = saved(tmp_path, model, UNSUITABLE["soft-capped scores"])
     chosen, padded = (trained(setup(path, **options)) for options in ({}, {"packing": False}))
     agree(chosen, padded, tolerance=0)
-    assert chosen.layout.packing is False
-    assert TorchTrainer(setup(model)).layout.packing == "auto"
+    assert not any(micro.packed for micro in micros(chosen))
 
 
 def test_a_model_with_attention_of_its_own_kind_is_refused(model: str) -> None:

@@ -13,34 +13,28 @@ from test_trainer import batch, row
 
 from grpo_core.records import Row
 from grpo_core.tokens import Tokens
-from grpo_core.training.batching import Costs, length
+from grpo_core.training.batching import length
 from grpo_core.training.plan import Layout, Share, balanced, shares
 
 LIMIT = 1.1
 """Largest part, next to the largest part of the best division."""
 
 
-LAYOUTS = {
-    packing: Layout(packing=packing, costs=Costs(budget=8192, overhead=4, packed=1.1))
-    for packing in (False, True, "auto")
-}
-
-
 @given(
     rollouts=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 3), st.integers(1, 30)), max_size=12),
     updates=st.integers(1, 4),
     ranks=st.integers(1, 5),
-    packing=st.sampled_from([False, True, "auto"]),
+    packed=st.booleans(),
 )
 def test_every_row_is_computed_once_with_the_other_rows_of_its_rollout_and_of_its_group(
-    rollouts: list[tuple[int, int, int]], updates: int, ranks: int, packing: bool | str
+    rollouts: list[tuple[int, int, int]], updates: int, ranks: int, packed: bool
 ) -> None:
     rows = [
         attrs.evolve(row("ab", "c" * (length + segment), group=group), rollout=number)
         for number, (group, segments, length) in enumerate(rollouts)
         for segment in range(segments)
     ]
-    divided = shares(batch(rows, step=3), updates=updates, ranks=ranks, layout=LAYOUTS[packing])
+    divided = shares(batch(rows, step=3), updates=updates, ranks=ranks, layout=Layout(packed=packed))
     assert len(divided) == ranks
     assert len({(share.step, share.facts, share.updates) for share in divided}) == 1, "all know the same"
     places = sorted(place for share in divided for place in share.rows)
@@ -83,31 +77,28 @@ def computed(share: Share) -> int:
     return replies + sum(prompts.values())
 
 
-@pytest.mark.parametrize("packing", [True, "auto"])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_ranks_keep_the_gain_of_shared_prompts(ranks: int, packing: bool | str) -> None:
+def test_ranks_keep_the_gain_of_shared_prompts(ranks: int) -> None:
     """Dealt by their whole lengths, the slowest rank computed 1.35, 1.95 and 2.90 times its part."""
     given = batch(groups(16, size=8, prompt=256, reply=64))
-    (alone,) = shares(given, updates=1, layout=LAYOUTS[packing])
-    several = shares(given, updates=1, ranks=ranks, layout=LAYOUTS[packing])
+    (alone,) = shares(given, updates=1, layout=Layout(packed=True))
+    several = shares(given, updates=1, ranks=ranks, layout=Layout(packed=True))
     assert max(map(computed, several)) <= 1.15 * computed(alone) / ranks
-    assert all(row.packed for row in several[0].facts)
 
 
 def test_rows_that_are_not_packed_are_dealt_by_their_lengths() -> None:
     given = batch(groups(2, size=3, prompt=256, reply=64))
     padded, default = (
-        shares(given, updates=1, ranks=3, **options) for options in ({"layout": LAYOUTS[False]}, {})
+        shares(given, updates=1, ranks=3, **options) for options in ({"layout": Layout(packed=False)}, {})
     )
     for one, other in zip(padded, default, strict=True):
         assert len(one.rows) == 2, "each rank has as many rows, also of one group"
         assert one.rows.keys() == other.rows.keys()
-    assert not any(row.packed for row in padded[0].facts)
 
 
 def test_a_group_is_divided_among_ranks_that_would_have_nothing_to_do() -> None:
     given = batch(groups(1, size=8, prompt=64, reply=256))
-    several = shares(given, updates=1, ranks=4, layout=LAYOUTS[True])
+    several = shares(given, updates=1, ranks=4, layout=Layout(packed=True))
     assert [len(share.rows) for share in several] == [2, 2, 2, 2]
 
 

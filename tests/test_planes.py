@@ -40,7 +40,7 @@ from grpo_core.run_directory import RunDirectory
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, FakeTrainer, prompts, run
 from grpo_core.testing.fakes import FakePrompts
 from grpo_core.tokens import PlacedIds, PlacedTokens, Tokens, as_ids, contents_of, digest_of, fetched
-from grpo_core.training.batching import Costs, length
+from grpo_core.training.batching import length
 from grpo_core.training.plan import Layout, shares, with_tokens
 
 GROUPS, STEPS = 4, 6
@@ -211,7 +211,7 @@ def test_a_step_is_divided_in_the_same_way_with_every_plane(tmp_path):
         await plane.started()
         return [await plane.put(each) for each in here]
 
-    layout = Layout(packing=True, costs=Costs(budget=512, overhead=16, packed=1.0))
+    layout = Layout(packed=True)
     divided = [
         shares(make_batch(groups, step=0, temperature=1.0), updates=1, ranks=3, layout=layout)
         for groups in (here, asyncio.run(placed()))

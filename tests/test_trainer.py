@@ -1169,7 +1169,7 @@ def test_an_attention_of_transformers_is_chosen_by_its_name(model: str) -> None:
     for attention in ("", "eager", "sdpa"):
         chosen = attrs.evolve(given, model=attrs.evolve(given.model, attention=attention))
         trainer = TorchTrainer(chosen)
-        assert trainer.layout.packing is (False if attention else "auto"), "packing brings its own"
+        assert trainer.layout.packed is not bool(attention), "packing brings its own"
         if attention:
             assert trainer.model.policy.module.config._attn_implementation == attention
         norms.append(trainer.step(batch(ragged())).metrics["grad_norm"])

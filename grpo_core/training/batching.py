@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Sequence
 
 import numpy as np
-from attrs import frozen
 
 from grpo_core.records import Row
 
@@ -82,79 +80,20 @@ def packs(lengths: Sequence[int], prompts: Sequence[tuple[Hashable, int]], budge
     return made
 
 
-@frozen(kw_only=True)
-class Costs:
-    """The size of a micro-batch, and what costs something whatever its size, all in tokens."""
-
-    budget: int
-    """Tokens of a micro-batch, padding included, at most."""
-    overhead: int
-    """Cost of a micro-batch."""
-    packed: float
-    """Cost of a token of a packed micro-batch; one of a padded micro-batch costs 1."""
-
-
-def laid_out(
-    lengths: Sequence[int], prompts: Sequence[tuple[Hashable, int]], packed: bool, costs: Costs
-) -> list[list[int]]:
-    """Divide rows into micro-batches, which are packed or padded.
-
-    Args:
-        lengths: tokens of each row.
-        prompts: of each row, and the number of its tokens.
-        packed: whether they are packed.
-        costs: by which they are divided.
-    """
-    if packed:
-        return packs(lengths, prompts, costs.budget)
-    return microbatches(lengths, costs.budget, overhead=costs.overhead)
-
-
-def layout_cost(
-    lengths: Sequence[int], prompts: Sequence[tuple[Hashable, int]], packed: bool, costs: Costs
-) -> float:
-    """Return what the micro-batches of ``laid_out`` cost, in tokens of padded micro-batches."""
-    divided = laid_out(lengths, prompts, packed, costs)
-    if not packed:
-        tokens = sum(len(rows) * max(lengths[i] for i in rows) for rows in divided)
-        return tokens + costs.overhead * len(divided)
-    tokens = 0
-    for rows in divided:
-        counts = Counter(prompts[i] for i in rows)
-        tokens += sum(lengths[i] for i in rows) - sum((n - 1) * prompt[1] for prompt, n in counts.items())
-    return (costs.packed * tokens if tokens else 0.0) + costs.overhead * len(divided)
-
-
 def microbatches(lengths: Sequence[int], budget: int, *, overhead: int = 16) -> list[list[int]]:
     """Return indices of rows, grouped into micro-batches that are padded to their longest row.
 
     Every micro-batch holds (number of rows) x (longest length) <= ``budget`` tokens; a row that is longer
-    than the budget comes alone.  Of all such divisions of the rows sorted by length it is one of least
-    cost, which is the number of padded tokens + ``overhead`` per micro-batch: with ``overhead`` 0 no row is
-    padded at all, with a large one there are as few micro-batches as the budget allows.
-
-    Longest first, so that memory that does not suffice is noticed at once.
+    than the budget comes alone.  Longest first, so that memory that does not suffice is noticed at once.  A
+    micro-batch ends where it would have more than ``overhead`` tokens of padding: what another one costs.
     """
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    n = len(order)
-    runs: list[tuple[int, int, int]] = []  # (first place, tokens a row, rows that fit) of equal lengths
-    cost, start = [0.0] * (n + 1), [0] * (n + 1)  # of the cheapest division of order[:j]; its last cut
-    for j in range(1, n + 1):
-        length = lengths[order[j - 1]]
-        if not runs or runs[-1][1] != length:
-            runs.append((j - 1, length, max(1, budget // max(1, length))))
-        # A cut inside a run only pays where the budget forces it, so each run offers one first row.
-        cost[j], after = float("inf"), j
-        for first, longest, fit in reversed(runs):
-            i = max(first, j - fit)
-            if i >= after:
-                break  # full already, and fuller still with the longer rows before
-            total = cost[i] + (j - i) * longest + overhead
-            if total < cost[j]:
-                cost[j], start[j] = total, i
-            after = first
-    divided = []
-    while n:
-        divided.append(order[start[n] : n])
-        n = start[n]
-    return divided[::-1]
+    made: list[list[int]] = []
+    longest = padding = 0
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        padding += longest - lengths[i]
+        if made and (len(made[-1]) + 1) * longest <= budget and padding <= overhead:
+            made[-1].append(i)
+        else:
+            made.append([i])
+            longest, padding = lengths[i], 0
+    return made

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import sqrt
-
 import torch
 
 from grpo_core.config import TrainerConfig
@@ -20,19 +18,6 @@ def token_budget(config: TrainerConfig, vocabulary: int, device: torch.device) -
     if device.type != "cpu":
         return config.tokens_per_microbatch
     return min(config.tokens_per_microbatch, max(1024, KEEP_BYTES // (torch.float32.itemsize * vocabulary)))
-
-
-def packed_token(parameters: int, layers: int, device: torch.device, dtype: torch.dtype) -> float:
-    """Return what a token of a packed micro-batch costs, where one of a padded micro-batch costs 1.
-
-    On a CPU its queries, keys and values are copied into grids and back.  Copies grow with the width of the
-    model and products with its square, so what is added falls with the root of a layer's parameters.  Of 14
-    kinds of rows and models, the number tells for each of them what is faster (docs/performance.md).  A GPU
-    computes all rows in one call if they have 16 bits; grids have not been measured there.
-    """
-    if device.type == "cpu":
-        return 1 + 30 / sqrt(parameters / layers)
-    return 1.0 if dtype.itemsize == 2 else float("inf")
 
 
 def overhead(parameters: int, device: torch.device) -> int:

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from attrs import define, field, frozen
+from attrs import define, field
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import embedding_bag, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 from grpo_core.training.batching import microbatches
 
@@ -22,44 +22,6 @@ CALL = 256
 """Cost of a grid of its own in tokens that fill grids; of 32 to 512, none was clearly faster than it."""
 
 Places = NDArray[np.int64]
-
-
-@frozen(eq=False)
-class Taken:
-    """Rows of a matrix [T, C], by their places [K]; a row may be taken often, or not at all.
-
-    The gradient of a row is the sum of the gradients of its copies.
-    """
-
-    places: Tensor
-    copies: Tensor
-    """Places [K] in what is taken, those of the same row one after the other."""
-    first: Tensor
-    """Where those of each row [T] begin in ``copies``."""
-
-    @classmethod
-    def of(cls, places: Places, rows: int, device: torch.device) -> Taken:
-        first = np.concatenate([[0], np.bincount(places, minlength=rows).cumsum()[:-1]])
-        copies = np.argsort(places, kind="stable")
-        return cls(*(torch.from_numpy(each).to(device) for each in (places, copies, first)))
-
-    def __call__(self, matrix: Tensor) -> Tensor:
-        taken: Tensor = _Take.apply(matrix, self)  # type: ignore[no-untyped-call]
-        return taken
-
-
-class _Take(torch.autograd.Function):
-    """``index_select``, whose own backward pass adds one row after another."""
-
-    @staticmethod
-    def forward(ctx: Any, matrix: Tensor, taken: Taken) -> Tensor:
-        ctx.taken = taken
-        return matrix.index_select(0, taken.places)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        taken = ctx.taken
-        return embedding_bag(taken.copies, gradient.contiguous(), taken.first, mode="sum"), None
 
 
 @define(eq=False)
@@ -133,13 +95,13 @@ class Grids:
             keys.append(np.where(column < before_it, begin[prompt[part]][:, None] + column, mine))
             self.grids.append(grid)
         self._shapes = [each.shape for each in queries], [each.shape for each in keys]
-        places, total = _joined(queries), int(n.sum())
-        self.queries = Taken.of(places, total, device)
-        self.keys = Taken.of(_joined(keys), total, device)
-        back = np.empty(total, dtype=np.int64)
+        places = _joined(queries)
+        back = np.empty(int(n.sum()), dtype=np.int64)
         used = np.flatnonzero(_joined(own))
         back[places[used]] = used
-        self.outputs = Taken.of(back, len(places), device)
+        self.queries, self.keys, self.outputs = (
+            torch.from_numpy(each).to(device) for each in (places, _joined(keys), back)
+        )
 
     def attention(
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
@@ -153,13 +115,13 @@ class Grids:
             for grid, of_grid in zip(self.grids, zip(q, k, v, strict=True), strict=True)
         ]
         together = torch.cat(computed) if len(computed) > 1 else computed[0]
-        return self.outputs(together).view(1, -1, heads, size)
+        return together.index_select(0, self.outputs).view(1, -1, heads, size)
 
     @staticmethod
-    def _side_by_side(of_tokens: Tensor, taken: Taken, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    def _side_by_side(of_tokens: Tensor, places: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
         """Return tensors [B, H, n, D], one for each grid, of [1, H, T, D]."""
         _, heads, total, size = of_tokens.shape
-        rows = taken(of_tokens[0].transpose(0, 1).reshape(total, heads * size))
+        rows = of_tokens[0].transpose(0, 1).reshape(total, heads * size).index_select(0, places)
         split = torch.split(rows, [b * n for b, n in shapes])
         return [
             each.view(b, n, heads, size).transpose(1, 2) for each, (b, n) in zip(split, shapes, strict=True)

@@ -87,8 +87,6 @@ class Model(Protocol):
     """Number of parameters that a forward pass uses."""
     vocabulary: int
     """Number of different tokens."""
-    layers: int
-    """Number of layers, each with an attention."""
     base: str
     """Directory of the model to which engines add what is published; empty if that is the whole model."""
 
@@ -177,7 +175,6 @@ class FullModel:
         self.published()  # a model that cannot be published is refused now
         self.parameters = sum(parameter.numel() for _, parameter in self._named)
         self.vocabulary = policy.vocabulary
-        self.layers = policy.layers
 
     @classmethod
     def build(cls, source: ModelSource) -> FullModel:
@@ -360,12 +357,6 @@ class Scorer:
     def vocabulary(self) -> int:
         embedding: Any = self.module.get_input_embeddings()  # type: ignore[operator]
         return int(embedding.weight.shape[0])
-
-    @property
-    def layers(self) -> int:
-        """The number of layers that the model's configuration names, or 1."""
-        config: Any = self.module.config
-        return int(getattr(config.get_text_config(), "num_hidden_layers", 1))
 
     @property
     def _mixed(self) -> bool:

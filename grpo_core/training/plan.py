@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from attrs import evolve, frozen
 
 from grpo_core.records import Batch, Row
 from grpo_core.tokens import digest_of, fetched
-from grpo_core.training.batching import Costs, layout_cost, length, rollouts, split_updates
+from grpo_core.training.batching import length, rollouts, split_updates
 
 T = TypeVar("T")
 
@@ -28,22 +28,19 @@ class RowFacts:
     length: int
     """Input tokens."""
     correct: bool
-    packed: bool
-    """Whether the rows of its update are packed, so that rows with the same prompt have it once."""
 
 
 @frozen(kw_only=True)
 class Layout:
     """How a trainer makes micro-batches of rows, which decides what a rank has to compute."""
 
-    packing: Literal[False, True, "auto"]
-    """As ``trainer.packing``; False if the model cannot be packed."""
-    costs: Costs
+    packed: bool = False
+    """Whether rows are packed, so that those with the same prompt have it once."""
     together: bool = False
     """Whether a rollout of several rows is a micro-batch of its own, which shares no prompt with others."""
 
 
-PADDED = Layout(packing=False, costs=Costs(budget=8192, overhead=16, packed=1.0))
+PADDED = Layout()
 """Rows side by side."""
 
 
@@ -74,16 +71,12 @@ def shares(batch: Batch, *, updates: int, ranks: int = 1, layout: Layout = PADDE
     of_rollouts = rollouts(rows)
     lengths = [length(row) for row in rows]
     prompts = _prompts(rows, of_rollouts, together=layout.together)
-    packed = [False] * len(rows)
     mine: list[dict[int, Row]] = [{} for _ in range(ranks)]
     for update in divided:
         one_rank = _together(update, [of_rollouts[place] for place in update])
         groups = _together(one_rank, [rows[first].group for first, *_ in one_rank])
-        parts, packs = _dealt(groups, lengths, prompts, ranks, layout)
-        for rank, part in enumerate(parts):
+        for rank, part in enumerate(_dealt(groups, lengths, prompts, ranks, packed=layout.packed)):
             mine[rank] |= {place: rows[place] for place in part}
-        for place in update:
-            packed[place] = packs
     facts = tuple(
         RowFacts(
             group=row.group,
@@ -91,7 +84,6 @@ def shares(batch: Batch, *, updates: int, ranks: int = 1, layout: Layout = PADDE
             sampled=row.tokens.n_sampled,
             length=lengths[place],
             correct=row.correct,
-            packed=packed[place],
         )
         for place, row in enumerate(rows)
     )
@@ -134,36 +126,22 @@ def _dealt(
     lengths: Sequence[int],
     prompts: Sequence[tuple[Hashable, int]],
     ranks: int,
-    layout: Layout,
-) -> tuple[list[list[int]], bool]:
+    *,
+    packed: bool,
+) -> list[list[int]]:
     """Deal the rows of an update to the ranks: whole groups if they are packed, else rollouts.
 
-    ``"auto"`` packs if the rank that has the most to compute has less then.
-
-    Args:
-        groups: the rollouts of each group, each with the places of its rows.
-
-    Returns the places of each rank's rows, and whether they are packed.
+    ``groups`` are the rollouts of each group, each with the places of its rows.  Returns the places of each
+    rank's rows.
     """
 
-    def tokens(places: Sequence[int], packed: bool) -> int:
+    def tokens(places: Sequence[int]) -> int:
         shared = sum(prompts[i][1] for i in places) - sum(n for _, n in {prompts[i] for i in places})
         return sum(lengths[i] for i in places) - (shared if packed else 0)
 
-    def cost(way: tuple[list[list[int]], bool]) -> float:
-        parts, packed = way
-        return max(
-            layout_cost([lengths[i] for i in part], [prompts[i] for i in part], packed, layout.costs)
-            for part in parts
-        )
-
-    ways = []
-    for packed in (False, True) if layout.packing == "auto" else (layout.packing,):
-        units = [[*chain(*part)] for part in _enough(groups, ranks)] if packed else [*chain(*groups)]
-        chosen = balanced([tokens(unit, packed) for unit in units], ranks)
-        parts = [[place for number in numbers for place in units[number]] for numbers in chosen]
-        ways.append((parts, packed))
-    return ways[0] if len(ways) == 1 else min(ways, key=cost)
+    units = [[*chain(*part)] for part in _enough(groups, ranks)] if packed else [*chain(*groups)]
+    chosen = balanced([tokens(unit) for unit in units], ranks)
+    return [[place for number in numbers for place in units[number]] for numbers in chosen]
 
 
 def _enough(groups: Sequence[list[T]], ranks: int) -> list[list[T]]:

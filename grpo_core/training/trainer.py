@@ -28,15 +28,15 @@ from grpo_core.losses.aggregation import row_weights
 from grpo_core.losses.entropy import EntropyControl
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Batch, StepResult, Weights
-from grpo_core.training.batching import Costs, laid_out, of_several_rows
-from grpo_core.training.budget import overhead, packed_token, token_budget
+from grpo_core.training.batching import microbatches, of_several_rows, packs
+from grpo_core.training.budget import overhead, token_budget
 from grpo_core.training.building import model_section
 from grpo_core.training.digest import Digests
 from grpo_core.training.loss_output import checked
 from grpo_core.training.microbatch import MicroBatch, collate, without_rows
 from grpo_core.training.model import FullModel, Model, ModelSource, compute_dtype, published_dtype
 from grpo_core.training.optimization import Optimization, divided
-from grpo_core.training.packing import PackingError
+from grpo_core.training.packing import PackingError, packs_well
 from grpo_core.training.passes import Passes
 from grpo_core.training.plan import Layout, Share, shares, with_tokens
 from grpo_core.training.process import thread_count
@@ -101,7 +101,9 @@ class TorchTrainer:
             check_vocabulary(setup.model, setup.teacher)
         resume = Path(setup.resume_from) if setup.resume_from else None
         passes = Passes.of(self._config)
-        if setup.model.attention:  # packing brings its own
+        dtype = compute_dtype(setup.model, self.device)
+        slow = self._config.packing == "auto" and not packs_well(dtype, self.device)
+        if slow or setup.model.attention:  # packing brings its own
             passes = evolve(passes, packing=False)
         try:
             self.model, self._teacher = self._models(resume, passes)
@@ -112,16 +114,9 @@ class TorchTrainer:
             self.model, self._teacher = self._models(resume, passes)
         self._named = list(self.model.trainable())
         self._parameters = [parameter for _, parameter in self._named]
-        dtype = compute_dtype(setup.model, self.device)
-        self.layout = Layout(
-            packing=self._config.packing if passes.packing else False,
-            costs=Costs(
-                budget=token_budget(self._config, self.model.vocabulary, self.device),
-                overhead=overhead(self.model.parameters, self.device),
-                packed=packed_token(self.model.parameters, self.model.layers, self.device, dtype),
-            ),
-            together="sequences" in self._needs,
-        )
+        self.layout = Layout(packed=passes.packing, together="sequences" in self._needs)
+        self._budget = token_budget(self._config, self.model.vocabulary, self.device)
+        self._overhead = overhead(self.model.parameters, self.device)
         chosen = setup.optimizer
         self.optimizers = Optimization(
             self._named,
@@ -293,14 +288,16 @@ class TorchTrainer:
         alone = sorted(set(range(len(rows))).difference(*together))
         lengths = [facts[mine[i]].length for i in alone]
         prompts = [(rows[i].prompt_ids.tobytes(), len(rows[i].prompt_ids)) for i in alone]
-        packed = any(row.packed for row in facts)
-        divided = laid_out(lengths, prompts, packed, self.layout.costs)
+        if self.layout.packed:
+            divided = packs(lengths, prompts, self._budget)
+        else:
+            divided = microbatches(lengths, self._budget, overhead=self._overhead)
         made = [
             collate(
                 [rows[i] for i in part],
                 self.device,
                 weights=[weights[mine[i]] for i in part],
-                packed=packed,
+                packed=self.layout.packed,
             )
             for part in [*together, *([alone[i] for i in part] for part in divided)]
         ]

@@ -27,7 +27,6 @@ from grpo_core.config import ModelConfig, TrainerConfig
 from grpo_core.demo.tiny import make_tiny_model
 from grpo_core.records import Batch, Row, StepResult, Weights
 from grpo_core.tokens import Tokens
-from grpo_core.training.batching import layout_cost
 from grpo_core.training.logprobs import token_logprobs
 from grpo_core.training.process import ProcessTrainer
 from grpo_core.training.setup import TrainerSetup
@@ -149,7 +148,7 @@ KINDS: Mapping[str, tuple[int, int, Sequence[int], int]] = {
 
 
 def packed(directory: Path, threads: int) -> None:
-    """Compare packed rows with sorted ones, and say which of them "auto" takes."""
+    """Compare packed rows with sorted ones."""
     for name, (width, layers, lengths, prompt) in KINDS.items():
         given = of_groups(lengths, prompt) if prompt else of_their_own(lengths)
         path = model(directory, width, layers)
@@ -157,13 +156,10 @@ def packed(directory: Path, threads: int) -> None:
         for each in both:
             each()
         plain, without_padding = best(both, 6, steady(threads))
-        prompts = [(row.prompt_ids.tobytes(), len(row.prompt_ids)) for row in given]
-        costs = both[0].trainer.layout.costs
-        packs = layout_cost(lengths, prompts, True, costs) < layout_cost(lengths, prompts, False, costs)
         reply = lengths[0] + 1 - prompt
         possible = 8 * (prompt + reply) / (prompt + 8 * reply)
         limit = 0.7 * possible if prompt >= 4 * reply else None
-        name = f"{name}, width {width}, auto {'packs' if packs else 'sorts'}: sorted / packed"
+        name = f"{name}, width {width}: sorted / packed"
         report(name, plain / without_padding, "", limit, most=False)
 
 

@@ -84,7 +84,6 @@ class LoraModel:
         ]
         self.parameters = sum(parameter.numel() for parameter in policy.module.parameters())
         self.vocabulary = policy.vocabulary
-        self.layers = policy.layers
 
     @classmethod
     def build(

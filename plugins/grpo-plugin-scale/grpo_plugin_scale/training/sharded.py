@@ -99,7 +99,7 @@ class _Sharded(nn.Module):
         super().__init__()
         self.module, self.names = module, names
         self._scorer = scorer
-        self.vocabulary, self.layers = self._scorer.vocabulary, self._scorer.layers
+        self.vocabulary = self._scorer.vocabulary
         options: dict[str, Any] = {"mesh": group.mesh, "reshard_after_forward": True}
         if copies:
             options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
