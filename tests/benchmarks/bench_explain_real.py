@@ -78,9 +78,9 @@ class Fault:
 
 FAULTS = (
     Fault("healthy", ["healthy"]),
-    Fault("the judge pays nothing", ["rewards_all_zero"], "Zero"),
-    Fault("the judge pays for everything", ["rewards_all_full"], "Full"),
-    Fault("the judge always pays a half", ["rewards_constant"], "Half"),
+    Fault("the judge pays nothing", ["warned"], "Zero"),
+    Fault("the judge pays for everything", ["warned"], "Full"),
+    Fault("the judge always pays a half", ["warned"], "Half"),
     Fault("a fifth of the rewards is NaN", ["rollouts_unscored"], "NotANumber"),
     Fault("a fifth of the replies is not judged", ["rollouts_unscored"], "Silent"),
     Fault("evaluate raises", ["environment_raises"], "Raising", {"environment.max_error_rate": 1.0}),
@@ -99,7 +99,7 @@ FAULTS = (
     Fault("a learning rate of 10", ["learning_rate_too_high"], settings={"trainer.lr": 10.0}),
     Fault("a learning rate of 0.05", ["learning_rate_too_high"], settings={"trainer.lr": 0.05}),
     Fault("a learning rate of 1e-12", ["learning_rate_too_low"], settings={"trainer.lr": 1e-12}),
-    Fault("max_tokens = 1", ["warned", "completions_truncated"], settings={"rollout.max_tokens": 1}),
+    Fault("max_tokens = 1", ["warned"], settings={"rollout.max_tokens": 1}),
     Fault("a clip of 1e-6", ["gradient_clip_too_small"], settings={"trainer.max_grad_norm": 1e-6}),
     Fault(
         "24 updates in a step",

@@ -136,7 +136,7 @@ def write(path: Path, cause: str, seed: int) -> None:
 # ---------------------------------------------------------------------------------- rewards
 
 
-@breaks("rewards_all_zero")
+@breaks("rewards_all_zero", cause="warned")
 def _all_zero(draw: Draw) -> None:
     if draw.rng.random() < 0.5:
         draw.tasks(judge="zero")
@@ -146,7 +146,7 @@ def _all_zero(draw: Draw) -> None:
     draw.settings.pop("dynamic_sampling.enabled", None)
 
 
-@breaks("rewards_all_full")
+@breaks("rewards_all_full", cause="warned")
 def _all_full(draw: Draw) -> None:
     if draw.rng.random() < 0.5:
         draw.tasks(judge="one")
@@ -155,7 +155,7 @@ def _all_full(draw: Draw) -> None:
     draw.settings.pop("dynamic_sampling.enabled", None)
 
 
-@breaks("rewards_constant")
+@breaks("rewards_constant", cause="warned")
 def _constant(draw: Draw) -> None:
     draw.tasks(judge="constant", breaks_at=draw.rng.choice([1.0, 0.3, 0.5]))
     if draw.world.tasks[0].breaks_at < 1.0:
@@ -192,7 +192,7 @@ def _poisoned(draw: Draw) -> None:
 # ---------------------------------------------------------------------------------- texts and prompts
 
 
-@breaks("completions_truncated")
+@breaks("completions_truncated", cause="warned")
 def _truncated(draw: Draw) -> None:
     draw.world.stop_bias = draw.rng.uniform(-3.0, -1.6)
     draw.tasks(length=draw.rng.randint(8, 12), judge="share", shown_length=3)

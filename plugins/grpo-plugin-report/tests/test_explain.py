@@ -78,7 +78,7 @@ def test_the_report_of_a_run_shows_its_causes_and_none_of_a_healthy_one(
 
 @pytest.mark.long
 def test_each_cause_has_three_different_lines_of_evidence_and_a_fix(tmp_path: Path) -> None:
-    write(tmp_path / "run", "rewards_all_zero", SEED)
+    write(tmp_path / "run", "environment_dies", SEED)
     (finding, *_) = explained(Facts.read(Run(tmp_path / "run", strict=False)))
     assert len(set(finding.evidence)) == 3
     assert "grpo-core" in finding.fix
@@ -175,10 +175,10 @@ def test_a_configuration_that_cannot_be_read_is_said(run: Path, capsys: pytest.C
 
 @pytest.mark.long
 def test_a_run_without_events_is_explained_by_its_metrics(tmp_path: Path) -> None:
-    write(tmp_path / "run", "rewards_all_zero", SEED)
+    write(tmp_path / "run", "learning_rate_too_low", SEED)
     (tmp_path / "run" / "events.jsonl").unlink()
     (tmp_path / "run" / "timeline.jsonl").unlink()
-    assert named(tmp_path / "run")[0] == "rewards_all_zero"
+    assert named(tmp_path / "run")[0] == "learning_rate_too_low"
     assert "killed" not in named(tmp_path / "run"), "nobody knows how it ended"
 
 
@@ -310,26 +310,14 @@ def test_single_steps_of_a_long_run_are_no_cause() -> None:
     assert causes(facts) == []
 
 
-def test_replies_that_were_cut_off_until_the_model_learnt_to_be_short_need_no_longer_limit() -> None:
-    """SmolLM2 learns this where the task pays for short replies."""
-    always: dict[str, list[float]] = {
-        "groups__sums": [8.0] * 20,
-        "reward__sums": [step / 20 for step in range(1, 21)],
-    }
-    ended = [0.75] * 12 + [0.4, 0.3, 0.2, 0.1, 0.1, 0.1, 0.05, 0.05]
-    assert "completions_truncated" not in causes(of(None, **always, truncated__sums=ended))
-    assert "completions_truncated" in causes(of(None, **always, truncated__sums=[0.75] * 20))
-
-
-def test_successes_that_are_cut_off_are_no_reason_for_a_larger_limit() -> None:
-    many = {"groups__sums": [8.0] * 20, "time__step": [1.0] * 20, "truncated__sums": [0.8] * 20}
-    facts = of(None, **many, reward__sums=[step / 20 for step in range(1, 21)])
-    assert causes(facts) == ["completions_truncated"]
-    facts.warnings["accuracy_finished/sums"] = Messages(9, 12, 20, "57 of 60 successes were cut off")
+@pytest.mark.parametrize("warning", ["rows", "rows/sums", "truncated/sums", "accuracy_finished/sums"])
+def test_a_warning_of_single_steps_counts_if_it_is_said_until_the_end(warning: str) -> None:
+    facts = of(time__step=[1.0] * 20)
+    facts.warnings[warning] = Messages(9, 12, 20, "57 of 60 successes were cut off")
     (finding,) = explained(facts)
     assert (finding.cause, finding.evidence[0]) == ("warned", "57 of 60 successes were cut off")
-    facts.warnings["accuracy_finished/sums"] = Messages(9, 2, 10, "57 of 60 successes were cut off")
-    assert "warned" not in causes(facts), "the model has learnt to end since then"
+    facts.warnings[warning] = Messages(9, 2, 10, "57 of 60 successes were cut off")
+    assert causes(facts) == [], "the model has learnt to end since then"
 
 
 def test_a_part_that_counts_mistakes_falls_in_a_healthy_run() -> None:
@@ -347,14 +335,6 @@ def test_a_part_that_counts_mistakes_falls_in_a_healthy_run() -> None:
     weights = {"shaping": {"weights": {"long": 1.0, "right": 0.0}}}
     unpaid = evolve(gamed, config=weights)
     assert causes(unpaid) == [], "nobody pays for the part that falls"
-
-
-def test_a_solved_task_whose_best_reward_is_zero_is_no_broken_judge() -> None:
-    solved = of(
-        groups__chess=[8.0] * 12, time__step=[1.0] * 12, reward__chess=[-1.0, -0.5, *[0.0] * 10],
-        accuracy__chess=[0.0, 0.5, *[1.0] * 10], frac_reward_zero_std__chess=[0.0, 0.2, *[1.0] * 10],
-    )  # fmt: skip
-    assert causes(solved) == []
 
 
 def test_a_task_that_is_switched_off_on_purpose_is_not_dominated() -> None:

@@ -95,7 +95,7 @@ RANKED = (
     "off_policy",
 )
 """Causes of the warnings that say what is wrong with a run; others say what may be."""
-OF_STEPS = ("accuracy_finished", "gamed", "signal", "never")
+OF_STEPS = ("rows", "truncated", "accuracy_finished", "gamed", "signal", "never")
 """Further ones, of single steps: they count if they are said until the end."""
 STILL = 5
 """Number of steps that are the end of a run."""

@@ -8,93 +8,10 @@ from statistics import fmean
 from grpo_plugin_report.explain.causes import Finding, moved, percent
 from grpo_plugin_report.explain.facts import Facts, Series
 
-EQUAL = 0.95
-"""Share of groups with equal rewards from which a task has no signal."""
-
-FEWEST = 16
-"""Number of groups without which nothing is said about a task."""
-
-
-def _without_signal(facts: Facts) -> list[str]:
-    """Return the tasks whose groups have had equal rewards towards the end of the run."""
-    return [
-        task
-        for task in facts.tasks
-        if facts.of(f"frac_reward_zero_std/{task}").last >= EQUAL
-        and facts.of(f"groups/{task}").total >= FEWEST
-    ]
-
-
-def _equal(facts: Facts, task: str) -> str:
-    series = facts.of(f"frac_reward_zero_std/{task}")
-    return f"groups of task {task!r} with equal rewards: {moved(series.first, series.last)} (share)"
-
-
-def _rows(facts: Facts) -> str:
-    rows = facts.of("rows")
-    return f"rollouts that a step trains: {moved(rows.first, rows.last)}"
-
 
 def _reward(facts: Facts, task: str) -> str:
     series = facts.of(f"reward/{task}")
     return f"mean reward of task {task!r}: {moved(series.first, series.last)}"
-
-
-def _top(facts: Facts, task: str) -> bool:
-    """Whether nearly all rollouts are successes, or have the reward 1 where none is declared."""
-    right = facts.of(f"accuracy/{task}")
-    return (right.last if len(right) else facts.of(f"reward/{task}").last) >= 0.97
-
-
-def rewards_all_zero(facts: Facts) -> Finding | None:
-    """All rollouts of a task have the reward 0."""
-    for task in _without_signal(facts):
-        reward = facts.of(f"reward/{task}")
-        near = len(reward) and max(abs(reward.most), abs(reward.least)) < 0.05
-        if near and abs(reward.last) < 0.01 and not _top(facts, task):
-            return Finding(
-                f"All rollouts of task {task!r} have the reward 0.",
-                (_reward(facts, task), _equal(facts, task), _rows(facts)),
-                "check the judge with grpo-core try ENV and its own solution; if it is right, begin with "
-                "easier prompts or a model that solves some of them",
-            )
-    return None
-
-
-def rewards_all_full(facts: Facts) -> Finding | None:
-    """All rollouts of a task were right from the start."""
-    for task in _without_signal(facts):
-        begin = facts.of(f"frac_reward_zero_std/{task}").values[:3]
-        if _top(facts, task) and begin and fmean(begin) >= 0.85:
-            return Finding(
-                f"All rollouts of task {task!r} are right from the first step on.",
-                (_reward(facts, task), _equal(facts, task), _rows(facts)),
-                "choose harder prompts, or let dynamic_sampling.enabled = true look for those that differ; "
-                "grpo-core audit ENV finds judges that pay for everything",
-            )
-    return None
-
-
-def rewards_constant(facts: Facts) -> Finding | None:
-    """All rollouts of a task have the same reward, which is neither 0 nor a success."""
-    for task in _without_signal(facts):
-        reward, right = facts.of(f"reward/{task}"), facts.of(f"accuracy/{task}")
-        between = abs(reward.last) >= 0.01 and not _top(facts, task)
-        tail = reward.values[-3:]
-        entropy = facts.of("entropy")
-        unexplored = not len(entropy) or entropy.last > 0.05
-        if between and tail and max(tail) - min(tail) < 1e-9 and unexplored:
-            return Finding(
-                f"Task {task!r} pays {reward.last:.3g} for every reply.",
-                (
-                    _reward(facts, task),
-                    _equal(facts, task),
-                    f"share of successes: {moved(right.first, right.last)}" if len(right) else _rows(facts),
-                ),
-                "look for a default or an exception handler in evaluate that returns this number; grpo-core "
-                "try ENV shows what it pays",
-            )
-    return None
 
 
 def filters_drop_most(facts: Facts) -> Finding | None:
@@ -123,27 +40,6 @@ def filters_drop_most(facts: Facts) -> Finding | None:
             ),
             "choose prompts of the right difficulty, or widen the bounds in [filters]",
         )
-    return None
-
-
-def completions_truncated(facts: Facts) -> Finding | None:
-    """Most completions are cut off by a token limit."""
-    for task in facts.tasks:
-        cut = facts.of(f"truncated/{task}")
-        if f"accuracy_finished/{task}" in facts.warnings:
-            continue  # what is cut is paid: a larger limit feeds that
-        if min(cut.median, cut.last) >= 0.5:
-            length = facts.of(f"completion_tokens/{task}")
-            return Finding(
-                f"Most completions of task {task!r} are cut off.",
-                (
-                    f"share that a token limit cuts off: {moved(cut.first, cut.last)}",
-                    f"mean length {length.mean:.3g} tokens, rollout.max_tokens = "
-                    f"{facts.setting('rollout.max_tokens')}",
-                    _reward(facts, task),
-                ),
-                "double rollout.max_tokens, or make the prompts ask for shorter replies",
-            )
     return None
 
 
