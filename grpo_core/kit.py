@@ -37,6 +37,7 @@ A trainer of another library (see ``examples/custom_trainer.py``):
 
     SharedMemoryWriter          publishes weights for the engines of this machine
     needs_of                    returns what a loss needs with its options, such as "reference"
+    rate                        returns the learning rate of a step
 
 A pool of engines (see ``grpo_plugin_scale``):
 
@@ -318,6 +319,7 @@ if TYPE_CHECKING:
     from grpo_core.training.process import ProcessTrainer as ProcessTrainer
     from grpo_core.training.process import RankProcess as RankProcess
     from grpo_core.training.ranks import Ranks as Ranks
+    from grpo_core.training.schedule import rate as rate
     from grpo_core.training.trainer import TorchTrainer as TorchTrainer
     from grpo_core.typed import Count as Count
     from grpo_core.typed import checked as checked

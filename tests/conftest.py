@@ -40,10 +40,10 @@ SKIPPED = (
     r"this Python can read it",
     "(verifiers|Inspect|it) is installed",  # what is said without them
     "needs (verifiers|Inspect): pip install",  # make test-foreign runs these
-    "needs GRPO_(VERIFIERS|INSPECT|TEXTARENA|TRANSFERQUEUE|NEMO_GYM|SKYRL_GYM|TRL)_PYTHON",
+    "needs GRPO_(VERIFIERS|INSPECT|TEXTARENA|TRANSFERQUEUE|NEMO_GYM|SKYRL_GYM|TINKER|TRL)_PYTHON",
     "GRPO_(OPENENV|NEMO_GYM)_PYTHON names no interpreter",
     "needs TransferQueue and grpo-plugin-ray",
-    "(TRL|Trackio) is not installed",
+    "(TRL|Trackio|Tinker's SDK) is not installed",
     "needs torchao",
 )
 """Reasons for which tests may be skipped on a machine without a GPU and podman."""

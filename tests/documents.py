@@ -35,6 +35,7 @@ TUTORIALS = [
         "first-sampler",
         "real-model",
         "one-gpu",
+        "tinker",
         "first-cluster",
         "from-trl",
         "from-verifiers",

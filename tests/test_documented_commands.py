@@ -57,6 +57,7 @@ NOT_RUN = {
     r"audit .*--model": "it warms a model up; grpo-plugin-audit's tests let the model of a run play",
     r"try .*--model": "it warms a model up; tests/test_try.py lets the model of a run play",
     r"--engine openai": "needs a service; the tests of grpo-plugin-openai serve one",
+    r"--model tinker:|runs/hosted": "needs a service; the tests of grpo-plugin-tinker start one",
     r"check local": "tests/test_decoding.py tries the same laws",
     r"check (torch|tiny)": "tests/test_kits_of_parts.py asks the same",
     r"check (reverse|shout)$|--env (reverse|shout|caesar)$": "needs it installed; docs/tutorial.md does that",

@@ -34,6 +34,7 @@ NOT_RUN = {
         r"^grpo-core validate": "tests/test_validation_cli.py measures by it",
     },
     "hosted": {r"--engine openai|^export": "needs a service; the tests of grpo-plugin-openai serve one"},
+    "tinker": {r"^export|^grpo-core": "needs a service; the tests of grpo-plugin-tinker start one"},
     "real-model": {r"^grpo-core train": "takes minutes; grpo-plugin-smollm2 tests its model"},
     "one-gpu": {
         r"^grpo-core watch": "it serves a page until ctrl-C; tests/test_watch.py does that",

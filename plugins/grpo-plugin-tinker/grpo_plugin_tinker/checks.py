@@ -1,0 +1,111 @@
+"""Refuses, before anything starts, the settings that a service with Tinker's protocol cannot honour."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from grpo_core import ConfigError
+from grpo_core.kit import Config, TrainerConfig
+from grpo_plugin_tinker.section import TinkerConfig
+
+KEY = "TINKER_API_KEY"
+KNOWN = ("clip_low", "clip_high", "importance_cap")
+"""Options of the loss ``grpo`` that the service computes."""
+UNKNOWN = (
+    "updates_per_step", "reference_every", "activations", "weights", "compile", "profile", "offload", "gpus",
+    "ranks", "threads", "device", "packing", "tokens_per_microbatch",
+)  # fmt: skip
+"""Keys of [trainer] that are about computing here."""
+
+
+def of_engine(*, config: Config) -> None:
+    """Raise ConfigError for what the service cannot sample."""
+    section = config.section(TinkerConfig)
+    _check_key(section)
+    if config.trainer.name != "tinker":
+        raise ConfigError(
+            f'engine.name = "tinker" samples snapshots that the service has trained, and trainer.name is '
+            f'"{config.trainer.name}"; set it to "tinker"'
+        )
+    if config.rollout.stop:
+        raise ConfigError(
+            f"rollout.stop = {config.rollout.stop!r}: in Tinker's protocol a completion ends at tokens or at "
+            "strings, and the model's own ends are tokens; leave it out"
+        )
+    sets = [config.validation, *map(config.validation.of_set, config.validation.sets)]
+    if any(each.min_p for each in sets):
+        raise ConfigError("validation.min_p: Tinker's protocol does not have it; leave it out")
+    if config.pipeline.max_staleness + 2 > section.snapshots:
+        raise ConfigError(
+            f"tinker.snapshots = {section.snapshots}: with pipeline.max_staleness = "
+            f"{config.pipeline.max_staleness} at least {config.pipeline.max_staleness + 2} are sampled from"
+        )
+
+
+def of_trainer(*, config: Config, section: TrainerConfig, base_model: str = "", **_: Any) -> None:
+    """Raise ConfigError for what the service cannot train."""
+    _check_key(config.section(TinkerConfig))
+    if not base_model:
+        raise ConfigError(
+            'trainer.options.base_model is missing: name a model of the service, or set model.path = "tinker:'
+            'NAME", which does it'
+        )
+    if problem := next(_problems(config, section), ""):
+        raise ConfigError(f'trainer.name = "tinker": {problem}')
+
+
+def _problems(config: Config, trainer: TrainerConfig) -> Iterator[str]:
+    for key, engine in (("engine", config.engine), ("validation.engine", config.validation.engine)):
+        if engine is not None and engine.name != "tinker":
+            yield f'its weights stay at the service, so {key}.name has to be "tinker", and is "{engine.name}"'
+    usual = TrainerConfig()
+    for key in UNKNOWN:
+        if (given := getattr(trainer, key)) != getattr(usual, key):
+            yield f"trainer.{key} = {given!r} has no meaning for the service; leave it out"
+    if config.rollout.temperature != 1.0:
+        yield (
+            f"rollout.temperature = {config.rollout.temperature:g}, and the service computes logprobs at 1; "
+            "leave it at 1"
+        )
+    loss, optimizer = config.loss, config.optimizer
+    if loss.name != "grpo":
+        yield (
+            f'loss.name = "{loss.name}" is no loss of the service, which computes "grpo" by its cispo or ppo'
+        )
+    for name, value in loss.options.items():
+        if name not in KNOWN and value:
+            yield f"loss.options.{name} = {value!r} is no option that the service computes; leave it out"
+    if loss.max_sequence_error:
+        yield "loss.max_sequence_error needs logprobs before the step; leave it out"
+    if optimizer.name != "adamw" or optimizer.options or optimizer.groups:
+        yield "the service's optimizer is AdamW with one learning rate; leave out [optimizer]"
+
+
+def service_loss(
+    options: Mapping[str, Any], proximal: str
+) -> tuple[Literal["cispo", "ppo"], dict[str, float]]:
+    """Return the service's loss that is ``grpo`` with these options, and its own options.
+
+    With one update a step, the gradient of ``grpo`` with recomputed proximal logprobs is that of CISPO with
+    the ratio policy / generation, between 0 and ``importance_cap``.  Where proximal is generation it is PPO.
+    """
+    if proximal == "recompute":
+        cap = float(options.get("importance_cap", 2.0))
+        return "cispo", {"clip_low_threshold": 0.0, "clip_high_threshold": cap}
+    low, high = float(options.get("clip_low", 0.2)), float(options.get("clip_high", 0.28))
+    return "ppo", {"clip_low_threshold": 1 - low, "clip_high_threshold": 1 + high}
+
+
+def _check_key(section: TinkerConfig) -> None:
+    """Raise ConfigError if the service needs a key and there is none, or if it cannot be one."""
+    key = os.environ.get(KEY, "")
+    elsewhere = section.base_url or os.environ.get("TINKER_BASE_URL")
+    if not key and not elsewhere:
+        raise ConfigError(
+            f"the environment variable {KEY} is not set; it holds the key of Tinker's service "
+            "(tinker.base_url names another service)"
+        )
+    if key and not key.startswith("tml-"):
+        raise ConfigError(f'the environment variable {KEY} holds no key of Tinker: they begin with "tml-"')

@@ -1,0 +1,55 @@
+"""The model ``tinker:NAME``: its weights are at the service, and its tokenizer is here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from grpo_core import ModelError
+from grpo_core.kit import ModelRequest, StartModel, size_of
+
+FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
+"""Files of a model without its weights."""
+
+
+class HostedModel:
+    """A model of the service, of which only the configuration and the tokenizer are read here.
+
+    Args:
+        name: name of the model, as the service knows it: a hub id, or a directory of its own machine.
+        tokenizer: hub id or directory of the tokenizer, if it is not ``name``.
+    """
+
+    def __init__(self, name: str, *, tokenizer: str = "") -> None:
+        self._name, self._tokenizer = name, tokenizer or name
+
+    @property
+    def preset(self) -> Mapping[str, Any]:
+        return {
+            "engine": {"name": "tinker"},
+            "trainer": {"name": "tinker", "options": {"base_model": self._name}, "lr": 1e-4},
+        }
+
+    def check(self) -> None:
+        """Accept: the service says at the start whether it has the model."""
+
+    async def start_model(self, request: ModelRequest) -> StartModel:
+        """Return the directory of the tokenizer.  Raises ModelError if there is none."""
+        path = await asyncio.to_thread(self._directory)
+        positions = await asyncio.to_thread(size_of, path, "max_position_embeddings")
+        return StartModel(path=path, positions=positions, doing=f"asking the service for {self._name}")
+
+    def _directory(self) -> str:
+        if (directory := Path(self._tokenizer).expanduser()).is_dir():
+            return str(directory)
+        from huggingface_hub import snapshot_download
+
+        try:
+            return str(snapshot_download(self._tokenizer, allow_patterns=list(FILES)))
+        except Exception as error:
+            raise ModelError(
+                f"model 'tinker:{self._name}': the hub did not give the tokenizer {self._tokenizer!r}: "
+                f"{str(error).strip()[:300]}; model.options.tokenizer names another"
+            ) from error

@@ -1,0 +1,175 @@
+"""A session with the service: calls that wait while it is away, and end at a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import tinker
+from tinker import types
+from tinker.lib.client_connection_pool_type import ClientConnectionPoolType
+
+from grpo_core import ConfigError, DeadlineExceeded, Unavailable
+from grpo_core.kit import Service, cut, time_limit
+from grpo_plugin_tinker.checks import KEY
+from grpo_plugin_tinker.section import TinkerConfig
+
+T = TypeVar("T")
+
+NO_KEY = "tml-none"
+"""Key for a server that needs none; the SDK wants one that begins so."""
+PROBE = 10.0
+"""Seconds after which a call without an answer makes us ask whether the service is there."""
+RETRIES = 2
+"""Number of times that the SDK's client sends a request again at once, beneath its retries for minutes."""
+LONGEST = 300
+"""Number of characters of a service's answer that a message repeats."""
+FAILURES = (tinker.TinkerError, ValueError, DeadlineExceeded)
+"""Errors of a call: the SDK raises ValueError for an answer that says that a request has failed."""
+
+
+class Session:
+    """A session with the service, with the SDK's retries.
+
+    The SDK asks for the result of a request until it has it, whatever happens to the connection.  So a call
+    without a result asks now and then whether the service is there.  While it is away no deadline counts, and
+    after ``tinker.unavailable_for`` seconds the call raises Unavailable.
+
+    Args:
+        who: the part of the run that calls, for messages.
+    """
+
+    def __init__(self, config: TinkerConfig, who: str) -> None:
+        self._url, self._who = config.base_url or None, who
+        self._availability = Service(who, config.unavailable_for, key="tinker.unavailable_for")
+        self._answered = -PROBE
+        self._client: tinker.ServiceClient | None = None
+        self._beginning = asyncio.Lock()
+
+    async def client(self, seconds: float) -> tinker.ServiceClient:
+        """Return the SDK's client; the first call begins the session.
+
+        Raises ConfigError if there is no service, or if it refuses; DeadlineExceeded.
+        """
+
+        def late() -> DeadlineExceeded:
+            return DeadlineExceeded(f"{self._who}: the service did not begin a session within {seconds:g} s")
+
+        def begin() -> tinker.ServiceClient:
+            key = os.environ.get(KEY) or NO_KEY
+            return tinker.ServiceClient(base_url=self._url, api_key=key, max_retries=RETRIES)
+
+        async with self._beginning, time_limit(seconds, late):
+            if self._client is None:
+                try:
+                    self._client = await asyncio.to_thread(begin)
+                except tinker.TinkerError as error:
+                    raise ConfigError(
+                        f"{self._who}: the service at {self._url or 'TINKER_BASE_URL'} begins no session: "
+                        f"{said(error)}; look at tinker.base_url and at the variable {KEY}"
+                    ) from error
+            return self._client
+
+    async def call(
+        self, what: str, ask: Callable[[], Awaitable[T]], seconds: float, *, again: bool = False
+    ) -> T:
+        """Return the answer of the service.
+
+        Args:
+            what: name of the call, for messages.
+            ask: sends the request.
+            again: whether it may be sent twice, if the service goes away before it has accepted it.
+
+        Raises DeadlineExceeded after ``seconds`` in which the service was there, Unavailable, and what the
+        SDK raises (``FAILURES``).
+        """
+        loop, used = asyncio.get_running_loop(), 0.0
+        task = asyncio.ensure_future(_awaited(ask()))
+
+        async def wait() -> Unavailable | None:
+            nonlocal task, used
+            began = loop.time()
+            await asyncio.wait({task}, timeout=min(PROBE, seconds - used))
+            if not task.done():
+                away = await self._absence()
+            elif away := _absent(task.exception()) if again else None:
+                task = asyncio.ensure_future(_awaited(ask()))
+            used += 0.0 if away else loop.time() - began
+            return away
+
+        try:
+            while not task.done():
+                if used >= seconds:
+                    raise DeadlineExceeded(f"{self._who}: {what} has no result within {seconds:g} s")
+                await self._availability.once(what, wait, lambda away: away)
+            return task.result()
+        finally:
+            task.cancel()
+
+    async def _absence(self) -> Unavailable | None:
+        """Return the error of a service that is away; calls that ask at about the same time share it."""
+        loop = asyncio.get_running_loop()
+        if self._client is None or loop.time() - self._answered < PROBE:
+            return None
+        holder = self._client.holder
+
+        async def ask() -> None:
+            with holder.aclient(ClientConnectionPoolType.SESSION) as client:
+                await client.with_options(max_retries=0).service.health_check(timeout=PROBE)
+
+        try:
+            await holder.run_coroutine_threadsafe(ask())
+        except tinker.APIError as error:
+            if (away := _absent(error)) is not None:
+                return away
+        self._answered = loop.time()
+        return None
+
+    async def unload(self, model_id: str) -> None:
+        """Give the adapters of a model back, as far as the service takes them."""
+        if self._client is None:
+            return
+        holder = self._client.holder
+
+        async def ask() -> None:
+            with holder.aclient(ClientConnectionPoolType.TRAIN) as client:
+                await client.models.unload(request=types.UnloadModelRequest(model_id=model_id), max_retries=0)
+
+        await _as_far_as_it_does(holder.run_coroutine_threadsafe(ask()))
+
+    async def delete(self, path: str) -> None:
+        """Delete a snapshot or a state, as far as the service does that."""
+        if self._client is not None:
+            client = self._client.create_rest_client()
+            await _as_far_as_it_does(client.delete_checkpoint_from_tinker_path_async(path))
+
+    def close(self) -> None:
+        """End the session: the service notices that it gives no sign of life any more."""
+        if self._client is not None:
+            self._client.holder.close()  # type: ignore[no-untyped-call]
+
+
+def said(error: BaseException) -> str:
+    """Return an error of the SDK as one short line."""
+    return cut(" ".join(f"{type(error).__name__}: {error}".split()), LONGEST)
+
+
+def _absent(error: BaseException | None) -> Unavailable | None:
+    """Return what an error says about a service that is away."""
+    if isinstance(error, tinker.APIStatusError):
+        return Unavailable(said(error)) if error.status_code >= 500 else None
+    return Unavailable(said(error)) if isinstance(error, tinker.APIConnectionError) else None
+
+
+async def _as_far_as_it_does(answer: Awaitable[object]) -> None:
+    """Await what not every service does, and what a session's end would do as well."""
+    with contextlib.suppress(tinker.TinkerError, ValueError, TimeoutError):
+        async with asyncio.timeout(PROBE):
+            await answer
+
+
+async def _awaited(answer: Awaitable[T]) -> T:
+    return await answer
