@@ -15,13 +15,12 @@ from attrs import NOTHING, cmp_using, field, frozen
 from grpo_core.errors import PluginError, Unavailable
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import numpy as np
     from numpy.typing import ArrayLike, NDArray
 
     from grpo_core.tokens import Ids, Tokens
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 T = TypeVar("T")
 Default = TypeVar("Default")
