@@ -111,7 +111,7 @@ def test_the_options_page_knows_every_offer_of_this_repository():
         for kind, names in plugin.offers.items() if plugin.distribution in ours else ():
             if kind not in ("environment", "preflight"):
                 named = {*names} - {each.name for each in plugin.sections} - {"pool"}  # which a run makes
-                assert all(re.search(rf"^### `(\w+:)?{name}`$", text, re.M) for name in named)
+                assert all(re.search(rf"^### `(\w+:)?{re.escape(name)}`$", text, re.M) for name in named)
 
 
 # ---------------------------------------------------------------------------------- what pages name
