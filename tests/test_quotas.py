@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from grpo_core.data.quotas import Quotas
 from grpo_core.data.samplers import Mix, PromptStream
-from grpo_core.errors import ConfigError
+from grpo_core.errors import PluginError
 from grpo_core.records import Prompt, SampleRequest
-from grpo_core.testing import MemoryLoader
+from grpo_core.testing import MemoryLoader, make_offer
 from grpo_plugin_curriculum.curriculum import Curriculum, Schedule
 from grpo_plugin_curriculum.learnable_prompts import LearnablePrompts
 from grpo_plugin_devkit.samplers import check_sampler
@@ -123,8 +123,8 @@ def test_samplers_with_exact_shares_keep_the_contract(name, shares):
 
 
 def test_anything_else_is_refused():
-    with pytest.raises(ConfigError, match="shares is 'exact', expected 'random', 'drawn', 'trained'"):
-        Mix(shares="exact")
+    with pytest.raises(PluginError, match="'shares' is 'exact'; expected 'random' or 'drawn' or 'trained'"):
+        make_offer("sampler", "mix", shares="exact")
 
 
 def stream(shares):

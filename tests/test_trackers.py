@@ -469,11 +469,10 @@ def test_options_decide_which_rollouts_stay_on_disk(tmp_path, options, expected)
 
 
 @pytest.mark.parametrize("option", ["every", "keep"])
-@pytest.mark.parametrize("value", [-1, 1.5, True])
-def test_an_option_that_is_no_count_is_refused(tmp_path, option, value):
+def test_an_option_below_0_is_refused(tmp_path, option):
     run = RunDirectory.create(tmp_path / "run", Config())
-    with pytest.raises(ConfigError, match=rf"files\.{option}: expected a whole number of .* 0, got {value}"):
-        files.FilesTracker(run.info(Config(), None), **{option: value})
+    with pytest.raises(ConfigError, match=rf"tracking\.files\.{option} is -1, expected at least 0"):
+        files.FilesTracker(run.info(Config(), None), **{option: -1})
     assert not (run.path / "events.jsonl").exists()
 
 

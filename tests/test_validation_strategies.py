@@ -13,9 +13,10 @@ from attrs import evolve
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from grpo_core.errors import ConfigError
+from grpo_core.errors import ConfigError, SelectionError
 from grpo_core.loop.metrics import DESCRIPTIONS, headline
 from grpo_core.records import Rollout, Segment
+from grpo_core.testing import make_offer
 from grpo_core.tokens import Tokens
 from grpo_core.validation.estimates import interval
 from grpo_core.validation.results import table
@@ -307,24 +308,32 @@ def test_strategies_request_rollouts_by_their_options():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (
-            partial(Greedy, mode="both"),
-            "mode is 'both'; expected 'batched' or 'pipelined'",
-        ),
-        (partial(Batched, n=0), "n is 0; expected a whole number of at least 1"),
+        (partial(Batched, n=0), "n is 0; expected at least 1"),
         (partial(Batched, temperature=-1), "temperature is -1; expected 0 or more"),
-        (partial(Pipelined, max_tokens=0.5), "max_tokens is 0.5"),
+        (partial(Pipelined, max_tokens=0), "max_tokens is 0; expected at least 1"),
         (partial(Batched, confidence=95), "confidence is 95; expected within 0 and 1"),
         (partial(PassAtK, k=8, n=4), "n is 4; expected at least the largest k, 8"),
         (partial(PassAtK, k="8"), "k is '8'; expected whole numbers of at least 1"),
         (partial(PassAtK, k=[]), "k is \\[\\]; expected whole numbers"),
         (partial(PassAtK, k=8, temperature=0), "temperature is 0; expected more than 0: greedy rollouts are"),
-        (partial(Majority, n=True), "n is True; expected a whole number"),
     ],
 )
 def test_options_out_of_their_range_are_named(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("greedy", {"mode": "both"}, "option 'mode' is 'both'; expected 'batched' or 'pipelined'"),
+        ("batched", {"max_tokens": 0.5}, r"option 'max_tokens' is 0\.5; expected int"),
+        ("majority", {"n": True}, "option 'n' is True; expected int"),
+    ],
+)
+def test_options_of_another_type_are_named(name, options, message):
+    with pytest.raises(SelectionError, match=message):
+        make_offer("validation_strategy", name, **options)
 
 
 # ---------------------------------------------------------------------------------- the contract

@@ -35,7 +35,7 @@ from grpo_core.data.files import check_there
 from grpo_core.data.samplers import plugin_state
 from grpo_core.errors import ConfigError, did_you_mean, plugin_errors
 from grpo_core.loop.endings import Goal
-from grpo_core.loop.metrics import COMPARED, documented
+from grpo_core.loop.metrics import COMPARED, names_of_tasks
 from grpo_core.loss import problems_of
 from grpo_core.model_sources import model_source
 from grpo_core.models import ADAPTERS, chat_template, check_path
@@ -217,8 +217,8 @@ def _check_goal(config: Config) -> None:
     if not goal:
         return
     metric = Goal.parse(goal).metric
-    entry, task = documented(metric) or "", metric.partition("/")[2]
-    if entry.endswith("/TASK") and task not in config.tasks:
+    name, _, task = metric.partition("/")
+    if name in names_of_tasks() and task not in config.tasks:
         near = did_you_mean(task, set(config.tasks))
         raise ConfigError(f"trainer.stop_when is {goal!r}, and there is no task {task!r}.{near}")
     if not metric.startswith("validation/"):

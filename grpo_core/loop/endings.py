@@ -8,7 +8,7 @@ from attrs import define, field, frozen
 
 from grpo_core.config import GOAL
 from grpo_core.errors import ConfigError, did_you_mean
-from grpo_core.loop.metrics import COMPARED, documented, lacks_scores
+from grpo_core.loop.metrics import AT_TIMES, COMPARED, lacks_scores
 
 PARTS = ("step", "sync", "save", "cut", "save")
 """A run that stops may have to end all of these: a step with its publication, a weight sync, the checkpoint
@@ -55,7 +55,9 @@ class Goal:
         if self.metric.startswith("validation/"):
             absent = any(other.startswith(f"{part}/") for other in values)
         else:  # a step without rows has no metrics of the loss
-            absent = values.get("tokens/trained", 0.0) > 0 and documented(self.metric) is None
+            name, known = self.metric.partition("/")[0], {other.partition("/")[0] for other in values}
+            trained = values.get("tokens/trained", 0.0) > 0
+            absent = trained and name not in known and not name.startswith(AT_TIMES)
         if absent:
             raise ConfigError(
                 f"trainer.stop_when is about {self.metric!r}, which nothing measures."

@@ -1,4 +1,4 @@
-"""The metrics of a run: their names, and the metrics of the groups that a step trains.  Pure.
+"""The metrics of the groups that a step trains, and names of metrics.  Pure.
 
 A metric's name is ``name``, ``group/name``, ``name/TASK`` or ``validation/TASK/name``; ``name`` contains no
 slash.  In the last form TASK may also be the name of a validation set.
@@ -6,7 +6,6 @@ slash.  In the last form TASK may also be the name of a validation set.
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
@@ -18,125 +17,15 @@ from numpy.typing import NDArray
 
 from grpo_core.advantages import equal
 from grpo_core.events import LOOP, Span
-from grpo_core.records import Group, Rollout
+from grpo_core.records import Group, Prompt, Rollout
 from grpo_core.tokens import sampled_versions
 
-METRICS = (
-    "reward/TASK",
-    "reward_std/TASK",
-    "accuracy/TASK",
-    "accuracy_finished/TASK",
-    "feedback_PART/TASK",
-    "std_feedback_PART/TASK",
-    "groups/TASK",
-    "frac_reward_zero_std/TASK",
-    "filtered/TASK",
-    "filtered_fraction/TASK",
-    "filtered_reward/TASK",
-    "filtered_by_NAME/TASK",
-    "shaped_reward/TASK",
-    "completion_tokens/TASK",
-    "completion_tokens_min/TASK",
-    "completion_tokens_p50/TASK",
-    "completion_tokens_p95/TASK",
-    "completion_tokens_max/TASK",
-    "turns/TASK",
-    "tool_calls/TASK",
-    "tool_failures/TASK",
-    "segments/TASK",
-    "truncated/TASK",
-    "masked/TASK",
-    "unscored/TASK",
-    "staleness/TASK",
-    "environment_seconds/TASK",
-    "environment_latency/TASK",
-    "errors/TASK",
-    "staleness_mean",
-    "staleness_max",
-    "staleness_share_K",
-    "time/step",
-    "time/wait_for_groups",
-    "time/generate",
-    "time/train",
-    "time/publish",
-    "time/sync",
-    "time/canary",
-    "time/validation",
-    "time/checkpoint",
-    "time/wait_for_sync",
-    "time/wait_for_validation",
-    "overlap",
-    "tokens_per_second/generation",
-    "tokens_per_second/training",
-    "tokens/trained",
-    "tokens/padding",
-    "buffer/in_flight",
-    "buffer/retrying",
-    "buffer/ready",
-    "buffer/dispatched",
-    "buffer/skipped",
-    "buffer/filtered",
-    "buffer/attempts",
-    "rows",
-    "loss",
-    "entropy",
-    "bonus_entropy",
-    "entropy_coefficient",
-    "kl",
-    "teacher_kl",
-    "clip_fraction_low",
-    "clip_fraction_high",
-    "importance_weight_mean",
-    "importance_weight_max",
-    "sequence_error_mean",
-    "sequence_error_max",
-    "sequence_error_masked",
-    "sequence_error_masked_correct",
-    "off_policy_masked",
-    "signal",
-    "grad_norm",
-    "lr",
-    "logprob_diff_mean",
-    "mismatch_kl",
-    "importance_ratio_mean",
-    "importance_ratio_max",
-    "canary/difference_mean",
-    "canary/difference_max",
-    "canary/moved",
-    "canary/unproved",
-    "effective_sample_size",
-    "engine_tokens_per_second/NAME",
-    "engine_cache_use/NAME",
-    "engine_preemptions/NAME",
-    "engine_cached_prompt_tokens/NAME",
-    "memory/NAME",
-    "memory_gpu/NAME",
-    "incidents/KIND",
-    "non_finite_rows",
-    "non_finite_updates",
-    "validation/TASK/accuracy",
-    "validation/TASK/accuracy_finished",
-    "validation/TASK/reward",
-    "validation/TASK/pass@K",
-    "validation/TASK/maj@N",
-    "validation/TASK/NAME_low",
-    "validation/TASK/NAME_high",
-    "validation/TASK/difference",
-    "validation/TASK/difference_low",
-    "validation/TASK/difference_high",
-    "validation/TASK/outcome",
-    "validation/TASK/standard",
-    "validation/TASK/feedback_PART",
-    "validation/TASK/completion_tokens",
-    "validation/TASK/truncated",
-    "validation/TASK/prompts",
-    "validation/TASK/errors",
-    "validation/TASK/unscored",
+AT_TIMES = (
+    *("reward", "accuracy", "feedback_", "std_feedback_", "shaped_reward", "filtered", "masked", "unscored"),
+    *("tool_calls", "tool_failures", "errors", "environment_", "staleness_share_", "off_policy_masked"),
+    *("sequence_error_masked", "non_finite_", "incidents", "memory", "engine_"),
 )
-"""The names of all metrics that the core writes; docs/metrics.md has their meanings.
-
-A part of a name in capitals stands for any text.
-"""
+"""Beginnings of metrics that one step may lack and another one have.  docs/metrics.md has all metrics."""
 
 ENVIRONMENT = "environment "
 """The beginning of the lanes of environments."""
@@ -147,21 +36,11 @@ COMPARED = ("difference", "difference_low", "difference_high", "outcome", "stand
 """Metrics of a validation that compare a version with another one; absent until there is one to compare."""
 
 
-def documented(name: str) -> str | None:
-    """Return the entry of ``METRICS`` that stands for a metric, or None if no entry does."""
-    # entries with fewer wildcards come first: they name a metric more exactly
-    entries = sorted(METRICS, key=lambda entry: len(_WILDCARD.findall(entry)))
-    return next((entry for entry in entries if _pattern(entry).fullmatch(name)), None)
-
-
-_WILDCARD = re.compile("TASK|PART|NAME|KIND|[KN]$")
-
-
-def _pattern(entry: str) -> re.Pattern[str]:
-    """Return the pattern of an entry; only the name of a task may contain a slash."""
-    texts, holes = _WILDCARD.split(entry), _WILDCARD.findall(entry)
-    parts = [".+" if hole == "TASK" else r"\d+" if hole in "KN" else "[^/]+" for hole in holes]
-    return re.compile("".join(re.escape(t) + p for t, p in zip(texts, [*parts, ""], strict=True)))
+def names_of_tasks() -> set[str]:
+    """Return the names before the slash of metrics that a step has for each task."""
+    prompt, rollout = Prompt(messages="", environment="task"), Rollout(reward=1.0, success=True)
+    group = Group(prompt=prompt, rollouts=(rollout,), generation_version=0, target_version=0)
+    return {name.removesuffix("/task") for name in task_metrics([group], step=0) if name.endswith("/task")}
 
 
 DESCRIPTIONS = ("accuracy_finished", "completion_tokens", "truncated", "prompts", "errors", "unscored")

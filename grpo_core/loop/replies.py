@@ -13,7 +13,7 @@ from math import sqrt
 from operator import add
 from statistics import fmean
 
-from attrs import astuple, define, field, frozen
+from attrs import astuple, define, field, fields, frozen
 
 from grpo_core.advantages import equal
 from grpo_core.errors import cut
@@ -75,8 +75,8 @@ class Seen:
     """Replies that a token limit cut off."""
     rewards_cut: float
     """Sum of their rewards."""
-    judged: bool
-    """Whether the environment declares which replies are successes."""
+    judged: int
+    """Replies of which the environment declares whether they are successes."""
     right: int
     """Successes; where none are declared, replies with a reward above 0."""
     right_cut: int
@@ -94,7 +94,7 @@ class Seen:
     def of(cls, groups: Sequence[Group]) -> Seen:
         """Look at the groups of a task in one step."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]
-        judged = any(rollout.success is not None for rollout in rollouts)
+        judged = sum(rollout.success is not None for rollout in rollouts)
         right = [each for each in rollouts if (each.success if judged else (each.reward or 0.0) > 0.0)]
         unpaid = (each for each in rollouts if each.reward == 0.0 and not each.truncated)
         return cls(
@@ -113,28 +113,17 @@ class Seen:
         )
 
     def __add__(self, other: Seen) -> Seen:
-        return Seen(
-            rewards=[*self.rewards, *other.rewards],
-            replies=self.replies + other.replies,
-            cut=self.cut + other.cut,
-            rewards_cut=self.rewards_cut + other.rewards_cut,
-            judged=self.judged or other.judged,
-            right=self.right + other.right,
-            right_cut=self.right_cut + other.right_cut,
-            taught=self.taught + other.taught,
-            groups=self.groups + other.groups,
-            equal=self.equal + other.equal,
-            parts={
-                name: self.parts.get(name, Part()) + other.parts.get(name, Part())
-                for name in sorted({*self.parts, *other.parts})
-            },
-            unpaid=[*self.unpaid, *other.unpaid][-SHOWN:],
-        )
+        names = [each.name for each in fields(Seen) if each.name != "parts"]
+        parts = {
+            name: self.parts.get(name, Part()) + other.parts.get(name, Part())
+            for name in sorted({*self.parts, *other.parts})
+        }
+        return Seen(**{name: getattr(self, name) + getattr(other, name) for name in names}, parts=parts)
 
     @property
     def declared(self) -> bool:
         """Whether it is known which replies are successes: it is declared, or rewards are all or nothing."""
-        return self.judged or (len(set(self.rewards)) <= 2 and min(self.rewards, default=0.0) <= 0.0)
+        return self.judged > 0 or (len(set(self.rewards)) <= 2 and min(self.rewards, default=0.0) <= 0.0)
 
 
 def _taught(rollout: Rollout) -> bool:
@@ -281,7 +270,7 @@ def _never(seen: Seen, missing: Sequence[str]) -> str:
 
 
 def _shown(seen: Seen) -> str:
-    replies = ", ".join(repr(cut(reply, LENGTH)) for reply in seen.unpaid)
+    replies = ", ".join(repr(cut(reply, LENGTH)) for reply in seen.unpaid[-SHOWN:])
     return f"; unpaid replies that ended: {replies}" if replies else ""
 
 

@@ -68,10 +68,8 @@ class FilesTracker(Tracker):
         self, run: RunInfo, *, every: int = 1, keep: int = 0, compress: bool = True, tokens: bool = True
     ) -> None:
         for name, value in (("every", every), ("keep", keep)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ConfigError(
-                    f"tracking.files.{name}: expected a whole number of at least 0, got {value!r}"
-                )
+            if value < 0:
+                raise ConfigError(f"tracking.files.{name} is {value}, expected at least 0")
         self._every, self._keep, self._compress, self._tokens = every, keep, compress, tokens
         self._directory = run.directory
         for folder in (ROLLOUTS, VALIDATION):

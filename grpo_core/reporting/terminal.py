@@ -6,7 +6,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from grpo_core.errors import PluginError, cut
+from grpo_core.errors import cut
 from grpo_core.events import (
     ErrorRaised,
     Event,
@@ -85,15 +85,9 @@ class TerminalTracker(Tracker):
             80 columns; "lines" prints a line for each step and each validation; "quiet" prints warnings and
             what was survived; "json" prints events as ``events.jsonl`` has them, without those of single
             prompts.
-
-    Raises PluginError if there is no such view.
     """
 
     def __init__(self, run: RunInfo, *, view: View = "live") -> None:
-        if view not in get_args(View):
-            raise PluginError(
-                f"tracking.terminal.view is {view!r}; expected one of {', '.join(get_args(View))}"
-            )
         self._view = view
         self.console = self.make_console()
         self._steps = planned_steps(run.config)

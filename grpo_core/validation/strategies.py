@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 from statistics import fmean
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from attrs import evolve
 
@@ -65,12 +65,10 @@ class ScoringStrategy:
         mode: Mode = "batched",
         confidence: float = 0.95,
     ) -> None:
-        _expect(_whole(n) and n >= 1, "n", n, "a whole number of at least 1")
-        _expect(_number(temperature) and temperature >= 0, "temperature", temperature, "0 or more")
-        fine = max_tokens is None or (_whole(max_tokens) and max_tokens >= 1)
-        _expect(fine, "max_tokens", max_tokens, "a whole number of at least 1")
-        _expect(mode in get_args(Mode), "mode", mode, "'batched' or 'pipelined'")
-        _expect(_number(confidence) and 0 < confidence < 1, "confidence", confidence, "within 0 and 1")
+        _expect(n >= 1, "n", n, "at least 1")
+        _expect(temperature >= 0, "temperature", temperature, "0 or more")
+        _expect(max_tokens is None or max_tokens >= 1, "max_tokens", max_tokens, "at least 1")
+        _expect(0 < confidence < 1, "confidence", confidence, "within 0 and 1")
         self.n, self.temperature, self.max_tokens = n, float(temperature), max_tokens
         self.mode, self.confidence = mode, float(confidence)
 
@@ -208,11 +206,3 @@ def _by_name(scores: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
 def _expect(holds: bool, option: str, given: Any, expected: str) -> None:
     if not holds:
         raise ConfigError(f"{option} is {given!r}; expected {expected}")
-
-
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
