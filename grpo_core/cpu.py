@@ -12,6 +12,8 @@ import torch
 from grpo_core.errors import ConfigError, one_line
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+FIRST_FOR_GPUS = "2.10"
+"""Version of torch with all operations of a trainer on a GPU; from 2.12 on it packs rows in one call."""
 KEPT_FREE = 256 << 20
 """Bytes of freed memory that a process keeps for what it allocates next."""
 GROWN = 1 << 30
@@ -21,18 +23,24 @@ GROWN = 1 << 30
 def resolve_device(configured: str, key: str) -> torch.device:
     """The device of a setting: "auto" is a GPU if there is one, else the CPU.
 
-    Raises ConfigError, which names ``key``, if torch cannot use the device.
+    Raises ConfigError, which names ``key``, if torch cannot use the device or is too old for a GPU.
     """
-    if configured == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(configured)
-        torch.empty(0, device=device)
+        if configured == "auto":
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        else:
+            device = torch.device(configured)
+            torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(
             f"{key} is {configured!r}, which torch {torch.__version__} cannot use here: {one_line(error)}; "
             'choose "auto" or "cpu"'
         ) from error
+    if device.type == "cuda" and torch.__version__ < FIRST_FOR_GPUS:
+        raise ConfigError(
+            f"{key} is {configured!r}: torch {torch.__version__} is too old for a GPU, expected at least "
+            f'{FIRST_FOR_GPUS}; upgrade torch, or choose "cpu"'
+        )
     return device
 
 

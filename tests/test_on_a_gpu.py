@@ -20,6 +20,7 @@ import torch
 from peft import LoraConfig as PeftConfig
 from separate_gpu import GPU, OnGpu, on_a_gpu, wide
 from test_trainer import batch, ragged, setup
+from torch.torch_version import TorchVersion
 
 from grpo_core import cpu
 from grpo_core.config import TrainerConfig
@@ -488,6 +489,16 @@ def test_auto_is_a_gpu_if_there_is_one_and_a_device_that_is_not_there_is_named(m
         ConfigError, match=r"^trainer\.device is 'cuda:99', which torch .* cannot use here: .*"
     ):
         cpu.resolve_device("cuda:99", "trainer.device")
+
+
+def test_a_torch_that_is_too_old_for_gpus_is_refused_at_the_start(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "empty", lambda *shape, device: None)
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.9.1+cu128"))
+    for configured in ("auto", "cuda"):
+        with pytest.raises(ConfigError, match=r"torch 2\.9\.1\+cu128 is too old .* expected at least 2\.10;"):
+            cpu.resolve_device(configured, "trainer.device")
+    assert cpu.resolve_device("cpu", "trainer.device").type == "cpu"
 
 
 # ---------------------------------------------------------------------------------- the engine `local`
