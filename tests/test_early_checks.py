@@ -176,3 +176,28 @@ def test_the_checks_load_no_heavy_package(here):
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=here, capture_output=True, text=True)
     assert done.stdout == "\n", (done.stdout, done.stderr)
+
+
+NO_RESULTS = {
+    "pass": "Env has no method 'evaluate'; define evaluate(episodes)",
+    "def evaluate(self, episodes): return 1.0": "evaluate returned float, expected one result per episode",
+    "def evaluate(self, episodes): return [1.0, 0.0, 1.0]": "evaluate returned 3 results for 1 episodes",
+    "def evaluate(self, episodes): return ['good']": "'good'",
+    "def evaluate(self, episodes): return [re.match('a', each.reply) for each in episodes]": (
+        "evaluate raised NameError: name 're' is not defined"
+    ),
+}
+
+
+@pytest.mark.parametrize(("body", "message"), NO_RESULTS.items(), ids=str)
+def test_an_environment_that_cannot_judge_one_reply_ends_before_a_model_is_read(here, body, message):
+    prompts = "def prompts(self, split): return [grpo.Prompt(messages='1+1=')] * 1"
+    (here / "env.py").write_text(
+        f"import grpo_core as grpo\nclass Env(grpo.Environment):\n    {prompts}\n    {body}\n"
+    )
+    command = [GRPO, "train", "--env", "./env.py:Env", "--model", "huge"]
+    done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert message in done.stderr
+    assert "huge" not in done.stderr
+    assert "grpo_core/environments" not in done.stderr, "frames of the plugin alone"

@@ -16,7 +16,7 @@ from typing import Any
 from attrs import asdict, define, evolve, field, frozen
 
 from grpo_core.app import provenance, readings
-from grpo_core.app.first_look import first_look, leaks
+from grpo_core.app.first_look import first_look, judge_one_reply, leaks
 from grpo_core.app.gpus import Devices
 from grpo_core.app.lengths import RunPrompts, has_tokenizer
 from grpo_core.app.model_files import check_files
@@ -280,6 +280,8 @@ async def build_pipeline(config: Config, run: RunContext) -> tuple[Config, Pipel
         held_out=await tasks.held_out(chosen, chosen.due_sets, tasks=bool(chosen.every)),
     )
     check_dataloaders(config, tasks.dataloaders, parts.sampler())
+    at_hand = {name: part for name, part in found.prompts.items() if name not in tasks.dataloaders}
+    await judge_one_reply(tasks.environments, at_hand)
     plane = await _data_plane(parts, run)
     model = await _start_model(parts, run, found)
     teacher = config.teacher.path and await asyncio.to_thread(local_directory, config.teacher.path)

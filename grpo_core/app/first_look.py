@@ -11,14 +11,35 @@ from grpo_core.config import RolloutConfig
 from grpo_core.data.leakage import digest, leaked
 from grpo_core.data.sources import Source, missing
 from grpo_core.environments.pool import EnvironmentPool
-from grpo_core.errors import GrpoError, ModelError
-from grpo_core.records import Prompt
+from grpo_core.errors import GrpoError, ModelError, PluginError
+from grpo_core.records import Episode, Prompt
 from grpo_core.text.conventions import REPLIES, WITH_CALLS, misread
 from grpo_core.text.rendering import Renderer, Tools
 from grpo_core.validation.sets import HeldOut
 
 SOLVED = 16
 """Number of prompts of each task whose solutions are measured."""
+
+
+BUGS = frozenset({"AttributeError", "ImportError", "ModuleNotFoundError", "NameError", "TypeError"})
+"""Errors of a reward function that other replies would not mend."""
+
+
+async def judge_one_reply(
+    environments: Mapping[str, EnvironmentPool], prompts: Mapping[str, Sequence[Prompt]]
+) -> None:
+    """Evaluate one reply of each task.  Raises PluginError if that shows a bug, or no valid result."""
+    for task, part in prompts.items():
+        environment = environments[task]
+        if environment.player is not None or environment.needs_group or not part:
+            continue
+        (solved,) = await environment.solve(part[:1])
+        reply = {"role": "assistant", "content": solved or "I do not know."}
+        episode = Episode(prompt=part[0], messages=(*part[0].messages, reply), finish_reason="length")
+        (feedback,) = await environment.evaluate([episode])
+        if feedback.error and feedback.error.partition(":")[0] in BUGS:
+            frames = environment.first_traceback
+            raise PluginError(f"task {task!r}: evaluate raised {feedback.error}\n{frames}".rstrip())
 
 
 async def first_look(

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Generator, Sequence
+from pathlib import Path
+from types import TracebackType
 from typing import Any, TypeVar
 
 from attrs import define, field, frozen
@@ -166,7 +169,7 @@ class Calls:
         except Exception as error:
             self._forget(running)
             if not running.dropped:
-                connection.fail(running.id, error)
+                connection.fail(running.id, error.with_traceback(_of_plugin(error.__traceback__)))
         else:
             self._await(running, awaitables, connection)
 
@@ -230,3 +233,11 @@ async def _all(awaitables: Sequence[Awaitable[Any]], at_once: int) -> list[Any]:
         await asyncio.wait(tasks)
         return [error if task.cancelled() else task.result() for task in tasks]
     return [task.result() for task in tasks]
+
+
+def _of_plugin(frames: TracebackType | None) -> TracebackType | None:
+    """Return a traceback from the first frame outside of grpo-core on; whole if there is none."""
+    own, core = frames, str(Path(__file__).parent.parent) + os.sep
+    while own is not None and own.tb_frame.f_code.co_filename.startswith(core):
+        own = own.tb_next
+    return own or frames

@@ -121,6 +121,11 @@ class EnvironmentHost:
             if not callable(getattr(environment, method, None)):
                 raise PluginError(f"{who}: {type(environment).__name__} has no method {method!r}")
         self._runs_agents = self._is_agent()
+        if not (self._runs_agents or self._defines("evaluate")):
+            raise PluginError(
+                f"{who}: {type(environment).__name__} has no method 'evaluate'; define evaluate(episodes), "
+                "which returns a reward for each episode"
+            )
         self._max_turns = self._number_of_turns()
         self._concurrency = self._declared_concurrency(concurrency)
         self._deadline = self._declared_deadline(deadline)
