@@ -36,7 +36,7 @@ from grpo_core.reporting.stages import Now
 from grpo_core.reporting.terminal import TerminalTracker, sparkline
 from grpo_core.reporting.trackers import call
 from grpo_core.run_directory import RunDirectory
-from grpo_core.testing import prompts
+from grpo_core.testing import make_offer, prompts
 from grpo_core.tokens import Tokens
 from grpo_core.validation.results import progress
 
@@ -238,8 +238,8 @@ def test_events_are_printed_as_json_but_for_those_of_single_prompts():
 
 
 def test_a_view_that_does_not_exist_is_named():
-    with pytest.raises(PluginError, match=r"\.view is 'loud'; expected one of live, lines, quiet"):
-        shown(terminal=True, view="loud")
+    with pytest.raises(PluginError, match="option 'view' is 'loud'; expected 'live' or 'lines' or 'quiet'"):
+        make_offer("tracker", "terminal", None, view="loud")
 
 
 def incident(time, kind="retried", *, count=1, component="engine 0"):
