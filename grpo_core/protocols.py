@@ -268,6 +268,24 @@ class Engine(Protocol):
     async def aclose(self) -> None: ...
 
 
+class RestingEngine(Engine, Protocol):
+    """An engine that gives the memory of a GPU back for as long as the trainer needs it.
+
+    If an engine has these methods, and computes on the trainer's GPU, a run awaits them around each step.
+    """
+
+    async def rest(self) -> None:
+        """Give the memory back; until ``wake`` nothing is computed, and requests, also running ones, wait.
+
+        Waits for a weight update that runs.
+        """
+        ...
+
+    async def wake(self) -> None:
+        """Take the memory again, and go on.  Raises EngineError if there is too little of it."""
+        ...
+
+
 class TextEngine(Protocol):
     """Continues conversations without tokens, as a hosted model does: it can be measured, and not trained.
 

@@ -466,6 +466,8 @@ class EngineSetup(WithSections):
     """Seconds for the start and for a weight update."""
     env_vars: Mapping[str, str] = field(factory=dict)
     """Environment variables of the engine's process, such as those that name its GPUs."""
+    shares_gpu: bool = False
+    """Whether the trainer computes on the engine's GPU."""
     number: int = 0
     """Number of the engine among those that share the requests, from 0."""
     max_requests: int = 0
@@ -512,6 +514,8 @@ class EngineLoad:
     """Number of tokens of a request and its completion together."""
     gpu_bytes: int = 0
     """Memory of the engine's GPU; 0 where there is no GPU that torch can use."""
+    shares_gpu: bool = False
+    """Whether the trainer computes on the engine's GPU."""
 
 
 def _unheard(said: object) -> None:

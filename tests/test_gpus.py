@@ -26,7 +26,7 @@ def seen(trainer, count, engine, validation=None):
     engines = {"engine": engine} | ({"validation.engine": validation} if validation else {})
     devices = choose(trainer, engines, count, joined_to_trainer(engines, HOST))
     workers = [worker for key in engines for worker in devices.engines.get(key, ())]
-    return [of.get("CUDA_VISIBLE_DEVICES", "") for of in (devices.trainer, *workers)], devices.shared
+    return [of.get("CUDA_VISIBLE_DEVICES", "") for of in (devices.trainer, *workers)], bool(devices.shared)
 
 
 @pytest.fixture(autouse=True)
@@ -60,8 +60,11 @@ def test_a_trainer_on_a_gpu_needs_one():
         (TRAINER, EngineConfig(gpus=[0]), 1, ["", ""], True),
         (TRAINER, EngineConfig(options={"device": "cpu"}), 2, ["0", ""], False),
         (TRAINER, EngineConfig(options={"device": "cuda:0"}), 2, ["1", ""], False),
-        (TRAINER, EngineConfig(transport="cuda_ipc"), 4, ["0", "0,1,2,3"], True),
-        (TRAINER, EngineConfig(transport="cuda_ipc", gpus=[2, 3]), 4, ["2", "2,3"], True),
+        (TRAINER, EngineConfig(transport="cuda_ipc"), 1, ["", ""], True),
+        (TRAINER, EngineConfig(transport="cuda_ipc"), 2, ["0", "1,0"], False),
+        (TRAINER, EngineConfig(transport="cuda_ipc"), 4, ["0", "1,2,3,0"], False),
+        (TRAINER, EngineConfig(transport="cuda_ipc", gpus=[2, 3]), 4, ["3", "2,3"], False),
+        (TrainerConfig(gpus=[2]), EngineConfig(transport="cuda_ipc", gpus=[2, 3]), 4, ["2", "3,2"], False),
     ],
     ids=str,
 )

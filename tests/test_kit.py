@@ -24,7 +24,7 @@ class Counting(DecodingServer):
         super().__init__()
         self.running: dict[int, tuple[GenerationRequest, int]] = {}
         self.faults: dict[str, Exception] = {}
-        self.steps_to_load, self.version, self.steps, self.idled = steps_to_load, -1, 0, 0
+        self.steps_to_load, self.version, self.steps, self.turns = steps_to_load, -1, 0, []
 
     def _fault(self, method):
         if method in self.faults:
@@ -62,8 +62,11 @@ class Counting(DecodingServer):
         for key in keys:
             del self.running[key]
 
-    def idle(self):
-        self.idled += 1
+    def rest(self):
+        self.turns.append(f"rest after {self.steps} steps")
+
+    def wake(self):
+        self.turns.append(f"wake after {self.steps} steps")
 
 
 def completion(n, version):
@@ -75,13 +78,12 @@ def completion(n, version):
 class Line:
     """A connection whose calls are given; it hangs up when there are no more and nothing is decoded.
 
-    A number among the calls lets so many decoding steps pass before the next call arrives.  No call arrives
-    while the server waits for some seconds only.
+    A number among the calls lets so many decoding steps pass before the next call arrives.
     """
 
     def __init__(self, server, *calls):
         self.server, self.calls = server, deque(calls)
-        self.waits: list[bool | float] = []
+        self.waits: list[bool] = []
         self.replies: dict[int, object] = {}
         self.errors: dict[int, BaseException] = {}
         self.order: list[int] = []
@@ -90,8 +92,6 @@ class Line:
 
     def receive(self, *, wait=True):
         self.waits.append(wait)
-        if isinstance(wait, float):
-            return None
         if not self.calls:
             if wait is False:
                 return None
@@ -255,19 +255,17 @@ def test_any_other_error_of_an_update_ends_the_process():
 
 
 def test_a_server_waits_for_calls_only_while_it_has_nothing_to_do():
-    line, server = served(update(1), generate(2, 2))
-    assert server.idled == 0
+    line, _ = served(update(1), generate(2, 2))
     assert line.waits[0] is True
     assert line.waits[-1] is True
     assert False in line.waits
 
 
-def test_an_idle_server_is_told_once():
-    server = Counting()
-    server.idle_seconds = 5.0
-    line, _ = served(update(1), generate(2, 1), server=server)
-    assert server.idled == 2, "once before the request and once after it"
-    assert line.waits == [5.0, True, False, False, 5.0, True]
+def test_a_server_that_rests_makes_no_step_until_it_is_woken():
+    line, server = served(update(1), generate(2, 3), 2, Call(3, "rest", ()), 5, Call(4, "wake", ()))
+    assert server.turns == ["rest after 2 steps", "wake after 2 steps"]
+    assert lengths(line.replies[2]) == [3], "nothing is lost"
+    assert line.order == [1, 3, 4, 2]
 
 
 def test_an_offer_names_the_transports_of_its_engines():

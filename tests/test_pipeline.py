@@ -38,7 +38,7 @@ from grpo_core.loop.buffer import Buffer
 from grpo_core.loop.dynamic import DynamicSampling
 from grpo_core.loop.pipeline import Checks, Learning, Pipeline, Playing, Schedule
 from grpo_core.loop.rollout import SamplingParams
-from grpo_core.records import Completion, Feedback
+from grpo_core.records import Completion, Feedback, GenerationRequest
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, FakeTrainer, prompts, run
 from grpo_core.testing.fakes import FakePrompts
 from grpo_core.versions import Interval
@@ -119,6 +119,94 @@ class Run:
 
 
 # ---------------------------------------------------------------------------------- the way of the data
+
+
+class OneGpu:
+    """A GPU whose memory one process has at a time."""
+
+    def __init__(self, holder):
+        self.holder, self.turns = holder, []
+
+    def give(self, given, taken):
+        assert self.holder == given, f"{taken} takes what {self.holder} holds"
+        self.holder = taken
+        self.turns.append(taken)
+
+
+class InTurn(FakeEngine):
+    """An engine that takes a while to give its memory back, and computes nothing until it has it again."""
+
+    def __init__(self, gpu, **how):
+        super().__init__(**how)
+        self.gpu, self.awake = gpu, asyncio.Event()
+
+    async def rest(self):
+        self.awake.clear()
+        await asyncio.sleep(0.5)
+        self.gpu.give("engine", "nobody")
+
+    async def wake(self):
+        await asyncio.sleep(0.2)
+        self.gpu.give("nobody", "engine")
+        self.awake.set()
+
+    async def _one(self, request):
+        while True:
+            answer = await super()._one(request)
+            if self.gpu.holder == "engine":
+                return answer
+            await self.awake.wait()  # and what it had computed of this request is lost
+
+    async def update_weights(self, weights):
+        assert self.gpu.holder == "engine"
+        await super().update_weights(weights)
+        assert self.gpu.holder == "engine"
+        self.awake.set()
+
+
+class StepsInTurn(FakeTrainer):
+    gpu: OneGpu
+
+    async def step(self, batch):
+        self.gpu.give("nobody", "trainer")
+        result = await super().step(batch)
+        assert self.gpu.holder == "trainer"
+        return result
+
+    async def publish(self, canary=()):
+        await asyncio.sleep(0.1)
+        if self.version:
+            self.gpu.give("trainer", "nobody")
+        return await super().publish(canary)
+
+
+@pytest.mark.parametrize(("policy", "max_staleness"), [("deadline", 0), ("deadline", 2), ("in_order", 1)])
+@pytest.mark.parametrize("validates", [0, 1], ids=["", "validated"])
+@pytest.mark.parametrize("seed", range(5))
+def test_an_engine_on_the_trainers_gpu_rests_while_a_step_is_computed(policy, max_staleness, validates, seed):
+    """Neither begins before the other has given the memory back; running requests wait, and none is lost."""
+    gpu = OneGpu("engine")
+    trainer = StepsInTurn(seconds=2.0)
+    trainer.gpu = gpu
+    engine = InTurn(gpu)
+
+    async def validate(version):
+        await engine.generate([GenerationRequest(prompt_ids=(1,), max_tokens=4)])
+        return {}
+
+    ran = Run(
+        steps=6,
+        max_staleness=max_staleness,
+        policy=policy,
+        engine=engine,
+        trainer=trainer,
+        resting=[engine],
+        validate=validate if validates else None,
+        schedule={"validations": [Interval(2)]},
+    )(seed)
+    assert ran.result == "finished"
+    assert gpu.turns == ["nobody", "trainer", "nobody", "engine"] * 6
+    assert len(set(ran.trained)) == 6 * 4
 
 
 def undefined(episode):

@@ -311,13 +311,16 @@ async def build_pipeline(config: Config, run: RunContext) -> tuple[Config, Pipel
         logs.mkdir(exist_ok=True)
         colocated = config.pipeline.max_staleness > 0 or not trains
         setup = parts.engine_setup(section, model.path, logs=logs, colocated=colocated)
+        setup = evolve(setup, shares_gpu=key in devices.shared)
         engines[key] = parts.engine(section, setup, run.placement, devices.engines.get(key, ()))
         run.stack.push_async_callback(engines[key].aclose)
     await asyncio.to_thread(_import_what_is_needed_soon, config)
     await trainer.started()  # after the imports: a trainer in a thread may import the same
     if renderer is None:
         renderer, found = await load_renderer()
-    return config, await _pipeline(parts, run, found, renderer, trainer, plane, engines)
+    pipeline = await _pipeline(parts, run, found, renderer, trainer, plane, engines)
+    pipeline.resting = [engines[key] for key in sorted(devices.shared) if hasattr(engines[key], "rest")]
+    return config, pipeline
 
 
 async def _pipeline(
@@ -467,7 +470,7 @@ def _trainer(parts: Parts, run: RunContext, model: StartModel, teacher: str, dev
         resume_from=str(run.start.found.directory) if run.start.found else None,
         transport=parts.transport(run.placement),
         env_vars=devices.trainer,
-        shares_gpu=devices.shared,
+        shares_gpu=bool(devices.shared),
         profile=str(run.directory.profile),
         log=str(run.directory.logs / "trainer.log"),
     )

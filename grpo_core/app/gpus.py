@@ -34,8 +34,8 @@ class Devices:
     """Environment variables of the trainer's process."""
     engines: Mapping[str, Sequence[Mapping[str, str]]] = field(factory=dict)
     """Environment variables of each worker, by the engine's key; none if they get GPUs otherwise."""
-    shared: bool = False
-    """Whether the trainer shares a GPU with an engine."""
+    shared: frozenset[str] = frozenset()
+    """Keys of the engines that compute on a GPU of the trainer."""
     told: str = ""
     """The choice in words, for the user; empty if there was nothing to choose."""
 
@@ -70,7 +70,8 @@ def choose(
         trainer: None if nothing is trained.
         engines: sections by key, as in "validation.engine".
         count: number of GPUs of this machine.
-        joined: keys of engines that read the memory of the trainer's GPU, and get this GPU first.
+        joined: keys of engines that read the memory of the trainer's GPU.  They see it as the last one, since
+            they compute on the first ones.
 
     Raises ConfigError if the configured GPUs are not there, or are not the right number, or collide.
     """
@@ -93,11 +94,14 @@ def choose(
         key: [next(shares) for _ in range(engines[key].workers)] if groups is None else groups
         for key, groups in given.items()
     }
+    shared = set()
     for key, engine in engines.items():
-        if key in joined and trains and given[key] is None:
-            chosen[key] = [(*trains, *(gpu for gpu in rest if gpu not in trains))]
         _check_overlap(key, engine, trains, joined=key in joined)
-    used = {gpu for groups in chosen.values() for group in groups for gpu in group}
+        if key in joined and trains:
+            seen = rest if given[key] is None else chosen[key][0]
+            chosen[key] = [(*(gpu for gpu in seen if gpu not in trains), *trains)]
+        if any({*trains}.intersection(group[:1] if key in joined else group) for group in chosen[key]):
+            shared.add(key)
     alone = count == 1
     return Devices(
         trainer={} if alone or (trainer and _index(trainer.device) is not None) else _variables(trains),
@@ -105,7 +109,7 @@ def choose(
             key: [{} if alone or _has_own_choice(engines[key]) else _variables(group) for group in groups]
             for key, groups in chosen.items()
         },
-        shared=bool(used & {*trains}),
+        shared=frozenset(shared),
         told="" if alone else _told(trains, chosen),
     )
 
@@ -191,7 +195,7 @@ def _of_trainer(
         return (index,)
     for key, engine in engines.items():
         if key in joined and engine.gpus:
-            return (engine.gpus[0],)
+            return (engine.gpus[-1],)
     free = [gpu for gpu in range(count) if gpu not in taken]
     if trainer.ranks > 1:
         if len(free) < trainer.ranks:
@@ -217,7 +221,7 @@ def _check_overlap(key: str, engine: EngineConfig, trains: Gpus, *, joined: bool
         if not gpus & {*trains}:
             raise ConfigError(
                 f'{key}.transport = "{engine.transport}": the engine must see the trainer\'s GPU '
-                f'{trains[0]}, and {key}.gpus = {engine.gpus}; name it there first, or use "collective" or '
+                f'{trains[0]}, and {key}.gpus = {engine.gpus}; name it there last, or use "collective" or '
                 '"shm"'
             )
     elif gpus & {*trains} and gpus != {*trains}:

@@ -26,6 +26,8 @@ class Planned:
     """Whether a trainer of this machine keeps published weights on its device."""
     engines: Sequence[tuple[str, EngineConfig, Sequence[Sequence[int]]]]
     """Key and section of each engine, and the GPUs that each of its workers sees; none with a placement."""
+    shared: frozenset[str]
+    """Keys of the engines that compute on a GPU of the trainer."""
     engine_dtype: str
     """The 16-bit dtype in which all engines hold the weights, or "auto"."""
     needs: frozenset[str]
@@ -51,6 +53,7 @@ def planned(config: Config, host: PluginHost, gpus: int) -> Planned:
         engines=()
         if placement.remote
         else [(key, engine, seen(key, engine)) for key, engine in engines.items()],
+        shared=devices.shared,
         engine_dtype=engine_dtype(engines.values()),
         needs=parts.needs,
         teacher=directory_here(teacher_model(config.teacher.path)) if "teacher" in parts.needs else None,

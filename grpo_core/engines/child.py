@@ -39,6 +39,7 @@ class ChildEngine:
             ``DecodingServer``; made in the child as ``Class(setup=setup, **options)``.
         options: of the server; they are pickled.
         env_vars: environment variables added for the child.
+        rests: whether it rests in a step of a trainer on its GPU; the server defines ``rest`` and ``wake``.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class ChildEngine:
         server: str,
         options: Mapping[str, Any],
         env_vars: Mapping[str, str] | None = None,
+        rests: bool = False,
     ) -> None:
         self.name = f"engine {name}"
         self._setup = setup
@@ -58,6 +60,7 @@ class ChildEngine:
         self._log = Path(setup.log_directory) / f"engine-{name}.log" if setup.log_directory else None
         self._tickets = itertools.count()
         self._starting = asyncio.Lock()
+        self._rests = rests
         self._weights: Weights | None = None
         """The newest weights that a child has held; the next child gets them first."""
         self._deaths = RestartBudget(MAX_DEATHS)
@@ -104,6 +107,27 @@ class ChildEngine:
                 raise WeightSyncError(
                     f"{self.name} does not hold version {weights.version}: {error}"
                 ) from error
+
+    async def rest(self) -> None:
+        """Give the GPU's memory back; new requests, weights and children wait for ``wake``."""
+        if self._rests:
+            await self._starting.acquire()
+            await self._say("rest")
+
+    async def wake(self) -> None:
+        """Take the GPU's memory again.  Raises EngineError if there is too little."""
+        if self._rests:
+            await self._say("wake")
+            self._starting.release()
+
+    async def _say(self, method: str) -> None:
+        """Call a method of the child; one that dies of it has given its memory back."""
+        child = self._child
+        try:
+            await self.ask(method)
+        except (ChildDied, DeadlineExceeded) as error:
+            assert child is not None
+            self._died(child, error)
 
     async def ask(self, method: str, *args: Any) -> Any:
         """Call a method of the server between two steps; return None if no child holds weights now.

@@ -54,8 +54,6 @@ class DecodingServer(ABC):
 
     name: ClassVar[str]
     """The engine's name in messages."""
-    idle_seconds: float = 0.0
-    """Seconds without a call or a running request after which ``idle`` is called; 0 means never."""
     positions: int = 0
     """Largest number of tokens of a prompt with its completion, known when the first weights are loaded; 0
     means that nothing but the model limits it."""
@@ -70,7 +68,7 @@ class DecodingServer(ABC):
         """Ticket of each running request."""
         self._update: _Update | None = None
         self._has_weights = False
-        self._was_idle = False
+        self._rests = False
 
     # ------------------------------------------------------------------------------ for subclasses
 
@@ -113,8 +111,13 @@ class DecodingServer(ABC):
     def forget(self, keys: set[int]) -> None:
         """Stop decoding these running requests, whose results are not needed any more."""
 
-    def idle(self) -> None:  # noqa: B027 - optional
-        """Called once when there was nothing to do for ``idle_seconds``, for example to free memory."""
+    def rest(self) -> None:
+        """Give the memory of a GPU back, also in the middle of requests: no step comes before ``wake``."""
+        raise NotImplementedError
+
+    def wake(self) -> None:
+        """Take the memory again.  Raises EngineError if there is too little."""
+        raise NotImplementedError
 
     @property
     def busy(self) -> bool:
@@ -127,24 +130,14 @@ class DecodingServer(ABC):
         """Take calls and decode until the parent is gone, which raises EOFError."""
         self._connection = connection
         while True:
-            call = connection.receive(wait=self._patience())
-            if call is None and not self.busy and self._update is None:
-                self._was_idle = True
-                self.idle()
+            call = connection.receive(wait=self._update is None and (self._rests or not self.busy))
             while call is not None:
-                self._was_idle = False
                 self._take(call)
                 call = connection.receive(wait=False)
-            if self.busy:
+            if self.busy and not self._rests:
                 self._step()
             if self._update is not None:
                 self._go_on_with(self._update)
-
-    def _patience(self) -> bool | float:
-        """Whether, or how many seconds, to wait for a call."""
-        if self.busy or self._update is not None:
-            return False
-        return self.idle_seconds if self.idle_seconds and not self._was_idle else True
 
     def _take(self, call: Call) -> None:
         match call.method:
@@ -161,6 +154,18 @@ class DecodingServer(ABC):
             case "cancel":
                 self._cancel(call.args[0])
                 self._connection.reply(call.id, None)
+            case "rest":
+                self._rests = True
+                self.rest()
+                self._connection.reply(call.id, None)
+            case "wake":
+                try:
+                    self.wake()
+                except EngineError as error:
+                    self._connection.fail(call.id, error)
+                else:
+                    self._rests = False
+                    self._connection.reply(call.id, None)
             case _:
                 self._connection.answer(call, self)
 

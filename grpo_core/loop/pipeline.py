@@ -94,6 +94,7 @@ from grpo_core.protocols import (
     Engine,
     EnvironmentClient,
     Renderer,
+    RestingEngine,
     Shaping,
     Trainer,
 )
@@ -256,6 +257,8 @@ class Pipeline:
     validate_first: bool = True
     """The version that the run begins with was not measured yet: the run is new, or was stopped before."""
     save: Save | None = None
+    resting: Sequence[RestingEngine] = ()
+    """Engines on the trainer's GPU: they rest while it computes a step."""
 
     _canaries: Canaries = field(init=False)
     _changes: Changes = field(init=False, factory=Changes)
@@ -576,8 +579,12 @@ class Pipeline:
         waited = self._meter.now() - started
         batch = make_batch(groups, step=step, temperature=self.playing.sampling.temperature)
         with self._timed("step"):
+            if self.resting:
+                await self._synced()
             stage("wait for validation")
             async with self._stepping:
+                stage("rest of engines")
+                await gather([engine.rest() for engine in self.resting])
                 stage("step")
                 began = self._meter.now()
                 with during("trainer", "step"):
@@ -605,6 +612,7 @@ class Pipeline:
         stage("publish")
         with during("trainer", "publish"):
             weights = await self.trainer.publish(self._canaries.contexts)
+        await gather([engine.wake() for engine in self.resting])
         if weights.version != version:
             raise GrpoError(f"the trainer published version {weights.version} after step {version - 1}")
         self._published = self._canaries.published(weights)

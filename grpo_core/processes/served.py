@@ -92,12 +92,12 @@ class Connection:
         """Return the descriptor that is readable when there is a call."""
         return self._socket.fileno()
 
-    def receive(self, *, wait: bool | float = True) -> Call | None:
-        """Return the next call, or None if there is no call now or within ``wait`` seconds.
+    def receive(self, *, wait: bool = True) -> Call | None:
+        """Return the next call; without ``wait`` None if there is no call now.
 
         Raises EOFError if the parent has gone.
         """
-        if wait is not True and not self._selector.select(wait):
+        if not wait and not self._selector.select(0):
             return None
         (length,) = LENGTH.unpack(self._exactly(LENGTH.size))
         call: Call = pickle.loads(self._exactly(length))

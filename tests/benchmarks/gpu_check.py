@@ -172,7 +172,7 @@ def vllm_checks(device: str) -> Iterator[tuple[str, Check]]:
     if device == "cuda":
         cases |= {
             "without graphs": base | {"vllm": {"enforce_eager": True}},
-            "asleep between requests": base | {"sleep_after": 0.001},
+            "in turn": base | {"in_turn": True},
         }
     if device == "cuda" and torch.cuda.device_count() > 1:
         cases["two GPUs"] = base | {"tensor_parallel": 2}

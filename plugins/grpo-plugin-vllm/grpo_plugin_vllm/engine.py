@@ -21,15 +21,15 @@ class VllmEngine(ChildEngine):
         max_rows: requests that are decoded at once.  The others wait in order; those for one token go first.
         max_model_len: tokens of prompt and completion at most.  None: as many as the model has positions for.
         tensor_parallel: number of GPUs that share each tensor.
-        memory_fraction: share of a GPU's memory for weights, keys and values.  Leave the trainer its part
-            where they share a GPU.
+        memory_fraction: share of a GPU's memory for weights, keys and values.  None: 0.4 where the trainer
+            computes on the same GPU, 0.85 elsewhere.
         cache_mib: memory for keys and values, in MiB.  None: 256 on a CPU, the rest of the fraction on a GPU.
         keep_cache: let running requests keep the keys and values of older weights across an update.
             By default these are computed again, so that each token's logprob is that of one version alone.
         seeds: draw each request's tokens by its seed.  Otherwise vLLM draws from its own generator, which is
             faster in large batches, and not repeatable.
-        sleep_after: seconds without a request after which a GPU's memory is given back until the next one
-            (for a trainer on the same GPU).  0: never.
+        in_turn: give the memory back to a trainer on the same GPU for each of its steps: weights go to the
+            machine's memory, and running requests wait; their keys and values are computed again.
         native_lora: let vLLM compute adapters (``[model.lora]``) itself, beside its weights.  By default they
             are added to its weights, which costs nothing while it decodes.
         vllm: further arguments of ``vllm.EngineArgs``; they win over the others.
@@ -47,11 +47,11 @@ class VllmEngine(ChildEngine):
         max_rows: int = 256,
         max_model_len: int | None = None,
         tensor_parallel: int = 1,
-        memory_fraction: float = 0.85,
+        memory_fraction: float | None = None,
         cache_mib: int | None = None,
         keep_cache: bool = False,
         seeds: bool = True,
-        sleep_after: float = 0.0,
+        in_turn: bool = False,
         native_lora: bool = False,
         vllm: Mapping[str, Any] | None = None,
     ) -> None:
@@ -65,7 +65,7 @@ class VllmEngine(ChildEngine):
             cache_mib=cache_mib,
             keep_cache=keep_cache,
             seeds=seeds,
-            sleep_after=sleep_after,
+            in_turn=in_turn,
             native_lora=native_lora,
             vllm=dict(vllm or {}),
         )
@@ -86,6 +86,7 @@ class VllmEngine(ChildEngine):
             name="vllm",
             server="grpo_plugin_vllm.server:Server",
             options={"options": options},
+            rests=in_turn,
             # threads that spin while they wait would take the trainer's cores
             env_vars={
                 "VLLM_NO_USAGE_STATS": "1",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo_core import EngineLoad, MemoryPart
-from grpo_plugin_vllm.options import CPU_CACHE_MIB
+from grpo_plugin_vllm.options import CPU_CACHE_MIB, share_of_gpu
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -23,12 +23,13 @@ def memory(load: EngineLoad, **options: Any) -> Sequence[MemoryPart]:
     devices = [f"cuda:{gpu}" for gpu in range(shards)] if on_gpu else ["host"]
     own = options.get("vllm") or {}
     cache = options.get("cache_mib")
-    fraction = own.get("gpu_memory_utilization", options.get("memory_fraction", 0.85))
+    fraction = own.get("gpu_memory_utilization") or options.get("memory_fraction")
+    fraction = fraction or share_of_gpu(load.shares_gpu)
     dtype = options.get("dtype", "auto")
     size = ITEMSIZE[load.dtype if dtype == "auto" else dtype] * load.parameters
     asleep = []
-    if on_gpu and options.get("sleep_after", 0) > 0:
-        change = "engine.options.sleep_after = 0"
+    if on_gpu and options.get("in_turn"):
+        change = "engine.options.in_turn = false"
         asleep = [MemoryPart(name="weights while it sleeps", nbytes=size, change=change)]
     if on_gpu and cache is None and "kv_cache_memory_bytes" not in own:
         return asleep + [

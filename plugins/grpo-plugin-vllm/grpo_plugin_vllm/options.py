@@ -32,11 +32,11 @@ class Options:
     max_rows: int = field(validator=validators.ge(1))
     max_model_len: int | None
     tensor_parallel: int = field(validator=validators.ge(1))
-    memory_fraction: float = field(validator=[validators.gt(0), validators.le(1)])
+    memory_fraction: float | None = field(validator=validators.optional([validators.gt(0), validators.le(1)]))
     cache_mib: int | None
     keep_cache: bool
     seeds: bool
-    sleep_after: float = field(validator=validators.ge(0))
+    in_turn: bool
     native_lora: bool
     vllm: Mapping[str, Any] = field()
 
@@ -48,6 +48,11 @@ class Options:
                 f"'vllm' has data_parallel_size = {replicas!r}: only the first replica would get weights; "
                 "use engine.workers for several engines"
             )
+
+
+def share_of_gpu(shares_gpu: bool) -> float:
+    """Return the share of a GPU's memory that vLLM takes by default: a trainer there has the larger part."""
+    return 0.4 if shares_gpu else 0.85
 
 
 def check_adapters(*, config: Config, native_lora: bool = False, **_: Any) -> None:
@@ -96,8 +101,8 @@ def arguments(
         chosen["enable_chunked_prefill"] = False  # a seeded request whose prompt is split ends the engine
     else:
         chosen["max_num_batched_tokens"] = BATCHED_TOKENS
-        chosen["gpu_memory_utilization"] = options.memory_fraction
-        chosen["enable_sleep_mode"] = options.sleep_after > 0
+        chosen["gpu_memory_utilization"] = options.memory_fraction or share_of_gpu(setup.shares_gpu)
+        chosen["enable_sleep_mode"] = options.in_turn
     if rank:
         chosen |= {
             "load_format": "auto",

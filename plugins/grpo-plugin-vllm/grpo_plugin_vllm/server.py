@@ -56,7 +56,6 @@ class Server(DecodingServer):
         super().__init__()
         self._setup = setup
         self._options = options
-        self.idle_seconds = options.sleep_after
         self._device = _resolve(options.device)
         prepare(self._device, reproducible=setup.reproducible)
         self._queue = Queue() if setup.reproducible and self._device == "cpu" else None
@@ -68,7 +67,6 @@ class Server(DecodingServer):
         self._held: Weights | None = None
         self._lora: Any = None
         """The adapters that vLLM computes itself, which every request names."""
-        self._asleep = False
         self._prompt_tokens = self._cached_tokens = 0
         """Prompt tokens of all finished requests, and how many of them the cache had."""
 
@@ -83,7 +81,6 @@ class Server(DecodingServer):
         check_request(request, engine="vllm", vocabulary=self._vocabulary, positions=self.positions)
 
     def add(self, key: int, request: GenerationRequest) -> None:
-        self._wake()
         try:
             self._engine.add_request(
                 str(key),
@@ -176,7 +173,6 @@ class Server(DecodingServer):
     def _apply(self, weights: Weights, adapters: str | None) -> None:
         """Update the weights by vLLM's own sequence for RL: pause, start, update, finish, resume."""
         engine = self._engine
-        self._wake()
         engine.sleep(level=0, mode="keep")  # schedules no step, keeps all requests
         if adapters is None:
             engine.collective_rpc("start_weight_update")
@@ -238,28 +234,23 @@ class Server(DecodingServer):
 
     # ------------------------------------------------------------------------------ one GPU for two
 
-    def idle(self) -> None:
-        """Give the GPU's memory back: the weights go to the host's, keys and values are dropped.
+    def rest(self) -> None:
+        """Give the GPU's memory back, and keep all requests: weights go to the host's, keys and values go.
 
-        vLLM's level 2 would drop the weights as well, for which the next update has to bring others.  Whether
-        an update or a request comes next is not known here, and a request needs these.
+        vLLM's level 2 would drop the weights as well, for which the next update has to bring others; requests
+        of a validation need these.
         """
-        if self._engine is not None and not self._asleep:
-            self._engine.sleep(level=1)
-            self._asleep = True
+        self._engine.sleep(level=1, mode="keep")
 
-    def _wake(self) -> None:
-        """Take the GPU's memory again.  Raises EngineError if there is too little; it can be tried again."""
-        if self._asleep:
-            try:
-                self._engine.wake_up()
-            except Exception as error:
-                traceback.print_exc()
-                raise EngineError(
-                    f"engine vllm: cannot take its GPU memory again ({type(error).__name__}: {error}); "
-                    "the trainer may hold it: lower engine.options.memory_fraction"
-                ) from error
-            self._asleep = False
+    def wake(self) -> None:
+        try:
+            self._engine.wake_up()
+        except Exception as error:
+            traceback.print_exc()
+            raise EngineError(
+                f"engine vllm: cannot take its GPU memory again ({type(error).__name__}: {error}); "
+                "the trainer may hold it: lower engine.options.memory_fraction, or set trainer.offload = true"
+            ) from error
 
 
 def _watch(engine: Any) -> None:

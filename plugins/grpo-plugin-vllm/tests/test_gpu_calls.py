@@ -164,7 +164,7 @@ def test_an_update_follows_vllms_sequence(tried):
             "init_weight_transfer_engine",
             "fetch_weights",
             "fetched_weights",
-            "sleep 0",
+            "sleep 0 keep",
             "start_weight_update",
             "update_weights",
             "finish_weight_update",
@@ -178,20 +178,35 @@ def test_an_update_follows_vllms_sequence(tried):
     tried(story)
 
 
-def test_an_engine_that_gives_its_memory_back_takes_it_again_for_a_request_and_for_weights(tried):
+def test_an_engine_in_turn_with_the_trainer_keeps_requests_while_it_rests(tried):
+    """No step is made in a trainer's turn, and what came meanwhile waits, weights as well."""
+
     async def story(tried):
         await tried.engine.update_weights(weights(0))
-        await tried.called("sleep 1")
-        assert await tried.generate() == [0, 0, 0]
-        await tried.called("sleep 1", 2)
-        await tried.engine.update_weights(weights(1))
+        await tried.engine.rest()
+        waiting = [
+            asyncio.create_task(each) for each in (tried.generate(), tried.engine.update_weights(weights(1)))
+        ]
+        await asyncio.sleep(0.1)
+        await tried.engine.wake()
+        await asyncio.gather(*waiting)
         names = tried.names()
-        assert names.index("wake_up") < names.index("add_request")
-        second = len(names) - 1 - names[::-1].index("fetch_weights")
-        assert names[second + 2 : second + 4] == ["wake_up", "sleep 0"], "before anything is written"
+        assert names[names.index("sleep 1 keep") + 1] == "wake_up", "before anything is computed"
+        assert await tried.generate() == [1, 1, 1]
         assert tried.incidents == []
 
-    tried(story, sleep_after=0.001)
+    tried(story, in_turn=True)
+
+
+def test_an_engine_beside_the_trainer_does_not_rest(tried):
+    async def story(tried):
+        await tried.engine.update_weights(weights(0))
+        await tried.engine.rest()
+        assert await tried.generate() == [0, 0, 0]
+        await tried.engine.wake()
+        assert not {"sleep 1 keep", "wake_up"} & set(tried.names())
+
+    tried(story)
 
 
 WORKER = """
@@ -319,7 +334,7 @@ def test_weights_that_are_sent_come_once_and_are_verified_as_they_are_loaded():
 
 
 @pytest.mark.parametrize(
-    "call", ["step", "sleep 1", "fetch_weights", "start_weight_update", "reset_prefix_cache"]
+    "call", ["step", "sleep 1 keep", "fetch_weights", "start_weight_update", "reset_prefix_cache"]
 )
 def test_a_call_after_which_vllms_state_is_unknown_ends_its_process_and_another_takes_over(tried, call):
     """Callers that wait get an EngineError with the cause; the next one is answered."""
@@ -331,20 +346,18 @@ def test_a_call_after_which_vllms_state_is_unknown_ends_its_process_and_another_
         if call == "step":
             with pytest.raises(EngineError, match=r"died while it generated(.|\n)*step: CUDA out of memory"):
                 await tried.generate()
-        elif call == "sleep 1":
-            await tried.called("sleep 1")
-            async with asyncio.timeout(30):
-                while tried.engine._child.alive:  # noqa: ASYNC110 - it ends by itself
-                    await asyncio.sleep(0.01)
+        elif call == "sleep 1 keep":
+            await tried.engine.rest()
+            await tried.engine.wake()
         else:
             await tried.engine.update_weights(weights(1))
-        version = 0 if call in ("step", "sleep 1") else 1
+        version = 0 if call in ("step", "sleep 1 keep") else 1
         assert await tried.generate() == [version] * 3
         assert tried.engine.pid != pid
         (incident,) = tried.incidents
         assert (incident.kind, incident.component) == ("died", "engine vllm")
 
-    tried(story, sleep_after=0.5 if call == "sleep 1" else 0.0)
+    tried(story, in_turn=call == "sleep 1 keep")
 
 
 def test_a_request_that_vllm_refuses_fails_alone(tried):
@@ -375,25 +388,15 @@ def test_a_request_that_ends_with_an_error_fails_alone(tried):
     tried(story)
 
 
-def test_memory_that_is_not_there_yet_fails_a_request_or_an_update_and_is_asked_for_again(tried):
+def test_memory_that_the_trainer_still_holds_is_named(tried):
     async def story(tried):
         await tried.engine.update_weights(weights(0))
-        pid = tried.engine.pid
-        await tried.called("sleep 1")
+        await tried.engine.rest()
         tried.fails("wake_up")
         with pytest.raises(EngineError, match=r"cannot take its GPU memory .*out of memory.*memory_fraction"):
-            await tried.generate()
-        assert await tried.generate() == [0, 0, 0]
-        await tried.called("sleep 1", 2)
-        tried.fails("wake_up")
-        with pytest.raises(WeightSyncError, match=r"does not hold version 1: .*cannot take its GPU memory"):
-            await tried.engine.update_weights(weights(1))
-        assert await tried.generate() == [0, 0, 0], "nothing was written"
-        await tried.engine.update_weights(weights(1))
-        assert await tried.generate() == [1, 1, 1]
-        assert tried.engine.pid == pid
+            await tried.engine.wake()
 
-    tried(story, sleep_after=0.2)
+    tried(story, in_turn=True)
 
 
 @pytest.mark.parametrize("call", ["start", "init_weight_transfer_engine"])

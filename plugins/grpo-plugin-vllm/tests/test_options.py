@@ -45,6 +45,15 @@ def test_on_a_gpu_a_step_may_have_as_many_tokens_as_in_vllms_offline_class():
     assert "max_num_batched_tokens" not in given(device="cpu", dtype="float32")
 
 
+@pytest.mark.parametrize(
+    ("shares", "given", "taken"), [(True, None, 0.4), (False, None, 0.85), (True, 0.7, 0.7)]
+)
+def test_an_engine_leaves_the_larger_part_of_a_gpu_to_the_trainer_on_it(shares, given, taken):
+    setup = EngineSetup(model="m", shares_gpu=shares)
+    asked = arguments(options(memory_fraction=given), setup, device="cuda", dtype="bfloat16")
+    assert asked["gpu_memory_utilization"] == taken
+
+
 def test_auto_is_a_gpu_if_there_is_one(monkeypatch):
     for there in (True, False):
         monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
@@ -65,7 +74,7 @@ def test_every_argument_for_a_gpu_is_one_of_vllms():
     tree = ast.parse((Path(FOUND.origin).parent / "engine" / "arg_utils.py").read_text())
     (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "EngineArgs")
     known = {node.target.id for node in found.body if isinstance(node, ast.AnnAssign)}
-    asked = given(sleep_after=1.0, cache_mib=64, tensor_parallel=2)
+    asked = given(in_turn=True, cache_mib=64, tensor_parallel=2)
     assert {"gpu_memory_utilization", "enable_sleep_mode"} <= asked.keys() <= known
 
 

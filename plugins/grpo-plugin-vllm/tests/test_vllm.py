@@ -154,9 +154,10 @@ def test_vllm_in_a_process_of_its_own_keeps_the_contract_of_engines(tmp_path, mo
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("sleep_after", [0.0, 0.001], ids=["beside the trainer", "in turn with it"])
-def test_vllm_shares_a_gpu_with_the_trainer(sleep_after, tmp_path):
-    options = {"memory_fraction": 0.3, "sleep_after": sleep_after, "dtype": "float32", "max_rows": 64}
+@pytest.mark.parametrize("in_turn", [False, True], ids=["beside the trainer", "in turn with it"])
+def test_vllm_shares_a_gpu_with_the_trainer(in_turn, tmp_path):
+    """In turn it leaves nearly all of the memory, and then decodes as before."""
+    options = {"memory_fraction": 0.3, "in_turn": in_turn, "dtype": "float32", "max_rows": 64}
 
     async def story():
         model = make_test_model(tmp_path)
@@ -168,6 +169,11 @@ def test_vllm_shares_a_gpu_with_the_trainer(sleep_after, tmp_path):
         beside = torch.empty(torch.cuda.mem_get_info()[1] // 2, dtype=torch.uint8, device="cuda")
         for law in ENGINE_LAWS:
             await ENGINE_LAWS[law](tried)
+            free = torch.cuda.mem_get_info()[0]
+            await engine.rest()
+            if in_turn:
+                assert torch.cuda.mem_get_info()[0] > free + 0.25 * torch.cuda.mem_get_info()[1]
+            await engine.wake()
         del beside
         await engine.aclose()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from attrs import evolve
+
 from grpo_core import EngineLoad
 from grpo_core.kit import PluginHost
 
@@ -16,18 +18,19 @@ def told(load, **options):
 
 def test_on_a_gpu_vllm_takes_its_share_whatever_the_model_needs():
     assert told(ON_GPU) == [("weights, keys and values", 850_000, "cuda:0")]
+    assert told(evolve(ON_GPU, shares_gpu=True)) == [("weights, keys and values", 400_000, "cuda:0")]
     assert told(ON_GPU, memory_fraction=0.4) == [("weights, keys and values", 400_000, "cuda:0")]
     own = {"gpu_memory_utilization": 0.5}
     assert told(ON_GPU, vllm=own) == [("weights, keys and values", 500_000, "cuda:0")]
 
 
-def test_an_engine_that_sleeps_keeps_its_weights_on_the_host():
-    """One copy of all shards; on a CPU it never sleeps."""
+def test_an_engine_in_turn_keeps_its_weights_on_the_host():
+    """One copy of all shards; on a CPU it never rests."""
     asleep = ("weights while it sleeps", 2000, "host")
-    assert told(ON_GPU, sleep_after=1.0) == [asleep, ("weights, keys and values", 850_000, "cuda:0")]
-    assert told(ON_GPU, sleep_after=1.0, tensor_parallel=2, cache_mib=2).count(asleep) == 1
-    assert told(ON_GPU, sleep_after=1.0, dtype="float32")[0][1] == 4000
-    assert asleep not in told(LOAD, sleep_after=1.0)
+    assert told(ON_GPU, in_turn=True) == [asleep, ("weights, keys and values", 850_000, "cuda:0")]
+    assert told(ON_GPU, in_turn=True, tensor_parallel=2, cache_mib=2).count(asleep) == 1
+    assert told(ON_GPU, in_turn=True, dtype="float32")[0][1] == 4000
+    assert asleep not in told(LOAD, in_turn=True)
 
 
 def test_a_cache_of_a_given_size_replaces_the_share():

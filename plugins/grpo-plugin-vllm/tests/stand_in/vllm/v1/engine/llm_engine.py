@@ -88,7 +88,7 @@ class LLMEngine:
         called("reset_prefix_cache")
 
     def sleep(self, level, mode="abort"):
-        called(f"sleep {level}")
+        called(f"sleep {level} {mode}")
 
     def wake_up(self, tags=None):
         called("wake_up" if tags is None else f"wake_up {tags[0]}")
