@@ -304,7 +304,7 @@ async def build_pipeline(config: Config, run: RunContext) -> tuple[Config, Pipel
     config = with_steps(config, sizes)
     parts = Parts(config, run.start.host)
     trainer = _trainer(parts, run, model, teacher, devices)
-    engines = {}
+    engines: dict[str, Any] = {}
     for key, section in parts.engines().items():
         trains = key == "engine"
         logs = run.directory.logs if trains else run.directory.logs / "validation"

@@ -187,6 +187,7 @@ def certain_parts(
         of_engine = selected.loaded(selected.offer.memory)
         for seen, count in Counter(map(tuple, workers)).items():
             load = _load(config, directory, parameters, dtype, engine, [gpus[gpu] for gpu in seen])
+            load = evolve(load, shares_gpu=key in plan.shared)
             parts = of_engine(load, **engine.options)
             found.append(_process(key.replace(".", " "), parts, seen, key=key, count=count))
     return found

@@ -76,7 +76,8 @@ class RayPlacement:
         here = gpus_here() if trainer is not None and trainer.device != "cpu" else 0
         if not here:
             return Devices()
-        shares = here == 1 and any(0 < engine.gpus_per_worker < 1 for engine in engines.values())
+        shared = frozenset(key for key, engine in engines.items() if 0 < engine.gpus_per_worker < 1)
+        shares = here == 1 and bool(shared)
         asked = sum(engine.workers * engine.gpus_per_worker for engine in engines.values())
         if not self.remote and asked > (here if shares else here - 1):
             raise ConfigError(
@@ -85,7 +86,7 @@ class RayPlacement:
                 "GPU for each worker, engines share the only GPU of a machine with the trainer"
             )
         if shares:
-            return Devices(shared=True, told="the trainer shares this machine's only GPU with engines")
+            return Devices(shared=shared, told="the trainer shares this machine's only GPU with engines")
         self._reservation = Reservation()
         return Devices(
             trainer=self._reservation.env_vars(),

@@ -734,7 +734,7 @@ def choose(trainer=TrainerConfig(), address="", **engine):
     try:
         devices = placement.devices(trainer, {"engine": EngineConfig(**engine)})
         free = ray.available_resources().get("GPU", 0)
-        print(dict(devices.trainer), devices.shared, free)
+        print(dict(devices.trainer), bool(devices.shared), free)
     except ConfigError as error:
         print(error)
 
