@@ -63,7 +63,7 @@ def in_slots(slotted: Slotted, episodes: Sequence[Episode]) -> bool:
 
 
 @attrs.define(eq=False)
-class Session:
+class OpenSession:
     """The result of ``open``, and the tools of its rollout."""
 
     value: Any
@@ -132,7 +132,7 @@ class EnvironmentHost:
         self._tools = self._toolbox(list(getattr(environment, "tools", ())))
         self._needs_group = bool(getattr(environment, "needs_group", False))
         self._success = self._threshold()
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, OpenSession] = {}
         self._opening: dict[str, asyncio.Event] = {}
         """Sessions that are being opened; the event says that they are open, or failed."""
         self._calls = Calls(f"environment of task {task!r}", self._concurrency)
@@ -313,7 +313,7 @@ class EnvironmentHost:
             if isinstance(error, PluginError):
                 raise
             return SessionStart(error=f"the tools of the session cannot be read: {self._told(error)}")
-        self._sessions[name] = Session(value, tools, self._calls.event())
+        self._sessions[name] = OpenSession(value, tools, self._calls.event())
         return SessionStart(tools=tools.schemas)
 
     def _toolbox(self, tools: Sequence[Callable[..., Any] | Tool]) -> Toolbox:
@@ -384,7 +384,7 @@ class EnvironmentHost:
         calling = [tools and isinstance(e, Episode) and calls_of(e) != () for e in found]
         judged = [e for e, calls in zip(found, calling, strict=True) if isinstance(e, Episode) and not calls]
         called = [e for e, calls in zip(found, calling, strict=True) if isinstance(e, Episode) and calls]
-        with _used([e.session for e in (*judged, *called) if isinstance(e.session, Session)]):
+        with _used([e.session for e in (*judged, *called) if isinstance(e.session, OpenSession)]):
             judgements = iter((yield from self._judged(judged)))
             answers = iter((yield from self._answers(called)))
         return [
@@ -504,7 +504,7 @@ class EnvironmentHost:
 
 
 @contextlib.contextmanager
-def _used(sessions: Sequence[Session]) -> Iterator[None]:
+def _used(sessions: Sequence[OpenSession]) -> Iterator[None]:
     """Keep sessions from being closed while a call uses them."""
     for session in sessions:
         session.calls += 1

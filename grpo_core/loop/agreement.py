@@ -39,7 +39,7 @@ from attrs import evolve, field, frozen
 
 from grpo_core.records import Canary
 
-Answer = tuple[int, float]
+TopToken = tuple[int, float]
 """The token that an engine finds likeliest after a context, and its logprob."""
 
 CLIP = 7.0
@@ -108,7 +108,7 @@ class Agreement:
     """Nats by which the older weights can be distinguished; see the module's docstring."""
     fault: str = ""
     """The reason to think that the engine does not use the weights; empty if there is none."""
-    answers: tuple[Answer, ...] = field(default=(), repr=False)
+    answers: tuple[TopToken, ...] = field(default=(), repr=False)
     """The engine's answers, in the order of the contexts."""
 
     @property
@@ -117,7 +117,7 @@ class Agreement:
         return self.power >= POWER and not self.fault
 
 
-def agreement(canaries: Sequence[Canary], answers: Sequence[Answer], explained: Explained) -> Agreement:
+def agreement(canaries: Sequence[Canary], answers: Sequence[TopToken], explained: Explained) -> Agreement:
     """Ask both questions of an engine's answers to a canary, one for each context."""
     differences = [difference(canary, answer) for canary, answer in zip(canaries, answers, strict=True)]
     found = Agreement(mean=fmean(differences), largest=max(differences), answers=tuple(answers))
@@ -147,7 +147,7 @@ def agreement(canaries: Sequence[Canary], answers: Sequence[Answer], explained: 
     )
 
 
-def _old_and_new(canary: Canary, before: Canary, answer: Answer) -> tuple[float, float]:
+def _old_and_new(canary: Canary, before: Canary, answer: TopToken) -> tuple[float, float]:
     """Return the differences to an engine that has not moved, and to one that has moved as the trainer.
 
     If another token has become the likeliest, or nothing is known of the engine's answer before, the answer
@@ -165,7 +165,7 @@ def _named(canary: Canary) -> Iterable[tuple[int, float]]:
     return zip(canary.token_ids, canary.logprobs, strict=True)
 
 
-def difference(canary: Canary, answer: Answer) -> float:
+def difference(canary: Canary, answer: TopToken) -> float:
     """Return the difference between engine and trainer after a context, or a lower bound of it.
 
     The engine gives the trainer's likeliest token at most the logprob of its own; the trainer gives a token
@@ -190,7 +190,7 @@ def _power(moved: float) -> float:
     return half - log1p(half)
 
 
-def _differs(found: Agreement, canary: Canary, answer: Answer, explained: Explained) -> str:
+def _differs(found: Agreement, canary: Canary, answer: TopToken, explained: Explained) -> str:
     token, logprob = answer
     known = dict(_named(canary))
     said = f"{known[token]:.6f}" if token in known else "less than to its likeliest tokens"

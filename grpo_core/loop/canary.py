@@ -20,7 +20,7 @@ from grpo_core.aio import RestartBudget
 from grpo_core.completions import check_completions
 from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError, WeightSyncError
 from grpo_core.incidents import report
-from grpo_core.loop.agreement import Agreement, Answer, Tolerance, agreement, movement
+from grpo_core.loop.agreement import Agreement, Tolerance, TopToken, agreement, movement
 from grpo_core.protocols import Engine
 from grpo_core.records import Canary, Completion, GenerationRequest, Group, Rollout, Weights
 
@@ -105,7 +105,7 @@ async def _compared(engine: Engine, weights: Weights, tolerance: Tolerance) -> A
     return agreement(weights.canary, [_answer(weights.version, each) for each in completions], explained)
 
 
-def _answer(version: int, completion: Completion) -> Answer:
+def _answer(version: int, completion: Completion) -> TopToken:
     versions = completion.versions.tolist()
     if versions != [version]:
         raise WeightSyncError(

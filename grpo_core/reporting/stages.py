@@ -76,7 +76,13 @@ class Now:
             case StatusChanged():
                 self._is(event.message)
             case RunStarted():
-                self._start(event)
+                self._version = event.step
+                self.steps = planned_steps(None, event.config) or self.steps
+                self._ready = event.buffer.get("ready", 0)
+                wanted = event.config.get("trainer", {}).get("prompts_per_step", 0)
+                self._wanted = wanted if isinstance(wanted, int) else 0
+                self._in_order = event.config.get("pipeline", {}).get("policy") == "in_order"
+                self._is("starting")
             case StageBegan() if event.stage == WAITS:
                 self._wait()
             case StageBegan() if event.stage not in BRIEF:
@@ -88,7 +94,12 @@ class Now:
                 self._ready = max(0, self._ready - len(event.groups))
                 self._is(f"training step {event.step + 1}")
             case StepEnded():
-                self._step(event)
+                self._version = event.step
+                self._ready = int(event.metrics.get("buffer/ready", self._ready))
+                if event.step < self.steps or not self.steps:
+                    self._wait()
+                else:
+                    self._is("finishing")
             case Saving():
                 self._saving = event.step, self.clock()
             case Saved():
@@ -121,22 +132,6 @@ class Now:
     def _wait(self) -> None:
         if not self._waits:
             self._waits, self._since = True, self.clock()
-
-    def _start(self, event: RunStarted) -> None:
-        self._version, self.steps = event.step, planned_steps(None, event.config) or self.steps
-        self._ready = event.buffer.get("ready", 0)
-        wanted = event.config.get("trainer", {}).get("prompts_per_step", 0)
-        self._wanted = wanted if isinstance(wanted, int) else 0
-        self._in_order = event.config.get("pipeline", {}).get("policy") == "in_order"
-        self._is("starting")
-
-    def _step(self, event: StepEnded) -> None:
-        self._version = event.step
-        self._ready = int(event.metrics.get("buffer/ready", self._ready))
-        if event.step < self.steps or not self.steps:
-            self._wait()
-        else:
-            self._is("finishing")
 
     def _of_groups(self) -> str:
         ready, wanted = self._ready, self._wanted
