@@ -19,7 +19,7 @@ from attrs import define, evolve, field, frozen
 from grpo_core.errors import LONGEST_TRACEBACK, cut
 from grpo_core.unicode import well_formed
 
-Kind = Literal[
+IncidentKind = Literal[
     "batch_failed",  # a batch failed while its parts, tried one by one, succeeded
     "call_failed",  # a call of an environment failed
     "deadline",  # a call took too long, and was cancelled, or its process was killed
@@ -64,7 +64,7 @@ class Incident:
         traceback: text for the log.
     """
 
-    kind: Kind
+    kind: IncidentKind
     component: str
     message: str
     traceback: str = ""
@@ -80,7 +80,7 @@ def _to_log(incident: Incident) -> None:
 _receive: ContextVar[Receive] = ContextVar("receiver of incidents", default=_to_log)
 
 
-def report(kind: Kind, component: str, message: str, *, traceback: str = "") -> None:
+def report(kind: IncidentKind, component: str, message: str, *, traceback: str = "") -> None:
     """Report a fault that was survived; call it on the event loop of the run."""
     message, traceback = cut(message, MESSAGE), traceback[-LONGEST_TRACEBACK:]  # the end names the error
     texts = {"message": well_formed(message), "traceback": well_formed(traceback)}

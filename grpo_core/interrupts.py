@@ -20,10 +20,10 @@ INTERRUPTED = 130
 LEAVING = 5.0
 """Seconds that threads and libraries have when an interrupted program exits."""
 
-Receive = Callable[[str], object]
+OnSignal = Callable[[str], object]
 """Receives the name of a signal on the main thread, between any two of its instructions."""
 
-_receivers: list[Receive] = []
+_receivers: list[OnSignal] = []
 _raised: list[str] = []
 """Signals that have raised KeyboardInterrupt."""
 _left = False
@@ -75,7 +75,7 @@ def _receive(number: int, frame: object) -> None:
 
 
 @contextlib.contextmanager
-def received(receive: Receive) -> Iterator[None]:
+def received(receive: OnSignal) -> Iterator[None]:
     """Let a function receive the signals, on the main thread; elsewhere do nothing.
 
     The handlers of the program that calls this come back afterwards.

@@ -14,7 +14,16 @@ from test_pipeline import Run
 
 from grpo_core.errors import EngineError
 from grpo_core.events import IncidentReported, PromptSkipped, RunEnded, StepEnded
-from grpo_core.incidents import EVERY, IncidentCounts, Kind, Lines, by_kind, report, reported_as, reported_to
+from grpo_core.incidents import (
+    EVERY,
+    IncidentCounts,
+    IncidentKind,
+    Lines,
+    by_kind,
+    report,
+    reported_as,
+    reported_to,
+)
 from grpo_core.protocols import Tracker
 from grpo_core.records import Feedback
 from grpo_core.reporting.files import plain
@@ -146,7 +155,7 @@ def test_a_member_reports_under_its_own_name():
 
 def test_the_page_about_reliability_explains_every_kind():
     page = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
-    assert re.findall(r"^\| `(\w+)` \|", page, re.M) == list(get_args(Kind))
+    assert re.findall(r"^\| `(\w+)` \|", page, re.M) == list(get_args(IncidentKind))
 
 
 # ---------------------------------------------------------------------------------- lines for people

@@ -18,7 +18,7 @@ from typing import Any
 from grpo_core.aio import RestartBudget
 from grpo_core.engines import wire
 from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError, GrpoError, WeightSyncError
-from grpo_core.incidents import Kind, report
+from grpo_core.incidents import IncidentKind, report
 from grpo_core.processes.child import Child
 from grpo_core.records import Completion, EngineSetup, GenerationRequest, Weights
 
@@ -220,7 +220,7 @@ class ChildEngine:
             self._child, self._ready = None, False
             self._deaths.failed()
             if not self._closed and not self._deaths.exhausted:
-                kind: Kind = "deadline" if isinstance(why, DeadlineExceeded) else "died"
+                kind: IncidentKind = "deadline" if isinstance(why, DeadlineExceeded) else "died"
                 report(kind, self.name, f"its process is started again: {why}")
         if self._deaths.exhausted:
             where = f"see {self._log}" if self._log else "its output is above"

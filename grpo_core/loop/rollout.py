@@ -27,7 +27,7 @@ from attrs import evolve
 
 from grpo_core.aio import Limit, gather
 from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError
-from grpo_core.incidents import Kind
+from grpo_core.incidents import IncidentKind
 from grpo_core.loop.turns import RolloutRequest, RolloutState, SamplingParams
 from grpo_core.playing import completed, derive_seed
 from grpo_core.protocols import Engine, EnvironmentClient, Renderer
@@ -322,7 +322,7 @@ def _fail_together(states: Sequence[RolloutState]) -> None:
             state.give_up(failed.error or "", lost=failed.lost)
 
 
-def cause(rollout: Rollout) -> Kind:
+def cause(rollout: Rollout) -> IncidentKind:
     """Return why a rollout is unscored, as the kind of an incident."""
     if rollout.finish_reason == "deadline":
         return "rollouts_late"
