@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from grpo_core.errors import ModelError
+from grpo_core.errors import ModelError, taken_elsewhere
 
 _TEMPLATES = Path(__file__).parent / "chat_templates"
 ADAPTERS = "adapter_config.json"
@@ -57,7 +57,7 @@ def check_path(path: str) -> None:
     elif directory.exists() or path.startswith((".", "/", "~")) or path.count("/") != 1:
         raise ModelError(
             f"model {path!r}: there is no such directory; expected a transformers model directory, a hub id "
-            'like "Qwen/Qwen3-0.6B", or "tiny"'
+            f'like "Qwen/Qwen3-0.6B", or "tiny".{taken_elsewhere(path)}'
         )
 
 

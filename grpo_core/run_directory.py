@@ -36,7 +36,7 @@ from typing import Any
 
 from grpo_core.config import Config, as_table, as_toml, read_toml
 from grpo_core.disk import Disk, replace_file
-from grpo_core.errors import ConfigError
+from grpo_core.errors import ConfigError, taken_elsewhere
 from grpo_core.plugins.configured import configured
 from grpo_core.records import RunInfo
 from grpo_core.typed import Count, checked
@@ -192,7 +192,8 @@ class RunDirectory:
     def existing(cls, path: Path) -> RunDirectory:
         """Find an existing run.  Raises ConfigError if the path is not a run's directory."""
         if not (path / CONFIG).is_file():
-            raise ConfigError(f"{path}: holds no run (there is no {CONFIG} in it)")
+            hint = taken_elsewhere(str(path))
+            raise ConfigError(f"{path}: holds no run (there is no {CONFIG} in it).{hint}")
         return cls(path)
 
     @classmethod

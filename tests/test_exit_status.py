@@ -60,6 +60,33 @@ def test_wrong_input_is_one_message_and_status_2(here, arguments, message):
     assert not (here / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["check", "sums.toml"], "'sums.toml'. It is a configuration, as `grpo-core train sums.toml` takes"),
+        (["validate", "sums.toml"], "It is a configuration"),
+        (["verify", "sums.toml"], "It is a configuration"),
+        (
+            ["train", "old"],
+            "old: not readable as TOML. It is the directory of a run, as `grpo-core train --res",
+        ),
+        (["check", "old"], "It is the directory of a run"),
+        (["report", "."], "It has the runs old in it"),
+        (["train", "math:sort"], "It reads like an environment, as `grpo-core train --env math:sort` takes"),
+        (["validate", "./envs.py:Sort"], "It reads like an environment"),
+        (["check", "./envs.py"], "envs.py: the name in it is missing. Write ./envs.py:NAME with one of:"),
+    ],
+    ids=str,
+)
+def test_an_argument_of_another_command_is_known(here, arguments, message):
+    (here / "sums.toml").write_text("[tasks.a]")
+    (here / "old").mkdir()
+    (here / "old" / "config.toml").write_text("")
+    done = grpo(here, *arguments)
+    assert message in " ".join(done.stderr.replace("│", " ").split())
+    assert done.returncode == 2
+
+
 def test_a_check_that_finds_a_fault_has_failed(here):
     done = grpo(here, "check", "./envs.py:WrongCount")
     assert done.returncode == 1, done.stderr

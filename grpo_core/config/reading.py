@@ -17,7 +17,7 @@ from grpo_core.config.problems import out_of_range, problems
 from grpo_core.config.run import Config
 from grpo_core.config.sections import NO_SECTIONS, PluginSections, keys_of
 from grpo_core.credentials import secrets_in
-from grpo_core.errors import ConfigError
+from grpo_core.errors import ConfigError, taken_elsewhere
 from grpo_core.records import SectionValues, name_of_class
 
 T = TypeVar("T")
@@ -28,7 +28,10 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such file; a configuration is a TOML file") from None
+        hint = taken_elsewhere(str(path))
+        raise ConfigError(f"{path}: there is no such file; a configuration is a TOML file.{hint}") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: not readable as TOML.{taken_elsewhere(str(path))}") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path}: not readable as TOML: {error}") from None
     except RecursionError:

@@ -31,7 +31,15 @@ import pluggy
 
 import grpo_core
 from grpo_core import hookspecs
-from grpo_core.errors import ConfigError, PluginError, SelectionError, describe, did_you_mean, one_line
+from grpo_core.errors import (
+    ConfigError,
+    PluginError,
+    SelectionError,
+    describe,
+    did_you_mean,
+    one_line,
+    taken_elsewhere,
+)
 from grpo_core.hookspecs import Offer
 from grpo_core.plugins.commands import Commands, allowed_names, names_of_command_plugins
 from grpo_core.plugins.hints import KEYS, install_command
@@ -394,9 +402,11 @@ class PluginHost:
             key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__
         }
         defined = {*here, *(plugin.offers.get(kind) or ())} - {*HOOKS.values(), SECTIONS}
+        fault = f"{path} has no {wanted!r}" if wanted else "the name in it is missing"
+        file, choice = name.removesuffix(f":{wanted}"), ", ".join(sorted(defined))
         raise SelectionError(
-            f"{spaced(kind)} {name!r}: {path} has no {wanted!r}.{did_you_mean(wanted, defined)} "
-            f"Write {path}:NAME with one of: {', '.join(sorted(defined)) or 'nothing is defined there'}"
+            f"{spaced(kind)} {name!r}: {fault}.{did_you_mean(wanted, defined)} "
+            f"Write {file}:NAME with one of: {choice or 'nothing is defined there'}"
         )
 
     # ------------------------------------------------------------------------------ errors
@@ -426,7 +436,8 @@ class PluginHost:
         if (command := install_command(kind, name)) and head not in here:
             begin = f"there is no {spaced(kind)} {name!r}: {command}."
         else:
-            begin = f"there is no {spaced(kind)} {name!r}.{did_you_mean(name, spellings | bare)}"
+            known = did_you_mean(name, spellings | bare) or ("" if ":" in name else taken_elsewhere(name))
+            begin = f"there is no {spaced(kind)} {name!r}.{known}"
         parts = [f"{begin} Installed: {', '.join(sorted(spellings)) or 'none'}"]
         parts += [f"left out: plugin {plugin!r} ({why})" for plugin, why in self.left_out.items()]
         parts += [f"broken: {p}: {p.error}" for p in self.plugins if p.fault is not None]

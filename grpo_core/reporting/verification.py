@@ -14,7 +14,7 @@ from typing import Any, NotRequired, TypedDict
 from attrs import define, field, frozen
 
 from grpo_core.disk import REPLACED, fingerprint
-from grpo_core.errors import ConfigError
+from grpo_core.errors import ConfigError, taken_elsewhere
 from grpo_core.loop import checkpoint
 from grpo_core.loop.laws import Laws, summary
 from grpo_core.loop.metrics import validation_metrics
@@ -46,7 +46,8 @@ def verified(path: Path) -> Verification:
     """Check everything that the run in a directory has written.  Raises ConfigError if it has no events."""
     events = path / EVENTS
     if not events.is_file():
-        raise ConfigError(f"{path}: holds no run (there is no {EVENTS} in it)")
+        hint = taken_elsewhere(str(path))
+        raise ConfigError(f"{path}: holds no run (there is no {EVENTS} in it).{hint}")
     size = events.stat().st_size
     laws, files, broken = Laws(), Files(path), []
     for number, event in numbered_events(events):
