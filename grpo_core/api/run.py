@@ -186,28 +186,28 @@ class Run:
         """
         from transformers import AutoModelForCausalLM
 
-        from grpo_core.commands import export
+        from grpo_core.loop.checkpoint import choose_checkpoint
+        from grpo_core.models import ADAPTERS
         from grpo_core.validation.target import started_from
 
-        found = export.find(self.path, step, None)
-        if found.form is None:
-            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(found.saved)
+        saved = choose_checkpoint(self.path, step).directory / "trainer"
+        if not (saved / ADAPTERS).is_file():
+            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(saved)
             return model
         from peft import PeftModel
 
-        base = AutoModelForCausalLM.from_pretrained(started_from(found.run, found.config))
-        adapted: PreTrainedModel = PeftModel.from_pretrained(base, found.saved)
+        base = AutoModelForCausalLM.from_pretrained(started_from(*RunDirectory.open(self.path)))
+        adapted: PreTrainedModel = PeftModel.from_pretrained(base, saved)
         return adapted
 
     def tokenizer(self, step: int | None = None) -> PreTrainedTokenizerBase:
         """Load the tokenizer of a checkpoint; see ``model``."""
         from transformers import AutoTokenizer
 
-        from grpo_core.commands import export
+        from grpo_core.loop.checkpoint import choose_checkpoint
 
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            export.find(self.path, step, None).saved
-        )
+        saved = choose_checkpoint(self.path, step).directory / "trainer"
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(saved)
         return tokenizer
 
     def verify(self) -> list[str]:

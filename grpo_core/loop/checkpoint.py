@@ -36,7 +36,7 @@ from grpo_core.data.dataloaders import Dataloader
 from grpo_core.data.loaders import TaskLoader
 from grpo_core.data.samplers import PromptStream
 from grpo_core.disk import REPLACED, Disk, files, fingerprint, put, seal
-from grpo_core.errors import CheckpointError, GrpoError, describe
+from grpo_core.errors import CheckpointError, ConfigError, GrpoError, describe
 from grpo_core.incidents import report
 from grpo_core.loop.buffer import Buffer, BufferStatistics
 from grpo_core.loop.endings import Failure
@@ -251,7 +251,7 @@ def _loader_file(task: str, kind: str = "json", *, safe: str = "") -> str:
 
 @frozen(kw_only=True)
 class Found:
-    """The newest intact checkpoint, and why newer ones were skipped."""
+    """An intact checkpoint, and why newer ones were skipped."""
 
     directory: Path
     step: int
@@ -279,6 +279,24 @@ def newest(parent: Path) -> Found | None:
     if not complete_names(parent):
         return None
     raise CheckpointError(f"{parent}: no checkpoint can be used:\n    " + "\n    ".join(passed_over))
+
+
+def choose_checkpoint(run: Path, step: int | None = None) -> Found:
+    """Return a checkpoint of a run; without a step the newest one that is intact.
+
+    Raises ConfigError if there is none, CheckpointError if it is damaged.
+    """
+    if step is None:
+        if (found := newest(run / "checkpoints")) is None:
+            raise ConfigError(f"{run}: has no checkpoint yet")
+        return found
+    there = dict(complete_names(run / "checkpoints"))
+    if step not in there:
+        known = ", ".join(map(str, there)) or "none"
+        raise ConfigError(f"{run}: has no checkpoint of step {step}; there are: {known}")
+    if (wrong := fault(there[step])) is not None:
+        raise CheckpointError(f"{there[step]}: {wrong}; choose another step")
+    return Found(directory=there[step], step=step, passed_over=())
 
 
 def fault(directory: Path) -> str | None:

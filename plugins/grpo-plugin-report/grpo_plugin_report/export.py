@@ -13,17 +13,24 @@ import tomli_w
 from attrs import evolve, frozen
 
 import grpo_core
-from grpo_core.complaints import complain
-from grpo_core.config import Config, TaskConfig, as_table
-from grpo_core.errors import CheckpointError, ConfigError
-from grpo_core.loading import load_object
-from grpo_core.loop import checkpoint
-from grpo_core.models import ADAPTERS
-from grpo_core.plugins.options import Flag
-from grpo_core.run_directory import RunDirectory, numbered_events, planned_steps
-from grpo_core.unicode import inert
-from grpo_core.validation.target import check_adapters, started_from
+from grpo_core import ConfigError, load_object
+from grpo_core.kit import (
+    Config,
+    Flag,
+    RunDirectory,
+    TaskConfig,
+    as_table,
+    check_adapters,
+    choose_checkpoint,
+    complain,
+    planned_steps,
+    say,
+    started_from,
+    write_whole,
+)
 
+ADAPTERS = "adapter_config.json"
+"""A file of peft, which is in every directory of adapters."""
 Form = Literal["merged", "adapters"]
 CARD = "README.md"
 SECTIONS = (
@@ -82,7 +89,7 @@ def export(
     chosen = find(run, step, "merged" if merged else "adapters" if adapters else None)
     target = output or run / "exported" / chosen.name
     write(chosen, target)
-    print(inert(str(target)), flush=True)
+    say(str(target))
     return 0
 
 
@@ -92,27 +99,14 @@ def find(directory: Path, step: int | None, form: Form | None) -> Export:
     Raises ConfigError if there is none, or it has no such form, CheckpointError if it is damaged.
     """
     run, config = RunDirectory.open(directory)
-    there = dict(checkpoint.complete_names(run.checkpoints))
-    if step is None:
-        newest = checkpoint.newest(run.checkpoints)
-        if newest is None:
-            raise ConfigError(f"{directory}: has no checkpoint yet; there is nothing to export")
-        for reason in newest.passed_over:
-            complain(f"note: passed over {reason}")
-        found, step = newest.directory, newest.step
-    elif step not in there:
-        known = ", ".join(map(str, there)) or "none"
-        raise ConfigError(f"{directory}: has no checkpoint of step {step}; there are: {known}")
-    else:
-        found = there[step]
-        if (fault := checkpoint.fault(found)) is not None:
-            raise CheckpointError(f"{found}: {fault}; export another step")
-    with_adapters = (found / "trainer" / ADAPTERS).is_file()
+    found = choose_checkpoint(directory, step)
+    for reason in found.passed_over:
+        complain(f"note: passed over {reason}")
+    with_adapters = (found.directory / "trainer" / ADAPTERS).is_file()
     if form == "adapters" and not with_adapters:
         raise ConfigError(f"{directory}: trained all weights, so it has no adapters; leave out --adapters")
-    if with_adapters:
-        form = form or "adapters"
-    return Export(run=run, config=config, checkpoint=found, step=step, form=form if with_adapters else None)
+    form = (form or "adapters") if with_adapters else None
+    return Export(run=run, config=config, checkpoint=found.directory, step=found.step, form=form)
 
 
 def write(export: Export, target: Path) -> None:
@@ -135,8 +129,6 @@ def write(export: Export, target: Path) -> None:
         ) from None
     try:
         if export.form == "merged":
-            from grpo_core.training.building import write_whole
-
             start = started_from(export.run, export.config)
             check_adapters(export.run.path, export.checkpoint, start)
             write_whole(start, export.saved, export.config, part)
@@ -182,19 +174,12 @@ def card(export: Export) -> str:
         "adapters": "This directory has adapters (LoRA), which belong to the base model.",
         "merged": "Adapters (LoRA) were trained and then added to the weights of the base model.",
     }[export.form]
-    loaded = (
-        "    from peft import AutoPeftModelForCausalLM\n\n"
-        '    model = AutoPeftModelForCausalLM.from_pretrained("THIS_DIRECTORY")'
-        if export.form == "adapters"
-        else "    from transformers import AutoModelForCausalLM\n\n"
-        '    model = AutoModelForCausalLM.from_pretrained("THIS_DIRECTORY")'
-    )
+    kind = "AutoPeftModelForCausalLM" if export.form == "adapters" else "AutoModelForCausalLM"
     started, results = None, {}
-    file = export.run.path / "events.jsonl"
-    for _, event in numbered_events(file) if file.is_file() else ():
-        if event and event.get("event") == "RunStarted":
+    for event in grpo_core.Run(export.run.path, strict=False).events("RunStarted", "Validated"):
+        if event["event"] == "RunStarted":
             started = event.get("config")
-        elif event and (event.get("event"), event.get("version")) == ("Validated", export.step):
+        elif event.get("version") == export.step:
             results = event["results"]
     steps = planned_steps(as_table(export.config), started)
     scores = [
@@ -219,7 +204,9 @@ def card(export: Export) -> str:
             "",
             "Load it:",
             "",
-            loaded,
+            f"    from {library} import {kind}",
+            "",
+            f'    model = {kind}.from_pretrained("THIS_DIRECTORY")',
             "",
             "Configuration, where it differs from the defaults:",
             "",
@@ -249,8 +236,5 @@ def _changed(value: Any, default: Any) -> Any:
     """Return the parts of a table that differ from another one."""
     if not isinstance(value, Mapping):
         return value
-    return {
-        key: _changed(item, default.get(key) if isinstance(default, Mapping) else None)
-        for key, item in value.items()
-        if not isinstance(default, Mapping) or item != default.get(key)
-    }
+    usual = default if isinstance(default, Mapping) else {}
+    return {key: _changed(item, usual.get(key)) for key, item in value.items() if item != usual.get(key)}
