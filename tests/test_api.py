@@ -92,6 +92,24 @@ def test_a_function_is_trained_on_and_the_run_shows_what_happened(made):
     assert (run.state, run.damaged) == ("finished", {})
 
 
+@pytest.mark.long
+def test_rewards_are_added_with_their_weights_and_common_keys_stand_alone(tmp_path):
+    def short(reply):
+        return float(len(reply) < 5)
+
+    table = {name: SMALL[name] for name in ("model", "tracking")}
+    run = grpo_core.train(
+        reward=[ordered, (short, 0.1)], data=DATA, steps=1, prompts_per_step=2, group_size=4, max_tokens=8,
+        output=tmp_path / "run", **table,
+    )  # fmt: skip
+    assert run.steps() == [1]
+    assert run.config["rollout"]["max_tokens"] == 8
+    rollouts = [rollout for group in run.rollouts(1) for rollout in group.rollouts]
+    assert len(rollouts) == 8
+    for each in rollouts:
+        assert each.reward == pytest.approx(each.metrics["ordered"] + 0.1 * each.metrics["short"])
+
+
 def lines(path, *rows):
     path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
 
@@ -274,6 +292,9 @@ def test_what_cannot_be_trained_on_is_refused_at_once(tmp_path):
     def unnamed(*replies):
         return 0.0
 
+    def of_trl(completions, **kwargs):
+        return [0.0 for _ in completions]
+
     train = functools.partial(grpo_core.train, output=tmp_path / "run")
     for told, arguments in {
         "env is int; expected the name of an environment": {"env": 3},
@@ -282,6 +303,8 @@ def test_what_cannot_be_trained_on_is_refused_at_once(tmp_path):
         "data\\[1\\] is int; expected a text, a dict": {"env": ordered, "data": ["a", 1]},
         "data has 'test'; expected the keys 'train' and 'validation'": {"env": ordered, "data": {"test": []}},
         "data\\['train'\\] is a list, which a reward function takes": {"env": Sorting, "data": ["a"]},
+        "env and reward are both given": {"env": Sorting, "reward": ordered},
+        "reward has 3 in it; expected functions, or pairs": {"reward": [ordered, 3], "data": DATA},
         "two tasks would be called 'sorting'": {"env": [Sorting, Sorting()]},
         "data is for one environment": {"env": [ordered, Sorting], "data": DATA},
         "listeners\\[0\\] is int; expected a function": {"env": Sorting, "listeners": [1]},
@@ -300,6 +323,10 @@ def test_what_cannot_be_trained_on_is_refused_at_once(tmp_path):
     }.items():
         with pytest.raises(ConfigError, match=told):
             train(**arguments)
+    with pytest.raises(
+        PluginError, match="takes 'completions', as reward functions of TRL do; write env='trl:"
+    ):
+        train(reward=of_trl, data=DATA)
     assert not (tmp_path / "run").exists()
     with pytest.raises(ConfigError, match="holds no run"):
         grpo_core.Run(tmp_path)

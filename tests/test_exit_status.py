@@ -74,7 +74,7 @@ def test_wrong_input_is_one_message_and_status_2(here, arguments, message):
         (["report", "."], "It has the runs old in it"),
         (["train", "math:sort"], "It reads like an environment, as `grpo-core train --env math:sort` takes"),
         (["validate", "./envs.py:Sort"], "It reads like an environment"),
-        (["check", "./envs.py"], "envs.py: the name in it is missing. Write ./envs.py:NAME with one of:"),
+        (["check", "./envs.py"], "the name in it is missing. Write ./envs.py:NAME with one of:"),
     ],
     ids=str,
 )

@@ -71,7 +71,10 @@ def train(
         no_plugins: installed plugins that are not loaded.
         **settings: sections of the configuration, as in ``trainer={"steps": 50}``, and ``seed``.  A text
             selects what a section is about, as in ``model="Qwen/Qwen3-0.6B"`` or ``loss="gspo"``; sampler,
-            validation and advantage may be objects or functions, and loss a function of a file.
+            validation and advantage may be objects or functions, and loss a function of a file.  ``steps``,
+            ``lr``, ``prompts_per_step``, ``group_size``, ``max_tokens`` and ``temperature`` may stand alone.
+            ``reward`` is a reward function in place of ``env``, or a list of them whose rewards are added:
+            ``reward=[exact, (short, 0.1)]``.
 
     Works inside a running event loop and in Jupyter, where it blocks until the run ends.  Ctrl-C ends the
     run after its step with a checkpoint, and raises KeyboardInterrupt.

@@ -12,7 +12,7 @@ from typing import Any
 
 from attrs import define, field, fields
 
-from grpo_core.api.reward import environment_of
+from grpo_core.api.reward import added, environment_of
 from grpo_core.app.launch import task_name
 from grpo_core.config import Config, read_toml
 from grpo_core.data.samplers import FunctionSampler
@@ -25,6 +25,10 @@ from grpo_core.protocols import Tracker, ValidationStrategy
 SPLITS = ("train", "validation")
 FUNCTIONS: Mapping[str, Kind] = {"advantage": "advantage", "loss": "loss", "optimizer": "optimizer"}
 """Sections whose value may be a function that is called as it is."""
+SHORT = {"steps": "trainer", "lr": "trainer", "prompts_per_step": "trainer"} | dict.fromkeys(
+    ("group_size", "max_tokens", "temperature"), "rollout"
+)
+"""Keys that may stand without their section."""
 ELSEWHERE = ("loss", "optimizer")
 """Sections whose function the trainer's process calls."""
 
@@ -74,9 +78,17 @@ def given(env: Any, data: Any, settings: Mapping[str, Any]) -> Given:
 
     Raises ConfigError for a value of a kind that ``train`` does not describe.
     """
+    settings = dict(settings)
+    if (reward := settings.pop("reward", None)) is not None:
+        if env is not None:
+            raise ConfigError("env and reward are both given; leave out one of them")
+        env = {"rewards": added(reward)} if isinstance(reward, list | tuple) else reward
     found, environments = Given(), _environments(env)
     if data is not None and len(environments) != 1:
-        raise ConfigError("data is for one environment, given as env; name sources in tasks.NAME.source")
+        raise ConfigError(
+            "data is for one environment, given as env, or for reward functions, as in train(reward=exact, "
+            "data=rows); several tasks name their sources in tasks.NAME.source"
+        )
     splits = _splits(data)
     twice = [each for each in environments.values() if not isinstance(each, str | type)]
     if len({id(each) for each in twice}) < len(twice):
@@ -84,8 +96,11 @@ def given(env: Any, data: Any, settings: Mapping[str, Any]) -> Given:
     tasks = {name: _task(found, name, each, splits) for name, each in environments.items()}
     if tasks:
         found.table["tasks"] = tasks
+    short = {name: settings.pop(name) for name in SHORT if name in settings}
     for name, value in settings.items():
         found.table[name] = _section(found, name, value)
+    for name, value in short.items():
+        found.table[SHORT[name]] = {**found.table.get(SHORT[name], {}), name: value}
     found.holds_out = data is None or bool(splits.get("validation"))
     return found
 

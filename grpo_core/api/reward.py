@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from attrs import frozen
@@ -75,6 +75,39 @@ def environment_of(
     return kind(function, name, data)
 
 
+def added(functions: Sequence[Any]) -> Callable[[Episode], Awaitable[Feedback]]:
+    """Return the function that adds the rewards of others; each is a metric.
+
+    Raises ConfigError for what is neither a function nor a pair of a function and its weight.
+    """
+    parts = []
+    for each in functions:
+        function, weight = each if isinstance(each, list | tuple) and len(each) == 2 else (each, 1.0)
+        if not callable(function) or not isinstance(weight, int | float):
+            raise ConfigError(
+                f"reward has {each!r} in it; expected functions, or pairs of one and its weight: "
+                "reward=[exact, (short, 0.1)]"
+            )
+        name = getattr(function, "__name__", type(function).__name__)
+        parts.append((name, function, Parameters.of(function, name), weight))
+
+    async def judge(episode: Episode) -> Feedback:
+        metrics: dict[str, float] = {}
+        for name, function, arguments, _ in parts:
+            found = function(**arguments(episode))
+            found = await found if inspect.isawaitable(found) else found
+            if isinstance(found, Feedback) and found.reward is None:
+                return found
+            reward = found.reward if isinstance(found, Feedback) else found
+            if reward is None:
+                return Feedback(metrics=metrics)
+            metrics[name] = float(reward)
+        total = sum(weight * metrics[name] for name, *_, weight in parts)
+        return Feedback(reward=total, metrics=metrics)
+
+    return judge
+
+
 def prompts_of(rows: Sequence[Any], name: str) -> Sequence[Prompt]:
     """Return the prompts of rows: each is a ``Prompt``, a text, or a mapping as a line of a source's file.
 
@@ -137,6 +170,11 @@ class Parameters:
         """Raise PluginError if a parameter is not a field of the prompt."""
         for key, needed in self.needed.items():
             if needed and key not in KNOWN and key not in prompt.info:
+                if key == "completions":
+                    raise PluginError(
+                        f"env: {self.name} takes 'completions', as reward functions of TRL do; write "
+                        f"env='trl:./file.py:{self.name}' (pip install grpo-plugin-trl), or take reply"
+                    )
                 raise PluginError(
                     f"env: {self.name} takes {key!r}, and prompt {prompt.id!r} has no such field; it has "
                     f"{', '.join([*KNOWN, *prompt.info])}"
