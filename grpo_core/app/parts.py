@@ -63,9 +63,6 @@ answer is replaced."""
 EXTRA_GROUPS = 20
 """Default limit of filtered groups for each group of a step."""
 
-CORRECTIONS = ("correction", "importance_floor", "importance_cap", "off_policy_limit")
-"""Options of losses that a message about lost gradients names."""
-
 PROMPTS = 12
 """Number of prompts that the canary begins with."""
 
@@ -245,17 +242,6 @@ class Parts:
         return remarks_of(self.loss.function, self.config.loss.options, self.loss_setting)
 
     @property
-    def correction(self) -> str:
-        """The options of the loss that correct for older weights, as text."""
-        options = inspect.signature(self.loss.function).parameters
-        values = {
-            name: self.loss.options.get(name, option.default)
-            for name, option in options.items()
-            if name in CORRECTIONS
-        }
-        return ", ".join(f"loss.options.{name} = {value!r}" for name, value in values.items() if value)
-
-    @property
     def needs(self) -> frozenset[str]:
         """The needs of the loss with its options, such as "reference"."""
         return needs_of(self.loss.function, self.loss.options)
@@ -371,7 +357,9 @@ class Parts:
                 "clip_fraction_high": Thresholds(*config.clip_fraction),
             },
             taught_by_rewards="teacher" not in self.needs,
-            correction=self.correction,
+            correction=", ".join(
+                f"loss.options.{name} = {value!r}" for name, value in self.config.loss.options.items()
+            ),
             uncorrected=next((each.message for each in self.remarks if each.costs), ""),
         )
 

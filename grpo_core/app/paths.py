@@ -12,7 +12,6 @@ from typing import Any, TypeVar, cast
 from attrs import evolve, fields, fields_dict, frozen
 
 from grpo_core.config import Config, PluginChoice, SourceConfig, ValidationSetConfig
-from grpo_core.data.files import LINES, TABLES
 from grpo_core.errors import GrpoError
 from grpo_core.plugins.host import Kind, PluginHost
 from grpo_core.plugins.installed import in_file
@@ -31,15 +30,16 @@ def with_absolute_paths(config: Config, host: PluginHost) -> Config:
 
     Of the options of plugins, those are paths that their factories annotate so.
     """
-    options = _Options(host)
-    model = evolve(config.model, options=options.of("model", config.model.path, config.model.options))
-    if not host.offers("model", model.path) and Path(model.path).expanduser().is_dir():
-        model = evolve(model, path=absolute(model.path))
-    if model.chat_template and Path(model.chat_template).expanduser().is_file():
-        model = evolve(model, chat_template=absolute(model.chat_template))
+    options, path = _Options(host), config.model.path
+    model = evolve(
+        config.model,
+        path=path if host.offers("model", path) else _existing(path),
+        options=options.of("model", path, config.model.options),
+        chat_template=_existing(config.model.chat_template),
+    )
     teacher = config.teacher
-    if teacher.path and Path(teacher.path).expanduser().is_dir():
-        teacher = evolve(teacher, path=absolute(teacher_model(teacher.path)))
+    if teacher.path:
+        teacher = evolve(teacher, path=_existing(teacher_model(teacher.path)))
     choices: dict[str, Any] = {}
     for section in fields_dict(Config):
         if isinstance(choice := getattr(config, section), PluginChoice):
@@ -63,11 +63,11 @@ def with_absolute_paths(config: Config, host: PluginHost) -> Config:
             dataloader_options=options.of("dataloader", task.dataloader, task.dataloader_options),
             player=task.player and _absolute_name(task.player),
             player_options=options.of("player", task.player, task.player_options),
-            python=_absolute_python(task.python),
+            python=_existing(task.python),
         )
         for name, task in config.tasks.items()
     }
-    environment = evolve(config.environment, python=_absolute_python(config.environment.python))
+    environment = evolve(config.environment, python=_existing(config.environment.python))
     tracking = evolve(
         config.tracking,
         trackers=[_absolute_name(name) for name in config.tracking.trackers],
@@ -182,20 +182,14 @@ def _absolute_set(one: ValidationSetConfig, config: Config, options: _Options) -
         options=options.of("validation_strategy", one.name or config.validation.name, one.options),
         name=one.name and _absolute_name(one.name),
         source=_absolute_source(one.source),
-        python=_absolute_python(one.python),
+        python=_existing(one.python),
     )
 
 
-def _absolute_python(python: str) -> str:
-    """Return the absolute path of an interpreter or virtual environment; a bare name may be a program."""
-    return absolute(python) if python and Path(python).expanduser().exists() else python
-
-
 def _absolute_source(source: SourceConfig) -> SourceConfig:
-    """Return the source with absolute paths; a hub id is not a path."""
-    paths: dict[str, Any] = {
-        key: absolute(path)
-        for key in ("path", "validation_path")
-        if (path := getattr(source, key)) and (Path(path).suffix in (*LINES, *TABLES) or Path(path).exists())
-    }
-    return evolve(source, **paths)
+    return evolve(source, path=_existing(source.path), validation_path=_existing(source.validation_path))
+
+
+def _existing(path: str) -> str:
+    """Return a path as absolute if it exists; otherwise it may be a hub id, or the name of a program."""
+    return absolute(path) if path and Path(path).expanduser().exists() else path
