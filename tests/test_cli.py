@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from grpo_core import stored_rollouts
+from grpo_core.app.build import Outcome
+from grpo_core.commands.running import _summary
 from grpo_core.loop import checkpoint
 from grpo_core.reporting.verification import verified
 
@@ -274,6 +276,13 @@ def test_a_run_trains_validates_saves_and_prints_a_summary(trained):
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000002", "step-000004"]
     assert len(rollouts(run, "rollouts/step-000001")) == 16
     assert len(rollouts(run, "validation/step-000004")) > 0
+
+
+@pytest.mark.long
+def test_the_last_line_of_a_resumed_run_counts_its_own_steps(trained):
+    run, _ = trained
+    outcome = Outcome(reason="finished", step=4, steps=4, directory=run, seconds=2.0, began=2)
+    assert "; 4 of 4 steps, 2 of them now in 2 s; " in _summary(outcome, "")
 
 
 @pytest.mark.long

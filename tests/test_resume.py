@@ -427,6 +427,12 @@ def test_a_lower_staleness_is_right_where_nothing_waits(tmp_path):
     assert resumed(tmp_path / "run", "pipeline.max_staleness=0").config.pipeline.max_staleness == 0
 
 
+def test_a_new_task_is_printed_as_it_was_given(tmp_path):
+    a_run(tmp_path / "run")
+    added = changed(tmp_path / "run", "tasks.copy.env=math:copy", "tasks.copy.weight=2.0")
+    assert 'tasks.copy: (not set) -> {"env": "math:copy", "weight": 2.0}' in added
+
+
 def test_differences_are_printed_and_earlier_configurations_kept(tmp_path):
     run = tmp_path / "run"
     a_run(run, settings=["trainer.lr=5e-4"])

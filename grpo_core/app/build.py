@@ -76,6 +76,9 @@ class Outcome:
     """Number of steps of the whole run."""
     directory: Path
     seconds: float
+    """Seconds of this process."""
+    began: int = 0
+    """The step after which this process began."""
     proved: int | None = None
     """The newest version that the canary has proved the engine to use."""
     unproved: int = 0
@@ -190,6 +193,7 @@ async def _train(run: RunContext, interruptible: Callable[[Pipeline], None]) -> 
         steps=steps,
         directory=run.directory.path,
         seconds=time.monotonic() - run.began,
+        began=run.step,
         proved=proved,
         unproved=unproved,
     )

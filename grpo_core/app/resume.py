@@ -122,7 +122,7 @@ def _found(
         )
     config = with_absolute_paths(config, host)
     edits = differences(as_table(before), as_table(config))
-    notes = [f"{key}: {shown(old)} -> {shown(new)}" for key, old, new in edits]
+    notes = [f"{key}: {shown(old)} -> {shown(_given(changes, key, new))}" for key, old, new in edits]
     if found is None:
         notes.append(f"{path} has no checkpoint yet: starting from the beginning")
     else:
@@ -321,6 +321,14 @@ def _consequences(before: Config, config: Config, changes: Mapping[str, Any]) ->
             f"this start ends within {limit:g} s as well: trainer.time_limit is kept; "
             "--set trainer.time_limit=0 takes it away"
         )
+
+
+def _given(changes: Mapping[str, Any], key: str, new: Any) -> Any:
+    """Return a new value; of a table the keys that were given, without those of its defaults."""
+    given: Any = changes
+    for name in key.split("."):
+        given = given.get(name, {}) if isinstance(given, Mapping) else {}
+    return given if isinstance(new, Mapping) and given else new
 
 
 def _value(config: Config, key: str) -> Any:

@@ -280,7 +280,8 @@ def _summary(outcome: build.Outcome, again: str) -> str:
     found = RunDirectory(outcome.directory).scores()
     scores = [(task, progress(first, last)) for task, (first, last) in found.items()]
     learnt = ", ".join(f"{task}: validation {told}" for task, told in scores if told)
-    did = f"{outcome.step} of {outcome.steps} steps in {outcome.seconds:.0f} s"
+    now = f", {outcome.step - outcome.began} of them now" if outcome.began else ""
+    did = f"{outcome.step} of {outcome.steps} steps{now} in {outcome.seconds:.0f} s"
     if outcome.unproved:
         since = "" if outcome.proved is None else f" since version {outcome.proved}"
         did += f"; weight sync unproved: {outcome.unproved} sync{'s' * (outcome.unproved > 1)}{since}"

@@ -180,12 +180,14 @@ def export(directory: Path, /, *, output: Path | None = None) -> int:
     directory
         Directory of the run.
     output
-        File that is written.  Default: standard output.
+        File that is written.  Default: standard output, or NAME.csv where that is a terminal.
     """
     rows = Run(directory).metrics()
     names = dict.fromkeys(name for row in rows for name in ["step", *row])
     if not names:
         raise ConfigError(f"{directory}: has no metrics, so there is nothing to export")
+    if output is None and sys.stdout.isatty():
+        output = Path(f"{directory.resolve().name}.csv")
     with contextlib.ExitStack() as stack:
         file: TextIO = sys.stdout
         try:
@@ -198,6 +200,8 @@ def export(directory: Path, /, *, output: Path | None = None) -> int:
         writer = csv.DictWriter(file, list(names), restval="")
         writer.writeheader()
         writer.writerows(rows)
+    if output is not None:
+        print(f"{output} has {len(rows):,} rows of {len(names)} columns")
     return 0
 
 

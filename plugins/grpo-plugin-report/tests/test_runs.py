@@ -174,12 +174,22 @@ def test_metrics_are_exported_with_a_column_for_each(made, tmp_path, capsys):
     rows = list(csv.DictReader(io.StringIO(output.read_text())))
     assert [row["step"] for row in rows] == ["0", "1", "2", "2"]
     assert [row["reward/sort"] for row in rows] == ["", "0.5", "0.75", ""]
+    assert capsys.readouterr().out == f"{output} has 4 rows of 6 columns\n"
     runs.export(run.path)
     assert capsys.readouterr().out.splitlines() == output.read_text().splitlines()
     with pytest.raises(ConfigError, match="exists; give another name"):
         runs.export(run.path, output=output)
     with pytest.raises(ConfigError, match=r"^--output .*nowhere.*: cannot be written: No such file or dir"):
         runs.export(run.path, output=tmp_path / "nowhere" / "metrics.csv")
+
+
+def test_an_export_does_not_flood_a_terminal(made, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = made("r")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    runs.export(run.path)
+    assert capsys.readouterr().out.startswith("r.csv has 4 rows of ")
+    assert len(list(csv.DictReader(io.StringIO(Path("r.csv").read_text())))) == 4
 
 
 def test_what_is_no_run_is_named(tmp_path, made, capsys):
