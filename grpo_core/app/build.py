@@ -165,7 +165,7 @@ async def _train(run: RunContext, interruptible: Callable[[Pipeline], None]) -> 
                 spare_the_collector()
                 reason, steps = await pipeline.run(), pipeline.buffer.num_steps
                 step = pipeline.buffer.step
-                proved, unproved = pipeline.proved, pipeline.unproved
+                proved, unproved = pipeline.canaries.proved, pipeline.canaries.unproved
             else:
                 reason, steps = over.reason, over.steps
                 proved, unproved = None, 0

@@ -124,10 +124,6 @@ class Calls:
                 self._running[call.id] = _Running(call.id, call.method, begun)
                 self._step(self._running[call.id], connection)
 
-    def event(self) -> asyncio.Event:
-        """Make an event for which calls may wait."""
-        return asyncio.Event()
-
     def cancel_all(self) -> list[Awaitable[Any]]:
         """Cancel what the other calls await; return what to await until they have ended."""
         tasks = [running.task for running in self._running.values() if running.task is not None]

@@ -262,7 +262,7 @@ class EnvironmentHost:
         self._calls.close()
 
     def _open(self, prompts: Sequence[tuple[str, Prompt]]) -> Steps[list[SessionStart]]:
-        opened = self._calls.event()
+        opened = asyncio.Event()
         names = [name for name, _ in prompts]
         self._opening |= dict.fromkeys(names, opened)
         try:
@@ -313,7 +313,7 @@ class EnvironmentHost:
             if isinstance(error, PluginError):
                 raise
             return SessionStart(error=f"the tools of the session cannot be read: {self._told(error)}")
-        self._sessions[name] = OpenSession(value, tools, self._calls.event())
+        self._sessions[name] = OpenSession(value, tools, asyncio.Event())
         return SessionStart(tools=tools.schemas)
 
     def _toolbox(self, tools: Sequence[Callable[..., Any] | Tool]) -> Toolbox:

@@ -260,7 +260,8 @@ class Pipeline:
     resting: Sequence[RestingEngine] = ()
     """Engines on the trainer's GPU: they rest while it computes a step."""
 
-    _canaries: Canaries = field(init=False)
+    canaries: Canaries = field(init=False)
+    """What the canary has proved of the engine."""
     _changes: Changes = field(init=False, factory=Changes)
     _published: Weights | None = field(init=False, default=None)
     _training: asyncio.Task[None] | None = field(init=False, default=None)
@@ -294,19 +295,9 @@ class Pipeline:
     def __attrs_post_init__(self) -> None:
         self._saves = Saves(self.schedule.save_every, self.schedule.save_seconds)
         self._replies = Replies(self.checks.taught_by_rewards)
-        self._canaries = Canaries(list(self.checks.canary))
+        self.canaries = Canaries(list(self.checks.canary))
 
     # ------------------------------------------------------------------------------ public methods
-
-    @property
-    def proved(self) -> int | None:
-        """The newest version that the canary has proved: the engine uses it, and not older weights."""
-        return self._canaries.proved
-
-    @property
-    def unproved(self) -> int:
-        """Number of weight syncs since then, or since the first of this process."""
-        return self._canaries.unproved
 
     async def run(self) -> str:
         """Train until the last step or until ``stop``; return "finished", or the reason of the stop.
@@ -333,7 +324,7 @@ class Pipeline:
         async with asyncio.TaskGroup() as tasks:
             watches = [tasks.create_task(died(), name="watch") for died in self.checks.watch]
             stage("first weight sync")
-            weights = self._canaries.published(await self.trainer.publish(self._canaries.contexts))
+            weights = self.canaries.published(await self.trainer.publish(self.canaries.contexts))
             await self._unless_leaving(self._update_engine(weights))
             if self.validate_first:
                 stage("first validation")
@@ -367,7 +358,7 @@ class Pipeline:
         if ready:
             stage("finished groups to the data plane")
         for slot, group in ready:
-            self._canaries.finished(group)
+            self.canaries.finished(group)
             self.buffer.exchange(slot, await self.plane.put(group))
         return frozenset(slot.id for slot, _ in ready)
 
@@ -492,7 +483,7 @@ class Pipeline:
             )
             rejected = None if self.learning.dynamic is None else self.learning.dynamic.rejects(group)
             if rejected is None:
-                self._canaries.finished(group)
+                self.canaries.finished(group)
                 group = await self.plane.put(group)
             self._finish(slot, group, rejected)
             self._changes.notify()
@@ -608,14 +599,14 @@ class Pipeline:
         """Publish the trainer's weights, unless the run leaves: then nobody reads them any more."""
         if self._leaving:
             return
-        self._canaries.trained(trained)
+        self.canaries.trained(trained)
         stage("publish")
         with during("trainer", "publish"):
-            weights = await self.trainer.publish(self._canaries.contexts)
+            weights = await self.trainer.publish(self.canaries.contexts)
         await gather([engine.wake() for engine in self.resting])
         if weights.version != version:
             raise GrpoError(f"the trainer published version {weights.version} after step {version - 1}")
-        self._published = self._canaries.published(weights)
+        self._published = self.canaries.published(weights)
         self._changes.notify()
 
     def _account(
@@ -633,7 +624,7 @@ class Pipeline:
         metrics["rows"] = float(len(batch.rows))
         metrics |= {f"masked/{task}": float(count) for task, count in batch.masked.items()}
         metrics |= self.learning.metrics(groups)
-        metrics |= {**result.metrics, **self._canaries.metrics()}
+        metrics |= {**result.metrics, **self.canaries.metrics()}
         metrics |= self._meter.read(self.buffer.statistics(), trained=result.metrics, waited=waited)
         try:  # these are of plugins
             self.prompts.observe(groups)
@@ -739,7 +730,7 @@ class Pipeline:
             return
         if isinstance(error, TrainerError):  # the step of a trainer that is gone would never end
             self._training.cancel()
-        failure = Failure(error=shortened(describe(error)), proved=self.proved)
+        failure = Failure(error=shortened(describe(error)), proved=self.canaries.proved)
         seconds, why = self.schedule.ending, ""
         try:
             async with time_limit(
@@ -807,7 +798,7 @@ class Pipeline:
         self.buffer.advance()
         self._paused = False
         self._changes.notify()
-        self.emit(Synced(step=self.buffer.version, unproved=self._canaries.unproved))
+        self.emit(Synced(step=self.buffer.version, unproved=self.canaries.unproved))
 
     async def _update_engine(self, weights: Weights) -> None:
         """Give the engine new weights; return when it generates with them and its canary agrees."""
@@ -822,7 +813,7 @@ class Pipeline:
             found = await canary.verify(
                 self.engine, weights, tolerance=self.checks.tolerance, deadline=seconds
             )
-        self._canaries.verified(weights, found)
+        self.canaries.verified(weights, found)
 
     async def _look_for_deaths(self) -> None:
         """Raise the reason if a process that the run needs has just ended: other errors follow from that."""
