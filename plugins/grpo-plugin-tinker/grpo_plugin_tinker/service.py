@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import tinker
-from tinker import types
 from tinker.lib.client_connection_pool_type import ClientConnectionPoolType
 
 from grpo_core import ConfigError, DeadlineExceeded, Unavailable
@@ -104,7 +103,7 @@ class Session:
             while not task.done():
                 if used >= seconds:
                     raise DeadlineExceeded(f"{self._who}: {what} has no result within {seconds:g} s")
-                await self._availability.once(what, wait, lambda away: away)
+                await self._availability.once("", wait, lambda away: away)
             return task.result()
         finally:
             task.cancel()
@@ -118,7 +117,7 @@ class Session:
 
         async def ask() -> None:
             with holder.aclient(ClientConnectionPoolType.SESSION) as client:
-                await client.with_options(max_retries=0).service.health_check(timeout=PROBE)
+                await client.with_options(max_retries=0, timeout=PROBE).service.health_check()
 
         try:
             await holder.run_coroutine_threadsafe(ask())
@@ -136,7 +135,8 @@ class Session:
 
         async def ask() -> None:
             with holder.aclient(ClientConnectionPoolType.TRAIN) as client:
-                await client.models.unload(request=types.UnloadModelRequest(model_id=model_id), max_retries=0)
+                about = {"model_id": model_id, "type": "unload_model"}
+                await client.post("/api/v1/unload_model", body=about, cast_to=object)
 
         await _as_far_as_it_does(holder.run_coroutine_threadsafe(ask()))
 
