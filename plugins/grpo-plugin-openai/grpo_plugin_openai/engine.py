@@ -22,15 +22,18 @@ from grpo_core import (
     PluginError,
     Reply,
     TextEngine,
+    Unavailable,
 )
-from grpo_core.kit import cut, read_json
+from grpo_core.kit import Service, cut, read_body, read_json, unavailable
 from grpo_plugin_openai.progress import Progress
-from grpo_plugin_openai.replies import Replies
+from grpo_plugin_openai.replies import Replies, digest
 
 SENT = ("role", "content", "tool_calls", "tool_call_id", "name")
 """Keys of a message that the API knows."""
 THOUGHTS = ("reasoning_content", "reasoning")
 """Keys under which servers return the reasoning of a model."""
+LARGEST = 32 << 20
+"""Bytes of a server's answer at most."""
 LONGEST = 300
 """Number of characters of a server's answer that a message repeats."""
 LOCAL = ("http://127.0.0.1", "http://localhost", "http://[::1]")
@@ -56,8 +59,9 @@ class OpenAIEngine(TextEngine):
         base_url: address of the server, as "http://127.0.0.1:8000/v1"; empty: OpenAI's own.
         key: name of the environment variable that holds the key.
         concurrency: largest number of requests at the same time.
-        retries: number of times that a request is sent again after 408, 409, 429, 5xx, or a lost connection,
-            after the time that the server names, or else growing pauses of at most 8 s.
+        unavailable_for: seconds for which the service may be away.  After 408, 409, 429, 5xx and lost
+            connections all requests wait, for the time that the server names or for growing pauses, and one
+            of them asks; the measurement ends if there is no answer for so long.
         timeout: seconds for one request.
         leave_out: fields of a request that the server does not take, such as "temperature" or "seed".
         extra: further fields of each request, such as ``{reasoning_effort = "low"}``.
@@ -73,7 +77,7 @@ class OpenAIEngine(TextEngine):
         base_url: str = "",
         key: str = "OPENAI_API_KEY",
         concurrency: int = 32,
-        retries: int = 10,
+        unavailable_for: float = 900.0,
         timeout: float = 600.0,
         leave_out: Sequence[str] = (),
         extra: Mapping[str, Any] | None = None,
@@ -82,13 +86,15 @@ class OpenAIEngine(TextEngine):
         self._client = openai.AsyncOpenAI(
             api_key=os.environ.get(key) or "none",
             base_url=base_url or None,
-            max_retries=retries,
+            max_retries=0,
             timeout=timeout,
+            default_headers={"Accept-Encoding": "identity"},
         )
+        self._service = Service(model, unavailable_for, key="engine.options.unavailable_for")
         self._model, self._leave_out, self._extra = model, frozenset(leave_out), dict(extra or {})
         self._slots = asyncio.Semaphore(concurrency)
-        service = str(self._client.base_url)
-        name = blake2b(f"{service} {model}".encode(), digest_size=6).hexdigest()
+        self._url = f"{self._client.base_url}chat/completions"
+        name = blake2b(f"{self._url} {model}".encode(), digest_size=6).hexdigest()
         self._replies = Replies(Path(replies) / f"{name}.jsonl" if replies else None)
         self._progress = Progress(Console(stderr=True), model, again=len(self._replies))
 
@@ -103,7 +109,7 @@ class OpenAIEngine(TextEngine):
             async with self._slots:
                 reply, prompt_tokens, retries = await self._answer(asked)
         except BaseException:
-            self._replies.incomplete = True
+            self._replies.miss(asked)
             raise
         self._progress.answered(prompt_tokens, reply.completion_tokens, retries)
         self._replies.keep(asked, reply)
@@ -139,25 +145,38 @@ class OpenAIEngine(TextEngine):
 
     async def _answer(self, body: Mapping[str, Any]) -> tuple[Reply, int, int]:
         """Ask the server; return the reply, the number of tokens of its prompt and of repeated requests."""
-        url = f"{self._client.base_url}chat/completions"
+        retries, final = -1, False
+        while not final:
+            retries += 1
+            found, final = await self._service.once(digest(body), lambda: self._asked(body), _absence)
+        if isinstance(found, Unavailable):  # it answers others
+            raise EngineError(str(found))
+        return *_read(found, self._url), retries
+
+    async def _asked(self, body: Mapping[str, Any]) -> Any:
+        """Send a request once; return the answer, or the error of a service that is away."""
+        fields = {name: value for name, value in body.items() if name not in ("model", "messages")}
         try:
-            fields = {name: value for name, value in body.items() if name not in ("model", "messages")}
-            response = await self._client.chat.completions.with_raw_response.create(
+            async with self._client.chat.completions.with_streaming_response.create(
                 model=body["model"], messages=body["messages"], extra_body=fields
-            )
-            answer = read_json(response.content, object)
+            ) as response:
+                content = await read_body(response.iter_bytes(), response.headers, LARGEST)
+            return read_json(content, object)
         except openai.APIStatusError as error:
-            said = f"{url} answered {error.status_code}: {cut(error.message, LONGEST)}"
+            said = f"{self._url} answered {error.status_code}: {cut(error.message, LONGEST)}"
             if error.status_code in (408, 409, 429) or error.status_code >= 500:
-                raise EngineError(said) from None
+                return unavailable(error) or Unavailable(said)
             raise PluginError(f"{said}{_remedy(error.status_code)}") from None
-        except openai.APIError as error:
-            raise EngineError(
-                f"{url}: {cut(error.message, LONGEST)} ({cut(str(error.__cause__), LONGEST)})"
-            ) from None
         except ValueError as error:
-            raise EngineError(f"{url} answered what is no JSON: {cut(str(error), LONGEST)}") from None
-        return *_read(answer, url), response.retries_taken
+            raise EngineError(f"{self._url}: the answer cannot be read: {cut(str(error), LONGEST)}") from None
+        except Exception as error:  # the SDK raises errors of httpx or of httpx2 while the body comes
+            if (away := unavailable(error)) is None:
+                raise EngineError(f"{self._url}: {cut(str(error), LONGEST)}") from error
+            return away
+
+
+def _absence(found: Any) -> Unavailable | None:
+    return found if isinstance(found, Unavailable) else None
 
 
 def _sent(message: Message) -> dict[str, Any]:

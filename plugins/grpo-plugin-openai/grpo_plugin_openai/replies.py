@@ -22,31 +22,32 @@ class Replies:
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._known: dict[str, Reply] = {}
-        self.incomplete = False
-        """Whether a request has failed or was cancelled, so that the file stays."""
+        self._missing: set[str] = set()
+        """Requests that have failed or were cancelled, and have no reply yet: the file stays."""
         with contextlib.suppress(FileNotFoundError):
             for line in path.read_text(encoding="utf-8").splitlines() if path else ():
                 with contextlib.suppress(ValueError, KeyError, TypeError):  # the last one may be cut
                     kept = json.loads(line)
-                    digest = kept.pop("request")
-                    self._known[digest] = Reply(**kept)
+                    asked = kept.pop("request")
+                    self._known[asked] = Reply(**kept)
 
     def __len__(self) -> int:
         return len(self._known)
 
     def get(self, request: Mapping[str, Any]) -> Reply | None:
         """Return the reply to a request that was sent before."""
-        return self._known.get(_digest(request))
+        return self._known.get(digest(request))
 
     def keep(self, request: Mapping[str, Any], reply: Reply) -> None:
         """Remember the reply to a request."""
-        digest = _digest(request)
-        self._known[digest] = reply
+        asked = digest(request)
+        self._known[asked] = reply
+        self._missing.discard(asked)
         if self._path is None:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
         line = {
-            "request": digest,
+            "request": asked,
             "message": reply.message,
             "finish_reason": reply.finish_reason,
             "completion_tokens": reply.completion_tokens,
@@ -54,11 +55,15 @@ class Replies:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
+    def miss(self, request: Mapping[str, Any]) -> None:
+        """Remember that a request has no reply."""
+        self._missing.add(digest(request))
+
     def close(self) -> Path | None:
         """Remove the file of a complete measurement; return that of an incomplete one."""
         if self._path is None or not self._path.exists():
             return None
-        if self.incomplete:
+        if self._missing:
             return self._path
         self._path.unlink()
         with contextlib.suppress(OSError):  # others have files there
@@ -66,5 +71,6 @@ class Replies:
         return None
 
 
-def _digest(request: Mapping[str, Any]) -> str:
+def digest(request: Mapping[str, Any]) -> str:
+    """Return a name of a request that is equal for equal ones."""
     return blake2b(json.dumps(request, sort_keys=True).encode(), digest_size=16).hexdigest()

@@ -202,6 +202,7 @@ def test_what_the_server_refuses_for_now_is_asked_again(tmp_path):
     assert results["sort"]["accuracy"] == 1.0
     assert "unscored" not in results["sort"]
     assert "4 retries" in printed
+    assert "the same command continues" not in printed, "each has a reply at last"
     assert len(hosted.requests) == 6 + len(faults) + len(garbage), "what was answered is not asked for again"
 
 
@@ -219,6 +220,30 @@ def test_what_no_other_try_changes_ends_with_one_message(answer, message, tmp_pa
     assert done.returncode == 1
     assert re.search(message, done.stderr), done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_an_answer_without_an_end_is_not_read_to_it(tmp_path):
+    async def endless(body):
+        yield b'{"choices": ['
+        while True:
+            yield b" " * (1 << 20)
+
+    hosted = Hosted(lambda: web.Response(body=endless(None), content_type="application/json"))
+    with hosted.running() as url:
+        results, _ = validate(tmp_path, url, prompts=1)
+    assert results["sort"]["accuracy"] == 1.0
+    assert len(hosted.requests) == 2
+
+
+def test_a_service_that_never_answers_ends_the_measurement_and_the_same_command_continues(tmp_path):
+    hosted = Hosted(*[status(503)] * 50)
+    with hosted.running() as url:
+        given = options(url, "validation.prompts=3", "engine.options.unavailable_for=2")
+        done = grpo(tmp_path, "validate", "--env", "math:sort", *given)
+    assert done.returncode == 1
+    assert "clever: its service has been away for 2 s (engine.options.unavailable_for" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(hosted.requests) < 10, "one request asks, and the others wait"
 
 
 def test_fields_are_left_out_and_added(tmp_path):

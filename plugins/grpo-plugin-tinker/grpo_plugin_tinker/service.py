@@ -154,7 +154,7 @@ class Session:
 
 def said(error: BaseException) -> str:
     """Return an error of the SDK as one short line."""
-    return cut(" ".join(f"{type(error).__name__}: {error}".split()), LONGEST)
+    return cut(" ".join(f"{type(error).__name__}: {error}".split()).rstrip("."), LONGEST)
 
 
 def _absent(error: BaseException | None) -> Unavailable | None:
