@@ -30,8 +30,9 @@ class VllmEngine(ChildEngine):
             faster in large batches, and not repeatable.
         in_turn: give the memory back to a trainer on the same GPU for each of its steps: weights go to the
             machine's memory, and running requests wait; their keys and values are computed again.
-        native_lora: let vLLM compute adapters (``[model.lora]``) itself, beside its weights.  By default they
-            are added to its weights, which costs nothing while it decodes.
+        native_lora: let vLLM compute adapters (``[model.lora]``) itself, beside its weights, or add them to
+            these (false), which costs nothing while it decodes.  None: add them in float32 alone, since a
+            weight of 16 bits swallows small changes.
         vllm: further arguments of ``vllm.EngineArgs``; they win over the others.
 
     Raises ValueError if an option is out of its range, and ConfigError if completions have to be reproducible
@@ -52,7 +53,7 @@ class VllmEngine(ChildEngine):
         keep_cache: bool = False,
         seeds: bool = True,
         in_turn: bool = False,
-        native_lora: bool = False,
+        native_lora: bool | None = None,
         vllm: Mapping[str, Any] | None = None,
     ) -> None:
         options = Options(

@@ -37,7 +37,7 @@ class Options:
     keep_cache: bool
     seeds: bool
     in_turn: bool
-    native_lora: bool
+    native_lora: bool | None
     vllm: Mapping[str, Any] = field()
 
     @vllm.validator
@@ -55,7 +55,7 @@ def share_of_gpu(shares_gpu: bool) -> float:
     return 0.4 if shares_gpu else 0.85
 
 
-def check_adapters(*, config: Config, native_lora: bool = False, **_: Any) -> None:
+def check_adapters(*, config: Config, native_lora: bool | None = None, **_: Any) -> None:
     """Raise ValueError if vLLM shall compute adapters, and weight syncs send none."""
     lora = as_table(config)["model"].get("lora")
     if native_lora and (lora is None or lora["publish"] != "adapters"):
@@ -124,7 +124,7 @@ def _allowed(rank: int) -> int:
     if not ranks:
         raise ModelError(
             f"engine vllm: vLLM computes no adapters of rank {rank}: choose a smaller model.lora.rank, or "
-            "leave engine.options.native_lora out"
+            "set engine.options.native_lora = false"
         )
     return int(min(ranks))
 

@@ -199,13 +199,17 @@ class Server(DecodingServer):
 
     def _computes_adapters(self, weights: Weights) -> bool:
         """Whether vLLM computes adapters itself; a model that is measured before its training has none."""
-        return self._options.native_lora and bool(weights.base)
+        native = self._options.native_lora
+        return bool(weights.base) and (self._dtype(weights) != "float32" if native is None else native)
+
+    def _dtype(self, weights: Weights) -> str:
+        return weights.tensors[0].dtype if self._options.dtype == "auto" else self._options.dtype
 
     def _start(self, weights: Weights) -> None:
         import vllm
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        dtype = weights.tensors[0].dtype if self._options.dtype == "auto" else self._options.dtype
+        dtype = self._dtype(weights)
         rank = rank_of(weights) if self._computes_adapters(weights) else 0
         chosen = arguments(self._options, self._setup, device=self._device, dtype=dtype, rank=rank)
         use_exact_products(self._device, dtype)

@@ -178,6 +178,32 @@ def test_an_update_follows_vllms_sequence(tried):
     tried(story)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "native", "expected"),
+    [
+        ("bfloat16", None, True),
+        ("float32", None, False),
+        ("bfloat16", False, False),
+        ("float32", True, True),
+    ],
+)
+def test_adapters_stay_apart_from_weights_that_would_swallow_them(tried, dtype, native, expected):
+    """In bfloat16 the sum of a weight and of an early adapter is the weight: the engine would not learn."""
+    infos = [
+        TensorInfo(name=f"a.lora_{each}.weight", dtype=dtype, shape=(2, 2), offset=0, checksum=0)
+        for each in "AB"
+    ]
+
+    async def story(tried):
+        given = Weights(version=0, location="nowhere", nbytes=8, tensors=tuple(infos), base="model")
+        await tried.engine.update_weights(given)
+        assert ("add_lora" in tried.names()) is expected
+        ((_, asked, _),) = (call for call in tried.calls() if call[0] == "start")
+        assert asked.get("max_lora_rank", 0) == (8 if expected else 0)
+
+    tried(story, native_lora=native)
+
+
 def test_an_engine_in_turn_with_the_trainer_keeps_requests_while_it_rests(tried):
     """No step is made in a trainer's turn, and what came meanwhile waits, weights as well."""
 

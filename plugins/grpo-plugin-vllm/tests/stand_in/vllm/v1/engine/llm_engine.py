@@ -80,6 +80,9 @@ class LLMEngine:
         for key in request_ids:
             del self.requests[key]
 
+    def add_lora(self, lora_request):
+        called("add_lora")
+
     def set_weight_version(self, weight_version):
         called("set_weight_version")
         self.version = weight_version

@@ -1,0 +1,3 @@
+from typing import Literal
+
+MaxLoRARanks = Literal[1, 8, 16]
