@@ -1,33 +1,39 @@
 """The memory that a run takes, by process and part, and whether this machine has it.
 
-``checked`` is cheap: it reads the headers of the model's files and counts what is certain.  ``footprint``
-adds the rest, which needs torch.
+``checked`` reads the headers of the model's files and counts what is certain; on a GPU that includes the
+trainer's passes, for which it imports torch.  ``footprint`` adds the rest.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import evolve, frozen
 
-from grpo_core import ConfigError, EngineLoad, MemoryPart, ModelError
+from grpo_core import ConfigError, EngineLoad, GrpoError, MemoryPart, ModelError
 from grpo_core.kit import (
     Config,
     EngineConfig,
     PluginHost,
     as_table,
+    build,
     directory_here,
+    parse_settings,
     planned,
     size_of,
     state_bytes,
 )
 from grpo_plugin_doctor import Health, machine
 from grpo_plugin_doctor.parameters import dtypes_in, linear_parameters, lora_shapes, parameters_in, shapes_in
+
+if TYPE_CHECKING:
+    from grpo_plugin_doctor.activations import Pass
 
 FLOAT32 = 4
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -42,6 +48,15 @@ SMALLEST = 1 << 30
 """Bytes of a trainer below which nvidia-smi, which takes some time, is not asked."""
 MOVED = (WEIGHTS, "adapters", "optimizer", REFERENCE)
 """Parts of a trainer that ``trainer.offload`` moves to the host between two steps."""
+_RECOMPUTES = {"trainer.activations": "recompute"}
+_HALVES = {**_RECOMPUTES, "trainer.weights": "bfloat16"}
+SMALLER: Sequence[Mapping[str, str]] = (
+    _RECOMPUTES,
+    _HALVES,
+    {**_HALVES, "optimizer.name": "adamw_8bit"},
+    {**_RECOMPUTES, "model.lora.rank": "16"},
+)
+"""Changes of a configuration that make a trainer on a GPU smaller; those that cost least are the first."""
 TURN_OFF = "if this estimate is wrong, --set health.max_memory=0 turns the check off"
 TIGHT = 0.9
 """Share of the available memory from which a run is called tight."""
@@ -125,16 +140,57 @@ def checked(config: Config, host: PluginHost) -> list[str]:
     if shapes is None:
         return []
     gpus = machine.gpus() if 4 * FLOAT32 * sum(map(prod, shapes.values())) >= SMALLEST else []
-    processes = certain_parts(config, host, str(directory), shapes, gpus)
+    processes = needed_parts(config, host, str(directory), shapes, gpus)
     found = capacities(processes, gpus)
     for capacity in found:
         if capacity.refused(share):
-            raise ConfigError(refusal(capacity, processes))
+            fits = (
+                "" if capacity.device == HOST else smallest_change(config, host, str(directory), shapes, gpus)
+            )
+            raise ConfigError(refusal(capacity, processes) + fits)
     return [
         f"memory is tight: {told(capacity)}; grpo-core doctor CONFIG estimates the other parts, too"
         for capacity in found
         if capacity.certain > TIGHT * capacity.memory.available
     ]
+
+
+def needed_parts(
+    config: Config,
+    host: PluginHost,
+    directory: str,
+    shapes: Mapping[str, Sequence[int]],
+    gpus: Sequence[machine.Gpu],
+) -> list[ProcessMemory]:
+    """Return the parts that a run needs: on a GPU the trainer's passes as well, if all else fits."""
+    found = certain_parts(config, host, directory, shapes, gpus)
+    full = any(capacity.refused(config.section(Health).max_memory) for capacity in capacities(found, gpus))
+    if full or trainer_device(config, gpus) == HOST:
+        return found
+    with contextlib.suppress(ModelError):  # whoever loads the model says what is wrong with it
+        return with_passes(config, directory, shapes, gpus, found)[0]
+    return found
+
+
+def smallest_change(
+    config: Config,
+    host: PluginHost,
+    directory: str,
+    shapes: Mapping[str, Sequence[int]],
+    gpus: Sequence[machine.Gpu],
+) -> str:
+    """Name the first of ``SMALLER`` with which the run fits, as the end of a message; "" if none does."""
+    for keys in SMALLER:
+        changes = parse_settings([f"{key}={value}" for key, value in keys.items()], {})
+        with contextlib.suppress(
+            GrpoError
+        ):  # a plugin that is not installed, or keys that exclude each other
+            smaller = build([as_table(config), changes], host.sections)
+            found = capacities(needed_parts(smaller, host, directory, shapes, gpus), gpus)
+            if not any(each.refused(smaller.section(Health).max_memory) for each in found):
+                settings = " ".join(f"--set {key}={value}" for key, value in keys.items())
+                return f". The run fits with {settings}"
+    return ""
 
 
 def trained_shapes(config: Config, shapes: Mapping[str, Sequence[int]]) -> Mapping[str, Sequence[int]]:
@@ -357,42 +413,19 @@ def footprint(
     with_torch = machine.resident()
     if any(task.source.workers for task in config.tasks.values()):
         main = with_torch
-    from grpo_plugin_doctor.activations import model_shapes, pass_bytes, trained_pass
+    from grpo_plugin_doctor.activations import model_shapes
 
     model = model_shapes(directory, trust_remote_code=config.model.trust_remote_code)
     bases = {"trainer": machine.resident()}
     plan = planned(config, host, len(gpus))
-    rollouts = config.trainer.prompts_per_step * config.rollout.group_size
     processes = certain_parts(config, host, directory, model.tensors, gpus)
-    changed = sum(map(prod, trained_shapes(config, model.tensors).values())) // config.trainer.ranks
-    device = trainer_device(config, gpus)
-    work = trained_pass(
-        config.trainer,
-        rows=max(1, rollouts // config.trainer.updates_per_step),
-        tokens=row_tokens(config, size_of(directory, "max_position_embeddings")),
-        sampled=config.rollout.max_tokens * max(1, config.rollout.max_turns),
-        vocabulary=model.vocabulary,
-        dtype=_chosen(config.model.dtype, device),
-        on_gpu=device != HOST,
-    )
     elsewhere = ["engine"] * (not plan.engines) + ["trainer"] * (plan.trainer is None)
     missing = _not_told(config, processes, elsewhere)
     found = [ProcessMemory(name="main", parts=(_base(main), *_copies(config, processes)))]
+    processes, work, unknown = with_passes(config, directory, model.tensors, gpus, processes)
     for process in processes:
-        parts = (_base(bases.get(process.name, with_torch)), *process.parts)
-        if process.name == "trainer":
-            try:
-                nbytes = pass_bytes(
-                    directory,
-                    work,
-                    vocabulary=model.vocabulary,
-                    on_gpu=device != HOST,
-                    trust_remote_code=config.model.trust_remote_code,
-                )
-                parts += _activations(nbytes, changed, process.parts[0].device)
-            except ModelError as error:
-                missing.append(str(error))
-        found.append(evolve(process, parts=parts))
+        base = _base(bases.get(process.name, with_torch))
+        found.append(evolve(process, parts=(base, *process.parts)))
     if plan.engines:
         found.append(_environments(config, python))
     return Footprint(
@@ -400,7 +433,50 @@ def footprint(
         parameters=model.parameters,
         checkpoint=_checkpoint_bytes(config, host, trained_shapes(config, model.tensors)),
         microbatch=(work.rows, work.tokens),
-        missing=tuple(missing),
+        missing=(*missing, *unknown),
+    )
+
+
+def with_passes(
+    config: Config,
+    directory: str,
+    shapes: Mapping[str, Sequence[int]],
+    gpus: Sequence[machine.Gpu],
+    processes: Sequence[ProcessMemory],
+) -> tuple[list[ProcessMemory], Pass, list[str]]:
+    """Add what its passes take to the trainer; return their largest micro-batch, and why they are unknown.
+
+    Imports torch and the model's code into this process.
+    """
+    from grpo_plugin_doctor.activations import model_shapes, pass_bytes, trained_pass
+
+    trust, device = config.model.trust_remote_code, trainer_device(config, gpus)
+    vocabulary = model_shapes(directory, trust_remote_code=trust).vocabulary
+    rollouts = config.trainer.prompts_per_step * config.rollout.group_size
+    work = trained_pass(
+        config.trainer,
+        rows=max(1, rollouts // config.trainer.updates_per_step),
+        tokens=row_tokens(config, size_of(directory, "max_position_embeddings")),
+        sampled=config.rollout.max_tokens * max(1, config.rollout.max_turns),
+        vocabulary=vocabulary,
+        dtype=_chosen(config.model.dtype, device),
+        on_gpu=device != HOST,
+    )
+    on_gpu = device != HOST
+    try:
+        nbytes = pass_bytes(directory, work, vocabulary=vocabulary, on_gpu=on_gpu, trust_remote_code=trust)
+    except ModelError as error:
+        return list(processes), work, [str(error)]
+    changed = sum(map(prod, trained_shapes(config, shapes).values())) // config.trainer.ranks
+    return (
+        [
+            evolve(each, parts=(*each.parts, *_activations(nbytes, changed, each.parts[0].device)))
+            if each.name == "trainer"
+            else each
+            for each in processes
+        ],
+        work,
+        [],
     )
 
 
@@ -434,7 +510,7 @@ def _activations(nbytes: int, trained: int, device: str) -> tuple[MemoryPart, ..
     those of the next one.  The figure is empirical: ``tests/benchmarks/bench_doctor.py`` measures it.
     """
     change = 'trainer.tokens_per_microbatch, trainer.activations = "recompute"'
-    part = MemoryPart(name="activations", nbytes=nbytes, device=device, certain=False, change=change)
+    part = MemoryPart(name="activations", nbytes=nbytes, device=device, certain=device != HOST, change=change)
     if device != HOST:
         return (part,)
     kept = FLOAT32 * trained + int(KEPT_ACTIVATIONS * nbytes)

@@ -37,6 +37,7 @@ def memory(load: EngineLoad, **options: Any) -> Sequence[MemoryPart]:
                 name="weights, keys and values",
                 nbytes=int(fraction * load.gpu_bytes),
                 device=device,
+                certain=not options.get("in_turn"),  # nothing of it is there while the trainer computes
                 change="engine.options.memory_fraction",
             )
             for device in devices
