@@ -177,7 +177,7 @@ def _members(files: Sequence[Files], runs: Sequence[overlay.Run], found: Sequenc
                 name=its.name,
                 place=arm.place,
                 seed=each.table.get("seed", "-"),
-                state=each.state(),
+                state=each.run.state,
                 step=max(rows, default=0),
                 cause=next(iter(each.causes()), None),
             )

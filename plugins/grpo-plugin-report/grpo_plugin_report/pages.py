@@ -63,7 +63,7 @@ def save(output: Path, make: Callable[[], str]) -> Path:
         raise ConfigError(f"--output {output}: is a directory; give the name of the page, as compared.html")
     if not output.parent.is_dir():
         raise ConfigError(f"--output {output}: there is no directory {output.parent}")
-    if output.exists() and not _is_page(output):
+    if output.exists() and not is_page(output):
         raise ConfigError(f"--output {output}: exists, and is not a report; give another name")
     html = make()
     beside = output.with_name(f".{output.name}.{os.getpid()}")
@@ -79,7 +79,7 @@ def save(output: Path, make: Callable[[], str]) -> Path:
     return output
 
 
-def _is_page(path: Path) -> bool:
+def is_page(path: Path) -> bool:
     """Whether a file is a page of this module, which a newer one may replace."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:

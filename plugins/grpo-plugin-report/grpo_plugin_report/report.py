@@ -8,6 +8,7 @@ text to it: the template escapes everything, and what cannot be read is left out
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from grpo_plugin_report.explain.causes import Finding
 from grpo_plugin_report.explain.decisions import explained
 from grpo_plugin_report.explain.facts import Facts
 from grpo_plugin_report.pages import (
+    is_page,
     lacking,
     number,
     plain,
@@ -38,6 +40,8 @@ MOST_TOLD = 50
 """Number of errors and skipped prompts that are shown."""
 MOST_STAGES = 5
 """Number of stages of the loop whose shares of its time are told."""
+TIMED = 20
+"""Number of steps whose time says how long the others take."""
 MOST_CAUSES = 3
 """Number of causes of ``grpo-core explain`` that are shown, as many as the command shows."""
 
@@ -80,10 +84,23 @@ class Files:
         """Return the causes that ``grpo-core explain`` names, the likeliest first."""
         return [] if self.facts.is_empty else explained(self.facts)[:MOST_CAUSES]
 
-    def state(self) -> str:
-        """Return "finished", "interrupted", "failed", or "unfinished" for any other run."""
-        state = self.run.state
-        return "unfinished" if state in ("running", "killed") else state
+    def progress(self) -> str:
+        """Return how far a run is that goes on, or how a killed one is continued; empty for others."""
+        if self.run.state == "killed":
+            return f"grpo-core train --resume {self.run.path} continues it"
+        if self.run.state != "running" or not self.steps:
+            return ""
+        step, times = (
+            plain(self.steps[-1].get("step")),
+            [plain(row.get("time")) for row in self.steps[-TIMED:]],
+        )
+        ago = max(0.0, time.time() - times[-1])
+        told = f"step {step:.0f}, last step {ago:.0f} s ago"
+        planned = plain(self.table.get("trainer", {}).get("steps"))
+        if planned and len(times) > 1:
+            left = (times[-1] - times[0]) / (len(times) - 1) * (planned - step) - ago
+            told += f", about {left / 60:.0f} minutes left" if left > 90 else ", about a minute left"
+        return told
 
 
 class ReportTracker(Tracker):
@@ -91,6 +108,9 @@ class ReportTracker(Tracker):
 
     def __init__(self, run: RunInfo) -> None:
         self._directory = run.directory
+        page = run.directory / REPORT
+        if run.resumed_from is not None and page.exists() and is_page(page):
+            page.unlink()  # it is of the steps before, and would be taken for that of the whole run
 
     def close(self) -> None:
         """Write the report; a run does not fail because its report cannot be made."""
@@ -124,7 +144,8 @@ def render(files: Files) -> str:
     return rendered(
         "report.html",
         name=files.run.path.resolve().name,
-        state=files.state(),
+        state=files.run.state,
+        progress=files.progress(),
         headline=headline(tasks),
         tiles=tiles(files),
         causes=files.causes(),

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from logged import Logged
 from tracked_run import a_run
 
-from grpo_core import ConfigError, Group, Prompt, Rollout, Segment, Tokens
+from grpo_core import ConfigError, Group, Prompt, Rollout, RunInfo, Segment, Tokens
 from grpo_core.cli import make_app
 from grpo_core.config import Config, TaskConfig, TrackingConfig
 from grpo_core.events import (
@@ -32,6 +32,7 @@ from grpo_core.events import (
     Validated,
     WarningRaised,
 )
+from grpo_core.run_directory import RunDirectory
 from grpo_core.validation.strategies import Greedy
 from grpo_plugin_algorithms.strategies import PassAtK
 from grpo_plugin_report import charts, curves, report
@@ -310,7 +311,29 @@ def test_text_that_controls_turns_or_hides_is_shown_as_what_it_is(tmp_path):
 def test_a_run_without_a_step_has_a_report(tmp_path):
     text = Page(record(tmp_path / "run", [])).text
     assert "No step has been trained and nothing was measured yet." in text
-    assert "unfinished" in text
+    assert "killed" in text
+
+
+def test_a_run_that_goes_on_says_how_far_it_is(tmp_path):
+    run = tmp_path / "run"
+    record(run, [event for event in run_of("sort") if not isinstance(event, RunEnded)])
+    directory, _ = RunDirectory.open(run)
+    directory.lock()
+    try:
+        page = Page(report.write(run).read_text()).text
+        assert re.search(r"running\s+step 4, last step \d+ s ago, about .* left", page)
+    finally:
+        directory.unlock()
+    text = Page(report.write(run).read_text()).text
+    assert f"killed grpo-core train --resume {run} continues it" in " ".join(text.split())
+
+
+def test_a_resumed_run_takes_away_the_page_of_its_steps_before(tmp_path):
+    run = tmp_path / "run"
+    record(run, run_of("sort"))
+    assert (run / report.REPORT).exists()
+    report.ReportTracker(RunInfo(name="run", directory=run, config={}, resumed_from=4))
+    assert not (run / report.REPORT).exists()
 
 
 def test_a_killed_run_has_a_report_of_its_steps(tmp_path):
@@ -324,7 +347,7 @@ def test_a_killed_run_has_a_report_of_its_steps(tmp_path):
     assert [row["step"] for row in files.steps] == [1, 2, 3, 4]
     assert [row["step"] for row in files.validations] == [0], "half of a line is none"
     text = Page(report.write(run).read_text()).text
-    assert "unfinished" in text
+    assert "killed" in text
     assert "could not be read: a process was killed while it wrote" in text
 
 
