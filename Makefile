@@ -9,12 +9,16 @@ DOCS   := $(VENV)/.docs
 BUILD  := $(BIN)/python -m build --quiet --no-isolation --outdir dist
 PAGES  := $(wildcard $(foreach p,learning performance pictures authoring selection,docs/_$(p).py))
 LOCK   := plugins/grpo-plugin-vllm/requirements-cpu.txt
+GPU    := .venv-gpu
+GPU_LOCK := tests/benchmarks/constraints-gpu.txt
+GPU_PROJECTS := -e .[testing] peft bitsandbytes torchao pytest-timeout pytest-xdist -e plugins/grpo-plugin-vllm[cuda] \
+	$(addprefix -e plugins/grpo-plugin-,algorithms devkit doctor math ray scale smollm2)
 PROJECTS := -e .[dev] $(foreach p,$(filter-out plugins/grpo-plugin-ray,$(wildcard plugins/*)),-e $(p))
 
 # thousands of processes that the tests start would compile every module again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install install-vllm demo test test-fast test-nightly test-foreign test-newest test-released lint docs pages dist bench bench-peers gpu-check gpu-check-vllm clean
+.PHONY: install install-vllm demo test test-fast test-nightly test-foreign test-newest test-released lint docs pages dist bench bench-peers gpu-check gpu-wheels clean
 
 install: $(READY)
 
@@ -102,12 +106,21 @@ docs: $(DOCS)
 bench: $(READY)
 	@$(BIN)/python tests/benchmarks
 
-# what only a GPU can show; each writes a gpu_check*.json, with expectations beside results
-gpu-check: $(READY)
-	@$(BIN)/python tests/benchmarks/gpu_check.py
+# what only a GPU can show, in an environment with the builds for CUDA; writes gpu_check.json, with expectations
+# beside results
+gpu-check:
+	@test -x $(GPU)/bin/python || $(PYTHON) -m venv $(GPU)
+	@$(GPU)/bin/pip install --quiet --disable-pip-version-check -c $(GPU_LOCK) $(GPU_PROJECTS)
+	@$(GPU)/bin/python tests/benchmarks/gpu_check.py
 
-gpu-check-vllm: $(READY)
-	@$(BIN)/python tests/benchmarks/gpu_check.py --vllm
+# what the first half of it needs on a machine without a network that has torch, transformers and pytest
+gpu-wheels: $(READY)
+	@rm -rf build/gpu-wheels
+	@$(BIN)/pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: -c $(GPU_LOCK) \
+		-d build/gpu-wheels attrs cattrs cyclopts docstring-parser rich-rst tomli-w torchdata
+	@for p in . $(addprefix plugins/grpo-plugin-,algorithms devkit math scale); do \
+		$(BIN)/python -m build --quiet --wheel --no-isolation --outdir build/gpu-wheels $$p || exit 1; done
+	@du -sh build/gpu-wheels
 
 # the peer (TRL) in an environment of its own
 bench-peers: $(READY)
@@ -116,4 +129,4 @@ bench-peers: $(READY)
 	@$(BIN)/python tests/benchmarks/bench_peers.py
 
 clean:
-	rm -rf $(VENV) .venv-foreign .venv-peers .venv-newest .venv-released build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(GPU) .venv-foreign .venv-peers .venv-newest .venv-released build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

