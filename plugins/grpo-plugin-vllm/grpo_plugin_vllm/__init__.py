@@ -19,7 +19,7 @@ def grpo_engines() -> Mapping[str, grpo_core.Offer]:
         "vllm": grpo_core.Offer(
             "grpo_plugin_vllm.engine:VllmEngine",
             requires={"vllm": "pip install 'grpo-core[vllm]' (on a CPU, see docs/engines.md)"},
-            check="grpo_plugin_vllm.options:check_adapters",
+            check="grpo_plugin_vllm.options:check_run",
             memory="grpo_plugin_vllm.memory:memory",
             transports=("*",),
         ),

@@ -55,9 +55,15 @@ def share_of_gpu(shares_gpu: bool) -> float:
     return 0.4 if shares_gpu else 0.85
 
 
-def check_adapters(*, config: Config, native_lora: bool | None = None, **_: Any) -> None:
-    """Raise ValueError if vLLM shall compute adapters, and weight syncs send none."""
-    lora = as_table(config)["model"].get("lora")
+def check_run(*, config: Config, native_lora: bool | None = None, in_turn: bool = False, **_: Any) -> None:
+    """Raise ValueError if vLLM shall compute adapters that no weight sync sends, or rest in a pool."""
+    table = as_table(config)
+    lora, engine = table["model"].get("lora"), table["engine"]
+    if in_turn and (engine["workers"] > 1 or engine["gpus_per_worker"]):
+        raise ValueError(
+            "in_turn = true is for one engine of this machine, which rests while the trainer computes; leave "
+            "it out, or engine.workers and engine.gpus_per_worker"
+        )
     if native_lora and (lora is None or lora["publish"] != "adapters"):
         raise ValueError(
             'native_lora = true needs adapters: a section [model.lora] with publish = "adapters"; or leave '

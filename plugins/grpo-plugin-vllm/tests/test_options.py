@@ -78,6 +78,16 @@ def test_every_argument_for_a_gpu_is_one_of_vllms():
     assert {"gpu_memory_utilization", "enable_sleep_mode"} <= asked.keys() <= known
 
 
+@pytest.mark.parametrize("engine", [{"workers": 2}, {"gpus_per_worker": 0.5}], ids=str)
+def test_only_one_engine_of_this_machine_takes_turns_with_the_trainer(engine):
+    """A pool does not let its engines rest: the step would find their memory taken."""
+    host = PluginHost.discover()
+    config = build([{"model": {"path": "tiny"}, "engine": engine}], host.sections)
+    with pytest.raises(PluginError, match=r"in_turn = true is for one engine of this machine"):
+        host.check_values("engine", "vllm", {"in_turn": True}, config=config)
+    host.check_values("engine", "vllm", {}, config=config)
+
+
 def test_vllm_is_refused_to_compute_adapters_where_the_weight_syncs_send_none():
     host = PluginHost.discover()
 
