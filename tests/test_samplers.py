@@ -76,7 +76,26 @@ class Wasteful(Mix):
         return loaders["c"].take(request.expected_prompts + 3)[: request.expected_prompts]
 
 
-class MakesPromptsUp(Mix):
+class MakesItsOwn:
+    """Returns prompts that no loader has, as a run allows."""
+
+    def __init__(self):
+        self.made = 0
+
+    def sample(self, loaders, request):
+        numbers = range(self.made, self.made + request.expected_prompts - 1)
+        self.made += len(numbers)
+        own = [Prompt(messages=f"{n}", id=f"own {n}", environment="c") for n in numbers]
+        return [*loaders["c"].take(1), *own]
+
+    def state_dict(self):
+        return {"made": self.made}
+
+    def load_state_dict(self, state):
+        self.made = state["made"]
+
+
+class ReturnsTwice(Mix):
     def sample(self, loaders, request):
         (prompt,) = loaders["c"].take(1)
         return [prompt] * request.expected_prompts
@@ -105,7 +124,7 @@ class KeepsEverything(Mix):
         (lambda: ForgetsWhatItHeard(known_after=1), "a resumed sampler goes another way than one that was"),
         (Undetermined, "the same calls, made again, gave other|goes another way"),
         (Wasteful, r"taken from the loaders and not returned: \[\('c'"),
-        (MakesPromptsUp, r"returned and not taken: \[\('c'"),
+        (ReturnsTwice, r"returned more often than taken: \[\('c'"),
         (PerTask, "returned 12 prompts, expected exactly"),
         (KeepsEverything, "the state has 120,"),
     ],
@@ -113,6 +132,11 @@ class KeepsEverything(Mix):
 def test_the_contract_finds_samplers_that_break_it(faulty, message):
     with pytest.raises((AssertionError, PluginError), match=message):
         check_sampler(faulty, examples=60)
+
+
+@pytest.mark.long
+def test_a_sampler_may_make_its_own_prompts():
+    check_sampler(MakesItsOwn, examples=60)
 
 
 # ---------------------------------------------------------------------------------- mix and round robin

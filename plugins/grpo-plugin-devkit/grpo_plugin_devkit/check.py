@@ -261,5 +261,5 @@ def _sampler(
     else:
         yield Finding(
             "its contract", "passed",
-            "exact counts, nothing thrown away or made up, small state, the same draws after a resume",
+            "exact counts, nothing thrown away or returned twice, small state, the same draws after a resume",
         )  # fmt: skip

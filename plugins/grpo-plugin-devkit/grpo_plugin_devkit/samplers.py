@@ -41,7 +41,7 @@ class SamplerContract(RuleBasedStateMachine):
     It holds that
 
     * exactly as many prompts are returned as were asked for;
-    * they are the prompts that it just took from the loaders: not made up, dropped, or returned twice;
+    * the prompts that it just took from the loaders are among them, each once; it may make the others;
     * the state is JSON, and small;
     * a resumed sampler draws like the uninterrupted one, and two that are resumed from one state agree.
 
@@ -135,15 +135,14 @@ class SamplerContract(RuleBasedStateMachine):
 
 
 def _draw(sampler: Sampler, loaders: Mapping[str, MemoryLoader], request: SampleRequest) -> list[Prompt]:
-    """Draw prompts; check that the sampler returns exactly the prompts that it took."""
+    """Draw prompts; check that the sampler returns each prompt that it took once, as a run does."""
     before = {task: len(loader.given) for task, loader in loaders.items()}
     prompts = checked_sample(sampler, type(sampler).__name__, loaders, request)
     taken = _ids(prompt for task, loader in loaders.items() for prompt in loader.given[before[task] :])
     returned = _ids(prompts)
-    assert taken == returned, (
-        f"taken from the loaders and not returned: {sorted(taken - returned)}; "
-        f"returned and not taken: {sorted(returned - taken)}"
-    )
+    twice = sorted(prompt for prompt in taken if returned[prompt] > taken[prompt])
+    assert not taken - returned, f"taken from the loaders and not returned: {sorted(taken - returned)}"
+    assert not twice, f"returned more often than taken: {twice}"
     return prompts
 
 
