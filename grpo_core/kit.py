@@ -203,7 +203,6 @@ if TYPE_CHECKING:
     from grpo_core.engines.child import ChildEngine as ChildEngine
     from grpo_core.engines.decoding_server import DecodingServer as DecodingServer
     from grpo_core.engines.decoding_server import check_request as check_request
-    from grpo_core.engines.limited import LimitedEngine as LimitedEngine
     from grpo_core.engines.local.engine import LocalEngine as LocalEngine
     from grpo_core.engines.text import PlayingText as PlayingText
     from grpo_core.engines.text import TextRenderer as TextRenderer
@@ -213,6 +212,7 @@ if TYPE_CHECKING:
     from grpo_core.engines.wire import unpack_completions as unpack_completions
     from grpo_core.engines.wire import unpack_requests as unpack_requests
     from grpo_core.engines.wrapped import BackgroundMetrics as BackgroundMetrics
+    from grpo_core.engines.wrapped import LimitedEngine as LimitedEngine
     from grpo_core.engines.wrapped import measured as measured
     from grpo_core.environments.apart import MIXED_UP_ADVICE as MIXED_UP_ADVICE
     from grpo_core.environments.apart import new_key as new_key

@@ -453,7 +453,7 @@ class EngineSetup(WithSections):
     """The argument of an engine's factory, in addition to the options that the user chose."""
 
     model: str
-    """A directory or hub id; complete before the first ``update_weights``."""
+    """Directory of the model; complete before the first ``update_weights``."""
     trust_remote_code: bool = False
     """Whether code that comes with the model may run."""
     threads: int = 1

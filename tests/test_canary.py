@@ -10,7 +10,7 @@ import pytest
 from test_cli import grpo
 from test_pipeline import Run
 
-from grpo_core.engines.limited import LimitedEngine
+from grpo_core.engines.wrapped import LimitedEngine
 from grpo_core.errors import DeadlineExceeded, EngineError, WeightSyncError
 from grpo_core.events import Dispatched, GroupsReady
 from grpo_core.loop import canary

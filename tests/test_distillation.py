@@ -68,9 +68,7 @@ def test_the_teacher_scores_each_sampled_token_as_its_own_model_does(
 ) -> None:
     rows = ragged()
     expected = scores(models[1], rows, temperature)
-    found = Teacher.load(TeacherConfig(path=models[1]), CPU, Passes()).logprobs(
-        collate(rows, CPU), temperature
-    )
+    found = Teacher(TeacherConfig(path=models[1]), CPU, Passes()).logprobs(collate(rows, CPU), temperature)
     wanted = np.concatenate([row.tokens.logprobs[row.tokens.sampled] for row in expected])
     torch.testing.assert_close(found, torch.from_numpy(wanted), rtol=1e-4, atol=1e-5)
     assert not found.requires_grad
@@ -105,7 +103,7 @@ def test_a_run_that_trained_adapters_can_be_the_teacher(models: tuple[str, str],
     adapters = str(tmp_path / "trainer")
     rows = ragged()
     expected, _ = trainer.model.score(collate(rows, CPU), 1.0)
-    found = Teacher.load(TeacherConfig(path=adapters), CPU, Passes()).logprobs(collate(rows, CPU), 1.0)
+    found = Teacher(TeacherConfig(path=adapters), CPU, Passes()).logprobs(collate(rows, CPU), 1.0)
     torch.testing.assert_close(found, expected.detach(), rtol=1e-4, atol=1e-5)
     table = {"loss": {"name": "distillation"}, "teacher": {"path": adapters}, "model": {"path": student}}
     preflight.check(build([{"tasks": {"sort": {"env": "math:sort"}}}, table]), PluginHost.discover(None))
@@ -182,7 +180,7 @@ def test_resumed_distillation_is_the_same_bit_for_bit(models: tuple[str, str], t
 def test_a_teacher_in_bfloat16_scores_nearly_the_same(models: tuple[str, str]) -> None:
     micro = collate(ragged(), CPU)
     exact, coarse = (
-        Teacher.load(TeacherConfig(path=models[1], dtype=dtype), CPU, Passes())  # type: ignore[arg-type]
+        Teacher(TeacherConfig(path=models[1], dtype=dtype), CPU, Passes())  # type: ignore[arg-type]
         for dtype in ("float32", "bfloat16")
     )
     assert next(coarse._scorer.module.parameters()).dtype is torch.bfloat16
@@ -194,8 +192,8 @@ def test_a_teacher_in_bfloat16_scores_nearly_the_same(models: tuple[str, str]) -
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_the_teacher_is_in_bfloat16_and_scores_nearly_the_same(models: tuple[str, str]) -> None:
     cuda, config = torch.device("cuda"), TeacherConfig(path=models[1])
-    here = Teacher.load(config, CPU, Passes()).logprobs(collate(ragged(), CPU), 1.0)
-    teacher = Teacher.load(config, cuda, Passes())
+    here = Teacher(config, CPU, Passes()).logprobs(collate(ragged(), CPU), 1.0)
+    teacher = Teacher(config, cuda, Passes())
     assert next(teacher._scorer.module.parameters()).dtype is torch.bfloat16
     there = teacher.logprobs(collate(ragged(), cuda), 1.0)
     assert float((here - there.cpu()).abs().max()) < 0.1

@@ -946,8 +946,9 @@ def test_a_function_of_a_file_is_a_schedule(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "error", "message"),
     [
-        ("def other(done): return 1.0", ConfigError, r"the file has no function 'wsd'"),
+        ("def other(done): return 1.0", ConfigError, r"rates.py has no 'wsd'"),
         ("wsd = (", ConfigError, r"SyntaxError"),
+        ("wsd = 1.0", PluginError, r"'float' object is not callable"),
         ("def wsd(done): return None", PluginError, r"returned None for 0; expected a finite number"),
         ("def wsd(done): return 1 / done", PluginError, r"ZeroDivisionError"),
     ],

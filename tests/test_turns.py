@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import grpo_core as grpo
-from grpo_core.engines.limited import LimitedEngine
+from grpo_core.engines.wrapped import LimitedEngine
 from grpo_core.errors import EngineError
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, cause, derive_seed, play
 from grpo_core.records import Completion, Feedback, Weights

@@ -10,7 +10,7 @@ from attrs import evolve
 from grpo_core.addresses import is_loopback
 from grpo_core.app.placement import Placement
 from grpo_core.config import EngineConfig, EnvironmentConfig, TaskConfig
-from grpo_core.engines.limited import LimitedEngine
+from grpo_core.engines.wrapped import LimitedEngine
 from grpo_core.environments.pool import EnvironmentPool, EnvironmentSpec
 from grpo_core.errors import ConfigError, SelectionError
 from grpo_core.loop.agreement import Tolerance

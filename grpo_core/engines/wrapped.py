@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
+from grpo_core.aio import Slots, gather
 from grpo_core.protocols import Engine
 from grpo_core.records import Completion, GenerationRequest, Weights
 
@@ -27,6 +28,25 @@ class WrappedEngine(Engine):
 
     async def aclose(self) -> None:
         await self.engine.aclose()
+
+
+class LimitedEngine(WrappedEngine):
+    """An engine behind a queue: a request waits here, oldest first, until one of ``requests`` places is free.
+
+    The requests of one call take a place each, so a call with more requests than places is answered, too.
+    """
+
+    def __init__(self, engine: Engine, requests: int) -> None:
+        super().__init__(engine)
+        self._places = Slots(requests)
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        answers = await gather([self._generate(request) for request in requests])
+        return [completion for answer in answers for completion in answer]
+
+    async def _generate(self, request: GenerationRequest) -> list[Completion]:
+        async with self._places.take():
+            return await self.engine.generate([request])
 
 
 class BackgroundMetrics:

@@ -7,7 +7,6 @@ only here: everything else in a layer is computed without padding.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -95,12 +94,12 @@ class Grids:
             keys.append(np.where(column < before_it, begin[prompt[part]][:, None] + column, mine))
             self.grids.append(grid)
         self._shapes = [each.shape for each in queries], [each.shape for each in keys]
-        places = _joined(queries)
+        places = np.concatenate(queries, axis=None)
         back = np.empty(int(n.sum()), dtype=np.int64)
-        used = np.flatnonzero(_joined(own))
+        used = np.flatnonzero(np.concatenate(own, axis=None))
         back[places[used]] = used
         self.queries, self.keys, self.outputs = (
-            torch.from_numpy(each).to(device) for each in (places, _joined(keys), back)
+            torch.from_numpy(each).to(device) for each in (places, np.concatenate(keys, axis=None), back)
         )
 
     def attention(
@@ -126,10 +125,6 @@ class Grids:
         return [
             each.view(b, n, heads, size).transpose(1, 2) for each, (b, n) in zip(split, shapes, strict=True)
         ]
-
-
-def _joined(of_grids: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    return np.concatenate([each.ravel() for each in of_grids])
 
 
 def _divided(keys: Places, shared: NDArray[np.bool_]) -> list[Places]:

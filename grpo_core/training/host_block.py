@@ -12,10 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from grpo_core.weights.layout import laid_out
 from grpo_core.weights.shm import Pinnable
-
-ALIGNED = 64
-"""Bytes of which each tensor's place is a multiple: of any item's size, and of a line of the cache."""
 
 
 def room_for(tensors: Sequence[Tensor], *, pinned: bool) -> list[Tensor]:
@@ -27,28 +25,16 @@ def room_for(tensors: Sequence[Tensor], *, pinned: bool) -> list[Tensor]:
     Args:
         pinned: whether GPUs copy into the block.
     """
-    places, end = [], 0
-    for tensor in tensors:
-        places.append(end)
-        end += -(-tensor.nbytes // ALIGNED) * ALIGNED
-    block = _block(end, pinned=pinned) if end else None
-    return [_part(block, place, _shape(tensor)) for place, tensor in zip(places, tensors, strict=True)]
-
-
-def _shape(tensor: Tensor) -> Tensor:
-    """Return a tensor without memory; a strided one keeps its strides, so that a copy is one of bytes."""
-    return torch.empty_like(tensor, device="meta")
-
-
-def _part(block: mmap.mmap | None, place: int, like: Tensor) -> Tensor:
-    if block is None or not like.numel():
-        return torch.empty_like(like, device="cpu")
-    flat = torch.frombuffer(block, dtype=like.dtype, count=like.numel(), offset=place)
-    return flat.as_strided(like.shape, like.stride())
-
-
-def _block(nbytes: int, *, pinned: bool) -> mmap.mmap:
-    block = Pinnable(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if pinned:
+    places, nbytes = laid_out([tensor.nbytes for tensor in tensors])
+    block = Pinnable(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) if nbytes else None
+    if block is not None and pinned:
         block.pin()
-    return block
+    made = []
+    for tensor, place in zip(tensors, places, strict=True):
+        like = torch.empty_like(tensor, device="meta")  # strides are kept, so that a copy is one of bytes
+        if block is None or not like.numel():
+            made.append(torch.empty_like(like, device="cpu"))
+            continue
+        flat = torch.frombuffer(block, dtype=like.dtype, count=like.numel(), offset=place)
+        made.append(flat.as_strided(like.shape, like.stride()))
+    return made

@@ -141,8 +141,10 @@ class _TokenLogprobs(torch.autograd.Function):
             factor = d_logits.to(ctx.dtype)  # not before: a probability near 1 would be rounded to 1
             if grad_hidden is not None:
                 grad_hidden[part] = factor @ product_weight
-            if grad_weight is not None:
-                _add_product(grad_weight, factor.T, product_hidden[part])
+            if grad_weight is not None and factor.dtype == grad_weight.dtype:
+                grad_weight.addmm_(factor.T, product_hidden[part])
+            elif grad_weight is not None:
+                grad_weight += factor.T @ product_hidden[part]
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
 
 
@@ -163,11 +165,3 @@ def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Round a factor of a product to ``dtype``; on a CPU the result is as wide as ``tensor``, or float32."""
     factor = tensor.to(dtype)
     return factor if factor.is_cuda else factor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Compute ``total += a @ b``."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    else:
-        total += a @ b

@@ -98,7 +98,13 @@ def collate(
         targets=joined(targets, torch.int64),
         row_of=repeated(range(len(rows)), torch.int64),
         generation_logprobs=joined([row.tokens.logprobs[row.tokens.sampled] for row in rows], dtype),
-        advantages=joined([_advantages(row, n) for row, n in zip(rows, counts, strict=True)], dtype),
+        advantages=joined(
+            [
+                np.full(n, row.advantage) if row.token_advantages is None else row.token_advantages
+                for row, n in zip(rows, counts, strict=True)
+            ],
+            dtype,
+        ),
         sequences=repeated([numbers[rollout] for rollout in rollouts(rows)], torch.int64),
         correct=repeated([row.correct for row in rows], torch.bool),
         weights=repeated(weights or [0.0] * len(rows), torch.float64),
@@ -124,11 +130,6 @@ def _fill(
         positions.append(np.where(sampled, sampled + (rest - 1), prompt + n_prompt - 1))
         targets.append(tokens[n_prompt + sampled])
     return positions, targets
-
-
-def _advantages(row: Row, n: int) -> NDArray[Any]:
-    """Return the advantages [n] of a row's sampled tokens."""
-    return np.full(n, row.advantage) if row.token_advantages is None else row.token_advantages
 
 
 def _side_by_side(rows: Sequence[Row], width: int) -> list[tuple[int, int]]:

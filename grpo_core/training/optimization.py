@@ -27,26 +27,23 @@ def divided(named: Named, optimizer: OptimizerConfig, trainer: TrainerConfig) ->
     members: dict[str, list[tuple[str, nn.Parameter]]] = {name: [] for name in optimizer.groups}
     left: list[tuple[str, nn.Parameter]] = []
     for name, parameter in named:
-        fitting = (key for key, group in optimizer.groups.items() if _fits(name, group.parameters))
+        fitting = (
+            key
+            for key, group in optimizer.groups.items()
+            if any(fnmatchcase(name, pattern) for pattern in group.parameters)
+        )
         key = next(fitting, None)
         (left if key is None else members[key]).append((name, parameter))
     for key, found in members.items():
         if not found:
             patterns = optimizer.groups[key].parameters
+            more = f" and {len(named) - 12} more" if len(named) > 12 else ""
             raise ConfigError(
                 f"optimizer.groups.{key}: no parameter fits {', '.join(patterns)}, or an earlier group has "
-                f"it; the model's parameters are {_some([name for name, _ in named])}"
+                f"it; the model's parameters are {', '.join(name for name, _ in named[:12])}{more}"
             )
     pairs = [*((members[key], group) for key, group in optimizer.groups.items()), (left, rest)]
     return [made for found, group in pairs for made in _by_decay(found, group, optimizer, trainer)]
-
-
-def _fits(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
 
 
 def _by_decay(

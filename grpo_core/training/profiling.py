@@ -52,33 +52,28 @@ class StepProfiler:
     def __init__(self, directory: str, *, steps: int, rank: int, device: torch.device) -> None:
         self._directory, self._rank, self._device = Path(directory), rank, device
         self._first, self._last = steps_of_profile(steps) if steps and directory else (0, 0)
-        self._number, self._profiler = 0, None
+        self._number = 0
+        self._profiler: Any = None
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Count a step; the traced ones are those inside this context, and what happens between them."""
         self._number += 1
+        cuda = self._device.type == "cuda"
         if self._number == self._first:
-            self._begin()
+            activity = torch.profiler.ProfilerActivity
+            activities = [activity.CPU, activity.CUDA] if cuda else [activity.CPU]
+            self._profiler = torch.profiler.profile(activities=activities)
+            self._profiler.start()
         yield
         if self._number == self._last:
-            self._end()
-
-    def _begin(self) -> None:
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if self._device.type == "cuda":
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self._profiler = torch.profiler.profile(activities=activities)  # type: ignore[assignment]
-        self._profiler.start()  # type: ignore[attr-defined]
-
-    def _end(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        profiler: Any = self._profiler
-        profiler.stop()
-        self._profiler = None
-        self._directory.mkdir(parents=True, exist_ok=True)
-        stem = f"trainer-{self._rank + 1}" if self._rank else "trainer"
-        profiler.export_chrome_trace(str(self._directory / f"{stem}.trace.json.gz"))
-        table = profiler.key_averages().table(sort_by=f"self_{self._device.type}_time_total", row_limit=ROWS)
-        (self._directory / f"{stem}.txt").write_text(table)
+            if cuda:
+                torch.cuda.synchronize(self._device)
+            profiler, self._profiler = self._profiler, None
+            profiler.stop()
+            self._directory.mkdir(parents=True, exist_ok=True)
+            stem = f"trainer-{self._rank + 1}" if self._rank else "trainer"
+            profiler.export_chrome_trace(str(self._directory / f"{stem}.trace.json.gz"))
+            by = f"self_{self._device.type}_time_total"
+            table = profiler.key_averages().table(sort_by=by, row_limit=ROWS)
+            (self._directory / f"{stem}.txt").write_text(table)

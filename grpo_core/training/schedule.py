@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
-from typing import Any
 
 from grpo_core.config import TrainerConfig
 from grpo_core.errors import ConfigError, PluginError, describe
-from grpo_core.plugins.installed import import_file, in_file
+from grpo_core.loading import load_object
 
 KEYS = ("steps", "epochs", "updates_per_step", "lr", "lr_schedule", "lr_end", "warmup_updates")
 """Keys of ``[trainer]`` on which the learning rate of a step depends."""
@@ -35,7 +32,7 @@ def _shape(config: TrainerConfig, done: float) -> float:
         return config.lr_end + (1 - config.lr_end) * (1 + math.cos(math.pi * done)) / 2
     key = f"trainer.lr_schedule = {config.lr_schedule!r}"
     try:
-        factor = _of_file(config.lr_schedule)(done)
+        factor = load_object(config.lr_schedule, who="trainer.lr_schedule")(done)
     except ConfigError:
         raise
     except Exception as error:
@@ -43,21 +40,6 @@ def _shape(config: TrainerConfig, done: float) -> float:
     if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 <= factor < math.inf:
         raise PluginError(f"{key} returned {factor!r} for {done:g}; expected a finite number of at least 0")
     return float(factor)
-
-
-@functools.cache
-def _of_file(name: str) -> Callable[[float], Any]:
-    """Return the function of a file.  Raises ConfigError."""
-    place = in_file(name)
-    assert place is not None, "the configuration is checked"
-    try:
-        function: Any = getattr(import_file(place[0].absolute()), place[1], None)
-    except Exception as error:
-        raise ConfigError(f"trainer.lr_schedule = {name!r}: {describe(error)}") from error
-    if not callable(function):
-        raise ConfigError(f"trainer.lr_schedule = {name!r}: the file has no function {place[1]!r}")
-    made: Callable[[float], Any] = function
-    return made
 
 
 def rate(config: TrainerConfig, step: int) -> float:

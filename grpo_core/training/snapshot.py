@@ -58,19 +58,13 @@ class Snapshot:
             names[name] = twin
             once[twin] = tensors[twin]
         gpus = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
-        self._make_room(once, pinned=bool(gpus))
+        layout: list[tuple[object, ...]] = [(name, t.shape, t.dtype, t.stride()) for name, t in once.items()]
+        if layout != self._layout:  # the tensors are others than before
+            self._memory.clear()  # before there is more
+            self._memory = dict(zip(once, room_for(list(once.values()), pinned=bool(gpus)), strict=True))
+            self._layout = layout
         for name, tensor in once.items():
             self._memory[name].copy_(tensor, non_blocking=True)
         for gpu in gpus:  # each by name: it need not be the current one
             torch.cuda.synchronize(gpu)
         return {name: self._memory[twin] for name, twin in names.items()}
-
-    def _make_room(self, tensors: Mapping[str, Tensor], *, pinned: bool) -> None:
-        """Keep the memory of the copy before, or make new memory if the tensors are others."""
-        layout: list[tuple[object, ...]] = [
-            (name, t.shape, t.dtype, t.stride()) for name, t in tensors.items()
-        ]
-        if layout != self._layout:
-            self._memory.clear()  # before there is more
-            self._memory = dict(zip(tensors, room_for(list(tensors.values()), pinned=pinned), strict=True))
-            self._layout = layout

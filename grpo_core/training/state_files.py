@@ -32,18 +32,13 @@ class About(TypedDict):
     entropy: NotRequired[tuple[float, float | None, float]]
 
 
-def file_of(stem: str, rank: int, ranks: int) -> str:
-    """Return the name of the file that a rank writes, as transformers names the parts of a model."""
-    return f"{stem}-{rank + 1:05d}-of-{ranks:05d}.safetensors"
-
-
 def write_state(
     directory: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any], *, rank: int, ranks: int
 ) -> None:
     """Write the tensors that a rank saves; the first rank writes what ``about`` says."""
     directory.mkdir(parents=True, exist_ok=True)
-    name = "state.safetensors" if ranks == 1 else file_of("state", rank, ranks)
-    save_file(dict(tensors), directory / name)
+    part = "" if ranks == 1 else f"-{rank + 1:05d}-of-{ranks:05d}"  # as transformers names parts of a model
+    save_file(dict(tensors), directory / f"state{part}.safetensors")
     if rank == 0:
         (directory / ABOUT).write_text(json.dumps({**about, "files": ranks}) + "\n")
 

@@ -17,29 +17,19 @@ from grpo_core.training.passes import Passes
 
 
 class Teacher:
-    """A frozen model that scores what the policy sampled.
+    """A frozen model that scores what the policy sampled; its weights have the dtype of their products.
 
-    Args:
-        scorer: the model.
+    Raises ModelError if it cannot be loaded.
     """
 
-    def __init__(self, scorer: Scorer) -> None:
-        self._scorer = scorer
-        scorer.module.requires_grad_(False)
-
-    @classmethod
-    def load(cls, config: TeacherConfig, device: torch.device, passes: Passes) -> Teacher:
-        """Load the weights in the dtype of their products.  Raises ModelError."""
+    def __init__(self, config: TeacherConfig, device: torch.device, passes: Passes) -> None:
         dtype = compute_dtype(config, device)
         module = load(
-            config.path,
-            device=device,
-            trust_remote_code=config.trust_remote_code,
-            dtype=dtype,
-        )
+            config.path, device=device, trust_remote_code=config.trust_remote_code, dtype=dtype
+        ).requires_grad_(False)
         if passes.packing:
             use_packing(module)
-        return cls(Scorer(module, dtype))
+        self._scorer = Scorer(module, dtype)
 
     @torch.no_grad()
     def logprobs(self, micro: MicroBatch, temperature: float) -> Tensor:

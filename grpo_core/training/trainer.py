@@ -188,7 +188,7 @@ class TorchTrainer:
         section = model_section(self.setup)
         model = self.build(source) if section is None else section.build_model(source)
         has_teacher = "teacher" in self._needs
-        teacher = Teacher.load(self.setup.teacher, self.device, passes) if has_teacher else None
+        teacher = Teacher(self.setup.teacher, self.device, passes) if has_teacher else None
         cpu.return_freed_memory()  # that of weights which have gone to a GPU
         return model, teacher
 

@@ -162,7 +162,8 @@ def _share(
         rows = min(most, rows - first)
     elif ranks.rank:  # all have the same, and one is enough
         rows = 0
-    return _Share(name, given, _sent(tensor, dtype), shape, first, rows)
+    cast = tensor.is_floating_point() and not isinstance(tensor, torch.nn.Buffer)
+    return _Share(name, given, dtype if dtype and cast else tensor.dtype, shape, first, rows)
 
 
 def _values(given: torch.Tensor | LowRankSum, first: int, rows: int) -> torch.Tensor:
@@ -216,9 +217,3 @@ def _described(
         )
         infos.append(info)
     return tuple(infos)
-
-
-def _sent(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype that a tensor is published in."""
-    cast = tensor.is_floating_point() and not isinstance(tensor, torch.nn.Buffer)
-    return dtype if dtype and cast else tensor.dtype

@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -110,28 +110,19 @@ def writer(setup: TrainerSetup, device: torch.device, ranks: Publishers) -> Shar
     return SharedMemoryWriter(ranks, pinned=device.type == "cuda")
 
 
-def read(weights: Weights, device: torch.device | None = None) -> torch.Tensor:
-    """Map the block, uint8 [nbytes].  Raises WeightSyncError if that is not possible."""
-    try:
-        return mapped(weights)
-    except (OSError, ValueError) as error:
-        raise unreadable(weights, error) from None
-
-
-def mapped(weights: Weights) -> torch.Tensor:
-    """Map the block, uint8 [nbytes].  Raises OSError or ValueError if that is not possible."""
-    with open(weights.location, "r+b") as file:
-        status = os.fstat(file.fileno())
-        return _mapped(status.st_dev, status.st_ino, weights.nbytes, file)
-
-
 _mappings: dict[tuple[int, int, int], torch.Tensor] = {}
 """The last mapping; mapping the same memory again would cost a page fault for every 4 KiB."""
 
 
-def _mapped(device: int, inode: int, nbytes: int, file: BinaryIO) -> torch.Tensor:
-    key = (device, inode, nbytes)
-    if key not in _mappings:
-        _mappings.clear()
-        _mappings[key] = torch.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=torch.uint8)
-    return _mappings[key]
+def read(weights: Weights, device: torch.device | None = None) -> torch.Tensor:
+    """Map the block, uint8 [nbytes].  Raises WeightSyncError if that is not possible."""
+    try:
+        with open(weights.location, "r+b") as file:
+            status = os.fstat(file.fileno())
+            key = status.st_dev, status.st_ino, weights.nbytes
+            if key not in _mappings:
+                _mappings.clear()
+                _mappings[key] = torch.frombuffer(mmap.mmap(file.fileno(), weights.nbytes), dtype=torch.uint8)
+            return _mappings[key]
+    except (OSError, ValueError) as error:
+        raise unreadable(weights, error) from None

@@ -18,7 +18,7 @@ from grpo_core.app.first_look import first_look, leaks
 from grpo_core.app.parts import Parts
 from grpo_core.config import Config, as_table, build, merge
 from grpo_core.data.samplers import PromptStream
-from grpo_core.engines.limited import LimitedEngine
+from grpo_core.engines.wrapped import LimitedEngine
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.errors import GrpoError, TrackingError, describe
 from grpo_core.events import (

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -86,7 +86,14 @@ class Server(DecodingServer):
     def _make_model(self, weights: Weights) -> Model:
         sent = weights.tensors[0].dtype
         dtype: torch.dtype = getattr(torch, sent if self._dtype == "auto" else self._dtype)
-        shape = Shape.of(_read_config(self._setup.model, self._setup.trust_remote_code))
+        path = Path(self._setup.model, "config.json")
+        try:
+            shape = Shape.of(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError) as error:
+            raise ModelError(
+                f"engine local: {path} cannot be read ({error}); expected the configuration of a "
+                "transformers causal language model"
+            ) from None
         if shape is not None:
             return Llama(shape, device=self._device, dtype=dtype)
         from grpo_core.engines.local.hf import TransformersModel
@@ -97,28 +104,3 @@ class Server(DecodingServer):
             dtype=dtype,
             trust_remote_code=self._setup.trust_remote_code,
         )
-
-
-def _read_config(model: str, trust_remote_code: bool) -> dict[str, Any]:
-    """``config.json`` of a directory, without transformers; of a hub id, with it."""
-    directory = Path(model)
-    if directory.is_dir():
-        import json
-
-        try:
-            config: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ModelError(
-                f"engine local: {directory / 'config.json'} cannot be read ({error}); expected the "
-                f"configuration of a transformers causal language model"
-            ) from None
-        return config
-    from transformers import AutoConfig
-
-    try:
-        remote = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"engine local: model {model!r} is neither a directory nor a hub id ({error})"
-        ) from None
-    return dict(remote.to_dict())
