@@ -318,6 +318,8 @@ def test_a_warning_of_single_steps_counts_if_it_is_said_until_the_end(warning: s
     assert (finding.cause, finding.evidence[0]) == ("warned", "57 of 60 successes were cut off")
     facts.warnings[warning] = Messages(9, 2, 10, "57 of 60 successes were cut off")
     assert causes(facts) == [], "the model has learnt to end since then"
+    facts.warnings[warning] = Messages(1, 20, 20, "the last 5 steps trained nothing")
+    assert causes(facts) == [], "a run that has just solved its task says this once"
 
 
 def test_a_part_that_counts_mistakes_falls_in_a_healthy_run() -> None:

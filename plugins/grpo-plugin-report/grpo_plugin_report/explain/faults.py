@@ -96,7 +96,7 @@ RANKED = (
 )
 """Causes of the warnings that say what is wrong with a run; others say what may be."""
 OF_STEPS = ("rows", "truncated", "accuracy_finished", "gamed", "signal", "never")
-"""Further ones, of single steps: they count if they are said until the end."""
+"""Further ones, of single steps: they count if they are said until the end, and more than once."""
 STILL = 5
 """Number of steps that are the end of a run."""
 
@@ -104,7 +104,7 @@ STILL = 5
 def warned(facts: Facts) -> Finding | None:
     """The run itself has warned of what is wrong, such as prompts that are too long or a disk that fills."""
     newest = max(facts.of("time/step").steps, default=0)
-    lasting = {name for name, told in facts.warnings.items() if told.last > newest - STILL}
+    lasting = {name for name, told in facts.warnings.items() if told.count > 1 and told.last > newest - STILL}
     kinds = {name: name.partition("/")[0] for name in facts.warnings}
     found = [name for name in kinds if kinds[name] in RANKED]
     found += [name for name in kinds if kinds[name] in OF_STEPS and name in lasting]
