@@ -28,7 +28,6 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from traceback import format_exception
 from typing import Any
 
@@ -232,17 +231,3 @@ def did_you_mean(given: str, known: list[str] | tuple[str, ...] | set[str]) -> s
     swapped = [name for name in sorted(known) if sorted(name) == sorted(given)]
     near = swapped or get_close_matches(given, sorted(known), n=1)
     return f" Did you mean {near[0]!r}?" if near else ""
-
-
-def taken_elsewhere(argument: str) -> str:
-    """Return a hint at what a refused argument is, if another command takes it, or an empty string."""
-    path = Path(argument)
-    if path.suffix == ".toml" and path.is_file():
-        return f" It is a configuration, as `grpo-core train {argument}` takes it."
-    if (path / "config.toml").is_file():
-        return f" It is the directory of a run, as `grpo-core train --resume {argument}` takes it."
-    if runs := sorted(each.parent.name for each in path.glob("*/config.toml")):
-        return f" It has the runs {', '.join(runs)} in it."
-    if ":" in argument:
-        return f" It reads like an environment, as `grpo-core train --env {argument}` takes it."
-    return ""

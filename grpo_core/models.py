@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from grpo_core.errors import ModelError, taken_elsewhere
+from grpo_core.errors import ModelError
 
 _TEMPLATES = Path(__file__).parent / "chat_templates"
 ADAPTERS = "adapter_config.json"
@@ -59,6 +59,20 @@ def check_path(path: str) -> None:
             f"model {path!r}: there is no such directory; expected a transformers model directory, a hub id "
             f'like "Qwen/Qwen3-0.6B", or "tiny".{taken_elsewhere(path)}'
         )
+
+
+def taken_elsewhere(argument: str) -> str:
+    """Return a hint at what a refused argument is, if another command takes it, or an empty string."""
+    path = Path(argument)
+    if path.suffix == ".toml" and path.is_file():
+        return f" It is a configuration, as `grpo-core train {argument}` takes it."
+    if (path / "config.toml").is_file():
+        return f" It is the directory of a run, as `grpo-core train --resume {argument}` takes it."
+    if runs := sorted(each.parent.name for each in path.glob("*/config.toml")):
+        return f" It has the runs {', '.join(runs)} in it."
+    if ":" in argument:
+        return f" It reads like an environment, as `grpo-core train --env {argument}` takes it."
+    return ""
 
 
 def chat_template(name: str) -> str | None:

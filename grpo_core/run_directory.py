@@ -36,7 +36,8 @@ from typing import Any
 
 from grpo_core.config import Config, as_table, as_toml, read_toml
 from grpo_core.disk import Disk, replace_file
-from grpo_core.errors import ConfigError, taken_elsewhere
+from grpo_core.errors import ConfigError
+from grpo_core.models import taken_elsewhere
 from grpo_core.plugins.configured import configured
 from grpo_core.records import RunInfo
 from grpo_core.typed import Count, checked

@@ -17,7 +17,8 @@ from grpo_core.config.problems import out_of_range, problems
 from grpo_core.config.run import Config
 from grpo_core.config.sections import NO_SECTIONS, PluginSections, keys_of
 from grpo_core.credentials import secrets_in
-from grpo_core.errors import ConfigError, taken_elsewhere
+from grpo_core.errors import ConfigError
+from grpo_core.models import taken_elsewhere
 from grpo_core.records import SectionValues, name_of_class
 
 T = TypeVar("T")

@@ -38,9 +38,9 @@ from grpo_core.errors import (
     describe,
     did_you_mean,
     one_line,
-    taken_elsewhere,
 )
 from grpo_core.hookspecs import Offer
+from grpo_core.models import taken_elsewhere
 from grpo_core.plugins.commands import Commands, allowed_names, names_of_command_plugins
 from grpo_core.plugins.hints import KEYS, install_command
 from grpo_core.plugins.installed import (
