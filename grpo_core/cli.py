@@ -1,4 +1,4 @@
-"""The command line: ``train``, ``validate``, ``verify`` and others.
+"""The command line: ``train``, ``validate``, ``export``, ``verify`` and others.
 
 The exit status is 0 if all went well, 1 if something failed, 2 if the input is wrong, and 130 after ctrl-C.
 Commands import what they need: ``--help``, ``plugins``, ``check`` (except of an engine) and ``doctor``

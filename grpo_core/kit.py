@@ -117,7 +117,6 @@ A command that shows runs, besides ``grpo_core.Run``:
     RunDirectory                locks the directory of a run
     Retention                   names the checkpoints that stay
     planned_steps               returns the number of steps of a whole run
-    choose_checkpoint, check_adapters, write_whole, as_table    write a checkpoint for others
     headline, progress, SHARES  choose the metric that stands for a task, and word it
     THOUGHT_KEYS                keys of a message with its thoughts
 
@@ -239,7 +238,6 @@ if TYPE_CHECKING:
     from grpo_core.interrupts import received as received
     from grpo_core.loop import canary as canary
     from grpo_core.loop.agreement import Tolerance as Tolerance
-    from grpo_core.loop.checkpoint import choose_checkpoint as choose_checkpoint
     from grpo_core.loop.checkpoint import fault as fault
     from grpo_core.loop.metrics import headline as headline
     from grpo_core.loop.pipeline import Checks as Checks
@@ -305,7 +303,6 @@ if TYPE_CHECKING:
     from grpo_core.timeline import during as during
     from grpo_core.tokens import fetched as fetched
     from grpo_core.training.budget import token_budget as token_budget
-    from grpo_core.training.building import write_whole as write_whole
     from grpo_core.training.host_block import room_for as room_for
     from grpo_core.training.logprobs import extra_bytes_on_gpu as extra_bytes_on_gpu
     from grpo_core.training.microbatch import MicroBatch as MicroBatch
@@ -332,7 +329,6 @@ if TYPE_CHECKING:
     from grpo_core.untrusted import read_json as read_json
     from grpo_core.validation.results import SHARES as SHARES
     from grpo_core.validation.results import progress as progress
-    from grpo_core.validation.target import check_adapters as check_adapters
     from grpo_core.validation.target import find_target as find_target
     from grpo_core.validation.target import started_from as started_from
     from grpo_core.weights.copies import Copies as Copies

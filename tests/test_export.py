@@ -19,6 +19,7 @@ from test_lora import setup as lora_setup
 from test_lora import trained
 from test_trainer import setup as full_setup
 
+from grpo_core.commands import export
 from grpo_core.config import Config, build
 from grpo_core.config.sections import PluginSection, PluginSections
 from grpo_core.demo import tiny
@@ -27,7 +28,6 @@ from grpo_core.loop import checkpoint
 from grpo_core.plugins.host import PluginHost
 from grpo_core.run_directory import RunDirectory
 from grpo_core.training.trainer import TorchTrainer
-from grpo_plugin_report import export
 
 TASKS = {"sort": {"env": "math:sort", "options": {"length": 4}}}
 IDS = torch.arange(8)[None]

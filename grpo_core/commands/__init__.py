@@ -15,6 +15,10 @@ def grpo_commands() -> Mapping[str, Command]:
             "grpo_core.commands.running:validate",
             help="Validate a model, or the newest checkpoint of a run, on held-out prompts.",
         ),
+        "export": Command(
+            "grpo_core.commands.export:export",
+            help="Write a checkpoint of a run as a directory for transformers or peft, with a model card.",
+        ),
         "verify": Command(
             "grpo_core.commands.running:verify",
             help="Check the events of a run: no prompt was lost, trained twice, or trained too late.",

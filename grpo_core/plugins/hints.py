@@ -62,7 +62,7 @@ COMMANDS: Mapping[str, str] = {
         "devkit": ("check", "new", "try"),
         "doctor": ("doctor",),
         "replay": ("bisect", "fork", "replay", "simulate"),
-        "report": ("explain", "export", "report", "runs", "watch"),
+        "report": ("explain", "report", "runs", "watch"),
     }.items()
     for command in commands
 }

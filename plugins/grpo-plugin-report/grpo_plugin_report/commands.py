@@ -23,10 +23,6 @@ def grpo_commands() -> Mapping[str, Command]:
             "grpo_plugin_report.explain.command:explain",
             help="Say what is wrong with a run: the likeliest causes, each with its evidence and a fix.",
         ),
-        "export": Command(
-            "grpo_plugin_report.export:export",
-            help="Write a checkpoint of a run as a directory for transformers or peft, with a model card.",
-        ),
         "runs": Command(
             "grpo_plugin_report.runs:runs",
             help="List the runs of a directory, compare them, free their disk, or write their metrics as "

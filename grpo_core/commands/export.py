@@ -13,24 +13,16 @@ import tomli_w
 from attrs import evolve, frozen
 
 import grpo_core
-from grpo_core import ConfigError, load_object
-from grpo_core.kit import (
-    Config,
-    Flag,
-    RunDirectory,
-    TaskConfig,
-    as_table,
-    check_adapters,
-    choose_checkpoint,
-    complain,
-    planned_steps,
-    say,
-    started_from,
-    write_whole,
-)
+from grpo_core.complaints import complain, say
+from grpo_core.config import Config, TaskConfig, as_table
+from grpo_core.errors import ConfigError
+from grpo_core.loading import load_object
+from grpo_core.loop.checkpoint import choose_checkpoint
+from grpo_core.models import ADAPTERS
+from grpo_core.plugins.options import Flag
+from grpo_core.run_directory import RunDirectory, planned_steps
+from grpo_core.validation.target import check_adapters, started_from
 
-ADAPTERS = "adapter_config.json"
-"""A file of peft, which is in every directory of adapters."""
 Form = Literal["merged", "adapters"]
 CARD = "README.md"
 SECTIONS = (
@@ -129,6 +121,8 @@ def write(export: Export, target: Path) -> None:
         ) from None
     try:
         if export.form == "merged":
+            from grpo_core.training.building import write_whole
+
             start = started_from(export.run, export.config)
             check_adapters(export.run.path, export.checkpoint, start)
             write_whole(start, export.saved, export.config, part)
