@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import grpo_core as grpo
-from grpo_core.kit import Child, PluginHost, SharedMemoryWriter, TrainerConfig, needs_of
+from grpo_core.kit import Child, Config, PluginHost, SharedMemoryWriter, as_table, needs_of
 
-UNKNOWN = (
-    "updates_per_step", "betas", "reference_every", "activations", "weights",
-    "compile", "profile", "offload", "gpus", "ranks",
-)  # fmt: skip
-"""Keys of [trainer] that would change what the built-in trainer does, and not this one."""
+UNKNOWN = {
+    "updates_per_step": 1, "betas": (0.9, 0.95), "reference_every": 0, "activations": "keep",
+    "weights": "float32", "compile": False, "profile": 0, "offload": False, "gpus": [], "ranks": 1,
+}  # fmt: skip
+"""Keys of [trainer] that would change what other trainers do, and not this one, with their defaults."""
 
 
 class Accelerated(grpo.Trainer):
@@ -49,14 +49,13 @@ class Accelerated(grpo.Trainer):
         self.child = Child(f"{__file__}:Server", given, name="trainer", environ=setup.env_vars, log=log)
 
     @staticmethod
-    def check(section: TrainerConfig, **options: Any) -> None:
+    def check(config: Config, **options: Any) -> None:
         """Refuse, when the configuration is read, what this trainer does not do."""
-        default = TrainerConfig()
-        for key in UNKNOWN:
-            if (given := getattr(section, key)) != getattr(default, key):
+        trainer = as_table(config)["trainer"]
+        for key, default in UNKNOWN.items():
+            if (given := trainer.get(key, default)) != default:
                 raise grpo.ConfigError(
-                    f"this trainer does not know trainer.{key} = {given!r}; leave it at "
-                    f"{getattr(default, key)!r}"
+                    f"this trainer does not know trainer.{key} = {given!r}; leave it at {default!r}"
                 )
 
     async def started(self) -> None:

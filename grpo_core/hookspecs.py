@@ -106,8 +106,8 @@ class Offer:
     before the factory is called."""
     check: Function | None = None
     """Raises ValueError or ConfigError for options that make no sense.  It may also name ``config``, all of
-    the configuration, ``group_size`` (an advantage, a filter), ``betas`` (an optimizer) and ``section``, the
-    table ``[trainer]`` (a trainer)."""
+    the configuration, ``host``, the ``PluginHost``, ``group_size`` (an advantage, a filter) and ``betas`` (an
+    optimizer)."""
     gives: Literal["tokens", "text"] = "tokens"
     """Whether an engine returns tokens with their logprobs, or is a ``TextEngine``, which needs no model."""
     transports: tuple[str, ...] = ("shm",)
@@ -116,7 +116,8 @@ class Offer:
     memory: Function | None = None
     """Returns ``MemoryPart``s for an ``EngineLoad``, the first argument of the function of an engine."""
     workers: Function | None = None
-    """Returns the number of engines that the options of an engine describe."""
+    """Returns the number of engines that the options of an engine describe; of a trainer, the number of its
+    processes for ``(config, host)``."""
     placement: str = ""
     """Name of the placement whose workers have the trainer's processes."""
     takes_parts: bool = False

@@ -24,13 +24,14 @@ A placement, which runs engines and environments somewhere else (see ``grpo_plug
 
 A trainer whose processes are somewhere else:
 
-    ProcessTrainer, RankProcess    its base class, and what it needs of the process of a rank
+    ProcessTrainer, TrainerProcess, StartProcess   its class, its process, and what starts one
     Child                          a process of this machine, which makes an object and answers calls
 
 The trainer ``torch`` with more (see ``grpo_plugin_scale``):
 
     TorchTrainer, Model, ModelSource, FullModel   its class and its model, which a subclass may replace
-    Ranks, Share                what processes that train together exchange, and the part of a step of one
+    Ranks, shares, Share        what processes that train together exchange, and the part of a step of one
+    trainer_parts               the memory that it takes
     room_for, return_freed_memory                 memory of the machine for copies
 
 A trainer of another library (see ``examples/custom_trainer.py``):
@@ -305,6 +306,7 @@ if TYPE_CHECKING:
     from grpo_core.training.budget import token_budget as token_budget
     from grpo_core.training.host_block import room_for as room_for
     from grpo_core.training.logprobs import extra_bytes_on_gpu as extra_bytes_on_gpu
+    from grpo_core.training.memory import trainer_parts as trainer_parts
     from grpo_core.training.microbatch import MicroBatch as MicroBatch
     from grpo_core.training.model import FullModel as FullModel
     from grpo_core.training.model import Model as Model
@@ -316,8 +318,10 @@ if TYPE_CHECKING:
     from grpo_core.training.passes import Passes as Passes
     from grpo_core.training.passes import for_training as for_training
     from grpo_core.training.plan import Share as Share
+    from grpo_core.training.plan import shares as shares
     from grpo_core.training.process import ProcessTrainer as ProcessTrainer
-    from grpo_core.training.process import RankProcess as RankProcess
+    from grpo_core.training.process import StartProcess as StartProcess
+    from grpo_core.training.process import TrainerProcess as TrainerProcess
     from grpo_core.training.ranks import Ranks as Ranks
     from grpo_core.training.schedule import rate as rate
     from grpo_core.training.trainer import TorchTrainer as TorchTrainer

@@ -17,4 +17,4 @@ def with_lora(given: TrainerSetup, lora: LoraConfig | None) -> TrainerSetup:
     section = SectionValues(
         name="model.lora", kind=name_of_class(LoraConfig), values=cattrs.unstructure(lora)
     )
-    return attrs.evolve(given, sections=[section])
+    return attrs.evolve(given, sections=[*given.sections, section])

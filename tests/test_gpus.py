@@ -22,9 +22,13 @@ ONE, TWO, THREE = (EngineConfig(workers=n) for n in (1, 2, 3))
 
 
 def seen(trainer, count, engine, validation=None):
-    """GPUs of the trainer, then of each worker: "0" or "1,2"; "" for a process whose variables are left."""
+    """GPUs of the trainer, then of each worker: "0" or "1,2"; "" for a process whose variables are left.
+
+    ``trainer``: its section, perhaps behind the number of its ranks.
+    """
+    ranks, trainer = trainer if isinstance(trainer, tuple) else (1, trainer)
     engines = {"engine": engine} | ({"validation.engine": validation} if validation else {})
-    devices = choose(trainer, engines, count, joined_to_trainer(engines, HOST))
+    devices = choose(trainer, engines, count, joined_to_trainer(engines, HOST), ranks)
     workers = [worker for key in engines for worker in devices.engines.get(key, ())]
     return [of.get("CUDA_VISIBLE_DEVICES", "") for of in (devices.trainer, *workers)], bool(devices.shared)
 
@@ -51,8 +55,8 @@ def test_a_trainer_on_a_gpu_needs_one():
         (TrainerConfig(gpus=[7]), TWO, 8, ["7", "0,1,2", "3,4,5"], False),
         (TrainerConfig(device="cuda:7"), TWO, 8, ["", "0,1,2", "3,4,5"], False),
         (TrainerConfig(device="cpu"), TWO, 2, ["", "0", "1"], False),
-        (TrainerConfig(ranks=4), TWO, 8, ["0,1,2,3", "4,5", "6,7"], False),
-        (TrainerConfig(ranks=2, gpus=[7, 6]), ONE, 8, ["7,6", "0,1,2,3,4,5"], False),
+        ((4, TRAINER), TWO, 8, ["0,1,2,3", "4,5", "6,7"], False),
+        ((2, TrainerConfig(gpus=[7, 6])), ONE, 8, ["7,6", "0,1,2,3,4,5"], False),
         (None, TWO, 2, ["", "0", "1"], False),
         (TrainerConfig(gpus=[7]), EngineConfig(workers=2, gpus=[0, 1]), 8, ["7", "0", "1"], False),
         (TRAINER, EngineConfig(workers=2, gpus=[3, 0, 1, 2]), 8, ["4", "3,0", "1,2"], False),
@@ -128,8 +132,8 @@ def test_the_choice_is_told_unless_there_is_none():
             8,
             r"each of the 1 ranks \(trainer.ranks\) computes on one GPU; name 1",
         ),
-        (TrainerConfig(ranks=4), EngineConfig(gpus=[0]), 4, "3 of the 4 GPUs of this machine are free"),
-        (TrainerConfig(ranks=2, device="cuda:1"), ONE, 8, "is one GPU for 2 ranks"),
+        ((4, TRAINER), EngineConfig(gpus=[0]), 4, "3 of the 4 GPUs of this machine are free"),
+        ((2, TrainerConfig(device="cuda:1")), ONE, 8, "is one GPU for 2 ranks"),
         (TrainerConfig(gpus=[1], device="cpu"), ONE, 8, 'trainer.device = "cpu" exclude each other'),
         (TrainerConfig(gpus=[1], device="cuda:1"), ONE, 8, 'trainer.device = "cuda:1" exclude each other'),
         (TRAINER, EngineConfig(gpus=[1, 1]), 8, r"engine.gpus = \[1, 1\]: GPU 1 is named twice"),
@@ -154,7 +158,7 @@ def test_the_choice_is_told_unless_there_is_none():
 )
 def test_gpus_that_cannot_be_meant_are_refused_in_one_line(trainer, engine, count, message):
     with pytest.raises(ConfigError, match=message) as refused:
-        choose(trainer, {"engine": engine}, count, joined_to_trainer({"engine": engine}, HOST))
+        seen(trainer, count, engine)
     assert "\n" not in str(refused.value)
 
 

@@ -18,6 +18,7 @@ import pytest
 import safetensors.torch
 import torch
 from peft import LoraConfig as PeftConfig
+from scaled import scaled
 from separate_gpu import GPU, OnGpu, on_a_gpu, wide
 from test_trainer import batch, ragged, setup
 from torch.torch_version import TorchVersion
@@ -373,9 +374,10 @@ def test_each_rank_computes_on_the_gpu_with_its_number_or_its_only_one_unless_on
     monkeypatch.setattr(ScaledTrainer, "join", join)
     monkeypatch.setattr(trainers.cpu, "resolve_device", lambda device, key: torch.device(device))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
-    config = TrainerConfig(device=device, weights=weights, ranks=2 if rank else 1)
+    config, ranks = TrainerConfig(device=device), 2 if rank else 1
+    sections = scaled(weights=weights, ranks=ranks)
     with pytest.raises(ChosenError, match=f"^{expected}$"):
-        ScaledTrainer(TrainerSetup(trainer=config, rank=rank, ranks=config.ranks))
+        ScaledTrainer(TrainerSetup(trainer=config, rank=rank, ranks=ranks, sections=sections))
     assert current[-1] == (expected if expected.startswith("cuda:") else "cuda:0")
 
 

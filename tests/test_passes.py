@@ -146,9 +146,10 @@ def test_a_model_that_does_not_name_its_layers_is_not_compiled() -> None:
 
 
 def test_several_ranks_with_compiled_layers_are_refused_before_anything_starts() -> None:
-    config = build([{"tasks": {"sort": {"env": "math:sort"}}, "trainer": {"ranks": 2, "compile": True}}])
+    host = PluginHost.discover()
+    table = {"tasks": {"sort": {"env": "math:sort"}}, "trainer": {"ranks": 2, "compile": True}}
     with pytest.raises(ConfigError, match=r"trainer\.ranks = 2: trainer\.compile = true is for one process"):
-        preflight.check(config, PluginHost.discover())
+        preflight.check(build([table], host.sections), host)
 
 
 @pytest.mark.gpu

@@ -163,7 +163,7 @@ def test_a_rank_that_is_killed_while_it_writes_costs_only_the_current_save(
             while not partly.exists():
                 assert not saving.done()
                 await asyncio.sleep(0.01)
-            os.kill(trainer.children[0].pid, signal.SIGKILL)
+            os.kill(trainer.process.ranks[0].pid, signal.SIGKILL)
             with pytest.raises(TrainerError, match=r"trainer rank 0 died \(killed by SIGKILL\)"):
                 await saving
         finally:

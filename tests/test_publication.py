@@ -250,7 +250,7 @@ def test_no_rank_takes_more_memory_to_publish_than_its_part_and_one_tensor(
         trainer = ScaledProcess(by(transport, setup(str(tmp_path), ranks=3)))
         try:
             await trainer.started()
-            pids, grown = [child.pid for child in trainer.children], []
+            pids, grown = [child.pid for child in trainer.process.ranks], []
             for _ in range(2):
                 before = [kilobytes(pid, "VmRSS:") for pid in pids]
                 for pid in pids:

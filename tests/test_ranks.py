@@ -315,7 +315,7 @@ def test_ranks_whose_adapters_have_dropout_continue_bit_for_bit(model: str, tmp_
     expected = run(unbroken())
     again = attrs.evolve(given, resume_from=tmp_path / "saved")
     same(expected, run(trained(again, batches()[2:4]))[0], tolerance=0)
-    run(trained(attrs.evolve(again, trainer=attrs.evolve(again.trainer, ranks=1)), batches()[2:3]))
+    run(trained(with_lora(attrs.evolve(again, sections=()), lora), batches()[2:3]))
 
 
 @pytest.mark.long
@@ -376,7 +376,7 @@ def test_a_rank_that_is_killed_ends_the_trainer_with_its_name(
         async with running(ScaledProcess(setup(model, ranks=ranks, updates_per_step=1))) as trainer:
             await trainer.step(batch(ragged(groups=3)))
             published = await trainer.publish()
-            pids = [child.pid for child in trainer.children]
+            pids = [child.pid for child in trainer.process.ranks]
             reason = rf"trainer rank {rank} died \(killed by SIGKILL\)"
             await killed_in_a_call(
                 trainer, method, tmp_path, stopped=pids[rank], killed=pids[rank], reason=reason
@@ -395,7 +395,7 @@ def test_a_rank_that_hangs_ends_the_trainer_at_its_deadline(model: str) -> None:
     async def story() -> None:
         async with running(ScaledProcess(setup(model, ranks=2))) as trainer:
             told = r"trainer rank \d: no answer to 'train' within 3 s"
-            await hung(trainer, trainer.children[1].pid, told)
+            await hung(trainer, trainer.process.ranks[1].pid, told)
 
     run(story())
 

@@ -12,12 +12,12 @@ import torch
 from adapting import with_lora
 from test_trainer import batch, ragged, same, save, setup
 
-from grpo_core.app import preflight
 from grpo_core.config import OptimizerConfig, build
 from grpo_core.demo import tiny
 from grpo_core.errors import ConfigError
 from grpo_core.plugins.host import PluginHost
 from grpo_core.weights.reading import read_weights
+from grpo_plugin_scale.config import check
 from grpo_plugin_scale.lora import LoraConfig
 from grpo_plugin_scale.training.resting import Resting
 from grpo_plugin_scale.training.trainer import ScaledTrainer, create
@@ -118,9 +118,10 @@ def test_a_run_in_which_nothing_could_rest_is_refused_before_it_starts(
     changes: dict[str, Any], message: str
 ) -> None:
     base = {"tasks": {"sort": {"env": "math:sort"}}, "trainer": {"offload": True}}
-    config = build([base, {"pipeline": {"max_staleness": 0}}, changes])
+    host = PluginHost.discover()
+    config = build([base, {"pipeline": {"max_staleness": 0}}, changes], host.sections)
     with pytest.raises(ConfigError, match=message):
-        preflight.check(config, PluginHost.discover())
+        check(config=config, host=host)
 
 
 def test_a_trainer_on_a_cpu_has_nowhere_to_rest(model: str) -> None:

@@ -21,6 +21,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from scaled import KEYS, scaled
 from test_pipeline import Run
 
 from grpo_core import cpu
@@ -65,12 +66,14 @@ def setup(
     model: str, *, loss: dict | None = None, resume_from: Path | None = None, **options: object
 ) -> TrainerSetup:
     defaults = {"steps": 8, "lr": 1e-3, "threads": 1, "warmup_updates": 0}
+    sections = scaled(**{key: options.pop(key) for key in KEYS if key in options})
     return TrainerSetup(
         model=ModelConfig(path=model),
         trainer=TrainerConfig(**{**defaults, **options}),
         loss=LossConfig(options=loss or {}),
         resume_from=str(resume_from) if resume_from else None,
         plugins=("algorithms",),
+        sections=sections,
     )
 
 
@@ -1085,7 +1088,7 @@ def test_a_trainer_that_dies_while_the_engine_reads_its_weights_is_named_as_the_
         class Reading(FakeEngine):
             async def update_weights(self, weights: Weights) -> None:
                 if weights.version == 1:
-                    killed(trainer.children[0].pid)
+                    killed(trainer.process.pid)
                 read_weights(weights)
                 self.version = weights.version
 

@@ -14,7 +14,6 @@ from test_ranks import configured, run, trained
 from test_trainer import batch, ragged, row, same, save
 from torch.distributed.tensor import DTensor
 
-from grpo_core.app import preflight
 from grpo_core.config import ModelConfig, build
 from grpo_core.demo import tiny
 from grpo_core.errors import ConfigError
@@ -25,6 +24,7 @@ from grpo_core.training.passes import Passes
 from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.state_files import read_state
 from grpo_core.weights.reading import read_weights
+from grpo_plugin_scale.config import check
 from grpo_plugin_scale.lora import LoraConfig
 from grpo_plugin_scale.training.group import Group
 from grpo_plugin_scale.training.sharded import ShardedModel
@@ -193,9 +193,10 @@ def test_what_cannot_be_is_refused_before_anything_starts(
     trainer: dict[str, Any], others: dict[str, Any], message: str
 ) -> None:
     table = {"model": {"dtype": "bfloat16"}, "tasks": {"sort": {"env": "math:sort"}}}
-    config = build([{**table, **others, "trainer": {**COPIES, **trainer}}])
+    host = PluginHost.discover()
+    config = build([{**table, **others, "trainer": {**COPIES, **trainer}}], host.sections)
     with pytest.raises(ConfigError, match=message):
-        preflight.check(config, PluginHost.discover())
+        check(config=config, host=host)
 
 
 @pytest.mark.slow

@@ -241,7 +241,7 @@ async def _start(run: RunContext) -> Pipeline:
         run.placement,
         sets=parts.config.validation.due_sets,
         logs=directory.logs,
-        ranks=0 if parts.trainer_here else parts.config.trainer.ranks,
+        ranks=0 if parts.trainer_here else parts.ranks,
     )
     try:
         run.tasks = await run.stack.enter_async_context(around)
@@ -275,7 +275,7 @@ async def build_pipeline(config: Config, run: RunContext) -> tuple[Config, Pipel
     Returns the configuration with the number of steps, too.
     """
     parts, tasks = Parts(config, run.start.host), run.tasks
-    devices = await asyncio.to_thread(run.placement.devices, parts.trainer_here, parts.engines())
+    devices = await asyncio.to_thread(run.placement.devices, parts.trainer_here, parts.engines(), parts.ranks)
     if devices.told:
         run.trackers.status(devices.told)
     chosen = config.validation

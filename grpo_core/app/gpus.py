@@ -60,6 +60,7 @@ def choose(
     engines: Mapping[str, EngineConfig],
     count: int,
     joined: Collection[str] = (),
+    ranks: int = 1,
 ) -> Devices:
     """Give the trainer a GPU, and each worker of each engine some, as configured or else by this rule.
 
@@ -72,6 +73,7 @@ def choose(
         count: number of GPUs of this machine.
         joined: keys of engines that read the memory of the trainer's GPU.  They see it as the last one, since
             they compute on the first ones.
+        ranks: number of the trainer's processes, each with one GPU.
 
     Raises ConfigError if the configured GPUs are not there, or are not the right number, or collide.
     """
@@ -80,13 +82,13 @@ def choose(
             f'trainer.device = "{trainer.device}": this process sees no GPU; set it to "auto" or "cpu", '
             "or mend the driver (grpo-core doctor)"
         )
-    for key, gpus in _configured(trainer, engines):
+    for key, gpus in _configured(trainer, engines, ranks):
         _check_list(key, gpus, count)
     given = {key: _given_groups(key, engine) for key, engine in engines.items()}
     if not count:
         return Devices()
     taken = {gpu for groups in given.values() for group in groups or () for gpu in group}
-    trains = _of_trainer(trainer, engines, taken, count, joined)
+    trains = _of_trainer(trainer, engines, taken, count, joined, ranks)
     rest = [gpu for gpu in range(count) if gpu not in taken and gpu not in trains]
     rest = rest or [gpu for gpu in range(count) if gpu not in trains] or [*trains]
     shares = _shares(rest, sum(engines[key].workers for key, groups in given.items() if groups is None))
@@ -118,14 +120,14 @@ def choose(
 
 
 def _configured(
-    trainer: TrainerConfig | None, engines: Mapping[str, EngineConfig]
+    trainer: TrainerConfig | None, engines: Mapping[str, EngineConfig], ranks: int
 ) -> Iterator[tuple[str, Sequence[int]]]:
     """Yield the lists of GPUs by key.  Raises ConfigError if the trainer's contradicts its device."""
     if trainer is not None and trainer.gpus:
-        if len(trainer.gpus) != trainer.ranks:
+        if len(trainer.gpus) != ranks:
             raise ConfigError(
-                f"trainer.gpus = {trainer.gpus}: each of the {trainer.ranks} ranks (trainer.ranks) computes "
-                f"on one GPU; name {trainer.ranks}"
+                f"trainer.gpus = {trainer.gpus}: each of the {ranks} ranks (trainer.ranks) computes "
+                f"on one GPU; name {ranks}"
             )
         if trainer.device not in ("auto", "cuda"):
             raise ConfigError(
@@ -181,15 +183,16 @@ def _of_trainer(
     taken: set[int],
     count: int,
     joined: Collection[str],
+    ranks: int,
 ) -> Gpus:
     if trainer is None or trainer.device == "cpu":
         return ()
     if trainer.gpus:
         return tuple(trainer.gpus)
     if (index := _index(trainer.device)) is not None:
-        if trainer.ranks > 1:
+        if ranks > 1:
             raise ConfigError(
-                f'trainer.device = "{trainer.device}" is one GPU for {trainer.ranks} ranks (trainer.ranks); '
+                f'trainer.device = "{trainer.device}" is one GPU for {ranks} ranks (trainer.ranks); '
                 'use "cuda", and name their GPUs in trainer.gpus'
             )
         return (index,)
@@ -197,13 +200,13 @@ def _of_trainer(
         if key in joined and engine.gpus:
             return (engine.gpus[-1],)
     free = [gpu for gpu in range(count) if gpu not in taken]
-    if trainer.ranks > 1:
-        if len(free) < trainer.ranks:
+    if ranks > 1:
+        if len(free) < ranks:
             raise ConfigError(
-                f"trainer.ranks = {trainer.ranks}: each rank needs a GPU of its own, and {len(free)} of the "
+                f"trainer.ranks = {ranks}: each rank needs a GPU of its own, and {len(free)} of the "
                 f"{count} GPUs of this machine are free; lower it, or give the engines fewer"
             )
-        return tuple(free[: trainer.ranks])
+        return tuple(free[:ranks])
     if not free and count > 1 and any(engine.gpus for engine in engines.values()):
         raise ConfigError(
             f"the engines are given all {count} GPUs of this machine: leave one for the trainer, or name the "

@@ -92,6 +92,13 @@ class Parts:
         """The section of the trainer; None if its processes are in the workers of a placement."""
         return None if self.place_of_trainer else self.config.trainer
 
+    @property
+    def ranks(self) -> int:
+        """Number of the trainer's processes."""
+        selected = self.plugins.find("trainer", self.config.trainer.name)
+        count = selected.offer.workers
+        return 1 if count is None else int(selected.loaded(count)(self.config, self.plugins))
+
     def data_plane(self, placement: Placement) -> DataPlane:
         """Make the data plane, which is not started yet.
 

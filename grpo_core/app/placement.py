@@ -30,18 +30,23 @@ class Placement(Protocol):
     remote: bool
     """Whether workers may run on other machines than the trainer."""
 
-    def check(self, trainer: TrainerConfig | None, engines: Mapping[str, EngineConfig]) -> None:
+    def check(
+        self, trainer: TrainerConfig | None, engines: Mapping[str, EngineConfig], ranks: int = 1
+    ) -> None:
         """Raise ConfigError if a key of these sections has no effect here, or names a missing part.
 
         Args:
             trainer: None if nothing is trained.
             engines: sections by key, as in "validation.engine".
+            ranks: number of the trainer's processes.
         """
 
     def connected(self, workers: int) -> contextlib.AbstractContextManager[None]:
         """Connect for a run with this many workers.  Raises ConfigError if that is impossible."""
 
-    def devices(self, trainer: TrainerConfig | None, engines: Mapping[str, EngineConfig]) -> Devices:
+    def devices(
+        self, trainer: TrainerConfig | None, engines: Mapping[str, EngineConfig], ranks: int = 1
+    ) -> Devices:
         """Choose GPUs, and reserve the trainer's if others could take it; called once, when connected.
 
         The arguments are those of ``check``, and so are the errors.
@@ -70,7 +75,9 @@ class LocalPlacement:
     def __init__(self, plugins: PluginHost) -> None:
         self._plugins = plugins
 
-    def check(self, trainer: TrainerConfig | None, engines: Mapping[str, EngineConfig]) -> None:
+    def check(
+        self, trainer: TrainerConfig | None, engines: Mapping[str, EngineConfig], ranks: int = 1
+    ) -> None:
         for section, engine in engines.items():
             if engine.gpus_per_worker:
                 raise ConfigError(
@@ -81,14 +88,16 @@ class LocalPlacement:
                 raise ConfigError(
                     f"{section}.env_vars is for workers in a cluster; add --ray, or leave it out"
                 )
-        self.devices(trainer, engines)
+        self.devices(trainer, engines, ranks)
 
     def connected(self, workers: int) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def devices(self, trainer: TrainerConfig | None, engines: Mapping[str, EngineConfig]) -> Devices:
+    def devices(
+        self, trainer: TrainerConfig | None, engines: Mapping[str, EngineConfig], ranks: int = 1
+    ) -> Devices:
         joined = gpus.joined_to_trainer(engines, self._plugins)
-        return gpus.choose(trainer, engines, gpus.visible(), joined)
+        return gpus.choose(trainer, engines, gpus.visible(), joined, ranks)
 
     def engine(self, number: int, config: EngineConfig, setup: EngineSetup) -> Engine:
         if setup.log_directory:

@@ -22,6 +22,8 @@ class Planned:
 
     trainer: Sequence[int] | None
     """The GPUs that the trainer's processes see; None if they are in the workers of a placement."""
+    ranks: int
+    """Number of the trainer's processes."""
     on_device: bool
     """Whether a trainer of this machine keeps published weights on its device."""
     engines: Sequence[tuple[str, EngineConfig, Sequence[Sequence[int]]]]
@@ -41,7 +43,7 @@ def planned(config: Config, host: PluginHost, gpus: int) -> Planned:
     parts = Parts(config, host)
     placement, engines, here = parts.placement(), parts.engines(), parts.trainer_here
     on_gpus = {} if placement.remote else engines
-    devices = choose(here, on_gpus, gpus or visible(), joined_to_trainer(on_gpus, host))
+    devices = choose(here, on_gpus, gpus or visible(), joined_to_trainer(on_gpus, host), parts.ranks)
 
     def seen(key: str, engine: EngineConfig) -> Sequence[Sequence[int]]:
         nothing: Sequence[Mapping[str, str]] = [{}] * engine.workers
@@ -49,6 +51,7 @@ def planned(config: Config, host: PluginHost, gpus: int) -> Planned:
 
     return Planned(
         trainer=None if here is None else gpus_seen(devices.trainer, gpus),
+        ranks=parts.ranks,
         on_device=here is not None and find_transport(parts.transport(placement), host).on_device,
         engines=()
         if placement.remote

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import json
 import re
 from collections.abc import Mapping
 from math import lcm
@@ -40,7 +39,7 @@ from grpo_core.loss import problems_of
 from grpo_core.model_sources import model_source
 from grpo_core.models import ADAPTERS, chat_template, check_path
 from grpo_core.planes import check_reader
-from grpo_core.plugins.host import BUILT_IN, Kind, PluginHost
+from grpo_core.plugins.host import Kind, PluginHost
 from grpo_core.plugins.offers import Selected
 from grpo_core.processes.interpreters import Interpreter, from_here
 from grpo_core.reporting.selection import check_trackers
@@ -76,8 +75,8 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
     known = {
         "group_size": config.rollout.group_size,
         "betas": config.trainer.betas,
-        "section": config.trainer,
         "config": config,
+        "host": host,
     }
     for kind, name, options in config.choices():
         if kind in CHECKED:
@@ -94,9 +93,7 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
         _check_teacher(parts)
     if (section := model_section(config)) is not None:
         section.check(config)
-    _check_scale(config, host)
-    _check_ranks(config, host)
-    _check_offload(config)
+    _check_attention(config)
     for step in (0, config.trainer.steps):  # a function of a file that fails is an error now
         rate(config.trainer, step)
     _check_best(config)
@@ -292,7 +289,7 @@ def _cuts(validation: ValidationConfig) -> dict[str, float]:
 
 def _check_placement(parts: Parts, *, trains: bool) -> None:
     placement = parts.placement()
-    placement.check(parts.trainer_here if trains else None, parts.engines(trains=trains))
+    placement.check(parts.trainer_here if trains else None, parts.engines(trains=trains), parts.ranks)
     if trains:
         needed, chosen = parts.place_of_trainer, parts.config.placement.name
         if needed and needed != chosen:
@@ -304,66 +301,11 @@ def _check_placement(parts: Parts, *, trains: bool) -> None:
     parts.transport(placement)
 
 
-def _check_scale(config: Config, host: PluginHost) -> None:
-    """Raise ConfigError for keys of the trainer that the core's own trainer cannot honour."""
-    trainer = config.trainer
-    keys = {"ranks": trainer.ranks > 1, "weights": trainer.weights != "float32", "offload": trainer.offload}
-    asked = next((key for key, given in keys.items() if given), None)
-    if asked is not None and host.find("trainer", trainer.name).plugin.name == BUILT_IN:
-        raise ConfigError(
-            f"trainer.{asked} = {json.dumps(getattr(trainer, asked))}: the trainer of the core computes on "
-            "one device with float32 weights; pip install grpo-plugin-scale"
-        )
-
-
-def _check_ranks(config: Config, host: PluginHost) -> None:
-    """Raise ConfigError for what a trainer cannot do whose weights torch.distributed holds."""
-    trainer = config.trainer
-    copies = trainer.weights == "bfloat16"
-    if copies and config.model.dtype != "bfloat16":
-        raise ConfigError(
-            'trainer.weights = "bfloat16": engines have to get the weights that the trainer scores with, and '
-            f'model.dtype = "{config.model.dtype}" may give them others; set model.dtype = "bfloat16"'
-        )
-    if config.model.attention and trainer.packing is True:
+def _check_attention(config: Config) -> None:
+    if config.model.attention and config.trainer.packing is True:
         raise ConfigError(
             f"trainer.packing = true brings its own attention, and model.attention = "
             f"{config.model.attention!r} asks for another one; leave one of them out"
-        )
-    if trainer.ranks == 1 and not copies:
-        return
-    ranks = f"trainer.ranks = {trainer.ranks}" if trainer.ranks > 1 else 'trainer.weights = "bfloat16"'
-    if config.trainer.compile:
-        raise ConfigError(
-            f"{ranks}: trainer.compile = true is for one process with float32 weights; leave one of them out"
-        )
-    name = config.optimizer.name
-    if not host.find("optimizer", name).offer.takes_parts:
-        raise ConfigError(
-            f"{ranks}: the optimizer {name!r} computes with whole parameters, of which each rank holds a "
-            'part; use optimizer.name = "adamw"'
-        )
-
-
-def _check_offload(config: Config) -> None:
-    """Raise ConfigError where weights cannot rest between two steps."""
-    trainer = config.trainer
-    if not trainer.offload:
-        return
-    if config.pipeline.max_staleness:
-        raise ConfigError(
-            "trainer.offload = true is for a trainer and an engine that take turns on a GPU; with "
-            f"pipeline.max_staleness = {config.pipeline.max_staleness} both work at once: set it to 0"
-        )
-    if trainer.device == "cpu":
-        raise ConfigError(
-            "trainer.offload = true moves weights from a GPU to the machine's memory, where those of "
-            'trainer.device = "cpu" are already; leave one of them out'
-        )
-    if trainer.ranks > 1 or trainer.weights != "float32":
-        held = f"trainer.ranks = {trainer.ranks}" if trainer.ranks > 1 else 'trainer.weights = "bfloat16"'
-        raise ConfigError(
-            f"trainer.offload = true: the weights of {held} stay on their GPUs; leave one of them out"
         )
 
 

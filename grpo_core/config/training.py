@@ -145,11 +145,6 @@ class TrainerConfig(PluginChoice):
     """Activations of each layer are kept until the backward pass ("keep"), or computed again there from the
     layer's input, which is gradient checkpointing and about a third more work ("recompute"); "offload" also
     moves these inputs from a GPU to the machine's memory."""
-    weights: Literal["float32", "bfloat16"] = "float32"
-    """Weights of the forward and backward passes: "float32", which matrix products round, or "bfloat16",
-    copies of one layer at a time (FSDP2's mixed precision). With "bfloat16" activations are bfloat16, and the
-    trainer scores with exactly the weights that engines receive. The optimizer updates float32 weights. For
-    `model.dtype = "bfloat16"`."""
     compile: bool = False
     """Compile layers with torch. The first step takes a minute longer, and later ones are faster if small
     operations dominate. It needs a C++ compiler."""
@@ -159,17 +154,11 @@ class TrainerConfig(PluginChoice):
     profile: int = field(default=0, validator=ge(0))
     """Trace this many steps of the trainer after the first two, with torch's profiler, and write the trace
     and torch's table of its operations into `profile/` of the run; 0 does nothing. `--profile N` sets it."""
-    offload: bool = False
-    """Keep the weights and the optimizer's state in the machine's memory between two steps, which leaves the
-    GPU to an engine. For `pipeline.max_staleness = 0`, where engine and trainer take turns."""
     device: str = "auto"
     """Device of the trainer: "cpu", "cuda", or "auto" for CUDA if it is available."""
     gpus: list[int] = field(factory=list)
-    """GPU of the trainer, as in `[7]`, one for each rank.  If the list is empty, the first ones that no
-    engine uses."""
-    ranks: int = field(default=1, validator=ge(1))
-    """Number of processes that train together: each holds a part of the weights, gradients and optimizer, and
-    computes a part of the rows. Each uses one GPU, if there are GPUs."""
+    """GPU of the trainer, as in `[7]`, one for each of its processes.  If the list is empty, the first ones
+    that no engine uses."""
     threads: int = field(default=0, validator=ge(0))
     """Number of torch threads on the CPU; 0 uses half of the cores if generation runs at the same time,
     otherwise all."""

@@ -52,6 +52,9 @@ KEYS: Mapping[str, str] = {
     "health.max_memory": "grpo-plugin-doctor",
     "model.lora": "grpo-plugin-scale",
     "shaping": "grpo-plugin-algorithms",
+    "trainer.offload": "grpo-plugin-scale",
+    "trainer.ranks": "grpo-plugin-scale",
+    "trainer.weights": "grpo-plugin-scale",
 }
 """Distributions of the keys and tables of the configuration that are ours and not the core's."""
 

@@ -20,6 +20,8 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 def trainer_parts(
     *,
+    config: object,
+    weights: int,
     parameters: int,
     trained: int,
     published: int,
@@ -34,6 +36,8 @@ def trainer_parts(
     """Return the parts that follow from the number of parameters alone: a run needs all of them.
 
     Args:
+        config: of the run, for trainers that hold more than this.
+        weights: bytes of all parameters.
         parameters: number of parameters; tied ones count once.
         trained: number of those that the optimizer changes: all of them, or the adapters, which come on top.
         published: number of parameters that a weight sync sends.
@@ -45,7 +49,7 @@ def trainer_parts(
         async_save: whether checkpoints are written from a copy.
         teacher: bytes of the teacher's weights; 0 without a teacher.
     """
-    tensor, changed = FLOAT32 * parameters, FLOAT32 * trained
+    changed = FLOAT32 * trained
     adapters = trained != parameters
     on_host = not on_device or device == "host"
     kept = optimizer or 0
@@ -53,7 +57,7 @@ def trainer_parts(
     fewer = "model.lora.rank" if adapters else smaller
     leaner = 'optimizer.name = "adamw_8bit" or "muon"'
     parts = [
-        MemoryPart(name=WEIGHTS, nbytes=tensor, device=device, change=smaller),
+        MemoryPart(name=WEIGHTS, nbytes=weights, device=device, change=smaller),
         MemoryPart(name="gradients", nbytes=changed, device=device, change=fewer),
         MemoryPart(
             name="optimizer",
@@ -72,7 +76,12 @@ def trainer_parts(
         parts.append(MemoryPart(name="adapters", nbytes=changed, device=device, change=fewer))
     elif reference:
         parts.append(
-            MemoryPart(name=REFERENCE, nbytes=tensor, device=device, change="a loss without a reference")
+            MemoryPart(
+                name=REFERENCE,
+                nbytes=FLOAT32 * parameters,
+                device=device,
+                change="a loss without a reference",
+            )
         )
     if teacher:
         change = 'a smaller teacher, teacher.dtype = "bfloat16"'

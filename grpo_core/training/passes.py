@@ -35,7 +35,6 @@ class Passes:
             activations=config.activations,
             packing=config.packing is True or (config.packing == "auto" and not config.compile),
             compiled=config.compile,
-            copies=config.weights == "bfloat16",
         )
 
     @staticmethod

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from attrs import evolve
-
-from grpo_core.aio import DEATH_IS_SEEN, cancel, gather
 from grpo_core.errors import ChildDied, GrpoError, TrainerError, one_line
-from grpo_core.processes.child import Child, scratch_directory
+from grpo_core.processes.child import Child
 from grpo_core.processes.served import RemoteTraceback
 from grpo_core.protocols import Trainer
 from grpo_core.records import Batch, StepResult, Weights
-from grpo_core.training.plan import PADDED, Layout, shares
 from grpo_core.training.setup import TrainerSetup
 
 MEMORY = "look for a lack of memory: lower trainer.tokens_per_microbatch"
@@ -33,8 +28,8 @@ def thread_count(configured: int, colocated: bool, ranks: int = 1) -> int:
     return configured or max(1, (cores // 2 if colocated else cores) // ranks)
 
 
-class RankProcess(Protocol):
-    """The process of a rank: a ``Child`` of this one, or a process elsewhere.  It starts at once."""
+class TrainerProcess(Protocol):
+    """The process of a trainer: a ``Child`` of this one, or a process elsewhere.  It starts at once."""
 
     name: str
     """Its name in messages."""
@@ -56,119 +51,63 @@ class RankProcess(Protocol):
         """End it, and wait for its end."""
 
 
-class ProcessTrainer(Trainer):
-    """A ``TorchTrainer`` in a child process, or in one for each rank: the trainer "torch".
+StartProcess = Callable[[str, TrainerSetup, str], TrainerProcess]
+"""Starts a process without waiting for it: ``(target, setup, name)``, as ``ProcessTrainer.in_child``."""
 
-    They start at construction, so that their imports overlap with the rest of a run's start.  If one rank
-    fails, the others are stopped: they would wait for it.
+
+class ProcessTrainer(Trainer):
+    """A ``TorchTrainer`` in a process of its own: the trainer "torch".
+
+    The process starts at construction, so that its imports overlap with the rest of a run's start.
+
+    Args:
+        setup: what the trainer is made from.
+        start: starts the process; a child of this process if it is None.
     """
 
     target: str = "grpo_core.training.trainer:create"
-    """Makes the trainer in the child from ``setup``, as ``module:function``; a subclass may name another."""
+    """``"module:function"`` that makes the trainer in its process from ``setup``; subclasses name others."""
 
-    def __init__(self, setup: TrainerSetup) -> None:
+    def __init__(self, setup: TrainerSetup, start: StartProcess | None = None, /) -> None:
         self._deadline = setup.trainer.deadline
-        self._updates, ranks = setup.trainer.updates_per_step, setup.trainer.ranks
-        self._layout: Layout = PADDED
         self._log = Path(setup.log) if setup.log else None
-        self._closing = contextlib.ExitStack()
-        where = self._rendezvous() if ranks > 1 else ""
-        self.children: Sequence[RankProcess] = [
-            self._start(
-                evolve(setup, rank=rank, ranks=ranks, rendezvous=where),
-                "trainer" if ranks == 1 else f"trainer rank {rank}",
-            )
-            for rank in range(ranks)
-        ]
+        self.process = (start or self.in_child)(self.target, setup, "trainer")
 
-    def _rendezvous(self) -> str:
-        """Return where the ranks find each other, as ``TrainerSetup.rendezvous``."""
-        return f"{self._closing.enter_context(scratch_directory())}/rendezvous"
-
-    def _start(self, setup: TrainerSetup, name: str) -> RankProcess:
-        """Start the process of a rank, without waiting for it; a subclass may start it elsewhere."""
-        return Child(self.target, {"setup": setup}, name=name, environ=setup.env_vars, log=self._log)
+    @staticmethod
+    def in_child(target: str, setup: TrainerSetup, name: str) -> TrainerProcess:
+        """Start a child of this process."""
+        log = Path(setup.log) if setup.log else None
+        return Child(target, {"setup": setup}, name=name, environ=setup.env_vars, log=log)
 
     async def started(self) -> None:
         with self._explaining("cannot be made"):
-            made = await self._together([rank.started(seconds=self._deadline) for rank in self.children])
-        if made[0]:  # a trainer that describes itself
-            self._layout = made[0].get("layout", PADDED)
+            await self.process.started(seconds=self._deadline)
 
     async def step(self, batch: Batch) -> StepResult:
-        result: StepResult
-        if len(self.children) == 1:  # it divides the batch itself
-            result = await self._call("step", [batch])
-        else:
-            parts = await asyncio.to_thread(
-                shares, batch, updates=self._updates, ranks=len(self.children), layout=self._layout
-            )
-            result = await self._call("train", *([part] for part in parts))
+        result: StepResult = await self._call("step", batch)
         return result
 
     async def unchanged(self) -> bool:
-        same: bool = await self._call("unchanged", *([] for _ in self.children))
+        same: bool = await self._call("unchanged")
         return same
 
     async def publish(self, canary: Sequence[tuple[int, ...]] = ()) -> Weights:
-        weights: Weights = await self._call("publish", *([canary] for _ in self.children))
+        weights: Weights = await self._call("publish", canary)
         return weights
 
     async def save(self, directory: Path) -> Callable[[], Awaitable[None]]:
-        await self._call("save", *([directory] for _ in self.children))
-        return partial(self._call, "written", *([] for _ in self.children))
+        await self._call("save", directory)
+        return partial(self._call, "written")
 
     async def watch(self) -> None:
-        raise _gone(await self._died())
+        raise _gone(await self.process.died())
 
     async def aclose(self) -> None:
-        await asyncio.gather(*(rank.aclose() for rank in self.children))
-        self._closing.close()
+        await self.process.aclose()
 
-    async def _call(self, method: str, *args: Sequence[Any]) -> Any:
-        """Call a method of all ranks, each with its arguments; return what rank 0 returns."""
+    async def _call(self, method: str, *args: Any) -> Any:
         with self._explaining(f"{method}() failed", f"If nothing else explains it, {MEMORY}"):
-            calls = [
-                rank.call(method, *its, seconds=self._deadline)
-                for rank, its in zip(self.children, args, strict=True)
-            ]
-            return (await self._together(calls, writes=method in ("save", "written")))[0]
-
-    async def _together(
-        self, calls: Sequence[Coroutine[Any, Any, Any]], *, writes: bool = False
-    ) -> list[Any]:
-        """Await a call of each rank.  Raises the first error; if a rank died, this is why others failed.
-
-        Where a rank fails, the others are stopped, unless the call ``writes`` and the disk failed: then
-        training goes on.
-        """
-        try:
-            return await gather(calls)
-        except Exception as error:
-            if writes and isinstance(error, OSError):
-                raise
-            reason = error if isinstance(error, GrpoError) else await self._death() or error
-            if len(self.children) > 1:
-                for rank in self.children:
-                    rank.kill(ChildDied(f"{rank.name} was stopped: {one_line(reason)}"))
-            raise reason from error.__cause__
-
-    async def _death(self) -> GrpoError | None:
-        """Return why a rank has just ended; None if there are no others, or all live."""
-        if len(self.children) > 1:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(DEATH_IS_SEEN):
-                    return await self._died()
-        return None
-
-    async def _died(self) -> GrpoError:
-        """Wait until a rank ends, and return why."""
-        waits = [asyncio.create_task(rank.died()) for rank in self.children]
-        try:
-            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            await cancel(waits)
-        return done.pop().result()
+            return await self.process.call(method, *args, seconds=self._deadline)
 
     @contextlib.contextmanager
     def _explaining(self, what: str, hint: str = "") -> Iterator[None]:

@@ -66,7 +66,8 @@ def create(setup: TrainerSetup) -> TorchTrainer:
 class TorchTrainer:
     """Trains a transformers causal language model on one device.
 
-    A plugin's trainer may extend it: ``build``, ``join``, ``place`` and ``readable`` are for subclasses.
+    A plugin's trainer may extend it: ``place``, ``join``, ``passes``, ``build`` and
+    ``readable`` are for subclasses.
 
     Args:
         setup: what the trainer is made from.
@@ -100,7 +101,7 @@ class TorchTrainer:
         if "teacher" in self._needs:
             check_vocabulary(setup.model, setup.teacher)
         resume = Path(setup.resume_from) if setup.resume_from else None
-        passes = Passes.of(self._config)
+        passes = self.passes()
         dtype = compute_dtype(setup.model, self.device)
         slow = self._config.packing == "auto" and not packs_well(dtype, self.device)
         if slow or setup.model.attention:  # packing brings its own
@@ -161,6 +162,10 @@ class TorchTrainer:
     def join(self, *, leaves: bool) -> Ranks:
         """Join the processes that train together; ``leaves``: weights may leave this machine."""
         return Alone()
+
+    def passes(self) -> Passes:
+        """Choose how forward and backward passes are computed."""
+        return Passes.of(self._config)
 
     def build(self, source: ModelSource) -> Model:
         """Make the model that trains all weights.  Raises ModelError."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -24,8 +25,11 @@ from grpo_core.config import ModelConfig, TrainerConfig
 from grpo_core.processes.child import Child
 from grpo_core.training.setup import TrainerSetup
 from grpo_core.weights.reading import read_buckets
-from grpo_plugin_scale.training.process import ScaledProcess
+from grpo_plugin_scale.training.process import ScaledProcess, Together
 from grpo_plugin_scale.weights import collective
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from scaled import scaled
 
 LAYERS, TIMES = 4, 7
 
@@ -60,14 +64,16 @@ async def measured(ranks: int, model: str, transport: str) -> dict[str, float]:
     trainer = ScaledProcess(
         TrainerSetup(
             model=ModelConfig(path=model, dtype="float32"),
-            trainer=TrainerConfig(ranks=ranks, device="cpu", threads=1),
+            trainer=TrainerConfig(device="cpu", threads=1),
+            sections=scaled(ranks=ranks),
             transport=transport,  # type: ignore[arg-type]
             plugins=("scale",),
         )
     )
     try:
         await trainer.started()
-        pids = [child.pid for child in trainer.children if isinstance(child, Child)]
+        processes = trainer.process.ranks if isinstance(trainer.process, Together) else [trainer.process]
+        pids = [child.pid for child in processes if isinstance(child, Child)]
         watch = Watch(pids)
         weights = await trainer.publish()
         found: dict[str, float] = {"first": watch.grown()}

@@ -29,6 +29,9 @@ from grpo_core.training.plan import shares
 from grpo_core.training.setup import TrainerSetup
 from grpo_plugin_scale.training.trainer import create
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from scaled import scaled
+
 LAYERS, STEPS = 4, 2
 
 
@@ -49,7 +52,8 @@ def trained(rank: int, ranks: int, model: str, meeting: str, found: Any) -> None
     trainer = create(
         TrainerSetup(
             model=ModelConfig(path=model),
-            trainer=TrainerConfig(ranks=ranks, device="cpu", threads=1, lr=1e-6),
+            trainer=TrainerConfig(device="cpu", threads=1, lr=1e-6),
+            sections=scaled(ranks=ranks),
             async_save=False,
             rank=rank,
             ranks=ranks,

@@ -71,13 +71,15 @@ def measure(given: argparse.Namespace, options: dict[str, str]) -> dict[str, flo
     from grpo_core.training.setup import TrainerSetup
     from grpo_plugin_scale.training.trainer import create
 
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from scaled import scaled
+
     length = given.length
     trainer = create(
         TrainerSetup(
             model=ModelConfig(path=given.model, dtype=options.get("dtype", "bfloat16")),
-            trainer=TrainerConfig(
-                weights=options["weights"], threads=1, device="cpu", tokens_per_microbatch=given.microbatch
-            ),
+            trainer=TrainerConfig(threads=1, device="cpu", tokens_per_microbatch=given.microbatch),
+            sections=scaled(weights=options["weights"]),
             plugins=(),
         )
     )

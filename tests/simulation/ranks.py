@@ -1,4 +1,4 @@
-"""Several ranks of a simulated trainer: the real ``ProcessTrainer`` in front of processes that die and hang.
+"""Several ranks of a simulated trainer: the real ``ScaledProcess`` in front of processes that die and hang.
 
 The ranks compute together what one simulated trainer computes: each step is put together again from the rows
 that each of them got, and each saves a part of the weights.  When a rank dies, its parent notices within a
@@ -14,13 +14,15 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from scaled import scaled
+
 from grpo_core.aio import cancel
 from grpo_core.config import TrainerConfig
 from grpo_core.errors import ChildDied, DeadlineExceeded, GrpoError, TrainerError
 from grpo_core.records import Batch, Row, StepResult, Weights
-from grpo_core.training.plan import Share
-from grpo_core.training.process import ProcessTrainer
+from grpo_core.training.plan import PADDED, Share
 from grpo_core.training.setup import TrainerSetup
+from grpo_plugin_scale.training.process import ScaledProcess, Together
 from simulation.world import TRAINER_DEADLINE, SimulatedTrainer, Tell, never
 
 NOTICED = 1.0
@@ -31,7 +33,7 @@ UPDATES = 2
 """Optimizer updates of a step, by which its rows are divided."""
 
 
-class SimulatedRanks(ProcessTrainer):
+class SimulatedRanks(ScaledProcess):
     """Trains with several ranks, and checks that they fail as a whole and by name.
 
     Args:
@@ -47,20 +49,20 @@ class SimulatedRanks(ProcessTrainer):
         """Times at which ranks died by themselves."""
         self._known = False
         """Whether the run knows that the trainer has failed."""
-        config = TrainerConfig(ranks=size, deadline=TRAINER_DEADLINE, updates_per_step=UPDATES)
-        super().__init__(TrainerSetup(trainer=config))
+        self.ranks: list[SimulatedRank] = []
+        config = TrainerConfig(deadline=TRAINER_DEADLINE, updates_per_step=UPDATES)
+        super().__init__(TrainerSetup(trainer=config, sections=scaled(ranks=size)), self._start)
+        if isinstance(self.process, Together):
+            self.process._layout = PADDED  # what the ranks say when they have started
 
-    def _start(self, setup: TrainerSetup, name: str) -> Any:
-        return SimulatedRank(setup.rank, name, self)
-
-    @property
-    def ranks(self) -> Sequence[SimulatedRank]:
-        started: Any = self.children
-        return started  # type: ignore[no-any-return]
+    def _start(self, target: str, setup: TrainerSetup, name: str) -> Any:
+        self.ranks.append(SimulatedRank(setup.rank, name, self))
+        return self.ranks[-1]
 
     def forget(self) -> None:
         """Remove what the processes would have left to the machine."""
-        self._closing.close()
+        if isinstance(self.process, Together):
+            self.process._closing.close()
 
     async def watch(self) -> None:
         try:
@@ -73,7 +75,7 @@ class SimulatedRanks(ProcessTrainer):
         await super().aclose()
         self._law(not any(rank.alive for rank in self.ranks), "the trainer is closed, and ranks go on")
 
-    async def _call(self, method: str, *args: Sequence[Any]) -> Any:
+    async def _call(self, method: str, *args: Any) -> Any:
         begun = asyncio.get_running_loop().time()
         try:
             return await super()._call(method, *args)

@@ -14,13 +14,13 @@ from rich.text import Text
 
 from grpo_core import ConfigError, GrpoError, PluginError, load_object
 from grpo_core.kit import (
+    Config,
     Kind,
     LocalPlacement,
     PluginHost,
     Sections,
     Selected,
     Settings,
-    TrainerConfig,
     Words,
     inert,
     needs_of,
@@ -187,7 +187,7 @@ def findings(
             yield from _sampler(host, offer.name, options, tasks)
         case _:
             try:
-                host.check_values(offer.kind, offer.name, options, section=TrainerConfig(), group_size=4)
+                host.check_values(offer.kind, offer.name, options, config=Config(), host=host, group_size=4)
                 contract = _contract(host, offer, options, sections or Sections())
             except GrpoError as error:
                 yield Finding("its options", "failed", str(error))

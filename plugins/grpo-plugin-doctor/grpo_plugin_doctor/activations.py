@@ -170,9 +170,20 @@ def model_shapes(path: str, *, trust_remote_code: bool = False) -> Shapes:
 
 
 def trained_pass(
-    config: TrainerConfig, *, rows: int, tokens: int, sampled: int, vocabulary: int, dtype: str, on_gpu: bool
+    config: TrainerConfig,
+    *,
+    rows: int,
+    tokens: int,
+    sampled: int,
+    vocabulary: int,
+    dtype: str,
+    on_gpu: bool,
+    copies: bool,
 ) -> Pass:
-    """Return the largest micro-batch of a trainer whose updates have so many rows."""
+    """Return the largest micro-batch of a trainer whose updates have so many rows.
+
+    ``copies``: see ``Passes.copies``.
+    """
     budget = token_budget(config, vocabulary, torch.device("cuda" if on_gpu else "cpu"))
     at_once = max(1, min(budget // tokens, rows))
     return Pass(
@@ -180,7 +191,7 @@ def trained_pass(
         tokens=tokens,
         sampled=min(tokens, sampled),
         dtype=dtype,
-        passes=Passes.of(config),
+        passes=evolve(Passes.of(config), copies=copies),
         offloads=on_gpu and config.activations == "offload",
         again=rows > at_once,
     )

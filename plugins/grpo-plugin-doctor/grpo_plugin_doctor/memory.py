@@ -46,8 +46,6 @@ PROMPT_TOKENS = 256
 """Tokens of a prompt that an estimate assumes, for each completion of ``rollout.max_tokens``."""
 SMALLEST = 1 << 30
 """Bytes of a trainer below which nvidia-smi, which takes some time, is not asked."""
-MOVED = (WEIGHTS, "adapters", "optimizer", REFERENCE)
-"""Parts of a trainer that ``trainer.offload`` moves to the host between two steps."""
 _RECOMPUTES = {"trainer.activations": "recompute"}
 _HALVES = {**_RECOMPUTES, "trainer.weights": "bfloat16"}
 SMALLER: Sequence[Mapping[str, str]] = (
@@ -216,7 +214,12 @@ def certain_parts(
     found: list[ProcessMemory] = []
     if trainer.offer.memory is not None and plan.trainer is not None:
         teacher = (parameters_in(plan.teacher) or 0) if plan.teacher else 0
+        weights = FLOAT32 * parameters
+        if lora is not None and device != HOST:  # a host has all in float32 while the model is loaded
+            weights -= 2 * _that_stay_in_bfloat16(config, directory, shapes, device)
         parts = trainer.loaded(trainer.offer.memory)(
+            config=config,
+            weights=weights,
             parameters=parameters,
             trained=changed,
             published=parameters if lora is None or lora["publish"] == "merged" else changed,
@@ -228,14 +231,7 @@ def certain_parts(
             teacher=teacher * ITEMSIZE[_chosen(config.teacher.dtype, device)],
             async_save=config.checkpoint.async_save,
         )
-        if lora is not None and device != HOST:  # a host has all in float32 while the model is loaded
-            less = 2 * _that_stay_in_bfloat16(config, directory, shapes, device)
-            parts = [evolve(one, nbytes=one.nbytes - less) if one.name == WEIGHTS else one for one in parts]
-        if config.trainer.weights == "bfloat16" and not config.trainer.reference_every:
-            parts = [evolve(one, nbytes=one.nbytes // 2) if one.name == REFERENCE else one for one in parts]
-        if config.trainer.offload:
-            parts = [*parts, *_at_rest(parts)]
-        found += _ranks(parts, config.trainer.ranks, device, plan.trainer)
+        found += _ranks(parts, plan.ranks, device, plan.trainer)
     for key, engine, workers in plan.engines:
         selected = host.find("engine", engine.name)
         if selected.offer.memory is None:
@@ -258,14 +254,6 @@ def _that_stay_in_bfloat16(
         return 0
     dtypes = dtypes_in(here)
     return linear_parameters({name: shape for name, shape in shapes.items() if dtypes.get(name) == "BF16"})
-
-
-def _at_rest(parts: Sequence[MemoryPart]) -> Iterator[MemoryPart]:
-    """Yield the copy of what a trainer moves to the host between two steps."""
-    moved = [part for part in parts if part.device != HOST and part.name in MOVED]
-    if moved:
-        nbytes = sum(part.nbytes for part in moved)
-        yield MemoryPart(name="weights between steps", nbytes=nbytes, change="trainer.offload = false")
 
 
 def _ranks(
@@ -452,6 +440,7 @@ def with_passes(
 
     trust, device = config.model.trust_remote_code, trainer_device(config, gpus)
     vocabulary = model_shapes(directory, trust_remote_code=trust).vocabulary
+    trainer = as_table(config)["trainer"]
     rollouts = config.trainer.prompts_per_step * config.rollout.group_size
     work = trained_pass(
         config.trainer,
@@ -461,13 +450,14 @@ def with_passes(
         vocabulary=vocabulary,
         dtype=_chosen(config.model.dtype, device),
         on_gpu=device != HOST,
+        copies=trainer.get("weights") == "bfloat16",
     )
     on_gpu = device != HOST
     try:
         nbytes = pass_bytes(directory, work, vocabulary=vocabulary, on_gpu=on_gpu, trust_remote_code=trust)
     except ModelError as error:
         return list(processes), work, [str(error)]
-    changed = sum(map(prod, trained_shapes(config, shapes).values())) // config.trainer.ranks
+    changed = sum(map(prod, trained_shapes(config, shapes).values())) // trainer.get("ranks", 1)
     return (
         [
             evolve(each, parts=(*each.parts, *_activations(nbytes, changed, each.parts[0].device)))

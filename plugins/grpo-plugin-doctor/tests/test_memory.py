@@ -55,7 +55,9 @@ def parts_of(**changes):
         "parameters": 1000, "optimizer": 8000, "dtype": "float32", "device": "host", "on_device": False,
         "reference": False, "async_save": True,
     } | changes  # fmt: skip
-    return trainer_parts(**dict.fromkeys(("trained", "published"), chosen["parameters"]) | chosen)
+    usual = dict.fromkeys(("trained", "published"), chosen["parameters"])
+    usual |= {"config": None, "weights": 4 * chosen["parameters"]}
+    return trainer_parts(**usual | chosen)
 
 
 def test_a_trainer_on_the_host_holds_28_bytes_of_a_parameter_with_its_checkpoint():

@@ -24,7 +24,10 @@ def grpo_placements() -> Mapping[str, grpo_core.Offer]:
 def grpo_trainers() -> Mapping[str, grpo_core.Offer]:
     return {
         "ray": grpo_core.Offer(
-            "grpo_plugin_ray.trainer:RayTrainer", placement="ray", check="grpo_plugin_ray.trainer:check"
+            "grpo_plugin_ray.trainer:ray_trainer",
+            placement="ray",
+            check="grpo_plugin_ray.trainer:check",
+            workers="grpo_plugin_ray.trainer:ranks",
         )
     }
 

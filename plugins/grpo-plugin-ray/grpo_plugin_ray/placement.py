@@ -45,7 +45,9 @@ class RayPlacement:
         self._store = Store()
         self._reservation: Reservation | None = None
 
-    def check(self, trainer: TrainerConfig | None, engines: Mapping[str, EngineConfig]) -> None:
+    def check(
+        self, trainer: TrainerConfig | None, engines: Mapping[str, EngineConfig], ranks: int = 1
+    ) -> None:
         """Raise ConfigError for keys that name GPUs, and if ``env_vars`` names a variable that is not set."""
         for key, engine in engines.items():
             if engine.gpus:
@@ -54,9 +56,9 @@ class RayPlacement:
                     f"{key}.gpus_per_worker"
                 )
             from_here(engine.env_vars, f"{key}.env_vars")
-        if trainer is not None and trainer.ranks > 1 and trainer.device != "cpu":
+        if trainer is not None and ranks > 1 and trainer.device != "cpu":
             raise ConfigError(
-                f"trainer.ranks = {trainer.ranks}: Ray reserves one GPU for a trainer of this machine; set "
+                f"trainer.ranks = {ranks}: Ray reserves one GPU for a trainer of this machine; set "
                 'trainer.name = "ray", whose ranks are in Ray workers, or trainer.device = "cpu"'
             )
         if trainer is not None and (given := named_gpus(trainer)):
@@ -67,7 +69,9 @@ class RayPlacement:
     def connected(self, workers: int) -> contextlib.AbstractContextManager[None]:
         return connected(self.address, cpus=max(workers, os.cpu_count() or 1))
 
-    def devices(self, trainer: TrainerConfig | None, engines: Mapping[str, EngineConfig]) -> Devices:
+    def devices(
+        self, trainer: TrainerConfig | None, engines: Mapping[str, EngineConfig], ranks: int = 1
+    ) -> Devices:
         """Reserve a GPU of this machine for the trainer, if it uses one and the cluster has one here.
 
         Engines whose ``gpus_per_worker`` is below 1 share the only GPU of a machine with the trainer.

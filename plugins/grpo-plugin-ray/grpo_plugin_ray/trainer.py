@@ -1,6 +1,6 @@
 """The trainer ``ray``: the ranks of the trainer ``torch`` in Ray workers, on several machines if need be.
 
-    ProcessTrainer -> RayRank   -- call -->   RankWorker, an actor   ->   Child: the process of a rank
+    the trainer torch -> RayRank   -- call -->   RankWorker, an actor   ->   Child: the process of a rank
                                                                             |
                                               the other ranks   <-- torch.distributed, weights by collective
 
@@ -16,14 +16,14 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from attrs import evolve, frozen
 
-from grpo_core import ChildDied, ConfigError, DeadlineExceeded, GrpoError, TrainerError, TrainerSetup
-from grpo_core.kit import Child, PluginHost, ProcessTrainer, RankProcess, TrainerConfig
+from grpo_core import ChildDied, ConfigError, DeadlineExceeded, GrpoError, Trainer, TrainerError, TrainerSetup
+from grpo_core.kit import Child, Config, PluginHost, TrainerProcess
 from grpo_plugin_ray.cluster import PluginRequirement, answer_of, load, where
 from grpo_plugin_ray.placement import NO_GPU, named_gpus
 
@@ -142,37 +142,34 @@ def interface_of(address: str) -> str:
 # ---------------------------------------------------------------------------------- on the driver's side
 
 
-class RayRank(RankProcess):
-    """The process of a rank in a Ray worker, which starts when the addresses of the others are known.
+class RayRank(TrainerProcess):
+    """The process of a rank in a Ray worker, which starts when the address of the first one is known.
 
     Args:
         name: how messages call it ("trainer rank 3").
         setup: what the rank is made from.
-        target: makes its trainer, as ``ProcessTrainer.target``.
+        target: makes its trainer in its process, as ``module:function``.
         resources: options of the Ray actor.
+        room: of all ranks.
     """
 
-    def __init__(self, name: str, setup: TrainerSetup, target: str, resources: Mapping[str, Any]) -> None:
-        self.name, self._setup, self._target = name, setup, target
+    def __init__(
+        self, name: str, setup: TrainerSetup, target: str, resources: Mapping[str, Any], room: Room
+    ) -> None:
+        self.name, self._setup, self._target, self._room = name, setup, target, room
         actor: Any = load().remote(RankWorker)
         origin = PluginRequirement.software("torch", "transformers")
         self._worker = actor.options(max_restarts=0, **resources).remote(name, origin, os.getcwd())
         self._death: GrpoError | None = None
         self._dies: Any = None
 
-    async def place(self, *, seconds: float) -> RankPlace:
-        """Return where it is, once its worker runs.  Raises PluginError, ChildDied, DeadlineExceeded."""
-        place: RankPlace = await self._answer(self._worker.place.remote(), seconds, "place")
-        self.name = place.who
-        self._setup = evolve(self._setup, collective_host=place.address)
-        return place
-
-    def meet(self, rendezvous: str) -> None:
-        """Say where the ranks find each other."""
-        self._setup = evolve(self._setup, rendezvous=rendezvous)
-
     async def started(self, *, seconds: float) -> Any:
-        begun = self._worker.start.remote(self._target, self._setup, seconds)
+        await self._room.ready()
+        place: RankPlace = await self._answer(self._worker.place.remote(), self._room.seconds, "place")
+        self.name = place.who
+        rendezvous = await self._room.rendezvous(self._setup.rank, place)
+        setup = evolve(self._setup, collective_host=place.address, rendezvous=rendezvous)
+        begun = self._worker.start.remote(self._target, setup, seconds)
         return await self._answer(begun, seconds, "start")
 
     async def call(self, method: str, *args: Any, seconds: float | None) -> Any:
@@ -196,6 +193,7 @@ class RayRank(RankProcess):
             with contextlib.suppress(TimeoutError, load().exceptions.RayError):
                 await asyncio.wait_for(self._worker.aclose.remote(), GOODBYE)
         self.kill(ChildDied(f"{self.name} is closed"))
+        self._room.close()
 
     async def _answer(self, reference: Awaitable[Any], seconds: float | None, method: str) -> Any:
         """Return an answer of the actor; raises what the rank raised, ChildDied or DeadlineExceeded."""
@@ -215,70 +213,98 @@ class RayRank(RankProcess):
             raise late from None
 
 
-class RayTrainer(ProcessTrainer):
-    """The trainer ``torch`` with each of its ranks in a Ray worker.
-
-    Each rank with a GPU gets one from Ray.  Weights go from each rank to the engines (``collective``).
+class Room:
+    """The room of all ranks in the cluster, and what each of them has to know of the first.
 
     Args:
         spread: whether the ranks use as many machines as possible, and not as few.
-        start_deadline: seconds for the cluster to have room for all ranks, and then to start their workers.
-
-    Raises ConfigError if the run does not use a Ray cluster.
+        seconds: for the cluster to have room, and then to start the workers.
+        gpu: whether each rank gets a GPU.
     """
 
-    def __init__(self, setup: TrainerSetup, *, spread: bool = False, start_deadline: float = 300.0) -> None:
-        ray = load()
-        if not ray.is_initialized():
-            raise ConfigError('trainer.name = "ray" trains in a Ray cluster: add --ray')
-        torch: Any = PluginHost.current().factory("trainer", "torch")
-        self.target = torch.target
-        self._start_deadline, self._ranks = start_deadline, setup.trainer.ranks
-        gpu = setup.trainer.device != "cpu" and ray.cluster_resources().get("GPU", 0) > 0
+    def __init__(self, *, spread: bool, seconds: float, gpu: bool) -> None:
+        self.seconds, self._spread = seconds, spread
         self._each = {"CPU": 1, **({"GPU": 1} if gpu else {})}
-        self._room = ray.util.placement_group(
-            [self._each] * self._ranks, strategy="SPREAD" if spread else "PACK"
-        )
-        super().__init__(setup if gpu else evolve(setup, env_vars={**NO_GPU, **setup.env_vars}))
+        self._group: Any = None
+        self._size = self._closed = 0
+        self._first: asyncio.Future[str] | None = None
 
-    def _rendezvous(self) -> str:
-        return ""  # it is known when rank 0 has a place
-
-    def _start(self, setup: TrainerSetup, name: str) -> RayRank:
+    def start(self, target: str, setup: TrainerSetup, name: str) -> RayRank:
+        """Start the worker of a rank; see ``ProcessTrainer.in_child``."""
         ray = load()
+        if self._group is None:
+            self._size = setup.ranks
+            self._group = ray.util.placement_group(
+                [self._each] * self._size, strategy="SPREAD" if self._spread else "PACK"
+            )
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-            self._room, placement_group_bundle_index=setup.rank
+            self._group, placement_group_bundle_index=setup.rank
         )
         resources = {
             "num_cpus": 1,
             "num_gpus": self._each.get("GPU", 0),
             "scheduling_strategy": strategy,
         }
-        return RayRank(name, setup, self.target, resources)
+        return RayRank(name, setup, target, resources, self)
 
-    async def started(self) -> None:
-        ranks = [rank for rank in self.children if isinstance(rank, RayRank)]
+    async def ready(self) -> None:
+        """Wait until the cluster has room for all ranks.  Raises TrainerError."""
         try:
-            await asyncio.wait_for(self._room.ready(), self._start_deadline)
+            await asyncio.wait_for(self._group.ready(), self.seconds)
         except TimeoutError:
             raise TrainerError(
-                f"trainer.ranks = {self._ranks}: the cluster has had no room for them within "
-                f"{self._start_deadline:g} s (trainer.options.start_deadline); each asks for {self._each}, "
+                f"trainer.ranks = {self._size}: the cluster has had no room for them within "
+                f"{self.seconds:g} s (trainer.options.start_deadline); each asks for {self._each}, "
                 f"and {load().available_resources()} is free"
             ) from None
-        with self._explaining("cannot be made"):
-            first, *_ = await self._together([rank.place(seconds=self._start_deadline) for rank in ranks])
-        host = f"[{first.address}]" if ":" in first.address else first.address
-        for rank in ranks if len(ranks) > 1 else ():
-            rank.meet(f"tcp://{host}:{first.port}")
-        await super().started()
 
-    async def aclose(self) -> None:
-        await super().aclose()
-        load().util.remove_placement_group(self._room)
+    async def rendezvous(self, rank: int, place: RankPlace) -> str:
+        """Return where the ranks find each other: the address and a port of the first; empty for one rank."""
+        if self._first is None:
+            self._first = asyncio.get_running_loop().create_future()
+        if rank == 0:
+            host = f"[{place.address}]" if ":" in place.address else place.address
+            self._first.set_result(f"tcp://{host}:{place.port}" if self._size > 1 else "")
+        return await asyncio.shield(self._first)
+
+    def close(self) -> None:
+        """Give the room back when the last rank is closed."""
+        self._closed += 1
+        if self._closed == self._size:
+            load().util.remove_placement_group(self._group)
 
 
-def check(*, section: TrainerConfig, **options: object) -> None:
-    """Raise ConfigError for keys that name GPUs."""
-    if given := named_gpus(section):
+def ray_trainer(setup: TrainerSetup, *, spread: bool = False, start_deadline: float = 300.0) -> Trainer:
+    """Make the trainer ``torch`` with each of its processes in a Ray worker.
+
+    Each rank with a GPU gets one from Ray.  Weights go from each rank to the engines (``collective``).
+
+    Args:
+        setup: of the trainer.
+        spread: whether the ranks use as many machines as possible, and not as few.
+        start_deadline: seconds for the cluster to have room for all ranks, and then to start their workers.
+
+    Raises ConfigError if the run does not use a Ray cluster.
+    """
+    ray = load()
+    if not ray.is_initialized():
+        raise ConfigError('trainer.name = "ray" trains in a Ray cluster: add --ray')
+    gpu = setup.trainer.device != "cpu" and ray.cluster_resources().get("GPU", 0) > 0
+    room = Room(spread=spread, seconds=start_deadline, gpu=gpu)
+    if not gpu:
+        setup = evolve(setup, env_vars={**NO_GPU, **setup.env_vars})
+    torch: Callable[..., Trainer] = PluginHost.current().factory("trainer", "torch")
+    return torch(setup, room.start)
+
+
+def ranks(config: Config, host: PluginHost) -> int:
+    """Return the number of the trainer's processes: that of the trainer ``torch``."""
+    torch = host.find("trainer", "torch")
+    return torch.loaded(torch.offer.workers)(config, host) if torch.offer.workers else 1
+
+
+def check(*, config: Config, host: PluginHost, **options: object) -> None:
+    """Raise ConfigError for keys that name GPUs, and for what the trainer ``torch`` refuses."""
+    if given := named_gpus(config.trainer):
         raise ConfigError(f"trainer.{given}: Ray chooses the GPUs of the ranks; leave it out")
+    host.check_values("trainer", "torch", {}, config=config, host=host)

@@ -25,11 +25,12 @@ pytest.importorskip("grpo_plugin_ray")
 from grpo_core import ConfigError, PluginError, TrainerError
 from grpo_core.app.preflight import check
 from grpo_core.commands.running import configured
-from grpo_core.kit import ProcessTrainer, read_weights
+from grpo_core.kit import read_weights
 from grpo_plugin_ray import trainer as ray_trainer
 from grpo_plugin_ray.cluster import ENVIRON, ENVIRON_ALONE
 from grpo_plugin_ray.cluster import load as load_ray
-from grpo_plugin_ray.trainer import RayTrainer, interface_of
+from grpo_plugin_ray.trainer import interface_of
+from grpo_plugin_scale.training.process import ScaledProcess
 
 model = model  # a fixture of the tests of ranks
 CHOSEN = ["--set", "trainer.name=ray", "--set", "trainer.options.spread=true"]
@@ -113,12 +114,12 @@ def joined(machines: Any) -> Iterator[Any]:
     ray.shutdown()
 
 
-def spread(model: str, **options: Any) -> RayTrainer:
+def spread(model: str, **options: Any) -> Any:
     given = attrs.evolve(setup(model, device="cpu", **options), transport="collective", plugins=("scale",))
-    return RayTrainer(given, spread=True)
+    return ray_trainer.ray_trainer(given, spread=True)
 
 
-async def trained(trainer: ProcessTrainer, directory: Path) -> tuple[list[str], dict[str, Any], list[Any]]:
+async def trained(trainer: ScaledProcess, directory: Path) -> tuple[list[str], dict[str, Any], list[Any]]:
     """Train some steps; return the ranks' addresses, the published weights, and the metrics."""
     async with running(trainer):
         results = [await trainer.step(each) for each in batches(3)]
@@ -137,7 +138,7 @@ async def trained(trainer: ProcessTrainer, directory: Path) -> tuple[list[str], 
 @pytest.mark.slow
 def test_ranks_on_two_machines_train_what_two_ranks_of_one_train_bit_for_bit(joined, model, tmp_path):
     here = attrs.evolve(setup(model, device="cpu", ranks=2), transport="collective", plugins=("scale",))
-    expected = run(trained(ProcessTrainer(here), tmp_path / "here"))
+    expected = run(trained(ScaledProcess(here), tmp_path / "here"))
     there = run(trained(spread(model, ranks=2), tmp_path / "there"))
     assert sorted(there[0]) == ["127.0.0.1", "127.0.0.2"], "each rank sends its rows from its own machine"
     assert there[2] == expected[2]
@@ -163,9 +164,9 @@ def listening(pid: int) -> set[str]:
     return found
 
 
-def of_rank(trainer: RayTrainer, number: int) -> tuple[int, int]:
+def of_rank(trainer: Any, number: int) -> tuple[int, int]:
     """Return the process ids of a rank's actor, and of the rank itself."""
-    actor = int(re.search(r"process (\d+)\)", trainer.children[number].name)[1])
+    actor = int(re.search(r"process (\d+)\)", trainer.process.ranks[number].name)[1])
     return actor, rank_below(actor)
 
 
@@ -260,7 +261,7 @@ def test_a_cluster_without_room_is_an_error_with_what_the_ranks_ask_for(joined, 
     async def story() -> None:
         given = attrs.evolve(setup(model, device="cpu", ranks=50), transport="collective", plugins=("scale",))
         with pytest.raises(TrainerError, match=r"ranks = 50: the cluster has had no room .*2 s.*CPU"):
-            async with running(RayTrainer(given, start_deadline=2.0)):
+            async with running(ray_trainer.ray_trainer(given, start_deadline=2.0)):
                 pass
 
     run(story())
@@ -278,7 +279,7 @@ def test_an_error_of_a_rank_is_told_as_one_of_this_machine(joined, model):
 
 def test_a_trainer_without_a_cluster_is_refused(model):
     with pytest.raises(ConfigError, match=r'trainer\.name = "ray" trains in a Ray cluster: add --ray'):
-        RayTrainer(setup(model))
+        ray_trainer.ray_trainer(setup(model))
 
 
 # ---------------------------------------------------------------------------------- whole runs

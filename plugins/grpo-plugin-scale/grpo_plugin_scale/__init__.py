@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from grpo_core import Offer, Transport, hookimpl
+from grpo_plugin_scale.config import ScaledConfig
 from grpo_plugin_scale.lora import LoraConfig
 
 
 @hookimpl
 def grpo_config_sections() -> Mapping[str, object]:
-    return {"model.lora": LoraConfig | None}
+    return {"model.lora": LoraConfig | None, "trainer": ScaledConfig}
 
 
 @hookimpl
@@ -23,7 +24,9 @@ def grpo_trainers() -> Mapping[str, Offer]:
     return {
         "torch": Offer(
             "grpo_plugin_scale.training.process:ScaledProcess",
-            memory="grpo_core.training.memory:trainer_parts",
+            memory="grpo_plugin_scale.memory:memory",
+            workers="grpo_plugin_scale.config:ranks",
+            check="grpo_plugin_scale.config:check",
             extends_core=True,
         )
     }

@@ -11,6 +11,7 @@ from attrs import field, frozen
 from attrs.validators import ge, gt, lt
 
 from grpo_core import ConfigError
+from grpo_plugin_scale.config import ScaledConfig
 
 if TYPE_CHECKING:
     from grpo_core.kit import Config, ModelSource
@@ -49,12 +50,10 @@ class LoraConfig:
                 f"trainer.reference_mix = {trainer.reference_mix:g} mixes two sets of weights, which "
                 "adapters (model.lora) cannot hold; leave it at 1"
             )
-        if trainer.reference_every and (trainer.ranks > 1 or trainer.weights == "bfloat16"):
-            ranks = (
-                f"trainer.ranks = {trainer.ranks}" if trainer.ranks > 1 else 'trainer.weights = "bfloat16"'
-            )
+        scaled = config.section(ScaledConfig)
+        if trainer.reference_every and scaled.divides:
             raise ConfigError(
-                f"{ranks}: with [model.lora] the reference stays where the run began; leave out "
+                f"{scaled.held}: with [model.lora] the reference stays where the run began; leave out "
                 f"trainer.reference_every = {trainer.reference_every}"
             )
 

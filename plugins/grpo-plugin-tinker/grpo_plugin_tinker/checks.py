@@ -7,17 +7,19 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from grpo_core import ConfigError
-from grpo_core.kit import Config, TrainerConfig
+from grpo_core.kit import Config, as_table
 from grpo_plugin_tinker.section import TinkerConfig
 
 KEY = "TINKER_API_KEY"
 KNOWN = ("clip_low", "clip_high", "importance_cap")
 """Options of the loss ``grpo`` that the service computes."""
 UNKNOWN = (
-    "updates_per_step", "reference_every", "activations", "weights", "compile", "profile", "offload", "gpus",
-    "ranks", "threads", "device", "packing", "tokens_per_microbatch",
+    "updates_per_step", "reference_every", "activations", "compile", "profile", "gpus", "threads", "device",
+    "packing", "tokens_per_microbatch",
 )  # fmt: skip
 """Keys of [trainer] that are about computing here."""
+OF_SCALE = {"offload": False, "ranks": 1, "weights": "float32"}
+"""Such keys that grpo-plugin-scale adds, with their defaults."""
 
 
 def of_engine(*, config: Config) -> None:
@@ -44,7 +46,7 @@ def of_engine(*, config: Config) -> None:
         )
 
 
-def of_trainer(*, config: Config, section: TrainerConfig, base_model: str = "", **_: Any) -> None:
+def of_trainer(*, config: Config, base_model: str = "", **_: Any) -> None:
     """Raise ConfigError for what the service cannot train."""
     _check_key(config.section(TinkerConfig))
     if not base_model:
@@ -52,17 +54,17 @@ def of_trainer(*, config: Config, section: TrainerConfig, base_model: str = "", 
             'trainer.options.base_model is missing: name a model of the service, or set model.path = "tinker:'
             'NAME", which does it'
         )
-    if problem := next(_problems(config, section), ""):
+    if problem := next(_problems(config), ""):
         raise ConfigError(f'trainer.name = "tinker": {problem}')
 
 
-def _problems(config: Config, trainer: TrainerConfig) -> Iterator[str]:
+def _problems(config: Config) -> Iterator[str]:
     for key, engine in (("engine", config.engine), ("validation.engine", config.validation.engine)):
         if engine is not None and engine.name != "tinker":
             yield f'its weights stay at the service, so {key}.name has to be "tinker", and is "{engine.name}"'
-    usual = TrainerConfig()
-    for key in UNKNOWN:
-        if (given := getattr(trainer, key)) != getattr(usual, key):
+    trainer, core = as_table(config)["trainer"], as_table(Config())["trainer"]
+    for key, usual in ({key: core[key] for key in UNKNOWN} | OF_SCALE).items():
+        if (given := trainer.get(key, usual)) != usual:
             yield f"trainer.{key} = {given!r} has no meaning for the service; leave it out"
     if config.rollout.temperature != 1.0:
         yield (

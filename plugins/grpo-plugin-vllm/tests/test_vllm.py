@@ -17,6 +17,7 @@ import torch
 from adapted import AdaptedEngine
 from attrs import evolve
 from killing import Run, left_after
+from scaled import scaled
 
 from grpo_core import EngineError, EngineSetup, GenerationRequest, ModelError, TrainerSetup
 from grpo_core.kit import PluginHost
@@ -87,7 +88,8 @@ def test_vllm_generates_with_the_parts_of_a_trainers_ranks(transport, tmp_path):
         given = evolve(
             given,
             model=evolve(given.model, path=str(path)),
-            trainer=evolve(given.trainer, ranks=3, threads=1, device="cpu"),
+            trainer=evolve(given.trainer, threads=1, device="cpu"),
+            sections=scaled(ranks=3),
         )
         trainer = PluginHost.discover().find("trainer", "torch").load()(given)
         await trainer.started()

@@ -99,7 +99,7 @@ def weight_sync_is_slow(facts: Facts) -> Finding | None:
             f"training waits for a weight sync in {percent(facts.stage('wait for the weight sync'))} of the "
             f"time; {_step(facts)}",
             f"engine.transport = {facts.setting('engine.transport')!r}, engine.workers = "
-            f"{facts.setting('engine.workers')}, trainer.ranks = {facts.setting('trainer.ranks')}",
+            f"{facts.setting('engine.workers')}, trainer.ranks = {facts.setting('trainer.ranks', 1)}",
         ),
         "choose a faster engine.transport (cuda_ipc on one machine, collective between machines), or train "
         "adapters (model.lora)",
@@ -192,7 +192,7 @@ def trainer_is_the_bottleneck(facts: Facts) -> Finding | None:
         (
             f"{_training(facts)}; {_step(facts)}",
             f"rollouts are played in {percent(generates)} of the time",
-            f"trainer.ranks = {facts.setting('trainer.ranks')}, trainer.updates_per_step = "
+            f"trainer.ranks = {facts.setting('trainer.ranks', 1)}, trainer.updates_per_step = "
             f"{facts.setting('trainer.updates_per_step')}, padding {percent(_padding(facts))}",
         ),
         "raise trainer.tokens_per_microbatch, use more trainer.ranks, or lower trainer.updates_per_step; "

@@ -1,11 +1,111 @@
-"""The trainer ``torch`` of this plugin, in front of its process."""
+"""The trainer ``torch`` of this plugin, in front of its processes."""
 
 from __future__ import annotations
 
-from grpo_core.kit import ProcessTrainer
+import asyncio
+import contextlib
+from collections.abc import Coroutine, Sequence
+from functools import partial
+from typing import Any
+
+from attrs import evolve
+
+from grpo_core import ChildDied, GrpoError, TrainerSetup, errors
+from grpo_core.kit import (
+    ProcessTrainer,
+    StartProcess,
+    TrainerProcess,
+    cancel,
+    gather,
+    scratch_directory,
+    shares,
+)
+from grpo_plugin_scale.config import ScaledConfig
+
+DEATH_IS_SEEN = 2.0
+"""Seconds within which the death of a process is noticed: the reason why other calls failed."""
 
 
 class ScaledProcess(ProcessTrainer):
     """A ``ScaledTrainer`` in a child process, or in one for each rank."""
 
     target = "grpo_plugin_scale.training.trainer:create"
+
+    def __init__(self, setup: TrainerSetup, start: StartProcess | None = None, /) -> None:
+        ranks, start = setup.section(ScaledConfig).ranks, start or self.in_child
+        super().__init__(setup, start if ranks == 1 else partial(Together, start, ranks))
+
+
+class Together(TrainerProcess):
+    """The processes of several ranks, which act as one.
+
+    If one fails, the others are stopped: they would wait for it.
+
+    Args:
+        start: starts the process of a rank.
+        size: number of ranks.
+        target: makes the trainer of a rank, as ``ProcessTrainer.target``.
+        setup: of the trainer.
+        name: how messages call it.
+    """
+
+    def __init__(self, start: StartProcess, size: int, target: str, setup: TrainerSetup, name: str) -> None:
+        self.name, self._updates = name, setup.trainer.updates_per_step
+        self._layout: Any = None
+        self._closing = contextlib.ExitStack()
+        where = f"{self._closing.enter_context(scratch_directory())}/rendezvous"
+        self.ranks: Sequence[TrainerProcess] = [
+            start(target, evolve(setup, rank=rank, ranks=size, rendezvous=where), f"{name} rank {rank}")
+            for rank in range(size)
+        ]
+
+    async def started(self, *, seconds: float) -> Any:
+        about, *_ = await self._all([rank.started(seconds=seconds) for rank in self.ranks])
+        self._layout = about["layout"]
+        return about
+
+    async def call(self, method: str, *args: Any, seconds: float | None) -> Any:
+        """Call a method of all ranks; return what the first one returns."""
+        each = [args] * len(self.ranks)
+        if method == "step":
+            divide = partial(shares, updates=self._updates, ranks=len(self.ranks), layout=self._layout)
+            method, each = "train", [(share,) for share in await asyncio.to_thread(divide, *args)]
+        calls = [rank.call(method, *its, seconds=seconds) for rank, its in zip(self.ranks, each, strict=True)]
+        return (await self._all(calls, writes=method in ("save", "written")))[0]
+
+    async def died(self) -> GrpoError:
+        """Wait until a rank ends, and return why."""
+        waits = [asyncio.create_task(rank.died()) for rank in self.ranks]
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await cancel(waits)
+        return done.pop().result()
+
+    def kill(self, why: GrpoError | None = None) -> None:
+        for rank in self.ranks:
+            rank.kill(why)
+
+    async def aclose(self) -> None:
+        await asyncio.gather(*(rank.aclose() for rank in self.ranks))
+        self._closing.close()
+
+    async def _all(self, calls: Sequence[Coroutine[Any, Any, Any]], *, writes: bool = False) -> list[Any]:
+        """Await a call of each rank.  Raises the first error; if a rank died, this is why others failed.
+
+        Where a rank fails, the others are stopped, unless the call ``writes`` and the disk failed: then
+        training continues.
+        """
+        try:
+            return await gather(calls)
+        except Exception as error:
+            if writes and isinstance(error, OSError):
+                raise
+            reason: Exception = error
+            if not isinstance(error, GrpoError):
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(DEATH_IS_SEEN):
+                        reason = await self.died()
+            for rank in self.ranks:
+                rank.kill(ChildDied(f"{rank.name} was stopped: {errors.one_line(reason)}"))
+            raise reason from error.__cause__

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from attrs import evolve
 from torch import Tensor
 
 from grpo_core import ConfigError, StepResult, TrainerSetup, Weights
-from grpo_core.kit import Model, ModelSource, Ranks, Share, TorchTrainer
+from grpo_core.kit import Model, ModelSource, Passes, Ranks, Share, TorchTrainer
+from grpo_plugin_scale.config import ScaledConfig
 from grpo_plugin_scale.training.resting import Resting
 
 
 def create(setup: TrainerSetup) -> ScaledTrainer:
     """Factory for the child process."""
     made = ScaledTrainer.in_child(setup)
-    if setup.trainer.offload and made.device.type == "cpu":
+    if setup.section(ScaledConfig).offload and made.device.type == "cpu":
         raise ConfigError(
             "trainer.offload moves weights from a GPU to the machine's memory, and this trainer is on a CPU, "
             "where they are there already; leave it out"
@@ -31,19 +33,18 @@ class ScaledTrainer(TorchTrainer):
 
     def __init__(self, setup: TrainerSetup) -> None:
         self._resting = Resting()
-        self._divides = setup.ranks > 1 or setup.trainer.weights != "float32"
-        """Whether torch.distributed holds the weights, which also makes copies of them in bfloat16."""
+        self._section = setup.section(ScaledConfig)
         super().__init__(setup)
 
     def place(self) -> torch.device:
         """Choose the GPU of this rank, unless the configuration names one."""
         device = super().place()
-        if not self._divides or device != torch.device("cuda"):
+        if not self._section.divides or device != torch.device("cuda"):
             return device
         return torch.device("cuda", 0 if torch.cuda.device_count() == 1 else self.setup.rank)
 
     def join(self, *, leaves: bool) -> Ranks:
-        if not self._divides:
+        if not self._section.divides:
             return super().join(leaves=leaves)
         from grpo_plugin_scale.training.group import Group  # torch's distributed tensors take long to import
 
@@ -56,8 +57,11 @@ class ScaledTrainer(TorchTrainer):
             leaves=leaves,
         )
 
+    def passes(self) -> Passes:
+        return evolve(super().passes(), copies=self._section.weights == "bfloat16")
+
     def build(self, source: ModelSource) -> Model:
-        if not self._divides:
+        if not self._section.divides:
             return super().build(source)
         from grpo_plugin_scale.training.sharded import ShardedModel
 
@@ -72,7 +76,7 @@ class ScaledTrainer(TorchTrainer):
     def publish(self, canary: Sequence[tuple[int, ...]] = ()) -> Weights:
         self._resting.come_back()
         weights = super().publish(canary)
-        if self.setup.trainer.offload:
+        if self._section.offload:
             self._resting.leave([*self.model.weights(), *self.optimizers.tensors()])
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()  # an engine on the same GPU takes the weights now

@@ -1,0 +1,88 @@
+"""The keys that this plugin adds to ``[trainer]``, and what they exclude."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from attrs import field, frozen
+from attrs.validators import ge
+
+from grpo_core import ConfigError
+from grpo_core.kit import Config, PluginHost
+
+
+@frozen(kw_only=True)
+class ScaledConfig:
+    """Keys of ``[trainer]``: several processes, and weights in bfloat16 or away from the GPU."""
+
+    ranks: int = field(default=1, validator=ge(1))
+    """Number of processes that train together: each holds a part of the weights, gradients and optimizer, and
+    computes a part of the rows. Each uses one GPU, if there are GPUs."""
+    weights: Literal["float32", "bfloat16"] = "float32"
+    """Weights of the forward and backward passes: "float32", which matrix products round, or "bfloat16",
+    copies of one layer at a time (FSDP2's mixed precision). With "bfloat16" activations are bfloat16, and the
+    trainer scores with exactly the weights that engines receive. The optimizer updates float32 weights. For
+    `model.dtype = "bfloat16"`."""
+    offload: bool = False
+    """Keep the weights and the optimizer's state in the machine's memory between two steps, which leaves the
+    GPU to an engine. For `pipeline.max_staleness = 0`, where engine and trainer take turns."""
+
+    @property
+    def divides(self) -> bool:
+        """Whether torch.distributed holds the weights, which also makes the copies in bfloat16."""
+        return self.ranks > 1 or self.weights != "float32"
+
+    @property
+    def held(self) -> str:
+        """The key for which torch.distributed holds the weights, with its value."""
+        return f"trainer.ranks = {self.ranks}" if self.ranks > 1 else 'trainer.weights = "bfloat16"'
+
+
+def ranks(config: Config, host: PluginHost) -> int:
+    """Return the number of processes of the trainer ``torch``."""
+    return config.section(ScaledConfig).ranks
+
+
+def check(*, config: Config, host: PluginHost, **options: object) -> None:
+    """Raise ConfigError for what the trainer cannot do together."""
+    section = config.section(ScaledConfig)
+    if section.weights == "bfloat16" and config.model.dtype != "bfloat16":
+        raise ConfigError(
+            'trainer.weights = "bfloat16": engines have to get the weights that the trainer scores with, and '
+            f'model.dtype = "{config.model.dtype}" may give them others; set model.dtype = "bfloat16"'
+        )
+    if section.divides:
+        _check_divided(section, config, host)
+    if section.offload:
+        _check_offload(section, config)
+
+
+def _check_divided(section: ScaledConfig, config: Config, host: PluginHost) -> None:
+    if config.trainer.compile:
+        raise ConfigError(
+            f"{section.held}: trainer.compile = true is for one process with float32 weights; leave one of "
+            "them out"
+        )
+    name = config.optimizer.name
+    if not host.find("optimizer", name).offer.takes_parts:
+        raise ConfigError(
+            f"{section.held}: the optimizer {name!r} computes with whole parameters, of which each rank "
+            'holds a part; use optimizer.name = "adamw"'
+        )
+
+
+def _check_offload(section: ScaledConfig, config: Config) -> None:
+    if config.pipeline.max_staleness:
+        raise ConfigError(
+            "trainer.offload = true is for a trainer and an engine that take turns on a GPU; with "
+            f"pipeline.max_staleness = {config.pipeline.max_staleness} both work at once: set it to 0"
+        )
+    if config.trainer.device == "cpu":
+        raise ConfigError(
+            "trainer.offload = true moves weights from a GPU to the machine's memory, where those of "
+            'trainer.device = "cpu" are already; leave one of them out'
+        )
+    if section.divides:
+        raise ConfigError(
+            f"trainer.offload = true: the weights of {section.held} stay on their GPUs; leave one of them out"
+        )

@@ -1,0 +1,26 @@
+"""The memory of the trainer by part; pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attrs import evolve
+
+from grpo_core import MemoryPart
+from grpo_core.kit import Config, trainer_parts
+from grpo_plugin_scale.config import ScaledConfig
+
+MOVED = ("weights", "adapters", "optimizer", "reference")
+"""Parts that ``trainer.offload`` moves to the host between two steps."""
+
+
+def memory(*, config: Config, **known: Any) -> list[MemoryPart]:
+    """Return the parts of all ranks together; the arguments are those of ``trainer_parts``."""
+    section, parts = config.section(ScaledConfig), trainer_parts(config=config, **known)
+    if section.weights == "bfloat16" and not config.trainer.reference_every:
+        parts = [evolve(one, nbytes=one.nbytes // 2) if one.name == "reference" else one for one in parts]
+    moved = sum(part.nbytes for part in parts if part.device != "host" and part.name in MOVED)
+    if section.offload and moved:
+        change = "trainer.offload = false"
+        parts.append(MemoryPart(name="weights between steps", nbytes=moved, change=change))
+    return parts
