@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from grpo_core.environments.host import EnvironmentHost, Slotted, units
 from grpo_core.errors import PluginError, describe
+from grpo_core.incidents import report
 from grpo_core.playing import Player
 from grpo_core.records import AgentClient, Episode, Feedback, Prompt, SessionStart
 
@@ -87,20 +88,29 @@ class HostedEnvironment:
     async def evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
         """Feedback for each episode, in order."""
         self.calls.append(len(episodes))
-        return await self._called(lambda: self._evaluate(episodes))
+        whole = self.slots != "all"
+        parts = [episodes] if whole else units(episodes, whole_groups=self.needs_group)
+        return await self._called(lambda: [feedback for part in parts for feedback in self._evaluate(part)])
 
     def _evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
-        parts = units(episodes, whole_groups=self.needs_group)
-        if self.slots == "all" and len(parts) > 1:
-            return [feedback for part in parts for feedback in self._evaluate(part)]
         try:
             return self.host.evaluate(episodes)
         except PluginError:
             raise
         except Exception as error:
-            if len(parts) == 1:
-                return [Feedback(error=describe(error))] * len(episodes)
-        return [feedback for part in parts for feedback in self._evaluate(part)]
+            failure = describe(error)
+        parts = units(episodes, whole_groups=self.needs_group)
+        if len(parts) == 1:
+            return [Feedback(error=failure)] * len(episodes)
+        feedback = [each for part in parts for each in self._evaluate(part)]
+        if all(each.error is None for each in feedback):
+            report(
+                "batch_failed",
+                self._description["who"],
+                f"a call with {len(episodes)} episodes failed ({failure}), and {len(parts)} calls with one "
+                f"{'group' if self.needs_group else 'episode'} each succeeded; correct evaluate for batches",
+            )
+        return feedback
 
     async def run(self, session: str, prompt: Prompt, client: AgentClient) -> Feedback | None:
         """Let the agent play a rollout; None if ``evaluate`` judges it.
