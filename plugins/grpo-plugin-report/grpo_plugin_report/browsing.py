@@ -103,10 +103,7 @@ def select(
         pieces: the texts that other runs of the page have.
         runs: number of runs that share the page.
     """
-    folders = {
-        "rollouts": [*run.texts().items()],
-        "validation": [*run.texts(validation=True).items()],
-    }
+    folders = {"rollouts": [*run.texts().items()], "validation": [*run.texts(validation=True).items()]}
     found = Selection(of_files=sum(map(len, folders.values())), pieces=pieces or Pieces())
     chosen = [
         (folder, *each) for folder, files in folders.items() for each in _spread(run, files, folder, runs)
@@ -192,9 +189,23 @@ def _groups(rows: Sequence[Row], folder: str, step: int, room: int) -> list[_Siz
         by_group.setdefault(name, []).append(line)
     found = []
     for number, lines in sorted(enumerate(by_group.values()), key=lambda one: _order(rows[one[1][0]])):
-        group = _group(rows[lines[0]], folder, step, number)
+        row = rows[lines[0]]
+        count = row.get("prompt_messages")
+        group: dict[str, Any] = {
+            "set": "validation" if folder == "validation" else "training",
+            "step": step,
+            "group": number,
+            "task": _short(row.get("task")),
+            "prompt": _short(row.get("prompt")),
+            "answer": _short(row.get("answer")),
+            "version": _number(row.get("generation_version")),
+            "messages": _messages(row)[: count if isinstance(count, int) and count >= 0 else 0],
+            "rollouts": [],
+        }
         size, kept = _size(group), []
-        for line in _ends_first(lines, rows):
+        ranked = sorted(lines, key=lambda line: _number(rows[line].get("reward")) or 0.0)
+        ends = dict.fromkeys((ranked[-1], ranked[0]))  # the best and the worst come first
+        for line in [*ends, *(line for line in lines if line not in ends)]:
             rollout = _rollout(rows[line], group["messages"], lines.index(line))
             its = _size(rollout)
             if size + its > room:
@@ -215,29 +226,6 @@ def _order(row: Row) -> bytes:
     """Return the place of a prompt in an order that is the same in every step."""
     name = f"{row.get('task')}\0{row.get('prompt')}"
     return hashlib.blake2b(name.encode(errors="replace"), digest_size=8).digest()
-
-
-def _ends_first(lines: Sequence[int], rows: Sequence[Row]) -> list[int]:
-    """Return the rollouts of a group, the best and the worst of them first."""
-    ranked = sorted(lines, key=lambda line: _number(rows[line].get("reward")) or 0.0)
-    ends = dict.fromkeys((ranked[-1], ranked[0]))
-    return [*ends, *(line for line in lines if line not in ends)]
-
-
-def _group(row: Row, folder: str, step: int, number: int) -> dict[str, Any]:
-    count = row.get("prompt_messages")
-    messages = _messages(row)
-    return {
-        "set": "validation" if folder == "validation" else "training",
-        "step": step,
-        "group": number,
-        "task": _short(row.get("task")),
-        "prompt": _short(row.get("prompt")),
-        "answer": _short(row.get("answer")),
-        "version": _number(row.get("generation_version")),
-        "messages": messages[: count if isinstance(count, int) and count >= 0 else 0],
-        "rollouts": [],
-    }
 
 
 def _rollout(row: Row, prompt: list[dict[str, Any]], place: int) -> dict[str, Any]:

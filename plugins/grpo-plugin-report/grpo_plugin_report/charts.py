@@ -128,21 +128,16 @@ def chart(
 
     def place(point: Point) -> Point:
         x, y = point[0], min(max(point[1], y_range[0]), y_range[1])
-        return (
-            round(LEFT + (WIDTH - LEFT - right) * (x - x_range[0]) / (x_range[1] - x_range[0]), 1),
-            round(
-                HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (y - y_range[0]) / (y_range[1] - y_range[0]), 1
-            ),
-        )
+        across = (WIDTH - LEFT - right) * (x - x_range[0]) / (x_range[1] - x_range[0])
+        up = (HEIGHT - TOP - BOTTOM) * (y - y_range[0]) / (y_range[1] - y_range[0])
+        return round(LEFT + across, 1), round(HEIGHT - BOTTOM - up, 1)
 
     return Chart(
         title=title,
         note=note,
         series=tuple(series),
         lines=tuple(_path([place(p) if _finite(p) else None for p in one.points]) for one in series),
-        areas=tuple(
-            _area([(place((x, low)), place((x, high))) for x, low, high in one.band]) for one in series
-        ),
+        areas=tuple(_area(one.band, place) for one in series),
         marks=tuple(
             tuple(place(p) for p in one.points if _finite(p)) if one.style == "dots" else () for one in series
         ),
@@ -244,10 +239,10 @@ def _path(places: Sequence[Point | None]) -> str:
     return "".join(parts)
 
 
-def _area(ends: Sequence[tuple[Point, Point]]) -> str:
+def _area(band: Sequence[tuple[float, float, float]], place: Callable[[Point], Point]) -> str:
     """Return the path along the lower ends and back along the upper ones."""
-    around = [low for low, _ in ends] + [high for _, high in reversed(ends)]
-    return _path(around) + "Z" if len(ends) > 1 else ""
+    around = [place((x, low)) for x, low, _ in band] + [place((x, high)) for x, _, high in reversed(band)]
+    return _path(around) + "Z" if len(band) > 1 else ""
 
 
 def _reading(point: Point, series: Series, percent: bool) -> str:

@@ -75,36 +75,31 @@ def tasks_of(steps: Sequence[Row], validations: Sequence[Row], config: Row) -> l
         task, _, metric = key.removeprefix("validation/").rpartition("/")
         if metric not in measured.setdefault(task, []):
             measured[task].append(metric)
-    return [
-        _task(name, place, steps, validations, measured.get(name, []))
-        for place, name in enumerate(sorted(names | set(measured)))
-    ]
-
-
-def _task(
-    name: str, place: int, steps: Sequence[Row], validations: Sequence[Row], measured: Sequence[str]
-) -> Task:
-    metric = headline(measured) or "reward"
-    unscored = dict(points(validations, f"validation/{name}/unscored"))
-    validation = dict(points(validations, f"validation/{name}/{metric}"))
-    means = {}
-    for column, metric_name in NUMBERS.items():
-        means[column] = mean_over_groups(name, steps[-RECENT:], metric_name.format(name))
-    return Task(
-        name=name,
-        colour=place % GREY,
-        metric=metric,
-        in_percent=metric.startswith(SHARES),
-        validation=sorted((dict.fromkeys(unscored, math.nan) | validation).items()),
-        unscored=unscored,
-        intervals=intervals(validations, f"validation/{name}/{metric}"),
-        parts=_parts(name, steps, validations),
-        rewards=points(steps, f"reward/{name}"),
-        held_out=[] if metric == "reward" else points(validations, f"validation/{name}/reward"),
-        numbers=means,
-        groups=round(_sum(steps, f"groups/{name}")),
-        errors=round(_sum(steps, f"errors/{name}")),
-    )
+    tasks = []
+    for place, name in enumerate(sorted(names | set(measured))):
+        metric = headline(measured.get(name, [])) or "reward"
+        unscored = dict(points(validations, f"validation/{name}/unscored"))
+        validation = dict(points(validations, f"validation/{name}/{metric}"))
+        made = Task(
+            name=name,
+            colour=place % GREY,
+            metric=metric,
+            in_percent=metric.startswith(SHARES),
+            validation=sorted((dict.fromkeys(unscored, math.nan) | validation).items()),
+            unscored=unscored,
+            intervals=intervals(validations, f"validation/{name}/{metric}"),
+            parts=_parts(name, steps, validations),
+            rewards=points(steps, f"reward/{name}"),
+            held_out=[] if metric == "reward" else points(validations, f"validation/{name}/reward"),
+            numbers={
+                column: mean_over_groups(name, steps[-RECENT:], numbers.format(name))
+                for column, numbers in NUMBERS.items()
+            },
+            groups=round(_sum(steps, f"groups/{name}")),
+            errors=round(_sum(steps, f"errors/{name}")),
+        )
+        tasks.append(made)
+    return tasks
 
 
 def intervals(rows: Sequence[Row], metric: str) -> list[tuple[float, float, float]]:

@@ -142,10 +142,8 @@ def _validated(
     found = estimate([dict(_validations(runs[run], task, metric))[version] for run in arm.runs])
     if found is None or len(arm.runs) > 1:
         return found
-    ends = {
-        x: (low, high)
-        for x, low, high in intervals(runs[arm.runs[0]].validations, f"validation/{task}/{metric}")
-    }
+    own = intervals(runs[arm.runs[0]].validations, f"validation/{task}/{metric}")
+    ends = {x: (low, high) for x, low, high in own}
     return Estimate(mean=found.mean, interval=ends.get(version))
 
 
@@ -199,21 +197,18 @@ def charts(arms: Sequence[Arm], runs: Sequence[Run], tasks: Sequence[str]) -> li
     """Return the charts that have something to show, in sections with a title."""
     draw = Overlay(arms, runs)
     shown = tasks[:MOST_TASKS]
+    learning = []
+    for task in shown:
+        metric = metric_of(runs, task)
+        learning.append(draw.steps(f"{task}: reward in training", f"reward/{task}"))
+        learning.append(draw.validations(f"{task}: validation {metric}", task, metric))
     sections = [
-        ("Learning", [one for task in shown for one in _learning(draw, task)]),
+        ("Learning", learning),
         ("Groups", [draw.plot(plot, task) for task in shown for plot in GROUPS]),
         ("Asynchrony", [draw.plot(plot) for plot in ASYNCHRONY]),
         ("Health", [draw.plot(plot) for plot in HEALTH]),
     ]
     return with_something(sections)
-
-
-def _learning(draw: Overlay, task: str) -> list[Chart | None]:
-    metric = metric_of(draw.runs, task)
-    return [
-        draw.steps(f"{task}: reward in training", f"reward/{task}"),
-        draw.validations(f"{task}: validation {metric}", task, metric),
-    ]
 
 
 @frozen

@@ -37,15 +37,8 @@ def rendered(template: str, **values: Any) -> str:
         finalize=lambda value: inert(value) if type(value) is str else value,  # not what is markup already
     )
     script = Markup(loader.get_source(environment, "report.js")[0])
-    shown = {
-        "number": number,
-        "share": share,
-        "readings": readings,
-        "measure": measure,
-        "result": result,
-        "lacking": lacking,
-    }
-    environment.filters |= shown | {"percent": percent, "signed": signed}
+    filters = (number, share, percent, signed, readings, measure, result, lacking)
+    environment.filters |= {each.__name__: each for each in filters}
     return environment.get_template(template).render(
         script=script,
         script_hash=b64encode(hashlib.sha256(script.encode()).digest()).decode(),

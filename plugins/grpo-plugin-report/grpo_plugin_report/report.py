@@ -21,15 +21,7 @@ from grpo_plugin_report.curves import Task, charts, tasks_of
 from grpo_plugin_report.explain.causes import Finding
 from grpo_plugin_report.explain.decisions import explained
 from grpo_plugin_report.explain.facts import Facts
-from grpo_plugin_report.pages import (
-    is_page,
-    lacking,
-    number,
-    plain,
-    rendered,
-    result,
-    save,
-)
+from grpo_plugin_report.pages import is_page, lacking, number, plain, rendered, result, save
 
 REPORT = "report.html"
 TOLD = ("RunStarted", "WarningRaised", "ErrorRaised", "PromptSkipped")
@@ -90,10 +82,8 @@ class Files:
             return f"grpo-core train --resume {self.run.path} continues it"
         if self.run.state != "running" or not self.steps:
             return ""
-        step, times = (
-            plain(self.steps[-1].get("step")),
-            [plain(row.get("time")) for row in self.steps[-TIMED:]],
-        )
+        step = plain(self.steps[-1].get("step"))
+        times = [plain(row.get("time")) for row in self.steps[-TIMED:]]
         ago = max(0.0, time.time() - times[-1])
         told = f"step {step:.0f}, last step {ago:.0f} s ago"
         planned = plain(self.table.get("trainer", {}).get("steps"))

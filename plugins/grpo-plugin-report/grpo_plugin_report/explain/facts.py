@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -103,9 +103,8 @@ class Series:
         return math.fsum(self.values)
 
     @staticmethod
-    def _mean(values: Iterable[float]) -> float:
-        found = list(values)
-        return fmean(found) if found else math.nan
+    def _mean(values: array[float]) -> float:
+        return fmean(values) if values else math.nan
 
 
 @define
@@ -178,7 +177,10 @@ class Facts:
         """Read the files of a run."""
         facts = cls(path=run.path, running=run.is_running, config=run.config)
         for row in run.rows(RECORDS[0]):
-            facts._take_metrics(row)
+            step = _whole(row.get("step"))
+            for name, value in row.items():
+                if (number := _number(value)) is not None:
+                    facts.series.setdefault(name, Series()).add(step, number)
         for row in run.events(*WANTED):
             facts._take_event(row)
         for row in run.timeline():
@@ -188,12 +190,6 @@ class Facts:
             name: len(run.damaged[name]) for name in ("config.toml", *RECORDS) if name in run.damaged
         }
         return facts
-
-    def _take_metrics(self, row: Mapping[str, Any]) -> None:
-        step = _whole(row.get("step"))
-        for name, value in row.items():
-            if (number := _number(value)) is not None:
-                self.series.setdefault(name, Series()).add(step, number)
 
     def _take_event(self, row: Mapping[str, Any]) -> None:
         step, text = _whole(row.get("step")), str(row.get("message", ""))[:LONGEST]

@@ -214,20 +214,16 @@ def overfitted(facts: Facts) -> Finding | None:
         step = held_out.steps[held_out.values.index(best)]
         surely = last < dict(zip(low.steps, low.values, strict=True)).get(step, math.inf)
         if reward.last - reward.first > 0.1 and best - last > 0.08 and surely:
+            validated = facts.of(f"validation/{task}/prompts").values
             return Finding(
                 f"Task {task!r} gets better on training prompts and worse on held-out ones.",
                 (
                     f"mean reward in training: {moved(reward.first, reward.last)}",
                     f"validation reward: {best:.3g} at step {step}, {last:.3g} at step {held_out.steps[-1]}",
                     f"{len(facts.prompts[task].ids) if task in facts.prompts else 0} different training "
-                    f"prompts, {_validated(facts, task)} held-out ones",
+                    f"prompts, {f'{validated[-1]:g}' if validated else 'unknown'} held-out ones",
                 ),
                 f'keep the best checkpoint (checkpoint.best = "validation/{task}/reward"), stop at '
                 f"step {step}, or add training prompts like the held-out ones",
             )
     return None
-
-
-def _validated(facts: Facts, task: str) -> str:
-    number = facts.of(f"validation/{task}/prompts")
-    return f"{number.values[-1]:g}" if len(number) else "unknown"

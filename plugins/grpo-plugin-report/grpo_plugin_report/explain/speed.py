@@ -185,6 +185,8 @@ def engine_is_the_bottleneck(facts: Facts) -> Finding | None:
 def trainer_is_the_bottleneck(facts: Facts) -> Finding | None:
     """The engines wait for the trainer most of the time."""
     share, generates = facts.stage("step"), facts.share_of_time("time/generate")
+    rows = facts.of("tokens/padding")
+    padding = rows.median if len(rows) else 0.0
     if not _enough(facts) or share < 0.85 or generates > 0.4:
         return None
     return Finding(
@@ -193,13 +195,8 @@ def trainer_is_the_bottleneck(facts: Facts) -> Finding | None:
             f"{_training(facts)}; {_step(facts)}",
             f"rollouts are played in {percent(generates)} of the time",
             f"trainer.ranks = {facts.setting('trainer.ranks', 1)}, trainer.updates_per_step = "
-            f"{facts.setting('trainer.updates_per_step')}, padding {percent(_padding(facts))}",
+            f"{facts.setting('trainer.updates_per_step')}, padding {percent(padding)}",
         ),
         "raise trainer.tokens_per_microbatch, use more trainer.ranks, or lower trainer.updates_per_step; "
         'with much padding set trainer.packing = "auto"; --profile 3 shows where a step\'s time goes',
     )
-
-
-def _padding(facts: Facts) -> float:
-    padding = facts.of("tokens/padding")
-    return padding.median if len(padding) else 0.0
