@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -204,27 +204,26 @@ def _contract(host: PluginHost, offer: Selected, options: Mapping[str, Any], sec
     kind, name = offer.kind, offer.name
     make = functools.partial(host.make, kind, name, **options)
     text = kind == "engine" and offer.offer.gives == "text"
-    contract = load_object(TEXT_ENGINE if text else CONTRACTS[kind], who="check")
-    made: Contract
+    target = TEXT_ENGINE if text else CONTRACTS[kind]
+    contract: Callable[..., Contract] = load_object(target, who="check")
     match kind:
         case "loss":
             loss = host.function(kind, name, **options)
-            made = contract(loss, needs_of(loss.function, loss.options))
+            return contract(loss, needs_of(loss.function, loss.options))
         case "advantage" | "filter":
-            made = contract(host.function(kind, name, **options))
+            return contract(host.function(kind, name, **options))
         case "dataloader":
-            made = contract(make, source=sections.source, name=name)
+            return contract(make, source=sections.source, name=name)
         case "data_plane":
-            made = contract(functools.partial(make, LocalPlacement(host)))
+            return contract(functools.partial(make, LocalPlacement(host)))
         case "optimizer":
-            made = contract(offer.offer, options)
+            return contract(offer.offer, options)
         case "preflight":
-            made = contract(name, offer.load())
+            return contract(name, offer.load())
         case "transport":
-            made = contract(name)
+            return contract(name)
         case _:
-            made = contract(make)
-    return made
+            return contract(make)
 
 
 # ---------------------------------------------------------------------------------- samplers

@@ -13,13 +13,15 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 from attrs import define, evolve, field, frozen
 
-from grpo_core import Episode, Feedback, GrpoError, PluginError, Prompt, Rollout, SessionStart, errors
+from grpo_core import Episode, Feedback, GrpoError, PluginError, Prompt, Rollout, errors
 from grpo_core.kit import MIXED_UP_ADVICE, EnvironmentConfig, EnvironmentWorker, Incident, assistant_message
 from grpo_plugin_devkit.agents import play_agent, play_side_by_side
+
+T = TypeVar("T")
 
 Outcome = Literal["passed", "failed", "noted"]
 
@@ -95,6 +97,12 @@ Reply = tuple[Prompt, str]
 """A prompt and the reply that it is given."""
 
 
+class Wait(Protocol):
+    """Runs a coroutine to its end."""
+
+    def __call__(self, coroutine: Coroutine[Any, Any, T], /) -> T: ...
+
+
 @define(eq=False)
 class Conformance:
     """The checks of an environment, in their order; each may use what those before it have found.
@@ -108,7 +116,7 @@ class Conformance:
     """
 
     make: Callable[[], EnvironmentWorker]
-    wait: Callable[[Coroutine[Any, Any, Any]], Any]
+    wait: Wait
     max_batch: int = MAX_BATCH
     incidents: list[Incident] = field(factory=list)
     side_by_side: bool = True
@@ -181,14 +189,14 @@ class Conformance:
     # ------------------------------------------------------------------------------ prompts
 
     def _training_prompts(self) -> str:
-        self._train = self._prompts("train")
+        self._train = self.wait(self.environment.prompts("train"))
         _expect(self._train, 'prompts("train") is empty; expected at least one prompt')
         step = max(1, len(self._train) // PROMPTS)
         self.some = self._train[::step][:PROMPTS]
         return f"{len(self._train):,}"
 
     def _held_out_prompts(self) -> str:
-        held_out = self._prompts("validation")
+        held_out = self.wait(self.environment.prompts("validation"))
         if not held_out:
             raise Noted('prompts("validation") is empty: nothing will be measured')
         trained = {self._task_of(prompt) for prompt in self._train}
@@ -206,7 +214,7 @@ class Conformance:
     def _same_prompts(self) -> str:
         self.end()
         self.start()
-        again = self._prompts("train")
+        again = self.wait(self.environment.prompts("train"))
         # as text, too: a number that is none, nan, does not equal itself
         pairs = zip(self._train, again, strict=False)
         differ = sum(one != other and repr(one) != repr(other) for one, other in pairs)
@@ -221,7 +229,7 @@ class Conformance:
     # ------------------------------------------------------------------------------ rewards
 
     def _first_feedback(self) -> str:
-        replies = self._solved(self.some)
+        replies = self.wait(self.environment.solve(self.some))
         self.solved = [(p, reply) for p, reply in zip(self.some, replies, strict=True) if reply is not None]
         prompt, reply = self.solved[0] if self.solved else (self.some[0], "")
         (feedback,) = self._judged([(prompt, reply)])
@@ -339,7 +347,7 @@ class Conformance:
 
     def _has_prompts(self) -> bool:
         try:
-            return bool(self._prompts("train"))
+            return bool(self.wait(self.environment.prompts("train")))
         except PluginError:
             return False
 
@@ -351,7 +359,7 @@ class Conformance:
         )
 
     def _agent(self) -> str:
-        replies = self._solved(self.some[:AGENT])
+        replies = self.wait(self.environment.solve(self.some[:AGENT]))
         self._plays = [(p, reply or NONSENSE[0]) for p, reply in zip(self.some, replies, strict=False)]
         self._played = self._rollouts(self._plays)
         for (prompt, reply), rollout in zip(self._plays, self._played, strict=True):
@@ -411,22 +419,9 @@ class Conformance:
         return f"{len(solved)} of {len(solved)}"
 
     def _rollouts(self, plays: Sequence[Reply]) -> list[Rollout]:
-        rollouts: list[Rollout] = self.wait(play_agent(self.environment, plays))
-        return rollouts
+        return self.wait(play_agent(self.environment, plays))
 
     # ------------------------------------------------------------------------------ playing
-
-    def _prompts(self, split: str) -> list[Prompt]:
-        prompts: list[Prompt] = self.wait(self.environment.prompts(split))
-        return prompts
-
-    def _solved(self, prompts: Sequence[Prompt]) -> list[str | None]:
-        replies: list[str | None] = self.wait(self.environment.solve(prompts))
-        return replies
-
-    def _evaluated(self, episodes: Sequence[Episode]) -> list[Feedback]:
-        feedback: list[Feedback] = self.wait(self.environment.evaluate(episodes))
-        return feedback
 
     @property
     def _members(self) -> int:
@@ -474,7 +469,7 @@ class Conformance:
         given = [member for play in plays for member in self._group_of(play)]
         try:
             prompts = {name: prompt for name, (prompt, _) in zip(names, given, strict=True)}
-            opened: list[SessionStart] = self.wait(self.environment.open(prompts))
+            opened = self.wait(self.environment.open(prompts))
             for (prompt, reply), one in zip(given, opened, strict=True):
                 _expect(one.error is None, f"{_said(prompt, reply)}: there is no session: {one.error}")
             tools = any(one.tools for one in opened)
@@ -487,7 +482,7 @@ class Conformance:
                 )
                 for place, (name, (prompt, reply)) in enumerate(zip(names, given, strict=True))
             ]
-            feedback = self._evaluated(episodes)
+            feedback = self.wait(self.environment.evaluate(episodes))
             for _ in range(1, self.environment.max_turns if to_the_end else 1):
                 self._next_turn(episodes, feedback, tools)
         finally:
@@ -498,9 +493,10 @@ class Conformance:
         """Play the next turn of unfinished episodes with the replies of ``solve``; rewards add up."""
         going = [place for place, v in enumerate(feedback) if not v.done and v.error is None]
         talks = [(*episodes[place].messages, *feedback[place].messages) for place in going]
-        solved = self._solved(
-            [evolve(episodes[place].prompt, messages=talk) for place, talk in zip(going, talks, strict=True)]
-        )
+        asked = [
+            evolve(episodes[place].prompt, messages=talk) for place, talk in zip(going, talks, strict=True)
+        ]
+        solved = self.wait(self.environment.solve(asked))
         said_before = [episodes[place].reply for place in going]
         replies = [
             before if before in NONSENSE else reply for before, reply in zip(said_before, solved, strict=True)
@@ -512,7 +508,8 @@ class Conformance:
             episodes[place] = evolve(
                 now, messages=(*talk, assistant_message(reply, tools=tools)), turn=now.turn + 1
             )
-        judged = self._evaluated([episodes[place] for place in going]) if going else []
+        again = [episodes[place] for place in going]
+        judged = self.wait(self.environment.evaluate(again)) if going else []
         for place, last in zip(going, judged, strict=True):
             rewards = [r for r in (feedback[place].reward, last.reward) if r is not None]
             feedback[place] = evolve(last, reward=sum(rewards) if rewards else None)

@@ -11,7 +11,7 @@ import asyncio
 import functools
 from collections.abc import Awaitable, Callable, Sequence
 
-from attrs import evolve
+from attrs import define, evolve, field
 
 from grpo_core import (
     Canary,
@@ -77,20 +77,16 @@ async def _asked(what: str, clause: Callable[[], Awaitable[None]]) -> None:
         raise AssertionError(f"{what}: raised {errors.describe(error)}") from error
 
 
+@define(eq=False)
 class _Story:
-    def __init__(
-        self,
-        engine: Engine,
-        publish: Callable[[int], Weights],
-        prompt_ids: tuple[int, ...],
-        max_tokens: int,
-        tolerance: float,
-    ) -> None:
-        self.engine, self.publish = engine, publish
-        self.prompt_ids, self.max_tokens, self.tolerance = prompt_ids, max_tokens, tolerance
-        self.version = -1
-        self.said: dict[tuple[int, ...], Canary] = {}
-        """The canary of the version before, by context."""
+    engine: Engine
+    publish: Callable[[int], Weights]
+    prompt_ids: tuple[int, ...]
+    max_tokens: int
+    tolerance: float
+    version: int = -1
+    said: dict[tuple[int, ...], Canary] = field(factory=dict)
+    """The canary of the version before, by context."""
 
     def requests(self, n: int = GROUP, *, seed: int = 0, temperature: float = 1.0) -> list[GenerationRequest]:
         """A group's, no two of the same length."""

@@ -24,8 +24,6 @@ from grpo_plugin_devkit.contracts import Contract
 
 SEED = 7
 TASK = "task"
-NEEDED = ("config.json",)
-"""Files that every model has."""
 
 
 def check_model_source(make: Callable[..., Any], **options: Any) -> None:
@@ -68,8 +66,7 @@ class ModelSourceContract(Contract):
         self.begun = False
         found = self._start("first")
         path = Path(found.path)
-        for name in NEEDED:
-            assert (path / name).is_file(), f"{path} has no {name}"
+        assert (path / "config.json").is_file(), f"{path} has no config.json"
         renderer = Renderer.load(str(path), trust_remote_code=False, chat_template=chat_template(""))
         assert renderer.prompt_ids([{"role": "user", "content": "ab"}]), "its tokenizer gives no tokens"
         self._made, self.begun = found, True
@@ -141,7 +138,14 @@ class ModelSourceContract(Contract):
 
         found = asyncio.run(story())
         if found.prepare is not None:
-            _prepare(found.prepare)
+            try:
+                ForkingPickler.dumps(found.prepare)
+            except Exception as error:
+                raise AssertionError(
+                    "StartModel.prepare cannot be sent to the trainer's process "
+                    f"({type(error).__name__}: {error}); use functools.partial of a function of a module"
+                ) from error
+            found.prepare()
         assert Path(found.path).is_dir(), f"there is no directory {found.path} after prepare()"
         return found
 
@@ -159,18 +163,6 @@ class _Solved:
 
     def solve(self, prompt: Prompt) -> str:
         return "ab"
-
-
-def _prepare(prepare: Callable[[], None]) -> None:
-    """Call it, if it can be sent to the trainer's process."""
-    try:
-        ForkingPickler.dumps(prepare)
-    except Exception as error:
-        raise AssertionError(
-            f"StartModel.prepare cannot be sent to the trainer's process ({type(error).__name__}: {error}); "
-            "use functools.partial of a function of a module"
-        ) from error
-    prepare()
 
 
 def _config(found: StartModel) -> dict[str, Any]:

@@ -32,8 +32,7 @@ class Sort:
 
     Attributes:
         kind: the kind of the offer.
-        contract: function of ``kit`` that tests it.
-        kit: module of the contract.
+        contract: module and function that test it.
         trains: options of ``grpo-core train`` that use the plugin NAME.
         a_class: whether it is a class; otherwise it is a function.
         needs: distributions that it imports.
@@ -41,7 +40,6 @@ class Sort:
 
     kind: Kind
     contract: str
-    kit: str
     trains: str
     a_class: bool = True
     needs: tuple[str, ...] = ()
@@ -50,66 +48,56 @@ class Sort:
 SORTS: Mapping[str, Sort] = {
     "environment": Sort(
         kind="environment",
-        contract="check_environment",
-        kit="grpo_plugin_devkit.environments",
+        contract="grpo_plugin_devkit.environments:check_environment",
         trains="--env NAME",
     ),
     "agent": Sort(
         kind="environment",
-        contract="check_agent",
-        kit="grpo_plugin_devkit.environments",
+        contract="grpo_plugin_devkit.environments:check_agent",
         trains="--env NAME",
         needs=("grpo-plugin-agents", "openai>=1.60"),
     ),
     "dataloader": Sort(
         kind="dataloader",
-        contract="check_dataloader",
-        kit="grpo_plugin_devkit.dataloaders",
+        contract="grpo_plugin_devkit.dataloaders:check_dataloader",
         trains="--env math:sort --set tasks.sort.dataloader=NAME",
     ),
     "sampler": Sort(
         kind="sampler",
-        contract="check_sampler",
-        kit="grpo_plugin_devkit.samplers",
+        contract="grpo_plugin_devkit.samplers:check_sampler",
         trains="--env math:sort --sampler NAME",
     ),
     "validation": Sort(
         kind="validation_strategy",
-        contract="check_validation_strategy",
-        kit="grpo_plugin_devkit.strategies",
+        contract="grpo_plugin_devkit.strategies:check_validation_strategy",
         trains="--env math:sort --validation NAME",
     ),
     "engine": Sort(
         kind="engine",
-        contract="check_decoding",
-        kit="grpo_plugin_devkit.decoding",
+        contract="grpo_plugin_devkit.decoding:check_decoding",
         trains="--env math:sort --engine NAME",
     ),
     "loss": Sort(
         kind="loss",
-        contract="check_loss",
-        kit="grpo_plugin_devkit.objectives",
+        contract="grpo_plugin_devkit.objectives:check_loss",
         trains="--env math:sort --set loss.name=NAME",
         a_class=False,
     ),
     "advantage": Sort(
         kind="advantage",
-        contract="check_advantage",
-        kit="grpo_plugin_devkit.objectives",
+        contract="grpo_plugin_devkit.objectives:check_advantage",
         trains="--env math:sort --set advantage.name=NAME",
         a_class=False,
     ),
     "filter": Sort(
         kind="filter",
-        contract="check_filter",
-        kit="grpo_plugin_devkit.filters",
+        contract="grpo_plugin_devkit.filters:check_filter",
         trains="--env math:sort --set filters.NAME={}",
         a_class=False,
     ),
     "tracker": Sort(
         kind="tracker",
-        contract="check_tracker",
-        kit="grpo_plugin_devkit.trackers",
+        contract="grpo_plugin_devkit.trackers:check_tracker",
         trains="""--env math:sort --set 'tracking.trackers=["files", "terminal", "report", "NAME"]'""",
     ),
 }
@@ -217,6 +205,7 @@ def _files(sort: str, name: str, variant: str) -> dict[str, str]:
     source = _read(f"{sort}_{variant}.py" if variant else f"{sort}.py")
     if symbol in _names(Template(source).substitute(name="name", symbol="PLACEHOLDER")):
         raise ConfigError(f"{name!r} is a name that the files of a new {sort} use; give another name")
+    kit, _, contract = chosen.contract.partition(":")
     needs = ("grpo-core>=0.1,<1", *chosen.needs, *VARIANTS.get(variant, ()))
     about = source.split('"""')[1].partition(": ")[2].partition(".")[0]
     values = {
@@ -228,8 +217,8 @@ def _files(sort: str, name: str, variant: str) -> dict[str, str]:
         "title": sort if sort != "validation" else "validation strategy",
         "summary": f"{about[0].upper()}{about[1:]}.",
         "hook": HOOKS[chosen.kind],
-        "kit": chosen.kit,
-        "contract": chosen.contract,
+        "kit": kit,
+        "contract": contract,
         "dependencies": ", ".join(f'"{each}"' for each in needs),
         "train": f"grpo-core train {chosen.trains.replace('NAME', name)}",
         "check": f"grpo-core check {name}",

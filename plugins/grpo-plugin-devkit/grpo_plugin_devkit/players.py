@@ -16,7 +16,6 @@ from attrs import define, field
 
 from grpo_core import (
     Completion,
-    Episode,
     Feedback,
     GenerationRequest,
     Player,
@@ -109,7 +108,7 @@ class PlayerContract(Contract):
         assert player is None or isinstance(player, Player), (
             f"the factory returned {type(player).__name__}; expected a subclass of grpo_core.Player"
         )
-        environment = FakeEnvironment(_feedback, max_turns=TURNS)
+        environment = FakeEnvironment(lambda episode: Feedback(reward=1.0), max_turns=TURNS)
         environment.player = player
         if player is not None:
             await player.start()
@@ -128,10 +127,6 @@ class PlayerContract(Contract):
         finally:
             if player is not None:
                 await player.aclose()
-
-
-def _feedback(episode: Episode) -> Feedback:
-    return Feedback(reward=1.0)
 
 
 class _Overheard(FakeEngine):

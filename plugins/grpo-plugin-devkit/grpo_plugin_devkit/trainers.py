@@ -97,7 +97,7 @@ class TrainerContract(Contract):
     def it_publishes_the_model_that_it_started_with(self) -> None:
         weights = self._publish()
         assert weights.version == 0, f"before the first step the version is {weights.version}, expected 0"
-        found, expected = read_weights(weights), self._start()
+        found, expected = read_weights(weights), checkpoint_tensors(load_test_model(self._path / "m"))
         missing, more = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
         assert not missing, f"it does not publish {missing[0]!r} ({len(missing)} tensors are missing)"
         assert not more, f"it publishes {more[0]!r}, which the model's checkpoint does not have"
@@ -163,8 +163,8 @@ class TrainerContract(Contract):
         assert (directory / "trainer" / "config.json").is_file(), (
             "save() wrote no transformers model: there is no trainer/config.json"
         )
-        module = load_test_model(directory / "trainer")
-        _same(published, checkpoint_tensors(module), "in the checkpoint", exactly=False)
+        saved = checkpoint_tensors(load_test_model(directory / "trainer"))
+        _same(published, saved, "in the checkpoint", exactly=False)
         self._went_on = self._weights()
 
     def another_one_continues_exactly_from_what_was_saved(self) -> None:
@@ -183,7 +183,7 @@ class TrainerContract(Contract):
 
     def it_is_watched_as_long_as_it_lives(self) -> None:
         async def story() -> None:
-            watching = asyncio.create_task(_awaited(self._there().watch()))
+            watching = asyncio.ensure_future(self._there().watch())
             done, _ = await asyncio.wait([watching], timeout=0.05)
             if done:
                 watching.result()
@@ -199,14 +199,15 @@ class TrainerContract(Contract):
     # -------------------------------------------------------------------------- the trainer
 
     def _setup(self) -> TrainerSetup:
-        path = str(self._path / "m")
+        model = self._path / "m"
+        make = partial(make_tiny_model, model, (), width=16, layers=1, warm_start_steps=0)
         return TrainerSetup(
-            model=ModelConfig(path=path, dtype="float32"),
+            model=ModelConfig(path=str(model), dtype="float32"),
             trainer=TrainerConfig(
                 steps=20, lr=3e-3, updates_per_step=1, warmup_updates=0, threads=1, device="cpu"
             ),
             plugins=(),
-            prepare=None if (self._path / "m").exists() else partial(_make_model, path),
+            prepare=None if model.exists() else make,
             colocated=False,
             log=str(self._path / "trainer.log"),
         )
@@ -251,10 +252,6 @@ class TrainerContract(Contract):
     def _weights(self) -> dict[str, torch.Tensor]:
         return {name: tensor.clone() for name, tensor in read_weights(self._publish()).items()}
 
-    def _start(self) -> dict[str, torch.Tensor]:
-        module = load_test_model(self._path / "m")
-        return checkpoint_tensors(module)
-
     def _batch(self) -> Batch:
         rows = (_row(GOOD, 1.0, 0), _row(BAD, -1.0, 0), _row("abcabc", 0.5, 1), _row("c", -0.5, 1))
         return Batch(step=self._version, rows=rows, temperature=1.0)
@@ -280,10 +277,6 @@ class TrainerContract(Contract):
         return totals[0] - totals[1]
 
 
-def _make_model(path: str) -> None:
-    make_tiny_model(Path(path), (), width=16, layers=1, warm_start_steps=0)
-
-
 def _row(reply: str, advantage: float, group: int) -> Row:
     ids = encode(reply)
     tokens = Tokens.generated(ids, (-4.0,) * len(ids), (0,) * len(ids))
@@ -298,7 +291,3 @@ def _same(
         difference = (tensor.float() - found[name].float()).abs().max().item()
         allowed = 0.0 if exactly else CONTINUED if tensor.dtype == torch.float32 else 1e-2
         assert difference <= allowed, f"{when} {name} differs by {difference:.3g} from what it was"
-
-
-async def _awaited(awaitable: Awaitable[T]) -> T:
-    return await awaitable

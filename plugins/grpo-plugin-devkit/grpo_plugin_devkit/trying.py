@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
 from attrs import evolve, frozen
 from rich.console import Console
@@ -109,31 +109,23 @@ def try_(
     choice = Choice(split=split, prompt=prompt, prompts=prompts, seed=seed, temperature=temperature)
     options, block = parse_settings(settings or []), no_plugin or []
     target = model if run is None else str(RunDirectory.existing(run).path)
-    console = Console(highlight=False)
     found = None if engine is None else PluginHost.discover(block=block).find("engine", engine)
     if target is not None or (found is not None and found.offer.gives == "text"):
-        to_the_end(_by_model(name, target, engine, options, choice, block, console))
+        to_the_end(_by_model(name, target, engine, options, choice, block))
     elif engine is not None:
         raise ConfigError("--engine is for a model that plays: add --model DIR or --run RUN")
     else:
-        to_the_end(_by_hand(name, options, choice, block, sys.stdin, console))
+        to_the_end(_by_hand(name, options, choice, block))
     return 0
 
 
-async def _by_hand(
-    name: str,
-    options: dict[str, Any],
-    choice: Choice,
-    block: Sequence[str],
-    source: TextIO,
-    console: Console,
-) -> None:
+async def _by_hand(name: str, options: dict[str, Any], choice: Choice, block: Sequence[str]) -> None:
     task = task_name(name)
     with wrong_input():
         changes = {**_changes({}, task, name, options), "rollout": BY_HAND}
         config, host = configure([], changes, block)
         check_task(task, config.tasks[task], config, host)
-    transcript = Transcript(console, echo=not source.isatty())
+    transcript = Transcript(Console(highlight=False), echo=not sys.stdin.isatty())
 
     def tell(text: str) -> None:
         transcript.line(text, "dim")
@@ -155,7 +147,7 @@ async def _by_hand(
                 (solution,) = await environment.solve([evolve(shown.prompt, messages=shown.conversation)])
                 return solution
 
-            replies = Replies(source, tell, lambda: shown.has_tools)
+            replies = Replies(sys.stdin, tell, lambda: shown.has_tools)
             if replies.typed:
                 tell("/help lists the commands, /quit ends")
             renderer = TextRenderer()
@@ -179,7 +171,6 @@ async def _by_model(
     options: dict[str, Any],
     choice: Choice,
     block: Sequence[str],
-    console: Console,
 ) -> None:
     with wrong_input():
         found = find_target(target, block=block)
@@ -189,7 +180,7 @@ async def _by_model(
         if engine is not None:
             changes = merge({"engine": {"name": engine}}, changes)
         config, host = configure_target(found, changes, block, tasks=True)
-    transcript = Transcript(console, echo=True)
+    transcript = Transcript(Console(highlight=False), echo=True)
     errors = Console(stderr=True)
 
     def tell(text: str) -> None:
