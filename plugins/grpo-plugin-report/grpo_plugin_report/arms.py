@@ -42,8 +42,6 @@ class Estimate:
 
     mean: float
     interval: tuple[float, float] | None = None
-    number: int = 1
-    """Number of runs."""
 
 
 # ---------------------------------------------------------------------------------- arms
@@ -120,7 +118,7 @@ def estimate(values: Sequence[float]) -> Estimate | None:
     if number == 1:
         return Estimate(mean=mean)
     half = t_quantile(number - 1) * sqrt(variance(values) / number)
-    return Estimate(mean=mean, interval=(mean - half, mean + half), number=number)
+    return Estimate(mean=mean, interval=(mean - half, mean + half))
 
 
 def difference(one: Sequence[float], other: Sequence[float]) -> Estimate | None:
@@ -136,10 +134,10 @@ def difference(one: Sequence[float], other: Sequence[float]) -> Estimate | None:
     parts = [variance(values) / len(values) for values in (one, other)]
     whole = sum(parts)
     if not whole:
-        return Estimate(mean=mean, interval=(mean, mean), number=len(one))
+        return Estimate(mean=mean, interval=(mean, mean))
     terms = [part**2 / (len(values) - 1) for part, values in zip(parts, (one, other), strict=True)]
     half = t_quantile(max(1, floor(whole**2 / sum(terms) + 1e-9))) * sqrt(whole)
-    return Estimate(mean=mean, interval=(mean - half, mean + half), number=len(one))
+    return Estimate(mean=mean, interval=(mean - half, mean + half))
 
 
 def t_quantile(freedom: int) -> float:
