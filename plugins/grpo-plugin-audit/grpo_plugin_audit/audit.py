@@ -142,7 +142,7 @@ class Audit:
     # ------------------------------------------------------------------------------ prompts
 
     async def _prompts(self) -> list[Finding]:
-        self.train = await self.player.prompts("train")
+        self.train = await self.player.environment.prompts("train")
         if not self.train:
             return [
                 Finding(
@@ -156,7 +156,7 @@ class Audit:
         known = await self.player.solve(self.train[:: max(1, len(self.train) // 256)])
         self.some = self.train[::step][: self.extent.prompts]
         turns = self.player.environment.max_turns
-        held_out = await self.player.prompts("validation")
+        held_out = await self.player.environment.prompts("validation")
         self._making = self.clock() - self._began
         return [
             await asyncio.to_thread(texts.split_leakage, self.train, held_out, turns),
@@ -169,11 +169,15 @@ class Audit:
 
     async def _solutions(self) -> list[Finding]:
         await self.player.solve(self.some[:FEWEST])
-        self._first = await self._play(self._opening())
         few = self.some[:FEWEST]
-        _, seconds = await self.player.each(
-            [Reply(prompt=p, text=replies.NONSENSE[0], kind="time") for p in few]
-        )
+        # the first replies of the process: a wrong one, a right one, and the wrong one again
+        wrong = [Reply(prompt=p, text=replies.NONSENSE[0], kind="first") for p in few]
+        right = [Reply(prompt=p, text=None, kind="first") for p in few if p.id in self.player.solutions]
+        self._first = await self._play([*wrong, *right])
+        seconds = []
+        for prompt in few:
+            await self.player.play([Reply(prompt=prompt, text=replies.NONSENSE[0], kind="time")])
+            seconds.append(self.player.last_call)
         self._call = min(seconds)
         self.some = self.some[: self._affordable()]
         known = [one for one in await self.player.solve(self.some) if one.text is not None]
@@ -188,13 +192,6 @@ class Audit:
             for one in known
         ]
         return [rewards.oracle(self._right, self.player.environment.success)]
-
-    def _opening(self) -> list[Reply]:
-        """The first replies of a process: a wrong one, a right one, and the wrong one again."""
-        wrong = [Reply(prompt=p, text=replies.NONSENSE[0], kind="first") for p in self.some[:FEWEST]]
-        right = [Reply(prompt=p, text=None, kind="first") for p in self.some[:FEWEST]]
-        solved = [one for one in right if one.prompt.id in self.player.solutions]
-        return [*wrong, *solved]
 
     def _affordable(self) -> int:
         """Return the number of prompts that can be played in time, as far as the first calls show it."""
@@ -282,7 +279,8 @@ class Audit:
             if number:
                 await asyncio.sleep(self.pause)
             self._rounds.append(await self._play(mixed))
-        found = behaviour.determinism(self._rounds, self._range)
+        whole = spread([trial.reward for trial in self.everything if trial.reward is not None])
+        found = behaviour.determinism(self._rounds, whole)
         if (made := len(self._rounds)) < ROUNDS:
             found = evolve(found, told=f"{found.told}; {made} of {ROUNDS} times, since it is slow")
         self._steady = found.severity == "passed"
@@ -308,20 +306,17 @@ class Audit:
         if not self._steady:
             return [not_applicable(anew, title, UNSTEADY), not_applicable(isolated, told, UNSTEADY)]
         where = "in a new process, in another order"
-        found = behaviour.compared(anew, title, self._rounds[0], await self._anew(), where, STATELESS)
-        after = f"after {self.player.episodes:,} episodes of other sessions"
-        now = await self._play([trial.reply for trial in self._first])
-        return [found, behaviour.compared(isolated, told, self._first, now, after, STATELESS)]
-
-    async def _anew(self) -> list[Trial]:
-        """Play the replies of a round in a new process, backwards."""
         other = self.make()
         try:
             await other.start()
             player = Player(other, self.max_batch, solutions=dict(self.player.solutions))
-            return (await player.play(self._mixed(min(ALONE, len(self.some)))[::-1]))[::-1]
+            there = (await player.play(self._mixed(min(ALONE, len(self.some)))[::-1]))[::-1]
         finally:
             await other.aclose()
+        found = behaviour.compared(anew, title, self._rounds[0], there, where, STATELESS)
+        after = f"after {self.player.episodes:,} episodes of other sessions"
+        now = await self._play([trial.reply for trial in self._first])
+        return [found, behaviour.compared(isolated, told, self._first, now, after, STATELESS)]
 
     # ------------------------------------------------------------------------------ all together
 
@@ -341,10 +336,6 @@ class Audit:
         granted = self.extent.seconds
         playing = max(LEAST * granted, granted - self._making)
         return self.clock() - self._began - self._making > until * playing
-
-    @property
-    def _range(self) -> float:
-        return spread([trial.reward for trial in self.everything if trial.reward is not None])
 
     async def _play(self, given: Sequence[Reply], until: float | None = None) -> list[Trial]:
         """Play replies, prompt by prompt if some prompts may be left out.

@@ -49,9 +49,8 @@ def _one_larger(answer: str) -> str | None:
     return _with(answer, found[-1], _shifted(found[-1][0], 1)) if found else None
 
 
-def _all_shifted(answer: str) -> str | None:
-    new = _NUMBER.sub(lambda found: _shifted(found[0], SHIFT), answer)
-    return new if new != answer else None
+def _all_shifted(answer: str) -> str:
+    return _NUMBER.sub(lambda found: _shifted(found[0], SHIFT), answer)
 
 
 def _other_sign(answer: str) -> str | None:
@@ -158,14 +157,13 @@ def near(trials: Sequence[Trial], scale: Scale) -> Finding:
     often = Counter(trial.kind for trial in trials)
     trials = [trial for trial in trials if often[trial.kind] >= FEWEST_TRIALS]
     advice = "compare the whole answer, without a tolerance that the prompt does not grant"
-    found = [
+    sure, may = (
         panel(check, title, some, scale, lambda trial: trial.kind, advice, partial=False)
         for some in (
             [trial for trial in trials if trial.kind in SURELY_WRONG],
             [trial for trial in trials if trial.kind not in SURELY_WRONG],
         )
-    ]
-    sure, may = found
+    )
     if may.severity == "failed":
         may = evolve(may, severity="warned", advice=f"{advice}; if such an answer is right, this is meant")
     bad = next((one for one in (sure, may) if one.severity == "failed"), None)

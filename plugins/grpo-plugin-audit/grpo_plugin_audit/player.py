@@ -60,9 +60,6 @@ class Player:
     _names: Iterator[int] = field(factory=itertools.count)
     _tools: bool = field(init=False, default=False)
 
-    async def prompts(self, split: str) -> list[Prompt]:
-        return await self.environment.prompts(split)
-
     async def solve(self, prompts: Sequence[Prompt]) -> list[Solution]:
         """Return what the environment knows about prompts."""
         texts = await self.environment.solve(prompts)
@@ -87,14 +84,6 @@ class Player:
         """Number of replies of the largest call."""
         return max(1, self.max_batch // self._members)
 
-    async def each(self, replies: Sequence[Reply]) -> tuple[list[Trial], list[float]]:
-        """Play each reply by itself; return also the seconds of the first call of each."""
-        trials, seconds = [], []
-        for reply in replies:
-            trials += await self.play([reply])
-            seconds.append(self.last_call)
-        return trials, seconds
-
     async def batch(self, replies: Sequence[Reply]) -> list[Trial]:
         """Play replies together: each turn of all of them is one call."""
         games = await self._opened(replies)
@@ -106,7 +95,7 @@ class Player:
                 last = turn + 1 == self.environment.max_turns
                 await self._say(going, last=last)
                 going = [game for game in going if not game.over]
-                await self._judge(going, self._shown(games, going), last=last)
+                await self._judge(going, games, last=last)
         finally:
             await self.environment.close([str(game.episode.session) for game in games])
         return [_trial(game) for game in games[:: self._members]]
@@ -147,7 +136,8 @@ class Player:
         prompts = [evolve(game.episode.prompt, messages=game.episode.messages) for game in asking]
         solved = iter(await self.environment.solve(prompts) if asking else [])
         for game in going:
-            text = next(solved) if game.reply.text is None else _said(game.reply, game.turns)
+            said = (game.reply.text, *game.reply.then)
+            text = next(solved) if game.reply.text is None else said[game.turns % len(said)]
             if text is None:
                 game.over = game.stuck = True
                 continue
@@ -165,16 +155,14 @@ class Player:
             )
             game.turns += 1
 
-    def _shown(self, games: Sequence[_Game], going: Sequence[_Game]) -> Sequence[_Game]:
-        """Return the rollouts that are evaluated: those that go on, or the groups that they belong to."""
-        if not self.environment.needs_group:
-            return going
-        groups = {game.episode.group for game in going}
-        return [game for game in games if game.episode.group in groups and game.turns]
-
-    async def _judge(self, going: Sequence[_Game], shown: Sequence[_Game], *, last: bool) -> None:
+    async def _judge(self, going: Sequence[_Game], games: Sequence[_Game], *, last: bool) -> None:
+        """Evaluate the rollouts that go on, or the groups that they belong to."""
         if not going:
             return
+        shown = going
+        if self.environment.needs_group:
+            groups = {game.episode.group for game in going}
+            shown = [game for game in games if game.episode.group in groups and game.turns]
         begin = self.clock()
         judged = await self.environment.evaluate([game.episode for game in shown])
         self.last_call = self.clock() - begin
@@ -190,11 +178,6 @@ class Player:
             if not game.over:
                 game.answers += tuple(str(message.get("content")) for message in feedback.messages)
                 game.episode = evolve(game.episode, messages=(*game.episode.messages, *feedback.messages))
-
-
-def _said(reply: Reply, turn: int) -> str | None:
-    texts = (reply.text, *reply.then)
-    return texts[turn % len(texts)]
 
 
 def _trial(game: _Game) -> Trial:

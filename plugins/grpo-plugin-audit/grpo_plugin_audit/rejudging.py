@@ -18,7 +18,6 @@ from attrs import define, evolve, field, frozen
 
 from grpo_core import (
     ConfigError,
-    EndReason,
     Episode,
     Feedback,
     Group,
@@ -108,25 +107,20 @@ class _Replay:
             self.fail(f"its {self.stored.turns} turns cannot be found in its {len(said)} messages")
 
     def episode(self) -> Episode:
+        said = self.stored.messages[: self.ends[self.turn]]
+        # how the completion of this turn ended, as far as that is stored
+        ended: Any = self.stored.finish_reason if self.turn == len(self.ends) - 1 else "stop"
+        if ended not in ("length", "tokens") and not said[-1].get("tool_calls"):
+            ended = "stop"  # another limit came after what the environment said
         return Episode(
             prompt=self.prompt,
-            messages=self.stored.messages[: self.ends[self.turn]],
+            messages=said,
             turn=self.turn,
             session=self.session,
             group=str(self.group),
-            finish_reason=self._finish_reason(),
+            finish_reason=ended,
             completion_tokens=self.tokens[self.turn],
         )
-
-    def _finish_reason(self) -> EndReason:
-        """Return how the completion of this turn ended, as far as that is stored."""
-        last = self.turn == len(self.ends) - 1
-        ended: Any = self.stored.finish_reason if last else "stop"
-        calls = self.stored.messages[self.ends[self.turn] - 1].get("tool_calls")
-        if ended not in ("length", "tokens") and not calls:
-            return "stop"  # another limit came after what the environment said
-        reason: EndReason = ended
-        return reason
 
     def take(self, feedback: Feedback) -> None:
         """Take what the environment says about this turn."""
@@ -182,8 +176,10 @@ async def judge(
         environments: the environments of their tasks, which are started.
     """
     found: dict[int, list[Judged]] = {}
-
-    async def one(task: str, part: Sequence[tuple[int, Group]]) -> None:
+    by_task: dict[str, list[tuple[int, Group]]] = defaultdict(list)
+    for place, group in groups:
+        by_task[group.prompt.environment].append((place, group))
+    for task, part in by_task.items():
         for some in _parts(part):
             replays = [
                 _Replay(group=place, prompt=group.prompt, stored=rollout)
@@ -193,12 +189,6 @@ async def judge(
             await _replay(replays, environments[task])
             for replay in replays:
                 found.setdefault(replay.group, []).append(replay.judged(environments[task].success))
-
-    by_task: dict[str, list[tuple[int, Group]]] = defaultdict(list)
-    for place, group in groups:
-        by_task[group.prompt.environment].append((place, group))
-    for task, part in by_task.items():
-        await one(task, part)
     return [each for place, _ in groups for each in found.get(place, ())]
 
 

@@ -40,12 +40,6 @@ class Scale:
     floor: float
     """Mean reward of nonsense."""
 
-    def full(self, trial: Trial) -> float | None:
-        """Return the reward from which a reply to this prompt counts as right; None: it is not known."""
-        if self.success is not None:
-            return self.success
-        return self.best(trial)
-
     def best(self, trial: Trial) -> float | None:
         """Return the reward of the own solution; None if it gets no more than nonsense, or there is none."""
         known = self.solutions.get(trial.prompt.id)
@@ -54,7 +48,8 @@ class Scale:
         return known.reward if known.reward > self.floor + TOLERANCE else None
 
     def wins(self, trial: Trial) -> bool:
-        full = self.full(trial)
+        """Return whether a reply gets full marks; False if it is not known how many these are."""
+        full = self.best(trial) if self.success is None else self.success
         return full is not None and trial.reward is not None and trial.reward >= full - TOLERANCE
 
     def share(self, trial: Trial) -> float:
@@ -187,10 +182,6 @@ class _Exploit:
     def severity(self) -> Severity:
         return severity_of(self.rate, self.share)
 
-    @property
-    def size(self) -> tuple[float, float]:
-        return self.rate.interval[0], self.share
-
 
 def exploits(
     trials: Iterable[Trial], scale: Scale, by: Callable[[Trial], str], *, partial: bool = True
@@ -206,7 +197,7 @@ def exploits(
         share = fmean(map(scale.share, each)) if partial and len(each) >= 4 else 0.0
         example = max(each, key=lambda trial: (scale.wins(trial), scale.share(trial)))
         found.append(_Exploit(rate=rate, share=share, example=example))
-    return sorted(found, key=lambda one: one.size, reverse=True)
+    return sorted(found, key=lambda one: (one.rate.interval[0], one.share), reverse=True)
 
 
 def panel(
@@ -284,16 +275,16 @@ def listing(trials: Sequence[Trial], scale: Scale) -> Finding:
     severity: Severity = "passed"
     told = "no list of answers gets full marks"
     guilty = ""
-    for formatted in (False, True):
+    for formatted, named in ((False, "answers"), (True, "solutions")):
         wins = [one for one, rate in rates.items() if one.formatted == formatted and rate.interval[0] > SURE]
         tried = [one for one in rates if one.formatted == formatted]
         if wins and len(wins) == len(tried):
             severity, guilty = "failed", wins[0].kind
-            told = f"a list of {_named(formatted)} gets full marks wherever the right one is"
+            told = f"a list of {named} gets full marks wherever the right one is"
             break
         if wins and severity == "passed":
             severity, guilty = "noted" if formatted else "warned", wins[0].kind
-            told = f"of several {_named(formatted)} the {wins[0].place} one counts"
+            told = f"of several {named} the {wins[0].place} one counts"
     example = next((t for t in trials if t.kind == guilty and scale.wins(t)), None)
     numbers = ", ".join(f"{one.place} {rate.successes}/{rate.trials}" for one, rate in rates.items())
     return Finding(
@@ -306,10 +297,6 @@ def listing(trials: Sequence[Trial], scale: Scale) -> Finding:
         if severity == "passed"
         else "judge one answer, in a form that the prompt asks for, and give a reply with several nothing",
     )
-
-
-def _named(formatted: bool) -> str:
-    return "solutions" if formatted else "answers"
 
 
 def length(trials: Sequence[Trial], scale: Scale) -> Finding:

@@ -306,29 +306,26 @@ def _take(
     groups: dict[tuple[str, int], list[Judged]] = defaultdict(list)
     for judged in found:
         groups[judged.prompt.environment, judged.group].append(judged)
-        file.write(as_json(_line(step, judged)) + "\n")
+        line = {
+            "step": step,
+            "task": judged.prompt.environment,
+            "prompt": judged.prompt.id,
+            "group": judged.group,
+            "seed": judged.stored.seed,
+            "reward": judged.reward,
+            "success": judged.success,
+            "metrics": dict(judged.metrics),
+            "turn_rewards": judged.turn_rewards,
+            "turn_states": judged.turn_states,
+            "reply_answer": judged.answer,
+            "train": judged.train,
+            "stored_reward": judged.stored.reward,
+            "stored_success": judged.stored.success,
+            "changed": judged.changed,
+            **({} if judged.error is None else {"error": cut(judged.error, 2000)}),
+            **({"answers_differ": True} if judged.answers_differ else {}),
+            **({"unfinished": True} if judged.unfinished else {}),
+        }
+        file.write(as_json(line) + "\n")
     for (task, _), group in groups.items():
         differences[task].add(step, group)
-
-
-def _line(step: int, judged: Judged) -> dict[str, Any]:
-    return {
-        "step": step,
-        "task": judged.prompt.environment,
-        "prompt": judged.prompt.id,
-        "group": judged.group,
-        "seed": judged.stored.seed,
-        "reward": judged.reward,
-        "success": judged.success,
-        "metrics": dict(judged.metrics),
-        "turn_rewards": judged.turn_rewards,
-        "turn_states": judged.turn_states,
-        "reply_answer": judged.answer,
-        "train": judged.train,
-        "stored_reward": judged.stored.reward,
-        "stored_success": judged.stored.success,
-        "changed": judged.changed,
-        **({} if judged.error is None else {"error": cut(judged.error, 2000)}),
-        **({"answers_differ": True} if judged.answers_differ else {}),
-        **({"unfinished": True} if judged.unfinished else {}),
-    }
