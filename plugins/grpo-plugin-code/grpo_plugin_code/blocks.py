@@ -55,16 +55,13 @@ def blocks_of(reply: str) -> list[tuple[str, str]]:
         elif line is None or opened.ends(line):
             text = "\n".join(lines)
             if line is not None or text.strip():
-                found.append((opened.language, _unindented(text)))
+                # without the margin of a list's item; others stay, since dedent empties blank lines
+                plain = textwrap.dedent(text) if text.lstrip("\n")[:1].isspace() else text
+                found.append((opened.language, plain))
             opened, lines = None if line is None else _opened_after(line), []
         else:
             lines.append(line)
     return found
-
-
-def _unindented(text: str) -> str:
-    """Return a text without the margin of a list's item; others stay, since dedent empties blank lines."""
-    return textwrap.dedent(text) if text.lstrip("\n")[:1].isspace() else text
 
 
 def _opened(line: str) -> _Fence | None:

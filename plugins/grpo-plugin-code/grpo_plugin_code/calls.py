@@ -107,7 +107,9 @@ def filter_of(machine: str = "") -> bytes:
         for numbers in table.values():
             code += _when(numbers[place], [_give(ERROR | error)])
     code += _when(CLONE[place], [_argument(0), (BITS, 0, 1, NAMESPACES), _give(ERROR | errno.EPERM)])
-    code += _when(SOCKET[place], _socket())
+    # families that a judged program does not need
+    families = [(EQUAL, len(FAMILIES) - at, 0, family) for at, family in enumerate(FAMILIES)]
+    code += _when(SOCKET[place], [_argument(0), *families, _give(ERROR | errno.EAFNOSUPPORT)])
     code += _when(MMAP[place], _mmap())
     return b"".join(struct.pack("=HBBI", *each) for each in [*code, _give(ALLOW)])
 
@@ -116,13 +118,6 @@ def _when(number: int, block: Sequence[_Instruction]) -> list[_Instruction]:
     """Run a block for calls of this number; what it does not refuse is allowed."""
     code = [*block, _give(ALLOW)] if len(block) > 1 else list(block)
     return [(EQUAL, 0, len(code), number), *code]
-
-
-def _socket() -> list[_Instruction]:
-    """Refuse families that a judged program does not need."""
-    last = len(FAMILIES) - 1
-    tests = [(EQUAL, last - at + 1, 0, family) for at, family in enumerate(FAMILIES)]
-    return [_argument(0), *tests, _give(ERROR | errno.EAFNOSUPPORT)]
 
 
 def _mmap() -> list[_Instruction]:

@@ -24,7 +24,7 @@ class Printed:
 
     def passes(self, printed: str) -> bool:
         """Compare without white space at the ends of lines and of the text."""
-        return _stripped(printed) == _stripped(self.output)
+        return stripped(printed) == stripped(self.output)
 
 
 @frozen(kw_only=True)
@@ -87,5 +87,6 @@ def _asserted(text: str, where: str) -> Called:
         return Called(call=ast.unparse(test.left), expected=ast.unparse(right), computed=True)
 
 
-def _stripped(text: str) -> list[str]:
+def stripped(text: str) -> list[str]:
+    """Return the lines of a text without white space at their ends and at that of the text."""
     return [line.rstrip() for line in text.rstrip().splitlines()]

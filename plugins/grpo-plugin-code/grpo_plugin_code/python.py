@@ -107,7 +107,14 @@ class PythonCode(grpo.Environment):
         runs = [self._printed(code, case) for case in cases if isinstance(case, Printed)]
         results = list(await asyncio.gather(*runs))
         if called:
-            results += await self._returned(code, called, expected)
+            # one sandbox evaluates all calls; what it does not answer has failed
+            found = await self._sandboxes.run(Job(code=code, calls=[case.call for case in called]))
+            for place, form in enumerate(expected):
+                if place >= len(found.values):
+                    results.append(CaseResult(passed=False, reason=found.reason or "missing"))
+                    continue
+                passed = form is not None and await _has_form(found.values[place], form)
+                results.append(CaseResult(passed=passed, reason="wrong"))
         share = sum(result.passed for result in results) / len(results)
         reasons = Counter(result.reason for result in results if not result.passed)
         return grpo.Feedback(
@@ -124,20 +131,6 @@ class PythonCode(grpo.Environment):
         if found.reason:
             return CaseResult(passed=False, reason=found.reason)
         return CaseResult(passed=case.passes(found.output), reason="wrong")
-
-    async def _returned(
-        self, code: str, cases: Sequence[Called], expected: Sequence[str | None]
-    ) -> list[CaseResult]:
-        """Evaluate all calls in one sandbox; what it does not answer has failed."""
-        found = await self._sandboxes.run(Job(code=code, calls=[case.call for case in cases]))
-        results = []
-        for place, form in enumerate(expected):
-            if place >= len(found.values):
-                results.append(CaseResult(passed=False, reason=found.reason or "missing"))
-                continue
-            passed = form is not None and await _has_form(found.values[place], form)
-            results.append(CaseResult(passed=passed, reason="wrong"))
-        return results
 
     async def _form(self, case: Called) -> str | None:
         """Return the form of the value that a test expects, or None if nothing can equal it.

@@ -148,7 +148,7 @@ class Sandboxes:
             try:
                 return await sandbox.run(job)
             finally:
-                sandbox.kill()
+                sandbox._child.kill()  # bubblewrap, and with it every process of its sandbox
                 await sandbox.aclose()
 
     async def aclose(self) -> None:
@@ -216,12 +216,13 @@ class _Sandbox:
         code = child.exited.result()
         out, err, values = (bytes(said) for said in child.said)
         values = values.removeprefix(READY)
+        lines = values.decode(errors="replace").split("\n", len(job.calls))[: len(job.calls)]
         reason = _reason(code, (out, err, values), self._most) if ended else "time"
         return Outcome(
             reason=reason,
             told=self._told(reason, code, err) if ended else f"it took longer than {seconds:g} s",
             output=out.decode(errors="replace"),
-            values=_lines(values, len(job.calls)),
+            values=lines if lines and lines[-1] else lines[:-1],
             seconds=time.monotonic() - begin,
         )
 
@@ -237,10 +238,6 @@ class _Sandbox:
         finally:
             self._child.close()
             os.close(self._given)
-
-    def kill(self) -> None:
-        """Kill bubblewrap, and with it every process of its sandbox."""
-        self._child.kill()
 
     def _told(self, reason: Reason, code: int, err: bytes) -> str:
         limits = self._limits
@@ -302,12 +299,6 @@ def _bubblewrap(limits: Limits, system: System, places: Sequence[str]) -> list[s
         words += ["--perms", "1777", "--size", str(limits.files * MIB), "--tmpfs", place]
     words += ["--chdir", "/tmp", "--setenv", "HOME", "/tmp", "--setenv", "PATH", "/usr/bin:/bin"]
     return [*words, "--remount-ro", "/"]
-
-
-def _lines(values: bytes, most: int) -> list[str]:
-    """Return at most so many lines."""
-    lines = values.decode(errors="replace").split("\n", most)[:most]
-    return lines if lines and lines[-1] else lines[:-1]
 
 
 def _reason(code: int, streams: Sequence[bytes], most: int) -> Reason:

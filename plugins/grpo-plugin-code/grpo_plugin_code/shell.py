@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import grpo_core as grpo
 from grpo_core.kit import read_json
+from grpo_plugin_code.cases import stripped
 from grpo_plugin_code.commands import Commands, Ran, packed, room_of
 from grpo_plugin_code.sandbox import MIB, Limits
 
@@ -129,10 +130,10 @@ class ShellTask(grpo.Environment):
     async def _passes(self, test: Mapping[str, str], tree: str) -> bool:
         if "run" in test:
             ran = await self._commands.run(test["run"], tree, keeps=False)
-            return ran.status == 0 and _lines(ran.output) == _lines(test["output"])
+            return ran.status == 0 and stripped(ran.output) == stripped(test["output"])
         path = f"{PLACE}/{test['file']}"
         ran = await self._commands.run("true", tree, keeps=False, reads=[path])
-        return path in ran.files and _lines(ran.files[path]) == _lines(test["content"])
+        return path in ran.files and stripped(ran.files[path]) == stripped(test["content"])
 
     def _parts(self, prompt: grpo.Prompt) -> tuple[Sequence[Mapping[str, str]], Mapping[str, str]]:
         """Return the tests and files of a prompt.  Raises PluginError for what is none."""
@@ -182,7 +183,3 @@ def _is_test(test: Any) -> bool:
         and set(test) in ({"run", "output"}, {"file", "content"})
         and all(isinstance(text, str) for text in test.values())
     )
-
-
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]

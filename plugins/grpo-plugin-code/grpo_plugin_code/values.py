@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 MOST = 2**20
@@ -58,7 +59,7 @@ def form_of(value: Any) -> str:
         case None:
             return "None"
         case str():
-            return _text(value)
+            return json.dumps(value)
         case bytes():
             return f"b{value.hex()}"
         case bool() | int() | float() | complex():
@@ -110,19 +111,11 @@ def _number(value: Any) -> str:
     return hex(int(value))
 
 
-def _text(value: str) -> str:
-    return json.dumps(value)
-
-
 def _set(forms: Sequence[str]) -> str:
     return f"{{{','.join(form for form, _ in groupby(sorted(forms)))}}}"
 
 
 def _dict(forms: Sequence[tuple[str, str]]) -> str:
     """Return a mapping; the last of several values of a key counts."""
-    entries = [list(group)[-1] for _, group in groupby(sorted(forms, key=_first), key=_first)]
+    entries = [list(group)[-1] for _, group in groupby(sorted(forms, key=itemgetter(0)), key=itemgetter(0))]
     return f"{{{','.join(f'{key}:{value}' for key, value in entries)}:}}"
-
-
-def _first(entry: tuple[str, str]) -> str:
-    return entry[0]
