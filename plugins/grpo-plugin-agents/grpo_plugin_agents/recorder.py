@@ -171,7 +171,11 @@ class Recorder:
         Raises ModelError if the chat template cannot render it, PluginError if it continues the conversation
         of another prompt's rollout.
         """
-        conversation, keys = tuple(messages), _keys(messages, tools)
+        conversation = tuple(messages)
+        # a digest of each beginning; the first is that of the tools alone
+        keys = [blake2b(_canonical(list(tools)).encode(), digest_size=16).digest()]
+        for message in conversation:
+            keys.append(_key(keys[-1], message))
         self._check_talk(conversation, keys)
         for place in range(len(conversation) - 1, 0, -1):
             nodes = self._known.get(keys[place])
@@ -325,14 +329,6 @@ def _nearest(nodes: Sequence[Node], sent: Message) -> Node:
 
 
 # ---------------------------------------------------------------------------------- comparing
-
-
-def _keys(messages: Sequence[Message], tools: Tools) -> list[bytes]:
-    """Return a digest of each beginning of a conversation; the first is that of the tools alone."""
-    keys = [blake2b(_canonical(list(tools)).encode(), digest_size=16).digest()]
-    for message in messages:
-        keys.append(_key(keys[-1], message))
-    return keys
 
 
 def _key(before: bytes, message: Message) -> bytes:

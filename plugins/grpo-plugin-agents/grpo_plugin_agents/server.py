@@ -72,7 +72,7 @@ class AgentServer(Player):
             app.router.add_post(path, self._handler(dialect))
         app.router.add_post("/v1/messages/count_tokens", self._count)
         app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/v1/models/{name}", self._model)
+        app.router.add_get("/v1/models/{name}", self._models)
         self._runner = web.AppRunner(app, access_log=None, logger=LOGGER, shutdown_timeout=CLOSING)
         await self._runner.setup()
         try:
@@ -159,14 +159,11 @@ class AgentServer(Player):
     async def _models(self, request: web.Request) -> web.StreamResponse:
         if self._session(request) is None:
             return _unknown(CHAT)
+        if "name" in request.match_info:
+            return _json(_MODEL)
         return _json(
             {"object": "list", "data": [_MODEL], "has_more": False, "first_id": MODEL, "last_id": MODEL}
         )
-
-    async def _model(self, request: web.Request) -> web.StreamResponse:
-        if self._session(request) is None:
-            return _unknown(CHAT)
-        return _json(_MODEL)
 
     def _session(self, request: web.Request) -> Session | None:
         """Return the session whose key the request has."""

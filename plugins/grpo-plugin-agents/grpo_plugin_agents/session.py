@@ -67,14 +67,6 @@ class Refused(Exception):  # noqa: N818 - it is what it is
 
 
 @frozen(eq=False)
-class _Read:
-    """A request that was read and encoded."""
-
-    request: ChatRequest
-    turn: Turn
-
-
-@frozen(eq=False)
 class Asked:
     """A request on its way to its reply."""
 
@@ -182,17 +174,19 @@ class Session:
     async def count_tokens(self, dialect: Dialect, body: bytes) -> Reply:
         """Return the number of tokens of a request, as Anthropic's clients ask for it."""
         try:
-            read = await self.play.renderer.run(lambda: self._read(dialect, body), len(body))
+            _, turn = await self.play.renderer.run(lambda: self._read(dialect, body), len(body))
         except Refused as refused:
             return refusal(dialect, refused)
-        return Reply(body=json.dumps({"input_tokens": len(read.turn.context)}).encode())
+        return Reply(body=json.dumps({"input_tokens": len(turn.context)}).encode())
 
     async def _answer(self, dialect: Dialect, body: bytes, streams: asyncio.Future[None]) -> Reply:
         try:
-            read = await self.play.renderer.run(lambda: self._read(dialect, body), len(body))
-            completions = await self._generate(read, streams)
+            request, turn = await self.play.renderer.run(lambda: self._read(dialect, body), len(body))
+            completions = await self._generate(request, turn, streams)
             tokens = sum(len(completion.tokens) for completion in completions)
-            return await self.play.renderer.run(lambda: self._recorded(dialect, read, completions), tokens)
+            return await self.play.renderer.run(
+                lambda: self._recorded(dialect, request, turn, completions), tokens
+            )
         except Refused as refused:
             return refusal(dialect, refused)
         except Exception as error:
@@ -200,7 +194,7 @@ class Session:
             self._fault.set()
             return refusal(dialect, Refused(500, errors.describe(error), "internal"))
 
-    def _read(self, dialect: Dialect, body: bytes) -> _Read:
+    def _read(self, dialect: Dialect, body: bytes) -> tuple[ChatRequest, Turn]:
         """Read a request and encode what is new in it.  Raises Refused, and PluginError as the recorder."""
         try:
             request = dialect.read(read_json(body, dict), self._history)
@@ -218,21 +212,23 @@ class Session:
             raise Refused(400, "the messages have no tokens; a model needs one to begin with", "bad_request")
         if request.n > MOST_COMPLETIONS:
             raise Refused(400, f"n is {request.n}; expected at most {MOST_COMPLETIONS}", "bad_request")
-        return _Read(request, turn)
+        return request, turn
 
-    async def _generate(self, read: _Read, streams: asyncio.Future[None]) -> list[Completion]:
+    async def _generate(
+        self, request: ChatRequest, turn: Turn, streams: asyncio.Future[None]
+    ) -> list[Completion]:
         """Return the completions of a request.  Raises Refused."""
-        if read.request.ignored:
-            self.ignored(read.request.ignored)
-        n = read.request.n
-        if (limit := self.recorder.admit(read.turn, n)) is not None:
-            raise Refused(400, self._told(limit, len(read.turn.context)), _CODES.get(limit, f"max_{limit}"))
-        if read.request.stream:  # what is refused above has a status of its own, which a stream hides
+        if request.ignored:
+            self.ignored(request.ignored)
+        n = request.n
+        if (limit := self.recorder.admit(turn, n)) is not None:
+            raise Refused(400, self._told(limit, len(turn.context)), _CODES.get(limit, f"max_{limit}"))
+        if request.stream:  # what is refused above has a status of its own, which a stream hides
             streams.set_result(None)
         completed = False
         try:
             completions = await self.play.generate(
-                read.turn.context, n=n, max_tokens=read.request.max_tokens or 0, stop=read.request.stop
+                turn.context, n=n, max_tokens=request.max_tokens or 0, stop=request.stop
             )
             completed = True
         except (EngineError, ChildDied, DeadlineExceeded) as error:
@@ -254,20 +250,22 @@ class Session:
             f"the conversation has {tokens} tokens; the maximum context length is {limits.room(0)} tokens",
         )
 
-    def _recorded(self, dialect: Dialect, read: _Read, completions: Sequence[Completion]) -> Reply:
+    def _recorded(
+        self, dialect: Dialect, request: ChatRequest, turn: Turn, completions: Sequence[Completion]
+    ) -> Reply:
         """Record completions, and write the reply."""
         texts = self.play.renderer.texts([completion.token_ids.tolist() for completion in completions])
-        thinking = self._begins_thinking(read.turn)
+        (end,) = self.play.renderer.texts([turn.context[-_TAIL:].tolist()])
+        thinking = end.rstrip().endswith(THOUGHT_OPENS)  # as some templates write it
         answers = []
         for completion, text in zip(completions, texts, strict=True):
-            message = self._message(read, completion, text)
-            node = self.recorder.record(read.turn, completion, message)
+            message = self._message(request, turn, completion, text)
+            node = self.recorder.record(turn, completion, message)
             answers.append(self._answered(node, thinking and THOUGHT_ENDS not in text))
-        return Reply(body=encoded(dialect, read.request, answers), stream=read.request.stream)
+        return Reply(body=encoded(dialect, request, answers), stream=request.stream)
 
-    def _message(self, read: _Read, completion: Completion, text: str) -> Message:
+    def _message(self, request: ChatRequest, turn: Turn, completion: Completion, text: str) -> Message:
         """Return the message of a completion; garbled calls are text, since no client could run them."""
-        turn = read.turn
         message = self.play.renderer.message(
             text, token_ids=completion.token_ids, before=turn.context, tools=turn.tools
         )
@@ -276,14 +274,9 @@ class Session:
             message = {"role": "assistant", "content": text}
         content = str(message.get("content") or "")
         if completion.finish_reason == "stop":
-            for stop in read.request.stop:
+            for stop in request.stop:
                 content = content.removesuffix(stop)
         return {**message, "content": content}
-
-    def _begins_thinking(self, turn: Turn) -> bool:
-        """Return whether the prompt ends with the tag that begins thinking, as some templates write it."""
-        (end,) = self.play.renderer.texts([turn.context[-_TAIL:].tolist()])
-        return end.rstrip().endswith(THOUGHT_OPENS)
 
     def _answered(self, node: Node, thinking: bool) -> Answer:
         id = f"{len(self._replies):08d}"

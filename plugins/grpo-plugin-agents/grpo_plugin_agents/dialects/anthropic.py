@@ -85,7 +85,11 @@ def _anthropic_messages(given: dict[str, Any]) -> Iterable[dict[str, Any]]:
         return [{"role": role, "content": content}]
     if not all(isinstance(block, dict) for block in content):
         raise BadRequest(f"a message of {role} has a block that is not an object")
-    results = [_result(block) for block in content if block.get("type") == "tool_result"]
+    results = [
+        {"role": "tool", "content": block.get("content"), "tool_call_id": block.get("tool_use_id")}
+        for block in content
+        if block.get("type") == "tool_result"
+    ]
     calls = [
         reading.call(block.get("id"), block.get("name"), block.get("input"))
         for block in content
@@ -97,10 +101,6 @@ def _anthropic_messages(given: dict[str, Any]) -> Iterable[dict[str, Any]]:
     if calls:
         message["tool_calls"] = calls
     return [*results, *([message] if rest or calls or not results else [])]
-
-
-def _result(block: dict[str, Any]) -> dict[str, Any]:
-    return {"role": "tool", "content": block.get("content"), "tool_call_id": block.get("tool_use_id")}
 
 
 def _blocks(answer: Answer) -> list[dict[str, Any]]:

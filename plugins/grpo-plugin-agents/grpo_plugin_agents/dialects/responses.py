@@ -45,7 +45,18 @@ class Responses:
         cut = {"reason": "max_output_tokens"} if answer.truncated else None
         read, written = answer.prompt_tokens, answer.completion_tokens
         return {
-            **self._head(request, answer),
+            "id": f"resp_{answer.id}",
+            "object": "response",
+            "created_at": openai.CREATED,
+            "model": request.model,
+            "error": None,
+            "instructions": None,
+            "metadata": {},
+            "parallel_tool_calls": True,
+            "temperature": None,
+            "tool_choice": "auto",
+            "tools": [],
+            "top_p": None,
             "status": "incomplete" if cut else "completed",
             "incomplete_details": cut,
             "output": _items(answer),
@@ -80,22 +91,6 @@ class Responses:
         """Return an ``error`` event as it is documented, with the error that OpenAI's clients raise."""
         told = {"type": "error", "code": code, "message": message, "param": None, "sequence_number": 0}
         return "error", {**told, **self.error(status, message, code)}
-
-    def _head(self, request: ChatRequest, answer: Answer) -> dict[str, Any]:
-        return {
-            "id": f"resp_{answer.id}",
-            "object": "response",
-            "created_at": openai.CREATED,
-            "model": request.model,
-            "error": None,
-            "instructions": None,
-            "metadata": {},
-            "parallel_tool_calls": True,
-            "temperature": None,
-            "tool_choice": "auto",
-            "tools": [],
-            "top_p": None,
-        }
 
 
 def _add_item(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
