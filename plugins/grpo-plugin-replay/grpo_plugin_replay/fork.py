@@ -272,21 +272,14 @@ def first_number(base: Side, fork: Side) -> str:
     for name, a, b in _metrics(base, fork):
         if a != b:
             return f"the metric {name}: {a!r} -> {b!r}"
-    for path in sorted(base.saved.rglob("*.safetensors"), reverse=True):  # trainer/ before optimizer/
-        if told := _first_element(path, fork.saved / path.relative_to(base.saved)):
-            return told
-    return ""
-
-
-def _first_element(file: Path, other: Path) -> str:
-    """Name the first number that differs between two files of tensors, with both values; "" if none does."""
     from safetensors.torch import load_file
 
-    theirs = load_file(other)
-    for name, tensor in sorted(load_file(file).items()):
-        if name in theirs and len(different := (tensor != theirs[name]).nonzero()):
-            at = tuple(different[0].tolist())
-            return f"{name}{[*at]}: {tensor[at].item()!r} -> {theirs[name][at].item()!r}"
+    for path in sorted(base.saved.rglob("*.safetensors"), reverse=True):  # trainer/ before optimizer/
+        theirs = load_file(fork.saved / path.relative_to(base.saved))
+        for name, tensor in sorted(load_file(path).items()):
+            if name in theirs and len(different := (tensor != theirs[name]).nonzero()):
+                at = tuple(different[0].tolist())
+                return f"{name}{[*at]}: {tensor[at].item()!r} -> {theirs[name][at].item()!r}"
     return ""
 
 

@@ -15,7 +15,7 @@ from typing import Self
 
 from attrs import define, evolve, field, frozen
 
-from grpo_core import Batch, ConfigError, Group, StateDigest, StepResult, Trainer
+from grpo_core import Batch, ConfigError, Group, StepResult, Trainer
 from grpo_core.kit import (
     Config,
     PluginHost,
@@ -212,11 +212,7 @@ def _difference(recorded: StepRecord, result: StepResult) -> str:
     if (tensor := first_tensor(recorded.digest, result.digest)) is None:
         return ""
     metric = first_metric(recorded.metrics, result.metrics)
-    by = _computed_by(recorded.digest, result.digest)
+    # other programs or processors may round in other ways
+    was, here = (f"{each.computed_by}, {each.threads} threads" for each in (recorded.digest, result.digest))
+    by = f". The run was computed by {was}; this is {here}" if was != here else ""
     return f"the first tensor that differs is {tensor}{f'; {metric}' if metric else ''}{by}"
-
-
-def _computed_by(recorded: StateDigest, now: StateDigest) -> str:
-    """Say if other programs or processors computed the step, which may round in other ways."""
-    was, here = (f"{each.computed_by}, {each.threads} threads" for each in (recorded, now))
-    return f". The run was computed by {was}; this is {here}" if was != here else ""

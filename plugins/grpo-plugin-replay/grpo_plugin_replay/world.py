@@ -140,8 +140,13 @@ class PlannedEngine:
         try:
             await call.ended
         finally:
-            if call.left:
-                self._forget(rows)
+            if call.left:  # the caller has gone
+                gone = {id(row) for row in rows}
+                self._count()
+                self._waiting = deque(row for row in self._waiting if id(row) not in gone)
+                self._rows = [each for each in self._rows if id(each[2]) not in gone]
+                heapq.heapify(self._rows)
+                self._begin_rows()
         return [row.completion for row in rows if row.completion is not None]
 
     async def update_weights(self, weights: Weights) -> None:
@@ -215,28 +220,15 @@ class PlannedEngine:
         for mark, version in zip(self._marks[first + 1 :], self._versions[first + 1 :], strict=True):
             versions[int(np.ceil(mark - row.begin - 1e-6)) :] = version
         ids.flags.writeable = versions.flags.writeable = False  # so that they are not copied
+        if len(self._logprobs) < row.tokens:  # equal ones, which all completions share and none changes
+            self._logprobs = np.full(2 * row.tokens, -1.0, dtype=np.float32)
+            self._logprobs.flags.writeable = False
         return Completion(
             token_ids=ids,
-            logprobs=self._equal_logprobs(row.tokens),
+            logprobs=self._logprobs[: row.tokens],
             versions=versions,
             finish_reason="length" if row.truncated else "stop",
         )
-
-    def _equal_logprobs(self, tokens: int) -> Any:
-        """Return as many equal logprobs, which no completion changes, and all of them share."""
-        if len(self._logprobs) < tokens:
-            self._logprobs = np.full(2 * tokens, -1.0, dtype=np.float32)
-            self._logprobs.flags.writeable = False
-        return self._logprobs[:tokens]
-
-    def _forget(self, rows: Sequence[_Row]) -> None:
-        """Take rows away whose caller has gone."""
-        gone = {id(row) for row in rows}
-        self._count()
-        self._waiting = deque(row for row in self._waiting if id(row) not in gone)
-        self._rows = [each for each in self._rows if id(each[2]) not in gone]
-        heapq.heapify(self._rows)
-        self._begin_rows()
 
 
 class PlannedTrainer(Trainer):
