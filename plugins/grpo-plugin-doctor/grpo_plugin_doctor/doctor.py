@@ -138,10 +138,22 @@ def of_machine(gpus: Sequence[machine.Gpu]) -> Iterator[Check]:
         found = next(filter(None, map(machine.installed, distributions)), "not installed")
         yield Check(name=package, found=found)
     yield Check(name="NCCL", found=machine.nccl() or "not installed")
-    yield from _of_memory_of_machine()
+    if (host := machine.host_memory()) is not None:
+        limit = f", the limit in {host.limit}" if host.limit else ""
+        yield Check(
+            name="memory",
+            found=f"{memory.size(host.available)} available of {memory.size(host.total)}{limit}",
+        )
     yield _of_shared_memory()
     yield _of_open_files()
-    yield _of_disk()
+    directory, free = machine.disk(RUNS)
+    full = free < LEAST_DISK
+    yield Check(
+        name="disk",
+        found=f"{memory.size(free)} free in {directory}",
+        status="warning" if full else "ok",
+        advice="make room, or choose another disk with --output" if full else "",
+    )
 
 
 def _of_torch(gpus: Sequence[machine.Gpu]) -> Iterator[Check]:
@@ -167,17 +179,6 @@ def _of_torch(gpus: Sequence[machine.Gpu]) -> Iterator[Check]:
         found=f"{names}; driver {gpus[0].driver or 'unknown'}",
         status="ok" if build else "warning",
         advice="" if build else "this torch cannot use them: install a build for CUDA (https://pytorch.org)",
-    )
-
-
-def _of_memory_of_machine() -> Iterator[Check]:
-    host = machine.host_memory()
-    if host is None:
-        return
-    limit = f", the limit in {host.limit}" if host.limit else ""
-    yield Check(
-        name="memory",
-        found=f"{memory.size(host.available)} available of {memory.size(host.total)}{limit}",
     )
 
 
@@ -216,19 +217,19 @@ def _of_open_files() -> Check:
     )
 
 
-def _of_disk() -> Check:
-    directory, free = machine.disk(RUNS)
-    full = free < LEAST_DISK
-    return Check(
-        name="disk",
-        found=f"{memory.size(free)} free in {directory}",
-        status="warning" if full else "ok",
-        advice="make room, or choose another disk with --output" if full else "",
-    )
+def _of_checkpoints(nbytes: int, config: Config) -> Check:
+    """Compare the bytes of all checkpoints, the one that is being written included, with the disk.
 
+    How many ``checkpoint.keep_every`` keeps is not known where epochs say when the run ends.
 
-def _of_checkpoints(needed: int) -> Check:
-    """Compare the bytes of all checkpoints, the one that is being written included, with the disk."""
+    Args:
+        nbytes: those of one checkpoint.
+    """
+    kept, trainer = config.checkpoint, config.trainer
+    number = kept.keep + 1 + (kept.keep_best if kept.best else 0)
+    if kept.keep_every and kept.every and not trainer.epochs:
+        number += trainer.steps // lcm(kept.keep_every, kept.every)
+    needed = number * nbytes
     directory, free = machine.disk(RUNS)
     full = free < needed
     return Check(
@@ -263,7 +264,13 @@ def _of_configuration(config: Config, host: PluginHost, gpus: Sequence[machine.G
         yield Check(name="configuration", found=about, status="problem", advice=str(error))
     else:
         yield Check(name="configuration", found=about)
-    yield from _of_model(config, host)
+    path = config.model.path
+    try:
+        odd = check_model(config, host)  # what does not fit together in its files on this machine
+    except ModelError as error:
+        yield Check(name="model", found=path, status="problem", advice=str(error))
+    else:
+        yield from (Check(name="model", found=path, status="warning", advice=each) for each in odd)
     device = config.trainer.device
     number = memory.number_of(device)
     if device.startswith("cuda") and not (number is not None and number < len(gpus)):
@@ -273,17 +280,6 @@ def _of_configuration(config: Config, host: PluginHost, gpus: Sequence[machine.G
             status="problem",
             advice='choose "auto" or "cpu", or look at CUDA_VISIBLE_DEVICES',
         )
-
-
-def _of_model(config: Config, host: PluginHost) -> Iterator[Check]:
-    """Say what does not fit together in the files of a model on this machine."""
-    path = config.model.path
-    try:
-        odd = check_model(config, host)
-    except ModelError as error:
-        yield Check(name="model", found=path, status="problem", advice=str(error))
-    else:
-        yield from (Check(name="model", found=path, status="warning", advice=each) for each in odd)
 
 
 def _of_memory(
@@ -304,20 +300,8 @@ def _of_memory(
         Check(name="run's memory", found=f"a part is unknown: {told}", status="warning")
         for told in found.missing
     ]
-    needed = found.checkpoint * _most_checkpoints(config)
-    return found, [*_of_capacities(found, config, gpus), *missing, _of_checkpoints(needed)]
-
-
-def _most_checkpoints(config: Config) -> int:
-    """Return how many checkpoints the disk may hold at the same time, with the one that is being written.
-
-    How many ``checkpoint.keep_every`` keeps is not known where epochs say when the run ends.
-    """
-    kept, trainer = config.checkpoint, config.trainer
-    number = kept.keep + 1 + (kept.keep_best if kept.best else 0)
-    if kept.keep_every and kept.every and not trainer.epochs:
-        number += trainer.steps // lcm(kept.keep_every, kept.every)
-    return number
+    disk = _of_checkpoints(found.checkpoint, config)
+    return found, [*_of_capacities(found, config, gpus), *missing, disk]
 
 
 def _model_directory(config: Config, host: PluginHost, scratch: Path) -> str | None:

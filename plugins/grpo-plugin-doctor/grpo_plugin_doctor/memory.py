@@ -415,7 +415,9 @@ def footprint(
         base = _base(bases.get(process.name, with_torch))
         found.append(evolve(process, parts=(base, *process.parts)))
     if plan.engines:
-        found.append(_environments(config, python))
+        sets = config.validation.environments(config.validation.due_sets)
+        count = config.environment.workers * (len(config.tasks) + len(sets))
+        found.append(ProcessMemory(name="environment", parts=(_base(python),), count=count))
     return Footprint(
         processes=tuple(found),
         parameters=model.parameters,
@@ -485,12 +487,6 @@ def _not_told(config: Config, processes: Sequence[ProcessMemory], elsewhere: Col
         for each, name in (("trainer", config.trainer.name), ("engine", config.engine.name))
         if each not in told
     ]
-
-
-def _environments(config: Config, python: int) -> ProcessMemory:
-    sets = config.validation.environments(config.validation.due_sets)
-    count = config.environment.workers * (len(config.tasks) + len(sets))
-    return ProcessMemory(name="environment", parts=(_base(python),), count=count)
 
 
 def _activations(nbytes: int, trained: int, device: str) -> tuple[MemoryPart, ...]:
