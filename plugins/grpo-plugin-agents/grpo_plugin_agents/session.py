@@ -201,13 +201,10 @@ class Session:
             turn = self.recorder.turn(request.messages, request.tools, self.play.renderer)
         except PluginError as error:
             raise PluginError(f"{error}. {MIXED_UP_ADVICE}") from error
-        except (BadRequest, ModelError, ValueError, RecursionError) as error:
-            told = (
-                str(error)
-                if isinstance(error, BadRequest | ModelError)
-                else f"the body is unreadable: {error}"
-            )
-            raise Refused(400, told, "bad_request") from error
+        except (BadRequest, ModelError) as error:
+            raise Refused(400, str(error), "bad_request") from error
+        except (ValueError, RecursionError) as error:
+            raise Refused(400, f"the body is unreadable: {error}", "bad_request") from error
         if not len(turn.context):
             raise Refused(400, "the messages have no tokens; a model needs one to begin with", "bad_request")
         if request.n > MOST_COMPLETIONS:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from json import dumps
 from pathlib import Path
@@ -96,7 +96,6 @@ def audit(
     console.print(Text(inert(offer), style="bold"))
     begin = time.monotonic()
     extent = Extent(prompts=prompts, seconds=seconds, seed=seed)
-    show = partial(_show, console)
     found = []
     if model is not None or hosted:  # first: a model that is not there is an error before the audit
         from grpo_plugin_audit.training import played_signal  # it loads torch
@@ -108,8 +107,8 @@ def audit(
 
         playing = played_signal(name, options, model, engine_section, prompts=prompts, seed=seed, status=tell)
         found.append(evolve(to_the_end(playing), seconds=time.monotonic() - begin))
-        show(found[0])
-    found += to_the_end(_shown(findings(host, name, dict(options), extent), show))
+        _show(console, found[0])
+    found += to_the_end(_shown(console, findings(host, name, dict(options), extent)))
     seconds = time.monotonic() - begin
     counts = Counter(finding.severity for finding in found)
     told = ", ".join(f"{counts[each]} {each}" for each in COUNTED if counts[each] or each == "failed")
@@ -126,10 +125,10 @@ def audit(
     return 1 if counts["failed"] else 0
 
 
-async def _shown(findings: AsyncIterator[Finding], show: Callable[[Finding], None]) -> list[Finding]:
+async def _shown(console: Console, findings: AsyncIterator[Finding]) -> list[Finding]:
     found = []
     async for finding in findings:
-        show(finding)
+        _show(console, finding)
         found.append(finding)
     return found
 

@@ -8,8 +8,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
 
-from attrs import frozen
-
 import grpo_core as grpo
 from grpo_plugin_code.blocks import program_of
 from grpo_plugin_code.cases import Called, Printed, cases_of
@@ -18,14 +16,6 @@ from grpo_plugin_code.values import NotANumberError, form_in, form_of
 
 LONG = 2**14
 """Characters of a value that takes a while to be read."""
-
-
-@frozen(kw_only=True)
-class CaseResult:
-    """The result of one test."""
-
-    passed: bool
-    reason: str
 
 
 class PythonCode(grpo.Environment):
@@ -105,32 +95,31 @@ class PythonCode(grpo.Environment):
         called = [case for case in cases if isinstance(case, Called)]
         expected = [await self._form(case) for case in called]
         runs = [self._printed(code, case) for case in cases if isinstance(case, Printed)]
-        results = list(await asyncio.gather(*runs))
+        reasons = list(await asyncio.gather(*runs))  # why tests failed; empty for those that passed
         if called:
             # one sandbox evaluates all calls; what it does not answer has failed
             found = await self._sandboxes.run(Job(code=code, calls=[case.call for case in called]))
             for place, form in enumerate(expected):
                 if place >= len(found.values):
-                    results.append(CaseResult(passed=False, reason=found.reason or "missing"))
+                    reasons.append(found.reason or "missing")
                     continue
                 passed = form is not None and await _has_form(found.values[place], form)
-                results.append(CaseResult(passed=passed, reason="wrong"))
-        share = sum(result.passed for result in results) / len(results)
-        reasons = Counter(result.reason for result in results if not result.passed)
+                reasons.append("" if passed else "wrong")
+        share = reasons.count("") / len(reasons)
+        failed = Counter(filter(None, reasons))
         return grpo.Feedback(
             reward=share if self._share else float(share == 1.0),
             metrics={
                 "passed": share,
                 "without_code": 0.0,
-                **{f"failed_{reason}": count / len(results) for reason, count in reasons.items()},
+                **{f"failed_{reason}": count / len(reasons) for reason, count in failed.items()},
             },
         )
 
-    async def _printed(self, code: str, case: Printed) -> CaseResult:
+    async def _printed(self, code: str, case: Printed) -> str:
+        """Return why a program fails a test, or an empty text."""
         found = await self._sandboxes.run(Job(code=code, stdin=case.input))
-        if found.reason:
-            return CaseResult(passed=False, reason=found.reason)
-        return CaseResult(passed=case.passes(found.output), reason="wrong")
+        return found.reason or ("" if case.passes(found.output) else "wrong")
 
     async def _form(self, case: Called) -> str | None:
         """Return the form of the value that a test expects, or None if nothing can equal it.

@@ -180,9 +180,7 @@ def smallest_change(
     """Name the first of ``SMALLER`` with which the run fits, as the end of a message; "" if none does."""
     for keys in SMALLER:
         changes = parse_settings([f"{key}={value}" for key, value in keys.items()], {})
-        with contextlib.suppress(
-            GrpoError
-        ):  # a plugin that is not installed, or keys that exclude each other
+        with contextlib.suppress(GrpoError):  # a plugin is not installed, or keys exclude each other
             smaller = build([as_table(config), changes], host.sections)
             found = capacities(needed_parts(smaller, host, directory, shapes, gpus), gpus)
             if not any(each.refused(smaller.section(Health).max_memory) for each in found):

@@ -101,13 +101,6 @@ class _Row:
     """Tokens that a row of the engine had got when this one began."""
     completion: Completion | None = None
 
-    def end(self, completion: Completion) -> None:
-        """Keep the completion, and wake the caller if it was the last."""
-        self.completion = completion
-        self.call.left -= 1
-        if not self.call.left and not self.call.ended.done():
-            self.call.ended.set_result(None)
-
 
 class PlannedEngine:
     """Decodes rows together: with n of them, each gets a token every ``token + (n - 1) * row`` seconds."""
@@ -209,7 +202,10 @@ class PlannedEngine:
         self._tokens = end = self._rows[0][0]
         while self._rows and self._rows[0][0] <= end + 1e-6:
             _, _, row = heapq.heappop(self._rows)
-            row.end(self._completion(row))
+            row.completion = self._completion(row)
+            row.call.left -= 1
+            if not row.call.left and not row.call.ended.done():
+                row.call.ended.set_result(None)
         self._begin_rows()
 
     def _completion(self, row: _Row) -> Completion:

@@ -17,7 +17,6 @@ __all__ = [
     "ANTHROPIC",
     "CHAT",
     "DIALECTS",
-    "RESPONSES",
     "Answer",
     "BadRequest",
     "ChatRequest",
@@ -26,10 +25,10 @@ __all__ = [
     "event",
 ]
 
-CHAT, RESPONSES, ANTHROPIC = ChatCompletions(), Responses(), AnthropicMessages()
+CHAT, ANTHROPIC = ChatCompletions(), AnthropicMessages()
 DIALECTS: Mapping[str, Dialect] = {
     "/v1/chat/completions": CHAT,
-    "/v1/responses": RESPONSES,
+    "/v1/responses": Responses(),
     "/v1/messages": ANTHROPIC,
 }
 """Dialects by path."""
