@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from math import inf
 from statistics import fmean
 from typing import Any, Literal, TypedDict, get_args
@@ -11,7 +11,6 @@ from attrs import asdict, define, field
 
 from grpo_core import (
     ConfigError,
-    Prompt,
     Rollout,
     ScoringStrategy,
     ValidationContext,
@@ -174,11 +173,23 @@ class Paired(ScoringStrategy):
         played: list[Rollout] = []
         for begin in range(0, len(prompts), self._batch):
             part = prompts[begin : begin + self._batch]
-            rollouts = await self._played(context, part)
+            rollouts = await context.rollout(
+                part, n=self.n, temperature=self.temperature, max_tokens=self.max_tokens, mode=self.mode
+            )
             played += rollouts
-            self._take(scored, part, rollouts)
+            for place, prompt in enumerate(part):
+                own = rollouts[place * self.n : (place + 1) * self.n]
+                known = [rollout for rollout in own if rollout.reward is not None]
+                if known:
+                    scored.scores[prompt.id] = dict(self.scores(known))
+                if len(known) < len(own):
+                    scored.missing[prompt.id] = 1 - len(known) / len(own)
             if standard is not None:
-                self._compare(comparison, task, scored, standard, part)
+                there = standard.scores.keys() | standard.missing.keys()
+                try:
+                    comparison.add(scored, standard, (prompt.id for prompt in part if prompt.id in there))
+                except ValueError as error:
+                    raise ConfigError(f"task {task!r}: {error}; set validation.options.bound") from None
                 if self._until == "decided" and comparison.decision in ("worse", "equal"):
                     break
         few = scored.share_missing <= MANY
@@ -190,30 +201,6 @@ class Paired(ScoringStrategy):
         if few and len(played) < len(prompts) * self.n:
             summary |= self._estimates(task, scored, standard)
         return summary | _described(comparison, standard.version)
-
-    async def _played(self, context: ValidationContext, prompts: Sequence[Prompt]) -> list[Rollout]:
-        return await context.rollout(
-            prompts, n=self.n, temperature=self.temperature, max_tokens=self.max_tokens, mode=self.mode
-        )
-
-    def _take(self, scored: Scored, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> None:
-        """Keep the scores of more prompts, and what they lack."""
-        for place, prompt in enumerate(prompts):
-            own = rollouts[place * self.n : (place + 1) * self.n]
-            known = [rollout for rollout in own if rollout.reward is not None]
-            if known:
-                scored.scores[prompt.id] = dict(self.scores(known))
-            if len(known) < len(own):
-                scored.missing[prompt.id] = 1 - len(known) / len(own)
-
-    def _compare(
-        self, comparison: Bounds, task: str, scored: Scored, standard: Scored, prompts: Sequence[Prompt]
-    ) -> None:
-        known = standard.scores.keys() | standard.missing.keys()
-        try:
-            comparison.add(scored, standard, (prompt.id for prompt in prompts if prompt.id in known))
-        except ValueError as error:
-            raise ConfigError(f"task {task!r}: {error}; set validation.options.bound") from None
 
     def _estimates(self, task: str, scored: Scored, standard: Scored) -> dict[str, float]:
         """Estimate the means over all prompts from the scores of some of them, with their intervals."""
@@ -241,13 +228,10 @@ def _share(value: float) -> float:
     return min(max(value, 0.0), 1.0)
 
 
-def _described(comparison: Bounds, version: int) -> dict[str, Any]:
+def _described(comparison: Bounds, version: int) -> dict[str, float]:
     low, high = comparison.interval
     mean = (comparison.low.mean + comparison.high.mean) / 2
     told = {"difference": mean, "difference_low": low, "difference_high": high}
-    decision = comparison.decision
-    return {
-        **told,
-        **({} if decision is None else {"outcome": OUTCOMES[decision]}),
-        "standard": float(version),
-    }
+    if comparison.decision is not None:
+        told["outcome"] = OUTCOMES[comparison.decision]
+    return told | {"standard": float(version)}

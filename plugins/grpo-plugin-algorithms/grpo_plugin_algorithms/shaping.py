@@ -100,32 +100,26 @@ class Shaping:
     def _rollout(self, rollout: Rollout, its: Group) -> Rollout:
         if rollout.reward is None:
             return rollout
-        shaped = self._reward(rollout, its)
+        keys, shaped, length = self.keys, rollout.reward, rollout.n_sampled
+        if keys.weights:
+            if missing := sorted(set(keys.weights) - set(rollout.metrics)):
+                raise PluginError(
+                    f"shaping.weights: prompt {its.prompt.id!r} of task {its.prompt.environment!r} has no "
+                    f"metric {', '.join(missing)}; its environment gives Feedback.metrics "
+                    f"{sorted(rollout.metrics)}"
+                )
+            shaped = advantages.combine(rollout.metrics, keys.weights) or 0.0
+        if any(keys.source):
+            shaped = rewards.scaled(shaped, keys.source, keys.target if any(keys.target) else keys.source)
+        if rollout.truncated:
+            shaped *= keys.truncated_factor
+        shaped -= keys.token_price * length
+        if keys.overlong_buffer:
+            limit = keys.overlong_limit or self.max_tokens * max(1, rollout.turns)
+            shaped += rewards.overlong(
+                length, limit=limit, buffer=keys.overlong_buffer, penalty=keys.overlong_penalty
+            )
         turns = rollout.turn_rewards
         if turns:  # what belongs to the whole rollout belongs to its end
             turns = (*turns[:-1], turns[-1] + shaped - rollout.reward)
         return evolve(rollout, reward=shaped, turn_rewards=turns)
-
-    def _reward(self, rollout: Rollout, its: Group) -> float:
-        keys, reward, length = self.keys, rollout.reward or 0.0, rollout.n_sampled
-        if keys.weights:
-            reward = self._sum(rollout, its)
-        if any(keys.source):
-            reward = rewards.scaled(reward, keys.source, keys.target if any(keys.target) else keys.source)
-        if rollout.truncated:
-            reward *= keys.truncated_factor
-        reward -= keys.token_price * length
-        if keys.overlong_buffer:
-            limit = keys.overlong_limit or self.max_tokens * max(1, rollout.turns)
-            reward += rewards.overlong(
-                length, limit=limit, buffer=keys.overlong_buffer, penalty=keys.overlong_penalty
-            )
-        return reward
-
-    def _sum(self, rollout: Rollout, its: Group) -> float:
-        if missing := sorted(set(self.keys.weights) - set(rollout.metrics)):
-            raise PluginError(
-                f"shaping.weights: prompt {its.prompt.id!r} of task {its.prompt.environment!r} has no metric "
-                f"{', '.join(missing)}; its environment gives Feedback.metrics {sorted(rollout.metrics)}"
-            )
-        return advantages.combine(rollout.metrics, self.keys.weights) or 0.0

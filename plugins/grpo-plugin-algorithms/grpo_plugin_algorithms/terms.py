@@ -185,7 +185,9 @@ def composed(
             for name, attribute in shared.items()
         ]
         loss.__signature__ = inspect.Signature([*mine, *parameters])  # type: ignore[attr-defined]
-        loss.__doc__ = _documented(objective)
+        own = inspect.cleandoc(objective.__doc__ or "")  # its last section is ``Args:``
+        meanings = [f"    {name}: {attribute.metadata['meaning']}" for name, attribute in shared.items()]
+        loss.__doc__ = "\n".join([own, *meanings])
         ranges = {name: attribute.metadata["within"] for name, attribute in shared.items()}
         only_with = {name: attribute.metadata["only_with"] for name, attribute in shared.items()}
         return _declared(
@@ -193,13 +195,6 @@ def composed(
         )
 
     return make
-
-
-def _documented(objective: ObjectiveFunction) -> str:
-    """Return the docstring with the shared options at the end of its last section, ``Args:``."""
-    own = inspect.cleandoc(objective.__doc__ or "")
-    lines = [f"    {name}: {each.metadata['meaning']}" for name, each in attrs.fields_dict(Terms).items()]
-    return "\n".join([own, *lines])
 
 
 def _declared(loss: Callable[..., LossOutput], declared: Declared) -> Callable[..., LossOutput]:
