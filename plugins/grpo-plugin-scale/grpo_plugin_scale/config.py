@@ -52,37 +52,30 @@ def check(*, config: Config, host: PluginHost, **options: object) -> None:
             f'model.dtype = "{config.model.dtype}" may give them others; set model.dtype = "bfloat16"'
         )
     if section.divides:
-        _check_divided(section, config, host)
+        if config.trainer.compile:
+            raise ConfigError(
+                f"{section.held}: trainer.compile = true is for one process with float32 weights; leave one "
+                "of them out"
+            )
+        name = config.optimizer.name
+        if not host.find("optimizer", name).offer.takes_parts:
+            raise ConfigError(
+                f"{section.held}: the optimizer {name!r} computes with whole parameters, of which each rank "
+                'holds a part; use optimizer.name = "adamw"'
+            )
     if section.offload:
-        _check_offload(section, config)
-
-
-def _check_divided(section: ScaledConfig, config: Config, host: PluginHost) -> None:
-    if config.trainer.compile:
-        raise ConfigError(
-            f"{section.held}: trainer.compile = true is for one process with float32 weights; leave one of "
-            "them out"
-        )
-    name = config.optimizer.name
-    if not host.find("optimizer", name).offer.takes_parts:
-        raise ConfigError(
-            f"{section.held}: the optimizer {name!r} computes with whole parameters, of which each rank "
-            'holds a part; use optimizer.name = "adamw"'
-        )
-
-
-def _check_offload(section: ScaledConfig, config: Config) -> None:
-    if config.pipeline.max_staleness:
-        raise ConfigError(
-            "trainer.offload = true is for a trainer and an engine that take turns on a GPU; with "
-            f"pipeline.max_staleness = {config.pipeline.max_staleness} both work at once: set it to 0"
-        )
-    if config.trainer.device == "cpu":
-        raise ConfigError(
-            "trainer.offload = true moves weights from a GPU to the machine's memory, where those of "
-            'trainer.device = "cpu" are already; leave one of them out'
-        )
-    if section.divides:
-        raise ConfigError(
-            f"trainer.offload = true: the weights of {section.held} stay on their GPUs; leave one of them out"
-        )
+        if config.pipeline.max_staleness:
+            raise ConfigError(
+                "trainer.offload = true is for a trainer and an engine that take turns on a GPU; with "
+                f"pipeline.max_staleness = {config.pipeline.max_staleness} both work at once: set it to 0"
+            )
+        if config.trainer.device == "cpu":
+            raise ConfigError(
+                "trainer.offload = true moves weights from a GPU to the machine's memory, where those of "
+                'trainer.device = "cpu" are already; leave one of them out'
+            )
+        if section.divides:
+            raise ConfigError(
+                f"trainer.offload = true: the weights of {section.held} stay on their GPUs; leave one of "
+                "them out"
+            )

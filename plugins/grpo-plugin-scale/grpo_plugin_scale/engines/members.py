@@ -112,16 +112,11 @@ class Member:
             raise PluginError(f"{self.name}: generate() returned {len(answer)} completions for one request")
         self.failures = 0
         self.sampled += len(answer[0].token_ids)
-        await self._until_confirmed(answer[0])
-        return answer[0]
-
-    async def _until_confirmed(self, answer: Completion) -> None:
-        """Wait until the canary has confirmed all weights that sampled the tokens.
-
-        If the engine is replaced before, the call is cancelled, and another member generates the tokens.
-        """
-        while answer.versions.max(initial=0) >= self._unconfirmed:
+        # until the canary has confirmed all weights that sampled the tokens; if the engine is replaced
+        # before, the call is cancelled, and another member generates the tokens
+        while answer[0].versions.max(initial=0) >= self._unconfirmed:
             await self._confirmed.wait()
+        return answer[0]
 
     async def give(self, held: WeightsLease, *, tolerance: Tolerance, deadline: float) -> None:
         """Give the engine these weights, and check its canary.

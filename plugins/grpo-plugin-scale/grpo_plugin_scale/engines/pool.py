@@ -294,7 +294,7 @@ class EnginePool:
         """Keep a member on the target weights until it is given up, or the pool is closed."""
         try:
             while True:
-                await self._until(lambda: self._lacks(member))
+                await self._until(lambda: self._target is not None and member.holds is not self._target)
                 if self._target is not None:
                     await self._sync(member, self._target)
         except Exception as error:  # raised by the calls that wait for the pool
@@ -303,9 +303,6 @@ class EnginePool:
         member.give_back()
         self._notify()
         await member.close()
-
-    def _lacks(self, member: Member) -> bool:
-        return self._target is not None and member.holds is not self._target
 
     async def _sync(self, member: Member, held: WeightsLease) -> None:
         try:

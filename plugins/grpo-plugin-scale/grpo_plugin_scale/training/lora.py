@@ -32,6 +32,7 @@ from grpo_core.kit import (
     weight_files,
     wrong_input,
 )
+from grpo_plugin_scale.training.resting import memory_of
 
 if TYPE_CHECKING:
     from grpo_plugin_scale.training.group import Group
@@ -323,20 +324,15 @@ def _views(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, _View]
     homes: dict[int, list[tuple[int, int, str]]] = {}
     for name, tensor in _tensors(module).items():
         begin = int(tensor.storage_offset())
-        homes.setdefault(_storage(tensor), []).append((begin, begin + tensor.numel(), name))
+        homes.setdefault(memory_of(tensor), []).append((begin, begin + tensor.numel(), name))
 
     def found(view: Tensor) -> _View:
         at = int(view.storage_offset())
-        of_storage = homes[_storage(view)]
+        of_storage = homes[memory_of(view)]
         begin, _, name = next((home for home in of_storage if home[0] <= at < home[1]), of_storage[0])
         return _View(name, view.shape, view.stride(), at - begin)
 
     return {name: found(view) for name, view in tensors.items()}
-
-
-def _storage(tensor: Tensor) -> int:
-    place: int = tensor.untyped_storage()._cdata
-    return place
 
 
 def _inject(config: LoraConfig, module: nn.Module, source: ModelSource, targets: Sequence[str]) -> None:
@@ -382,14 +378,9 @@ def _problem(targets: Sequence[str], module: nn.Module) -> str:
     return ""
 
 
-def _names(tensors: Mapping[str, Tensor]) -> dict[tuple[int, torch.Size], str]:
-    """Return the checkpoint's name of a tensor by its place in memory and its shape."""
-    return {(tensor.data_ptr(), tensor.shape): name for name, tensor in tensors.items()}
-
-
 def _adapted(module: nn.Module, base: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the layers with an adapter by the checkpoint's name of their weight.  Raises ModelError."""
-    names = _names(base)
+    names = {(tensor.data_ptr(), tensor.shape): name for name, tensor in base.items()}
     layers = {}
     for place, layer in module.named_modules():
         if isinstance(layer, LoraLayer):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -28,13 +28,19 @@ class Resting:
     @torch.no_grad()
     def leave(self, tensors: Iterable[Tensor]) -> int:
         """Copy tensors and give back their memory; return its bytes.  Their values cannot be read then."""
-        storages = {_key(tensor): tensor.untyped_storage() for tensor in tensors}
+        storages = {memory_of(tensor): tensor.untyped_storage() for tensor in tensors}
         moved = {  # a storage that cannot be made anew stays, such as a file that is mapped
             key: storage
             for key, storage in storages.items()
             if storage.nbytes() >= SMALLEST and storage.resizable()
         }
-        self._make_room(moved)
+        new = {  # which were never away, or have another size now; they get one block
+            key: _bytes(storage)
+            for key, storage in moved.items()
+            if key not in self._copies or self._copies[key].nbytes != storage.nbytes()
+        }
+        on_gpu = any(tensor.is_cuda for tensor in new.values())
+        self._copies |= zip(new, room_for(list(new.values()), pinned=on_gpu), strict=True)
         for key, storage in moved.items():
             self._copies[key].copy_(_bytes(storage), non_blocking=True)
             self._away.append(storage)
@@ -56,21 +62,11 @@ class Resting:
 
     def readable(self, tensor: Tensor) -> Tensor:
         """Return the tensor, or the copy of one that is away."""
-        copy = self._copies.get(_key(tensor))
+        copy = self._copies.get(memory_of(tensor))
         if copy is None or tensor.untyped_storage().nbytes():
             return tensor
         whole = copy.view(tensor.dtype)
         return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-
-    def _make_room(self, storages: Mapping[int, torch.UntypedStorage]) -> None:
-        """Make one block for those that were never away, or have another size now."""
-        new = {
-            key: _bytes(storage)
-            for key, storage in storages.items()
-            if key not in self._copies or self._copies[key].nbytes != storage.nbytes()
-        }
-        on_gpu = any(tensor.is_cuda for tensor in new.values())
-        self._copies |= zip(new, room_for(list(new.values()), pinned=on_gpu), strict=True)
 
     def _wait(self) -> None:
         for gpu in {each.device for each in map(_bytes, self._away) if each.is_cuda}:
@@ -81,7 +77,7 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _key(tensor: Tensor) -> int:
+def memory_of(tensor: Tensor) -> int:
     """Return what is equal for two tensors in one memory."""
     key: int = tensor.untyped_storage()._cdata
     return key

@@ -198,7 +198,13 @@ class CollectiveWriter:
         line.limit(PROOF_SECONDS)
         here, there = device_id(self._device), hello["device"]
         nccl = None not in (here, there) and here != there
-        problem = _differs(memory_setting(), hello["memory"]) if nccl else ""
+        problem = ""
+        if nccl and (mine := memory_setting()) != (its := hello["memory"]):
+            problem = (
+                f"NCCL_CUMEM_ENABLE is {mine or 'not set'} for the trainer and {its or 'not set'} for the "
+                "engine, and NCCL connects no such two; set it to one value on all machines before grpo-core "
+                "and Ray start"
+            )
         told = {"proof": proof(self._secret, "trainer", str(hello["nonce"])), "nccl": nccl}
         line.send(told | ({"problem": problem} if problem else {}))
         if problem:
@@ -397,17 +403,6 @@ class _Trainer:
     def close(self) -> None:
         for partner in self._partners:
             partner.close()
-
-
-def _differs(trainer: str, engine: str) -> str:
-    """Return what is wrong with NCCL's setting of the two ends, or an empty text."""
-    if trainer == engine:
-        return ""
-    values = [value or "not set" for value in (trainer, engine)]
-    return (
-        f"NCCL_CUMEM_ENABLE is {values[0]} for the trainer and {values[1]} for the engine, and NCCL connects "
-        "no such two; set it to one value on all machines before grpo-core and Ray start"
-    )
 
 
 _trainers: dict[tuple[tuple[tuple[str, int, str], ...], torch.device], _Trainer] = {}
