@@ -119,10 +119,18 @@ class Client:
         seconds: float | None = None,
         largest: int = LARGEST,
     ) -> str:
+        if self._session is None:
+            # limit=0: the engine limits its requests; their time does not include waiting for a connection
+            # Answers come as they are: a few compressed bytes can unfold to gigabytes.
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0),
+                headers=self._headers,
+                auto_decompress=False,
+            )
         timeout = self._timeout if seconds is None else aiohttp.ClientTimeout(total=seconds)
         # a redirect could name another machine, which would get the prompts and could make up the answers
         request = partial(
-            self._open().request, method, self._url + path, json=body, params=query, timeout=timeout,
+            self._session.request, method, self._url + path, json=body, params=query, timeout=timeout,
             allow_redirects=False,
         )  # fmt: skip
         what = f"{method} {self._url}{path}"
@@ -152,17 +160,6 @@ class Client:
                     f"{HINTS.get(response.status, REDIRECTED if 300 <= response.status < 400 else '')}"
                 )
         return text
-
-    def _open(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            # limit=0: the engine limits its requests; their time does not include waiting for a connection
-            # Answers come as they are: a few compressed bytes can unfold to gigabytes.
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0),
-                headers=self._headers,
-                auto_decompress=False,
-            )
-        return self._session
 
 
 def checked_url(url: str, *, remote: bool) -> str:

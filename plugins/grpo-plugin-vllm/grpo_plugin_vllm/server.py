@@ -81,10 +81,14 @@ class Server(DecodingServer):
         check_request(request, engine="vllm", vocabulary=self._vocabulary, positions=self.positions)
 
     def add(self, key: int, request: GenerationRequest) -> None:
+        prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids.tolist()}
+        if self._options.keep_cache:  # no new request may find keys and values of older weights
+            assert self._held is not None
+            prompt["cache_salt"] = str(self._held.version)
         try:
             self._engine.add_request(
                 str(key),
-                self._prompt(request),
+                prompt,
                 completing.parameters(request, seeds=self._options.seeds),
                 lora_request=self._lora,
                 priority=SOON if request.max_tokens == 1 else LATER,
@@ -99,13 +103,6 @@ class Server(DecodingServer):
             super().add_call(entries)
         else:
             self._queue.put(entries)
-
-    def _prompt(self, request: GenerationRequest) -> dict[str, Any]:
-        prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids.tolist()}
-        if self._options.keep_cache:  # no new request may find keys and values of older weights
-            assert self._held is not None
-            prompt["cache_salt"] = str(self._held.version)
-        return prompt
 
     def step(self) -> Iterator[tuple[int, Completion | EngineError]]:
         if self._queue is not None and (call := self._queue.next()):
@@ -166,36 +163,27 @@ class Server(DecodingServer):
             if any(found):
                 raise WeightSyncError("; ".join(sorted({*found} - {""})))
             began = time.perf_counter()
-            self._apply(weights, adapters)
+            # vLLM's own sequence for RL: pause, start, update, finish, resume
+            engine = self._engine
+            engine.sleep(level=0, mode="keep")  # schedules no step, keeps all requests
+            if adapters is None:
+                engine.collective_rpc("start_weight_update")
+                engine.collective_rpc("update_weights", kwargs={"update_info": as_table(weights)})
+                engine.collective_rpc("finish_weight_update")
+            else:
+                from vllm.lora.request import LoRARequest
+
+                # There is one set of adapters, which is always loaded: none is evicted while a request uses
+                # it, and vLLM looks at the directory this once.  Running requests go on with the new ones.
+                self._lora = LoRARequest("policy", 1, adapters)
+                engine.add_lora(LoRARequest("policy", 1, adapters, load_inplace=True))
+            engine.set_weight_version(str(weights.version))
+            if not self._options.keep_cache:
+                engine.reset_prefix_cache(reset_running_requests=True)
+            engine.wake_up(tags=["scheduling"])
+            self._held = weights
         seconds = time.perf_counter() - began
         print(f"engine vllm: version {weights.version}, {seconds:.4f} s without decoding", flush=True)
-
-    def _apply(self, weights: Weights, adapters: str | None) -> None:
-        """Update the weights by vLLM's own sequence for RL: pause, start, update, finish, resume."""
-        engine = self._engine
-        engine.sleep(level=0, mode="keep")  # schedules no step, keeps all requests
-        if adapters is None:
-            engine.collective_rpc("start_weight_update")
-            engine.collective_rpc("update_weights", kwargs={"update_info": as_table(weights)})
-            engine.collective_rpc("finish_weight_update")
-        else:
-            self._take_adapters(adapters)
-        engine.set_weight_version(str(weights.version))
-        if not self._options.keep_cache:
-            engine.reset_prefix_cache(reset_running_requests=True)
-        engine.wake_up(tags=["scheduling"])
-        self._held = weights
-
-    def _take_adapters(self, directory: str) -> None:
-        """Let vLLM load adapters in place of the ones before: running requests go on with the new ones.
-
-        There is one set of adapters, which is always loaded: none is evicted while a request uses it, and
-        vLLM looks at the directory this once.
-        """
-        from vllm.lora.request import LoRARequest
-
-        self._lora = LoRARequest("policy", 1, directory)
-        self._engine.add_lora(LoRARequest("policy", 1, directory, load_inplace=True))
 
     def _computes_adapters(self, weights: Weights) -> bool:
         """Whether vLLM computes adapters itself; a model that is measured before its training has none."""

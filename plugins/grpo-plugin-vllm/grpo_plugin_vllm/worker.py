@@ -74,10 +74,8 @@ def _fetch(weights: Weights, device: torch.device, adapters: Path | None) -> str
         if adapters is not None:
             write_adapters(weights, adapters, device)
         elif not _is_sent(weights):
-            for _ in read_buckets(
-                evolve(weights, base=""), device=device
-            ):  # of a base there are no checksums
-                pass
+            for _ in read_buckets(evolve(weights, base=""), device=device):
+                pass  # of a base there are no checksums
     except WeightSyncError as error:
         return str(error)
     return ""
