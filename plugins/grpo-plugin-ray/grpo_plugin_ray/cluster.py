@@ -54,7 +54,9 @@ def connected(address: str, *, cpus: int) -> Iterator[None]:
     if alone:
         chosen = {"address": "local", "num_cpus": cpus, "include_dashboard": False}
     try:
-        _reach(address)
+        # Ray itself tries for more than a minute if nobody answers there
+        if (spelled := re.fullmatch(r"(?:ray://)?([\w.-]+):(\d+)", address)) is not None:
+            socket.create_connection((spelled[1], int(spelled[2])), timeout=REACH).close()
         with _signals_of_the_run():
             ray.init(log_to_driver=False, logging_level="error", **chosen)
     except (OSError, ValueError, RuntimeError) as error:
@@ -75,22 +77,14 @@ def _signals_of_the_run() -> Iterator[None]:
     A closed terminal sends SIGHUP to all processes of the run's group.  For SIGTERM, Ray sets a handler that
     exits at once.
     """
-    before, handler = (
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP]),
-        signal.getsignal(signal.SIGTERM),
-    )
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
+    handler = signal.getsignal(signal.SIGTERM)
     try:
         yield
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _reach(address: str) -> None:
-    """Ray itself tries for more than a minute.  Raises OSError if nobody answers at "host:port"."""
-    if (spelled := re.fullmatch(r"(?:ray://)?([\w.-]+):(\d+)", address)) is not None:
-        socket.create_connection((spelled[1], int(spelled[2])), timeout=REACH).close()
 
 
 def load() -> Any:
@@ -118,11 +112,8 @@ class PluginRequirement:
     def of(cls, selected: Selected) -> PluginRequirement:
         plugin = selected.plugin
         installed = (plugin.distribution,) if _version(plugin.distribution) != MISSING else ()
-        return cls(
-            name=absolute(selected.name),
-            allow=() if plugin.distribution == "grpo-core" else installed,
-            versions={"python": _python(), **{name: _version(name) for name in ("grpo-core", *installed)}},
-        )
+        allow = () if plugin.distribution == "grpo-core" else installed
+        return evolve(cls.software(*installed), name=absolute(selected.name), allow=allow)
 
     @classmethod
     def elsewhere(cls, name: str) -> PluginRequirement:

@@ -232,7 +232,17 @@ class RayEngine:
         """
         self._alive()
         if not self._started:
-            await self._start()
+            seconds = START_SHARE * self._deadline
+            try:
+                async with asyncio.timeout(seconds):
+                    self.name = await self._call("start")
+            except TimeoutError:
+                raise DeadlineExceeded(
+                    f"{self.name}: not started within {seconds:g} s; it asks for {dict(self._resources)}, "
+                    f"the cluster has {load().available_resources()} free (engine.deadline, "
+                    "engine.gpus_per_worker)"
+                ) from None
+            self._started = True
         incidents, self.dtype, self.positions = await self._call(
             "update_weights", weights, self._store.reference(weights)
         )
@@ -252,18 +262,6 @@ class RayEngine:
             load().kill(self._worker)
 
     # ------------------------------------------------------------------------------ the worker
-
-    async def _start(self) -> None:
-        seconds = START_SHARE * self._deadline
-        try:
-            async with asyncio.timeout(seconds):
-                self.name = await self._call("start")
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"{self.name}: not started within {seconds:g} s; it asks for {dict(self._resources)}, the "
-                f"cluster has {load().available_resources()} free (engine.deadline, engine.gpus_per_worker)"
-            ) from None
-        self._started = True
 
     async def _measure(self) -> Mapping[str, float] | None:
         return await self._call("metrics") if self._started and self._death is None else None
@@ -305,22 +303,19 @@ class RayEngine:
                 finished, incidents = await self._worker.collect.remote()
                 self._report(incidents)
                 for ticket, packed, problem in finished:
-                    self._answer(ticket, packed, problem)
+                    future = self._open.get(ticket)
+                    if future is None or future.done():
+                        continue  # its caller has gone away
+                    if packed is None:
+                        future.set_exception(EngineError(f"{self.name}: {problem}"))
+                    else:
+                        future.set_result(unpack_completions(packed)[0])
         except load().exceptions.RayError as error:
             self._death = EngineError(f"{self.name} died: {brief(error)}")
             self._fail_all(self._death)
 
     def _report(self, incidents: Sequence[Incident]) -> None:
         report_again(incidents, self._name, self.name)
-
-    def _answer(self, ticket: int, packed: Packed | None, problem: str) -> None:
-        future = self._open.get(ticket)
-        if future is None or future.done():
-            return  # its caller has gone away
-        if packed is None:
-            future.set_exception(EngineError(f"{self.name}: {problem}"))
-        else:
-            future.set_result(unpack_completions(packed)[0])
 
     def _fail_all(self, why: EngineError) -> None:
         for future in self._open.values():

@@ -207,21 +207,18 @@ class RayEnvironment:
                     continue
                 except BaseException as error:
                     load().kill(worker)
-                    raise self._late(error) from error
+                    if not isinstance(error, TimeoutError):
+                        raise
+                    raise PluginError(
+                        f"{self._name}: not started within {self._made_from.config.start_deadline:g} s; it "
+                        f"asks for {dict(self._resources)}, the cluster has {load().available_resources()} "
+                        "free (environment.start_deadline)"
+                    ) from error
                 self._worker, self._who = worker, told["who"]
                 self.max_turns, self.needs_group = told["max_turns"], told["needs_group"]
                 self.success = told["success"]
                 self.slots, self.runs_agents = told["slots"], told["runs_agents"]
             return self._worker
-
-    def _late(self, error: BaseException) -> BaseException:
-        if not isinstance(error, TimeoutError):
-            return error
-        return PluginError(
-            f"{self._name}: not started within {self._made_from.config.start_deadline:g} s; it asks for "
-            f"{dict(self._resources)}, the cluster has {load().available_resources()} free "
-            "(environment.start_deadline)"
-        )
 
     def _died(self, worker: Any, error: ChildDied) -> None:
         """Note the death once, however many calls report it.  Raises PluginError if it was one too many."""
