@@ -186,7 +186,9 @@ class Compose:
             for i, answer in zip(waiting, await asyncio.gather(*waiting.values()), strict=True):
                 answers[i] = answer
         for (part, places), answer in zip(questions, answers, strict=True):
-            _keep(found, part, places, answer)
+            feedback = as_feedback(answer, len(places), _who(part))
+            for place, each in zip(places, feedback, strict=True):
+                found[place][part.name] = each
 
     def _asked(self, part: Part, episodes: list[Episode]) -> Any:
         """Return what a part answers, or what to await for that."""
@@ -247,12 +249,6 @@ class Compose:
                     metrics[part.name] = feedback.reward
                 metrics |= {f"{part.name}_{name}": value for name, value in feedback.metrics.items()}
         return metrics
-
-
-def _keep(found: list[dict[str, Feedback]], part: Part, places: Sequence[int], answer: Any) -> None:
-    feedback = as_feedback(answer, len(places), _who(part))
-    for place, each in zip(places, feedback, strict=True):
-        found[place][part.name] = each
 
 
 def _who(part: Part) -> str:

@@ -88,7 +88,9 @@ class Judge(grpo.Environment):
         self._rubric = Rubric(rubric, template, pattern, scale)
         self._combine, self._votes, self._quorum = combine, votes, quorum or most
         self._cache = Cache(cache)
-        self._names = _named(models)
+        self._names = [model.name or str(number) for number, model in enumerate(models, 1)]
+        if len({*self._names}) < len(self._names):
+            raise grpo.ConfigError(f"judge: two judges have the same name: {', '.join(self._names)}")
         self._askers = [
             Asker(each, cache=self._cache, pace=Pace(requests_per_minute), timeout=timeout, retries=retries)
             for each in models
@@ -154,11 +156,3 @@ class Judge(grpo.Environment):
         if several := [votes for votes in scores if len(votes) > 1]:
             found["noise"] = fmean(pstdev(votes) for votes in several)
         return found
-
-
-def _named(models: Sequence[JudgeModel]) -> list[str]:
-    """Return a name for each judge: its own, or a number."""
-    names = [model.name or str(number) for number, model in enumerate(models, 1)]
-    if len({*names}) < len(names):
-        raise grpo.ConfigError(f"judge: two judges have the same name: {', '.join(names)}")
-    return names

@@ -79,9 +79,8 @@ class NeMoGym(grpo.Environment):
                 f"nemo_gym: timeout = {timeout}, retries = {retries}, requests_at_once = {requests_at_once}; "
                 "expected more than 0, at least 0, and at least 1"
             )
-        who = "nemo_gym"
         self._url = grpo.checked_url(
-            url, who=who, remote=remote, risk=RISK, option="tasks.NAME.options.remote"
+            url, who="nemo_gym", remote=remote, risk=RISK, option="tasks.NAME.options.remote"
         )
         self._to_server = (self._url, os.environ.get(key_variable, ""), timeout, retries)
         self._client = Client(*self._to_server)

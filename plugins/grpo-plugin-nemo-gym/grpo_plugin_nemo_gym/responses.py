@@ -21,35 +21,28 @@ def messages_of(params: Mapping[str, Any]) -> list[dict[str, Any]]:
     if params.get("instructions"):
         messages.append({"role": "system", "content": str(params["instructions"])})
     for item in items:
-        _add_item(messages, item)
+        kind = item.get("type") or "message"
+        if kind == "message":
+            messages.append({"role": str(item.get("role")), "content": _text(item.get("content"))})
+        elif kind == "function_call":  # the calls of one reply are one message
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            calls = messages[-1].setdefault("tool_calls", [])
+            calls.append({"id": item.get("call_id", ""), "type": "function", "function": function})
+        elif kind == "function_call_output":
+            call_id, text = item.get("call_id", ""), _text(item.get("output"))
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+        elif kind != "reasoning":  # reasoning of earlier turns is not a part of a prompt
+            raise grpo.ConfigError(
+                f"nemo_gym: the prompt has an item of the type {kind!r}, which is not a text"
+            )
     return messages
 
 
 def items_of(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages of a prompt as items."""
     return [item for number, message in enumerate(messages) for item in _items(message, str(number), "")]
-
-
-def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
-    """Add an item; the calls of one reply are one message."""
-    kind = item.get("type") or "message"
-    if kind == "message":
-        messages.append({"role": str(item.get("role")), "content": _text(item.get("content"))})
-    elif kind == "function_call":
-        function = {"name": item.get("name"), "arguments": item.get("arguments")}
-        if not messages or messages[-1]["role"] != "assistant":
-            messages.append({"role": "assistant", "content": ""})
-        calls = messages[-1].setdefault("tool_calls", [])
-        calls.append({"id": item.get("call_id", ""), "type": "function", "function": function})
-    elif kind == "function_call_output":
-        answer = {
-            "role": "tool",
-            "tool_call_id": item.get("call_id", ""),
-            "content": _text(item.get("output")),
-        }
-        messages.append(answer)
-    elif kind != "reasoning":  # reasoning of earlier turns is not a part of a prompt
-        raise grpo.ConfigError(f"nemo_gym: the prompt has an item of the type {kind!r}, which is not a text")
 
 
 def _text(content: Any) -> str:

@@ -176,9 +176,6 @@ class OpenEnv(grpo.Environment):
             return grpo.Feedback(
                 done=False, reward=self._wrong, messages=f"error: {error}", metrics={"wrong_action": 1.0}
             )
-        return self._judged(session, told)
-
-    def _judged(self, session: Session, told: Mapping[str, Any]) -> grpo.Feedback:
         reward = told.get("reward")
         if isinstance(reward, bool) or not isinstance(reward, int | float | None):
             return grpo.Feedback(error=f"openenv: step gave the reward {reward!r:.100}")

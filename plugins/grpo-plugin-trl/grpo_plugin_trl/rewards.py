@@ -40,11 +40,8 @@ def reward_function(given: str | Mapping[str, Any]) -> RewardFunction:
         )
     if "function" not in table:
         raise grpo.ConfigError(f"trl: {given!r} names no function: {{function = 'module:name', weight = 1}}")
-    function, weight, arguments = (
-        grpo.load_object(table["function"], who="trl"),
-        table.get("weight", 1.0),
-        table.get("arguments"),
-    )
+    function = grpo.load_object(table["function"], who="trl")
+    weight, arguments = table.get("weight", 1.0), table.get("arguments")
     if arguments is not None:
         try:
             function = function(**arguments)
