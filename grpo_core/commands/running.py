@@ -127,10 +127,11 @@ def train(
         start = continued(path, changes, block)
     view = start.config.tracking.options.get("terminal", {}).get("view")
     tell = complain if view == "json" else say  # standard output has JSON and nothing else
-    for note in start.notes:
-        tell(note)
-    if start.preset and view not in ("quiet", "json"):
-        tell(start.preset)
+    with to_a_reader():
+        for note in start.notes:
+            tell(note)
+        if start.preset and view not in ("quiet", "json"):
+            tell(start.preset)
     directory, again, over = start.directory, start.again(block), start.over
     if over is not None and over.complete:
         directory.unlock()
