@@ -77,8 +77,7 @@ class InspectTask(grpo.Environment):
         self._samples = list(task.dataset)
         self._player = Player(name, task, grader)
         self._weights = self._checked(weights or {})
-        names = self._player.scorers
-        self._solution = SOLVED_BY.get(names[0]) if len(names) == 1 else None
+        self._solution = self._template()
         self.max_turns, self.concurrency, self.deadline = max_turns, at_once, seconds
 
     def prompts(self, split: str) -> list[grpo.Prompt]:
@@ -167,6 +166,10 @@ class InspectTask(grpo.Environment):
         if not any(weights.get(name, 1.0) for name in names):
             raise grpo.ConfigError("weights gives 0 to every scorer, so that there is no reward")
         return weights
+
+    def _template(self) -> str | None:
+        names = self._player.scorers
+        return SOLVED_BY.get(names[0]) if len(names) == 1 else None
 
 
 def _digest(sample: Any) -> str:

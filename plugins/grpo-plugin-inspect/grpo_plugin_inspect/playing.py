@@ -84,10 +84,8 @@ class Player:
             state.messages.append(state.output.message)
             return state
 
-        given = self._task.setup
-        setup = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
         try:
-            for step in (*setup, self._task.solver):
+            for step in self._steps():
                 state = await step(state, generate)
                 if state.completed:
                     break
@@ -122,6 +120,11 @@ class Player:
         parts.transcript.init_transcript(parts.transcript.Transcript())
         parts.scoring.init_scoring_context(self._task.scorer, state.target)
         return state
+
+    def _steps(self) -> list[Any]:
+        given = self._task.setup
+        setup = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
+        return [*setup, self._task.solver]
 
     def _output(self, reply: Reply) -> Any:
         """Return a reply as Inspect's providers of open models do, with the thinking apart."""

@@ -133,14 +133,14 @@ class _Talk:
             if verdict["action"] == "stop":
                 raise TalkError(f"the call of {name} was stopped: {verdict['reason']}")
             if verdict["action"] == "deny":
-                return _bounded(verdict["message"])
+                return dict(_bounded(verdict["message"]))
         if not isinstance(arguments, dict):
             content: Any = "error: the arguments of a call are a JSON object; send the call again"
         elif name not in self.dispatch:
             content = f"error: there is no tool {name!r}"
         else:
             content = await _mcp().call_mcp(self.servers, self.dispatch, name, arguments)
-        return _bounded({"role": "tool", "tool_call_id": call["id"], "content": content, "name": name})
+        return dict(_bounded({"role": "tool", "tool_call_id": call["id"], "content": content, "name": name}))
 
     async def _post(self, url: str, body: Any) -> tuple[int, str]:
         reply = await self.http.post(url, json=body, headers={"Authorization": f"Bearer {self.key}"})
@@ -152,7 +152,9 @@ def _mcp() -> Any:
     return imported("verifiers.v1.harnesses.utils.mcp")
 
 
-def _bounded(message: Mapping[str, Any]) -> dict[str, Any]:
+def _bounded(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return an answer as verifiers shortens it: of a very long one, both ends stay."""
-    bound = imported("verifiers.v1.harnesses.utils.compaction").bound_tool_message
-    return dict(bound(dict(message)))
+    cut: Mapping[str, Any] = imported("verifiers.v1.harnesses.utils.compaction").bound_tool_message(
+        dict(message)
+    )
+    return cut

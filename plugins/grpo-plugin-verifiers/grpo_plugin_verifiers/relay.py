@@ -54,10 +54,7 @@ class Relay:
         clients = imported("verifiers.v1.clients")
         name = f"GRPO_ROLLOUT_{next(self._numbers)}"  # no such variable: the key is in no environment
         config = clients.EvalClientConfig(base_url=client.base_url, api_key_var=name)
-        made = clients.EvalClient.__new__(clients.EvalClient)  # its constructor reads the certificates
-        made.base_url, made.api_key = client.base_url, client.api_key
-        made.headers, made.client = {}, self._http
-        self._clients[config.model_dump_json()] = made
+        self._clients[config.model_dump_json()] = self._client(client)
         try:
             yield config
         finally:
@@ -72,3 +69,14 @@ class Relay:
             self._server.clients[config] = self._clients[config]
         async with self._server.acquire(session) as slot:
             yield slot
+
+    def _client(self, client: grpo.AgentClient) -> Any:
+        base = imported("verifiers.v1.clients").EvalClient
+        made = base.__new__(base)  # its constructor reads the certificates
+        made.base_url, made.api_key, made.headers, made.client = (
+            client.base_url,
+            client.api_key,
+            {},
+            self._http,
+        )
+        return made

@@ -110,8 +110,9 @@ class Stage:
             updates: dict[str, Any] = {"retries": retries}  # the run plays a lost rollout again
             for role, agent in self._agents.agent_config_fields(found).items():
                 update: dict[str, Any] = {"retries": retries}
-                if "runtime" not in agent.model_fields_set:
-                    # a hosted one is only what verifiers takes itself
+                if (
+                    "runtime" not in agent.model_fields_set
+                ):  # a hosted one is only what verifiers takes itself
                     update["runtime"] = local
                 if (agent.harness is None and default in CHATS) or (
                     agent.harness is not None and agent.harness.id == "null"
