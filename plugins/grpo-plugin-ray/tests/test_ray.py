@@ -380,7 +380,7 @@ class Judge(Sort):
 
     async def evaluate(self, episodes):
         if episodes[0].reply == "raise":
-            raise ConnectionError("503")
+            raise RuntimeError("503")
         self.waiting = self.waiting or asyncio.Barrier(4)
         await self.waiting.wait()  # until four calls wait beside each other
         return [1.0]
@@ -469,7 +469,7 @@ def test_an_async_judge_in_a_ray_worker_has_slots_and_its_incidents_arrive(ray, 
             feedback = await asyncio.gather(*(pool.evaluate([each]) for each in asked))
             assert [each.reward for (each,) in feedback] == [1.0] * 4
             (failed,) = await pool.evaluate([episode(prompts[0], "raise")])
-            assert failed.error == "ConnectionError: 503"
+            assert failed.error == "RuntimeError: 503"
         finally:
             await pool.aclose()
 
@@ -477,7 +477,7 @@ def test_an_async_judge_in_a_ray_worker_has_slots_and_its_incidents_arrive(ray, 
         asyncio.run(story())
     (incident,) = incidents
     assert (incident.kind, incident.component) == ("call_failed", "environment sort 0")
-    assert re.fullmatch(r"environment sort 0 \(.+, process \d+\): ConnectionError: 503", incident.message)
+    assert re.fullmatch(r"environment sort 0 \(.+, process \d+\): RuntimeError: 503", incident.message)
 
 
 AGENT = """
