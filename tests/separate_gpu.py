@@ -42,7 +42,7 @@ CUDA = {
     ),
     "check_error": lambda status: None,
 }
-"""What ``torch.cuda`` answers."""
+"""Answers of ``torch.cuda``."""
 
 
 wide: list[int] = []

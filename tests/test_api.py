@@ -19,6 +19,7 @@ from documents import ROOT, blocks
 
 import grpo_core
 from grpo_core import ConfigError, Feedback, GrpoError, PluginError, Prompt, Tracker, cli
+from grpo_core.api.reward import added
 from grpo_core.config import EnvironmentConfig, merge
 from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.incidents import reported_to
@@ -109,6 +110,14 @@ def test_rewards_are_added_with_their_weights_and_common_keys_stand_alone(tmp_pa
     assert len(rollouts) == 8
     for each in rollouts:
         assert each.reward == pytest.approx(each.metrics["ordered"] + 0.1 * each.metrics["short"])
+
+
+def test_reward_functions_of_one_name_are_added_and_have_metrics_of_their_own():
+    judge = added([lambda reply: 1.0, (lambda reply: 10.0, 0.5)])
+    prompt = grpo_core.Prompt(messages="hi")
+    feedback = asyncio.run(judge(grpo_core.Episode(prompt=prompt, messages=prompt.messages)))
+    assert feedback.reward == 6.0
+    assert sorted(feedback.metrics.values()) == [1.0, 10.0]
 
 
 def lines(path, *rows):

@@ -110,7 +110,7 @@ def test_successes_that_were_cut_off_are_no_finished_ones():
 # ---------------------------------------------------------------------------------- names
 
 PAGE = dict(re.findall(r"^\| `(.+?)` \|(.*)", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE))
-"""What the page says of each metric; a part of a name in capitals stands for any text."""
+"""Sentences of the page, by metric; a part of a name in capitals stands for any text."""
 WILDCARD = re.compile("TASK|PART|NAME|KIND|[KN]$")
 
 

@@ -274,7 +274,7 @@ class Copies(torch.overrides.TorchFunctionMode):
 
 @on_a_gpu
 def test_weights_of_a_gpu_are_rounded_there_and_copied_into_pinned_shared_memory():
-    """As bytes: a host would convert twice as many, and copy them through a buffer of the driver."""
+    """A host would convert twice as many bytes, and copy them through a buffer of the driver."""
     with pinning() as runtime:
         writer = shm.writer(TrainerSetup(), CUDA, Alone())
         with Copies() as copies:

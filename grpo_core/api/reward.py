@@ -80,7 +80,7 @@ def added(functions: Sequence[Any]) -> Callable[[Episode], Awaitable[Feedback]]:
 
     Raises ConfigError for what is neither a function nor a pair of a function and its weight.
     """
-    parts = []
+    parts: list[tuple[str, Callable[..., Any], Parameters, float]] = []
     for each in functions:
         function, weight = each if isinstance(each, list | tuple) and len(each) == 2 else (each, 1.0)
         if not callable(function) or not isinstance(weight, int | float):
@@ -89,6 +89,8 @@ def added(functions: Sequence[Any]) -> Callable[[Episode], Awaitable[Feedback]]:
                 "reward=[exact, (short, 0.1)]"
             )
         name = getattr(function, "__name__", type(function).__name__)
+        if any(name == other for other, *_ in parts):  # a lambda is named as every other one
+            name = f"{name}_{len(parts) + 1}"
         parts.append((name, function, Parameters.of(function, name), weight))
 
     async def judge(episode: Episode) -> Feedback:
@@ -102,8 +104,7 @@ def added(functions: Sequence[Any]) -> Callable[[Episode], Awaitable[Feedback]]:
             if reward is None:
                 return Feedback(metrics=metrics)
             metrics[name] = float(reward)
-        total = sum(weight * metrics[name] for name, *_, weight in parts)
-        return Feedback(reward=total, metrics=metrics)
+        return Feedback(reward=sum(weight * metrics[name] for name, *_, weight in parts), metrics=metrics)
 
     return judge
 

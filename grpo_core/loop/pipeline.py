@@ -261,7 +261,7 @@ class Pipeline:
     """Engines on the trainer's GPU: they rest while it computes a step."""
 
     canaries: Canaries = field(init=False)
-    """What the canary has proved of the engine."""
+    """The canaries, which say up to which version the engine is proved."""
     _changes: Changes = field(init=False, factory=Changes)
     _published: Weights | None = field(init=False, default=None)
     _training: asyncio.Task[None] | None = field(init=False, default=None)

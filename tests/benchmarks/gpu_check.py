@@ -103,7 +103,7 @@ PAPER: dict[str, dict[str, tuple[float, str]]] = {
 }  # fmt: skip
 """Figures on paper for one H100, and those that others publish."""
 MORE = ("tokens/s", "MFU", "share")
-"""What the names of figures contain of which more is better."""
+"""Parts of the names of figures of which more is better."""
 
 
 @frozen(kw_only=True)

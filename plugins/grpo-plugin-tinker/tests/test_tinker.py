@@ -1,4 +1,4 @@
-"""What needs no service: which settings are refused, and what the service is asked to compute."""
+"""Tests without a service: which settings are refused, and what the service is asked to compute."""
 
 import asyncio
 import json
