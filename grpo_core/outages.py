@@ -34,6 +34,8 @@ R = TypeVar("R")
 
 FIRST_BUDGET = 30.0
 """Seconds without an answer that end the run before a service has answered once."""
+JITTER = random.Random()
+"""Lengthens pauses; nothing else draws from it."""
 SHORTEST, LONGEST = 1.0, 30.0
 """Seconds of the first pause and of the longest, unless the service asks for more."""
 SLACK = 0.01
@@ -233,11 +235,9 @@ class Service:
         key: key of the configuration with the budget.
     """
 
-    def __init__(
-        self, who: str, budget: float, *, key: str, jitter: Callable[[], float] | None = None
-    ) -> None:
+    def __init__(self, who: str, budget: float, *, key: str) -> None:
         self._who, self._key = who, key
-        self._outage = Outage(budget, jitter or random.Random().random)
+        self._outage = Outage(budget, JITTER.random)
         self._changes = Changes()
         self._began = ""
         """Time of day at which it went away."""

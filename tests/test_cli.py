@@ -479,14 +479,28 @@ def test_a_broken_loss_or_advantage_is_one_line_that_names_it(here, part, name, 
 # ---------------------------------------------------------------------------------- ends of all kinds
 
 
+STARTED = []
+
+
 def start(cwd, *arguments):
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [GRPO, "train", *map(str, arguments)],
         cwd=cwd,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+    STARTED.append(process)
+    return process
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    """What a failed test leaves would fail the next one, when Python finds it."""
+    yield
+    while STARTED:
+        with STARTED.pop() as process:
+            process.kill()
 
 
 def wait_for(condition, process, seconds=90):
@@ -559,11 +573,13 @@ def test_a_run_that_died_before_its_first_checkpoint_starts_again(here):
 @pytest.mark.parametrize("how", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
 def test_a_second_ctrl_c_ends_it_at_once(here, how):
     """The step never ends, so that the first signal alone would not end the run."""
-    (here / "losses.py").write_text("import time\n\ndef hangs(inputs):\n    time.sleep(3600)\n")
-    process = start(here, *FORTY, *LONG, "--set", "loss.name=./losses.py:hangs", "--output", "run")
-    wait_for(
-        lambda: (here / "run" / "events.jsonl").exists() and events(here / "run", "GroupsReady"), process
+    hangs = here / "hangs"
+    (here / "losses.py").write_text(
+        "import pathlib, time\n\n"
+        f"def hangs(inputs):\n    pathlib.Path({str(hangs)!r}).touch()\n    time.sleep(3600)\n"
     )
+    process = start(here, *FORTY, *LONG, "--set", "loss.name=./losses.py:hangs", "--output", "run")
+    wait_for(hangs.exists, process)  # a step whose rewards are equal calls no loss
     process.send_signal(how)
     assert any(f"{how.name}: ending after this step" in line for line in process.stdout)
     process.send_signal(how)

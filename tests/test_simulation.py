@@ -145,6 +145,14 @@ def test_survivable_faults_are_survived_in_one_life(fault, members):
 
 
 @pytest.mark.long
+def test_the_pauses_of_an_outage_are_those_of_the_seed():
+    faults = evolve(NONE, service_away=0.02)
+    first, again = (holds(2, "deadline", 1, faults=faults, members=0) for _ in range(2))
+    assert any("its service answers again" in line for line in first.story)
+    assert (again.seconds, again.weights) == (first.seconds, first.weights)
+
+
+@pytest.mark.long
 def test_whatever_fails_while_a_service_is_away_every_prompt_is_trained_once():
     faults = Faults(service_away=0.01, service_gone=0.003)
     outcomes = [holds(seed, "deadline", 2, faults=faults) for seed in range(6)]

@@ -6,7 +6,6 @@ import asyncio
 import concurrent.futures
 import json
 import logging
-import random
 import threading
 import time
 from collections import deque
@@ -33,7 +32,7 @@ from grpo_core.events import (
 )
 from grpo_core.incidents import Incident, IncidentCounts
 from grpo_core.loop.metrics import validation_metrics
-from grpo_core.outages import Outage, unavailable
+from grpo_core.outages import JITTER, Outage, unavailable
 from grpo_core.protocols import Tracker
 from grpo_core.records import RunInfo
 
@@ -360,7 +359,7 @@ class TrackerThread:
 
     def _when_here(self, work: Callable[[], object]) -> None:
         """Work; as long as an error says that a service is away, begin again."""
-        outage = Outage(AWAY, random.random)
+        outage = Outage(AWAY, JITTER.random)
         outage.answered(self.who, 0.0)
         while True:
             try:

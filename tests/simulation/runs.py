@@ -58,6 +58,7 @@ from grpo_core.loop.health import Thresholds
 from grpo_core.loop.laws import Laws, Violation
 from grpo_core.loop.pipeline import Checks, Learning, Pipeline, Playing, Schedule, Written
 from grpo_core.loop.rollout import LostBudget, SamplingParams
+from grpo_core.outages import JITTER
 from grpo_core.protocols import EnvironmentClient, ValidationStrategy
 from grpo_core.records import Group, Prompt, Rollout, Slot
 from grpo_core.reporting.files import plain
@@ -251,6 +252,7 @@ class Simulation:
     _poisoned: set[str] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
+        JITTER.seed(self.seed)
         rng = random.Random(f"run/{self.seed}")
         self._options = {
             "save_every": rng.choice([1, 2, 3, 5]),

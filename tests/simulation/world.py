@@ -76,6 +76,8 @@ TRAINER_DEADLINE = 600.0
 ENVIRONMENT_DEADLINE = 30.0
 AWAY, GONE = 300.0, 660.0
 """Seconds for which a service does not answer."""
+BETWEEN = 60.0
+"""Seconds for which it answers after that, more than the longest pause of one who waits for it."""
 RESTART = 5.0
 """Seconds until a new engine process holds the weights."""
 
@@ -611,7 +613,7 @@ class SimulatedEnvironment:
         self.sessions: set[str] = set()
         """Names of the open sessions."""
         self._lost: set[str] = set()
-        self._away_until = 0.0
+        self._away_until = self._here_until = 0.0
 
     async def open(self, prompts: Mapping[str, Prompt]) -> list[SessionStart]:
         self.sessions |= set(prompts)
@@ -626,11 +628,12 @@ class SimulatedEnvironment:
     def _is_away(self) -> bool:
         """Whether the service that judges is away; draws nothing where it never is."""
         now, chances = asyncio.get_running_loop().time(), self._dice.faults
-        if now >= self._away_until and (chances.service_away or chances.service_gone):
+        if now >= self._here_until and (chances.service_away or chances.service_gone):
             fault = self._dice.pick("service_away", "service_gone")
             if fault is not None:
                 self._tell(f"environment {self.task}: {fault}")
                 self._away_until = now + (AWAY if fault == "service_away" else GONE)
+                self._here_until = self._away_until + BETWEEN
             if fault == "service_gone":  # the life may end before it has waited for so long
                 self._dice.doubtful.append(fault)
         return now < self._away_until
