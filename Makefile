@@ -18,7 +18,7 @@ PROJECTS := -e .[dev] $(foreach p,$(filter-out plugins/grpo-plugin-ray,$(wildcar
 # thousands of processes that the tests start would compile every module again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install install-vllm demo test test-fast test-nightly test-foreign test-newest test-released lint docs pages dist bench bench-peers gpu-check gpu-wheels clean
+.PHONY: install install-vllm demo test test-all test-fast test-nightly test-foreign test-newest test-released lint docs pages dist bench bench-peers gpu-check gpu-wheels clean
 
 install: $(READY)
 
@@ -59,7 +59,11 @@ demo: $(READY)
 # a few that fail beside others are run again alone, and named
 test: $(READY) $(RAY) $(VLLM)
 	@$(BIN)/python tests/suite.py -n auto -m "not slow and not nightly"
+
+# what CI runs: the slow tests as well, and those that need an environment of their own
+test-all: test
 	@$(BIN)/python tests/suite.py -n 2 --dist loadfile -m "slow and not nightly"
+	@$(BIN)/python tests/foreign.py
 
 test-fast: $(READY)
 	@$(BIN)/python -m pytest -n auto -m "not slow and not long and not nightly"

@@ -125,6 +125,7 @@ class Reading(FakeRenderer):
         return super().message(text, tools=[{}])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["examples/agent.py", "docs/first-agent.md"])
 def test_the_examples_take_a_reply_that_is_a_call_for_a_wrong_answer(page, tmp_path):
     pytest.importorskip("openai")
@@ -164,6 +165,7 @@ def evaluate(episodes):
     assert (stopped.reward, stopped.turns, stopped.finish_reason) == (1.0, 3, "turns")
 
 
+@pytest.mark.slow
 def test_an_agent_that_hangs_ends_with_its_deadline_and_its_process_lives_on(tmp_path):
     agent = """
 async def run(prompt, client):
@@ -274,6 +276,7 @@ class Judge(grpo.Environment):
     assert (rollout.reward, rollout.success) == (1.0, True)
 
 
+@pytest.mark.slow
 def test_a_program_that_hangs_is_killed_with_all_that_it_has_started(tmp_path):
     (tmp_path / "hang.sh").write_text(
         f"echo $$ > {tmp_path}/pid; sleep 1000 & echo $! >> {tmp_path}/pid; wait\n"

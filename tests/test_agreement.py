@@ -456,7 +456,7 @@ def test_in_float32_each_fault_is_found_at_each_of_a_hundred_syncs(model: str) -
     assert found == {(fault, "found"): 100 for fault in ("stale", "cached", "swapped", "not_loaded")}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_in_bfloat16_older_weights_are_found_with_power_and_wrong_tensors_always(model: str) -> None:
     given = setup(model, lr=1e-3)
     given = attrs.evolve(given, model=attrs.evolve(given.model, dtype="bfloat16"))

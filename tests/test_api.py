@@ -94,7 +94,7 @@ def test_a_function_is_trained_on_and_the_run_shows_what_happened(made):
     assert "ordered" in run._repr_html_()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_rewards_are_added_with_their_weights_and_common_keys_stand_alone(tmp_path):
     def short(reply):
         return float(len(reply) < 5)
@@ -176,7 +176,7 @@ def test_the_model_of_a_checkpoint_is_loaded_with_its_tokenizer(made):
     assert not np.array_equal(first(token_ids).logits.detach(), last(token_ids).logits.detach())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_is_continued_with_the_same_objects_and_cannot_be_without(made, tmp_path, capsys, monkeypatch):
     run, _ = made
     more = {"trainer": {"steps": 3}}
@@ -198,7 +198,7 @@ def test_a_run_is_continued_with_the_same_objects_and_cannot_be_without(made, tm
     assert measured["ordered"]["prompts"] == 3
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_objects_of_all_kinds_are_used_in_a_running_event_loop(tmp_path):
     """The environment is an instance, whose state this process sees."""
     environment, used = Sorting(bonus=0.25), set()
@@ -238,7 +238,7 @@ def test_objects_of_all_kinds_are_used_in_a_running_event_loop(tmp_path):
     assert set(run.validations()[-1]) == {"step", "task", "share", "errors"}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_ctrl_c_ends_a_run_with_a_checkpoint_and_is_raised(tmp_path):
     def interrupt(event):
         if isinstance(event, grpo_core.events.StepEnded) and event.step == 1:
@@ -254,7 +254,7 @@ def test_ctrl_c_ends_a_run_with_a_checkpoint_and_is_raised(tmp_path):
     assert 0 < max(run.checkpoints) < 500
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_notebook_trains_and_shows_the_run(tmp_path):
     nbformat = pytest.importorskip("nbformat")
     client = pytest.importorskip("nbclient")
@@ -271,7 +271,7 @@ def test_a_notebook_trains_and_shows_the_run(tmp_path):
     assert printed.outputs[0]["text"] == "[1, 2] 2\n"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("left_out", [slice(1, -1), pytest.param(slice(0), marks=pytest.mark.nightly)])
 def test_the_blocks_of_the_document_run_in_their_order(tmp_path, monkeypatch, left_out):
     """Their runs are as small as those of the other tests; the first block is the example.
@@ -366,7 +366,7 @@ def test_without_held_out_prompts_nothing_is_validated_unless_that_is_asked_for(
     assert both.defaults({}) == {}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_handlers_of_the_program_come_back_and_ctrl_c_ends_a_validation(made, tmp_path):
     run, _ = made
     before = signal.signal(signal.SIGTERM, lambda *signals: None)
@@ -550,7 +550,7 @@ def test_code_that_leaves_the_interpreter_ends_its_thread_only():
 # ---------------------------------------------------------------------------------- playing without training
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_session_plays_as_a_validation_does_and_the_same_seed_gives_the_same(tmp_path):
     trained = grpo_core.train(env={"sorting": Sorting(bonus=0.5)}, output=tmp_path / "run", **SMALL)
     said = []

@@ -140,7 +140,7 @@ def metrics(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_without_the_plugin_of_pages_says_how_to_get_its_page(tmp_path):
     done = grpo(tmp_path, "train", *SORT, *SMALL, "--output", "run", "--no-plugin", "report")
     assert done.returncode == 0, done.stderr
@@ -150,7 +150,7 @@ def test_a_run_without_the_plugin_of_pages_says_how_to_get_its_page(tmp_path):
     assert not (tmp_path / "run" / "report.html").exists()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_defaults_that_a_model_changes_are_said_once(tmp_path):
     done = grpo(tmp_path, "train", *SORT, *SMALL, "--set", "trainer.lr=1e-3", "--output", "run")
     first, *others = done.stdout.splitlines()
@@ -285,7 +285,7 @@ def test_the_last_line_of_a_resumed_run_counts_its_own_steps(trained):
     assert "; 4 of 4 steps, 2 of them now in 2 s; " in _summary(outcome, "")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_accuracy_is_claimed_only_where_a_success_is_declared(here):
     """By its environment, or by the configuration; the other task has rewards alone."""
     tasks = {"tasks.plain.env": "./envs.py:Digits", "tasks.declared.env": "./envs.py:Declared",
@@ -307,7 +307,7 @@ def test_accuracy_is_claimed_only_where_a_success_is_declared(here):
     assert done.stdout.splitlines()[-1].startswith("finished: ")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_that_cannot_learn_says_so_at_its_start_and_again_after_five_steps(here):
     done = grpo(here, "train", *SORT, *SMALL, "--output", "run", "--set", "trainer.steps=5",
                 "--set", "rollout.max_tokens=2", "--set", "validation.every=0")  # fmt: skip
@@ -361,7 +361,7 @@ def test_a_field_of_answers_that_no_row_has_ends_the_start(here):
     assert "no row has a value in the field 'answr', which source.answer names" in message
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_checkpoint_can_be_validated_and_is_an_ordinary_transformers_directory(trained):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -384,7 +384,7 @@ def test_a_checkpoint_can_be_validated_and_is_an_ordinary_transformers_directory
     assert model(**tokenizer("321=", return_tensors="pt")).logits.shape[-1] == len(tokenizer)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_that_fails_says_where_it_is_and_how_to_go_on(here):
     said = refused(here, "train", "--env", "./envs.py:BreaksLater", *SMALL, "--set", "checkpoint.every=1",
                    "--set", "trainer.steps=50", "--output", "run")  # fmt: skip
@@ -403,7 +403,7 @@ def test_a_finished_run_says_how_to_go_on(trained):
         assert (done.returncode, done.stdout, done.stderr) == (0, said, "")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_weights_of_a_trained_directory_are_trained_further(trained, here):
     directory = trained[0] / "checkpoints" / "step-000004" / "trainer"
     done = grpo(here, "train", *SORT, *SMALL, "--set", f"model.path={directory}", "--set", "trainer.lr=1e-3",
@@ -411,7 +411,7 @@ def test_the_weights_of_a_trained_directory_are_trained_further(trained, here):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_any_architecture_with_a_chat_template_is_trained(here):
     """GPT-2 has neither rotary positions nor gated layers: transformers' own forward decodes it."""
     from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
@@ -449,7 +449,7 @@ def one_short(groups):
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "name", "message"),
     [
@@ -557,7 +557,7 @@ def test_a_run_that_is_ended_continues_where_it_was(here, how):
     assert len(list((run / "checkpoints").iterdir())) == 2
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_that_died_before_its_first_checkpoint_starts_again(here):
     process = start(here, *FORTY, *LONG, "--output", "run")
     wait_for(lambda: (here / "run" / "model").exists(), process)
@@ -602,7 +602,7 @@ def descendants_of(pid):
     return found
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_checkpoint_with_one_byte_changed_is_passed_over(trained, here):
     import shutil
 
@@ -653,7 +653,7 @@ def test_a_disk_that_fills_up_during_a_checkpoint_costs_nothing_that_was_saved(h
 # ---------------------------------------------------------------------------------- what plugins do wrong
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("env", "message"),
     [
@@ -672,7 +672,7 @@ def test_an_environment_that_never_gives_a_reward_stops_the_run_with_its_words(h
     assert events(here / "run", "ErrorRaised")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_metric_that_only_wrong_replies_have_is_said_once_and_costs_no_reward(here):
     """The metric of right replies was NaN, their rewards were dropped with it, and the accuracy was 0."""
     done = grpo(here, "train", "--env", "./envs.py:Undefined", *SMALL, "--output", "run")
@@ -696,7 +696,7 @@ def test_an_environment_that_hangs_is_killed_at_its_deadline(here):
     assert "within 0.3 s" in text
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_one_bad_prompt_is_skipped_and_the_run_goes_on(here):
     done = grpo(here, "train", "--env", "./envs.py:OneBadPrompt", *SMALL, "--set", "trainer.steps=10",
                 "--set", "rollout.max_retries=1", "--output", "run")  # fmt: skip
@@ -706,7 +706,7 @@ def test_one_bad_prompt_is_skipped_and_the_run_goes_on(here):
     assert f"prompt {skip['prompt']!r} is skipped after 2 attempts" in done.stdout
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_sampler_that_returns_too_few_prompts_is_named_with_both_numbers(here):
     text = refused(here, "train", *SORT, *SMALL, "--sampler", "./envs.py:TooFew", "--output", "run")
     assert "TooFew" in text
@@ -714,7 +714,7 @@ def test_a_sampler_that_returns_too_few_prompts_is_named_with_both_numbers(here)
     assert "8" in text
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_environment_in_a_file_of_fourteen_lines(here):
     example = Path(__file__).parent.parent / "examples" / "shout.py"
     done = grpo(here, "train", "--env", f"{example}:Shout", *SMALL, "--output", "run")

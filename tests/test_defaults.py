@@ -78,7 +78,7 @@ def test_an_unknown_section_names_the_nearest_and_all():
         text(["trainr"])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_command_prints_what_train_takes(tmp_path):
     done = grpo(tmp_path, "config", "rollout", "--set", "rollout.max_tokens=7")
     assert (done.returncode, tomllib.loads(done.stdout)["rollout"]["max_tokens"]) == (0, 7)

@@ -192,7 +192,7 @@ def test_every_reason_not_to_run_a_command_is_needed():
 # ---------------------------------------------------------------------------------- what is run
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("page", WITH_BLOCKS, ids=name_of)
 def test_every_python_block_runs(page, tmp_path, monkeypatch):
     """In one namespace for a page; functions whose names begin with ``test_`` are called."""
@@ -244,7 +244,7 @@ def run(directory, arguments):
     )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "page",
     [
@@ -265,7 +265,7 @@ def test_the_commands_of_a_page_run_in_their_order(page, workspace):
         assert ended.returncode == 0, f"{shown(command)}\n{ended.stdout}\n{ended.stderr}"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "block",
     [pytest.param(b, marks=in_ci(b.page), id=str(b)) for b in CONFIGURATIONS if not not_trained(b)],

@@ -402,7 +402,7 @@ def test_58_a_thousand_calls_at_once_are_all_answered_and_none_by_anothers_answe
     assert with_child("operator", story) == [[i] * (i % 50) for i in range(1000)]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_40_no_port_is_opened_but_free_ones_by_collective_transport():
     """Parent and child speak over a socket pair, which has neither a name nor a port."""
     by_libraries = {
@@ -447,7 +447,7 @@ def test_44_the_outer_deadline_is_longer_than_all_that_may_happen_within(rollout
     assert schedule.stall > attempts + config.trainer.deadline
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @given(separator=st.sampled_from(["\u2028", "\u2029", "\x85", "\r", "\x0b", "\x1c"]), text=st.text())
 def test_60_a_line_separator_in_a_text_breaks_no_line(separator, text):
     import tempfile

@@ -155,7 +155,7 @@ class Chained(Raises):
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Raises", "Own", "Chained"])
 def test_a_long_error_of_an_environment_is_cut_everywhere_but_in_its_log_file(tmp_path, kind):
     """It quotes all rows of a batch: the ends of it say which, and the log file has the rest."""
@@ -231,7 +231,7 @@ def project(tmp_path):
     return tmp_path
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_whose_environment_says_nothing_but_surrogates_finishes(project):
     done = grpo(
         project, "train", "--env", "./odd.py:Words", *SMALL, "--set", "environment.max_error_rate=1",
@@ -370,7 +370,7 @@ def test_if_no_held_out_prompt_fits_the_error_names_the_first(monkeypatch):
         validated(Batched(), FakeEnvironment(right), engine=Bounded(10))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_survives_held_out_prompts_that_are_too_long_or_empty(project):
     done = grpo(project, "train", "--env", "./odd.py:OddHeldOut", *SMALL, "--output", "run")
     assert done.returncode == 0, done.stderr

@@ -472,7 +472,7 @@ def test_a_secret_reaches_the_environment(abroad, bare, monkeypatch):
         assert told(abroad, python=str(bare), env_vars={"JUDGE_KEY": spelled})["secret"] == SECRET
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_no_file_of_a_run_has_the_secret_that_its_environment_uses(tmp_path, bare):
     (tmp_path / "keyed.py").write_text(textwrap.dedent(KEYED))
     settings = [

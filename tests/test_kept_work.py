@@ -352,6 +352,7 @@ def quick(**changes):
     return saving(engine=engine, trainer=FakeTrainer(seconds=0.01), steps=500, **changes)
 
 
+@pytest.mark.slow
 def test_a_tracker_that_fails_costs_no_step_and_the_others_have_all_events():
     run_, good = quick(), Needed()
     (note,) = tracked(run_, bad=Needed(fails=True), good=good)
@@ -360,6 +361,7 @@ def test_a_tracker_that_fails_costs_no_step_and_the_others_have_all_events():
     assert good.steps == list(range(1, version + 1))
 
 
+@pytest.mark.slow
 def test_a_tracker_that_hangs_is_waited_for_once_and_costs_no_step(monkeypatch):
     monkeypatch.setattr("grpo_core.reporting.trackers.REQUIRED_PATIENCE", 0.3)
     monkeypatch.setattr("grpo_core.reporting.trackers.PATIENCE", 0.1)
@@ -542,7 +544,7 @@ def test_an_engine_that_reports_versions_that_nobody_published_is_an_error():
 # ---------------------------------------------------------------------------------- with a real trainer
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_whose_environment_fails_keeps_its_steps_and_goes_on_when_that_is_mended(tmp_path, capsys):
     judged = []
 

@@ -181,7 +181,7 @@ def test_a_stream_is_resumed_at_every_position_of_two_epochs():
     check_every_position(5, 0, range(11))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_stream_with_workers_is_resumed_at_every_position_of_two_epochs():
     check_every_position(3, 2, range(7))
 

@@ -67,6 +67,7 @@ def _trained(model: Path, staleness: int) -> tuple[dict[str, Any], Any, list[lis
     return nano, nano["main"](model), sampled
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_a_run_trains_the_weights_of_nano(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staleness: int

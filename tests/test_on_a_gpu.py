@@ -101,6 +101,7 @@ def model(tmp_path_factory):
 # ---------------------------------------------------------------------------------- the trainer
 
 
+@pytest.mark.slow
 @on_a_gpu
 def test_the_head_of_a_gpu_multiplies_rounded_factors_and_has_larger_chunks():
     """Its logprobs and gradients are those of a CPU, which rounds the same factors."""
@@ -272,6 +273,7 @@ class Copies(torch.overrides.TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 @on_a_gpu
 def test_weights_of_a_gpu_are_rounded_there_and_copied_into_pinned_shared_memory():
     """A host would convert twice as many bytes, and copy them through a buffer of the driver."""
@@ -532,7 +534,7 @@ def test_the_engine_local_uses_the_fused_kernels_of_a_gpu():
 # ---------------------------------------------------------------------------------- the checks of a GPU
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_checks_of_a_gpu_train_with_fsdp_on_one_rank_and_find_the_same_weights(tmp_path):
     script = Path(__file__).parent / "benchmarks" / "gpu_check.py"
     command = [sys.executable, script, "--device", "cpu", "--output", tmp_path / "said.json", "FSDP"]

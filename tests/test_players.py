@@ -36,7 +36,7 @@ def settings(given):
     return [word for name, value in given.items() for word in ("--set", f"{name}={json.dumps(value)}")]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_player_of_a_file_plays_a_whole_run(tmp_path):
     (tmp_path / "drafts.py").write_text(
         DRAFTS + "\n\n@grpo.hookimpl\ndef grpo_players():\n    return {'drafts': Drafts}\n"

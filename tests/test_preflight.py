@@ -98,7 +98,7 @@ def test_the_contract_finds_what_is_wrong(install, old, new, message):  # noqa: 
         check_preflight(module)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_is_checked_warned_of_and_stopped_by_the_plugin_of_its_section(install, tmp_path):  # noqa: F811
     install("budget", textwrap.dedent(BUDGET))
 

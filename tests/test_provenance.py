@@ -45,7 +45,7 @@ def test_a_start_with_another_file_adds_a_line_with_another_hash(tmp_path):
     assert after["resumed_from"] == 4
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_and_what_it_is_validated_by_have_their_provenance(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     settings = {"trainer.steps": 1, "trainer.prompts_per_step": 2, "rollout.group_size": 2}

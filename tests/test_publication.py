@@ -62,7 +62,7 @@ def by(transport: str, given: TrainerSetup, dtype: Any = "auto") -> TrainerSetup
 # ---------------------------------------------------------------------------------- what engines get
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "tied", "transport", "dtype"),
     [
@@ -96,7 +96,7 @@ def test_engines_get_from_several_ranks_the_bytes_that_one_process_publishes(
     assert {part.rank for info in together.tensors for part in info.parts} == set(range(ranks))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", [pytest.param("shm", marks=pytest.mark.nightly), "collective"])
 def test_what_ranks_publish_after_steps_is_what_they_save(model: str, tmp_path: Path, transport: str) -> None:
     given = by(transport, configured(model, PLAIN, ranks=3))
@@ -108,7 +108,7 @@ def test_what_ranks_publish_after_steps_is_what_they_save(model: str, tmp_path: 
         assert torch.equal(tensor, published[name]), name
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "publish"),
     [
@@ -153,7 +153,7 @@ async def greedy(given: TrainerSetup) -> list[int]:
         await asyncio.gather(trainer.aclose(), engine.aclose())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", [pytest.param("shm", marks=pytest.mark.nightly), "collective"])
 def test_an_engine_generates_with_the_weights_of_two_ranks(model: str, transport: str) -> None:
     expected = run(greedy(configured(model, PLAIN)))
@@ -164,7 +164,7 @@ def test_an_engine_generates_with_the_weights_of_two_ranks(model: str, transport
 # ---------------------------------------------------------------------------------- what they refuse
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_flipped_bit_in_a_part_is_refused_with_its_tensor_its_rows_and_its_rank(model: str) -> None:
     def spoilt(weights: Weights) -> None:
         info = next(info for info in weights.tensors if len(info.parts) == 3)
@@ -192,7 +192,7 @@ def flip(location: str, place: int) -> None:
         memory.write(bytes([byte ^ 16]))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shm", "collective"])
 def test_weights_that_the_ranks_have_published_over_are_refused(model: str, transport: str) -> None:
     async def story() -> None:

@@ -157,7 +157,7 @@ def configured(model: str, kind: dict[str, Any], **options: Any) -> Any:
     return attrs.evolve(given, loss=loss)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "kind", "tied"),
     [
@@ -194,7 +194,7 @@ def test_several_ranks_train_the_weights_that_one_trains(
                 assert right.metrics[name] == pytest.approx(value, abs=1e-5, rel=1e-4, nan_ok=True), name
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("copies", [False, True])
 def test_ranks_share_adapters_of_a_model_in_bfloat16(model: str, tmp_path: Path, copies: bool) -> None:
     path, weights = in_bfloat16(model, tmp_path), {"weights": "bfloat16"} if copies else {}
@@ -206,7 +206,7 @@ def test_ranks_share_adapters_of_a_model_in_bfloat16(model: str, tmp_path: Path,
     assert all(math.isfinite(each.metrics["grad_norm"]) for each in results)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_ranks_that_share_prompts_train_the_weights_that_one_trains(model: str, ranks: int) -> None:
     given = [
@@ -222,7 +222,7 @@ def test_ranks_that_share_prompts_train_the_weights_that_one_trains(model: str, 
         assert left.metrics["tokens/trained"] == right.metrics["tokens/trained"]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_ranks_of_a_model_that_cannot_be_packed_all_pad_its_rows(model: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = transformers.Gemma2Config(
@@ -266,7 +266,7 @@ def continue_bit_for_bit(
         same(ends[0], end)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_what_three_ranks_have_saved_one_and_two_continue_bit_for_bit(
     model: str, of_three: Path, tmp_path: Path
 ) -> None:
@@ -297,7 +297,7 @@ def test_adapters_that_three_ranks_have_saved_one_and_two_continue_bit_for_bit(
     continue_bit_for_bit(model, ADAPTERS, saved, tmp_path, (1, 2))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_ranks_whose_adapters_have_dropout_continue_bit_for_bit(model: str, tmp_path: Path) -> None:
     """Each draws masks for its own rows, so that their states of random numbers differ."""
     lora = LoraConfig(rank=4, alpha=8, dropout=0.5)
@@ -318,7 +318,7 @@ def test_ranks_whose_adapters_have_dropout_continue_bit_for_bit(model: str, tmp_
     run(trained(with_lora(attrs.evolve(again, sections=()), lora), batches()[2:3]))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_checkpoint_without_the_file_of_a_rank_is_refused(
     model: str, of_three: Path, tmp_path: Path
 ) -> None:
@@ -355,7 +355,7 @@ async def hung(trainer: ScaledProcess, rank: int, told: str) -> None:
         await trainer.step(batch(ragged(groups=3)))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "ranks", "method"),
     [
@@ -390,7 +390,7 @@ def test_a_rank_that_is_killed_ends_the_trainer_with_its_name(
     run(story())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_rank_that_hangs_ends_the_trainer_at_its_deadline(model: str) -> None:
     async def story() -> None:
         async with running(ScaledProcess(setup(model, ranks=2))) as trainer:

@@ -115,7 +115,7 @@ def values(metrics, name):
     return [each[key] for each in metrics for key in each if key.startswith(name)]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("response_format", ["auto", pytest.param("qwen3", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("template", [pytest.param(text, id=name) for name, text in TEMPLATES.items()])
 def test_a_model_that_reasons_is_trained_over_turns_and_tools(tmp_path, template, response_format):
@@ -173,7 +173,7 @@ def make_base_model(path):
     made.save_pretrained(path)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_base_model_without_end_and_padding_whose_text_does_not_survive_is_trained(tmp_path):
     make_base_model(tmp_path / "base")
     assert Renderer.load(str(tmp_path / "base")).stop_token_ids == ()

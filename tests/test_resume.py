@@ -122,7 +122,7 @@ def test_the_lock_dies_with_its_owner(tmp_path):
         RunDirectory(tmp_path / "run").lock()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_running_run_can_be_looked_at_and_is_not_started_twice(here):
     """Its main process is stopped for a moment, so that it does not change its files itself."""
     arguments = ["--env", "./envs.py:Words", *QUICK, "--set", "trainer.steps=30"]
@@ -542,7 +542,7 @@ FREE = ("run.fixed.", "messages[0].content")
 """Parts of keys whose values may have any type: a configuration's, and an environment's."""
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["pipeline.json", "train_dataloader_sort.json", "manifest.json"])
 def test_a_value_of_another_type_in_a_checkpoint_is_one_error_that_names_file_and_key(tmp_path, name):
     settings = ["sampler.name=curriculum", "sampler.options.shares=drawn", "validation.name=paired"]
@@ -763,7 +763,7 @@ class FromAFile(Digits):
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_that_is_moved_and_resumed_from_elsewhere_is_the_unbroken_run(here):
     """Relative paths, settings and hints hold in any directory, and the weights are the same bit for bit."""
     for name in ("b", "c"):
@@ -799,7 +799,7 @@ def test_a_run_that_is_moved_and_resumed_from_elsewhere_is_the_unbroken_run(here
     assert "finished all of its 4 steps" in done.stdout
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_change_with_which_a_run_cannot_start_is_not_kept(here):
     (here / "envs.py").write_text(ENVIRONMENTS + FROM_A_FILE)
     (here / "digits.txt").write_text("0 1 2 3 4 5 6 7")
@@ -816,7 +816,7 @@ def test_a_change_with_which_a_run_cannot_start_is_not_kept(here):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_printed_hint_works_as_printed_and_keeps_what_was_set(here):
     process = start(
         here, "--env", "./envs.py:Digits", *QUICK, "--set", "trainer.steps=10000", "--output", "my run"
@@ -894,7 +894,7 @@ class AtTheClose(grpo.Tracker):
 TRACKERS = ["files", "terminal", "report"]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("killer", ["AfterTheCheckpoint", "AtTheClose"])
 def test_a_run_that_was_killed_after_its_last_step_ends_as_if_it_had_not_been(here, killer):
     """Its page and the end of its records are made, without a process for that; a repeat does nothing."""
@@ -925,7 +925,7 @@ def test_a_run_that_was_killed_after_its_last_step_ends_as_if_it_had_not_been(he
     assert after == before
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_last_validation_that_a_kill_has_prevented_is_made_and_nothing_is_trained(here):
     (here / "killers.py").write_text(KILLERS)
     trackers = json.dumps(["./killers.py:InTheLastStep", *TRACKERS])
@@ -940,7 +940,7 @@ def test_a_last_validation_that_a_kill_has_prevented_is_made_and_nothing_is_trai
     assert grpo(here, "verify", "run").returncode == 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_that_has_reached_its_goal_trains_nothing_when_it_is_resumed(here):
     settings = options(
         "trainer.steps=9", "trainer.stop_when=reward/digits >= 0", "trainer.lr_schedule=cosine"
@@ -981,7 +981,7 @@ class Stopped(Greedy):
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_interrupted_first_validation_leaves_one_line_of_version_0(here):
     (here / "stopped.py").write_text(STOPPED)
     arguments = ["--env", "./envs.py:Digits", "--validation", "./stopped.py:Stopped", *QUICK, *EXACT]

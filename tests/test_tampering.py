@@ -424,6 +424,7 @@ def linked(run, outside):
     path.symlink_to(outside / "trainer")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "told"),
     [

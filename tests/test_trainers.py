@@ -125,7 +125,7 @@ def steps(here: Path) -> list[dict]:
 SORT = ["--env", "math:sort", "--set", "tasks.sort.options.length=3"]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_trainer_that_extends_the_built_in_one_trains_a_run(here: Path) -> None:
     done = train(here, "--env", "./my.py:Length", *SMALL, "--set", "trainer.name=./my.py:Noted",
                  "--set", "trainer.options.file=seen.json")  # fmt: skip
@@ -136,7 +136,7 @@ def test_a_trainer_that_extends_the_built_in_one_trains_a_run(here: Path) -> Non
     assert (here / "run" / "logs" / "trainer.log").exists(), "what its child prints is a log of the run"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_trainer_of_nothing_but_the_protocol_trains_a_run_and_is_resumed(here: Path) -> None:
     chosen = ["--set", "trainer.name=./my.py:Minimal", "--set", "trainer.options.speed=2"]
     done = train(here, *SORT, *SMALL, *chosen)
@@ -148,7 +148,7 @@ def test_a_trainer_of_nothing_but_the_protocol_trains_a_run_and_is_resumed(here:
     assert [row["step"] for row in steps(here)] == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_trainer_of_the_examples_trains_a_run_and_is_resumed(here: Path) -> None:
     example = ["--set", f"trainer.name={ROOT / 'examples' / 'custom_trainer.py'}:accelerated"]
     done = train(here, "--env", "./my.py:Length", *SMALL, *example)
@@ -160,7 +160,7 @@ def test_the_trainer_of_the_examples_trains_a_run_and_is_resumed(here: Path) -> 
     assert [row["step"] for row in steps(here)] == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_trainer_of_the_examples_takes_rows_whose_tokens_are_in_a_data_plane(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,7 +176,7 @@ def test_the_trainer_of_the_examples_takes_rows_whose_tokens_are_in_a_data_plane
     assert (here / "plane" / "fetched").exists()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
@@ -195,7 +195,7 @@ def test_the_trainer_of_the_examples_refuses_what_it_does_not_do(
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_trainer_that_dies_ends_the_run_with_what_it_said(here: Path) -> None:
     done = train(here, *SORT, *SMALL, "--set", "trainer.name=./my.py:Dies")
     assert done.returncode == 1
@@ -203,7 +203,7 @@ def test_a_trainer_that_dies_ends_the_run_with_what_it_said(here: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("coefficient", [pytest.param(0.0, marks=pytest.mark.nightly), 0.1])
 def test_a_run_trains_on_equal_rewards_if_its_loss_needs_all_rows(here: Path, coefficient: float) -> None:
     done = train(here, "--env", "./my.py:Same", *SMALL, "--set", f"loss.options.kl_coefficient={coefficient}")

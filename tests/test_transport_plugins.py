@@ -94,14 +94,14 @@ def train(directory, *settings):
     return subprocess.run([*command, *words], cwd=directory, capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_transport_of_a_plugin_carries_the_weights_of_a_run(installed):
     done = train(installed, "engine.transport=spool")
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(os.listdir(installed / "spool")) == ["version-0", "version-1", "version-2"]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_no_process_of_a_run_looks_for_a_transport_among_plugins_that_are_not_allowed(installed):
     done = train(installed, "engine.transport=spool", 'plugins=["math", "spool"]')
     assert done.returncode == 0, done.stdout + done.stderr

@@ -124,7 +124,7 @@ def prepared(page, directory):
     return directory
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "page",
     [pytest.param(p, marks=pytest.mark.nightly if p.stem in NIGHTLY else (), id=p.stem) for p in TUTORIALS],

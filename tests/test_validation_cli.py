@@ -127,7 +127,7 @@ def run(tmp_path_factory):
     return cwd / "run"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_validates_on_an_engine_of_its_own(run):
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "validation/sort/accuracy" in row] == [0, 2, 4]
@@ -139,7 +139,7 @@ def test_a_run_validates_on_an_engine_of_its_own(run):
     assert (again["version"], again["validation"], again["model"]) == (4, "batched", "run")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_what_an_engine_measures_is_written_whatever_is_around_it(tmp_path):
     (tmp_path / "mine.py").write_text(MEASURED)
     done = grpo(tmp_path, "train", "--env", "math:sort", "--set", "tasks.sort.options.length=3",
@@ -151,7 +151,7 @@ def test_what_an_engine_measures_is_written_whatever_is_around_it(tmp_path):
     assert {"engine_cache_use/engine_0", "engine_cache_use/engine_1"} <= rows[-1].keys() | rows[-2].keys()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_tiny_model_is_measured_as_training_starts_with_it(run):
     done = grpo(run.parent, "validate", "tiny", "--env", "math:sort", "--set", "tasks.sort.options.length=3",
         "--set", "validation.prompts=30", "--json")  # fmt: skip
@@ -181,7 +181,7 @@ class Dies(grpo.Environment):
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_validation_says_in_a_line_what_it_has_survived(tmp_path):
     (tmp_path / "dies.py").write_text(DIES_ONCE)
     done = grpo(tmp_path, "validate", "tiny", "--env", "./dies.py:Dies", "--json")
@@ -191,7 +191,7 @@ def test_a_validation_says_in_a_line_what_it_has_survived(tmp_path):
     assert json.loads(done.stdout)["results"]["dies"]["errors"] == 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_and_a_model_are_measured_with_another_strategy(run):
     chosen = "--validation", "pass_at_k", "--set", "validation.options.k=[1,4]"
     done = grpo(run.parent, "validate", "run", *chosen)

@@ -358,7 +358,7 @@ def test_transcripts_of_all_sets_are_stored_and_shown(a_run):
     assert {group["task"] for group in newest} == {"sort", "bench", "sort4"}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_validate_measures_sets_by_name_also_those_that_the_run_leaves_out(a_run):
     done = grpo(a_run.parent, "validate", "run", "--only", "bench", "--only", "rows", "--json")
     assert done.returncode == 0, done.stderr
@@ -374,7 +374,7 @@ def test_validate_measures_sets_by_name_also_those_that_the_run_leaves_out(a_run
     )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_validate_measures_the_tasks_and_all_sets_without_a_name(a_run):
     done = grpo(a_run.parent, "validate", "run")
     assert done.returncode == 0, done.stderr
@@ -405,7 +405,7 @@ def test_a_set_without_prompts_is_named(tmp_path):
 # ---------------------------------------------------------------------------------- after a resume
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_best_version_is_compared_with_after_a_resume(tmp_path):
     """It is known for the tasks and for a set, in a second process."""
     common = ["--set", "trainer.prompts_per_step=4", "--set", "model.options.warm_start_steps=5"]

@@ -653,7 +653,7 @@ def test_groups_of_equal_rewards_teach_nothing():
     assert training_signal([[None, None]], success=None, model="m").severity == "not applicable"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_model_shows_how_many_groups_would_teach_it(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     small = {

@@ -93,7 +93,7 @@ def test_a_new_plugin_is_whole_and_clean(sort, variant, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [project.name], "nothing else is left"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sort", "variant"),
     [
@@ -120,7 +120,7 @@ def test_a_new_engine_refuses_to_promise_what_its_batches_cannot_keep(tmp_path):
         engine(EngineSetup(model="m", reproducible=True))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", [pytest.param("", marks=pytest.mark.nightly), "tools"])
 def test_a_new_environment_trains_at_once(variant, tmp_path):
     """Tests of each kind train with the others; this one is about the files around them."""

@@ -206,7 +206,7 @@ def test_a_directory_that_holds_no_run_is_no_model(tmp_path):
         try_("math:sort", run=tmp_path / "nope")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_ctrl_c_ends_the_waiting_for_a_line_in_a_terminal():
     ours, theirs = pty.openpty()
     child = subprocess.Popen(
@@ -225,7 +225,7 @@ def test_ctrl_c_ends_the_waiting_for_a_line_in_a_terminal():
     os.close(ours)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_model_plays_a_task_of_its_run(tmp_path):
     def command(*arguments):
         ended = subprocess.run([GRPO, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=200)

@@ -58,6 +58,7 @@ def check(tmp_path, monkeypatch):
     return checked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "gpus", "settings"),
     [
@@ -73,6 +74,7 @@ def test_what_the_documents_recommend_fits(check, model, gpus, settings):
     check(model, gpus, *settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "gpus", "settings", "message"),
     [

@@ -265,7 +265,7 @@ def test_a_limit_of_an_environment_with_sessions_holds_for_all_calls(judge):
     assert (judges.concurrency, judges.deadline) == (32, 16 * 30.0)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_server_without_an_answer_in_time_is_unscored(judge):
     with hosting(judge, timeout=3.0) as host:
         (start,) = host.open([("a", PROMPT)])

@@ -474,7 +474,7 @@ def test_without_rows_there_are_no_prompts():
 # ---------------------------------------------------------------------------------- a run
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_trains_on_rows_of_a_server(tmp_path):
     rows = [row(expected_count=n % 3, number=n) for n in range(30)]
     for each in rows:  # the model "tiny" has no template with tools

@@ -152,6 +152,7 @@ def test_an_agent_plays_through_it(tmp_path):
     assert len(hosted.requests) == 6
 
 
+@pytest.mark.slow
 def test_try_and_audit_play_it(tmp_path):
     with Hosted().running() as url:
         tried = grpo(tmp_path, "try", "math:sort", *options(url))

@@ -154,6 +154,7 @@ def test_the_stages_of_the_timeline_sum_to_the_time_of_the_run(runs):
 # ---------------------------------------------------------------------------------- replay
 
 
+@pytest.mark.slow
 def test_a_step_is_computed_again_from_the_newest_checkpoint_before_it(runs, capsys):
     assert replay.replay(runs[0], step=4) == 0
     said = capsys.readouterr().out.splitlines()
@@ -163,6 +164,7 @@ def test_a_step_is_computed_again_from_the_newest_checkpoint_before_it(runs, cap
     ]
 
 
+@pytest.mark.slow
 def test_adapters_with_dropout_and_a_resume_with_other_settings_are_replayed_from_the_start(
     resumed, tmp_path, capsys
 ):
@@ -174,6 +176,7 @@ def test_adapters_with_dropout_and_a_resume_with_other_settings_are_replayed_fro
     assert said.count("bit for bit") == 4
 
 
+@pytest.mark.slow
 def test_a_step_that_was_computed_otherwise_is_told_with_its_first_tensor(run, capsys):
     """The run says that it trained with another learning rate than it did."""
     events = run / "events.jsonl"
@@ -190,6 +193,7 @@ def test_a_step_that_was_computed_otherwise_is_told_with_its_first_tensor(run, c
     assert "; loss is " in told
 
 
+@pytest.mark.slow
 def test_a_step_without_fingerprints_is_not_said_to_be_the_same(run, capsys):
     without_fingerprints(run, step=3)
     assert replay.replay(run, step=4) == 0
@@ -251,6 +255,7 @@ def test_a_flipped_bit_is_found_before_anything_is_computed(file, name, message,
 # ---------------------------------------------------------------------------------- fork
 
 
+@pytest.mark.slow
 def test_a_fork_shows_the_first_number_that_differs_and_the_metrics_beside_each_other(runs, tmp_path, capsys):
     """Rollout 1 of the first group has another reward, as ``grpo-core score`` writes it."""
     (first, *_), *_ = stored = [group.rollouts for group in history.read(runs[0]).groups(1)]
@@ -365,6 +370,7 @@ def test_a_fork_refuses_a_key_that_no_step_depends_on(key, runs):
         fork.fork(runs[0], step=1, settings=[key])
 
 
+@pytest.mark.slow
 def test_a_fork_with_the_values_of_the_run_says_so(runs, capsys):
     assert fork.fork(runs[0], step=1, settings=["trainer.threads=1"]) == 0
     assert "note: the run had these values already" in capsys.readouterr().out
@@ -377,6 +383,7 @@ def test_a_fork_refuses_what_would_make_other_rollouts(runs):
         fork.fork(runs[0], step=1, settings=["rollout.max_tokens=3"])
 
 
+@pytest.mark.slow
 def test_a_fork_computes_with_the_threads_that_are_asked_for(runs, capsys):
     assert fork.fork(runs[0], step=1, settings=["trainer.threads=2"]) == 0
     assert "torch threads: 1 as it was, 2 forked" in capsys.readouterr().out

@@ -203,7 +203,7 @@ def test_what_is_no_run_is_named(tmp_path, made, capsys):
         runs.list_([run.path])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_that_was_trained_is_listed_pruned_and_still_verified(tmp_path):
     def command(*arguments):
         ended = subprocess.run([GRPO, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=200)
@@ -220,7 +220,7 @@ def test_a_run_that_was_trained_is_listed_pruned_and_still_verified(tmp_path):
     assert command("runs", "export", "runs/small").count("\n") == 4
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_of_epochs_is_told_with_the_number_of_its_steps_by_everything(tmp_path):
     """Six prompts are two steps of three; trainer.steps, whose default is another number, plays no part."""
     (tmp_path / "letters.py").write_text(

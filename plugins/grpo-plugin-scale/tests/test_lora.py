@@ -444,7 +444,7 @@ def test_an_empty_section_turns_lora_on(tmp_path: Path) -> None:
     assert build([as_table(config)], host.sections) == config
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_with_lora_is_trained_resumed_and_validated_by_the_command(tmp_path: Path) -> None:
     settings = [
         "model.options.warm_start_steps=20",
@@ -480,7 +480,7 @@ class Spy(LocalEngine):
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_engine_of_a_validation_gets_adapters_as_that_of_the_training(tmp_path: Path) -> None:
     (tmp_path / "spy.py").write_text(SPY)
     settings = ["model.lora.rank=4", "model.dtype=bfloat16", "trainer.steps=1", "validation.every=0"]

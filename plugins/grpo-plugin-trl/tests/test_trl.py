@@ -285,7 +285,7 @@ def test_rollouts_have_instances_of_their_own():
 # ---------------------------------------------------------------------------------- a run
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_trains_on_a_reward_function_and_a_file_of_rows(tmp_path):
     rows = [{"prompt": f"{n}=", "solution": str(n), "level": 1.0} for n in range(30)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
