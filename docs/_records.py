@@ -14,8 +14,9 @@ from pathlib import Path
 import attrs
 
 import grpo_core
-from grpo_core import events, records
+from grpo_core import events
 from grpo_core.config.meanings import meanings
+from grpo_core.contracts import records
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -36,7 +37,7 @@ def page() -> str:
 
 
 def exported() -> list[type]:
-    """The records that ``grpo_core`` exports: those of ``grpo_core.records`` first, in its order."""
+    """The records that ``grpo_core`` exports: the ones of ``contracts.records`` first, in its order."""
     values = [getattr(grpo_core, name) for name in grpo_core.__all__]
     kinds = [value for value in values if inspect.isclass(value) and attrs.has(value)]
     ours = records.__name__

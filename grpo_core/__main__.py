@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from grpo_core import interrupts
+from grpo_core.processes import interrupts
 
 
 def main() -> None:

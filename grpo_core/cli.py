@@ -13,10 +13,10 @@ from typing import Any, Literal
 from cyclopts import App, CycloptsError
 
 from grpo_core import commands
-from grpo_core.errors import ConfigError, GrpoError
-from grpo_core.interrupts import INTERRUPTED, leave
+from grpo_core.contracts.errors import ConfigError, GrpoError
 from grpo_core.plugins.commands import Commands, find_commands
 from grpo_core.plugins.hints import COMMANDS
+from grpo_core.processes.interrupts import INTERRUPTED, leave
 
 HELP = "Asynchronous GRPO for language models: domains are plugins, async RL is the core."
 
@@ -96,7 +96,13 @@ def _describe(row: dict[str, Any]) -> str:
 
 def main() -> None:
     """Run the command line; print errors as one message and exit with their status."""
-    from grpo_core.complaints import complain, drop_output, make_log_inert, outlive_terminal, unexpected
+    from grpo_core.commands.complaints import (
+        complain,
+        drop_output,
+        make_log_inert,
+        outlive_terminal,
+        unexpected,
+    )
     from grpo_core.processes.garbage import collect_rarely
 
     collect_rarely()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from attrs import define, evolve
 
-from grpo_core.records import Weights
+from grpo_core.contracts.records import Weights
 from grpo_core.weights.adapters import LEFT, RIGHT, WEIGHT
 from grpo_core.weights.layout import LowRankSum
 from grpo_core.weights.names import checkpoint_tensors

@@ -6,7 +6,7 @@ import attrs
 import cattrs
 
 from grpo_core import TrainerSetup
-from grpo_core.records import SectionValues, name_of_class
+from grpo_core.contracts.records import SectionValues, name_of_class
 from grpo_plugin_scale.lora import LoraConfig
 
 

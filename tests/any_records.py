@@ -8,8 +8,8 @@ import numpy as np
 from attrs import evolve, fields
 from hypothesis import strategies as st
 
-from grpo_core.records import Group, Prompt, Rollout, Row, Segment
-from grpo_core.tokens import Tokens
+from grpo_core.contracts.records import Group, Prompt, Rollout, Row, Segment
+from grpo_core.contracts.tokens import Tokens
 
 numbers = st.floats(allow_nan=False, allow_infinity=False)
 float32s = st.floats(-4, 4, width=32)

@@ -13,7 +13,7 @@ import threading
 import fake_gpus
 import torch
 
-from grpo_core.errors import WeightSyncError
+from grpo_core.contracts.errors import WeightSyncError
 from grpo_core.weights.reading import read_weights
 from grpo_plugin_scale.weights import collective, nccl
 from grpo_plugin_scale.weights.collective import CollectiveWriter

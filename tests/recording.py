@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from grpo_core.config import Config
-from grpo_core.events import Event
+from grpo_core.contracts.events import Event
+from grpo_core.contracts.protocols import Tracker
 from grpo_core.plugins.host import PluginHost
-from grpo_core.protocols import Tracker
 from grpo_core.reporting.selection import make_trackers
 from grpo_core.reporting.trackers import Trackers
-from grpo_core.run_directory import RunDirectory
+from grpo_core.storage.run_directory import RunDirectory
 
 
 def record(path: Path, events: Iterable[Event], config: Config) -> RunDirectory:

@@ -6,7 +6,7 @@ from typing import Any
 
 import cattrs
 
-from grpo_core.records import SectionValues, name_of_class
+from grpo_core.contracts.records import SectionValues, name_of_class
 from grpo_plugin_scale.config import ScaledConfig
 
 KEYS = ("offload", "ranks", "weights")

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from grpo_core import advantages as formulas
 from grpo_core.config import build
-from grpo_core.errors import ConfigError, PluginError
+from grpo_core.contracts.errors import ConfigError, PluginError
 from grpo_core.loop import advantages
 from grpo_core.loop.advantages import Clipped
 from grpo_core.plugins.host import PluginHost

@@ -8,7 +8,7 @@ from attrs import evolve
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from grpo_core.advantages import equal, normalize
+from grpo_core.contracts.advantages import equal, normalize
 from grpo_core.loop import advantages
 from grpo_core.loop.dynamic import DynamicSampling
 from grpo_core.loop.metrics import task_metrics

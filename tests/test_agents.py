@@ -19,12 +19,12 @@ from documents import ROOT
 from killing import GRPO, Run
 
 from grpo_core import cli
+from grpo_core.contracts.incidents import reported_to
+from grpo_core.contracts.playing import PlayerSetup
+from grpo_core.contracts.protocols import Environment
+from grpo_core.contracts.records import AgentClient, Prompt, Weights
 from grpo_core.environments.process import EnvironmentProcess
-from grpo_core.incidents import reported_to
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, cause, play
-from grpo_core.playing import PlayerSetup
-from grpo_core.protocols import Environment
-from grpo_core.records import AgentClient, Prompt, Weights
 from grpo_core.testing import FakeEngine, FakeRenderer
 from grpo_plugin_agents.program import AgentProgram
 from grpo_plugin_agents.server import AgentServer
@@ -191,7 +191,7 @@ async def run(prompt, client):
 
 
 def test_an_enginethat_gives_up_is_at_fault_and_not_the_agent(tmp_path):
-    from grpo_core.errors import EngineError
+    from grpo_core.contracts.errors import EngineError
 
     agent = """
 async def run(prompt, client):
@@ -205,7 +205,7 @@ async def run(prompt, client):
 
 
 def test_a_function_that_is_not_async_is_refused_with_advice(tmp_path):
-    from grpo_core.errors import PluginError
+    from grpo_core.contracts.errors import PluginError
 
     agent = """
 class Agent(grpo.Environment):

@@ -14,14 +14,23 @@ import torch
 from test_lora import setup as lora_setup
 from test_trainer import setup
 
+from grpo_core.contracts.errors import WeightSyncError
+from grpo_core.contracts.records import (
+    Canary,
+    Completion,
+    GenerationRequest,
+    Group,
+    Prompt,
+    Rollout,
+    Segment,
+    Weights,
+)
+from grpo_core.contracts.tokens import Tokens
 from grpo_core.demo import tiny
-from grpo_core.errors import WeightSyncError
 from grpo_core.loop import canary
 from grpo_core.loop.agreement import EXPLAINED, POWER, Agreement, Tolerance, agreement, difference
 from grpo_core.loop.canary import CONTEXTS, FRESH, LENGTH, Canaries
 from grpo_core.loop.rows import make_batch
-from grpo_core.records import Canary, Completion, GenerationRequest, Group, Prompt, Rollout, Segment, Weights
-from grpo_core.tokens import Tokens
 from grpo_core.training import model as models
 from grpo_core.training.model import Scorer
 from grpo_core.training.setup import TrainerSetup

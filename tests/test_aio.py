@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from grpo_core.aio import Changes, gather
+from grpo_core.processes.aio import Changes, gather
 from grpo_core.testing import run
 
 

@@ -9,9 +9,9 @@ from test_agents import played
 
 from grpo_core import cli
 from grpo_core.config import EnvironmentConfig
-from grpo_core.errors import PluginError
-from grpo_core.limits import Limits
-from grpo_core.records import Completion
+from grpo_core.contracts.errors import PluginError
+from grpo_core.contracts.limits import Limits
+from grpo_core.contracts.records import Completion
 from grpo_core.testing import FakeRenderer
 from grpo_plugin_agents.recorder import Recorder, Talks
 

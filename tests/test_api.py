@@ -21,10 +21,10 @@ import grpo_core
 from grpo_core import ConfigError, Feedback, GrpoError, PluginError, Prompt, Tracker, cli
 from grpo_core.api.reward import added
 from grpo_core.config import EnvironmentConfig, merge
+from grpo_core.contracts.incidents import reported_to
+from grpo_core.contracts.records import Episode
 from grpo_core.environments.process import EnvironmentProcess
-from grpo_core.incidents import reported_to
 from grpo_core.plugins.host import PluginHost
-from grpo_core.records import Episode
 
 SMALL = {
     "trainer": {"steps": 2, "prompts_per_step": 4},

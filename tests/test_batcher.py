@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_core.config import EnvironmentConfig
+from grpo_core.contracts.errors import GrpoError, PluginError
+from grpo_core.contracts.records import Episode, Prompt
 from grpo_core.environments.batcher import MicroBatcher
 from grpo_core.environments.pool import EnvironmentPool
-from grpo_core.errors import GrpoError, PluginError
-from grpo_core.records import Episode, Prompt
 from grpo_core.testing import FakeEnvironment, clock
 
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_core.records import Row
-from grpo_core.tokens import Tokens
+from grpo_core.contracts.records import Row
+from grpo_core.contracts.tokens import Tokens
 from grpo_core.training.batching import microbatches, packs, split_updates
 
 lengths_ = st.lists(st.integers(1, 60), max_size=60)

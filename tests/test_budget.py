@@ -12,10 +12,10 @@ from grpo_core import Environment
 from grpo_core.app.parts import Parts
 from grpo_core.config import Config, EnvironmentConfig, TrainerConfig
 from grpo_core.config.generation import RolloutConfig
+from grpo_core.contracts.errors import PluginError
+from grpo_core.contracts.records import Rollout
 from grpo_core.environments.budget import ErrorBudget, errors_of_calls
-from grpo_core.errors import PluginError
 from grpo_core.plugins.host import PluginHost
-from grpo_core.records import Rollout
 from grpo_core.testing import FakeEngine, HostedEnvironment, prompts
 
 GOOD, BAD = None, "judge away"

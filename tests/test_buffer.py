@@ -10,9 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from grpo_core.errors import SlotError
+from grpo_core.contracts.errors import SlotError
+from grpo_core.contracts.records import Slot
 from grpo_core.loop.buffer import Buffer
-from grpo_core.records import Slot
 
 # ---------------------------------------------------------------------------------- stories
 

@@ -10,12 +10,12 @@ import pytest
 from test_cli import grpo
 from test_pipeline import Run
 
+from grpo_core.contracts.errors import DeadlineExceeded, EngineError, WeightSyncError
+from grpo_core.contracts.events import Dispatched, GroupsReady
+from grpo_core.contracts.records import Canary, Completion, TensorInfo, Weights
 from grpo_core.engines.wrapped import LimitedEngine
-from grpo_core.errors import DeadlineExceeded, EngineError, WeightSyncError
-from grpo_core.events import Dispatched, GroupsReady
 from grpo_core.loop import canary
 from grpo_core.loop.agreement import Agreement, Tolerance
-from grpo_core.records import Canary, Completion, TensorInfo, Weights
 from grpo_core.testing import FakeEngine, FakeTrainer, run
 from grpo_core.validation.engine import WeightsTrackingEngine
 from grpo_plugin_scale.engines.pool import EnginePool

@@ -38,11 +38,11 @@ from __future__ import annotations
 import pytest
 from test_buffer import fill
 
+from grpo_core.contracts.errors import PluginError
+from grpo_core.contracts.records import SampleRequest
 from grpo_core.data.loaders import TaskLoader
 from grpo_core.data.samplers import RoundRobin, checked_sample
-from grpo_core.errors import PluginError
 from grpo_core.loop.buffer import Buffer
-from grpo_core.records import SampleRequest
 from grpo_core.testing import MemoryLoader, prompts
 from grpo_plugin_curriculum.curriculum import TaskOrder
 

@@ -15,7 +15,7 @@ import pytest
 
 import grpo_core as grpo
 from grpo_core.cli import make_app
-from grpo_core.errors import ConfigError, PluginError, SelectionError
+from grpo_core.contracts.errors import ConfigError, PluginError, SelectionError
 from grpo_core.plugins.host import Kind, PluginHost
 from grpo_core.testing import run
 from grpo_plugin_devkit import check, decoding

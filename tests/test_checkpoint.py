@@ -15,16 +15,16 @@ from attrs import evolve
 from cuts import loader_at, pipeline_at
 from hypothesis import given, settings
 
+from grpo_core.contracts.errors import CheckpointError
+from grpo_core.contracts.incidents import reported_to
+from grpo_core.contracts.records import Group, Rollout, Segment
+from grpo_core.contracts.tokens import Tokens
 from grpo_core.data.loaders import TaskLoader
 from grpo_core.data.samplers import PromptStream, RoundRobin
-from grpo_core.disk import Disk
-from grpo_core.errors import CheckpointError
-from grpo_core.incidents import reported_to
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import Buffer
-from grpo_core.records import Group, Rollout, Segment
+from grpo_core.storage.disk import Disk
 from grpo_core.testing import prompts
-from grpo_core.tokens import Tokens
 
 NOBODY = 65534
 """The number of a user without rights."""

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from grpo_core import commands
-from grpo_core.hookspecs import Command
+from grpo_core.contracts.hookspecs import Command
 from grpo_plugin_devkit.modules import check_commands
 
 OFFERS = """

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from grpo_core.app import launch
 from grpo_core.config import Config, as_table, as_toml, build, merge, parse_setting, read_toml
-from grpo_core.errors import ConfigError
+from grpo_core.contracts.errors import ConfigError
 
 BAD = [
     ({"trainr": {}}, "unknown configuration key 'trainr'. Did you mean 'trainer'?"),

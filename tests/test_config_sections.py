@@ -18,7 +18,7 @@ from grpo_core.app.paths import with_absolute_paths
 from grpo_core.commands.defaults import text
 from grpo_core.config import Config, as_table, as_toml, build, parse_setting
 from grpo_core.config.sections import PluginSections
-from grpo_core.errors import ConfigError
+from grpo_core.contracts.errors import ConfigError
 from grpo_core.plugins import hints
 from grpo_core.plugins.host import PluginHost, listing
 from grpo_core.testing import check_config_sections

@@ -14,7 +14,7 @@ from grpo_core import Environment, Prompt
 from grpo_core.app.first_look import conventions_of_validation, first_look
 from grpo_core.config import EnvironmentConfig, RolloutConfig, ValidationConfig
 from grpo_core.environments.pool import EnvironmentPool
-from grpo_core.models import chat_template
+from grpo_core.models.files import chat_template
 from grpo_core.testing import HostedEnvironment
 from grpo_core.text.conventions import REPLIES, WITH_CALLS, misread
 from grpo_core.text.rendering import Renderer

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from grpo_core import cpu
+from grpo_core.processes import cpu
 
 
 @pytest.fixture(autouse=True)

@@ -15,17 +15,17 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from grpo_core.app.parts import check_dataloaders
 from grpo_core.app.preflight import check_dataloader as refuse
 from grpo_core.config import Config, SourceConfig, TaskConfig, TrainerConfig, build
+from grpo_core.contracts.errors import CheckpointError, ConfigError, GrpoError, PluginError
+from grpo_core.contracts.records import Prompt, SampleRequest
 from grpo_core.data.dataloaders import Dataloader
 from grpo_core.data.loaders import TaskLoader
 from grpo_core.data.rows import readable
 from grpo_core.data.samplers import Mix, PromptStream
 from grpo_core.data.states import from_safetensors, packed, to_safetensors, unpacked
-from grpo_core.errors import CheckpointError, ConfigError, GrpoError, PluginError
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import Buffer
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.installed import import_file
-from grpo_core.records import Prompt, SampleRequest
 from grpo_plugin_curriculum.learnable_prompts import LearnablePrompts
 
 

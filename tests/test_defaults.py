@@ -15,7 +15,7 @@ from grpo_core.commands.defaults import text
 from grpo_core.config import Config, EngineConfig, PluginChoice, build, parse_setting
 from grpo_core.config.meanings import meanings
 from grpo_core.config.sections import keys_of
-from grpo_core.errors import ConfigError
+from grpo_core.contracts.errors import ConfigError
 from grpo_core.plugins.host import PluginHost
 from grpo_plugin_scale.lora import LoraConfig
 

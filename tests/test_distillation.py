@@ -19,11 +19,11 @@ from grpo_core.app import preflight
 from grpo_core.app.parts import Parts
 from grpo_core.app.paths import with_absolute_paths
 from grpo_core.config import LossConfig, TeacherConfig, build
+from grpo_core.contracts.errors import ConfigError, ModelError
+from grpo_core.contracts.records import Row
+from grpo_core.contracts.tokens import Tokens
 from grpo_core.demo import tiny
-from grpo_core.errors import ConfigError, ModelError
 from grpo_core.plugins.host import PluginHost
-from grpo_core.records import Row
-from grpo_core.tokens import Tokens
 from grpo_core.training.microbatch import collate
 from grpo_core.training.passes import Passes
 from grpo_core.training.setup import TrainerSetup

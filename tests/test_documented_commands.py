@@ -18,7 +18,7 @@ from documents import PAGES, ROOT, TUTORIALS, blocks, name_of
 
 from grpo_core import cli
 from grpo_core.app import launch
-from grpo_core.errors import GrpoError
+from grpo_core.contracts.errors import GrpoError
 from grpo_core.plugins.host import PluginHost
 
 COMMANDS = [command for page in PAGES for command in documents.commands(page)]

@@ -11,11 +11,11 @@ from test_pipeline import Run
 from grpo_core.app.build import stop_at
 from grpo_core.app.parts import with_steps
 from grpo_core.config import Config, TrainerConfig
-from grpo_core.errors import ConfigError
-from grpo_core.events import Saved, StepEnded, Validated
+from grpo_core.contracts.errors import ConfigError
+from grpo_core.contracts.events import Saved, StepEnded, Validated
 from grpo_core.loop.endings import Goal, TimeLimit
+from grpo_core.loop.versions import Interval
 from grpo_core.testing import FakeTrainer
-from grpo_core.versions import Interval
 
 
 @pytest.mark.parametrize(

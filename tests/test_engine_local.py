@@ -17,16 +17,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from grpo_core.contracts.errors import EngineError, ModelError, WeightSyncError
+from grpo_core.contracts.incidents import Incident, reported_to
+from grpo_core.contracts.records import Completion, EngineSetup, GenerationRequest
 from grpo_core.engines.local.batch import Model
 from grpo_core.engines.local.decoder import Decoder, SeparateCalls
 from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.engines.local.hf import TransformersModel
 from grpo_core.engines.local.llama import Llama, Shape
 from grpo_core.engines.local.stopping import StopStrings
-from grpo_core.errors import EngineError, ModelError, WeightSyncError
-from grpo_core.incidents import Incident, reported_to
 from grpo_core.processes.child import Child
-from grpo_core.records import Completion, EngineSetup, GenerationRequest
 from grpo_core.weights.shm import SharedMemoryWriter
 from grpo_plugin_devkit.engines import ids_of
 

@@ -7,9 +7,9 @@ import importlib.util
 
 import pytest
 
+from grpo_core.contracts.records import Feedback
 from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, play
-from grpo_core.records import Feedback
 from grpo_core.testing import FakeEnvironment, FakeRenderer, prompts
 from grpo_plugin_devkit.decoding import EngineUnderTest, make_test_model, start_engine
 

@@ -16,14 +16,14 @@ import torch
 from killing import left_after
 
 from grpo_core.config import EnvironmentConfig
+from grpo_core.contracts.errors import PluginError
+from grpo_core.contracts.incidents import reported_to
+from grpo_core.contracts.protocols import EnvironmentClient
+from grpo_core.contracts.records import Episode, Feedback, Prompt
 from grpo_core.environments.feedback import as_feedback
 from grpo_core.environments.host import EnvironmentHost
 from grpo_core.environments.process import EnvironmentProcess
-from grpo_core.errors import PluginError
-from grpo_core.incidents import reported_to
 from grpo_core.plugins.selection import PluginSelection
-from grpo_core.protocols import EnvironmentClient
-from grpo_core.records import Episode, Feedback, Prompt
 
 SCENES = """
     import asyncio, os, signal, subprocess, sys, time

@@ -9,8 +9,8 @@ import pytest
 from test_cli import ENVIRONMENTS, grpo
 
 from grpo_core.config import build, parse_setting, read_toml
-from grpo_core.errors import ConfigError
-from grpo_core.run_directory import RunDirectory
+from grpo_core.contracts.errors import ConfigError
+from grpo_core.storage.run_directory import RunDirectory
 
 pytestmark = pytest.mark.long
 

@@ -22,11 +22,11 @@ from test_trainer import setup as full_setup
 from grpo_core.commands import export
 from grpo_core.config import Config, build
 from grpo_core.config.sections import PluginSection, PluginSections
+from grpo_core.contracts.errors import CheckpointError, ConfigError, ModelError
 from grpo_core.demo import tiny
-from grpo_core.errors import CheckpointError, ConfigError, ModelError
 from grpo_core.loop import checkpoint
 from grpo_core.plugins.host import PluginHost
-from grpo_core.run_directory import RunDirectory
+from grpo_core.storage.run_directory import RunDirectory
 from grpo_core.training.trainer import TorchTrainer
 
 TASKS = {"sort": {"env": "math:sort", "options": {"length": 4}}}

@@ -28,15 +28,15 @@ from test_pipeline import Run, cut, resumed
 from grpo_core.app.parts import Parts
 from grpo_core.app.resume import FIXED
 from grpo_core.config import Config, ModelConfig, PipelineConfig, RolloutConfig, build
+from grpo_core.contracts.errors import WeightSyncError
+from grpo_core.contracts.events import Dispatched, PromptSkipped, StepEnded, Synced
+from grpo_core.contracts.records import EngineSetup, Feedback, GenerationRequest, Weights
 from grpo_core.data.loaders import TaskLoader
 from grpo_core.demo import tiny
 from grpo_core.engines.child import ChildEngine
 from grpo_core.engines.local.engine import LocalEngine
-from grpo_core.errors import WeightSyncError
-from grpo_core.events import Dispatched, PromptSkipped, StepEnded, Synced
 from grpo_core.plugins.host import PluginHost
 from grpo_core.processes.child import Child
-from grpo_core.records import EngineSetup, Feedback, GenerationRequest, Weights
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeTrainer, prompts
 from grpo_core.training import model as models
 from grpo_core.weights.reading import read_weights

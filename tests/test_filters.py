@@ -9,7 +9,7 @@ import pytest
 from grpo_core.app.parts import Parts
 from grpo_core.app.preflight import check
 from grpo_core.config import build
-from grpo_core.errors import PluginError, SamplingError
+from grpo_core.contracts.errors import PluginError, SamplingError
 from grpo_core.loop import dynamic
 from grpo_core.loop.dynamic import DynamicSampling, Rejection, short_name
 from grpo_core.loop.laws import Laws

@@ -86,7 +86,7 @@ def broken(path, end):
 
 def test_each_function_on_the_way_to_the_first_token_calls_the_next_one():
     assert broken(PATH, "completed") == []
-    assert "generate" in called(function("playing.py", "completed")), (
+    assert "generate" in called(function("contracts/playing.py", "completed")), (
         "the engine is asked there, and no further"
     )
 

@@ -13,7 +13,7 @@ from killing import GRPO, Run
 from grpo_core.app import gpus
 from grpo_core.app.gpus import choose, joined_to_trainer
 from grpo_core.config import EngineConfig, TrainerConfig, as_toml, build
-from grpo_core.errors import ConfigError
+from grpo_core.contracts.errors import ConfigError
 from grpo_core.plugins.host import PluginHost
 
 TRAINER = TrainerConfig()

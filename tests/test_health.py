@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_pipeline import Run
 
-from grpo_core.errors import TrainerError
-from grpo_core.events import WarningRaised
+from grpo_core.contracts.errors import TrainerError
+from grpo_core.contracts.events import WarningRaised
+from grpo_core.contracts.records import StepResult
 from grpo_core.loop.health import CAUSES, WINDOW, Thresholds, check_limits, lost_signal
-from grpo_core.records import StepResult
 from grpo_core.testing import FakeEngine, FakeTrainer
 
 NAMES = sorted(CAUSES)

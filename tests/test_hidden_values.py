@@ -9,12 +9,12 @@ import textwrap
 import pytest
 
 from grpo_core.config import EnvironmentConfig
-from grpo_core.credentials import SHORTEST, Mask
+from grpo_core.contracts.errors import ConfigError, PluginError, Unavailable
+from grpo_core.contracts.incidents import reported_to
+from grpo_core.contracts.records import Episode, Prompt
 from grpo_core.environments.process import EnvironmentProcess
-from grpo_core.errors import ConfigError, PluginError, Unavailable
-from grpo_core.incidents import reported_to
 from grpo_core.processes.interpreters import from_here
-from grpo_core.records import Episode, Prompt
+from grpo_core.text.credentials import SHORTEST, Mask
 
 pytestmark = pytest.mark.long
 

@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 from test_cli import events, grpo, metrics, refused
 from test_validation import FakeRenderer, echo, right, validated
 
+from grpo_core.contracts.errors import EngineError, PluginError, describe
+from grpo_core.contracts.protocols import Environment
+from grpo_core.contracts.records import Episode, Feedback, Prompt
+from grpo_core.contracts.unicode import DEEPEST, lone_surrogate, well_formed
 from grpo_core.demo.demonstrations import demonstrations
 from grpo_core.demo.tiny import write_tokenizer
 from grpo_core.environments.feedback import as_feedback
 from grpo_core.environments.host import EnvironmentHost
-from grpo_core.errors import EngineError, PluginError, describe
-from grpo_core.protocols import Environment
-from grpo_core.records import Episode, Feedback, Prompt
 from grpo_core.testing import FakeEngine, FakeEnvironment
 from grpo_core.text.rendering import Renderer
 from grpo_core.text.tool_calls import parse_calls
-from grpo_core.unicode import DEEPEST, lone_surrogate, well_formed
 from grpo_core.validation.runner import Context
 from grpo_core.validation.strategies import Batched, Greedy, Pipelined
 from grpo_plugin_algorithms.strategies import Majority, PassAtK

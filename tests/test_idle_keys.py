@@ -9,7 +9,7 @@ import pytest
 
 from grpo_core.app import preflight
 from grpo_core.config import build
-from grpo_core.errors import ConfigError, PluginError
+from grpo_core.contracts.errors import ConfigError, PluginError
 from grpo_core.plugins.host import PluginHost
 
 

@@ -12,9 +12,9 @@ from recording import tracked
 from test_docs import ROOT
 from test_pipeline import Run
 
-from grpo_core.errors import EngineError
-from grpo_core.events import IncidentReported, PromptSkipped, RunEnded, StepEnded
-from grpo_core.incidents import (
+from grpo_core.contracts.errors import EngineError
+from grpo_core.contracts.events import IncidentReported, PromptSkipped, RunEnded, StepEnded
+from grpo_core.contracts.incidents import (
     EVERY,
     IncidentCounts,
     IncidentKind,
@@ -24,8 +24,8 @@ from grpo_core.incidents import (
     reported_as,
     reported_to,
 )
-from grpo_core.protocols import Tracker
-from grpo_core.records import Feedback
+from grpo_core.contracts.protocols import Tracker
+from grpo_core.contracts.records import Feedback
 from grpo_core.reporting.files import plain
 from grpo_core.reporting.trackers import Trackers
 from grpo_core.testing import FakeEngine, FakeEnvironment, run

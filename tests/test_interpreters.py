@@ -16,11 +16,11 @@ import pytest
 from attrs import evolve
 
 from grpo_core.config import EnvironmentConfig
+from grpo_core.contracts.errors import ConfigError, GrpoError, SelectionError
+from grpo_core.contracts.records import AgentClient, Episode, Prompt
 from grpo_core.environments.process import EnvironmentProcess
-from grpo_core.errors import ConfigError, GrpoError, SelectionError
 from grpo_core.plugins.selection import PluginSelection
 from grpo_core.processes.interpreters import OLDEST, Interpreter
-from grpo_core.records import AgentClient, Episode, Prompt
 
 ABROAD = '''
     import json, os, shutil, sys

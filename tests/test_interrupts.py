@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from grpo_core import interrupts
-from grpo_core.aio import to_the_end
 from grpo_core.app.stopping import Stop, interruptions
 from grpo_core.loop import checkpoint
+from grpo_core.processes import interrupts
+from grpo_core.processes.aio import to_the_end
 
 PROGRAM = [sys.executable, "-m", "grpo_core"]
 TINY = ["--env", "math:sort", "--output", "run"] + [
@@ -60,7 +60,7 @@ def test_a_signal_that_python_itself_swallows_comes_again():
     """Its interpreter ignores what a callback of a weak reference raises; imports have such callbacks."""
     program = """
 import signal, time, weakref
-from grpo_core import interrupts
+from grpo_core.processes import interrupts
 
 class Referent: pass
 

@@ -14,7 +14,7 @@ from test_pipeline import Run, cut, resumed
 
 import grpo_core
 from grpo_core.app.build import stop_at
-from grpo_core.errors import (
+from grpo_core.contracts.errors import (
     CheckpointError,
     ConfigError,
     DataPlaneError,
@@ -24,17 +24,17 @@ from grpo_core.errors import (
     TrainerError,
     WeightSyncError,
 )
-from grpo_core.events import GroupsReady, Saved, Saving, StepEnded, Synced
+from grpo_core.contracts.events import GroupsReady, Saved, Saving, StepEnded, Synced
+from grpo_core.contracts.protocols import Tracker
+from grpo_core.contracts.records import Canary, Completion, StepResult, Weights
 from grpo_core.loop import checkpoint
 from grpo_core.loop.endings import Goal
 from grpo_core.loop.health import Thresholds
-from grpo_core.models import not_finite
-from grpo_core.planes import MemoryPlane
-from grpo_core.protocols import Tracker
-from grpo_core.records import Canary, Completion, StepResult, Weights
+from grpo_core.loop.versions import Interval
+from grpo_core.models.files import not_finite
 from grpo_core.reporting.trackers import Trackers
+from grpo_core.storage.planes import MemoryPlane
 from grpo_core.testing import FakeEngine, FakeTrainer, run
-from grpo_core.versions import Interval
 
 AT = 5
 """Version at which parts begin to fail."""

@@ -14,7 +14,7 @@ import pytest
 from crashing import check, crash, make_model
 from killing import WORDS, Run, check_accounting, left_after
 
-from grpo_core.incidents import by_kind as told_by_kind
+from grpo_core.contracts.incidents import by_kind as told_by_kind
 from grpo_plugin_report.report import Files
 
 pytestmark = pytest.mark.slow

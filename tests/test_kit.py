@@ -7,8 +7,8 @@ from collections import deque
 import pytest
 
 from grpo_core import Canary, Completion, EngineError, GenerationRequest, Weights, WeightSyncError
+from grpo_core.contracts.hookspecs import Offer
 from grpo_core.engines import wire
-from grpo_core.hookspecs import Offer
 from grpo_core.kit import DecodingServer, check_request
 from grpo_core.processes.served import Call
 from grpo_core.testing import FakeEngine

@@ -14,13 +14,13 @@ from attrs import evolve
 from file_plane import FilePlane
 
 import grpo_core as grpo
+from grpo_core.app.model_sources import StartModel
 from grpo_core.app.placement import LocalPlacement
 from grpo_core.cli import make_app
+from grpo_core.contracts.errors import PluginError
 from grpo_core.demo.tiny import make_tiny_model
-from grpo_core.errors import PluginError
-from grpo_core.model_sources import StartModel
-from grpo_core.planes import MemoryPlane
 from grpo_core.plugins.host import PluginHost
+from grpo_core.storage.planes import MemoryPlane
 from grpo_core.training.trainer import TorchTrainer
 from grpo_core.weights.copies import WeightsLease
 from grpo_core.weights.shm import SharedMemoryWriter

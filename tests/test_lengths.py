@@ -14,11 +14,11 @@ from test_resume import QUICK
 from grpo_core import Prompt
 from grpo_core.app.lengths import LOOKED_AT, RunPrompts
 from grpo_core.config import EnvironmentConfig, SourceConfig, ValidationConfig
+from grpo_core.contracts.errors import ConfigError
 from grpo_core.data.loaders import TaskLoader
 from grpo_core.data.sizes import UNBOUNDED, size
 from grpo_core.data.sources import Source
 from grpo_core.environments.pool import EnvironmentPool
-from grpo_core.errors import ConfigError
 from grpo_core.testing import HostedEnvironment
 from grpo_core.text.rendering import Renderer
 from grpo_core.validation.sets import HeldOut

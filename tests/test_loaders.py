@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_core.contracts.errors import CheckpointError, PluginError
+from grpo_core.contracts.protocols import Loader
+from grpo_core.contracts.records import Prompt
 from grpo_core.data.loaders import TaskLoader
-from grpo_core.errors import CheckpointError, PluginError
-from grpo_core.protocols import Loader
-from grpo_core.records import Prompt
 
 
 def prompts(n, task="a"):
@@ -120,7 +120,7 @@ def test_torch_is_not_imported_unless_workers_read_ahead():
     code = """if True:
         import sys
         from grpo_core.data.loaders import TaskLoader
-        from grpo_core.records import Prompt
+        from grpo_core.contracts.records import Prompt
         loader = TaskLoader("a", [Prompt(messages="x", id="0")], seed=0)
         loader.take(3)
         loader.load_state_dict(loader.state_dict())

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_core.errors import PluginError
-from grpo_core.loss import LossInputs, LossSetting, needs, needs_of, problems_of
+from grpo_core.contracts.errors import PluginError
+from grpo_core.contracts.loss import LossInputs, LossSetting, needs, needs_of, problems_of
 from grpo_core.losses import grpo
 from grpo_core.plugins.host import PluginHost
 from grpo_plugin_algorithms import clipped
@@ -145,7 +145,7 @@ def test_without_a_coefficient_the_reference_is_ignored() -> None:
 
 
 def test_a_loss_can_be_imported_and_inspected_without_torch() -> None:
-    modules = "grpo_core.loss, grpo_core.loop.advantages, grpo_core.training.batching"
+    modules = "grpo_core.contracts.loss, grpo_core.loop.advantages, grpo_core.training.batching"
     code = f"import sys, {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from grpo_core.app import preflight
 from grpo_core.app.parts import Parts
 from grpo_core.config import LossConfig, TeacherConfig, build
+from grpo_core.contracts.errors import ConfigError
+from grpo_core.contracts.records import Row
 from grpo_core.demo import tiny
-from grpo_core.errors import ConfigError
 from grpo_core.plugins.host import PluginHost
-from grpo_core.records import Row
 from grpo_core.training.batching import length
 from grpo_core.training.trainer import TorchTrainer
 

@@ -12,13 +12,13 @@ import grpo_core
 from grpo_core import Environment, Feedback, Prompt
 from grpo_core.api.reward import prompts_of
 from grpo_core.config import SourceConfig
+from grpo_core.contracts.errors import ConfigError, PluginError
+from grpo_core.contracts.protocols import Tool
+from grpo_core.contracts.records import Episode, SampleRequest
 from grpo_core.data.samplers import PromptStream
 from grpo_core.data.sources import Source
 from grpo_core.demo.tiny import write_tokenizer
 from grpo_core.environments.host import EnvironmentHost
-from grpo_core.errors import ConfigError, PluginError
-from grpo_core.protocols import Tool
-from grpo_core.records import Episode, SampleRequest
 from grpo_core.testing import HostedEnvironment, MemoryLoader, finished
 from grpo_core.text.rendering import Renderer
 from grpo_plugin_agents.dialects import CHAT

@@ -7,11 +7,11 @@ import contextlib
 
 import pytest
 
+from grpo_core.contracts.records import Rollout, Segment
+from grpo_core.contracts.tokens import Tokens
 from grpo_core.loop.buffer import Buffer
 from grpo_core.loop.meter import Meter
-from grpo_core.records import Rollout, Segment
 from grpo_core.testing import run
-from grpo_core.tokens import Tokens
 
 
 def read(meter, *, waited=0.0, train=0.0):

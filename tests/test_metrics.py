@@ -16,7 +16,9 @@ from tracked_run import METRICS_JSONL, a_run
 
 from grpo_core.app import readings
 from grpo_core.config import LossConfig, TeacherConfig
-from grpo_core.events import Span
+from grpo_core.contracts.events import Span
+from grpo_core.contracts.records import Canary, EndReason, Group, Prompt, Rollout, Segment, Weights
+from grpo_core.contracts.tokens import Tokens
 from grpo_core.loop.agreement import Agreement
 from grpo_core.loop.canary import Canaries
 from grpo_core.loop.dynamic import DynamicSampling
@@ -31,9 +33,7 @@ from grpo_core.loop.metrics import (
     truncated,
     validation_metrics,
 )
-from grpo_core.records import Canary, EndReason, Group, Prompt, Rollout, Segment, Weights
-from grpo_core.timeline import Timeline, taken_down
-from grpo_core.tokens import Tokens
+from grpo_core.loop.timeline import Timeline, taken_down
 from grpo_core.training.trainer import TorchTrainer
 from grpo_core.validation.strategies import Greedy
 from grpo_plugin_algorithms.paired import Paired

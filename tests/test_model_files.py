@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 from test_early_checks import ENV, FILE, option, refused
 from test_rollout import played, requests
 
-from grpo_core.app.model_files import check_files
+from grpo_core.contracts.errors import ModelError
+from grpo_core.contracts.incidents import reported_to
 from grpo_core.demo.tiny import make_tiny_model
-from grpo_core.errors import ModelError
-from grpo_core.incidents import reported_to
+from grpo_core.models.fitting import check_files
 from grpo_core.testing import FakeEnvironment, FakeRenderer
 from grpo_core.text.rendering import Renderer
 

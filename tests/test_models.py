@@ -9,8 +9,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from grpo_core.errors import ModelError
-from grpo_core.models import keep_softcapping, local_directory
+from grpo_core.contracts.errors import ModelError
+from grpo_core.models.files import keep_softcapping, local_directory
 from grpo_core.weights.layout import load_tensors
 from grpo_plugin_devkit.decoding import make_test_model
 

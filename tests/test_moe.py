@@ -15,8 +15,8 @@ from test_trainer import batch, ragged, setup
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from grpo_core.config import ModelConfig
+from grpo_core.contracts.errors import ModelError
 from grpo_core.engines.local.engine import LocalEngine
-from grpo_core.errors import ModelError
 from grpo_core.loop import canary
 from grpo_core.loop.agreement import Tolerance
 from grpo_core.training.trainer import TorchTrainer

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import grpo_core as grpo
-from grpo_core import cpu
+from grpo_core.processes import cpu
 
 pytestmark = pytest.mark.long
 

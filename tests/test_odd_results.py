@@ -8,14 +8,14 @@ import re
 import numpy as np
 import pytest
 
-from grpo_core.credentials import Mask
+from grpo_core.contracts.errors import PluginError, describe
+from grpo_core.contracts.protocols import Environment
+from grpo_core.contracts.records import Episode, Feedback, Prompt
 from grpo_core.environments.feedback import as_feedback
 from grpo_core.environments.host import EnvironmentHost
 from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.environments.tools import LONGEST_RESULT
-from grpo_core.errors import PluginError, describe
-from grpo_core.protocols import Environment
-from grpo_core.records import Episode, Feedback, Prompt
+from grpo_core.text.credentials import Mask
 
 
 class Mute:

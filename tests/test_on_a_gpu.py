@@ -23,13 +23,13 @@ from separate_gpu import GPU, OnGpu, on_a_gpu, wide
 from test_trainer import batch, ragged, setup
 from torch.torch_version import TorchVersion
 
-from grpo_core import cpu
 from grpo_core.config import TrainerConfig
+from grpo_core.contracts.errors import ConfigError
+from grpo_core.contracts.protocols import ParameterGroup
 from grpo_core.demo import tiny
 from grpo_core.engines.local import columns
 from grpo_core.engines.local.llama import Llama, Shape
-from grpo_core.errors import ConfigError
-from grpo_core.protocols import ParameterGroup
+from grpo_core.processes import cpu
 from grpo_core.training import digest, packing
 from grpo_core.training import logprobs as fused
 from grpo_core.training import model as models

@@ -18,8 +18,8 @@ from test_trainer import setup as plain_setup
 
 from grpo_core.app import preflight
 from grpo_core.config import OptimizerConfig, ParameterGroupConfig, build
+from grpo_core.contracts.errors import CheckpointError, ConfigError, PluginError
 from grpo_core.demo import tiny
-from grpo_core.errors import CheckpointError, ConfigError, PluginError
 from grpo_core.plugins.host import PluginHost
 from grpo_core.training.microbatch import collate
 from grpo_core.training.optimization import divided, flat

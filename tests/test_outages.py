@@ -25,17 +25,17 @@ from test_sessions import environment
 
 import grpo_core as grpo
 from grpo_core.config import EnvironmentConfig
-from grpo_core.credentials import Mask
+from grpo_core.contracts.errors import Unavailable
+from grpo_core.contracts.events import PromptSkipped
+from grpo_core.contracts.incidents import reported_to
+from grpo_core.contracts.records import Episode, Feedback, Prompt, SessionStart
 from grpo_core.environments.host import EnvironmentHost
+from grpo_core.environments.outages import LONGEST, Outage, unavailable
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.environments.process import EnvironmentProcess
-from grpo_core.errors import Unavailable
-from grpo_core.events import PromptSkipped
-from grpo_core.incidents import reported_to
-from grpo_core.outages import LONGEST, Outage, unavailable
 from grpo_core.plugins.selection import PluginSelection
-from grpo_core.records import Episode, Feedback, Prompt, SessionStart
 from grpo_core.testing import FakeEngine, FakeEnvironment, clock
+from grpo_core.text.credentials import Mask
 from grpo_core.validation.runner import Context, run_strategy
 from grpo_core.validation.strategies import Greedy
 

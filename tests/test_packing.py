@@ -14,10 +14,10 @@ from adapting import with_lora
 from test_trainer import batch, ragged, row, setup, weights
 
 from grpo_core.config import ModelConfig, OptimizerConfig
+from grpo_core.contracts.errors import ModelError
+from grpo_core.contracts.records import Row
+from grpo_core.contracts.tokens import Tokens
 from grpo_core.demo import tiny
-from grpo_core.errors import ModelError
-from grpo_core.records import Row
-from grpo_core.tokens import Tokens
 from grpo_core.training import packing
 from grpo_core.training.batching import length
 from grpo_core.training.microbatch import MicroBatch, collate

@@ -17,8 +17,8 @@ from test_trainer import batch, ragged, setup, weights
 
 from grpo_core.app import preflight
 from grpo_core.config import build
+from grpo_core.contracts.errors import ConfigError, ModelError
 from grpo_core.demo import tiny
-from grpo_core.errors import ConfigError, ModelError
 from grpo_core.plugins.host import PluginHost
 from grpo_core.training.passes import Passes, for_training
 from grpo_core.training.trainer import TorchTrainer

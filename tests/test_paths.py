@@ -9,7 +9,7 @@ import pytest
 
 from grpo_core.app.paths import plugin_files, with_absolute_paths
 from grpo_core.config import build
-from grpo_core.errors import PluginError
+from grpo_core.contracts.errors import PluginError
 from grpo_core.plugins.host import PluginHost
 
 

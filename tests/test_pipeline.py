@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from attrs import evolve
 
-from grpo_core.aio import Slots
-from grpo_core.errors import (
+from grpo_core.contracts.errors import (
     CheckpointError,
     DeadlineExceeded,
     EngineError,
@@ -20,7 +19,7 @@ from grpo_core.errors import (
     TrainerError,
     WeightSyncError,
 )
-from grpo_core.events import (
+from grpo_core.contracts.events import (
     Dispatched,
     GroupFiltered,
     GroupsReady,
@@ -32,16 +31,17 @@ from grpo_core.events import (
     Validated,
     WarningRaised,
 )
-from grpo_core.incidents import reported_to
+from grpo_core.contracts.incidents import reported_to
+from grpo_core.contracts.records import Completion, Feedback, GenerationRequest
 from grpo_core.loop.advantages import group as group_advantages
 from grpo_core.loop.buffer import Buffer
 from grpo_core.loop.dynamic import DynamicSampling
 from grpo_core.loop.pipeline import Checks, Learning, Pipeline, Playing, Schedule
 from grpo_core.loop.rollout import SamplingParams
-from grpo_core.records import Completion, Feedback, GenerationRequest
+from grpo_core.loop.versions import Interval
+from grpo_core.processes.aio import Slots
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, FakeTrainer, prompts, run
 from grpo_core.testing.fakes import FakePrompts
-from grpo_core.versions import Interval
 from grpo_plugin_algorithms.shaping import Shaping, ShapingConfig
 
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_trainer import batch, row
 
-from grpo_core.records import Row
-from grpo_core.tokens import Tokens
+from grpo_core.contracts.records import Row
+from grpo_core.contracts.tokens import Tokens
 from grpo_core.training.batching import length
 from grpo_core.training.plan import Layout, Share, balanced, shares
 

@@ -21,25 +21,33 @@ from hypothesis import strategies as st
 from grpo_core import Run
 from grpo_core.app import preflight
 from grpo_core.config import Config, build
-from grpo_core.errors import DataPlaneError, PluginError, TrainerError
-from grpo_core.events import GroupFiltered, GroupsReady, Saved, Saving, StepEnded
+from grpo_core.contracts.errors import DataPlaneError, PluginError, TrainerError
+from grpo_core.contracts.events import GroupFiltered, GroupsReady, Saved, Saving, StepEnded
+from grpo_core.contracts.records import Group, Prompt, Rollout, SampleRequest, Segment
+from grpo_core.contracts.tokens import (
+    PlacedIds,
+    PlacedTokens,
+    Tokens,
+    as_ids,
+    contents_of,
+    digest_of,
+    fetched,
+)
 from grpo_core.loop.advantages import group as advantages
 from grpo_core.loop.buffer import Buffer
 from grpo_core.loop.dynamic import DynamicSampling
 from grpo_core.loop.pipeline import Learning, Pipeline, Playing, Schedule
 from grpo_core.loop.rollout import SamplingParams
 from grpo_core.loop.rows import make_batch
-from grpo_core.planes import MemoryPlane
 from grpo_core.plugins.host import PluginHost
 from grpo_core.processes.served import Call
-from grpo_core.records import Group, Prompt, Rollout, SampleRequest, Segment
 from grpo_core.reporting import stored
 from grpo_core.reporting.files import FilesTracker
 from grpo_core.reporting.trackers import call
-from grpo_core.run_directory import RunDirectory
+from grpo_core.storage.planes import MemoryPlane
+from grpo_core.storage.run_directory import RunDirectory
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, FakeTrainer, prompts, run
 from grpo_core.testing.fakes import FakePrompts
-from grpo_core.tokens import PlacedIds, PlacedTokens, Tokens, as_ids, contents_of, digest_of, fetched
 from grpo_core.training.batching import length
 from grpo_core.training.plan import Layout, shares, with_tokens
 

@@ -15,8 +15,8 @@ import grpo_core as grpo
 from grpo_core.app.placement import LocalPlacement
 from grpo_core.app.tasks import Tasks, make_player
 from grpo_core.config import Config, TaskConfig
-from grpo_core.errors import ConfigError, GrpoError, PluginError
-from grpo_core.playing import PlayerSetup
+from grpo_core.contracts.errors import ConfigError, GrpoError, PluginError
+from grpo_core.contracts.playing import PlayerSetup
 from grpo_core.plugins.host import PluginHost
 from grpo_plugin_devkit.players import check_player
 

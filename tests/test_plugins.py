@@ -8,7 +8,7 @@ import textwrap
 import pytest
 
 import grpo_core
-from grpo_core.errors import ConfigError, PluginError
+from grpo_core.contracts.errors import ConfigError, PluginError
 from grpo_core.plugins.host import HOOKS, PluginHost, listing
 from grpo_plugin_devkit.objectives import a_group
 
@@ -430,7 +430,7 @@ def test_options_are_checked_by_name_and_type_also_those_of_an_attrs_class(insta
 def test_all_choices_of_the_core_are_checked_without_making_or_importing_a_model():
     code = """
         import sys
-        from grpo_core.errors import PluginError
+        from grpo_core.contracts.errors import PluginError
         from grpo_core.plugins.host import PluginHost
         host = PluginHost.discover(allow=[])
         chosen = [("trainer", "torch"), ("loss", "grpo"), ("advantage", "group"), ("engine", "local"),
@@ -459,7 +459,7 @@ def test_a_function_that_raises_is_named_with_its_plugin(install):
 
 
 def test_every_hook_has_a_kind_and_a_docstring():
-    from grpo_core import hookspecs
+    from grpo_core.contracts import hookspecs
 
     hooks = {name for name in vars(hookspecs) if name.startswith("grpo_")}
     assert hooks == {*HOOKS.values(), "grpo_commands", "grpo_config_sections"}

@@ -10,7 +10,7 @@ import pytest
 from cuts import loader_at, pipeline_at
 from simulation.disk import Dead, FaultyDisk
 
-from grpo_core.errors import CheckpointError
+from grpo_core.contracts.errors import CheckpointError
 from grpo_core.loop import checkpoint
 from grpo_core.loop.retention import Retention
 

@@ -18,7 +18,7 @@ from test_ranks import FULL, configured, run
 from test_ranks import model as model  # a fixture
 from test_trainer import batch, ragged
 
-from grpo_core.errors import TrainerError
+from grpo_core.contracts.errors import TrainerError
 from grpo_core.loop import checkpoint
 from grpo_core.training.state_files import read_about, read_state
 from grpo_core.weights.layout import load_tensors

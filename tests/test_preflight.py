@@ -13,7 +13,7 @@ from test_plugins import install, plugin  # noqa: F401
 
 from grpo_core.app.launch import configure
 from grpo_core.app.preflight import checks_of_plugins
-from grpo_core.errors import ConfigError, PluginError
+from grpo_core.contracts.errors import ConfigError, PluginError
 from grpo_core.plugins.host import PluginHost
 from grpo_plugin_devkit.modules import check_preflight
 

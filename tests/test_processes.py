@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_core.errors import ChildDied, ConfigError, DeadlineExceeded, GrpoError
-from grpo_core.incidents import reported_to
+from grpo_core.contracts.errors import ChildDied, ConfigError, DeadlineExceeded, GrpoError
+from grpo_core.contracts.incidents import reported_to
 from grpo_core.processes import child as processes
 from grpo_core.processes import orphans
 from grpo_core.processes.child import Child, with_short_spin

@@ -124,7 +124,7 @@ def test_code_in_documents_uses_the_public_api_alone(path: Path) -> None:
         ("import grpo_core.testing\ngrpo_core.testing.run", set()),
         ("import grpo_core.loop.buffer", {"grpo_core.loop.buffer"}),
         ("from grpo_core.loop import buffer", {"grpo_core.loop.buffer"}),
-        ("from grpo_core.errors import ConfigError", {"grpo_core.errors.ConfigError"}),
+        ("from grpo_core.contracts.errors import ConfigError", {"grpo_core.contracts.errors.ConfigError"}),
         ("def f():\n    from grpo_core.testing import clock", {"grpo_core.testing.clock"}),
         ("import grpo_core as g\ng.Buffer", {"grpo_core.Buffer"}),
     ],

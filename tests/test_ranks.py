@@ -22,9 +22,9 @@ from test_cli import grpo, steps_done
 from test_trainer import batch, in_bfloat16, ragged, setup, with_tokens
 
 from grpo_core.config import TeacherConfig
+from grpo_core.contracts.errors import CheckpointError, DeadlineExceeded, TrainerError, WeightSyncError
+from grpo_core.contracts.records import Batch
 from grpo_core.demo import tiny
-from grpo_core.errors import CheckpointError, DeadlineExceeded, TrainerError, WeightSyncError
-from grpo_core.records import Batch
 from grpo_core.training.state_files import read_state
 from grpo_core.weights.reading import read_weights
 from grpo_plugin_scale.lora import LoraConfig

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_core.contracts.errors import ModelError
+from grpo_core.contracts.tokens import as_ids
 from grpo_core.demo.tiny import write_tokenizer
-from grpo_core.errors import ModelError
 from grpo_core.text.rendering import INLINE, Renderer
 from grpo_core.text.tool_calls import parse_calls
-from grpo_core.tokens import as_ids
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"

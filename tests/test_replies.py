@@ -9,10 +9,10 @@ import pytest
 from attrs import evolve
 from test_pipeline import Run
 
-from grpo_core.events import WarningRaised
+from grpo_core.contracts.events import WarningRaised
+from grpo_core.contracts.records import Completion, Feedback, Group, Rollout
 from grpo_core.loop.health import WINDOW
 from grpo_core.loop.replies import Replies
-from grpo_core.records import Completion, Feedback, Group, Rollout
 from grpo_core.testing import FakeEngine, FakeEnvironment, prompts
 
 # ---------------------------------------------------------------------------------- nothing is learnt

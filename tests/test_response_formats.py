@@ -7,10 +7,10 @@ import sys
 import pytest
 from test_segments import PLAIN, TOOL, make_tokenizer
 
-from grpo_core.errors import ConfigError, ModelError
+from grpo_core.contracts.errors import ConfigError, ModelError
+from grpo_core.contracts.tokens import as_ids
 from grpo_core.text.rendering import Renderer
 from grpo_core.text.response_formats import check_response_format
-from grpo_core.tokens import as_ids
 
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 QWEN3 = ("<|im_end|>", "<|im_start|>", "<|endoftext|>", *TAGS)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from grpo_core.aio import RestartBudget
+from grpo_core.processes.aio import RestartBudget
 
 
 class Flaky:

@@ -13,8 +13,8 @@ from adapting import with_lora
 from test_trainer import batch, ragged, same, save, setup
 
 from grpo_core.config import OptimizerConfig, build
+from grpo_core.contracts.errors import ConfigError
 from grpo_core.demo import tiny
-from grpo_core.errors import ConfigError
 from grpo_core.plugins.host import PluginHost
 from grpo_core.weights.reading import read_weights
 from grpo_plugin_scale.config import check

@@ -24,18 +24,18 @@ from grpo_core.app import resume as continuing
 from grpo_core.app.launch import continued
 from grpo_core.app.resume import identity
 from grpo_core.config import as_table, build, merge, parse_setting, read_toml
+from grpo_core.contracts.errors import CheckpointError, ConfigError, PluginError
+from grpo_core.contracts.records import Group, Rollout, SampleRequest, Segment
+from grpo_core.contracts.tokens import Tokens
 from grpo_core.data.loaders import TaskLoader
 from grpo_core.data.samplers import PromptStream, RoundRobin
 from grpo_core.demo.tiny import make_tiny_model
-from grpo_core.errors import CheckpointError, ConfigError, PluginError
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import Buffer
 from grpo_core.plugins.configured import configured
 from grpo_core.plugins.host import PluginHost
-from grpo_core.records import Group, Rollout, SampleRequest, Segment
-from grpo_core.run_directory import RunDirectory
+from grpo_core.storage.run_directory import RunDirectory
 from grpo_core.testing import prompts
-from grpo_core.tokens import Tokens
 from grpo_core.validation.results import shown
 from grpo_plugin_curriculum.curriculum import Curriculum
 
@@ -66,7 +66,7 @@ HOLDER = """
 import sys
 from pathlib import Path
 from grpo_core.config import build
-from grpo_core.run_directory import RunDirectory
+from grpo_core.storage.run_directory import RunDirectory
 run = RunDirectory.create(Path(sys.argv[1]), build([{"tasks": {"sort": {"env": "math:sort"}}}]))
 print("held", flush=True)
 sys.stdin.read()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_core.errors import CheckpointError, GrpoError
+from grpo_core.contracts.errors import CheckpointError, GrpoError
 from grpo_core.loop import checkpoint
 from grpo_core.loop.retention import SCORES, Retention
 

@@ -12,13 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_pipeline import Run
 
-from grpo_core.engines import wire
-from grpo_core.errors import EngineError, PluginError
-from grpo_core.events import Dispatched
-from grpo_core.loop.advantages import group as group_advantages
-from grpo_core.loop.rollout import LostBudget, RolloutRequest, SamplingParams, derive_seed, play
-from grpo_core.loop.rows import check_staleness, make_batch, with_advantages
-from grpo_core.records import (
+from grpo_core.contracts.errors import EngineError, PluginError
+from grpo_core.contracts.events import Dispatched
+from grpo_core.contracts.records import (
     Completion,
     Feedback,
     GenerationRequest,
@@ -28,8 +24,12 @@ from grpo_core.records import (
     Segment,
     Weights,
 )
+from grpo_core.contracts.tokens import Tokens
+from grpo_core.engines import wire
+from grpo_core.loop.advantages import group as group_advantages
+from grpo_core.loop.rollout import LostBudget, RolloutRequest, SamplingParams, derive_seed, play
+from grpo_core.loop.rows import check_staleness, make_batch, with_advantages
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, prompts, run
-from grpo_core.tokens import Tokens
 from grpo_core.validation.runner import Context
 from grpo_plugin_scale.engines.pool import EnginePool
 

@@ -9,10 +9,10 @@ import pytest
 
 from grpo_core.app.parts import Parts
 from grpo_core.config import build
+from grpo_core.contracts.errors import ConfigError, PluginError
+from grpo_core.contracts.records import Prompt, SampleRequest
 from grpo_core.data.samplers import Mix, PromptStream, RoundRobin, checked_sample
-from grpo_core.errors import ConfigError, PluginError
 from grpo_core.plugins.host import PluginHost
-from grpo_core.records import Prompt, SampleRequest
 from grpo_core.testing import MemoryLoader
 from grpo_plugin_curriculum.curriculum import Curriculum, Schedule, TaskOrder
 from grpo_plugin_devkit.samplers import check_sampler

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 from test_pipeline import Run
 
-from grpo_core.events import Saved, Saving, StepEnded
+from grpo_core.contracts.events import Saved, Saving, StepEnded
 from grpo_core.loop.saves import SPARED, Saves
 from grpo_core.testing import FakeTrainer
 

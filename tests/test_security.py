@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from recording import record
 from rich.console import Console
 
-from grpo_core import cli, complaints
+from grpo_core import cli
+from grpo_core.commands import complaints
 from grpo_core.config import Config, TrackingConfig, as_table, parse_setting
-from grpo_core.credentials import secrets_in
-from grpo_core.errors import ConfigError
-from grpo_core.events import (
+from grpo_core.contracts.errors import ConfigError
+from grpo_core.contracts.events import (
     ErrorRaised,
     GroupsReady,
     IncidentReported,
@@ -33,9 +33,10 @@ from grpo_core.events import (
     ValidationPlayed,
     WarningRaised,
 )
-from grpo_core.records import Group, Prompt, Rollout, RunInfo
+from grpo_core.contracts.records import Group, Prompt, Rollout, RunInfo
+from grpo_core.contracts.unicode import inert
 from grpo_core.reporting.terminal import TerminalTracker
-from grpo_core.unicode import inert
+from grpo_core.text.credentials import secrets_in
 
 CONTROLS = "\x1b]0;title\x07 \x1b[2J\x9b31m\x08 \u202e reply"
 """Sets a title, clears the screen, changes colours (with one byte, too), and turns the direction of text."""

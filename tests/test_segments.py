@@ -24,11 +24,11 @@ from hypothesis import strategies as st
 
 from grpo_core.app.parts import Parts
 from grpo_core.config import Config, ModelConfig
-from grpo_core.errors import ModelError
-from grpo_core.models import chat_template
+from grpo_core.contracts.errors import ModelError
+from grpo_core.contracts.tokens import as_ids
+from grpo_core.models.files import chat_template
 from grpo_core.plugins.host import PluginHost
 from grpo_core.text.rendering import Renderer
-from grpo_core.tokens import as_ids
 
 GRPO = Path(sys.executable).with_name("grpo-core")
 

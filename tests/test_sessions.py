@@ -13,13 +13,13 @@ from collections import Counter
 import pytest
 
 from grpo_core.config import EnvironmentConfig
+from grpo_core.contracts.errors import PluginError, Unavailable
+from grpo_core.contracts.protocols import Environment, EnvironmentClient, Tool
+from grpo_core.contracts.records import Episode, Feedback, Prompt, SessionStart, Weights
 from grpo_core.environments.host import EnvironmentHost
 from grpo_core.environments.process import EnvironmentProcess
-from grpo_core.errors import PluginError, Unavailable
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, play
 from grpo_core.plugins.selection import PluginSelection
-from grpo_core.protocols import Environment, EnvironmentClient, Tool
-from grpo_core.records import Episode, Feedback, Prompt, SessionStart, Weights
 from grpo_core.testing import FakeEngine, FakeRenderer
 
 PLAYGROUND = """

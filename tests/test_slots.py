@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_core.aio import Slots
 from grpo_core.config import EnvironmentConfig
+from grpo_core.contracts.errors import ChildDied, PluginError
+from grpo_core.contracts.incidents import reported_to
+from grpo_core.contracts.records import Episode, Feedback, Prompt, SessionStart
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.environments.process import EnvironmentProcess
-from grpo_core.errors import ChildDied, PluginError
-from grpo_core.incidents import reported_to
 from grpo_core.plugins.selection import PluginSelection
-from grpo_core.records import Episode, Feedback, Prompt, SessionStart
+from grpo_core.processes.aio import Slots
 from grpo_core.testing import HostedEnvironment, clock, finished
 
 JUDGES = """

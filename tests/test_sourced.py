@@ -8,7 +8,7 @@ import pytest
 
 import grpo_core as grpo
 from grpo_core.cli import make_app
-from grpo_core.errors import ConfigError
+from grpo_core.contracts.errors import ConfigError
 from grpo_plugin_devkit.environments import EnvironmentContract
 
 SPELL = """

@@ -11,15 +11,15 @@ from grpo_core.app import preflight
 from grpo_core.app.placement import LocalPlacement
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config, SourceConfig, TaskConfig, build
+from grpo_core.contracts.errors import CheckpointError, ConfigError, PluginError
+from grpo_core.contracts.records import Episode
 from grpo_core.data import templates
 from grpo_core.data.files import read
 from grpo_core.data.loaders import TaskLoader
 from grpo_core.data.rows import RowReader
 from grpo_core.data.sources import Source, find_source
 from grpo_core.environments.sourced import ROWS_OF_A_CALL
-from grpo_core.errors import CheckpointError, ConfigError, PluginError
 from grpo_core.plugins.host import PluginHost
-from grpo_core.records import Episode
 
 ROWS = [{"question": f"{i}+1=", "answer": str(i + 1), "level": i % 3} for i in range(7)]
 

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
+from grpo_core.contracts.errors import PluginError
 from grpo_core.data.states import from_safetensors, packed, to_safetensors, unpacked
-from grpo_core.errors import PluginError
 
 KEYS = st.one_of(st.text(), st.integers(), st.booleans(), st.none(), st.tuples(st.integers(), st.text()))
 ARRAYS = npst.arrays(

@@ -15,12 +15,12 @@ from safetensors.numpy import load_file
 
 import grpo_core as grpo
 from grpo_core.config import Config, TrackingConfig
-from grpo_core.events import GroupsReady, ValidationPlayed
+from grpo_core.contracts.events import GroupsReady, ValidationPlayed
+from grpo_core.contracts.records import Group, Prompt, Rollout, Segment
+from grpo_core.contracts.tokens import Tokens
 from grpo_core.loop.advantages import group as group_advantages
 from grpo_core.loop.rows import make_batch, with_advantages
-from grpo_core.records import Group, Prompt, Rollout, Segment
 from grpo_core.reporting import stored
-from grpo_core.tokens import Tokens
 
 BYTES = 14
 """Largest number of bytes of a stored token."""

@@ -8,7 +8,7 @@ import pytest
 from test_segments import PLAIN, TOOL, make_renderer, said, user
 from transformers.utils import chat_template_utils
 
-from grpo_core.errors import ModelError
+from grpo_core.contracts.errors import ModelError
 from grpo_core.text.rendering import Rendered
 
 

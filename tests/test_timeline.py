@@ -10,8 +10,8 @@ import pytest
 from recording import record
 
 from grpo_core.config import Config, TrackingConfig
-from grpo_core.events import Span, TimelineExtended
-from grpo_core.timeline import GAP, MOST, Timeline, during, stage, taken, taken_down
+from grpo_core.contracts.events import Span, TimelineExtended
+from grpo_core.loop.timeline import GAP, MOST, Timeline, during, stage, taken, taken_down
 
 
 class Clock:

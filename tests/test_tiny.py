@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from grpo_core.contracts.errors import ConfigError
 from grpo_core.demo import tiny
-from grpo_core.errors import ConfigError
 from grpo_core.training.microbatch import collate
 from grpo_core.training.model import Scorer
 

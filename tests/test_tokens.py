@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_core import Completion, GenerationRequest, PluginError, Rollout, Tokens
+from grpo_core.contracts.records import Row, Segment
+from grpo_core.contracts.tokens import as_ids, concatenated
 from grpo_core.engines import wire
-from grpo_core.records import Row, Segment
-from grpo_core.tokens import as_ids, concatenated
 
 ids = st.integers(-(2**31), 2**31 - 1)
 singles = st.floats(width=32, allow_nan=False)
@@ -158,7 +158,7 @@ def test_every_field_of_a_request_reaches_the_engine(request):
 
 
 def test_short_commands_and_environments_load_no_numpy():
-    code = "import sys, grpo_core.records, grpo_core.cli; sys.exit('numpy' in sys.modules)"
+    code = "import sys, grpo_core.contracts.records, grpo_core.cli; sys.exit('numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

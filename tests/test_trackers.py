@@ -21,8 +21,8 @@ from recording import add, record, tracked
 import grpo_core as grpo
 from grpo_core import Run
 from grpo_core.config import Config, TrackingConfig, build, merge, parse_setting
-from grpo_core.errors import ConfigError, PluginError, TrackingError
-from grpo_core.events import (
+from grpo_core.contracts.errors import ConfigError, PluginError, TrackingError
+from grpo_core.contracts.events import (
     GroupFinished,
     GroupsReady,
     RunStarted,
@@ -32,15 +32,15 @@ from grpo_core.events import (
     ValidationPlayed,
     WarningRaised,
 )
+from grpo_core.contracts.records import Group, Prompt, Rollout, Segment
+from grpo_core.contracts.tokens import Tokens
 from grpo_core.plugins.host import PluginHost
-from grpo_core.records import Group, Prompt, Rollout, Segment
 from grpo_core.reporting import files, trackers
 from grpo_core.reporting import stored as stored_files
 from grpo_core.reporting.room import DiskRoom
 from grpo_core.reporting.selection import check_trackers, make_trackers
 from grpo_core.reporting.verification import Files
-from grpo_core.run_directory import RunDirectory
-from grpo_core.tokens import Tokens
+from grpo_core.storage.run_directory import RunDirectory
 
 EXAMPLE = str(Path(__file__).parent.parent / "examples" / "tracker.py")
 
@@ -199,7 +199,7 @@ class Uploading(Heard):
 
 
 def test_a_tracker_whose_service_is_away_is_called_again_and_loses_nothing(monkeypatch):
-    monkeypatch.setattr("grpo_core.outages.SHORTEST", 0.01)
+    monkeypatch.setattr("grpo_core.environments.outages.SHORTEST", 0.01)
     uploading = Uploading()
     with Logged() as log:
         tracked({"up": uploading}, lambda all_of_them: [all_of_them.emit(event) for event in EVENTS])
@@ -210,7 +210,7 @@ def test_a_tracker_whose_service_is_away_is_called_again_and_loses_nothing(monke
 
 
 def test_a_tracker_whose_service_stays_away_is_not_called_again(monkeypatch):
-    monkeypatch.setattr("grpo_core.outages.SHORTEST", 0.01)
+    monkeypatch.setattr("grpo_core.environments.outages.SHORTEST", 0.01)
     monkeypatch.setattr(trackers, "AWAY", 0.05)
     uploading = Uploading()
     uploading.calls = -(10**9)
@@ -359,7 +359,7 @@ from pathlib import Path
 from recording import record
 from test_trackers import group
 from grpo_core.config import Config, TrackingConfig
-from grpo_core.events import GroupsReady, Saving, Span, StepEnded, TimelineExtended
+from grpo_core.contracts.events import GroupsReady, Saving, Span, StepEnded, TimelineExtended
 SPAN = Span(lane="loop", what="plays", begin=0.0, end=1.0, busy=1.0)
 events = {
     "events.jsonl": [Saving(step=1)] * 1000,
@@ -368,7 +368,7 @@ events = {
     "rollouts/step-000001.jsonl.partial": [GroupsReady(step=0, groups=(group(rollouts=500),))],
 }[sys.argv[2]]
 if sys.argv[2] == "metrics.jsonl":  # its file is the larger one, since it holds the line of a life before
-    from grpo_core.run_directory import RunDirectory
+    from grpo_core.storage.run_directory import RunDirectory
     record_into = RunDirectory.create
     def create(path, config):
         run = record_into(path, config)

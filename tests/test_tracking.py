@@ -16,8 +16,8 @@ from rich.console import Console
 
 from grpo_core import Run
 from grpo_core.config import Config, TaskConfig, TrackingConfig, TrainerConfig, as_table
-from grpo_core.errors import ConfigError, PluginError
-from grpo_core.events import (
+from grpo_core.contracts.errors import ConfigError, PluginError
+from grpo_core.contracts.events import (
     GroupFinished,
     GroupsReady,
     IncidentReported,
@@ -31,13 +31,13 @@ from grpo_core.events import (
     StepEnded,
     Validated,
 )
-from grpo_core.records import Group, Rollout, RunInfo, Segment
+from grpo_core.contracts.records import Group, Rollout, RunInfo, Segment
+from grpo_core.contracts.tokens import Tokens
 from grpo_core.reporting.stages import Now
 from grpo_core.reporting.terminal import TerminalTracker, sparkline
 from grpo_core.reporting.trackers import call
-from grpo_core.run_directory import RunDirectory
+from grpo_core.storage.run_directory import RunDirectory
 from grpo_core.testing import make_offer, prompts
-from grpo_core.tokens import Tokens
 from grpo_core.validation.results import progress
 
 

@@ -24,7 +24,6 @@ from safetensors.torch import load_file, save_file
 from scaled import KEYS, scaled
 from test_pipeline import Run
 
-from grpo_core import cpu
 from grpo_core.app import preflight
 from grpo_core.app.parts import Parts
 from grpo_core.config import (
@@ -36,14 +35,15 @@ from grpo_core.config import (
     ValidationConfig,
     build,
 )
+from grpo_core.contracts.errors import CheckpointError, ConfigError, ModelError, PluginError, TrainerError
+from grpo_core.contracts.loss import needs_of
+from grpo_core.contracts.records import Batch, Feedback, Group, Prompt, Rollout, Row, Segment, Weights
+from grpo_core.contracts.tokens import Tokens
 from grpo_core.demo import tiny
-from grpo_core.errors import CheckpointError, ConfigError, ModelError, PluginError, TrainerError
 from grpo_core.loop.rows import make_batch, with_advantages
-from grpo_core.loss import needs_of
 from grpo_core.plugins.host import PluginHost
-from grpo_core.records import Batch, Feedback, Group, Prompt, Rollout, Row, Segment, Weights
+from grpo_core.processes import cpu
 from grpo_core.testing import FakeEngine, FakeEnvironment
-from grpo_core.tokens import Tokens
 from grpo_core.training import microbatch
 from grpo_core.training.budget import token_budget
 from grpo_core.training.logprobs import KEEP_BYTES

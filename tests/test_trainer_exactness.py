@@ -15,9 +15,17 @@ from test_pipeline import Run
 from torch import Tensor
 
 from grpo_core.config import LossConfig, ModelConfig, TrainerConfig
+from grpo_core.contracts.protocols import Trainer
+from grpo_core.contracts.records import (
+    Batch,
+    Completion,
+    Feedback,
+    GenerationRequest,
+    Row,
+    StepResult,
+    Weights,
+)
 from grpo_core.loop.rollout import SamplingParams
-from grpo_core.protocols import Trainer
-from grpo_core.records import Batch, Completion, Feedback, GenerationRequest, Row, StepResult, Weights
 from grpo_core.testing import FakeEngine, FakeEnvironment
 from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.trainer import TorchTrainer

@@ -15,8 +15,8 @@ from test_trainer import batch, ragged, row, same, save
 from torch.distributed.tensor import DTensor
 
 from grpo_core.config import ModelConfig, build
+from grpo_core.contracts.errors import ConfigError
 from grpo_core.demo import tiny
-from grpo_core.errors import ConfigError
 from grpo_core.plugins.host import PluginHost
 from grpo_core.training import microbatch
 from grpo_core.training.model import ModelSource

@@ -24,8 +24,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from grpo_core.app.placement import LocalPlacement
 from grpo_core.app.workers import transport
 from grpo_core.config import EngineConfig
+from grpo_core.contracts.errors import ConfigError, WeightSyncError
 from grpo_core.engines.local.engine import LocalEngine
-from grpo_core.errors import ConfigError, WeightSyncError
 from grpo_core.plugins.host import PluginHost
 from grpo_core.weights import layout
 from grpo_core.weights.reading import read_buckets, read_weights

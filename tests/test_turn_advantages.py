@@ -16,12 +16,12 @@ from test_turns import SAMPLING, played, scripted
 import grpo_core as grpo
 from grpo_core import advantages as formulas
 from grpo_core.app.launch import check_config, configure
-from grpo_core.errors import PluginError
+from grpo_core.contracts.errors import PluginError
+from grpo_core.contracts.records import Group, Rollout, Row, Segment
+from grpo_core.contracts.tokens import Tokens
 from grpo_core.loop import advantages
 from grpo_core.loop.rows import make_batch, with_advantages
-from grpo_core.records import Group, Rollout, Row, Segment
 from grpo_core.testing import HostedEnvironment
-from grpo_core.tokens import Tokens
 from grpo_core.training.microbatch import collate
 from grpo_plugin_algorithms import advantages as methods
 from grpo_plugin_algorithms import formulas as further

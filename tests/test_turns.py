@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import grpo_core as grpo
+from grpo_core.contracts.errors import EngineError
+from grpo_core.contracts.records import Completion, Feedback, Weights
+from grpo_core.contracts.tokens import Tokens
 from grpo_core.engines.wrapped import LimitedEngine
-from grpo_core.errors import EngineError
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, cause, derive_seed, play
-from grpo_core.records import Completion, Feedback, Weights
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, HostedEnvironment, prompts, run
-from grpo_core.tokens import Tokens
 from grpo_core.validation.runner import Context
 
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=200_000)

@@ -12,13 +12,13 @@ import pytest
 from attrs import evolve
 from test_pipeline import CountingEngine
 
-from grpo_core.aio import Slots
 from grpo_core.config import EnvironmentConfig
+from grpo_core.contracts.errors import DeadlineExceeded, EngineError, PluginError, WeightSyncError
+from grpo_core.contracts.incidents import reported_to
+from grpo_core.contracts.records import Feedback, Prompt, Weights
 from grpo_core.environments.pool import EnvironmentPool
-from grpo_core.errors import DeadlineExceeded, EngineError, PluginError, WeightSyncError
-from grpo_core.incidents import reported_to
 from grpo_core.loop.rollout import SamplingParams
-from grpo_core.records import Feedback, Prompt, Weights
+from grpo_core.processes.aio import Slots
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, run
 from grpo_core.validation.runner import FEEDBACK_RETRIES, Context, run_strategy
 from grpo_core.validation.strategies import Batched, Greedy, Pipelined

@@ -12,21 +12,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_core.aio import Slots
 from grpo_core.app import preflight
 from grpo_core.app.parts import Parts
 from grpo_core.config import ValidationConfig, build
-from grpo_core.errors import ConfigError, GrpoError
-from grpo_core.events import ValidationPlayed
+from grpo_core.contracts.errors import ConfigError, GrpoError
+from grpo_core.contracts.events import ValidationPlayed
+from grpo_core.contracts.records import Prompt
 from grpo_core.loop.laws import Laws, Terms
 from grpo_core.loop.retention import Retention
+from grpo_core.loop.versions import Interval
 from grpo_core.plugins.host import PluginHost
-from grpo_core.records import Prompt
+from grpo_core.processes.aio import Slots
 from grpo_core.reporting.stored import stored_rollouts
 from grpo_core.reporting.verification import verified
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, run
 from grpo_core.validation.sets import HeldOut
-from grpo_core.versions import Interval
 
 GRPO = Path(sys.executable).with_name("grpo-core")
 SORT = {"tasks": {"sort": {"env": "math:sort"}}}

@@ -13,11 +13,11 @@ from attrs import evolve
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from grpo_core.errors import ConfigError, SelectionError
+from grpo_core.contracts.errors import ConfigError, SelectionError
+from grpo_core.contracts.records import Rollout, Segment
+from grpo_core.contracts.tokens import Tokens
 from grpo_core.loop.metrics import DESCRIPTIONS, headline
-from grpo_core.records import Rollout, Segment
 from grpo_core.testing import make_offer
-from grpo_core.tokens import Tokens
 from grpo_core.validation.estimates import interval
 from grpo_core.validation.results import table
 from grpo_core.validation.strategies import Batched, Greedy, Pipelined

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from grpo_core.config import EnvironmentConfig
+from grpo_core.contracts.errors import EngineError
+from grpo_core.contracts.limits import Limits
+from grpo_core.contracts.playing import Play, PlayerSetup
+from grpo_core.contracts.records import Prompt, Weights
 from grpo_core.environments.process import EnvironmentProcess
-from grpo_core.errors import EngineError
-from grpo_core.limits import Limits
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, play
-from grpo_core.playing import Play, PlayerSetup
-from grpo_core.records import Prompt, Weights
 from grpo_core.testing import FakeEngine, FakeRenderer
 from grpo_plugin_agents.server import AgentServer
 

@@ -7,8 +7,8 @@ import importlib.util
 
 import pytest
 
+from grpo_core.contracts.records import Feedback, Prompt
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, play
-from grpo_core.records import Feedback, Prompt
 from grpo_core.testing import FakeEnvironment
 from grpo_core.text.rendering import Renderer
 from grpo_plugin_devkit.decoding import EngineUnderTest, make_test_model, start_engine

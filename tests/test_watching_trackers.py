@@ -12,7 +12,7 @@ from killing import SETTINGS, Run
 from recording import tracked
 
 import grpo_core as grpo
-from grpo_core.events import StatusChanged, StepEnded, WarningRaised
+from grpo_core.contracts.events import StatusChanged, StepEnded, WarningRaised
 from grpo_core.reporting import trackers
 
 RUN = grpo.RunInfo(name="run", directory=Path("run"), config={})

@@ -12,13 +12,20 @@ from grpo_core.app.placement import LocalPlacement
 from grpo_core.app.workers import make_engine, workers_of
 from grpo_core.cli import _with_values
 from grpo_core.config import Config, EngineConfig, EnvironmentConfig
+from grpo_core.contracts.errors import ConfigError, EngineError, WeightSyncError
+from grpo_core.contracts.records import (
+    EngineSetup,
+    Episode,
+    Feedback,
+    GenerationRequest,
+    SessionStart,
+    Weights,
+)
 from grpo_core.demo.tiny import make_tiny_model
 from grpo_core.engines.wrapped import BackgroundMetrics
 from grpo_core.environments.pool import EnvironmentPool
-from grpo_core.errors import ConfigError, EngineError, WeightSyncError
 from grpo_core.loop.agreement import Tolerance
 from grpo_core.plugins.host import PluginHost
-from grpo_core.records import EngineSetup, Episode, Feedback, GenerationRequest, SessionStart, Weights
 from grpo_core.testing import FakeEngine, FakeEnvironment, prompts, run
 from grpo_core.weights.copies import Copies, mapped
 from grpo_plugin_scale.engines.pool import EnginePool

@@ -9,15 +9,15 @@ from recording import record
 from test_pipeline import Run
 
 from grpo_core.config import Config, TaskConfig, TrackingConfig
-from grpo_core.events import IncidentReported
-from grpo_core.incidents import Incident, IncidentCounts, reported_to
+from grpo_core.contracts.events import IncidentReported
+from grpo_core.contracts.incidents import Incident, IncidentCounts, reported_to
+from grpo_core.contracts.protocols import ValidationStrategy
+from grpo_core.contracts.records import Episode, Feedback, Prompt
 from grpo_core.loop.rollout import SamplingParams
-from grpo_core.protocols import ValidationStrategy
-from grpo_core.records import Episode, Feedback, Prompt
-from grpo_core.run_directory import RunDirectory
+from grpo_core.loop.versions import Interval
+from grpo_core.storage.run_directory import RunDirectory
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer
 from grpo_core.validation.runner import Context, run_strategy
-from grpo_core.versions import Interval
 
 METRICS_JSONL = "metrics.jsonl"
 

@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
-from grpo_core.aio import to_the_end
 from grpo_core.api.given import configuration, given, names, trackers
 from grpo_core.api.run import Run
 from grpo_core.app import build, measuring
@@ -20,10 +19,11 @@ from grpo_core.app.launch import configure_target, continued, new_run
 from grpo_core.app.session import Session, start_session
 from grpo_core.app.stopping import Stop
 from grpo_core.config import merge
-from grpo_core.errors import ConfigError, wrong_input
-from grpo_core.interrupts import received
+from grpo_core.contracts.errors import ConfigError, wrong_input
+from grpo_core.contracts.unicode import inert
 from grpo_core.plugins.installed import importing_file
-from grpo_core.unicode import inert
+from grpo_core.processes.aio import to_the_end
+from grpo_core.processes.interrupts import received
 from grpo_core.validation.target import find_target
 
 T = TypeVar("T")

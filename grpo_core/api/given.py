@@ -15,12 +15,12 @@ from attrs import define, field, fields
 from grpo_core.api.reward import added, environment_of
 from grpo_core.app.launch import task_name
 from grpo_core.config import Config, read_toml
+from grpo_core.contracts.errors import ConfigError
+from grpo_core.contracts.hookspecs import Offer
+from grpo_core.contracts.protocols import Tracker, ValidationStrategy
 from grpo_core.data.samplers import FunctionSampler
-from grpo_core.errors import ConfigError
-from grpo_core.hookspecs import Offer
 from grpo_core.plugins.host import PROGRAM
 from grpo_core.plugins.offers import Factory, Kind
-from grpo_core.protocols import Tracker, ValidationStrategy
 
 SPLITS = ("train", "validation")
 FUNCTIONS: Mapping[str, Kind] = {"advantage": "advantage", "loss": "loss", "optimizer": "optimizer"}

@@ -10,11 +10,11 @@ from typing import Any
 from attrs import frozen
 
 from grpo_core.config import SourceConfig
+from grpo_core.contracts.errors import ConfigError, PluginError
+from grpo_core.contracts.protocols import Environment
+from grpo_core.contracts.records import Episode, Feedback, Prompt
 from grpo_core.data.files import Rows
 from grpo_core.data.sources import Source
-from grpo_core.errors import ConfigError, PluginError
-from grpo_core.protocols import Environment
-from grpo_core.records import Episode, Feedback, Prompt
 
 Reward = float | Feedback | None
 AT_ONCE = 64

@@ -15,13 +15,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_core.config import read_toml
-from grpo_core.errors import ConfigError
-from grpo_core.run_directory import CONFIG, ROLLOUTS, VALIDATION, RunDirectory, metrics_rows, validations
+from grpo_core.contracts.errors import ConfigError
+from grpo_core.storage.run_directory import (
+    CONFIG,
+    ROLLOUTS,
+    VALIDATION,
+    RunDirectory,
+    metrics_rows,
+    validations,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from grpo_core.records import Group
+    from grpo_core.contracts.records import Group
 
 EVENTS, METRICS, TIMELINE = "events.jsonl", "metrics.jsonl", "timeline.jsonl"
 EVENT = '"event": "'
@@ -188,7 +195,7 @@ class Run:
         from transformers import AutoModelForCausalLM
 
         from grpo_core.loop.checkpoint import choose_checkpoint
-        from grpo_core.models import ADAPTERS
+        from grpo_core.models.files import ADAPTERS
         from grpo_core.validation.target import started_from
 
         saved = choose_checkpoint(self.path, step).directory / "trainer"

@@ -19,7 +19,7 @@ from grpo_core.app import provenance, readings
 from grpo_core.app.first_look import first_look, judge_one_reply, leaks
 from grpo_core.app.gpus import Devices
 from grpo_core.app.lengths import RunPrompts, has_tokenizer
-from grpo_core.app.model_files import check_files
+from grpo_core.app.model_sources import ModelRequest, StartModel, model_source
 from grpo_core.app.parts import (
     SYNC_ATTEMPTS,
     SYNC_GRACE,
@@ -34,33 +34,41 @@ from grpo_core.app.resume import Launch, changed_schedule, identity
 from grpo_core.app.stopping import Stop, interruptions
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config, as_table
+from grpo_core.contracts.errors import describe, traceback_of
+from grpo_core.contracts.events import (
+    ErrorRaised,
+    Event,
+    RunEnded,
+    RunStarted,
+    StepEnded,
+    Validated,
+    WarningRaised,
+)
+from grpo_core.contracts.incidents import report, reported_to
+from grpo_core.contracts.protocols import DataPlane, Engine, Tracker, Trainer
+from grpo_core.contracts.records import Group, Prompt
 from grpo_core.data.dataloaders import Dataloader
 from grpo_core.data.loaders import TaskLoader
 from grpo_core.data.samplers import PromptStream
-from grpo_core.errors import describe, traceback_of
-from grpo_core.events import ErrorRaised, Event, RunEnded, RunStarted, StepEnded, Validated, WarningRaised
-from grpo_core.incidents import report, reported_to
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import Buffer, BufferStatistics
 from grpo_core.loop.endings import GOAL_REACHED, Failure, Goal
 from grpo_core.loop.metrics import validation_metrics
 from grpo_core.loop.pipeline import Pipeline, Save, Validate, Watch, Written
 from grpo_core.loop.retention import Retention
-from grpo_core.model_sources import ModelRequest, StartModel, model_source
-from grpo_core.models import chat_template, local_directory
-from grpo_core.planes import check_reader
+from grpo_core.loop.timeline import Timeline, taken_down
+from grpo_core.loop.versions import Interval
+from grpo_core.models.files import chat_template, local_directory
+from grpo_core.models.fitting import check_files
 from grpo_core.processes.garbage import spare_the_collector
-from grpo_core.protocols import DataPlane, Engine, Tracker, Trainer
-from grpo_core.records import Group, Prompt
 from grpo_core.reporting.room import DiskRoom
 from grpo_core.reporting.selection import make_trackers
 from grpo_core.reporting.trackers import Trackers
-from grpo_core.run_directory import RunDirectory
+from grpo_core.storage.planes import check_reader
+from grpo_core.storage.run_directory import RunDirectory
 from grpo_core.text.rendering import Renderer
-from grpo_core.timeline import Timeline, taken_down
 from grpo_core.validation.engine import DedicatedValidator, WeightsTrackingEngine
 from grpo_core.validation.sets import Validation
-from grpo_core.versions import Interval
 
 Loaders = Mapping[str, TaskLoader | Dataloader]
 """Loaders of prompts by task."""

@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 
 from grpo_core.app.lengths import shown_tools, unplayable
 from grpo_core.config import RolloutConfig
+from grpo_core.contracts.errors import GrpoError, ModelError, PluginError
+from grpo_core.contracts.records import Episode, Prompt
 from grpo_core.data.leakage import digest, leaked
 from grpo_core.data.sources import Source, missing
 from grpo_core.environments.pool import EnvironmentPool
-from grpo_core.errors import GrpoError, ModelError, PluginError
-from grpo_core.records import Episode, Prompt
 from grpo_core.text.conventions import REPLIES, WITH_CALLS, misread
 from grpo_core.text.rendering import Renderer, Tools
 from grpo_core.validation.sets import HeldOut

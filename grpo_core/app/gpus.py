@@ -15,7 +15,7 @@ from pathlib import Path
 from attrs import field, frozen
 
 from grpo_core.config import EngineConfig, TrainerConfig
-from grpo_core.errors import ConfigError
+from grpo_core.contracts.errors import ConfigError
 from grpo_core.plugins.host import PluginHost
 from grpo_core.weights.transports import find_transport
 

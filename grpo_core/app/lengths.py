@@ -10,14 +10,14 @@ import numpy as np
 from attrs import evolve, field, frozen
 from numpy.typing import NDArray
 
+from grpo_core.app.model_sources import StartModel
 from grpo_core.config import Config, RolloutConfig
+from grpo_core.contracts.errors import ConfigError, ModelError
+from grpo_core.contracts.protocols import EnvironmentClient
+from grpo_core.contracts.records import Prompt
 from grpo_core.data.dataloaders import Dataloader
 from grpo_core.data.sizes import sizes
 from grpo_core.data.sources import Source
-from grpo_core.errors import ConfigError, ModelError
-from grpo_core.model_sources import StartModel
-from grpo_core.protocols import EnvironmentClient
-from grpo_core.records import Prompt
 from grpo_core.text.rendering import Renderer, Tools
 from grpo_core.validation.sets import HeldOut
 

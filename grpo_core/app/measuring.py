@@ -14,19 +14,19 @@ from grpo_core.app import provenance
 from grpo_core.app.first_look import conventions_of_validation
 from grpo_core.app.launch import RUNS, configure_target, new_directory, unused
 from grpo_core.app.lengths import RunPrompts
-from grpo_core.app.model_files import check_files
 from grpo_core.app.parts import Parts
 from grpo_core.app.session import start_session
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config
+from grpo_core.contracts.errors import ConfigError, wrong_input
+from grpo_core.contracts.events import Event, ValidationPlayed, WarningRaised
+from grpo_core.contracts.records import Group
 from grpo_core.engines.text import without_tokens
-from grpo_core.errors import ConfigError, wrong_input
-from grpo_core.events import Event, ValidationPlayed, WarningRaised
-from grpo_core.models import chat_template
+from grpo_core.models.files import chat_template
+from grpo_core.models.fitting import check_files
 from grpo_core.plugins.host import NO_OFFERS, Offers, PluginHost
-from grpo_core.records import Group
 from grpo_core.reporting.stored import write_validation
-from grpo_core.run_directory import CONFIG
+from grpo_core.storage.run_directory import CONFIG
 from grpo_core.text.rendering import Renderer
 from grpo_core.validation.runner import Results
 from grpo_core.validation.sets import HeldOut

@@ -11,32 +11,15 @@ from typing import Any, Literal
 
 from attrs import evolve, frozen
 
-from grpo_core import protocols
-from grpo_core.aio import UNLIMITED, Slots
 from grpo_core.app import workers
 from grpo_core.app.placement import Placement
 from grpo_core.config import Config, EngineConfig, TrainerConfig, ValidationConfig
 from grpo_core.config.generation import RolloutConfig
-from grpo_core.data.dataloaders import Dataloader
-from grpo_core.data.samplers import FunctionSampler, draws_itself
-from grpo_core.environments.budget import ErrorBudget, errors_of_calls
-from grpo_core.environments.pool import EnvironmentPool
-from grpo_core.errors import ConfigError
-from grpo_core.events import Event
-from grpo_core.loop.advantages import Clipped
-from grpo_core.loop.agreement import Tolerance
-from grpo_core.loop.buffer import Buffer
-from grpo_core.loop.canary import LENGTH
-from grpo_core.loop.dynamic import DynamicSampling, short_name
-from grpo_core.loop.endings import TimeLimit
-from grpo_core.loop.health import Thresholds
-from grpo_core.loop.pipeline import Checks, Learning, ObserveAttempt, Playing, Schedule
-from grpo_core.loop.rollout import LostBudget, SamplingParams
-from grpo_core.loss import LossSetting, Remark, needs_of, remarks_of
-from grpo_core.models import chat_template
-from grpo_core.plugins.host import PluginHost
-from grpo_core.plugins.offers import Bound
-from grpo_core.protocols import (
+from grpo_core.contracts import protocols
+from grpo_core.contracts.errors import ConfigError
+from grpo_core.contracts.events import Event
+from grpo_core.contracts.loss import LossSetting, Remark, needs_of, remarks_of
+from grpo_core.contracts.protocols import (
     AdvantageFunction,
     DataPlane,
     Engine,
@@ -46,13 +29,30 @@ from grpo_core.protocols import (
     ShapingSection,
     ValidationStrategy,
 )
-from grpo_core.records import EngineSetup, Group, Prompt, Rollout
+from grpo_core.contracts.records import EngineSetup, Group, Prompt, Rollout
+from grpo_core.data.dataloaders import Dataloader
+from grpo_core.data.samplers import FunctionSampler, draws_itself
+from grpo_core.environments.budget import ErrorBudget, errors_of_calls
+from grpo_core.environments.pool import EnvironmentPool
+from grpo_core.loop.advantages import Clipped
+from grpo_core.loop.agreement import Tolerance
+from grpo_core.loop.buffer import Buffer
+from grpo_core.loop.canary import LENGTH
+from grpo_core.loop.dynamic import DynamicSampling, short_name
+from grpo_core.loop.endings import TimeLimit
+from grpo_core.loop.health import Thresholds
+from grpo_core.loop.pipeline import Checks, Learning, ObserveAttempt, Playing, Schedule
+from grpo_core.loop.rollout import LostBudget, SamplingParams
+from grpo_core.loop.versions import Interval
+from grpo_core.models.files import chat_template
+from grpo_core.plugins.host import PluginHost
+from grpo_core.plugins.offers import Bound
+from grpo_core.processes.aio import UNLIMITED, Slots
 from grpo_core.text.rendering import Renderer
 from grpo_core.training.process import thread_count
 from grpo_core.training.setup import TrainerSetup
 from grpo_core.validation.runner import Context
 from grpo_core.validation.sets import HeldOut, Measured, Validation
-from grpo_core.versions import Interval
 
 SYNC_GRACE = 15.0
 """Extra seconds for an engine to keep its own deadlines, and to end a process that does not answer."""

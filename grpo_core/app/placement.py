@@ -10,12 +10,12 @@ from typing import Protocol
 from grpo_core.app import gpus
 from grpo_core.app.gpus import Devices
 from grpo_core.config import EngineConfig, TrainerConfig
+from grpo_core.contracts.errors import ConfigError
+from grpo_core.contracts.protocols import Engine
+from grpo_core.contracts.records import EngineSetup, Weights
 from grpo_core.environments.pool import EnvironmentSpec, EnvironmentWorker
 from grpo_core.environments.process import EnvironmentProcess
-from grpo_core.errors import ConfigError
 from grpo_core.plugins.host import PluginHost
-from grpo_core.protocols import Engine
-from grpo_core.records import EngineSetup, Weights
 from grpo_core.weights.copies import Copies, WeightsLease
 
 Retain = Callable[[Weights], Awaitable[WeightsLease]]

@@ -10,7 +10,7 @@ from attrs import frozen
 from grpo_core.app.gpus import choose, gpus_seen, joined_to_trainer, visible
 from grpo_core.app.parts import Parts, engine_dtype
 from grpo_core.config import Config, EngineConfig
-from grpo_core.models import directory_here
+from grpo_core.models.files import directory_here
 from grpo_core.plugins.host import PluginHost
 from grpo_core.validation.target import teacher_model
 from grpo_core.weights.transports import find_transport

@@ -10,6 +10,7 @@ from math import lcm
 from pathlib import Path
 from typing import cast
 
+from grpo_core.app.model_sources import model_source
 from grpo_core.app.parts import Parts
 from grpo_core.app.workers import of_task, workers_of
 from grpo_core.config import (
@@ -30,19 +31,18 @@ from grpo_core.config.idle import (
     WEIGHING,
     idle_keys,
 )
+from grpo_core.contracts.errors import ConfigError, did_you_mean, plugin_errors
+from grpo_core.contracts.loss import problems_of
 from grpo_core.data.files import check_there
 from grpo_core.data.samplers import plugin_state
-from grpo_core.errors import ConfigError, did_you_mean, plugin_errors
 from grpo_core.loop.endings import Goal
 from grpo_core.loop.metrics import COMPARED, names_of_tasks
-from grpo_core.loss import problems_of
-from grpo_core.model_sources import model_source
-from grpo_core.models import ADAPTERS, chat_template, check_path
-from grpo_core.planes import check_reader
+from grpo_core.models.files import ADAPTERS, chat_template, check_path
 from grpo_core.plugins.host import Kind, PluginHost
 from grpo_core.plugins.offers import Selected
 from grpo_core.processes.interpreters import Interpreter, from_here
 from grpo_core.reporting.selection import check_trackers
+from grpo_core.storage.planes import check_reader
 from grpo_core.text.response_formats import check_response_format
 from grpo_core.training.building import model_section
 from grpo_core.training.schedule import rate

@@ -16,10 +16,10 @@ from typing import Any
 import grpo_core
 from grpo_core.app.paths import plugin_files
 from grpo_core.config import Config
-from grpo_core.disk import fingerprint
-from grpo_core.models import directory_here, text_files
+from grpo_core.models.files import directory_here, text_files
 from grpo_core.plugins.host import BUILT_IN, PluginHost
-from grpo_core.run_directory import PROVENANCE
+from grpo_core.storage.disk import fingerprint
+from grpo_core.storage.run_directory import PROVENANCE
 
 LIBRARIES = (
     "torch",

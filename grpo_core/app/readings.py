@@ -8,9 +8,9 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
+from grpo_core.contracts.protocols import Engine
 from grpo_core.engines.wrapped import measured
 from grpo_core.processes.child import descendants, living
-from grpo_core.protocols import Engine
 
 ALONE = "engine"
 """The name of an engine that is the only one."""

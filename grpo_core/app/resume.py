@@ -17,16 +17,16 @@ from grpo_core.app.parts import Parts, intervals
 from grpo_core.app.paths import with_absolute_paths
 from grpo_core.app.provenance import file_hashes
 from grpo_core.config import Config, TrainerConfig, as_table, replace_parts
+from grpo_core.contracts.errors import ConfigError, shortened
 from grpo_core.data.samplers import load_plugin_state
-from grpo_core.errors import ConfigError, shortened
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import BufferStatistics
 from grpo_core.loop.endings import GOAL_REACHED, Goal
 from grpo_core.loop.saved import SavedPipeline, SavedRun
-from grpo_core.models import directory_here
+from grpo_core.models.files import directory_here
 from grpo_core.plugins.configured import configured
 from grpo_core.plugins.host import NO_OFFERS, Offers, PluginHost
-from grpo_core.run_directory import RunDirectory, lost
+from grpo_core.storage.run_directory import RunDirectory, lost
 from grpo_core.training.building import model_section
 from grpo_core.training.schedule import KEYS as SCHEDULE
 from grpo_core.training.schedule import rate

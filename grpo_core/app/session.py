@@ -11,23 +11,23 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from grpo_core import protocols
-from grpo_core.aio import gather
-from grpo_core.app.model_files import check_files
+from grpo_core.app.model_sources import ModelRequest, model_source
 from grpo_core.app.parts import Parts, engine_dtype, sampling_params
 from grpo_core.app.placement import Placement
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config
+from grpo_core.contracts import protocols
+from grpo_core.contracts.errors import ConfigError
+from grpo_core.contracts.incidents import lines_of_incidents, reported_to
+from grpo_core.contracts.protocols import Engine, EnvironmentClient
+from grpo_core.contracts.records import Prompt, Rollout
 from grpo_core.engines.text import PlayingText, TextRenderer, without_tokens
-from grpo_core.errors import ConfigError
-from grpo_core.incidents import lines_of_incidents, reported_to
 from grpo_core.loop.rollout import RolloutRequest, derive_seed, play
-from grpo_core.model_sources import ModelRequest, model_source
-from grpo_core.models import chat_template
+from grpo_core.models.files import chat_template
+from grpo_core.models.fitting import check_files
 from grpo_core.plugins.host import PluginHost
+from grpo_core.processes.aio import gather
 from grpo_core.processes.child import scratch_directory
-from grpo_core.protocols import Engine, EnvironmentClient
-from grpo_core.records import Prompt, Rollout
 from grpo_core.training.process import thread_count
 from grpo_core.validation.target import EvalTarget
 
@@ -157,7 +157,7 @@ async def _start_engine(
     """Start an engine with the weights of the target; it ends with the stack."""
     import torch
 
-    from grpo_core.cpu import resolve_device
+    from grpo_core.processes.cpu import resolve_device
     from grpo_core.training.building import saved_tensors
     from grpo_core.training.model import published_dtype
     from grpo_core.weights.shm import SharedMemoryWriter
@@ -189,7 +189,7 @@ async def _start_model(
     parts: Parts, tasks: Tasks, stack: contextlib.AsyncExitStack, status: Callable[[str], None]
 ) -> Path:
     """Return the directory of the model that training starts from; a made one is removed with the stack."""
-    from grpo_core import cpu
+    from grpo_core.processes import cpu
 
     config, scratch = parts.config, stack.enter_context(scratch_directory())
     request = ModelRequest(

@@ -8,8 +8,8 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from grpo_core.interrupts import handle, received
 from grpo_core.loop.pipeline import Pipeline
+from grpo_core.processes.interrupts import handle, received
 
 
 class Stop:

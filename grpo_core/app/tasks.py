@@ -12,18 +12,18 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from grpo_core.aio import gather
 from grpo_core.app import workers
 from grpo_core.app.placement import Placement
 from grpo_core.config import Config, EnvironmentConfig, SourceConfig, TaskConfig, ValidationConfig
+from grpo_core.contracts.errors import ConfigError, PluginError, SelectionError
+from grpo_core.contracts.playing import Player, PlayerSetup
+from grpo_core.contracts.records import Prompt
 from grpo_core.data.dataloaders import Dataloader
 from grpo_core.data.sources import find_source
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.environments.sourced import adopted
-from grpo_core.errors import ConfigError, PluginError, SelectionError
-from grpo_core.playing import Player, PlayerSetup
 from grpo_core.plugins.host import PluginHost
-from grpo_core.records import Prompt
+from grpo_core.processes.aio import gather
 from grpo_core.validation.sets import HeldOut
 
 FIRST = 64

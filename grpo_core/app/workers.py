@@ -7,16 +7,16 @@ from pathlib import Path
 
 from attrs import evolve
 
-from grpo_core.addresses import is_loopback
 from grpo_core.app.placement import Placement
 from grpo_core.config import EngineConfig, EnvironmentConfig, TaskConfig
+from grpo_core.contracts.errors import ConfigError, SelectionError
+from grpo_core.contracts.protocols import Engine
+from grpo_core.contracts.records import EngineSetup
+from grpo_core.engines.addresses import is_loopback
 from grpo_core.engines.wrapped import LimitedEngine
 from grpo_core.environments.pool import EnvironmentPool, EnvironmentSpec
-from grpo_core.errors import ConfigError, SelectionError
 from grpo_core.loop.agreement import Tolerance
 from grpo_core.plugins.host import PluginHost
-from grpo_core.protocols import Engine
-from grpo_core.records import EngineSetup
 from grpo_core.weights.transports import find_transport
 
 POOL = "pool"

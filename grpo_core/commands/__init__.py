@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from grpo_core.hookspecs import Command, hookimpl
+from grpo_core.contracts.hookspecs import Command, hookimpl
 
 
 @hookimpl

@@ -17,7 +17,7 @@ from grpo_core.app.launch import configure
 from grpo_core.config import Config, parse_settings
 from grpo_core.config.meanings import meanings
 from grpo_core.config.sections import PluginSection, keys_of
-from grpo_core.errors import ConfigError, did_you_mean
+from grpo_core.contracts.errors import ConfigError, did_you_mean
 from grpo_core.plugins.options import Settings
 
 WIDTH = 100

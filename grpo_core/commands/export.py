@@ -13,14 +13,14 @@ import tomli_w
 from attrs import evolve, frozen
 
 import grpo_core
-from grpo_core.complaints import complain, say
+from grpo_core.commands.complaints import complain, say
 from grpo_core.config import Config, TaskConfig, as_table
-from grpo_core.errors import ConfigError
-from grpo_core.loading import load_object
+from grpo_core.contracts.errors import ConfigError
 from grpo_core.loop.checkpoint import choose_checkpoint
-from grpo_core.models import ADAPTERS
+from grpo_core.models.files import ADAPTERS
+from grpo_core.plugins.loading import load_object
 from grpo_core.plugins.options import Flag
-from grpo_core.run_directory import RunDirectory, planned_steps
+from grpo_core.storage.run_directory import RunDirectory, planned_steps
 from grpo_core.validation.target import check_adapters, started_from
 
 Form = Literal["merged", "adapters"]

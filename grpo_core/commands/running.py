@@ -10,22 +10,22 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from grpo_core.aio import to_the_end
 from grpo_core.app import build, measuring
 from grpo_core.app.launch import RUNS, configure, continued, new_run, tasks_of
-from grpo_core.complaints import complain, say, to_a_reader
+from grpo_core.commands.complaints import complain, say, to_a_reader
 from grpo_core.config import Config, check_settings, merge, parse_settings, read_toml
-from grpo_core.errors import ConfigError
-from grpo_core.interrupts import INTERRUPTED
+from grpo_core.contracts.errors import ConfigError
+from grpo_core.contracts.unicode import inert
 from grpo_core.loop.endings import GOAL_REACHED
 from grpo_core.plugins.hints import install_command
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.options import AsJson, Flag, Settings, Words
+from grpo_core.processes.aio import to_the_end
+from grpo_core.processes.interrupts import INTERRUPTED
 from grpo_core.reporting.selection import REPORT
 from grpo_core.reporting.verification import verified
-from grpo_core.run_directory import RunDirectory
+from grpo_core.storage.run_directory import RunDirectory
 from grpo_core.training.setup import steps_of_profile
-from grpo_core.unicode import inert
 from grpo_core.validation.results import progress, table
 
 MEASURED_BY = (

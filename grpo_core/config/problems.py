@@ -15,8 +15,8 @@ from grpo_core.config.choices import NAMED, TASK_NAME
 from grpo_core.config.generation import CUTS
 from grpo_core.config.run import Config
 from grpo_core.config.sections import NO_SECTIONS, PluginSections
-from grpo_core.errors import did_you_mean
-from grpo_core.typed import wrong
+from grpo_core.contracts.errors import did_you_mean
+from grpo_core.contracts.typed import wrong
 
 ALIASES = {
     "learning_rate": "trainer.lr",

@@ -16,10 +16,10 @@ import cattrs
 from grpo_core.config.problems import out_of_range, problems
 from grpo_core.config.run import Config
 from grpo_core.config.sections import NO_SECTIONS, PluginSections, keys_of
-from grpo_core.credentials import secrets_in
-from grpo_core.errors import ConfigError
-from grpo_core.models import taken_elsewhere
-from grpo_core.records import SectionValues, name_of_class
+from grpo_core.contracts.errors import ConfigError
+from grpo_core.contracts.records import SectionValues, name_of_class
+from grpo_core.models.files import taken_elsewhere
+from grpo_core.text.credentials import secrets_in
 
 T = TypeVar("T")
 

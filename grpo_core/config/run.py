@@ -32,7 +32,7 @@ from grpo_core.config.training import (
     TrainerConfig,
 )
 from grpo_core.config.validation import ValidationConfig
-from grpo_core.records import WithSections
+from grpo_core.contracts.records import WithSections
 
 
 @frozen(kw_only=True)

@@ -12,7 +12,7 @@ import attrs
 from attrs import field, frozen
 
 from grpo_core.config.run import Config
-from grpo_core.records import name_of_class
+from grpo_core.contracts.records import name_of_class
 
 
 def keys_of(kind: type) -> dict[str, Any]:

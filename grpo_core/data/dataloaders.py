@@ -22,9 +22,9 @@ from typing import Any, TypeVar
 from attrs import frozen
 
 from grpo_core.config import SourceConfig
+from grpo_core.contracts.errors import CheckpointError, GrpoError, PluginError
+from grpo_core.contracts.records import Prompt
 from grpo_core.data.rows import Feed, RowReader, feed, in_order, plain, raised, readable
-from grpo_core.errors import CheckpointError, GrpoError, PluginError
-from grpo_core.records import Prompt
 
 T = TypeVar("T")
 

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from grpo_core.errors import ConfigError
-from grpo_core.text.messages import without_nulls
+from grpo_core.contracts.errors import ConfigError
+from grpo_core.contracts.records import without_nulls
 
 LINES = (".jsonl", ".ndjson")
 TABLES = (".csv", ".tsv", ".parquet", ".arrow", ".feather", ".ipc")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from hashlib import blake2b
 
-from grpo_core.records import Prompt
+from grpo_core.contracts.records import Prompt
 
 
 def text_of(prompt: Prompt) -> str:

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
+from grpo_core.contracts.errors import CheckpointError, PluginError
+from grpo_core.contracts.records import Prompt
 from grpo_core.data.permutation import Permutation
-from grpo_core.errors import CheckpointError, PluginError
-from grpo_core.records import Prompt
 
 if TYPE_CHECKING:
     from torchdata.stateful_dataloader import StatefulDataLoader

@@ -17,12 +17,19 @@ from typing import Any, Protocol
 from attrs import evolve
 
 from grpo_core.config import SourceConfig
+from grpo_core.contracts.errors import (
+    CheckpointError,
+    ConfigError,
+    GrpoError,
+    PluginError,
+    describe,
+    one_line,
+)
+from grpo_core.contracts.records import Prompt
 from grpo_core.data.loaders import EndsWith, TaskLoader, as_it_is, workers_context
 from grpo_core.data.sources import Source
 from grpo_core.data.states import packed, unpacked
-from grpo_core.errors import CheckpointError, ConfigError, GrpoError, PluginError, describe, one_line
 from grpo_core.plugins.installed import FILE_PREFIX, import_file, module_name
-from grpo_core.records import Prompt
 from grpo_core.text.messages import readable as readable_prompt
 
 FORMS = (

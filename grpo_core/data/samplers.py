@@ -12,9 +12,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 from attrs import define, field
 
-from grpo_core.data.dataloaders import Dataloader
-from grpo_core.data.quotas import Quotas, SavedQuotas
-from grpo_core.errors import (
+from grpo_core.contracts.errors import (
     CheckpointError,
     ConfigError,
     GrpoError,
@@ -23,11 +21,13 @@ from grpo_core.errors import (
     did_you_mean,
     plugin_errors,
 )
-from grpo_core.events import PromptsPassedOver
-from grpo_core.protocols import Loader, Sampler
-from grpo_core.records import Group, Prompt, SampleRequest
+from grpo_core.contracts.events import PromptsPassedOver
+from grpo_core.contracts.protocols import Loader, Sampler
+from grpo_core.contracts.records import Group, Prompt, SampleRequest
+from grpo_core.contracts.typed import Count, checked
+from grpo_core.data.dataloaders import Dataloader
+from grpo_core.data.quotas import Quotas, SavedQuotas
 from grpo_core.text.messages import readable
-from grpo_core.typed import Count, checked
 
 
 class SavedDraws(TypedDict):

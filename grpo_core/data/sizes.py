@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 
-from grpo_core.records import Prompt
+from grpo_core.contracts.records import Prompt
 
 AROUND = 16
 """Tokens that a chat template writes around a message at most; those of known models write 3 to 8."""

@@ -16,15 +16,15 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
 from grpo_core.config import SourceConfig
+from grpo_core.contracts.errors import ConfigError
+from grpo_core.contracts.records import Message, Prompt
+from grpo_core.contracts.unicode import lone_surrogate, unreadable
 from grpo_core.data.files import Rows, is_file, is_null, read
 from grpo_core.data.leakage import digest
 from grpo_core.data.loaders import fingerprint
 from grpo_core.data.sizes import size
 from grpo_core.data.templates import Templates
-from grpo_core.errors import ConfigError
-from grpo_core.records import Message, Prompt
 from grpo_core.text.messages import MessageError, prompt_messages
-from grpo_core.unicode import lone_surrogate, unreadable
 
 PROMPT_FIELDS = ("prompt", "messages", "question")
 """Fields that may hold the prompt, in order of preference, if the configuration names no field."""

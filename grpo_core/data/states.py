@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from grpo_core.errors import PluginError
+from grpo_core.contracts.errors import PluginError
 
 _TAG = "$"
 _AS_TEXT: Mapping[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {

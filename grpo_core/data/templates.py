@@ -21,8 +21,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from grpo_core.contracts.errors import ChildDied, ConfigError, DeadlineExceeded, describe
 from grpo_core.data.files import is_null
-from grpo_core.errors import ChildDied, ConfigError, DeadlineExceeded, describe
 from grpo_core.processes.child import Child
 
 SECONDS = 30.0

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from attrs import evolve
 
-from grpo_core.model_sources import SolvingEnvironment
-from grpo_core.records import Episode, Message, Prompt
+from grpo_core.app.model_sources import SolvingEnvironment
+from grpo_core.contracts.records import Episode, Message, Prompt
 from grpo_core.text.tool_calls import assistant_message
 
 MOST = 5000

@@ -11,9 +11,9 @@ from typing import Any
 
 from attrs import frozen
 
+from grpo_core.app.model_sources import ModelRequest, StartModel
+from grpo_core.contracts.errors import ConfigError
 from grpo_core.demo.demonstrations import CONTEXT, Demonstration, demonstrations
-from grpo_core.errors import ConfigError
-from grpo_core.model_sources import ModelRequest, StartModel
 
 
 class TinyModel:

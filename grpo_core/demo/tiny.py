@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
+from grpo_core.contracts.errors import ConfigError
+from grpo_core.contracts.records import Row
+from grpo_core.contracts.tokens import NOT_SAMPLED, Tokens
 from grpo_core.demo.demonstrations import CONTEXT
-from grpo_core.errors import ConfigError
-from grpo_core.records import Row
-from grpo_core.tokens import NOT_SAMPLED, Tokens
 from grpo_core.training.microbatch import collate
 from grpo_core.training.model import Scorer
 

@@ -15,12 +15,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from grpo_core.aio import RestartBudget
+from grpo_core.contracts.errors import ChildDied, DeadlineExceeded, EngineError, GrpoError, WeightSyncError
+from grpo_core.contracts.incidents import IncidentKind, report
+from grpo_core.contracts.records import Completion, EngineSetup, GenerationRequest, Weights
 from grpo_core.engines import wire
-from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError, GrpoError, WeightSyncError
-from grpo_core.incidents import IncidentKind, report
+from grpo_core.processes.aio import RestartBudget
 from grpo_core.processes.child import Child
-from grpo_core.records import Completion, EngineSetup, GenerationRequest, Weights
 
 MAX_DEATHS = 3
 """Deaths in a row, with no finished request in between, after which the child is not started again."""

@@ -15,10 +15,10 @@ from typing import ClassVar
 
 from attrs import define, field, frozen
 
+from grpo_core.contracts.errors import EngineError, GrpoError
+from grpo_core.contracts.records import Completion, GenerationRequest, Weights
 from grpo_core.engines import wire
-from grpo_core.errors import EngineError, GrpoError
 from grpo_core.processes.served import Call, Connection
-from grpo_core.records import Completion, GenerationRequest, Weights
 
 EMPTY = Completion(token_ids=(), logprobs=(), versions=(), finish_reason="length")
 """The completion of a request for no tokens."""

@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 import numpy as np
 from attrs import evolve
 
-from grpo_core.errors import PluginError, shown
-from grpo_core.protocols import Engine, TextEngine
-from grpo_core.records import Completion, GenerationRequest, Message, Reply, Rollout, Weights
+from grpo_core.contracts.errors import PluginError, shown
+from grpo_core.contracts.protocols import Engine, TextEngine
+from grpo_core.contracts.records import Completion, GenerationRequest, Message, Reply, Rollout, Weights
+from grpo_core.contracts.tokens import Ids
 from grpo_core.text.messages import MessageError, normalised
-from grpo_core.tokens import Ids
 
 T = TypeVar("T")
 Conversation = tuple[tuple[Message, ...], tuple[Mapping[str, Any], ...]]

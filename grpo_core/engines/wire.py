@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_core.records import Completion, GenerationRequest
+from grpo_core.contracts.records import Completion, GenerationRequest
 
 Packed = list[tuple[Any, ...]]
 """Requests or completions as tuples."""

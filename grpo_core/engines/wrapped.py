@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
-from grpo_core.aio import Slots, gather
-from grpo_core.protocols import Engine
-from grpo_core.records import Completion, GenerationRequest, Weights
+from grpo_core.contracts.protocols import Engine
+from grpo_core.contracts.records import Completion, GenerationRequest, Weights
+from grpo_core.processes.aio import Slots, gather
 
 
 class WrappedEngine(Engine):

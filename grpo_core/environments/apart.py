@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from attrs import define, field
 
-from grpo_core.errors import PluginError
+from grpo_core.contracts.errors import PluginError
 
 T = TypeVar("T")
 

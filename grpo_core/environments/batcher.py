@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 from attrs import define, field
 
-from grpo_core.errors import GrpoError, PluginError
+from grpo_core.contracts.errors import GrpoError, PluginError
 
 T = TypeVar("T")
 R = TypeVar("R")

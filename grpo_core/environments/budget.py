@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from grpo_core.errors import PluginError
-from grpo_core.records import Rollout
+from grpo_core.contracts.errors import PluginError
+from grpo_core.contracts.records import Rollout
 
 WINDOW = 200
 """Number of newest calls of which a share may fail."""

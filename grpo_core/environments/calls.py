@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from attrs import define, field, frozen
 
-from grpo_core.errors import DeadlineExceeded
+from grpo_core.contracts.errors import DeadlineExceeded
 from grpo_core.processes.served import Call, Connection
 
 T = TypeVar("T")

@@ -8,10 +8,10 @@ from typing import Any
 
 import attrs
 
-from grpo_core.errors import PluginError, describe, shortened, shown
-from grpo_core.records import Feedback
+from grpo_core.contracts.errors import PluginError, describe, shortened, shown
+from grpo_core.contracts.records import Feedback
+from grpo_core.contracts.unicode import well_formed
 from grpo_core.text.messages import MessageError, check_turn, normalised
-from grpo_core.unicode import well_formed
 
 LARGEST = 1e300
 """Rewards and metrics of this magnitude or more are none: sums and squares of them would overflow."""

@@ -19,21 +19,21 @@ from urllib.parse import urlsplit
 
 import attrs
 
-from grpo_core.credentials import NOTHING_HIDDEN
+from grpo_core.contracts.errors import GrpoError, PluginError, SessionLost, Unavailable, describe, shown
+from grpo_core.contracts.protocols import Environment, Tool
+from grpo_core.contracts.records import AgentClient, Episode, Feedback, Prompt, SessionStart
+from grpo_core.contracts.unicode import lone_surrogate, unreadable, well_formed
 from grpo_core.environments.apart import played_apart
 from grpo_core.environments.calls import Begun, Calls, Steps
 from grpo_core.environments.feedback import as_feedback
+from grpo_core.environments.outages import unavailable
 from grpo_core.environments.tools import Toolbox, message, tools_of
-from grpo_core.errors import GrpoError, PluginError, SessionLost, Unavailable, describe, shown
-from grpo_core.outages import unavailable
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.selection import ALL_PLUGINS, PluginSelection
 from grpo_core.processes import lent
 from grpo_core.processes.served import Call, Connection
-from grpo_core.protocols import Environment, Tool
-from grpo_core.records import AgentClient, Episode, Feedback, Prompt, SessionStart
+from grpo_core.text.credentials import NOTHING_HIDDEN
 from grpo_core.text.messages import readable
-from grpo_core.unicode import lone_surrogate, unreadable, well_formed
 
 MOST_PROMPTS = 100_000
 """Limit for a generator of prompts: all are drawn at once, because an epoch needs a length."""

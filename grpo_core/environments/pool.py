@@ -17,15 +17,15 @@ from typing import Any, Protocol
 
 from attrs import evolve, field, frozen
 
-from grpo_core.aio import gather
 from grpo_core.config import EnvironmentConfig
+from grpo_core.contracts.errors import Unavailable
+from grpo_core.contracts.playing import Player
+from grpo_core.contracts.protocols import EnvironmentClient
+from grpo_core.contracts.records import AgentClient, Episode, Feedback, Prompt, SessionStart
 from grpo_core.environments.batcher import MicroBatcher, one_each
 from grpo_core.environments.host import Slotted, calls_of, in_slots, units
-from grpo_core.errors import Unavailable
-from grpo_core.outages import Service
-from grpo_core.playing import Player
-from grpo_core.protocols import EnvironmentClient
-from grpo_core.records import AgentClient, Episode, Feedback, Prompt, SessionStart
+from grpo_core.environments.outages import Service
+from grpo_core.processes.aio import gather
 
 
 @frozen(kw_only=True)

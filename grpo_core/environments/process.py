@@ -11,7 +11,7 @@ at the deadline and started anew.  Only the culprit of a failure loses its feedb
   cancelled.  If the process dies, the calls that it held run again in smaller and smaller company.
 
 Sessions die with their process: then their rollouts are lost, and played again.  What is survived is reported
-(``grpo_core.incidents``); a result of the wrong type or number is not survived, but ends the run.
+(``grpo_core.contracts.incidents``); a result of the wrong type or number is not survived, but ends the run.
 """
 
 from __future__ import annotations
@@ -26,11 +26,8 @@ from typing import Any, Generic, Literal, TypeVar
 
 from attrs import evolve, frozen
 
-from grpo_core.aio import RestartBudget, Slots, gather
 from grpo_core.config import EnvironmentConfig
-from grpo_core.credentials import Mask
-from grpo_core.environments.host import UNREADABLE, EnvironmentHost, Slotted, in_slots, units
-from grpo_core.errors import (
+from grpo_core.contracts.errors import (
     ChildDied,
     DeadlineExceeded,
     GrpoError,
@@ -39,16 +36,19 @@ from grpo_core.errors import (
     Unavailable,
     describe,
 )
-from grpo_core.incidents import report
-from grpo_core.playing import Player
+from grpo_core.contracts.incidents import report
+from grpo_core.contracts.playing import Player
+from grpo_core.contracts.protocols import Environment
+from grpo_core.contracts.records import AgentClient, Episode, Feedback, Prompt, SessionStart
+from grpo_core.environments.host import UNREADABLE, EnvironmentHost, Slotted, in_slots, units
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.selection import ALL_PLUGINS, PluginSelection
+from grpo_core.processes.aio import RestartBudget, Slots, gather
 from grpo_core.processes.child import Child
 from grpo_core.processes.interpreters import Interpreter, from_here, variables_of
 from grpo_core.processes.served import RemoteTraceback
 from grpo_core.processes.thread import ThreadChild
-from grpo_core.protocols import Environment
-from grpo_core.records import AgentClient, Episode, Feedback, Prompt, SessionStart
+from grpo_core.text.credentials import Mask
 
 T = TypeVar("T")
 R = TypeVar("R")

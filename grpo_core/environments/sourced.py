@@ -9,10 +9,10 @@ from typing import Any, Protocol
 from attrs import field, frozen
 
 from grpo_core.config import EnvironmentConfig, SourceConfig, build, structured
+from grpo_core.contracts.errors import PluginError
+from grpo_core.contracts.records import Prompt
 from grpo_core.data.sources import Source, find_source
 from grpo_core.environments.process import EnvironmentProcess
-from grpo_core.errors import PluginError
-from grpo_core.records import Prompt
 
 ROWS_OF_A_CALL = 1000
 """Number of rows of a source that an environment turns into prompts in one call."""

@@ -10,11 +10,11 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from grpo_core.errors import PluginError, describe, message_of, shortened
+from grpo_core.contracts.errors import PluginError, describe, message_of, shortened
+from grpo_core.contracts.protocols import Tool
+from grpo_core.contracts.records import Message
+from grpo_core.contracts.unicode import well_formed
 from grpo_core.processes import lent
-from grpo_core.protocols import Tool
-from grpo_core.records import Message
-from grpo_core.unicode import well_formed
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "integer": (int,),

@@ -13,10 +13,10 @@ from typing import Any, Literal
 import numpy as np
 from attrs import frozen
 
-from grpo_core import advantages as formulas
+from grpo_core.contracts import advantages as formulas
+from grpo_core.contracts.protocols import AdvantageFunction
+from grpo_core.contracts.records import Group
 from grpo_core.loop.rows import Advantages, Scores, checked_scores
-from grpo_core.protocols import AdvantageFunction
-from grpo_core.records import Group
 
 
 @frozen

@@ -37,7 +37,7 @@ from statistics import fmean, median
 
 from attrs import evolve, field, frozen
 
-from grpo_core.records import Canary
+from grpo_core.contracts.records import Canary
 
 TopToken = tuple[int, float]
 """The token that an engine finds likeliest after a context, and its logprob."""

@@ -48,9 +48,9 @@ from typing import Any, Generic, Literal, TypeVar
 
 from attrs import evolve, frozen
 
-from grpo_core import versions
-from grpo_core.errors import SlotError
-from grpo_core.records import Slot
+from grpo_core.contracts.errors import SlotError
+from grpo_core.contracts.records import Slot
+from grpo_core.loop import versions
 
 PromptT = TypeVar("PromptT")
 GroupT = TypeVar("GroupT")

@@ -15,14 +15,14 @@ from math import inf
 import numpy as np
 from attrs import define, evolve, field
 
-from grpo_core import aio
-from grpo_core.aio import RestartBudget
-from grpo_core.completions import check_completions
-from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError, WeightSyncError
-from grpo_core.incidents import report
+from grpo_core.contracts.completions import check_completions
+from grpo_core.contracts.errors import ChildDied, DeadlineExceeded, EngineError, WeightSyncError
+from grpo_core.contracts.incidents import report
+from grpo_core.contracts.protocols import Engine
+from grpo_core.contracts.records import Canary, Completion, GenerationRequest, Group, Rollout, Weights
 from grpo_core.loop.agreement import Agreement, Tolerance, TopToken, agreement, movement
-from grpo_core.protocols import Engine
-from grpo_core.records import Canary, Completion, GenerationRequest, Group, Rollout, Weights
+from grpo_core.processes import aio
+from grpo_core.processes.aio import RestartBudget
 
 MAX_FAILURES = 3
 """Failures in a row after which the canary gives up: an engine may die while it is asked, and hold the

@@ -30,14 +30,14 @@ from urllib.parse import quote, unquote
 import attrs
 from attrs import frozen
 
-from grpo_core import typed
+from grpo_core.contracts import typed
+from grpo_core.contracts.errors import CheckpointError, ConfigError, GrpoError, describe
+from grpo_core.contracts.incidents import report
+from grpo_core.contracts.records import Group, Prompt, Rollout, Segment, Slot
 from grpo_core.data import states
 from grpo_core.data.dataloaders import Dataloader
 from grpo_core.data.loaders import TaskLoader
 from grpo_core.data.samplers import PromptStream
-from grpo_core.disk import REPLACED, Disk, files, fingerprint, put, seal
-from grpo_core.errors import CheckpointError, ConfigError, GrpoError, describe
-from grpo_core.incidents import report
 from grpo_core.loop.buffer import Buffer, BufferStatistics
 from grpo_core.loop.endings import Failure
 from grpo_core.loop.saved import (
@@ -50,8 +50,8 @@ from grpo_core.loop.saved import (
     SavedSlot,
 )
 from grpo_core.loop.segments import segment_arrays, segments_of
-from grpo_core.models import not_finite
-from grpo_core.records import Group, Prompt, Rollout, Segment, Slot
+from grpo_core.models.files import not_finite
+from grpo_core.storage.disk import REPLACED, Disk, files, fingerprint, put, seal
 
 FORMAT = 5
 _MANIFEST = "manifest.json"

@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 
 from attrs import define, field, frozen
 
-from grpo_core.advantages import equal
-from grpo_core.errors import PluginError, SamplingError
-from grpo_core.records import Group
+from grpo_core.contracts.advantages import equal
+from grpo_core.contracts.errors import PluginError, SamplingError
+from grpo_core.contracts.records import Group
 
 EQUAL_REWARDS = "equal_rewards"
 """Name of the filter that ``dynamic_sampling.enabled`` stands for."""

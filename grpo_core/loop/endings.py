@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from attrs import define, field, frozen
 
 from grpo_core.config import GOAL
-from grpo_core.errors import ConfigError, did_you_mean
+from grpo_core.contracts.errors import ConfigError, did_you_mean
 from grpo_core.loop.metrics import AT_TIMES, COMPARED, lacks_scores
 
 PARTS = ("step", "sync", "save", "cut", "save")

@@ -17,10 +17,10 @@ from typing import Any
 
 from attrs import define, evolve, field, frozen
 
-from grpo_core import versions
+from grpo_core.loop import versions
 from grpo_core.loop.buffer import BufferStatistics
 from grpo_core.loop.dynamic import EQUAL_REWARDS, short_name
-from grpo_core.versions import Interval
+from grpo_core.loop.versions import Interval
 
 LAWS = {
     "staleness": "no trained token is older than max_staleness steps, older than its slot, or newer than the "

@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from grpo_core.contracts.records import Rollout
 from grpo_core.loop.buffer import BufferStatistics
-from grpo_core.records import Rollout
 
 
 class Meter:

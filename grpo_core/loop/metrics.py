@@ -15,10 +15,10 @@ from statistics import fmean, pstdev
 import numpy as np
 from numpy.typing import NDArray
 
-from grpo_core.advantages import equal
-from grpo_core.events import LOOP, Span
-from grpo_core.records import Group, Prompt, Rollout
-from grpo_core.tokens import sampled_versions
+from grpo_core.contracts.advantages import equal
+from grpo_core.contracts.events import LOOP, Span
+from grpo_core.contracts.records import Group, Prompt, Rollout
+from grpo_core.contracts.tokens import sampled_versions
 
 AT_TIMES = (
     *("reward", "accuracy", "feedback_", "std_feedback_", "shaped_reward", "filtered", "masked", "unscored"),

@@ -34,18 +34,8 @@ from typing import Any, Protocol, TypeVar
 
 from attrs import define, evolve, field, frozen
 
-from grpo_core.aio import (
-    DEATH_IS_SEEN,
-    UNLIMITED,
-    Changes,
-    Slots,
-    cancel,
-    gather,
-    raising_root_cause,
-    root_cause,
-    time_limit,
-)
-from grpo_core.errors import (
+from grpo_core.contracts import events
+from grpo_core.contracts.errors import (
     DataPlaneError,
     DeadlineExceeded,
     GrpoError,
@@ -56,25 +46,28 @@ from grpo_core.errors import (
     one_line,
     shortened,
 )
-from grpo_core.events import (
-    Dispatched,
-    Event,
-    GroupFiltered,
-    GroupFinished,
-    GroupsReady,
-    GroupsReturned,
-    PromptSkipped,
-    PromptsPassedOver,
-    Saved,
-    Saving,
-    Span,
-    StepEnded,
-    Synced,
-    TimelineExtended,
-    Validated,
-    WarningRaised,
+from grpo_core.contracts.incidents import report
+from grpo_core.contracts.protocols import (
+    AdvantageFunction,
+    DataPlane,
+    Engine,
+    EnvironmentClient,
+    Renderer,
+    RestingEngine,
+    Shaping,
+    Trainer,
 )
-from grpo_core.incidents import report
+from grpo_core.contracts.records import (
+    Batch,
+    Group,
+    Prompt,
+    Rollout,
+    SampleRequest,
+    Slot,
+    StepResult,
+    Weights,
+)
+from grpo_core.contracts.tokens import sampled_versions
 from grpo_core.loop import canary, health
 from grpo_core.loop.agreement import Tolerance
 from grpo_core.loop.buffer import Buffer
@@ -87,21 +80,20 @@ from grpo_core.loop.replies import Replies
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, cause, derive_seed, play
 from grpo_core.loop.rows import check_staleness, make_batch, shaped_rewards, with_advantages
 from grpo_core.loop.saves import Saves
-from grpo_core.planes import MemoryPlane
-from grpo_core.protocols import (
-    AdvantageFunction,
-    DataPlane,
-    Engine,
-    EnvironmentClient,
-    Renderer,
-    RestingEngine,
-    Shaping,
-    Trainer,
+from grpo_core.loop.timeline import during, stage, taken
+from grpo_core.loop.versions import Interval
+from grpo_core.processes.aio import (
+    DEATH_IS_SEEN,
+    UNLIMITED,
+    Changes,
+    Slots,
+    cancel,
+    gather,
+    raising_root_cause,
+    root_cause,
+    time_limit,
 )
-from grpo_core.records import Batch, Group, Prompt, Rollout, SampleRequest, Slot, StepResult, Weights
-from grpo_core.timeline import during, stage, taken
-from grpo_core.tokens import sampled_versions
-from grpo_core.versions import Interval
+from grpo_core.storage.planes import MemoryPlane
 
 T = TypeVar("T")
 
@@ -155,7 +147,7 @@ class Schedule:
 class Prompts(Protocol):
     """The prompts of a run, and what learns from their groups; see ``PromptStream``."""
 
-    passed_over: list[PromptsPassedOver]
+    passed_over: list[events.PromptsPassedOver]
     """Events about the prompts that ``draw`` looked at; they are emitted before the dispatch, and removed."""
 
     def ready(self, n: int, changed: Callable[[], None]) -> bool:
@@ -248,7 +240,7 @@ class Pipeline:
     trainer: Trainer
     checks: Checks = field(factory=Checks)
     schedule: Schedule = field(factory=Schedule)
-    emit: Callable[[Event], None] = lambda event: None
+    emit: Callable[[events.Event], None] = lambda event: None
     flush: Callable[[], Awaitable[None]] = _nothing_to_flush
     """Returns when all events until now are on disk: a checkpoint must not be newer than its events."""
     readings: Callable[[], Mapping[str, float]] = dict
@@ -442,7 +434,7 @@ class Pipeline:
             for event in self.prompts.passed_over:
                 self.emit(evolve(event, step=self._trained))
             self.prompts.passed_over.clear()
-        self.emit(Dispatched(step=self._trained, slots=tuple(slots)))
+        self.emit(events.Dispatched(step=self._trained, slots=tuple(slots)))
         return slots
 
     async def _play_group(self, slot: Slot[Prompt]) -> None:
@@ -513,7 +505,9 @@ class Pipeline:
             report(cause(first), who, f"{left} of prompt {prompt.id!r} are played again: {error}")
             return
         self.prompts.untrained(prompt, slot.target_version)
-        self.emit(PromptSkipped(step=self._trained, slot=slot.id, task=task, prompt=prompt.id, error=error))
+        self.emit(
+            events.PromptSkipped(step=self._trained, slot=slot.id, task=task, prompt=prompt.id, error=error)
+        )
         attempts = slot.attempts + 1
         report("skipped", who, f"prompt {prompt.id!r} is skipped after {attempts} attempts: {error}")
 
@@ -522,14 +516,14 @@ class Pipeline:
         step, task, prompt = self._trained, group.prompt.environment, group.prompt.id
         if rejected is None:
             self.buffer.complete(slot, group)
-            self.emit(GroupFinished(step=step, slot=slot.id, task=task, prompt=prompt))
+            self.emit(events.GroupFinished(step=step, slot=slot.id, task=task, prompt=prompt))
             return
         self.buffer.filter(slot)
         self.prompts.observe([group])
         self.prompts.untrained(group.prompt, slot.target_version)
         reward = fmean([reward for reward in group.rewards if reward is not None] or [0.0])
         self.emit(
-            GroupFiltered(
+            events.GroupFiltered(
                 step=step,
                 slot=slot.id,
                 task=task,
@@ -562,7 +556,7 @@ class Pipeline:
             step = self.buffer.step - 1
             check_staleness(groups, step=step, max_staleness=self.buffer.max_staleness)
             groups = self.learning.with_advantages(groups)
-            self.emit(GroupsReady(step=step, groups=tuple(groups)))
+            self.emit(events.GroupsReady(step=step, groups=tuple(groups)))
         return groups
 
     async def _train_step(self, groups: Sequence[Group], started: float) -> None:
@@ -614,7 +608,7 @@ class Pipeline:
         groups: Sequence[Group],
         batch: Batch,
         result: StepResult,
-        parts: Sequence[Span],
+        parts: Sequence[events.Span],
         waited: float,
     ) -> dict[str, float]:
         """Let the sampler and the trackers know of a step that the trainer has made; return its metrics."""
@@ -630,11 +624,13 @@ class Pipeline:
             self.prompts.observe(groups)
             metrics |= self.readings()
         finally:
-            self.emit(StepEnded(step=self._trained, metrics=metrics, digest=result.digest))
+            self.emit(events.StepEnded(step=self._trained, metrics=metrics, digest=result.digest))
         if spans:  # somebody takes the timeline down
-            self.emit(TimelineExtended(step=self._trained, spans=(*spans, *parts), now=self._meter.now()))
+            self.emit(
+                events.TimelineExtended(step=self._trained, spans=(*spans, *parts), now=self._meter.now())
+            )
         for name, message in left_out(groups).items():
-            self.emit(WarningRaised(step=self._trained, cause=name, message=message))
+            self.emit(events.WarningRaised(step=self._trained, cause=name, message=message))
         return metrics
 
     def _check_health(self, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
@@ -656,7 +652,9 @@ class Pipeline:
                 raise TrainerError(f"step {self._trained}: {finding.message}")
             old = ". Some of its groups were finished before the run was resumed" if carried else ""
             self.emit(
-                WarningRaised(step=self._trained, cause=finding.metric, message=f"{finding.message}{old}")
+                events.WarningRaised(
+                    step=self._trained, cause=finding.metric, message=f"{finding.message}{old}"
+                )
             )
 
     async def _synced(self) -> None:
@@ -687,7 +685,7 @@ class Pipeline:
         if self.buffer.step > version:
             raise TrainerError(f"the trainer may hold a part of step {self.buffer.step}, which failed")
         reason = failure.error if failure is not None else self._stopping if self._leaving else ""
-        self.emit(Saving(step=version, reason=reason))
+        self.emit(events.Saving(step=version, reason=reason))
         self._saves.saving(self._meter.now())
         with self._timed("cut"):
             written = await self.save(version, failure)
@@ -717,7 +715,7 @@ class Pipeline:
             directory = await written()
         self._kept = version
         self._saves.saved(self._meter.now())
-        self.emit(Saved(step=version, directory=str(directory)))
+        self.emit(events.Saved(step=version, directory=str(directory)))
 
     # ------------------------------------------------------------------------------ an end by an error
 
@@ -767,7 +765,7 @@ class Pipeline:
     def _return_groups(self, *, ready: bool = False) -> None:
         """Let a resumed run generate the groups again that cannot be trained; see ``Buffer.undo``."""
         slots = tuple(self.buffer.undo(self._trained, ready=ready))
-        self.emit(GroupsReturned(step=self._trained, slots=slots))
+        self.emit(events.GroupsReturned(step=self._trained, slots=slots))
 
     def _told_of_work(self, why: str) -> str:
         """Say which steps a run that an error ends has saved, or ``why`` some are lost."""
@@ -798,7 +796,7 @@ class Pipeline:
         self.buffer.advance()
         self._paused = False
         self._changes.notify()
-        self.emit(Synced(step=self.buffer.version, unproved=self.canaries.unproved))
+        self.emit(events.Synced(step=self.buffer.version, unproved=self.canaries.unproved))
 
     async def _update_engine(self, weights: Weights) -> None:
         """Give the engine new weights; return when it generates with them and its canary agrees."""
@@ -844,7 +842,7 @@ class Pipeline:
                 results = await self.validate(version)
         self._measured = version
         if results is not None:
-            self.emit(Validated(step=version, version=version, results=results))
+            self.emit(events.Validated(step=version, version=version, results=results))
 
     @contextlib.asynccontextmanager
     async def _pause(self) -> AsyncIterator[None]:
@@ -886,9 +884,9 @@ class Pipeline:
             return await self._changes.until(question)
 
 
-def _parts_of_step(result: StepResult, began: float, ended: float) -> list[Span]:
+def _parts_of_step(result: StepResult, began: float, ended: float) -> list[events.Span]:
     """Return the parts of a trainer's step, whose seconds it has added up."""
     return [
-        Span(lane="trainer", what=f"step: {name}", begin=began, end=ended, busy=seconds)
+        events.Span(lane="trainer", what=f"step: {name}", begin=began, end=ended, busy=seconds)
         for name, seconds in result.parts.items()
     ]

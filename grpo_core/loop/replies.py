@@ -15,10 +15,10 @@ from statistics import fmean
 
 from attrs import astuple, define, field, fields, frozen
 
-from grpo_core.advantages import equal
-from grpo_core.errors import cut
+from grpo_core.contracts.advantages import equal
+from grpo_core.contracts.errors import cut
+from grpo_core.contracts.records import Group, Rollout
 from grpo_core.loop.health import WINDOW, Finding
-from grpo_core.records import Group, Rollout
 
 MANY, ALL_BUT_FEW, NEARLY_ALL = 0.5, 0.9, 0.95
 """Shares of cut replies that explain why little is learnt, if those that end are paid better, and if no reply

@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TypedDict
 
-from grpo_core.disk import Disk, replace_file
-from grpo_core.errors import CheckpointError, ConfigError, did_you_mean
+from grpo_core.contracts.errors import CheckpointError, ConfigError, did_you_mean
+from grpo_core.contracts.protocols import Tracker
+from grpo_core.contracts.typed import checked
 from grpo_core.loop.metrics import lacks_scores
-from grpo_core.protocols import Tracker
-from grpo_core.typed import checked
+from grpo_core.storage.disk import Disk, replace_file
 
 SCORES = "scores.json"
 """File beside the checkpoints: the metric, and its value for each step that was validated."""

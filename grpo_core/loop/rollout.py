@@ -25,15 +25,15 @@ from typing import Any
 
 from attrs import evolve
 
-from grpo_core.aio import Limit, gather
-from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError
-from grpo_core.incidents import IncidentKind
+from grpo_core.contracts.errors import ChildDied, DeadlineExceeded, EngineError
+from grpo_core.contracts.incidents import IncidentKind
+from grpo_core.contracts.playing import completed, derive_seed
+from grpo_core.contracts.protocols import Engine, EnvironmentClient, Renderer
+from grpo_core.contracts.records import EndReason, Feedback, Message, Prompt, Rollout, SessionStart
+from grpo_core.contracts.tokens import Ids, as_ids
+from grpo_core.loop.timeline import during
 from grpo_core.loop.turns import RolloutRequest, RolloutState, SamplingParams
-from grpo_core.playing import completed, derive_seed
-from grpo_core.protocols import Engine, EnvironmentClient, Renderer
-from grpo_core.records import EndReason, Feedback, Message, Prompt, Rollout, SessionStart
-from grpo_core.timeline import during
-from grpo_core.tokens import Ids, as_ids
+from grpo_core.processes.aio import Limit, gather
 
 __all__ = ["LostBudget", "RolloutRequest", "SamplingParams", "cause", "derive_seed", "play"]
 

@@ -13,10 +13,10 @@ import numpy as np
 from attrs import evolve
 from numpy.typing import NDArray
 
-from grpo_core.errors import EngineError, PluginError
-from grpo_core.protocols import AdvantageFunction, Shaping
-from grpo_core.records import Batch, Group, Rollout, Row
-from grpo_core.tokens import sampled_versions
+from grpo_core.contracts.errors import EngineError, PluginError
+from grpo_core.contracts.protocols import AdvantageFunction, Shaping
+from grpo_core.contracts.records import Batch, Group, Rollout, Row
+from grpo_core.contracts.tokens import sampled_versions
 
 Advantages: TypeAlias = NDArray[np.float64]
 """Advantage of each sampled token of a rollout."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NotRequired, TypedDict
 
-from grpo_core.typed import Count
+from grpo_core.contracts.typed import Count
 
 
 class SavedFile(TypedDict):

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from grpo_core.records import Rollout, Segment
+from grpo_core.contracts.records import Rollout, Segment
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,7 +32,7 @@ def segment_arrays(rollouts: Sequence[Rollout]) -> Arrays:
     """Return the arrays of the rollouts' segments."""
     import numpy as np
 
-    from grpo_core.tokens import NOT_SAMPLED, fetched
+    from grpo_core.contracts.tokens import NOT_SAMPLED, fetched
 
     segments = [(r, segment) for r, rollout in enumerate(rollouts) for segment in rollout.segments]
     found: list[Any] = fetched(
@@ -59,7 +59,7 @@ def segment_arrays(rollouts: Sequence[Rollout]) -> Arrays:
 
 def segments_of(arrays: Mapping[str, NDArray[Any]], rollouts: int) -> list[list[Segment]]:
     """Return the segments of each of so many rollouts."""
-    from grpo_core.tokens import NOT_SAMPLED, Tokens
+    from grpo_core.contracts.tokens import NOT_SAMPLED, Tokens
 
     by_token = {"sampled": arrays["versions"] != NOT_SAMPLED} | {
         name: arrays[name] for name in OF_TOKENS if name in arrays

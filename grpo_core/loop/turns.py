@@ -18,11 +18,11 @@ from typing import Any, Literal
 from attrs import define, evolve, field, frozen
 from attrs.validators import ge, gt, le
 
-from grpo_core.errors import PluginError
-from grpo_core.limits import Limits
-from grpo_core.playing import Play, derive_seed
-from grpo_core.protocols import Engine, EnvironmentClient, Renderer
-from grpo_core.records import (
+from grpo_core.contracts.errors import PluginError
+from grpo_core.contracts.limits import Limits
+from grpo_core.contracts.playing import Play, derive_seed
+from grpo_core.contracts.protocols import Engine, EnvironmentClient, Renderer
+from grpo_core.contracts.records import (
     TRUNCATED,
     Completion,
     EndReason,
@@ -36,8 +36,8 @@ from grpo_core.records import (
     Segment,
     SessionStart,
 )
+from grpo_core.contracts.tokens import Ids, Tokens, as_ids, concatenated
 from grpo_core.text.tool_calls import numbered
-from grpo_core.tokens import Ids, Tokens, as_ids, concatenated
 
 _SESSIONS = itertools.count()
 """Names of sessions, each used once in the life of this process."""

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from grpo_core._lazy import attach
+from grpo_core.plugins.lazy import attach
 
 if TYPE_CHECKING:
-    from grpo_core.loss import LossSetting as LossSetting
-    from grpo_core.loss import Remark as Remark
-    from grpo_core.loss import options_checked_by as options_checked_by
+    from grpo_core.contracts.loss import LossSetting as LossSetting
+    from grpo_core.contracts.loss import Remark as Remark
+    from grpo_core.contracts.loss import options_checked_by as options_checked_by
     from grpo_core.losses.aggregation import Aggregation as Aggregation
     from grpo_core.losses.aggregation import row_weights as row_weights
     from grpo_core.losses.aggregation import total as total

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from grpo_core.loss import LossInputs
+    from grpo_core.contracts.loss import LossInputs
 
 Aggregation = Literal["token", "sequence", "prompt", "constant"]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from grpo_core.loss import LossInputs, LossSetting, Remark, needs, options_checked_by
+from grpo_core.contracts.loss import LossInputs, LossSetting, Remark, needs, options_checked_by
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from grpo_core.loss import LossOutput
+    from grpo_core.contracts.loss import LossOutput
 
 LARGEST_LOG_RATIO = 20.0
 """Largest log ratio: exp(20) is too large a weight to learn from, but it is finite."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from grpo_core.loss import LossInputs
+from grpo_core.contracts.loss import LossInputs
 from grpo_core.losses.aggregation import Aggregation, row_weights
 
 if TYPE_CHECKING:

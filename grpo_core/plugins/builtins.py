@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from grpo_core.hookspecs import Offer, hookimpl
+from grpo_core.contracts.hookspecs import Offer, hookimpl
 
 
 @hookimpl
 def grpo_players() -> Mapping[str, str]:
-    return {"turns": "grpo_core.playing:turns"}
+    return {"turns": "grpo_core.contracts.playing:turns"}
 
 
 @hookimpl
@@ -96,7 +96,7 @@ def grpo_transports() -> Mapping[str, str]:
 
 @hookimpl
 def grpo_data_planes() -> Mapping[str, str]:
-    return {"memory": "grpo_core.planes:MemoryPlane"}
+    return {"memory": "grpo_core.storage.planes:MemoryPlane"}
 
 
 @hookimpl

@@ -9,8 +9,8 @@ from types import ModuleType
 
 from attrs import define, field
 
-from grpo_core.errors import PluginError
-from grpo_core.hookspecs import Command
+from grpo_core.contracts.errors import PluginError
+from grpo_core.contracts.hookspecs import Command
 from grpo_core.plugins.offers import Plugin
 
 GROUP = "grpo_core.commands"

@@ -8,7 +8,7 @@ from typing import Any
 
 from grpo_core.config import Config, as_table, build, merge, replace_parts
 from grpo_core.config.problems import problems
-from grpo_core.errors import ConfigError
+from grpo_core.contracts.errors import ConfigError
 from grpo_core.plugins.host import NO_OFFERS, Offers, PluginHost
 
 

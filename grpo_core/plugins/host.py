@@ -3,7 +3,7 @@
 A plugin that does not import, or that implements its hooks wrongly, is listed as broken and takes nobody
 down: it is fatal only if something that it offers is asked for.
 
-How an offer is spelled (see ``grpo_core.hookspecs`` for what an offer is):
+How an offer is spelled (see ``grpo_core.contracts.hookspecs`` for what an offer is):
 
     sort                        if exactly one plugin offers it
     math:sort                   plugin:name, always valid
@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 import grpo_core
-from grpo_core import hookspecs
-from grpo_core.errors import (
+from grpo_core.contracts import hookspecs
+from grpo_core.contracts.errors import (
     ConfigError,
     PluginError,
     SelectionError,
@@ -39,8 +39,8 @@ from grpo_core.errors import (
     did_you_mean,
     one_line,
 )
-from grpo_core.hookspecs import Offer
-from grpo_core.models import taken_elsewhere
+from grpo_core.contracts.hookspecs import Offer
+from grpo_core.models.files import taken_elsewhere
 from grpo_core.plugins.commands import Commands, allowed_names, names_of_command_plugins
 from grpo_core.plugins.hints import KEYS, install_command
 from grpo_core.plugins.installed import (
@@ -71,7 +71,7 @@ from grpo_core.plugins.selection import PluginSelection
 
 if TYPE_CHECKING:
     from grpo_core.config.sections import PluginSections
-    from grpo_core.protocols import Environment
+    from grpo_core.contracts.protocols import Environment
 
 __all__ = ["BUILT_IN", "HOOKS", "Kind", "Plugin", "PluginHost", "listing"]
 
@@ -452,7 +452,7 @@ def _more_options(selected: Selected) -> str:
 
 def _agent_of(module: ModuleType) -> type[Environment]:
     """Make an environment of a file that defines ``run``, and perhaps other members of an environment."""
-    from grpo_core.protocols import Environment
+    from grpo_core.contracts.protocols import Environment
 
     members = {name: value for name, value in vars(module).items() if hasattr(Environment, name)}
     functions = {name: staticmethod(value) for name, value in members.items() if inspect.isroutine(value)}

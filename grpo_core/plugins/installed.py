@@ -14,8 +14,8 @@ from typing import Any
 from attrs import frozen
 
 import grpo_core
-from grpo_core import hookspecs
-from grpo_core.errors import PluginError
+from grpo_core.contracts import hookspecs
+from grpo_core.contracts.errors import PluginError
 from grpo_core.plugins.offers import Plugin
 
 FILE_PREFIX = "grpo_file_"

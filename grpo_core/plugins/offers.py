@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 from attrs import define, field, frozen
 
-from grpo_core.errors import (
+from grpo_core.contracts.errors import (
     ConfigError,
     GrpoError,
     PluginError,
@@ -24,8 +24,8 @@ from grpo_core.errors import (
     did_you_mean,
     one_line,
 )
-from grpo_core.hookspecs import Function, Offer
-from grpo_core.typed import wrong
+from grpo_core.contracts.hookspecs import Function, Offer
+from grpo_core.contracts.typed import wrong
 
 if TYPE_CHECKING:
     from grpo_core.config.sections import PluginSection

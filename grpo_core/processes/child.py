@@ -36,10 +36,10 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from grpo_core import errors, incidents
-from grpo_core.credentials import NOTHING_HIDDEN, Mask
+from grpo_core.contracts import errors, incidents
 from grpo_core.processes import orphans
 from grpo_core.processes.served import LENGTH, Answer, Call, RemoteTraceback, framed
+from grpo_core.text.credentials import NOTHING_HIDDEN, Mask
 
 if TYPE_CHECKING:
     from grpo_core.processes.interpreters import Interpreter

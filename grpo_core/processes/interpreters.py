@@ -19,9 +19,9 @@ from pathlib import Path
 from attrs import frozen
 
 from grpo_core._version import __version__
-from grpo_core.credentials import REFERENCE
-from grpo_core.errors import ConfigError
+from grpo_core.contracts.errors import ConfigError
 from grpo_core.processes import lent
+from grpo_core.text.credentials import REFERENCE
 
 OLDEST = (3, 11)
 """The first version of Python that grpo-core's part of an environment runs in."""

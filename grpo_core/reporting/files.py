@@ -19,24 +19,16 @@ from typing import Any, TextIO
 from attrs import asdict
 
 from grpo_core._version import __version__
-from grpo_core.disk import Disk
-from grpo_core.errors import ConfigError, DataPlaneError
-from grpo_core.events import (
-    Dispatched,
-    Event,
-    GroupsReady,
-    Saved,
-    Saving,
-    StageBegan,
-    TimelineExtended,
-    ValidationPlayed,
-)
+from grpo_core.contracts import events
+from grpo_core.contracts.errors import ConfigError, DataPlaneError
+from grpo_core.contracts.protocols import Tracker
+from grpo_core.contracts.records import Group, RunInfo
+from grpo_core.contracts.tokens import sampled_versions
 from grpo_core.loop.checkpoint import manifest_digest
-from grpo_core.protocols import Tracker
-from grpo_core.records import Group, RunInfo
 from grpo_core.reporting import stored
 from grpo_core.reporting.stored import as_json
-from grpo_core.run_directory import (
+from grpo_core.storage.disk import Disk
+from grpo_core.storage.run_directory import (
     CONFIG,
     PARTIAL,
     ROLLOUTS,
@@ -45,7 +37,6 @@ from grpo_core.run_directory import (
     rollouts_step,
     whole_lines,
 )
-from grpo_core.tokens import sampled_versions
 
 
 class FilesTracker(Tracker):
@@ -93,25 +84,25 @@ class FilesTracker(Tracker):
         self._unsynced: list[Path] = []
         """Files of rollouts that a power cut could still undo."""
 
-    def event(self, event: Event) -> None:
+    def event(self, event: events.Event) -> None:
         """A line of events.jsonl."""
         self._time = event.time
         match event:
-            case TimelineExtended():
+            case events.TimelineExtended():
                 with _named(Path(self._timeline.name)):
                     self._timeline.writelines(timeline_lines(event))
                 return
-            case StageBegan():
+            case events.StageBegan():
                 return
-            case ValidationPlayed():
+            case events.ValidationPlayed():
                 self._write_rollouts(VALIDATION, event.version, event.groups)
                 return
-            case Saved():
+            case events.Saved():
                 more = {"manifest": manifest_digest(Path(event.directory))}
             case _:
                 more = {}
         self._write_event({"time": event.time, **plain(event), **more})
-        if isinstance(event, Saving):
+        if isinstance(event, events.Saving):
             self._sync()
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
@@ -199,7 +190,7 @@ def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def timeline_lines(event: TimelineExtended) -> Iterator[str]:
+def timeline_lines(event: events.TimelineExtended) -> Iterator[str]:
     """Yield the lines of timeline.jsonl: a span each, with its times in seconds since 1970."""
     zero = event.time - event.now
     for span in event.spans:
@@ -214,11 +205,11 @@ def metrics_line(step: int, time: float | None, values: Mapping[str, float]) -> 
     return as_json({"step": step, "time": time, **values}) + "\n"
 
 
-def plain(event: Event) -> dict[str, Any]:
+def plain(event: events.Event) -> dict[str, Any]:
     """An event as events.jsonl holds it: slots and groups by what identifies them."""
     name = type(event).__name__
     match event:
-        case Dispatched():
+        case events.Dispatched():
             slots = [
                 {
                     "slot": slot.id,
@@ -232,7 +223,7 @@ def plain(event: Event) -> dict[str, Any]:
                 for slot in event.slots
             ]
             return {"event": name, "step": event.step, "slots": slots}
-        case GroupsReady():
+        case events.GroupsReady():
             return {"event": name, "step": event.step, "groups": [_group(group) for group in event.groups]}
     return {"event": name, **asdict(event, filter=lambda attribute, _: attribute.name != "time")}
 

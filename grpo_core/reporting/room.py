@@ -6,10 +6,10 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from grpo_core.events import Event, StepEnded, WarningRaised
-from grpo_core.protocols import Tracker
+from grpo_core.contracts.events import Event, StepEnded, WarningRaised
+from grpo_core.contracts.protocols import Tracker
 from grpo_core.reporting.stored import TEXTS, TOKENS
-from grpo_core.run_directory import ROLLOUTS
+from grpo_core.storage.run_directory import ROLLOUTS
 
 FEWEST_STEPS = 100
 """Number of further steps for which the disk should have room."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from grpo_core.config import Config, TrackingConfig
-from grpo_core.errors import ConfigError, PluginError, did_you_mean
+from grpo_core.contracts.errors import ConfigError, PluginError, did_you_mean
+from grpo_core.contracts.protocols import Tracker
+from grpo_core.contracts.records import RunInfo
 from grpo_core.plugins.host import PluginHost
-from grpo_core.protocols import Tracker
-from grpo_core.records import RunInfo
 
 REPORT = "report"
 """A tracker that is selected by default, and that a plugin offers."""

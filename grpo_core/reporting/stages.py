@@ -7,20 +7,8 @@ from collections.abc import Callable
 
 from attrs import define, field
 
-from grpo_core.events import (
-    ErrorRaised,
-    Event,
-    GroupFinished,
-    GroupsReady,
-    RunEnded,
-    RunStarted,
-    Saved,
-    Saving,
-    StageBegan,
-    StatusChanged,
-    StepEnded,
-)
-from grpo_core.run_directory import planned_steps
+from grpo_core.contracts import events
+from grpo_core.storage.run_directory import planned_steps
 
 WAITS = "wait for groups"
 """The stage in which the number of ready groups is told."""
@@ -37,7 +25,7 @@ WORDS = {
     "last validation": "validating the last version",
     "end": "finishing",
 }
-"""Stages as the loop names them (``grpo_core.timeline.stage``), in words; others are shown as they are."""
+"""Stages as the loop names them (``timeline.stage``), in words; others are shown as they are."""
 BRIEF = ("account",)
 """Stages that take no time that anybody would see."""
 SHOWN_FROM = 2.0
@@ -70,12 +58,12 @@ class Now:
     def __attrs_post_init__(self) -> None:
         self._since = self.clock()
 
-    def receive(self, event: Event) -> None:
+    def receive(self, event: events.Event) -> None:
         """Take down what an event changes."""
         match event:
-            case StatusChanged():
+            case events.StatusChanged():
                 self._is(event.message)
-            case RunStarted():
+            case events.RunStarted():
                 self._version = event.step
                 self.steps = planned_steps(None, event.config) or self.steps
                 self._ready = event.buffer.get("ready", 0)
@@ -83,31 +71,31 @@ class Now:
                 self._wanted = wanted if isinstance(wanted, int) else 0
                 self._in_order = event.config.get("pipeline", {}).get("policy") == "in_order"
                 self._is("starting")
-            case StageBegan() if event.stage == WAITS:
+            case events.StageBegan() if event.stage == WAITS:
                 self._wait()
-            case StageBegan() if event.stage not in BRIEF:
+            case events.StageBegan() if event.stage not in BRIEF:
                 words = WORDS.get(event.stage, event.stage.replace("{", "{{").replace("}", "}}"))
                 self._is(words.format(version=self._version, next=self._version + 1))
-            case GroupFinished():
+            case events.GroupFinished():
                 self._ready += 1
-            case GroupsReady():
+            case events.GroupsReady():
                 self._ready = max(0, self._ready - len(event.groups))
                 self._is(f"training step {event.step + 1}")
-            case StepEnded():
+            case events.StepEnded():
                 self._version = event.step
                 self._ready = int(event.metrics.get("buffer/ready", self._ready))
                 if event.step < self.steps or not self.steps:
                     self._wait()
                 else:
                     self._is("finishing")
-            case Saving():
+            case events.Saving():
                 self._saving = event.step, self.clock()
-            case Saved():
+            case events.Saved():
                 self._saving = None
-            case ErrorRaised():
+            case events.ErrorRaised():
                 self._is("failed")
                 self._ended = True
-            case RunEnded() if not self._ended:
+            case events.RunEnded() if not self._ended:
                 self._is("")
 
     def text(self) -> str:

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from attrs import fields
 
-from grpo_core.disk import Disk, replace_file
-from grpo_core.errors import ConfigError, cut, shortened
+from grpo_core.contracts.errors import ConfigError, cut, shortened
+from grpo_core.contracts.records import Group, Prompt, Rollout
 from grpo_core.loop.segments import segment_arrays, segments_of
-from grpo_core.records import Group, Prompt, Rollout
-from grpo_core.run_directory import ROLLOUTS, VALIDATION, rollouts_step
+from grpo_core.storage.disk import Disk, replace_file
+from grpo_core.storage.run_directory import ROLLOUTS, VALIDATION, rollouts_step
 
 if TYPE_CHECKING:
     import numpy as np

@@ -15,35 +15,23 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from grpo_core.errors import cut
-from grpo_core.events import (
-    ErrorRaised,
-    Event,
-    GroupsReady,
-    IncidentReported,
-    RunEnded,
-    RunStarted,
-    Saved,
-    StatusChanged,
-    StepEnded,
-    Validated,
-    WarningRaised,
-)
-from grpo_core.incidents import Lines, by_kind
+from grpo_core.contracts import events
+from grpo_core.contracts.errors import cut
+from grpo_core.contracts.incidents import Lines, by_kind
+from grpo_core.contracts.protocols import Tracker
+from grpo_core.contracts.records import RunInfo
+from grpo_core.contracts.unicode import inert
 from grpo_core.loop.metrics import headline
-from grpo_core.protocols import Tracker
-from grpo_core.records import RunInfo
 from grpo_core.reporting.files import plain
 from grpo_core.reporting.stages import Now
 from grpo_core.reporting.stored import as_json
-from grpo_core.run_directory import planned_steps
-from grpo_core.unicode import inert
+from grpo_core.storage.run_directory import planned_steps
 from grpo_core.validation.results import as_line, score
 
 View = Literal["live", "lines", "quiet", "json"]
 _AS_JSON = (
-    *(StatusChanged, RunStarted, StepEnded, Validated, Saved),
-    *(WarningRaised, IncidentReported, ErrorRaised, RunEnded),
+    *(events.StatusChanged, events.RunStarted, events.StepEnded, events.Validated, events.Saved),
+    *(events.WarningRaised, events.IncidentReported, events.ErrorRaised, events.RunEnded),
 )
 """Events that are printed as JSON; the others are of single prompts and rollouts."""
 _BARS = "▁▂▃▄▅▆▇█"
@@ -140,7 +128,7 @@ class TerminalTracker(Tracker):
         """Print a line above the live view."""
         self.console.print(Text(inert(text)), soft_wrap=True)
 
-    def event(self, event: Event) -> None:
+    def event(self, event: events.Event) -> None:
         """Show what the event changes."""
         if self._view == "json":
             if isinstance(event, _AS_JSON):
@@ -150,13 +138,13 @@ class TerminalTracker(Tracker):
             self._live.start()
         self._now.receive(event)
         match event:
-            case StatusChanged():
+            case events.StatusChanged():
                 self._line(event.message)
-            case RunStarted():
+            case events.RunStarted():
                 self._step, self._steps = event.step, planned_steps(None, event.config) or self._steps
                 self._started = self._heard = time.monotonic()
                 self._ended = event.time
-            case GroupsReady():
+            case events.GroupsReady():
                 scored = [r for r in event.groups[0].rollouts if r.reward is not None]
                 if not scored:
                     return
@@ -164,31 +152,31 @@ class TerminalTracker(Tracker):
                 prompt = " ".join(str(m.get("content", "")) for m in event.groups[0].prompt.messages)
                 reply = str(best.messages[-1].get("content", "")) if best.messages else ""
                 self._sample = (prompt, reply, best.reward or 0.0)
-            case StepEnded():
+            case events.StepEnded():
                 self._count(event)
                 self._line(self._of_step())
-            case Validated():
+            case events.Validated():
                 for task, metrics in event.results.items():
                     name = headline(metrics)
                     if name is not None or "unscored" in metrics:
                         self._validation.setdefault(task, []).append(metrics.get(name or ""))
                         self._scores[task] = score(name or "", metrics)
                     self._line(f"validation of version {event.version}: {task}: {as_line(metrics)}")
-            case Saved():
+            case events.Saved():
                 self._line(f"saved {event.directory}")
-            case WarningRaised() if event.cause not in self._warned:
+            case events.WarningRaised() if event.cause not in self._warned:
                 self._warned.add(event.cause)
                 self.say(f"warning, step {event.step}: {event.message}")
-            case IncidentReported():
+            case events.IncidentReported():
                 self._survived[event.kind] += event.count
                 cause = event.kind, event.component
                 if line := self._lines.line(*cause, event.message, count=event.count, now=event.time):
                     what = "waits" if event.kind == "unavailable" else "survived"
                     self.say(f"{what}, step {event.step}: {line}")
-            case RunEnded() if self._survived:
+            case events.RunEnded() if self._survived:
                 self.say(f"survived in this run: {by_kind(self._survived)} (events.jsonl has each)")
 
-    def _count(self, event: StepEnded) -> None:
+    def _count(self, event: events.StepEnded) -> None:
         """Keep the time and the numbers of a step."""
         self._step = event.step
         self._seconds.append(event.time - self._ended)

@@ -17,24 +17,13 @@ from typing import Any
 
 from attrs import asdict, evolve
 
-from grpo_core.errors import LONGEST_TRACEBACK, ConfigError, GrpoError, TrackingError, shortened
-from grpo_core.events import (
-    Event,
-    GroupsReady,
-    IncidentReported,
-    RunEnded,
-    StageBegan,
-    StatusChanged,
-    StepEnded,
-    Validated,
-    ValidationPlayed,
-    WarningRaised,
-)
-from grpo_core.incidents import Incident, IncidentCounts
+from grpo_core.contracts import events
+from grpo_core.contracts.errors import LONGEST_TRACEBACK, ConfigError, GrpoError, TrackingError, shortened
+from grpo_core.contracts.incidents import Incident, IncidentCounts
+from grpo_core.contracts.protocols import Tracker
+from grpo_core.contracts.records import RunInfo
+from grpo_core.environments.outages import JITTER, Outage, unavailable
 from grpo_core.loop.metrics import validation_metrics
-from grpo_core.outages import JITTER, Outage, unavailable
-from grpo_core.protocols import Tracker
-from grpo_core.records import RunInfo
 
 BACKLOG = 10_000
 """Number of events that may wait for a tracker."""
@@ -50,7 +39,7 @@ REQUIRED_PATIENCE = 300.0
 log = logging.getLogger(__name__)
 
 OnFailure = Callable[[str, TrackingError, bool], None]
-Item = Event | Callable[[], None] | None
+Item = events.Event | Callable[[], None] | None
 """An event, a function to call when all events before it were handled, or the end."""
 
 
@@ -86,7 +75,7 @@ class Trackers:
         """Return the run with what a tracker of this name may ask of it, from any thread."""
 
         def warn(text: str) -> None:
-            warning = WarningRaised(step=self.step, cause=f"tracker {name!r}", message=str(text))
+            warning = events.WarningRaised(step=self.step, cause=f"tracker {name!r}", message=str(text))
             self._in_loop(partial(self.emit, warning))
 
         def stop(reason: str) -> None:
@@ -133,19 +122,19 @@ class Trackers:
                         f"{thread.who} has not returned from {thread.doing} for {PATIENCE:g} s; "
                         "the checkpoint does not contain its state"
                     )
-                    self.emit(WarningRaised(step=self.step, cause=thread.who, message=message))
+                    self.emit(events.WarningRaised(step=self.step, cause=thread.who, message=message))
             done = {thread.name: state.result() for thread, state in asked if state.done()}
             return {name: state for name, state in done.items() if state is not None}
 
         return found
 
-    def emit(self, event: Event) -> None:
+    def emit(self, event: events.Event) -> None:
         """Send an event to all trackers; returns at once.
 
         Only a tracker that the run needs is waited for when it is far behind.  Raises TrackingError if that
         takes longer than ``REQUIRED_PATIENCE``; the others have the event then, and this one gets no more.
         """
-        if isinstance(event, RunEnded):
+        if isinstance(event, events.RunEnded):
             self.incidents.flush()
         self.step = max(self.step, event.step)
         event = evolve(event, time=time.time(), **_long_texts(event))
@@ -155,11 +144,11 @@ class Trackers:
 
     def status(self, message: str) -> None:
         """Say what the run does now."""
-        self.emit(StatusChanged(step=self.step, message=message))
+        self.emit(events.StatusChanged(step=self.step, message=message))
 
     def stage(self, stage: str) -> None:
         """Say which stage of the loop begins."""
-        self.emit(StageBegan(step=self.step, stage=stage))
+        self.emit(events.StageBegan(step=self.step, stage=stage))
 
     def report(self, incident: Incident) -> None:
         """Count an incident, and send it to all trackers as an event, alone or with others of its kind."""
@@ -208,7 +197,7 @@ class Trackers:
         return all(thread.ended for thread in self._threads)
 
     def _tell(self, incident: Incident, count: int) -> None:
-        self.emit(IncidentReported(step=self.step, count=count, **asdict(incident)))
+        self.emit(events.IncidentReported(step=self.step, count=count, **asdict(incident)))
 
     def _required(self) -> list[TrackerThread]:
         return [thread for thread in self._threads if thread.required]
@@ -220,7 +209,7 @@ class Trackers:
     def _report(self, name: str, error: TrackingError, required: bool) -> None:
         if not required:
             message = f"{error}; it is not called again"
-            self.emit(WarningRaised(step=self.step, cause=name, message=message))
+            self.emit(events.WarningRaised(step=self.step, cause=name, message=message))
             return
         self._error = self._error or error
         self._failed.set()
@@ -255,11 +244,11 @@ class TrackerThread:
 
     def put(self, item: Item) -> TrackingError | None:
         """Add an item; a tracker that is too far behind is dropped, which is an error if the run needs it."""
-        if isinstance(item, Event) and not self._hears(item):
+        if isinstance(item, events.Event) and not self._hears(item):
             return None
         with self._change:
             patience = REQUIRED_PATIENCE if self.required else 0.0
-            room = not isinstance(item, Event) or self._change.wait_for(self._has_room, patience)
+            room = not isinstance(item, events.Event) or self._change.wait_for(self._has_room, patience)
             if room:
                 self._waiting.append(item)
                 self._tokens += _tokens(item)
@@ -307,13 +296,15 @@ class TrackerThread:
         self.put(ask)
         return found
 
-    def _hears(self, event: Event) -> bool:
+    def _hears(self, event: events.Event) -> bool:
         """Whether the tracker is still called, and defines a method for the event."""
         kind = type(self._tracker)
         return not self.dropped and (
             kind.event is not Tracker.event
-            or (isinstance(event, GroupsReady) and kind.rollouts is not Tracker.rollouts)
-            or (isinstance(event, StepEnded | Validated) and kind.metrics is not Tracker.metrics)
+            or (isinstance(event, events.GroupsReady) and kind.rollouts is not Tracker.rollouts)
+            or (
+                isinstance(event, events.StepEnded | events.Validated) and kind.metrics is not Tracker.metrics
+            )
         )
 
     def _has_room(self) -> bool:
@@ -330,7 +321,7 @@ class TrackerThread:
                 self._change.notify_all()
             if item is None:
                 break
-            if not isinstance(item, Event):
+            if not isinstance(item, events.Event):
                 item()
             else:
                 self._call(type(item).__name__, partial(call, self._tracker, item))
@@ -388,15 +379,15 @@ class TrackerThread:
             self._on_failure(self.who, error, self.required)
 
 
-def call(tracker: Tracker, event: Event) -> None:
+def call(tracker: Tracker, event: events.Event) -> None:
     """Call the methods of a tracker that an event is for."""
     tracker.event(event)
     match event:
-        case GroupsReady():
+        case events.GroupsReady():
             tracker.rollouts(event.step + 1, event.groups)
-        case StepEnded():
+        case events.StepEnded():
             tracker.metrics(event.step, event.metrics)
-        case Validated():
+        case events.Validated():
             tracker.metrics(event.version, validation_metrics(event.results))
 
 
@@ -408,7 +399,7 @@ def _as_saved(state: Any) -> Any:
     return saved
 
 
-def _long_texts(event: Event) -> dict[str, Any]:
+def _long_texts(event: events.Event) -> dict[str, Any]:
     """Return the texts of an error, shortened, if they are long: some carry all the data of a batch."""
     texts = {name: getattr(event, name, "") for name in ("error", "message")}
     found = {name: shortened(text) for name, text in texts.items() if text}
@@ -417,7 +408,7 @@ def _long_texts(event: Event) -> dict[str, Any]:
 
 
 def _tokens(item: Item) -> int:
-    if not isinstance(item, GroupsReady | ValidationPlayed):
+    if not isinstance(item, events.GroupsReady | events.ValidationPlayed):
         return 0
     rollouts = (rollout for group in item.groups for rollout in group.rollouts)
     return sum(len(segment.tokens) for rollout in rollouts for segment in rollout.segments)

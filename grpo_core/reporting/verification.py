@@ -13,16 +13,23 @@ from typing import Any, NotRequired, TypedDict
 
 from attrs import define, field, frozen
 
-from grpo_core.disk import REPLACED, fingerprint
-from grpo_core.errors import ConfigError
+from grpo_core.contracts.errors import ConfigError
+from grpo_core.contracts.typed import Count, checked
 from grpo_core.loop import checkpoint
 from grpo_core.loop.laws import Laws, summary
 from grpo_core.loop.metrics import validation_metrics
 from grpo_core.loop.retention import SCORES, SavedScores
-from grpo_core.models import taken_elsewhere
+from grpo_core.models.files import taken_elsewhere
 from grpo_core.reporting.files import digest, metrics_line
-from grpo_core.run_directory import CONFIG, PARTIAL, ROLLOUTS, VALIDATION, numbered_events, rollouts_step
-from grpo_core.typed import Count, checked
+from grpo_core.storage.disk import REPLACED, fingerprint
+from grpo_core.storage.run_directory import (
+    CONFIG,
+    PARTIAL,
+    ROLLOUTS,
+    VALIDATION,
+    numbered_events,
+    rollouts_step,
+)
 
 EVENTS, METRICS = "events.jsonl", "metrics.jsonl"
 MOST = 50

@@ -20,10 +20,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from grpo_core._lazy import attach
+from grpo_core.plugins.lazy import attach
 
 if TYPE_CHECKING:
-    from grpo_core.completions import check_completions as check_completions
+    from grpo_core.contracts.completions import check_completions as check_completions
     from grpo_core.demo.demonstrations import demonstrations as demonstrations
     from grpo_core.testing.clock import Deadlock as Deadlock
     from grpo_core.testing.clock import run as run

@@ -13,12 +13,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from grpo_core.data.loaders import TaskLoader
-from grpo_core.errors import EngineError
-from grpo_core.events import PromptsPassedOver
-from grpo_core.playing import Player
-from grpo_core.protocols import Trainer
-from grpo_core.records import (
+from grpo_core.contracts.errors import EngineError
+from grpo_core.contracts.events import PromptsPassedOver
+from grpo_core.contracts.playing import Player
+from grpo_core.contracts.protocols import Trainer
+from grpo_core.contracts.records import (
     AgentClient,
     Batch,
     Completion,
@@ -33,6 +32,7 @@ from grpo_core.records import (
     StepResult,
     Weights,
 )
+from grpo_core.data.loaders import TaskLoader
 from grpo_core.text.tool_calls import parse_calls
 
 T = TypeVar("T")

@@ -9,11 +9,11 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from grpo_core.contracts.errors import PluginError, describe
+from grpo_core.contracts.incidents import report
+from grpo_core.contracts.playing import Player
+from grpo_core.contracts.records import AgentClient, Episode, Feedback, Prompt, SessionStart
 from grpo_core.environments.host import EnvironmentHost, Slotted, units
-from grpo_core.errors import PluginError, describe
-from grpo_core.incidents import report
-from grpo_core.playing import Player
-from grpo_core.records import AgentClient, Episode, Feedback, Prompt, SessionStart
 
 T = TypeVar("T")
 

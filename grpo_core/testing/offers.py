@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from grpo_core.hookspecs import Function, Offer
+from grpo_core.contracts.hookspecs import Function, Offer
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.offers import Bound, Kind, Plugin, Selected, as_offer
 

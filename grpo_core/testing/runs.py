@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from grpo_core.events import Event, GroupsReady, Validated, ValidationPlayed
+from grpo_core.contracts.events import Event, GroupsReady, Validated, ValidationPlayed
+from grpo_core.contracts.protocols import Engine, EnvironmentClient, Trainer, ValidationStrategy
+from grpo_core.contracts.records import Group, Prompt, Rollout, Weights
 from grpo_core.loop import canary
 from grpo_core.loop.advantages import group as group_advantages
 from grpo_core.loop.agreement import Tolerance
 from grpo_core.loop.buffer import Buffer
 from grpo_core.loop.pipeline import Learning, Pipeline, Playing, Schedule, Validate
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, play
-from grpo_core.protocols import Engine, EnvironmentClient, Trainer, ValidationStrategy
-from grpo_core.records import Group, Prompt, Rollout, Weights
+from grpo_core.loop.versions import Interval
 from grpo_core.testing import clock
 from grpo_core.testing.fakes import (
     FakeEngine,
@@ -24,7 +25,6 @@ from grpo_core.testing.fakes import (
     prompts,
 )
 from grpo_core.validation.runner import Context, Results, run_strategy
-from grpo_core.versions import Interval
 
 
 async def play_rollouts(

@@ -14,7 +14,7 @@ from types import ModuleType
 from grpo_core.config import as_table, build, parse_setting
 from grpo_core.config.meanings import meanings
 from grpo_core.config.sections import PluginSections, keys_of, offered_sections
-from grpo_core.errors import ConfigError
+from grpo_core.contracts.errors import ConfigError
 
 
 def check_config_sections(module: ModuleType) -> None:

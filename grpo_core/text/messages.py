@@ -16,18 +16,18 @@ is a null.  What no model could read is refused.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from attrs import evolve
 
-from grpo_core.errors import PluginError, shown
+from grpo_core.contracts.errors import PluginError, shown
+from grpo_core.contracts.unicode import DEEPEST
 from grpo_core.text.thoughts import THOUGHT_KEYS
-from grpo_core.unicode import DEEPEST
-from grpo_core.untrusted import read_json
+from grpo_core.text.untrusted import read_json
 
 if TYPE_CHECKING:
-    from grpo_core.records import Prompt
+    from grpo_core.contracts.records import Prompt
 
 ROLES = ("system", "user", "assistant", "tool")
 _OTHER_NAMES = {"developer": "system", "function": "tool"}
@@ -119,18 +119,6 @@ def parsed(arguments: Any) -> Any:
         return read_json(arguments, object)
     except ValueError:
         return arguments
-
-
-def without_nulls(value: Any, *, but: Collection[str] = ()) -> Any:
-    """Return plain data without the keys of objects whose value is null; items of lists stay.
-
-    Args:
-        but: keys that may be null.
-    """
-    if isinstance(value, dict):
-        kept = {key: part for key, part in value.items() if part is not None or key in but}
-        return {key: without_nulls(part, but=but) for key, part in kept.items()}
-    return [without_nulls(part, but=but) for part in value] if isinstance(value, list) else value
 
 
 def _plain(value: Any, *, nulls: bool = False, deepest: int = DEEPEST) -> Any:

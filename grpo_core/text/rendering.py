@@ -22,16 +22,16 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from grpo_core.errors import ConfigError, ModelError
-from grpo_core.models import UNKNOWN_SIZE, size_of
-from grpo_core.records import Message
+from grpo_core.contracts.errors import ConfigError, ModelError
+from grpo_core.contracts.records import Message
+from grpo_core.contracts.unicode import well_formed
+from grpo_core.models.files import UNKNOWN_SIZE, size_of
 from grpo_core.text.response_formats import AUTO, response_reader
 from grpo_core.text.thoughts import THOUGHT_ENDS, THOUGHT_KEYS, THOUGHT_OPENS
 from grpo_core.text.tool_calls import parse_calls, read_calls
-from grpo_core.unicode import well_formed
 
 if TYPE_CHECKING:
-    from grpo_core.tokens import Ids
+    from grpo_core.contracts.tokens import Ids
 
 _ASKED: Message = {"role": "user", "content": "?"}
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}

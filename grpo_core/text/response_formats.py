@@ -9,10 +9,10 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from grpo_core.errors import ConfigError, ModelError, did_you_mean
+from grpo_core.contracts.errors import ConfigError, ModelError, did_you_mean
 
 if TYPE_CHECKING:
-    from grpo_core.tokens import Ids
+    from grpo_core.contracts.tokens import Ids
 
 AUTO = "auto"
 """The format that the tokenizer itself describes."""

@@ -15,8 +15,8 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo_core.unicode import well_formed
-from grpo_core.untrusted import read_json
+from grpo_core.contracts.unicode import well_formed
+from grpo_core.text.untrusted import read_json
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 

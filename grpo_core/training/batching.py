@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from grpo_core.records import Row
+from grpo_core.contracts.records import Row
 
 
 def split_updates(rows: Sequence[Row], n: int) -> list[list[Row]]:

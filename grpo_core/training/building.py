@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from attrs import evolve
 
 from grpo_core.config import Config, ModelConfig
-from grpo_core.loading import load_object
+from grpo_core.contracts.records import WithSections
 from grpo_core.plugins.installed import FILE_PREFIX
-from grpo_core.records import WithSections
+from grpo_core.plugins.loading import load_object
 
 if TYPE_CHECKING:
     from torch import Tensor

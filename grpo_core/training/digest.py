@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_core._version import __version__
-from grpo_core.records import StateDigest
+from grpo_core.contracts.records import StateDigest
 from grpo_core.training.optimization import Optimization
 from grpo_core.training.ranks import Ranks
 

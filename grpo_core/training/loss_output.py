@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from grpo_core.errors import PluginError
+from grpo_core.contracts.errors import PluginError
 
 if TYPE_CHECKING:
-    from grpo_core.loss import LossOutput
+    from grpo_core.contracts.loss import LossOutput
 
 
 def checked(returned: Any, who: str, n: int) -> LossOutput:

@@ -7,7 +7,7 @@ at the end of the first update, so a trainer that does not fit may well start.
 
 from __future__ import annotations
 
-from grpo_core.records import MemoryPart
+from grpo_core.contracts.records import MemoryPart
 
 FLOAT32 = 4
 """Bytes of a parameter, of its gradient, and of each of AdamW's moments."""

@@ -12,9 +12,9 @@ from attrs import evolve, frozen
 from numpy.typing import NDArray
 from torch import Tensor
 
-from grpo_core.errors import TrainerError
-from grpo_core.records import Row
-from grpo_core.tokens import Tokens
+from grpo_core.contracts.errors import TrainerError
+from grpo_core.contracts.records import Row
+from grpo_core.contracts.tokens import Tokens
 from grpo_core.training.batching import length, rollouts
 from grpo_core.training.packing import Part
 

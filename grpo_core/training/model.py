@@ -16,9 +16,9 @@ from attrs import field, frozen
 from torch import Tensor, nn
 
 from grpo_core.config import ModelConfig, TeacherConfig
-from grpo_core.errors import ModelError
-from grpo_core.models import chat_template
-from grpo_core.records import Canary
+from grpo_core.contracts.errors import ModelError
+from grpo_core.contracts.records import Canary
+from grpo_core.models.files import chat_template
 from grpo_core.training.logprobs import rounded, token_logprobs
 from grpo_core.training.microbatch import MicroBatch
 from grpo_core.training.packing import packed_inputs, use_packing

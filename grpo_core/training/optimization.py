@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from grpo_core.config import OptimizerConfig, ParameterGroupConfig, TrainerConfig
-from grpo_core.errors import ConfigError, PluginError
+from grpo_core.contracts.errors import ConfigError, PluginError
+from grpo_core.contracts.protocols import ParameterGroup
 from grpo_core.plugins.offers import Bound
-from grpo_core.protocols import ParameterGroup
 from grpo_core.training.optimizers import state_of
 
 Named = Sequence[tuple[str, nn.Parameter]]

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from math import inf, prod
 from typing import TYPE_CHECKING, Any
 
+from grpo_core.contracts.protocols import ParameterGroup
 from grpo_core.plugins.offers import Selected
-from grpo_core.protocols import ParameterGroup
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

@@ -20,7 +20,7 @@ import torch
 from attrs import frozen
 from torch import Tensor, nn
 
-from grpo_core.errors import ModelError
+from grpo_core.contracts.errors import ModelError
 from grpo_core.training.grids import Grid, Grids
 
 NAME = "grpo_core_rows"

@@ -12,8 +12,8 @@ from attrs import frozen
 from torch import nn
 
 from grpo_core.config import ActivationsChoice, TrainerConfig
-from grpo_core.errors import ModelError
-from grpo_core.models import keep_softcapping
+from grpo_core.contracts.errors import ModelError
+from grpo_core.models.files import keep_softcapping
 
 Around = Callable[[], AbstractContextManager[Any]]
 """Makes the context in which a forward pass is computed."""

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from attrs import evolve, frozen
 
-from grpo_core.records import Batch, Row
-from grpo_core.tokens import digest_of, fetched
+from grpo_core.contracts.records import Batch, Row
+from grpo_core.contracts.tokens import digest_of, fetched
 from grpo_core.training.batching import length, rollouts, split_updates
 
 T = TypeVar("T")

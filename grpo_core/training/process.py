@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from grpo_core.errors import ChildDied, GrpoError, TrainerError, one_line
+from grpo_core.contracts.errors import ChildDied, GrpoError, TrainerError, one_line
+from grpo_core.contracts.protocols import Trainer
+from grpo_core.contracts.records import Batch, StepResult, Weights
 from grpo_core.processes.child import Child
 from grpo_core.processes.served import RemoteTraceback
-from grpo_core.protocols import Trainer
-from grpo_core.records import Batch, StepResult, Weights
 from grpo_core.training.setup import TrainerSetup
 
 MEMORY = "look for a lack of memory: lower trainer.tokens_per_microbatch"

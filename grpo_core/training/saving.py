@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_core.errors import CheckpointError, one_line
+from grpo_core.contracts.errors import CheckpointError, one_line
 from grpo_core.losses.entropy import EntropyControl
 from grpo_core.training.model import Model
 from grpo_core.training.optimization import Optimization

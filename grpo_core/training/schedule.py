@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from grpo_core.config import TrainerConfig
-from grpo_core.errors import ConfigError, PluginError, describe
-from grpo_core.loading import load_object
+from grpo_core.contracts.errors import ConfigError, PluginError, describe
+from grpo_core.plugins.loading import load_object
 
 KEYS = ("steps", "epochs", "updates_per_step", "lr", "lr_schedule", "lr_end", "warmup_updates")
 """Keys of ``[trainer]`` on which the learning rate of a step depends."""

@@ -8,7 +8,7 @@ from typing import Literal
 from attrs import field, frozen
 
 from grpo_core.config import LossConfig, ModelConfig, OptimizerConfig, TeacherConfig, TrainerConfig
-from grpo_core.records import WithSections
+from grpo_core.contracts.records import WithSections
 
 PROFILED_AFTER = 2
 """Steps of a process before those of a profile: they allocate, and choose kernels."""

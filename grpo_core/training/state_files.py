@@ -15,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from grpo_core import typed
-from grpo_core.typed import Count
+from grpo_core.contracts import typed
+from grpo_core.contracts.typed import Count
 
 ABOUT = "state.json"
 

@@ -9,7 +9,7 @@ from attrs import evolve
 from torch import Tensor
 
 from grpo_core.config import ModelConfig, TeacherConfig
-from grpo_core.errors import ConfigError, ModelError, one_line
+from grpo_core.contracts.errors import ConfigError, ModelError, one_line
 from grpo_core.training.microbatch import MicroBatch
 from grpo_core.training.model import Scorer, compute_dtype, load
 from grpo_core.training.packing import use_packing

@@ -19,15 +19,15 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from grpo_core import cpu
-from grpo_core import loss as losses
-from grpo_core.addresses import is_loopback
-from grpo_core.errors import PluginError, TrainerError
-from grpo_core.loading import load_object
+from grpo_core.contracts import loss as losses
+from grpo_core.contracts.errors import PluginError, TrainerError
+from grpo_core.contracts.records import Batch, StepResult, Weights
+from grpo_core.engines.addresses import is_loopback
 from grpo_core.losses.aggregation import row_weights
 from grpo_core.losses.entropy import EntropyControl
 from grpo_core.plugins.host import PluginHost
-from grpo_core.records import Batch, StepResult, Weights
+from grpo_core.plugins.loading import load_object
+from grpo_core.processes import cpu
 from grpo_core.training.batching import microbatches, of_several_rows, packs
 from grpo_core.training.budget import overhead, token_budget
 from grpo_core.training.building import model_section

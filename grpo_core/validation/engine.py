@@ -7,12 +7,12 @@ from collections.abc import Awaitable, Callable
 
 from attrs import define, field
 
+from grpo_core.contracts.events import Event, Validated
+from grpo_core.contracts.protocols import Engine
+from grpo_core.contracts.records import Weights
 from grpo_core.engines.wrapped import WrappedEngine
-from grpo_core.events import Event, Validated
 from grpo_core.loop import canary
 from grpo_core.loop.agreement import Tolerance
-from grpo_core.protocols import Engine
-from grpo_core.records import Weights
 from grpo_core.validation.runner import Results
 
 

@@ -7,16 +7,16 @@ from typing import Any
 
 from attrs import define, evolve, field, frozen
 
-from grpo_core.aio import gather
 from grpo_core.config import ValidationConfig
+from grpo_core.contracts.events import Event, ValidationPlayed, WarningRaised
+from grpo_core.contracts.protocols import EnvironmentClient, ValidationStrategy
+from grpo_core.contracts.records import Group, Prompt, Rollout
 from grpo_core.data.samplers import load_plugin_state, plugin_state
-from grpo_core.events import Event, ValidationPlayed, WarningRaised
 from grpo_core.loop.metrics import left_out
-from grpo_core.protocols import EnvironmentClient, ValidationStrategy
-from grpo_core.records import Group, Prompt, Rollout
+from grpo_core.loop.versions import Interval
+from grpo_core.processes.aio import gather
 from grpo_core.validation.estimates import MANY
 from grpo_core.validation.runner import Context, Results, played_groups, run_strategy
-from grpo_core.versions import Interval
 
 
 def lacking(groups: Sequence[Group]) -> dict[str, str]:

@@ -15,11 +15,11 @@ from typing import Any, Literal
 
 from attrs import evolve
 
-from grpo_core.errors import ConfigError
+from grpo_core.contracts.errors import ConfigError
+from grpo_core.contracts.playing import derive_seed
+from grpo_core.contracts.protocols import ValidationContext
+from grpo_core.contracts.records import Rollout
 from grpo_core.loop.metrics import accuracy, accuracy_finished, completion_tokens, feedback_means, truncated
-from grpo_core.playing import derive_seed
-from grpo_core.protocols import ValidationContext
-from grpo_core.records import Rollout
 from grpo_core.validation.estimates import MANY, mean_with_interval
 from grpo_core.validation.results import SHARES
 

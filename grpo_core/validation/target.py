@@ -9,11 +9,11 @@ from typing import Any
 from attrs import evolve, frozen
 
 from grpo_core.config import Config, as_table, replace_parts
-from grpo_core.errors import ConfigError, ModelError
+from grpo_core.contracts.errors import ConfigError, ModelError
 from grpo_core.loop import checkpoint
-from grpo_core.models import ADAPTERS, local_directory, weights_digest
+from grpo_core.models.files import ADAPTERS, local_directory, weights_digest
 from grpo_core.plugins.host import PluginHost
-from grpo_core.run_directory import CONFIG, RunDirectory
+from grpo_core.storage.run_directory import CONFIG, RunDirectory
 
 
 @frozen(kw_only=True)

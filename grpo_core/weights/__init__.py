@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import tempfile
 
-from grpo_core.errors import WeightSyncError
-from grpo_core.records import Weights
+from grpo_core.contracts.errors import WeightSyncError
+from grpo_core.contracts.records import Weights
 
 
 def anonymous_file(name: str) -> int:

@@ -15,9 +15,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from grpo_core.errors import WeightSyncError, one_line
-from grpo_core.models import weight_files
-from grpo_core.records import Weights
+from grpo_core.contracts.errors import WeightSyncError, one_line
+from grpo_core.contracts.records import Weights
+from grpo_core.models.files import weight_files
 from grpo_core.weights.layout import BUCKET, LowRankSum
 
 RIGHT, LEFT = ".lora_A.weight", ".lora_B.weight"

@@ -15,7 +15,7 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from grpo_core.records import Weights
+from grpo_core.contracts.records import Weights
 from grpo_core.weights import anonymous_file, unreadable
 from grpo_core.weights.transports import transport_of
 

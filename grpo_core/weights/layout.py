@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from attrs import frozen
 
-from grpo_core.errors import ModelError, WeightSyncError
-from grpo_core.models import weight_files
-from grpo_core.records import TensorInfo, TensorPart, Weights
+from grpo_core.contracts.errors import ModelError, WeightSyncError
+from grpo_core.contracts.records import TensorInfo, TensorPart, Weights
+from grpo_core.models.files import weight_files
 
 _ALIGNMENT = 64
 BUCKET = 64 << 20

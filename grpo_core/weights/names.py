@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from grpo_core.errors import ModelError
+from grpo_core.contracts.errors import ModelError
 
 
 class _Views(TorchFunctionMode):

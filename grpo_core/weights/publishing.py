@@ -12,8 +12,8 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 from attrs import frozen
 
-from grpo_core.errors import WeightSyncError
-from grpo_core.records import TensorInfo, TensorPart, Weights
+from grpo_core.contracts.errors import WeightSyncError
+from grpo_core.contracts.records import TensorInfo, TensorPart, Weights
 from grpo_core.weights.layout import LowRankSum, checksum, laid_out
 
 T = TypeVar("T")

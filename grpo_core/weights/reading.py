@@ -8,8 +8,8 @@ from contextlib import closing
 import torch
 from attrs import evolve
 
-from grpo_core.loading import load_object
-from grpo_core.records import Weights
+from grpo_core.contracts.records import Weights
+from grpo_core.plugins.loading import load_object
 from grpo_core.weights.adapters import added
 from grpo_core.weights.layout import buckets, unpack
 from grpo_core.weights.layout import verify as check_sums

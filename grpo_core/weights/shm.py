@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from grpo_core.errors import WeightSyncError
-from grpo_core.records import Weights
+from grpo_core.contracts.errors import WeightSyncError
+from grpo_core.contracts.records import Weights
 from grpo_core.weights import anonymous_file, unreadable
 from grpo_core.weights.layout import LowRankSum
 from grpo_core.weights.publishing import ALONE, Publishers, pack

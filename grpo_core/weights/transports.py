@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from grpo_core.errors import ConfigError
-from grpo_core.hookspecs import Transport
+from grpo_core.contracts.errors import ConfigError
+from grpo_core.contracts.hookspecs import Transport
 from grpo_core.plugins.host import PluginHost
 
 SHM = Transport(

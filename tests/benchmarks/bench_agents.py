@@ -28,11 +28,11 @@ from collections.abc import Sequence
 
 from attrs import evolve
 
-from grpo_core.limits import Limits
-from grpo_core.models import chat_template
-from grpo_core.playing import Play, PlayerSetup
-from grpo_core.records import Completion, GenerationRequest, Prompt
-from grpo_core.tokens import Tokens
+from grpo_core.contracts.limits import Limits
+from grpo_core.contracts.playing import Play, PlayerSetup
+from grpo_core.contracts.records import Completion, GenerationRequest, Prompt
+from grpo_core.contracts.tokens import Tokens
+from grpo_core.models.files import chat_template
 from grpo_plugin_agents.server import AgentServer
 
 TURNS, LIMIT = 10, 5.0

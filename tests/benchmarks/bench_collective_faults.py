@@ -26,7 +26,7 @@ from attrs import evolve
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from ends import PATIENCE, RELEASE, SECONDS, Engine, Trainer, ends
 
-from grpo_core.errors import WeightSyncError
+from grpo_core.contracts.errors import WeightSyncError
 from grpo_plugin_scale.weights.collective import SCHEME
 
 SLACK = 5.0

@@ -24,10 +24,10 @@ from pathlib import Path
 import torch
 from attrs import frozen
 
+from grpo_core.contracts.records import EngineSetup, GenerationRequest
 from grpo_core.engines.local.decoder import Decoder
 from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.engines.local.llama import Llama, Shape
-from grpo_core.records import EngineSetup, GenerationRequest
 from grpo_core.weights.shm import SharedMemoryWriter
 
 warnings.simplefilter("ignore")

@@ -20,9 +20,9 @@ from statistics import median
 from typing import Any
 
 from grpo_core.config import EnvironmentConfig, SourceConfig
+from grpo_core.contracts.records import Episode, Prompt
 from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.environments.sourced import SourcedProcess
-from grpo_core.records import Episode, Prompt
 from grpo_plugin_math.exercises import sort
 from grpo_plugin_math.gsm8k import GSM8K
 

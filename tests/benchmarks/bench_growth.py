@@ -22,7 +22,7 @@ from pathlib import Path
 from attrs import evolve
 
 from grpo_core.config import Config, TaskConfig, TrackingConfig, TrainerConfig, as_table
-from grpo_core.events import (
+from grpo_core.contracts.events import (
     Dispatched,
     Event,
     GroupFinished,
@@ -35,13 +35,13 @@ from grpo_core.events import (
     Synced,
     Validated,
 )
+from grpo_core.contracts.records import Group, Prompt, Rollout, Segment, Slot
+from grpo_core.contracts.tokens import Tokens
 from grpo_core.loop import checkpoint
 from grpo_core.loop.metrics import task_metrics
-from grpo_core.records import Group, Prompt, Rollout, Segment, Slot
 from grpo_core.reporting.files import FilesTracker
 from grpo_core.reporting.trackers import call
-from grpo_core.run_directory import RunDirectory
-from grpo_core.tokens import Tokens
+from grpo_core.storage.run_directory import RunDirectory
 
 STEPS, TOKENS = 2000, 200
 PROMPTS, GROUP, EVERY = 64, 8, 20
@@ -89,7 +89,7 @@ from pathlib import Path
 from grpo_core.reporting.verification import verified
 from grpo_plugin_report.report import write
 from grpo_core.reporting.files import FilesTracker
-from grpo_core.records import RunInfo
+from grpo_core.contracts.records import RunInfo
 command, run, cut = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 began = time.perf_counter()
 if command == "verify":
@@ -203,7 +203,7 @@ def _metrics(groups: tuple[Group, ...], step: int) -> dict[str, float]:
 
 
 def _checkpoint(run: RunDirectory, step: int) -> Iterator[Event]:
-    from grpo_core.disk import Disk, seal
+    from grpo_core.storage.disk import Disk, seal
 
     directory = run.checkpoints / f"step-{step:06d}"
     directory.mkdir(parents=True)

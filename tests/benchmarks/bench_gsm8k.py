@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from grpo_core.config import EnvironmentConfig, SourceConfig
+from grpo_core.contracts.records import Episode, Feedback, Prompt
 from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.environments.sourced import SourcedProcess
-from grpo_core.records import Episode, Feedback, Prompt
 
 BATCH = 64
 SLOWEST = 10.0

@@ -41,12 +41,12 @@ TESTS: dict[str, list[str]] = {
     "loop/turns.py": ["turns", "rollout", "simulation"],
     "training/batching.py": ["batching"],
     "training/logprobs.py": ["logprobs"],
-    "loss.py": ["loss", "losses"],
+    "contracts/loss.py": ["loss", "losses"],
     **{
         f"losses/{module}.py": ["losses_as_trl", "losses_as_nemo", "losses"]
         for module in ("aggregation", "corrections", "kl", "named", "objectives", "ratios", "terms")
     },
-    "tokens.py": ["tokens", "columns", "turns"],
+    "contracts/tokens.py": ["tokens", "columns", "turns"],
 }
 """Tests of each module by name, ``tests/test_NAME.py``, or the simulation; the quickest comes first."""
 
@@ -198,7 +198,7 @@ def main() -> int:
     every = [(module, *mutant) for module, some in known.items() for mutant in some]
     drawn = random.Random(given.seed).sample(every, min(given.mutants, len(every)))
     for test in sorted({test for module in given.modules for test in TESTS[module]}):
-        if killed("loss.py", (PACKAGE / "loss.py").read_text(), [test], given.seconds):
+        if killed("contracts/loss.py", (PACKAGE / "contracts/loss.py").read_text(), [test], given.seconds):
             raise SystemExit(f"{test}: it fails, or takes too long, without any mutant")
     print(f"{len(drawn)} of {len(every)} mutants", flush=True)
     survivors = 0

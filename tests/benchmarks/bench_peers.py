@@ -24,10 +24,10 @@ from pathlib import Path
 import torch
 from attrs import evolve, frozen
 
-from grpo_core.advantages import normalize
 from grpo_core.config import ModelConfig, TrainerConfig
+from grpo_core.contracts.advantages import normalize
+from grpo_core.contracts.records import Batch, EngineSetup, GenerationRequest, Row
 from grpo_core.engines.local.engine import LocalEngine
-from grpo_core.records import Batch, EngineSetup, GenerationRequest, Row
 from grpo_core.training.process import ProcessTrainer
 from grpo_core.training.setup import TrainerSetup
 

@@ -23,11 +23,11 @@ from typing import Any
 
 from sleepy import Sleepy
 
+from grpo_core.contracts.protocols import Engine
+from grpo_core.contracts.records import EngineSetup, Feedback, GenerationRequest, Weights
 from grpo_core.engines import wire
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, play
 from grpo_core.plugins.host import PluginHost
-from grpo_core.protocols import Engine
-from grpo_core.records import EngineSetup, Feedback, GenerationRequest, Weights
 from grpo_core.testing import FakeEnvironment, FakeRenderer, prompts
 from grpo_plugin_ray import cluster
 from grpo_plugin_ray.engines import RayEngine, Store, WorkerSetup

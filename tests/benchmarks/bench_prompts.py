@@ -20,11 +20,11 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from grpo_core.contracts.protocols import Sampler
+from grpo_core.contracts.records import Group, Prompt, Rollout, SampleRequest
 from grpo_core.data.loaders import TaskLoader
 from grpo_core.data.samplers import Mix, PromptStream
 from grpo_core.loop.dynamic import DynamicSampling
-from grpo_core.protocols import Sampler
-from grpo_core.records import Group, Prompt, Rollout, SampleRequest
 from grpo_plugin_curriculum.learnable_prompts import LearnablePrompts
 
 MANY, REQUEST, CHOICES = 1_000_000, 16, 20_000

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from safetensors.numpy import load_file
 
-from grpo_core.errors import GrpoError
+from grpo_core.contracts.errors import GrpoError
 from grpo_core.loop import checkpoint
 from grpo_plugin_replay.history import read
 from grpo_plugin_replay.replay import Replayer

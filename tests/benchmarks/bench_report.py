@@ -25,12 +25,20 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the browser of the tests
 import webdriver
 
 from grpo_core.config import Config, TaskConfig, TrackingConfig, TrainerConfig
-from grpo_core.events import Event, GroupsReady, RunEnded, Span, StepEnded, TimelineExtended, ValidationPlayed
-from grpo_core.records import Group, Prompt, Rollout, Segment
+from grpo_core.contracts.events import (
+    Event,
+    GroupsReady,
+    RunEnded,
+    Span,
+    StepEnded,
+    TimelineExtended,
+    ValidationPlayed,
+)
+from grpo_core.contracts.records import Group, Prompt, Rollout, Segment
+from grpo_core.contracts.tokens import Tokens
 from grpo_core.reporting.files import FilesTracker
 from grpo_core.reporting.trackers import call
-from grpo_core.run_directory import RunDirectory
-from grpo_core.tokens import Tokens
+from grpo_core.storage.run_directory import RunDirectory
 
 STEPS, GROUPS, GROUP, TOKENS, PROMPTS = 1000, 10, 10, 200, 2000
 SECONDS, MEGABYTES, OPENED = 10.0, 20.0, 2.0

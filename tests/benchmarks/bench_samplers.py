@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping
 
 from attrs import evolve
 
+from grpo_core.contracts.protocols import Sampler
+from grpo_core.contracts.records import Prompt, SampleRequest
 from grpo_core.data.loaders import TaskLoader
 from grpo_core.data.samplers import Mix, RoundRobin, checked_sample
-from grpo_core.protocols import Sampler
-from grpo_core.records import Prompt, SampleRequest
 from grpo_plugin_curriculum.curriculum import Curriculum, Schedule, TaskOrder
 
 PROMPTS, REQUEST, LIMIT = 5000, 16, 0.050

@@ -25,14 +25,8 @@ from typing import Any
 import numpy as np
 from attrs import asdict, define, evolve, field, frozen
 
-from grpo_core.engines import wire
-from grpo_core.events import Event, GroupsReady, StepEnded
-from grpo_core.loop.advantages import group as advantages
-from grpo_core.loop.buffer import Buffer
-from grpo_core.loop.pipeline import Learning, Pipeline, Playing, Schedule
-from grpo_core.loop.rollout import SamplingParams
-from grpo_core.processes.served import Call
-from grpo_core.records import (
+from grpo_core.contracts.events import Event, GroupsReady, StepEnded
+from grpo_core.contracts.records import (
     Batch,
     Completion,
     Feedback,
@@ -42,10 +36,16 @@ from grpo_core.records import (
     StepResult,
     Weights,
 )
+from grpo_core.contracts.tokens import Tokens
+from grpo_core.engines import wire
+from grpo_core.loop.advantages import group as advantages
+from grpo_core.loop.buffer import Buffer
+from grpo_core.loop.pipeline import Learning, Pipeline, Playing, Schedule
+from grpo_core.loop.rollout import SamplingParams
+from grpo_core.processes.served import Call
 from grpo_core.reporting import stored
 from grpo_core.testing import FakeEnvironment, FakeRenderer, FakeTrainer, prompts, run
 from grpo_core.testing.fakes import FakePrompts
-from grpo_core.tokens import Tokens
 
 FIGURES = Path(__file__).parents[2] / "docs" / "scaling.json"
 GROUP, PROMPT, MEAN, LONGEST = 16, 512, 3000, 8192

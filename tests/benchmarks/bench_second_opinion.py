@@ -31,8 +31,8 @@ from typing import Any
 
 from attrs import evolve
 
-from grpo_core.events import RunStarted
-from grpo_core.records import Group, Prompt, Rollout, RunInfo
+from grpo_core.contracts.events import RunStarted
+from grpo_core.contracts.records import Group, Prompt, Rollout, RunInfo
 from grpo_core.reporting.stored import files_of_texts, groups_in
 from grpo_core.testing import HostedEnvironment
 from grpo_plugin_audit.evidence import Evidence

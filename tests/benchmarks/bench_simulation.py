@@ -25,11 +25,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # the simulation lies bes
 from simulation.faults import NONE
 from simulation.runs import simulate
 
+from grpo_core.contracts.records import Completion, Feedback, SessionStart, StepResult
 from grpo_core.loop.advantages import group as group_advantages
 from grpo_core.loop.buffer import Buffer
 from grpo_core.loop.pipeline import Pipeline, Schedule
 from grpo_core.loop.rollout import SamplingParams
-from grpo_core.records import Completion, Feedback, SessionStart, StepResult
 from grpo_core.testing import FakeEnvironment, FakeRenderer, FakeTrainer, clock, prompts
 
 SEEDS = 10_000

@@ -87,8 +87,8 @@ def open_one(path: str) -> None:
 
     from grpo_core.app.first_look import leaks
     from grpo_core.config import SourceConfig, ValidationConfig
+    from grpo_core.contracts.records import Prompt
     from grpo_core.data.sources import Source
-    from grpo_core.records import Prompt
     from grpo_core.validation.sets import HeldOut
 
     if not path.endswith(".jsonl"):

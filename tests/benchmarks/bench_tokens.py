@@ -2,7 +2,7 @@
 
     python tests/benchmarks/bench_tokens.py
 
-Arrays (``grpo_core.tokens``) against tuples of Python numbers, which records held before, in the same run.
+Arrays (``contracts.tokens``) against tuples of Python numbers, which records held before, in the same run.
 CPU time of this process, the least of several repetitions.  Texts are not decoded here: the tokenizer does
 that, and it is the same for both.
 """
@@ -21,15 +21,15 @@ from typing import Any
 import numpy as np
 from attrs import frozen
 
-from grpo_core.completions import check_completions
+from grpo_core.contracts.completions import check_completions
+from grpo_core.contracts.records import Batch, Completion, GenerationRequest, Group, Prompt, Rollout, Segment
+from grpo_core.contracts.tokens import Tokens, as_ids
 from grpo_core.engines import wire
 from grpo_core.loop.advantages import group as group_advantages
 from grpo_core.loop.meter import Meter
 from grpo_core.loop.metrics import task_metrics
 from grpo_core.loop.rows import check_staleness, make_batch, with_advantages
-from grpo_core.records import Batch, Completion, GenerationRequest, Group, Prompt, Rollout, Segment
 from grpo_core.reporting import stored
-from grpo_core.tokens import Tokens, as_ids
 
 TOKENS, GROUP = 8192, 8
 PROMPT = tuple(range(1000, 1256))

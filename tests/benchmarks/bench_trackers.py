@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import grpo_core as grpo
-from grpo_core.events import Event, StepEnded
+from grpo_core.contracts.events import Event, StepEnded
 from grpo_core.reporting.trackers import Trackers
 
 STEPS, TURNS, FIRST = 40, 3, 5

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from attrs import evolve
 
+from grpo_core.contracts.records import EngineSetup, GenerationRequest, Weights
 from grpo_core.demo.tiny import CHARACTERS, write_tokenizer
 from grpo_core.engines.local.engine import LocalEngine
-from grpo_core.records import EngineSetup, GenerationRequest, Weights
 from grpo_core.weights.layout import BUCKET
 from grpo_core.weights.names import checkpoint_tensors
 from grpo_core.weights.shm import SharedMemoryWriter

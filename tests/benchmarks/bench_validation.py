@@ -21,10 +21,10 @@ import statistics
 from collections.abc import Callable
 
 from grpo_core.config import EnvironmentConfig
+from grpo_core.contracts.protocols import EnvironmentClient
+from grpo_core.contracts.records import Episode, Feedback, Prompt, Weights
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, derive_seed, play
-from grpo_core.protocols import EnvironmentClient
-from grpo_core.records import Episode, Feedback, Prompt, Weights
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, clock
 from grpo_core.validation.runner import Context, run_strategy
 from grpo_core.validation.strategies import ScoringStrategy

@@ -25,9 +25,9 @@ from pathlib import Path
 
 import torch
 
+from grpo_core.contracts.records import EngineSetup, GenerationRequest
 from grpo_core.demo.tiny import make_tiny_model
 from grpo_core.engines import wire
-from grpo_core.records import EngineSetup, GenerationRequest
 from grpo_core.weights.reading import block
 from grpo_core.weights.shm import SharedMemoryWriter
 from grpo_plugin_devkit.decoding import EngineUnderTest, make_test_model, mixed

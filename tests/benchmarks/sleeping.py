@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import grpo_core as grpo
-from grpo_core.records import Batch, Completion, EngineSetup, GenerationRequest, StepResult, Weights
+from grpo_core.contracts.records import Batch, Completion, EngineSetup, GenerationRequest, StepResult, Weights
 from grpo_core.weights.layout import load_tensors
 from grpo_core.weights.shm import SharedMemoryWriter
 

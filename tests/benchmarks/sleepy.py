@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from grpo_core.records import Completion, EngineSetup, GenerationRequest, Weights
+from grpo_core.contracts.records import Completion, EngineSetup, GenerationRequest, Weights
 
 
 class Sleepy:

@@ -20,10 +20,17 @@ from typing import Any
 import numpy as np
 from attrs import define, evolve, field
 
-from grpo_core import playing
-from grpo_core.aio import cancel
-from grpo_core.protocols import Engine
-from grpo_core.records import AgentClient, Completion, GenerationRequest, Message, Recording, Rollout
+from grpo_core.contracts import playing
+from grpo_core.contracts.protocols import Engine
+from grpo_core.contracts.records import (
+    AgentClient,
+    Completion,
+    GenerationRequest,
+    Message,
+    Recording,
+    Rollout,
+)
+from grpo_core.processes.aio import cancel
 from grpo_plugin_agents.dialects import CHAT
 from grpo_plugin_agents.recorder import Talks
 from grpo_plugin_agents.repeats import Attempt

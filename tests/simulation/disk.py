@@ -15,7 +15,7 @@ from pathlib import Path
 
 from attrs import define, field, frozen
 
-from grpo_core.disk import Disk
+from grpo_core.storage.disk import Disk
 
 
 class Dead(BaseException):
@@ -59,7 +59,7 @@ def _apply(names: dict[str, _File | _Directory], change: _Change) -> None:
 
 
 class FaultyDisk(Disk):
-    """``grpo_core.disk.Disk`` below ``root``, with faults.
+    """``grpo_core.storage.disk.Disk`` below ``root``, with faults.
 
     Args:
         root: a directory; itself durable, with all that is in it.

@@ -21,14 +21,11 @@ import numpy as np
 import torch
 from attrs import define, field
 
-from grpo_core.environments.feedback import as_feedback
-from grpo_core.errors import EngineError, ModelError, TrainerError
-from grpo_core.incidents import report
-from grpo_core.losses.aggregation import total
-from grpo_core.losses.inputs import padded
-from grpo_core.playing import Player
-from grpo_core.protocols import Trainer
-from grpo_core.records import (
+from grpo_core.contracts.errors import EngineError, ModelError, TrainerError
+from grpo_core.contracts.incidents import report
+from grpo_core.contracts.playing import Player
+from grpo_core.contracts.protocols import Trainer
+from grpo_core.contracts.records import (
     Batch,
     Canary,
     Completion,
@@ -41,6 +38,9 @@ from grpo_core.records import (
     StepResult,
     Weights,
 )
+from grpo_core.environments.feedback import as_feedback
+from grpo_core.losses.aggregation import total
+from grpo_core.losses.inputs import padded
 from grpo_core.training.batching import split_updates
 from grpo_core.training.totals import Totals, off_policy
 from grpo_core.training.trainer import MAX_LOST_UPDATES

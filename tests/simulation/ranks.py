@@ -16,10 +16,10 @@ from typing import Any
 
 from scaled import scaled
 
-from grpo_core.aio import cancel
 from grpo_core.config import TrainerConfig
-from grpo_core.errors import ChildDied, DeadlineExceeded, GrpoError, TrainerError
-from grpo_core.records import Batch, Row, StepResult, Weights
+from grpo_core.contracts.errors import ChildDied, DeadlineExceeded, GrpoError, TrainerError
+from grpo_core.contracts.records import Batch, Row, StepResult, Weights
+from grpo_core.processes.aio import cancel
 from grpo_core.training.plan import PADDED, Share
 from grpo_core.training.setup import TrainerSetup
 from grpo_plugin_scale.training.process import ScaledProcess, Together

@@ -17,11 +17,8 @@ from attrs import asdict, evolve
 from grpo_core.app.first_look import first_look, leaks
 from grpo_core.app.parts import Parts
 from grpo_core.config import Config, as_table, build, merge
-from grpo_core.data.samplers import PromptStream
-from grpo_core.engines.wrapped import LimitedEngine
-from grpo_core.environments.pool import EnvironmentPool
-from grpo_core.errors import GrpoError, TrackingError, describe
-from grpo_core.events import (
+from grpo_core.contracts.errors import GrpoError, TrackingError, describe
+from grpo_core.contracts.events import (
     ErrorRaised,
     Event,
     IncidentReported,
@@ -30,18 +27,21 @@ from grpo_core.events import (
     StepEnded,
     WarningRaised,
 )
-from grpo_core.incidents import IncidentCounts, reported_to
+from grpo_core.contracts.incidents import IncidentCounts, reported_to
+from grpo_core.contracts.records import Prompt
+from grpo_core.data.samplers import PromptStream
+from grpo_core.engines.wrapped import LimitedEngine
+from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.loop.agreement import Tolerance
 from grpo_core.loop.endings import Failure
 from grpo_core.loop.pipeline import Pipeline, Written
+from grpo_core.loop.timeline import Timeline, taken_down
 from grpo_core.plugins.host import PluginHost
-from grpo_core.records import Prompt
 from grpo_core.reporting import trackers
 from grpo_core.reporting.files import FilesTracker
 from grpo_core.reporting.room import DiskRoom
-from grpo_core.run_directory import RunDirectory
+from grpo_core.storage.run_directory import RunDirectory
 from grpo_core.testing import clock
-from grpo_core.timeline import Timeline, taken_down
 from grpo_core.validation.sets import HeldOut
 from grpo_plugin_scale.engines.pool import EnginePool
 from simulation.learner import CLASSES, Engine, Judge, Learner, Renderer, Tables, Task, World

@@ -32,11 +32,8 @@ from attrs import asdict, define, evolve, field, frozen
 
 from grpo_core.app.parts import SYNC_GRACE
 from grpo_core.config import EnvironmentConfig
-from grpo_core.data.loaders import ShuffledIndices, TaskLoader, fingerprint
-from grpo_core.data.samplers import Mix, PromptStream, WeightedTaskSampler
-from grpo_core.environments.pool import EnvironmentPool
-from grpo_core.errors import GrpoError
-from grpo_core.events import (
+from grpo_core.contracts.errors import GrpoError
+from grpo_core.contracts.events import (
     Event,
     GroupFiltered,
     GroupsReady,
@@ -48,7 +45,13 @@ from grpo_core.events import (
     StepEnded,
     Synced,
 )
-from grpo_core.incidents import reported_to
+from grpo_core.contracts.incidents import reported_to
+from grpo_core.contracts.protocols import EnvironmentClient, ValidationStrategy
+from grpo_core.contracts.records import Group, Prompt, Rollout, Slot
+from grpo_core.data.loaders import ShuffledIndices, TaskLoader, fingerprint
+from grpo_core.data.samplers import Mix, PromptStream, WeightedTaskSampler
+from grpo_core.environments.outages import JITTER
+from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.loop import checkpoint
 from grpo_core.loop.advantages import group as group_advantages
 from grpo_core.loop.buffer import Buffer
@@ -58,14 +61,11 @@ from grpo_core.loop.health import Thresholds
 from grpo_core.loop.laws import Laws, Violation
 from grpo_core.loop.pipeline import Checks, Learning, Pipeline, Playing, Schedule, Written
 from grpo_core.loop.rollout import LostBudget, SamplingParams
-from grpo_core.outages import JITTER
-from grpo_core.protocols import EnvironmentClient, ValidationStrategy
-from grpo_core.records import Group, Prompt, Rollout, Slot
+from grpo_core.loop.versions import Interval
 from grpo_core.reporting.files import plain
 from grpo_core.testing import clock
 from grpo_core.validation.runner import Context, Results
 from grpo_core.validation.sets import Measured, Validation
-from grpo_core.versions import Interval
 from grpo_plugin_algorithms import filters
 from grpo_plugin_algorithms.shaping import Shaping, ShapingConfig
 from grpo_plugin_curriculum.curriculum import Curriculum

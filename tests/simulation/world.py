@@ -23,10 +23,8 @@ import numpy as np
 from attrs import evolve, field, frozen
 from safetensors.numpy import save
 
-from grpo_core.advantages import normalize
-from grpo_core.aio import cancel
-from grpo_core.environments.feedback import as_feedback
-from grpo_core.errors import (
+from grpo_core.contracts.advantages import normalize
+from grpo_core.contracts.errors import (
     ChildDied,
     DeadlineExceeded,
     EngineError,
@@ -35,10 +33,9 @@ from grpo_core.errors import (
     Unavailable,
     WeightSyncError,
 )
-from grpo_core.events import GroupFiltered
-from grpo_core.loop.laws import Violation
-from grpo_core.protocols import Trainer, ValidationContext
-from grpo_core.records import (
+from grpo_core.contracts.events import GroupFiltered
+from grpo_core.contracts.protocols import Trainer, ValidationContext
+from grpo_core.contracts.records import (
     AgentClient,
     Batch,
     Canary,
@@ -56,8 +53,11 @@ from grpo_core.records import (
     TensorInfo,
     Weights,
 )
+from grpo_core.contracts.tokens import Ids, Tokens
+from grpo_core.environments.feedback import as_feedback
+from grpo_core.loop.laws import Violation
+from grpo_core.processes.aio import cancel
 from grpo_core.testing.fakes import FakeRenderer
-from grpo_core.tokens import Ids, Tokens
 from grpo_core.weights.copies import WeightsLease
 from simulation.agents import AgentError, AgentLedger, LimitError, Play, SimulatedAgent, SimulatedEndpoint
 from simulation.disk import Dead, FaultyDisk

@@ -15,12 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from grpo_core.contracts.errors import EngineError
+from grpo_core.contracts.records import Completion, GenerationRequest
+from grpo_core.contracts.tokens import Ids
 from grpo_core.engines.local import sampling
 from grpo_core.engines.local.columns import Columns
 from grpo_core.engines.local.stopping import StopStrings
-from grpo_core.errors import EngineError
-from grpo_core.records import Completion, GenerationRequest
-from grpo_core.tokens import Ids
 
 DEAD_SHARE = 0.1
 """Share of finished rows at which the others move together."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from grpo_core.contracts.records import EngineSetup
 from grpo_core.engines.child import ChildEngine
-from grpo_core.records import EngineSetup
 
 
 class LocalEngine(ChildEngine):

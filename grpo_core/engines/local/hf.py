@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_core.contracts.errors import ModelError
 from grpo_core.engines.local.batch import Shapes
 from grpo_core.engines.local.llama import check_shapes, copy_all
-from grpo_core.errors import ModelError
-from grpo_core.models import keep_softcapping
+from grpo_core.models.files import keep_softcapping
 from grpo_core.weights.names import checkpoint_tensors, module_tensors
 
 

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from attrs import define, frozen
 from torch import Tensor
 
+from grpo_core.contracts.errors import WeightSyncError
 from grpo_core.engines.local import attention
 from grpo_core.engines.local.batch import Shapes
 from grpo_core.engines.local.columns import Columns
-from grpo_core.errors import WeightSyncError
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, queries [H, D, N], keys [KV, D, N], values [KV, D, N]) -> [H * D, N]; queries are scaled."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from grpo_core.records import EngineLoad, MemoryPart
+from grpo_core.contracts.records import EngineLoad, MemoryPart
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 COLUMNS = 1.6

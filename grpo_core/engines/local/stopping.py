@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from grpo_core.errors import EngineError
+from grpo_core.contracts.errors import EngineError
 
 _SLACK = 8
 """Extra tokens at the start of the tail: the first of them may be part of a character."""

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from grpo_core import losses
 from grpo_core.config import build
-from grpo_core.errors import ConfigError
-from grpo_core.loss import LossInputs, LossSetting, needs_of, problems_of, remarks_of
+from grpo_core.contracts.errors import ConfigError
+from grpo_core.contracts.loss import LossInputs, LossSetting, needs_of, problems_of, remarks_of
 from grpo_plugin_algorithms import losses as further
 from grpo_plugin_algorithms.clipped import clipped_loss, grpo
 from grpo_plugin_algorithms.corrections import off_policy_kept

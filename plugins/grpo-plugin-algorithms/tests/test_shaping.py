@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from grpo_core import rewards as formulas
 from grpo_core.app.parts import Parts
 from grpo_core.config import build
-from grpo_core.errors import ConfigError, PluginError
+from grpo_core.contracts.errors import ConfigError, PluginError
+from grpo_core.contracts.records import Rollout, Segment
+from grpo_core.contracts.tokens import Tokens
 from grpo_core.loop import advantages
 from grpo_core.loop.rows import shaped_rewards, with_advantages
 from grpo_core.plugins.host import PluginHost
-from grpo_core.records import Rollout, Segment
-from grpo_core.tokens import Tokens
 from grpo_plugin_algorithms.shaping import Shaping, ShapingConfig
 from grpo_plugin_devkit.objectives import a_group
 

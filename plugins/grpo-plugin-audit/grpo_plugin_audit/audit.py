@@ -60,7 +60,7 @@ class Audit:
         make: a new environment, the same each time, not started yet.
         max_batch: number of episodes of the largest call.
         extent: how much is played.
-        incidents: receives the incidents that are reported (``grpo_core.incidents.reported_to``).
+        incidents: receives the incidents that are reported (``grpo_core.contracts.incidents.reported_to``).
         pause: seconds between two plays of the same replies, so that a reward that depends on the second
             shows itself.
         clock: tells the seconds of which ``extent`` grants some.

@@ -11,7 +11,7 @@ from planted import DEFECTS, planted
 
 import grpo_core as grpo
 from grpo_core.cli import make_app
-from grpo_core.errors import ModelError
+from grpo_core.contracts.errors import ModelError
 from grpo_core.testing import HostedEnvironment
 from grpo_plugin_audit import behaviour, misses, replies, rewards
 from grpo_plugin_audit.audit import Audit, Extent

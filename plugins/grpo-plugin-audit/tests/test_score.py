@@ -13,10 +13,10 @@ from recording import record
 import grpo_core as grpo
 from grpo_core.cli import make_app
 from grpo_core.config import Config, TaskConfig, ValidationConfig, ValidationSetConfig
-from grpo_core.errors import ConfigError
-from grpo_core.events import GroupsReady, ValidationPlayed
+from grpo_core.contracts.errors import ConfigError
+from grpo_core.contracts.events import GroupsReady, ValidationPlayed
+from grpo_core.contracts.records import Weights
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, play
-from grpo_core.records import Weights
 from grpo_core.reporting.stored import files_of_texts
 from grpo_core.testing import FakeEngine, FakeRenderer, HostedEnvironment, run
 from grpo_plugin_audit import score

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_core.contracts.errors import ConfigError, PluginError
+from grpo_core.contracts.records import Group, Prompt, Rollout, SampleRequest
 from grpo_core.data.loaders import TaskLoader
 from grpo_core.data.samplers import PromptStream, RoundRobin
-from grpo_core.errors import ConfigError, PluginError
 from grpo_core.loop.laws import Laws
-from grpo_core.records import Group, Prompt, Rollout, SampleRequest
 from grpo_core.reporting.files import plain
 from grpo_core.testing import prompts
 from grpo_plugin_curriculum.learnable_prompts import LearnablePrompts, Rates

@@ -111,7 +111,7 @@ class Conformance:
         make: a new environment, the same each time, not started yet.
         wait: runs a coroutine of the environment to its end, for example ``asyncio.Runner().run``.
         max_batch: number of episodes of the largest call.
-        incidents: receives the incidents that are reported (``grpo_core.incidents.reported_to``).
+        incidents: receives the incidents that are reported (``grpo_core.contracts.incidents.reported_to``).
         side_by_side: whether rollouts of an agent can play at the same time.
     """
 

@@ -14,8 +14,8 @@ from large import EIGHT_PARAMETERS, eight_billion
 
 from grpo_core import cli
 from grpo_core.commands import running
+from grpo_core.contracts.errors import ConfigError
 from grpo_core.demo.tiny import make_tiny_model
-from grpo_core.errors import ConfigError
 from grpo_plugin_doctor import machine
 from grpo_plugin_doctor.doctor import of_machine
 from grpo_plugin_doctor.memory import size

@@ -14,13 +14,13 @@ from moe import FAMILIES, make_moe_model
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from grpo_core.config import ModelConfig
+from grpo_core.contracts.errors import ConfigError, ModelError
+from grpo_core.contracts.records import EngineLoad, MemoryPart
 from grpo_core.demo.tiny import make_tiny_model
 from grpo_core.engines.local.memory import memory as local_memory
-from grpo_core.errors import ConfigError, ModelError
 from grpo_core.kit import configure, parse_settings, tasks_of
 from grpo_core.kit import configured as built
 from grpo_core.plugins.host import PluginHost
-from grpo_core.records import EngineLoad, MemoryPart
 from grpo_core.training.memory import trainer_parts
 from grpo_core.training.model import ModelSource, Scorer
 from grpo_core.training.passes import Passes, for_training

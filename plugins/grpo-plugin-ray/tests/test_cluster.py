@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("grpo_plugin_ray")
 
 from grpo_core.config import EngineConfig, TrainerConfig
-from grpo_core.errors import ConfigError, PluginError
+from grpo_core.contracts.errors import ConfigError, PluginError
 from grpo_core.plugins.host import PluginHost
 from grpo_plugin_ray.cluster import PluginRequirement, absolute, brief
 from grpo_plugin_ray.placement import RayPlacement

@@ -26,16 +26,16 @@ from measured import MEASURED
 pytest.importorskip("grpo_plugin_ray")
 
 from grpo_core.config import EnvironmentConfig
+from grpo_core.contracts.errors import ConfigError, EngineError, ModelError, PluginError, WeightSyncError
+from grpo_core.contracts.incidents import reported_to
+from grpo_core.contracts.playing import PlayerSetup
+from grpo_core.contracts.records import Canary, EngineSetup, Episode, GenerationRequest, Prompt, Weights
 from grpo_core.demo.tiny import encode, make_tiny_model
 from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.environments.pool import EnvironmentPool
-from grpo_core.errors import ConfigError, EngineError, ModelError, PluginError, WeightSyncError
-from grpo_core.incidents import reported_to
 from grpo_core.kit import EnvironmentSpec
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, play
-from grpo_core.playing import PlayerSetup
 from grpo_core.plugins.host import PluginHost
-from grpo_core.records import Canary, EngineSetup, Episode, GenerationRequest, Prompt, Weights
 from grpo_core.testing import FakeEngine, FakeRenderer
 from grpo_core.weights.copies import Copies
 from grpo_core.weights.shm import SharedMemoryWriter
@@ -725,7 +725,7 @@ CHOICES = """
 import os, ray
 from grpo_core.config import EngineConfig, TrainerConfig
 from grpo_core.kit import PluginHost
-from grpo_core.errors import ConfigError
+from grpo_core.contracts.errors import ConfigError
 from grpo_plugin_ray import cluster
 from grpo_plugin_ray.placement import RayPlacement
 

@@ -20,10 +20,10 @@ pytest.importorskip("grpo_plugin_ray")
 from grpo_core.app.parts import Parts
 from grpo_core.app.placement import LocalPlacement
 from grpo_core.config import DataPlaneConfig
-from grpo_core.errors import DataPlaneError, SelectionError
+from grpo_core.contracts.errors import DataPlaneError, SelectionError
+from grpo_core.contracts.records import Group, Prompt, Rollout, Segment
+from grpo_core.contracts.tokens import Tokens, fetched
 from grpo_core.plugins.host import PluginHost
-from grpo_core.records import Group, Prompt, Rollout, Segment
-from grpo_core.tokens import Tokens, fetched
 from grpo_plugin_ray import cluster
 from grpo_plugin_ray.data_plane import RayPlane
 from grpo_plugin_ray.placement import RayPlacement
@@ -62,7 +62,7 @@ def group(lengths: Sequence[int]) -> Group:
 
 RANK = """
 import pickle, sys
-from grpo_core.tokens import Tokens, fetched
+from grpo_core.contracts.tokens import Tokens, fetched
 tokens = fetched(pickle.load(sys.stdin.buffer))
 sys.stdout.buffer.write(pickle.dumps(tokens))
 """

@@ -1,6 +1,6 @@
 """The tracker ``report`` and its ``report.html``: a run on one page that opens offline, and on a phone.
 
-It is made from the files of the run (see ``grpo_core.run_directory``) and needs nothing else, so that it
+It is made from the files of the run (see ``grpo_core.Run``) and needs nothing else, so that it
 can be made of a run that goes on, was killed, or was copied from another machine.  Whatever the files hold is
 text to it: the template escapes everything, and what cannot be read is left out and counted.
 """

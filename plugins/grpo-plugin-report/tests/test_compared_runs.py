@@ -17,7 +17,7 @@ import webdriver
 from grpo_core import ConfigError, Group, Prompt, Rollout, Segment, Tokens
 from grpo_core.cli import make_app
 from grpo_core.config import Config, TaskConfig, TrackingConfig, TrainerConfig
-from grpo_core.events import GroupsReady, RunEnded, StepEnded, Validated, ValidationPlayed
+from grpo_core.contracts.events import GroupsReady, RunEnded, StepEnded, Validated, ValidationPlayed
 from grpo_plugin_report import arms, browsing, comparison, overlay
 from grpo_plugin_report.charts import MARK_HEIGHT, Series, chart
 from grpo_plugin_report.overlay import Overlay, Run

@@ -21,7 +21,7 @@ from tracked_run import a_run
 from grpo_core import ConfigError, Group, Prompt, Rollout, RunInfo, Segment, Tokens
 from grpo_core.cli import make_app
 from grpo_core.config import Config, TaskConfig, TrackingConfig
-from grpo_core.events import (
+from grpo_core.contracts.events import (
     ErrorRaised,
     GroupsReady,
     IncidentReported,
@@ -32,7 +32,7 @@ from grpo_core.events import (
     Validated,
     WarningRaised,
 )
-from grpo_core.run_directory import RunDirectory
+from grpo_core.storage.run_directory import RunDirectory
 from grpo_core.validation.strategies import Greedy
 from grpo_plugin_algorithms.strategies import PassAtK
 from grpo_plugin_report import charts, curves, report

@@ -14,8 +14,8 @@ import webdriver
 
 from grpo_core import Group, Prompt, Rollout, Run, Segment, Tokens
 from grpo_core.config import Config, TaskConfig, TrackingConfig
+from grpo_core.contracts.events import GroupsReady, RunEnded, StepEnded, ValidationPlayed
 from grpo_core.demo.tiny import write_tokenizer
-from grpo_core.events import GroupsReady, RunEnded, StepEnded, ValidationPlayed
 from grpo_plugin_report import browsing, report
 from grpo_plugin_report.watch import WatchServer
 

@@ -14,7 +14,7 @@ import pytest
 
 from grpo_core import ConfigError, Run
 from grpo_core.config import build
-from grpo_core.run_directory import RunDirectory, planned_steps
+from grpo_core.storage.run_directory import RunDirectory, planned_steps
 from grpo_plugin_report import runs
 from grpo_plugin_report.explain.decisions import explained
 from grpo_plugin_report.explain.facts import Facts

@@ -16,7 +16,7 @@ import pytest
 
 from grpo_core import ConfigError, Run
 from grpo_core.config import build
-from grpo_core.run_directory import RunDirectory
+from grpo_core.storage.run_directory import RunDirectory
 from grpo_plugin_report.watch import WatchServer, watch
 
 GRPO = Path(sys.executable).with_name("grpo-core")

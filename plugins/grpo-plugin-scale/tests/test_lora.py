@@ -22,8 +22,8 @@ from test_trainer import setup as full_setup
 from grpo_core.app import preflight
 from grpo_core.commands.running import configured
 from grpo_core.config import as_table, build
+from grpo_core.contracts.errors import CheckpointError, ConfigError, ModelError, WeightSyncError
 from grpo_core.demo import tiny
-from grpo_core.errors import CheckpointError, ConfigError, ModelError, WeightSyncError
 from grpo_core.plugins.host import PluginHost
 from grpo_core.training import microbatch
 from grpo_core.training.building import saved_tensors

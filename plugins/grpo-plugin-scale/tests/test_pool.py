@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_pipeline import Run
 
-from grpo_core.errors import EngineError, PluginError, WeightSyncError
-from grpo_core.events import StepEnded
-from grpo_core.incidents import Incident, report, reported_to
-from grpo_core.records import Canary, Completion, GenerationRequest, Weights
+from grpo_core.contracts.errors import EngineError, PluginError, WeightSyncError
+from grpo_core.contracts.events import StepEnded
+from grpo_core.contracts.incidents import Incident, report, reported_to
+from grpo_core.contracts.records import Canary, Completion, GenerationRequest, Weights
 from grpo_core.testing import FakeEngine, run
 from grpo_core.weights.copies import WeightsLease
 from grpo_plugin_scale.engines.members import MAX_FAILURES

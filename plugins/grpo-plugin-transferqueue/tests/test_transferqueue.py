@@ -30,10 +30,10 @@ from test_planes import sent
 from grpo_core.app.parts import Parts
 from grpo_core.app.placement import LocalPlacement
 from grpo_core.config import Config, DataPlaneConfig
-from grpo_core.errors import ConfigError, DataPlaneError
+from grpo_core.contracts.errors import ConfigError, DataPlaneError
+from grpo_core.contracts.records import Group, Prompt, Rollout, Segment
+from grpo_core.contracts.tokens import Tokens, fetched
 from grpo_core.plugins.host import PluginHost
-from grpo_core.records import Group, Prompt, Rollout, Segment
-from grpo_core.tokens import Tokens, fetched
 from grpo_plugin_devkit.planes import check_data_plane
 from grpo_plugin_transferqueue import servers
 from grpo_plugin_transferqueue.data_plane import TransferQueuePlane
@@ -135,7 +135,7 @@ async def pid_of(actor) -> int:
 
 RANK = """
 import pickle, sys
-from grpo_core.tokens import Tokens, fetched
+from grpo_core.contracts.tokens import Tokens, fetched
 tokens = fetched(pickle.load(sys.stdin.buffer))
 sys.stdout.buffer.write(pickle.dumps(tokens))
 """

@@ -29,11 +29,11 @@ from grpo_core import (
 )
 from grpo_core.app.placement import LocalPlacement
 from grpo_core.app.workers import make_engine, workers_of
+from grpo_core.contracts.records import Canary, TensorPart, Weights
 from grpo_core.kit import EngineConfig, PluginHost, SharedMemoryWriter, read_weights, reported_to
 from grpo_core.loop import canary
 from grpo_core.loop.agreement import Tolerance
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, play
-from grpo_core.records import Canary, TensorPart, Weights
 from grpo_core.testing import FakeEnvironment, FakeRenderer, prompts
 from grpo_plugin_vllm import http
 from grpo_plugin_vllm.client import ServerError, checked_url
@@ -161,7 +161,7 @@ WRITER = SharedMemoryWriter()
 
 @pytest.fixture(autouse=True)
 def _no_waiting(monkeypatch):
-    monkeypatch.setattr("grpo_core.outages.SHORTEST", 0.01)
+    monkeypatch.setattr("grpo_core.environments.outages.SHORTEST", 0.01)
 
 
 def played(story, *, deadline=5.0, max_requests=0, **options):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from grpo_core.errors import CheckpointError, ConfigError, cut
+from grpo_core.contracts.errors import CheckpointError, ConfigError, cut
 
 T = TypeVar("T")
 

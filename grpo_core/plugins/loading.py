@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from grpo_core.errors import ConfigError, describe, did_you_mean
+from grpo_core.contracts.errors import ConfigError, describe, did_you_mean
 from grpo_core.plugins.installed import import_file
 
 

@@ -8,13 +8,20 @@ from typing import Any
 
 from attrs import field, frozen
 
-from grpo_core.completions import check_completions
-from grpo_core.errors import EngineError
-from grpo_core.incidents import report
-from grpo_core.limits import Limits
-from grpo_core.protocols import Engine, Renderer
-from grpo_core.records import AgentClient, Completion, Feedback, GenerationRequest, Prompt, Recording
-from grpo_core.tokens import Ids, as_ids
+from grpo_core.contracts.completions import check_completions
+from grpo_core.contracts.errors import EngineError
+from grpo_core.contracts.incidents import report
+from grpo_core.contracts.limits import Limits
+from grpo_core.contracts.protocols import Engine, Renderer
+from grpo_core.contracts.records import (
+    AgentClient,
+    Completion,
+    Feedback,
+    GenerationRequest,
+    Prompt,
+    Recording,
+)
+from grpo_core.contracts.tokens import Ids, as_ids
 
 
 @frozen(kw_only=True)

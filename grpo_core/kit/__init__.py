@@ -147,13 +147,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from grpo_core._lazy import attach
+from grpo_core.plugins.lazy import attach
 
 if TYPE_CHECKING:
-    from grpo_core.aio import cancel as cancel
-    from grpo_core.aio import gather as gather
-    from grpo_core.aio import time_limit as time_limit
-    from grpo_core.aio import to_the_end as to_the_end
     from grpo_core.app.gpus import Devices as Devices
     from grpo_core.app.launch import check_config as check_config
     from grpo_core.app.launch import check_model as check_model
@@ -163,6 +159,9 @@ if TYPE_CHECKING:
     from grpo_core.app.launch import task_name as task_name
     from grpo_core.app.launch import tasks_of as tasks_of
     from grpo_core.app.launch import unused as unused
+    from grpo_core.app.model_sources import ModelRequest as ModelRequest
+    from grpo_core.app.model_sources import StartModel as StartModel
+    from grpo_core.app.model_sources import model_source as model_source
     from grpo_core.app.parts import Parts as Parts
     from grpo_core.app.parts import sampling_params as sampling_params
     from grpo_core.app.placement import LocalPlacement as LocalPlacement
@@ -174,8 +173,8 @@ if TYPE_CHECKING:
     from grpo_core.app.resume import shown as shown
     from grpo_core.app.session import start_session as start_session
     from grpo_core.app.tasks import Tasks as Tasks
-    from grpo_core.complaints import complain as complain
-    from grpo_core.complaints import say as say
+    from grpo_core.commands.complaints import complain as complain
+    from grpo_core.commands.complaints import say as say
     from grpo_core.config import Config as Config
     from grpo_core.config import EngineConfig as EngineConfig
     from grpo_core.config import EnvironmentConfig as EnvironmentConfig
@@ -192,7 +191,22 @@ if TYPE_CHECKING:
     from grpo_core.config import structured as structured
     from grpo_core.config.choices import options_of as options_of
     from grpo_core.config.idle import only_with as only_with
-    from grpo_core.cpu import return_freed_memory as return_freed_memory
+    from grpo_core.contracts.errors import cut as cut
+    from grpo_core.contracts.errors import shortened as shortened
+    from grpo_core.contracts.errors import wrong_input as wrong_input
+    from grpo_core.contracts.incidents import Incident as Incident
+    from grpo_core.contracts.incidents import lines_of_incidents as lines_of_incidents
+    from grpo_core.contracts.incidents import report as report
+    from grpo_core.contracts.incidents import reported_as as reported_as
+    from grpo_core.contracts.incidents import reported_to as reported_to
+    from grpo_core.contracts.loss import needs_of as needs_of
+    from grpo_core.contracts.playing import derive_seed as derive_seed
+    from grpo_core.contracts.protocols import EnvironmentClient as EnvironmentClient
+    from grpo_core.contracts.tokens import fetched as fetched
+    from grpo_core.contracts.typed import Count as Count
+    from grpo_core.contracts.typed import checked as checked
+    from grpo_core.contracts.unicode import inert as inert
+    from grpo_core.contracts.unicode import well_formed as well_formed
     from grpo_core.data import leakage as leakage
     from grpo_core.data import states as states
     from grpo_core.data.dataloaders import Dataloader as Dataloader
@@ -219,6 +233,8 @@ if TYPE_CHECKING:
     from grpo_core.environments.feedback import as_feedback as as_feedback
     from grpo_core.environments.host import DEADLINE as DEADLINE
     from grpo_core.environments.host import units as units
+    from grpo_core.environments.outages import Service as Service
+    from grpo_core.environments.outages import unavailable as unavailable
     from grpo_core.environments.pool import EnvironmentPool as EnvironmentPool
     from grpo_core.environments.pool import EnvironmentSpec as EnvironmentSpec
     from grpo_core.environments.pool import EnvironmentWorker as EnvironmentWorker
@@ -227,16 +243,6 @@ if TYPE_CHECKING:
     from grpo_core.environments.sourced import SourcedProcess as SourcedProcess
     from grpo_core.environments.sourced import has_source as has_source
     from grpo_core.environments.sourced import taken_sections as taken_sections
-    from grpo_core.errors import cut as cut
-    from grpo_core.errors import shortened as shortened
-    from grpo_core.errors import wrong_input as wrong_input
-    from grpo_core.incidents import Incident as Incident
-    from grpo_core.incidents import lines_of_incidents as lines_of_incidents
-    from grpo_core.incidents import report as report
-    from grpo_core.incidents import reported_as as reported_as
-    from grpo_core.incidents import reported_to as reported_to
-    from grpo_core.interrupts import raise_interrupt as raise_interrupt
-    from grpo_core.interrupts import received as received
     from grpo_core.loop import canary as canary
     from grpo_core.loop.agreement import Tolerance as Tolerance
     from grpo_core.loop.checkpoint import fault as fault
@@ -249,20 +255,13 @@ if TYPE_CHECKING:
     from grpo_core.loop.rows import Scores as Scores
     from grpo_core.loop.rows import checked_scores as checked_scores
     from grpo_core.loop.rows import make_batch as make_batch
-    from grpo_core.loss import needs_of as needs_of
-    from grpo_core.model_sources import ModelRequest as ModelRequest
-    from grpo_core.model_sources import StartModel as StartModel
-    from grpo_core.model_sources import model_source as model_source
-    from grpo_core.models import chat_template as chat_template
-    from grpo_core.models import directory_here as directory_here
-    from grpo_core.models import header_of as header_of
-    from grpo_core.models import local_directory as local_directory
-    from grpo_core.models import size_of as size_of
-    from grpo_core.models import weight_files as weight_files
-    from grpo_core.outages import Service as Service
-    from grpo_core.outages import unavailable as unavailable
-    from grpo_core.planes import RemotePlane as RemotePlane
-    from grpo_core.playing import derive_seed as derive_seed
+    from grpo_core.loop.timeline import during as during
+    from grpo_core.models.files import chat_template as chat_template
+    from grpo_core.models.files import directory_here as directory_here
+    from grpo_core.models.files import header_of as header_of
+    from grpo_core.models.files import local_directory as local_directory
+    from grpo_core.models.files import size_of as size_of
+    from grpo_core.models.files import weight_files as weight_files
     from grpo_core.plugins.configured import changed as changed
     from grpo_core.plugins.configured import configured as configured
     from grpo_core.plugins.host import PluginHost as PluginHost
@@ -275,21 +274,28 @@ if TYPE_CHECKING:
     from grpo_core.plugins.options import Settings as Settings
     from grpo_core.plugins.options import Words as Words
     from grpo_core.plugins.selection import PluginSelection as PluginSelection
+    from grpo_core.processes.aio import cancel as cancel
+    from grpo_core.processes.aio import gather as gather
+    from grpo_core.processes.aio import time_limit as time_limit
+    from grpo_core.processes.aio import to_the_end as to_the_end
     from grpo_core.processes.child import Child as Child
     from grpo_core.processes.child import scratch_directory as scratch_directory
+    from grpo_core.processes.cpu import return_freed_memory as return_freed_memory
     from grpo_core.processes.interpreters import from_here as from_here
     from grpo_core.processes.interpreters import variables_of as variables_of
+    from grpo_core.processes.interrupts import raise_interrupt as raise_interrupt
+    from grpo_core.processes.interrupts import received as received
     from grpo_core.processes.orphans import PROGRAM as PROGRAM
     from grpo_core.processes.orphans import end_marked as end_marked
     from grpo_core.processes.served import RemoteTraceback as RemoteTraceback
     from grpo_core.processes.served import die_with as die_with
-    from grpo_core.protocols import EnvironmentClient as EnvironmentClient
     from grpo_core.reporting.stored import as_json as as_json
     from grpo_core.reporting.stored import groups_in as groups_in
     from grpo_core.reporting.stored import prompts_in as prompts_in
     from grpo_core.reporting.trackers import TrackerThread as TrackerThread
-    from grpo_core.run_directory import RunDirectory as RunDirectory
-    from grpo_core.run_directory import planned_steps as planned_steps
+    from grpo_core.storage.planes import RemotePlane as RemotePlane
+    from grpo_core.storage.run_directory import RunDirectory as RunDirectory
+    from grpo_core.storage.run_directory import planned_steps as planned_steps
     from grpo_core.testing import clock as clock
     from grpo_core.text.messages import MessageError as MessageError
     from grpo_core.text.messages import normalised as normalised
@@ -301,8 +307,8 @@ if TYPE_CHECKING:
     from grpo_core.text.thoughts import parted as parted
     from grpo_core.text.tool_calls import assistant_message as assistant_message
     from grpo_core.text.tool_calls import numbered as numbered
-    from grpo_core.timeline import during as during
-    from grpo_core.tokens import fetched as fetched
+    from grpo_core.text.untrusted import read_body as read_body
+    from grpo_core.text.untrusted import read_json as read_json
     from grpo_core.training.budget import token_budget as token_budget
     from grpo_core.training.host_block import room_for as room_for
     from grpo_core.training.logprobs import extra_bytes_on_gpu as extra_bytes_on_gpu
@@ -325,12 +331,6 @@ if TYPE_CHECKING:
     from grpo_core.training.ranks import Ranks as Ranks
     from grpo_core.training.schedule import rate as rate
     from grpo_core.training.trainer import TorchTrainer as TorchTrainer
-    from grpo_core.typed import Count as Count
-    from grpo_core.typed import checked as checked
-    from grpo_core.unicode import inert as inert
-    from grpo_core.unicode import well_formed as well_formed
-    from grpo_core.untrusted import read_body as read_body
-    from grpo_core.untrusted import read_json as read_json
     from grpo_core.validation.results import SHARES as SHARES
     from grpo_core.validation.results import progress as progress
     from grpo_core.validation.target import find_target as find_target

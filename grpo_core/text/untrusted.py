@@ -6,7 +6,7 @@ import json
 from collections.abc import AsyncIterable, Mapping
 from typing import Any, TypeVar
 
-from grpo_core.unicode import DEEPEST, well_formed
+from grpo_core.contracts.unicode import DEEPEST, well_formed
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from grpo_core.errors import ModelError
+from grpo_core.contracts.errors import ModelError
 
 _TEMPLATES = Path(__file__).parent / "chat_templates"
 ADAPTERS = "adapter_config.json"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from attrs import frozen
 
 if TYPE_CHECKING:
-    from grpo_core.records import EndReason
+    from grpo_core.contracts.records import EndReason
 
 
 @frozen(kw_only=True)

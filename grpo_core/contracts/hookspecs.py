@@ -27,7 +27,7 @@ from attrs import field, frozen
 from attrs.validators import matches_re
 
 if TYPE_CHECKING:
-    from grpo_core.protocols import (
+    from grpo_core.contracts.protocols import (
         AdvantageFunction,
         DataPlane,
         Engine,
@@ -242,7 +242,7 @@ def grpo_data_planes() -> Mapping[str, Callable[..., DataPlane] | Offer | str]: 
 
 @hookspec
 def grpo_models() -> Mapping[str, Callable[..., object] | Offer | str]:  # type: ignore[empty-body]
-    """Offer models that are made: ``{name: factory(**options)}``; see ``grpo_core.model_sources``."""
+    """Offer models that are made: ``{name: factory(**options)}``; see ``grpo_core.app.model_sources``."""
 
 
 @hookspec

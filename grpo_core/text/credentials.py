@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from attrs import field, frozen
 
-from grpo_core.errors import GrpoError, Unavailable, message_of, shortened
+from grpo_core.contracts.errors import GrpoError, Unavailable, message_of, shortened
 
 _NAME = re.compile(
     r"(^|_)((api|access|auth|private|secret|signing)_?keys?|secrets?|pass(word|wd|phrase)s?|credentials?"

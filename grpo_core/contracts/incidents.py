@@ -16,8 +16,8 @@ from typing import Literal
 
 from attrs import define, evolve, field, frozen
 
-from grpo_core.errors import LONGEST_TRACEBACK, cut
-from grpo_core.unicode import well_formed
+from grpo_core.contracts.errors import LONGEST_TRACEBACK, cut
+from grpo_core.contracts.unicode import well_formed
 
 IncidentKind = Literal[
     "batch_failed",  # a batch failed while its parts, tried one by one, succeeded

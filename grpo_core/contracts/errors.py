@@ -31,7 +31,7 @@ from contextlib import contextmanager
 from traceback import format_exception
 from typing import Any
 
-from grpo_core.unicode import well_formed
+from grpo_core.contracts.unicode import well_formed
 
 LONGEST_TRACEBACK = 20_000
 """Largest number of characters of a traceback that is sent or written: a message can hold all of a batch."""

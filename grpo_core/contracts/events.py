@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import field, frozen
 
 if TYPE_CHECKING:
-    from grpo_core.records import Group, Prompt, Slot, StateDigest
+    from grpo_core.contracts.records import Group, Prompt, Slot, StateDigest
 
 
 @frozen(kw_only=True)
@@ -215,7 +215,7 @@ class WarningRaised(Event):
 
 @frozen(kw_only=True)
 class IncidentReported(Event):
-    """Something went wrong, and the run survived it; see ``grpo_core.incidents``."""
+    """Something went wrong, and the run survived it; see ``grpo_core.contracts.incidents``."""
 
     kind: str
     component: str

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from grpo_core.errors import ConfigError, one_line
+from grpo_core.contracts.errors import ConfigError, one_line
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 FIRST_FOR_GPUS = "2.10"

@@ -15,7 +15,7 @@ from contextvars import ContextVar
 
 from attrs import define, field
 
-from grpo_core.events import LOOP, Span, TimelineExtended
+from grpo_core.contracts.events import LOOP, Span, TimelineExtended
 
 GAP = 0.005
 """Seconds between two spans of a lane that are shown as one; its ``busy`` time leaves the gap out."""

@@ -6,13 +6,13 @@ tokens); the rollouts of one prompt are a group; the groups of one step are a ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
 
 from attrs import NOTHING, cmp_using, field, frozen
 
-from grpo_core.errors import PluginError, Unavailable
+from grpo_core.contracts.errors import PluginError, Unavailable
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import ArrayLike, NDArray
 
-    from grpo_core.tokens import Ids, Tokens
+    from grpo_core.contracts.tokens import Ids, Tokens
 
 T = TypeVar("T")
 Default = TypeVar("Default")
@@ -54,7 +54,7 @@ def _messages(given: str | Sequence[Message]) -> tuple[Message, ...]:
 
 @cache
 def _converter() -> Callable[[ArrayLike], Ids]:
-    from grpo_core.tokens import as_ids
+    from grpo_core.contracts.tokens import as_ids
 
     return as_ids
 
@@ -76,7 +76,7 @@ def _same_numbers(one: Any, other: Any) -> bool:
 
 
 def _no_tokens() -> Tokens:
-    from grpo_core.tokens import Tokens
+    from grpo_core.contracts.tokens import Tokens
 
     return Tokens.empty()
 
@@ -305,7 +305,7 @@ class Completion:
         versions: ArrayLike,
         finish_reason: FinishReason,
     ) -> None:
-        from grpo_core.tokens import Tokens
+        from grpo_core.contracts.tokens import Tokens
 
         try:
             tokens = Tokens.generated(token_ids, logprobs, versions)
@@ -754,3 +754,15 @@ class StepResult:
     """Seconds that parts of the step took by name, for the timeline."""
     digest: StateDigest | None = None
     """Fingerprints of the weights and the optimizer's state after the step, if the trainer takes them."""
+
+
+def without_nulls(value: Any, *, but: Collection[str] = ()) -> Any:
+    """Return plain data without the keys of objects whose value is null; items of lists stay.
+
+    Args:
+        but: keys that may be null.
+    """
+    if isinstance(value, dict):
+        kept = {key: part for key, part in value.items() if part is not None or key in but}
+        return {key: without_nulls(part, but=but) for key, part in kept.items()}
+    return [without_nulls(part, but=but) for part in value] if isinstance(value, list) else value

@@ -16,12 +16,12 @@ from attrs import field, frozen
 from numpy.lib.mixins import NDArrayOperatorsMixin
 from numpy.typing import ArrayLike, NDArray
 
-from grpo_core.errors import DataPlaneError
+from grpo_core.contracts.errors import DataPlaneError
 
 if TYPE_CHECKING:
     from typing import TypeGuard
 
-    from grpo_core.records import Rollout
+    from grpo_core.contracts.records import Rollout
 
 T = TypeVar("T")
 
@@ -177,7 +177,7 @@ class TokenReader(Protocol):
     def fetch(self, places: Sequence[tuple[str, int]]) -> Sequence[Any]:
         """Return the bytes at each place: the ids of a prompt, or ids and logprobs (``contents_of``).
 
-        A place is a key and a number, as ``grpo_core.planes`` chose them.  Raises DataPlaneError.
+        A place is a key and a number, as ``grpo_core.storage.planes`` chose them.  Raises DataPlaneError.
         """
         ...
 

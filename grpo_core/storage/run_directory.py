@@ -9,7 +9,7 @@ runs/NAME/
     validation/                    the same of what version 120 was validated by
     events.jsonl                   everything that happened, append-only
     provenance.jsonl               versions and hashes of the programs of each start
-    timeline.jsonl                 who did what when; see grpo_core.timeline
+    timeline.jsonl                 who did what when; see grpo_core.loop.timeline
     report.html                    all of it on one page, made when the run ends
     logs/                          what the child processes print
     profile/                       traces of some steps, and where their time went
@@ -35,12 +35,12 @@ from types import NoneType
 from typing import Any
 
 from grpo_core.config import Config, as_table, as_toml, read_toml
-from grpo_core.disk import Disk, replace_file
-from grpo_core.errors import ConfigError
-from grpo_core.models import taken_elsewhere
+from grpo_core.contracts.errors import ConfigError
+from grpo_core.contracts.records import RunInfo
+from grpo_core.contracts.typed import Count, checked
+from grpo_core.models.files import taken_elsewhere
 from grpo_core.plugins.configured import configured
-from grpo_core.records import RunInfo
-from grpo_core.typed import Count, checked
+from grpo_core.storage.disk import Disk, replace_file
 
 CONFIG = "config.toml"
 PARTIAL = ".partial"

@@ -12,8 +12,8 @@ from typing import Any, Self, TypeVar
 
 from attrs import define, field
 
-from grpo_core import interrupts
-from grpo_core.errors import GrpoError
+from grpo_core.contracts.errors import GrpoError
+from grpo_core.processes import interrupts
 
 T = TypeVar("T")
 

@@ -25,9 +25,9 @@ from urllib.parse import urlsplit
 
 from attrs import define, field
 
-from grpo_core.aio import Changes, not_counted
-from grpo_core.errors import Unavailable, describe
-from grpo_core.incidents import report
+from grpo_core.contracts.errors import Unavailable, describe
+from grpo_core.contracts.incidents import report
+from grpo_core.processes.aio import Changes, not_counted
 
 T = TypeVar("T")
 R = TypeVar("R")

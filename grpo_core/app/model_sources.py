@@ -10,12 +10,12 @@ from typing import Any, Protocol
 from attrs import frozen
 
 from grpo_core.config import ModelConfig
-from grpo_core.errors import ConfigError
-from grpo_core.models import check_path, local_directory, size_of
+from grpo_core.contracts.errors import ConfigError
+from grpo_core.contracts.protocols import EnvironmentClient
+from grpo_core.contracts.records import Prompt
+from grpo_core.models.files import check_path, local_directory, size_of
 from grpo_core.plugins.hints import install_command
 from grpo_core.plugins.host import PluginHost
-from grpo_core.protocols import EnvironmentClient
-from grpo_core.records import Prompt
 
 
 class SolvingEnvironment(EnvironmentClient, Protocol):

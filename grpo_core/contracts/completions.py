@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from grpo_core.errors import PluginError
-from grpo_core.records import Completion, GenerationRequest
+from grpo_core.contracts.errors import PluginError
+from grpo_core.contracts.records import Completion, GenerationRequest
 
 LOGPROB_SLACK = 1e-3
 """A logprob may exceed 0 by rounding."""

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from grpo_core.errors import ConfigError, Unavailable
-from grpo_core.untrusted import read_json
+from grpo_core.contracts.errors import ConfigError, Unavailable
+from grpo_core.text.untrusted import read_json
 
 LARGEST = 1 << 24
 """Bytes of an answer at most: descriptions of servers are small, and a wrong server may send anything."""

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from grpo_core.errors import one_line, out_of_memory, shortened, traceback_of
-from grpo_core.unicode import inert
+from grpo_core.contracts.errors import one_line, out_of_memory, shortened, traceback_of
+from grpo_core.contracts.unicode import inert
 
 LONGEST_ERROR = 6_000
 """Number of characters of an error that are printed."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, runtime_check
 
 from attrs import field, frozen
 
-from grpo_core.records import (
+from grpo_core.contracts.records import (
     AgentClient,
     Batch,
     Completion,
@@ -28,8 +28,8 @@ from grpo_core.records import (
     SessionStart,
     StepResult,
     Weights,
+    without_nulls,
 )
-from grpo_core.text.messages import without_nulls
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from grpo_core.events import Event
-    from grpo_core.loss import LossInputs, LossOutput
-    from grpo_core.playing import Player
-    from grpo_core.tokens import Ids
+    from grpo_core.contracts.events import Event
+    from grpo_core.contracts.loss import LossInputs, LossOutput
+    from grpo_core.contracts.playing import Player
+    from grpo_core.contracts.tokens import Ids
 
 T = TypeVar("T")
 
@@ -474,7 +474,7 @@ class ShapingSection(Protocol):
 
 
 class LossFunction(Protocol):
-    """Computes a loss for each sampled token; see ``grpo_core.loss``.
+    """Computes a loss for each sampled token; see ``grpo_core.contracts.loss``.
 
     Its keyword-only parameters are its options.
     """

@@ -15,8 +15,8 @@ from typing import Any
 
 from attrs import define, frozen
 
-from grpo_core.errors import ConfigError, ModelError
-from grpo_core.models import ADAPTERS, header_of, samples, weight_files
+from grpo_core.contracts.errors import ConfigError, ModelError
+from grpo_core.models.files import ADAPTERS, header_of, samples, weight_files
 
 _EMBEDDING = re.compile(r"(.*\.|)(?:embed_tokens|wte|embed_in|word_embeddings|tok_embeddings)\.weight")
 _HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")

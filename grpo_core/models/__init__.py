@@ -1,0 +1,1 @@
+"""Files of models: where they are, what they hold, and whether they fit together."""
