@@ -136,7 +136,7 @@ A command that estimates a run before it starts (see ``grpo_plugin_doctor``):
 
     check_config, check_model, model_source    check a configuration and its model
     planned                     the processes that a run will start on this machine
-    directory_here, weight_files, header_of, size_of    read the files of a model
+    directory_here, ModelFiles, size_of    read the files of a model
     Scorer, MicroBatch, Part, Passes, for_training, exchange_attention    compute what training computes
     token_budget, extra_bytes_on_gpu, state_bytes    count what it takes
 
@@ -258,10 +258,9 @@ if TYPE_CHECKING:
     from grpo_core.loop.timeline import during as during
     from grpo_core.models.files import chat_template as chat_template
     from grpo_core.models.files import directory_here as directory_here
-    from grpo_core.models.files import header_of as header_of
     from grpo_core.models.files import local_directory as local_directory
     from grpo_core.models.files import size_of as size_of
-    from grpo_core.models.files import weight_files as weight_files
+    from grpo_core.models.fitting import ModelFiles as ModelFiles
     from grpo_core.plugins.configured import changed as changed
     from grpo_core.plugins.configured import configured as configured
     from grpo_core.plugins.host import PluginHost as PluginHost

@@ -30,7 +30,7 @@ from grpo_core.kit import (
     state_bytes,
 )
 from grpo_plugin_doctor import Health, machine
-from grpo_plugin_doctor.parameters import dtypes_in, linear_parameters, lora_shapes, parameters_in, shapes_in
+from grpo_plugin_doctor.parameters import dtypes_in, linear_parameters, lora_shapes, shapes_in
 
 if TYPE_CHECKING:
     from grpo_plugin_doctor.activations import Pass
@@ -211,7 +211,7 @@ def certain_parts(
     lora, trainer = as_table(config)["model"].get("lora"), host.find("trainer", config.trainer.name)
     found: list[ProcessMemory] = []
     if trainer.offer.memory is not None and plan.trainer is not None:
-        teacher = (parameters_in(plan.teacher) or 0) if plan.teacher else 0
+        teacher = sum(map(prod, (shapes_in(plan.teacher) or {}).values())) if plan.teacher else 0
         weights = FLOAT32 * parameters
         if lora is not None and device != HOST:  # a host has all in float32 while the model is loaded
             weights -= 2 * _that_stay_in_bfloat16(config, directory, shapes, device)

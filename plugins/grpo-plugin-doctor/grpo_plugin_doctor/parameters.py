@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 
-from grpo_core.kit import header_of, weight_files
+from grpo_core import ModelError
+from grpo_core.kit import ModelFiles
 
 NOT_LINEAR = (
     "lm_head", "embed_out", "embed_tokens", "embed_tokens_per_layer", "embed_in", "embed_positions",
@@ -16,38 +16,28 @@ NOT_LINEAR = (
 """Ends of the names of output layers and embeddings, in checkpoints of transformers."""
 
 
-def parameters_in(directory: Path) -> int | None:
-    """Count a model's parameters by the headers of its safetensors files, or return None."""
-    shapes = shapes_in(directory)
-    return None if shapes is None else sum(map(prod, shapes.values()))
-
-
 def shapes_in(directory: Path) -> dict[str, tuple[int, ...]] | None:
     """Return the shapes of a model's parameters by the headers of its safetensors files; tied ones once.
 
     Returns None if the files do not tell: there are none, they are quantised, or they hold models of several
     kinds, for pictures for one.
     """
+    files = ModelFiles(directory)
     try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        headers = [header_of(path) for path in weight_files(directory)]
-        if {"quantization_config", "text_config"} & config.keys():
-            return None
-        shapes = {name: info["shape"] for header in headers for name, info in header.items()}
-        if config.get("tie_word_embeddings"):
-            shapes.pop("lm_head.weight", None)
-        return {name: tuple(map(int, shape)) for name, shape in shapes.items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        config = files.config
+    except ModelError:
         return None
+    if not files.tensors or {"quantization_config", "text_config"} & config.keys():
+        return None
+    shapes = {name: tensor.shape for name, tensor in files.tensors.items()}
+    if config.get("tie_word_embeddings"):
+        shapes.pop("lm_head.weight", None)
+    return shapes
 
 
 def dtypes_in(directory: Path) -> dict[str, str]:
     """Return the dtype of each tensor in a model's files, such as "BF16"; empty if unknown."""
-    try:
-        headers = [header_of(path) for path in weight_files(directory)]
-        return {name: info["dtype"] for header in headers for name, info in header.items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return {}
+    return {name: tensor.dtype for name, tensor in ModelFiles(directory).tensors.items()}
 
 
 def lora_shapes(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from math import prod
 from typing import Literal
 
 from attrs import field, frozen
 from attrs.validators import ge
 
 from grpo_core import ConfigError
-from grpo_core.kit import Config, PluginHost
+from grpo_core.kit import Config, ModelFiles, PluginHost, directory_here
 
 
 @frozen(kw_only=True)
@@ -63,6 +65,7 @@ def check(*, config: Config, host: PluginHost, **options: object) -> None:
                 f"{section.held}: the optimizer {name!r} computes with whole parameters, of which each rank "
                 'holds a part; use optimizer.name = "adamw"'
             )
+        refuse_experts(section, config.model.path)
     if section.offload:
         if config.pipeline.max_staleness:
             raise ConfigError(
@@ -79,3 +82,20 @@ def check(*, config: Config, host: PluginHost, **options: object) -> None:
                 f"trainer.offload = true: the weights of {section.held} stay on their GPUs; leave one of "
                 "them out"
             )
+
+
+def refuse_experts(section: ScaledConfig, path: str) -> None:
+    """Raise ConfigError if the files of a model have a tensor for each expert; load nothing.
+
+    transformers stacks these tensors, and no rank can hold a part of one.
+    """
+    if not section.divides or (directory := directory_here(path)) is None:
+        return
+    tensors = ModelFiles(directory).tensors
+    if name := next((name for name in tensors if re.search(r"\.experts\.\d+\.", name)), ""):
+        raise ConfigError(
+            f"{section.held}: model {path!r} is a mixture of experts, and transformers stacks the tensors of "
+            f"its experts ({name} for one), which cannot be divided; train this model with trainer.ranks = 1 "
+            'and trainer.weights = "float32", where the weights alone take '
+            f"{4 * sum(prod(each.shape) for each in tensors.values()) / 2**30:.1f} GiB"
+        )

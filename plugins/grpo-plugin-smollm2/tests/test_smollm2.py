@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from grpo_core import ModelError
-from grpo_core.kit import Renderer, header_of
+from grpo_core.kit import ModelFiles, Renderer
 from grpo_plugin_devkit.model_sources import check_model_source
 from grpo_plugin_smollm2 import source
 
@@ -108,6 +108,6 @@ def test_the_real_model_reads_text_as_the_published_one():
     assert renderer.whole(ids) == text
     vocabulary = json.loads((directory / "tokenizer.json").read_text())["model"]["vocab"]
     assert [vocabulary[token] for token in ("Now", ":", "ĠĠ", "1", "2")] == list(ids[-11:-6])
-    tensors = header_of(directory / "model.safetensors")
-    assert {tensor["dtype"] for tensor in tensors.values()} == {"BF16"}
+    tensors = ModelFiles(directory).tensors
+    assert {tensor.dtype for tensor in tensors.values()} == {"BF16"}
     assert "lm_head.weight" not in tensors  # tied

@@ -24,12 +24,11 @@ from grpo_core import Canary, ModelError
 from grpo_core.kit import (
     LowRankSum,
     MicroBatch,
+    ModelFiles,
     ModelSource,
     Scorer,
     checkpoint_tensors,
-    header_of,
     return_freed_memory,
-    weight_files,
     wrong_input,
 )
 from grpo_plugin_scale.training.resting import memory_of
@@ -397,13 +396,9 @@ def _adapted(module: nn.Module, base: Mapping[str, Tensor]) -> dict[str, Any]:
 
 def _check_files(directory: str, sums: Sequence[tuple[str, Tensor | LowRankSum]]) -> None:
     """Raise ModelError unless engines find each layer with an adapter in the model's files."""
-    try:
-        headers = [header_of(file) for file in weight_files(Path(directory))]
-    except (OSError, ValueError) as error:
-        raise ModelError(f"the files of the model in {directory} cannot be read ({error})") from error
-    shapes = {name: tuple(about["shape"]) for header in headers for name, about in header.items()}
+    files = ModelFiles(Path(directory)).tensors
     for name, tensor in sums:
-        if isinstance(tensor, LowRankSum) and shapes.get(name) != tuple(tensor.base.shape):
+        if isinstance(tensor, LowRankSum) and (name not in files or files[name].shape != tensor.base.shape):
             raise ModelError(
                 f"the files of the model in {directory} have no {name} of shape {tuple(tensor.base.shape)}, "
                 'so engines could not add an adapter to it; set model.lora.publish = "merged"'

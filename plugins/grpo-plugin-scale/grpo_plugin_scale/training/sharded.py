@@ -165,8 +165,7 @@ def _names(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, str]:
         if known is None:
             raise ModelError(
                 f"trainer.ranks: the checkpoint of {type(module).__name__} has a tensor {name!r} that is a "
-                "part of another in memory, as those of experts are; train this model with trainer.ranks = 1 "
-                'and trainer.weights = "float32"'
+                'part of another in memory; train with trainer.ranks = 1 and trainer.weights = "float32"'
             )
         names[name] = known
     return names

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from grpo_core import ConfigError, StepResult, TrainerSetup, Weights
 from grpo_core.kit import Model, ModelSource, Passes, Ranks, Share, TorchTrainer
-from grpo_plugin_scale.config import ScaledConfig
+from grpo_plugin_scale.config import ScaledConfig, refuse_experts
 from grpo_plugin_scale.training.resting import Resting
 
 
 def create(setup: TrainerSetup) -> ScaledTrainer:
     """Factory for the child process."""
+    refuse_experts(setup.section(ScaledConfig), setup.model.path)  # it may have come from the hub just now
     made = ScaledTrainer.in_child(setup)
     if setup.section(ScaledConfig).offload and made.device.type == "cpu":
         raise ConfigError(
