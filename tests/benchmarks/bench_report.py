@@ -41,7 +41,7 @@ from grpo_core.reporting.trackers import call
 from grpo_core.storage.run_directory import RunDirectory
 
 STEPS, GROUPS, GROUP, TOKENS, PROMPTS = 1000, 10, 10, 200, 2000
-SECONDS, MEGABYTES, OPENED = 10.0, 20.0, 2.0
+SECONDS, MEGABYTES, OPENED = 10.0, 3.0, 2.0
 """The limits: seconds to make the page, its size, and seconds to open it."""
 PATIENCE = 30.0
 """Seconds after which a page that shows no rollouts is broken."""

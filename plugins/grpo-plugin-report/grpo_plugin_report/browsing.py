@@ -2,13 +2,15 @@
 
 A page has a bounded size, and a run has not.  So some steps are read, spread evenly over the run, and of each
 the groups whose prompts come first in an order that is the same in every step: a prompt that is kept of one
-step is kept of others, and its versions can be compared.
+step is kept of others, and its versions can be compared.  The newest step and the newest validation have more
+room, and begin with the best and the worst rollout of each task.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -30,10 +32,16 @@ _Sized = tuple[dict[str, Any], list[int], int]
 
 MOST_FILES = {"rollouts": 200, "validation": 50}
 """Number of steps, and of validations, whose rollouts are read."""
+MOST_ROLLOUTS = 4096
+"""Number of rollouts of a step that are read."""
 MOST_BYTES = 16_000_000
 """Number of bytes of files of texts that are read; fewer steps are read if theirs are larger."""
-TEXT_ROOM, TOKEN_ROOM = 9_000_000, 5_000_000
+TEXT_ROOM, TOKEN_ROOM = 1_200_000, 600_000
 """Number of bytes of the page for texts, and for tokens."""
+NEWEST = 8
+"""Part of that room, an eighth, which the newest step and the newest validation have."""
+LEAST = 4
+"""Number of rollouts for which a step should have room; fewer steps are read if theirs are large."""
 LONGEST = 12_000
 """Number of characters of a message that are kept; of a longer one the middle is left out."""
 MOST_PIECES = 2**16
@@ -83,37 +91,37 @@ class Selection:
             told = f"All {kept} stored rollouts"
         if self.tokens < self.kept:
             told += f"; {self.tokens:,} of them with their tokens" if self.tokens else "; without tokens"
+        if self.kept < self.seen or self.files < self.of_files:
+            told += "; the run's folders rollouts and validation have all"
         return f"{told}."
 
 
 def select(
-    run: Run,
-    most: int,
-    text_of: Callable[[int], str],
-    *,
-    pieces: Pieces | None = None,
-    runs: int = 1,
+    run: Run, text_of: Callable[[int], str], *, pieces: Pieces | None = None, runs: int = 1
 ) -> Selection:
     """Return the rollouts of a run that its page holds; files that are damaged are in ``run.damaged``.
 
     Args:
         run: the run.
-        most: largest number of rollouts of a file that are read.
         text_of: text of a token by its id.
         pieces: the texts that other runs of the page have.
         runs: number of runs that share the page.
     """
     folders = {"rollouts": [*run.texts().items()], "validation": [*run.texts(validation=True).items()]}
     found = Selection(of_files=sum(map(len, folders.values())), pieces=pieces or Pieces())
-    chosen = [
-        (folder, *each) for folder, files in folders.items() for each in _spread(run, files, folder, runs)
-    ]
+    chosen = sorted(
+        (step, folder, file)
+        for folder, files in folders.items()
+        for step, file in _spread(run, files, folder, runs)
+    )
     words = _Words(text_of, found.pieces)
     texts, tokens = TEXT_ROOM // runs, TOKEN_ROOM // runs
-    for place, (folder, step, file) in enumerate(chosen):
-        left = len(chosen) - place  # what a step does not need is left to those after it
-        its = [*islice(run.rows(file), most)]
-        groups = _groups(its, folder, step, texts // left)
+    for place, (step, folder, file) in enumerate(reversed(chosen)):
+        left = len(chosen) - place  # what a step does not need is left to the older ones
+        newest = file == folders[folder][-1][1]
+        left = min(left, NEWEST) if newest else left
+        its = [*islice(run.rows(file), MOST_ROLLOUTS)]
+        groups = _groups(its, folder, step, texts // left, newest=newest)
         found.files, found.seen = found.files + 1, found.seen + len(its)
         texts -= sum(size for _, _, size in groups)
         tokens -= _add_tokens(found, groups, run, file, words, tokens // left)
@@ -172,7 +180,9 @@ def _spread(run: Run, files: Sequence[tuple[int, str]], folder: str, runs: int) 
     if not files:
         return []
     mean = sum((run.path / file).stat().st_size for _, file in files) / len(files)
-    most = max(min(5, MOST_FILES[folder]), min(MOST_FILES[folder], int(MOST_BYTES / max(1.0, mean))) // runs)
+    some = [_size(row) for row in islice(run.rows(files[-1][1]), 100)]
+    fit = TEXT_ROOM * len(some) / (LEAST * sum(some)) if some else math.inf
+    most = max(5, int(min(MOST_FILES[folder], MOST_BYTES / max(1.0, mean), fit)) // runs)
     if len(files) <= most:
         return [*files]
     return [files[round(i * (len(files) - 1) / (most - 1))] for i in range(most)]
@@ -181,14 +191,23 @@ def _spread(run: Run, files: Sequence[tuple[int, str]], folder: str, runs: int) 
 # ---------------------------------------------------------------------------------- texts
 
 
-def _groups(rows: Sequence[Row], folder: str, step: int, room: int) -> list[_Sized]:
-    """Return groups that fit, each with the places of its rollouts in the file, and its size."""
+def _groups(rows: Sequence[Row], folder: str, step: int, room: int, *, newest: bool) -> list[_Sized]:
+    """Return groups that fit, each with the places of its rollouts in the file, and its size.
+
+    Of the newest step those with the best and the worst rollout of each task come first.
+    """
     by_group: dict[tuple[str, str, str], list[int]] = {}
     for line, row in enumerate(rows):
         name = (str(row.get("task")), str(row.get("prompt")), str(row.get("group")))
         by_group.setdefault(name, []).append(line)
+    rewards = [_number(row.get("reward")) or 0.0 for row in rows]
+    ranked = sorted(range(len(rows)), key=rewards.__getitem__)
+    of_tasks = [{str(rows[line].get("task")): line for line in lines} for lines in (ranked, ranked[::-1])]
+    first = {line for lines in of_tasks for line in lines.values()} if newest else set()
     found = []
-    for number, lines in sorted(enumerate(by_group.values()), key=lambda one: _order(rows[one[1][0]])):
+    for number, lines in sorted(
+        enumerate(by_group.values()), key=lambda one: (first.isdisjoint(one[1]), _order(rows[one[1][0]]))
+    ):
         row = rows[lines[0]]
         count = row.get("prompt_messages")
         group: dict[str, Any] = {
@@ -203,7 +222,7 @@ def _groups(rows: Sequence[Row], folder: str, step: int, room: int) -> list[_Siz
             "rollouts": [],
         }
         size, kept = _size(group), []
-        ranked = sorted(lines, key=lambda line: _number(rows[line].get("reward")) or 0.0)
+        ranked = sorted(lines, key=rewards.__getitem__)
         ends = dict.fromkeys((ranked[-1], ranked[0]))  # the best and the worst come first
         for line in [*ends, *(line for line in lines if line not in ends)]:
             rollout = _rollout(rows[line], group["messages"], lines.index(line))

@@ -22,6 +22,8 @@ MARK_ROOM = 12
 """Further margin on the right for the marks of lines."""
 MARK_HEIGHT = 14
 """Least distance of two marks, of which one is above the other."""
+SMOOTH = 40
+"""Number of parts of a long line; each point of the smoothed line is the mean of two such parts."""
 MOST_POINTS = 300
 """Largest number of points of a line; a longer line is drawn through the means of neighbours."""
 
@@ -29,7 +31,7 @@ LARGEST = 1e300
 """Largest value; a larger one, or one that is not finite, leaves a gap."""
 
 Point = tuple[float, float]
-Style = Literal["line", "faint", "thin", "dots"]
+Style = Literal["line", "thin", "dots"]
 
 
 @frozen(kw_only=True)
@@ -41,7 +43,7 @@ class Series:
     colour: int = 0
     """Place of the color in the template's palette."""
     style: Style = "line"
-    """``faint`` and ``thin`` are drawn behind the others, ``thin`` has no legend, ``dots`` marks points."""
+    """``thin`` is drawn behind the others and has no legend, ``dots`` marks points."""
     band: Sequence[tuple[float, float, float]] = ()
     """Step, lower and upper end of the interval around some points, drawn as an area."""
     mark: str = ""
@@ -57,7 +59,9 @@ class Chart:
     series: tuple[Series, ...]
     """Series with at most ``MOST_POINTS`` points each."""
     lines: tuple[str, ...]
-    """The path of each series, as SVG writes it."""
+    """The path of each series, as SVG writes it; a long line is smoothed."""
+    raw: tuple[str, ...]
+    """The path of each long line as it is, which is drawn faintly; empty for other series."""
     areas: tuple[str, ...]
     """The path around the band of each series; empty without a band."""
     marks: tuple[tuple[Point, ...], ...]
@@ -132,11 +136,16 @@ def chart(
         up = (HEIGHT - TOP - BOTTOM) * (y - y_range[0]) / (y_range[1] - y_range[0])
         return round(LEFT + across, 1), round(HEIGHT - BOTTOM - up, 1)
 
+    def path(points: Sequence[Point]) -> str:
+        return _path([place(p) if _finite(p) else None for p in points])
+
+    reaches = [0 if one.mark or one.style != "line" else len(one.points) // SMOOTH for one in series]
     return Chart(
         title=title,
         note=note,
         series=tuple(series),
-        lines=tuple(_path([place(p) if _finite(p) else None for p in one.points]) for one in series),
+        lines=tuple(path(smoothed(one.points, reach)) for one, reach in zip(series, reaches, strict=True)),
+        raw=tuple(path(one.points) if reach else "" for one, reach in zip(series, reaches, strict=True)),
         areas=tuple(_area(one.band, place) for one in series),
         marks=tuple(
             tuple(place(p) for p in one.points if _finite(p)) if one.style == "dots" else () for one in series

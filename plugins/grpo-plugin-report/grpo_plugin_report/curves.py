@@ -9,15 +9,13 @@ from typing import Any
 from attrs import evolve, frozen
 
 from grpo_core.kit import SHARES, headline
-from grpo_plugin_report.charts import Chart, Point, Series, chart, smoothed
+from grpo_plugin_report.charts import Chart, Point, Series, chart
 
 Row = Mapping[str, Any]
 """A line of ``metrics.jsonl``."""
 
 RECENT = 10
 """Number of steps over which the numbers of a table are averaged."""
-SMOOTH = 40
-"""Number of parts of a curve; each point of a smoothed curve is the mean of one part."""
 MOST_PARTS = 12
 """Number of parts of a task's feedback that are drawn."""
 GREY = 5
@@ -190,7 +188,7 @@ def charts(tasks: Sequence[Task], steps: Sequence[Row], config: Row) -> list[tup
     sections = [
         ("Learning", [one for task in tasks for one in _learning(task)]),
         ("Reward parts", [one for task in tasks for one in _reward_parts(task)]),
-        ("Groups", [_drawn(plot, steps, tasks) for plot in GROUPS]),
+        ("Groups", [_drawn(plot, steps, tasks) for plot in GROUPS[len(tasks) < 2 :]]),  # one is a flat line
         ("Asynchrony", [_drawn(plot, steps) for plot in (stale, *ASYNCHRONY[1:], processes)]),
         ("Health", [_drawn(plot, steps) for plot in HEALTH]),
     ]
@@ -221,11 +219,7 @@ def _drawn(plot: Plot, steps: Sequence[Row], tasks: Sequence[Task] = ()) -> Char
 
 
 def _learning(task: Task) -> list[Chart | None]:
-    reach = max(1, len(task.rewards) // SMOOTH)
-    trained = [
-        Series(name="reward of a step", points=task.rewards, colour=GREY, style="faint"),
-        Series(name="reward in training", points=smoothed(task.rewards, reach), colour=GREY),
-    ]
+    trained = [Series(name="reward in training", points=task.rewards, colour=GREY)]
     held_out = Series(
         name=f"validation {task.metric}",
         points=task.validation,
@@ -246,9 +240,8 @@ def _reward_parts(task: Task) -> list[Chart | None]:
 
     def series(place: int, name: str) -> list[Series]:
         trained, measured = task.parts[name]
-        reach = max(1, len(trained) // SMOOTH)
         return [
-            Series(name=name, points=smoothed(trained, reach), colour=place % GREY),
+            Series(name=name, points=trained, colour=place % GREY),
             Series(name=f"{name}, validation", points=measured, colour=place % GREY, style="dots"),
         ]
 

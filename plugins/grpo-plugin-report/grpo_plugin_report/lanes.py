@@ -21,7 +21,7 @@ COLUMNS = 250
 """Number of parts of the time of the run, of each of which the share is drawn in which a lane was busy."""
 ZOOMED = 4
 """Number of steps in a view that shows each span."""
-MOST_SPANS = 2500
+MOST_SPANS = 800
 """Largest number of spans in such a view."""
 THIN = 5
 """Height of what is no work."""
@@ -168,10 +168,8 @@ def views(found: Sequence[Span]) -> list[View]:
     place = min(max(0, steps.index(slowest) - 1), len(steps) - ZOOMED)
     around = steps[place : place + ZOOMED]
     made = [_overview(found, clock, ranges, steps), _zoomed(found, clock, ranges, newest, "Newest steps,")]
-    if around not in (newest, steps[:ZOOMED]):
+    if around != newest:
         made.append(_zoomed(found, clock, ranges, around, f"Slowest step, {slowest[1]}, among", opened=False))
-    if steps[:ZOOMED] != newest:
-        made.append(_zoomed(found, clock, ranges, steps[:ZOOMED], "First steps,", opened=False))
     return made
 
 

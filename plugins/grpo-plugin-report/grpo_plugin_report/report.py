@@ -17,17 +17,15 @@ from attrs import field, frozen
 
 from grpo_core import ConfigError, Run, RunInfo, Tracker
 from grpo_plugin_report import browsing, lanes
-from grpo_plugin_report.curves import Task, charts, tasks_of
+from grpo_plugin_report.curves import charts, tasks_of
 from grpo_plugin_report.explain.causes import Finding
 from grpo_plugin_report.explain.decisions import explained
 from grpo_plugin_report.explain.facts import Facts
-from grpo_plugin_report.pages import is_page, lacking, number, plain, rendered, result, save
+from grpo_plugin_report.pages import is_page, number, plain, rendered, save
 
 REPORT = "report.html"
 TOLD = ("RunStarted", "WarningRaised", "ErrorRaised", "PromptSkipped")
 """Events that the report shows."""
-MOST_ROLLOUTS = 4096
-"""Largest number of rollouts of a step that the report reads."""
 MOST_TOLD = 50
 """Number of errors and skipped prompts that are shown."""
 MOST_STAGES = 5
@@ -130,13 +128,16 @@ def render(files: Files) -> str:
     from markupsafe import Markup
 
     facts, tasks = files.facts, tasks_of(files.steps, files.validations, files.table)
+    starts = [*files.run.rows("provenance.jsonl")]
     selection = browse(files)  # before ``unreadable``: it may find more that cannot be read
     return rendered(
         "report.html",
         name=files.run.path.resolve().name,
         state=files.run.state,
         progress=files.progress(),
-        headline=headline(tasks),
+        started=files.run.started,
+        command=starts[-1].get("command") if starts else "",
+        setting=facts.setting,
         tiles=tiles(files),
         causes=files.causes(),
         tasks=tasks,
@@ -160,20 +161,6 @@ def render(files: Files) -> str:
 # ---------------------------------------------------------------------------------- what is said
 
 
-def headline(tasks: Sequence[Task]) -> list[tuple[str, str, str, str, str]]:
-    """Return for each task its name, the measured metric, its values before and after, and what it lacks."""
-    told = []
-    for task in tasks:
-        if task.validation:
-            told.append(
-                (task.name, f"validation {task.metric}", result(task, 0), result(task, -1), lacking(task))
-            )
-        elif task.rewards:
-            first, last = (number(task.rewards[place][1]) for place in (0, -1))
-            told.append((task.name, "reward", first, last, ""))
-    return told
-
-
 def tiles(files: Files) -> list[tuple[str, str, str]]:
     """Return label, value and meaning of each number at the top of the page."""
     facts, steps = files.facts, files.steps
@@ -194,13 +181,6 @@ def tiles(files: Files) -> list[tuple[str, str, str]]:
             ("busy", f"{plays:.0%}, {trains:.0%}", "engines and trainer, of the time"),
             ("staleness", f"{plain(stale):.2f}", f"steps; at most {plain(most):.0f}"),
         ]
-        filtered, trained = (
-            sum(series.total for name, series in facts.series.items() if name.startswith(begin))
-            for begin in ("filtered/", "groups/")
-        )
-        if filtered:
-            share = filtered / (filtered + trained)
-            told.append(("groups filtered", f"{share:.0%}", f"{number(filtered)} were left out"))
     return told
 
 
@@ -217,4 +197,4 @@ def browse(files: Files, pieces: browsing.Pieces | None = None, runs: int = 1) -
     """Return the rollouts of a run that the page holds, which it may share with other runs."""
     model = files.table.get("model")
     text_of = browsing.token_texts(files.run.path, model.get("path") if isinstance(model, Mapping) else None)
-    return browsing.select(files.run, MOST_ROLLOUTS, text_of, pieces=pieces, runs=runs)
+    return browsing.select(files.run, text_of, pieces=pieces, runs=runs)

@@ -56,9 +56,9 @@ def test_a_lane_is_drawn_as_the_share_of_the_time_in_which_it_was_busy():
 
 
 def test_some_steps_are_shown_span_by_span():
-    _, newest, first = views(lanes.spans(rows(100)))
+    _, newest, slowest = views(lanes.spans(rows(100)))
     assert newest.title == "Newest steps, 97 to 100, 8 s"
-    assert first.title == "First steps, 1 to 4, 8 s"
+    assert slowest.title == "Slowest step, 1, among 1 to 4, 8 s"
     assert [text for _, text in newest.marks] == ["step 97", "step 98", "step 99", "step 100"]
     (loop,) = (lane for lane in newest.lanes if lane.name == "loop")
     kinds = [(kind, x, width, high) for kind, x, width, high, _ in loop.spans]

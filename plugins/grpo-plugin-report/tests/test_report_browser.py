@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from base64 import b64decode
+from html import unescape
 
 import numpy as np
 import pytest
@@ -160,7 +161,10 @@ def test_a_page_has_a_bounded_size_and_keeps_the_same_prompts_of_each_step(tmp_p
     assert 1 < len(frozenset.intersection(*kept)) < 20
     told = [one.get("untold") for g in page["groups"] for one in g["rollouts"]]
     assert {None, "room"} == set(told)
-    assert re.search(r"\d+ of the 240 stored rollouts, .*; \d+ of them with their tokens\.", html)
+    assert re.search(
+        r"\d+ of the 240 stored rollouts, .*; \d+ of them with their tokens; the run's folders",
+        unescape(html),
+    )
 
 
 def test_of_a_group_that_does_not_fit_the_best_and_the_worst_stay(tmp_path, monkeypatch):
@@ -224,6 +228,10 @@ def opened(chromium, page, fragment=""):
     return chromium
 
 
+def current(chromium):
+    return chromium.run("return document.querySelector('[aria-current]').dataset.key")
+
+
 def listed(chromium):
     return chromium.run("return [...document.querySelectorAll('.list button')].map(one => one.dataset.key)")
 
@@ -266,12 +274,44 @@ class TestReading:
         opened(chromium, page)
         chromium.run("document.forms[0].elements.text.focus()")
         chromium.press(*"needle")
-        assert listed(chromium) == ["t1.1.0", "t2.1.0"]
+        assert listed(chromium) == ["t2.1.0", "t1.1.0"]
         assert "text=needle" in chromium.run("return location.hash")
         chromium.run("document.querySelector('.list button').focus()")
         chromium.press("\ue015", "\ue007")  # down, enter
-        assert "show=t2.1.0" in chromium.run("return location.hash")
-        assert chromium.run("return document.querySelector('[aria-current]').dataset.key") == "t2.1.0"
+        assert "show=t1.1.0" in chromium.run("return location.hash")
+        assert current(chromium) == "t1.1.0"
+
+    def test_the_newest_rollout_is_shown_and_the_shown_one_fits_the_filters(self, chromium, page):
+        opened(chromium, page)
+        chromium.run("sessionStorage.clear()")
+        opened(chromium, page)
+        assert current(chromium) == listed(chromium)[0] == "t2.0.0"
+        for steps, first in (("1", "v1.0.0"), ("0", "v0.0.0")):
+            chromium.run(f"const to = document.forms[0].elements.to; to.value = {steps};"
+                         "to.dispatchEvent(new Event('input', {bubbles: true}))")  # fmt: skip
+            assert current(chromium) == listed(chromium)[0] == first
+        assert "show" not in chromium.run("return location.hash"), "a page loaded again shows the newest"
+
+    def test_the_best_and_the_worst_of_the_newest_validation_are_at_the_top(self, chromium, page):
+        opened(chromium, page)
+        told = chromium.run("return document.querySelector('.Learning .ends').innerText")
+        for text in ("version 1", "sort, all alike: reward 1", "question v", "version 1 said", "expected 42"):
+            assert text in told, text
+        chromium.run("document.querySelector('.ends button').click()")
+        heading = "document.querySelector('.rollout h3').textContent"
+        shown = chromium.run(f"return new Promise(done => setTimeout(() => done({heading})))")
+        assert "Validation of version 1, rollout 1" in shown
+
+    def test_a_menu_leads_to_each_section_and_leaves_the_address_as_it_is(self, chromium, page):
+        opened(chromium, page, "#task=chat")
+        heads = "return [...document.querySelectorAll('h2')].map(one => one.firstChild.textContent.trim())"
+        assert chromium.run("return [...document.querySelectorAll('nav a')].map(one => one.textContent)") == (
+            chromium.run(heads)
+        )
+        before = chromium.run("return location.hash")
+        chromium.run("[...document.querySelectorAll('nav a')].at(-2).click()")
+        assert chromium.run("return document.querySelector('#browser h2').getBoundingClientRect().top") < 100
+        assert chromium.run("return location.hash") == before
 
     @pytest.mark.parametrize(
         ("colour", "classes"),
@@ -324,7 +364,7 @@ class TestReading:
                 await server.aclose()
 
         chromium.said()
-        assert asyncio.run(main()) == (["t1.1.0", "t1.1.1", "t2.1.0", "t2.1.1"], [])
+        assert asyncio.run(main()) == (["t2.1.0", "t2.1.1", "t1.1.0", "t1.1.1"], [])
 
 
 @pytest.mark.long

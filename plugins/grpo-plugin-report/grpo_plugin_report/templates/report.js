@@ -35,12 +35,23 @@ for (const figure of document.querySelectorAll("figure")) {
   });
 }
 
+// The menu.  It sets no fragment: a served page with one would not be loaded again by itself.
+const menu = document.querySelector("nav");
+for (const heading of document.querySelectorAll("h2")) {
+  const name = heading.firstChild.textContent.trim(), link = document.createElement("a");
+  heading.id = link.textContent = name;
+  link.href = "#" + encodeURIComponent(name);
+  link.addEventListener("click", event => { event.preventDefault(); heading.scrollIntoView(); });
+  menu.append(link);
+}
+
 // The browser of rollouts.  Texts of the run become text nodes only.
 const browser = document.querySelector("#browser");
 if (browser) browse(browser);
 
 function browse(root) {
   const { groups, pieces, runs = [] } = JSON.parse(root.querySelector("script").textContent);
+  groups.sort((a, b) => b.step - a.step);  // the newest first
   const form = root.querySelector("form"), list = root.querySelector(".list"), pane = root.querySelector(".pane");
   const count = root.querySelector("output"), more = root.querySelector(".more");
   const fields = [...(runs.length ? ["run", "shared"] : []), "set", "task", "finish", "from", "to", "low", "high", "text"];
@@ -53,7 +64,7 @@ function browse(root) {
   const byRun = one => runs.length ? `${runs[one.of.run]}: ` : "";
   const byKey = new Map(rollouts.map(one => [one.key, one]));
   const state = restored();
-  let found = [], shown = 0;
+  let found = [], shown = 0, read = state.show;
 
   function element(name, attributes = {}, ...children) {
     const made = document.createElement(name);
@@ -62,7 +73,7 @@ function browse(root) {
     return made;
   }
   function restored() {
-    const given = new URLSearchParams(location.hash.slice(1));
+    const given = new URLSearchParams(location.hash.includes("=") ? location.hash.slice(1) : "");
     let kept = {};
     try { kept = JSON.parse(sessionStorage.getItem(location.pathname)) || {}; } catch { /* without a store */ }
     return { colour: "logprob", ...([...given].length ? Object.fromEntries(given) : kept) };
@@ -105,6 +116,10 @@ function browse(root) {
     shown = 0;
     extend();
     keep();
+    if (!found.some(one => one.key === read)) choose(found[0]);
+  }
+  function choose(one) {  // what nobody has clicked is not kept, so that a page that is loaded again shows the newest
+    show(one?.key, counterpart(one), false);
   }
   function extend() {
     for (const one of found.slice(shown, shown + 100)) list.append(entry(one));
@@ -124,7 +139,7 @@ function browse(root) {
   }
   function mark() {
     for (const button of list.querySelectorAll("button"))
-      button.dataset.key === state.show ? button.setAttribute("aria-current", "true") : button.removeAttribute("aria-current");
+      button.dataset.key === read ? button.setAttribute("aria-current", "true") : button.removeAttribute("aria-current");
   }
   more.addEventListener("click", () => {
     const next = shown;
@@ -138,15 +153,16 @@ function browse(root) {
   });
 
   // ------------------------------------------------------------------------------- one rollout
-  function show(key, other = "") {
-    const one = byKey.get(key);
-    state.show = one ? key : "";
-    state.beside = one && byKey.has(other) ? other : "";
+  function show(key, other = "", chosen = true) {
+    const one = byKey.get(key), beside = one && byKey.has(other) ? other : "";
+    read = one ? key : "";
+    state.show = chosen ? read : "";
+    state.beside = chosen ? beside : "";
     mark();
     keep();
     if (!one) { pane.replaceChildren(element("p", { class: "dim" }, "Choose a rollout to read it.")); return; }
-    pane.replaceChildren(versions(one), element("div", { class: state.beside ? "two" : "" },
-      card(one), ...(state.beside ? [card(byKey.get(state.beside))] : [])));
+    pane.replaceChildren(versions(one, beside), element("div", { class: beside ? "two" : "" },
+      card(one), ...(beside ? [card(byKey.get(beside))] : [])));
   }
   const same = one => rollouts.filter(each => each.of.same === one.of.same);
   function counterpart(one) {  // of another run, from the nearest step
@@ -155,7 +171,7 @@ function browse(root) {
     return others.sort((a, b) => far(a) - far(b))[0]?.key || "";
   }
 
-  function versions(one) {
+  function versions(one, beside) {
     const others = same(one), rounds = new Map();
     for (const each of others) {
       const name = byRun(each) + `${each.of.set === "validation" ? "validation of version" : "step"} ${each.of.step}`
@@ -166,7 +182,7 @@ function browse(root) {
     for (const [name, its] of rounds) {
       const box = element("optgroup", { label: name });
       for (const each of its) if (each !== one)
-        box.append(new Option(`${byRun(each)}${each.of.set === "validation" ? "validation" : "step"} ${each.of.step}, rollout ${(each.place || 0) + 1}: reward ${plain(each.reward)}`, each.key, false, each.key === state.beside));
+        box.append(new Option(`${byRun(each)}${each.of.set === "validation" ? "validation" : "step"} ${each.of.step}, rollout ${(each.place || 0) + 1}: reward ${plain(each.reward)}`, each.key, false, each.key === beside));
       if (box.children.length) select.append(box);
     }
     select.addEventListener("change", () => show(one.key, select.value));
@@ -286,10 +302,32 @@ function browse(root) {
     return box;
   }
 
+  // ------------------------------------------------------------------------------- the newest validation
+  const ends = document.querySelector(".ends"), validated = rollouts.filter(one => one.of.set === "validation" && one.reward !== undefined);
+  if (ends && validated.length) {
+    const newest = validated.filter(one => one.of.step === validated[0].of.step).sort((a, b) => b.reward - a.reward);
+    ends.append(element("h3", {}, `Best and worst of the newest validation, version ${newest[0].of.step}`));
+    const tasks = [...new Set(newest.map(one => one.of.task))].sort();
+    if (tasks.length > 1) ends.classList.add("wide");
+    for (const task of tasks) {
+      const its = newest.filter(one => one.of.task === task), alike = its[0].reward === its.at(-1).reward;
+      for (const [name, one] of alike ? [["all alike", its[0]]] : [["best", its[0]], ["worst", its.at(-1)]]) ends.append(end(name, one));
+    }
+    ends.hidden = false;
+  }
+  function end(name, one) {
+    const asked = one.of.messages.at(-1), read = element("button", { type: "button" }, "read");
+    read.addEventListener("click", () => { form.reset(); setTimeout(() => { show(one.key); pane.scrollIntoView(); }); });
+    const text = value => element("pre", { dir: "auto" }, value.length > 700 ? `${value.slice(0, 350)} … ${value.slice(-350)}` : value || "no text");
+    return element("div", {}, element("p", {}, element("b", {}, `${one.of.task}, ${name}: reward ${plain(one.reward)} `), read),
+      asked ? text(said(asked)) : "", element("div", { class: "message assistant" }, text(said(one.messages.at(-1) || {}))),
+      one.of.answer ? element("p", { class: "dim" }, "expected ", element("code", {}, one.of.answer.slice(0, 200))) : "");
+  }
+
   root.hidden = false;
+  if (byKey.has(read)) show(read, state.beside);
   filter();
-  show(state.show || found[0]?.key, state.show ? state.beside : counterpart(found[0]));
-  addEventListener("hashchange", () => location.reload());
+  addEventListener("hashchange", () => { if (location.hash.includes("=")) location.reload(); });
   if (location.protocol !== "file:") {  // the page is loaded again while somebody reads it
     const place = Number(sessionStorage.getItem("scrolled"));
     if (place) scrollTo(0, place);
