@@ -135,7 +135,7 @@ A command that computes steps of a run again, or reads settings:
 A command that estimates a run before it starts (see ``grpo_plugin_doctor``):
 
     check_config, check_model, model_source    check a configuration and its model
-    planned                     the processes that a run will start on this machine
+    gpus, engine_dtype, find_transport, teacher_model    what a run will start on this machine
     directory_here, ModelFiles, size_of    read the files of a model
     Scorer, MicroBatch, Part, Passes, for_training, exchange_attention    compute what training computes
     token_budget, extra_bytes_on_gpu, state_bytes    count what it takes
@@ -150,6 +150,7 @@ from typing import TYPE_CHECKING
 from grpo_core.plugins.lazy import attach
 
 if TYPE_CHECKING:
+    from grpo_core.app import gpus as gpus
     from grpo_core.app.gpus import Devices as Devices
     from grpo_core.app.launch import check_config as check_config
     from grpo_core.app.launch import check_model as check_model
@@ -163,11 +164,11 @@ if TYPE_CHECKING:
     from grpo_core.app.model_sources import StartModel as StartModel
     from grpo_core.app.model_sources import model_source as model_source
     from grpo_core.app.parts import Parts as Parts
+    from grpo_core.app.parts import engine_dtype as engine_dtype
     from grpo_core.app.parts import sampling_params as sampling_params
     from grpo_core.app.placement import LocalPlacement as LocalPlacement
     from grpo_core.app.placement import Placement as Placement
     from grpo_core.app.placement import Retain as Retain
-    from grpo_core.app.planned import planned as planned
     from grpo_core.app.preflight import check_task as check_task
     from grpo_core.app.resume import differences as differences
     from grpo_core.app.resume import shown as shown
@@ -334,6 +335,7 @@ if TYPE_CHECKING:
     from grpo_core.validation.results import progress as progress
     from grpo_core.validation.target import find_target as find_target
     from grpo_core.validation.target import started_from as started_from
+    from grpo_core.validation.target import teacher_model as teacher_model
     from grpo_core.weights.copies import Copies as Copies
     from grpo_core.weights.copies import WeightsLease as WeightsLease
     from grpo_core.weights.copies import mapped as mapped
@@ -349,6 +351,7 @@ if TYPE_CHECKING:
     from grpo_core.weights.reading import read_buckets as read_buckets
     from grpo_core.weights.reading import read_weights as read_weights
     from grpo_core.weights.shm import SharedMemoryWriter as SharedMemoryWriter
+    from grpo_core.weights.transports import find_transport as find_transport
     from grpo_core.weights.transports import transport_of as transport_of
 
 __getattr__, __dir__, __all__ = attach(__name__)

@@ -116,7 +116,7 @@ def doctor(
         footprint, more = _of_memory(run, host, gpus, python)
         checks += more
     if as_json:
-        print(json.dumps(as_data(checks, footprint, gpus), indent=2))
+        print(json.dumps(as_data(checks, footprint), indent=2))
     else:
         show(Console(highlight=False), checks, footprint)
     return 1 if any(check.status == "problem" for check in checks) else 0
@@ -301,7 +301,7 @@ def _of_memory(
         for told in found.missing
     ]
     disk = _of_checkpoints(found.checkpoint, config)
-    return found, [*_of_capacities(found, config, gpus), *missing, disk]
+    return found, [*_of_capacities(found, config.section(Health).max_memory), *missing, disk]
 
 
 def _model_directory(config: Config, host: PluginHost, scratch: Path) -> str | None:
@@ -315,9 +315,8 @@ def _model_directory(config: Config, host: PluginHost, scratch: Path) -> str | N
     return str(scratch)
 
 
-def _of_capacities(found: memory.Footprint, config: Config, gpus: Sequence[machine.Gpu]) -> Iterator[Check]:
-    for capacity in memory.capacities(found.processes, gpus):
-        share = config.section(Health).max_memory
+def _of_capacities(found: memory.Footprint, share: float) -> Iterator[Check]:
+    for capacity in found.capacities:
         smaller = f"What makes it smaller: {memory.changes(found.processes, capacity.device)}"
         status: Status = "ok"
         advice = ""
@@ -338,9 +337,7 @@ def _of_capacities(found: memory.Footprint, config: Config, gpus: Sequence[machi
 # ---------------------------------------------------------------------------------- output
 
 
-def as_data(
-    checks: Sequence[Check], footprint: memory.Footprint | None, gpus: Sequence[machine.Gpu]
-) -> dict[str, Any]:
+def as_data(checks: Sequence[Check], footprint: memory.Footprint | None) -> dict[str, Any]:
     """Return plain data, as ``--json`` prints it; docs/doctor.md describes it."""
     worst = max((check.status for check in checks), key=list(STYLES).index, default="ok")
     data: dict[str, Any] = {
@@ -374,7 +371,7 @@ def as_data(
                     "available": capacity.memory.available,
                     "total": capacity.memory.total,
                 }
-                for capacity in memory.capacities(footprint.processes, gpus)
+                for capacity in footprint.capacities
             ],
         }
     return data

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,15 +20,19 @@ from grpo_core import ConfigError, EngineLoad, GrpoError, MemoryPart, ModelError
 from grpo_core.kit import (
     Config,
     EngineConfig,
+    Parts,
     PluginHost,
     as_table,
     build,
     directory_here,
+    engine_dtype,
+    find_transport,
     parse_settings,
-    planned,
     size_of,
     state_bytes,
+    teacher_model,
 )
+from grpo_core.kit import gpus as gpu_choice
 from grpo_plugin_doctor import Health, machine
 from grpo_plugin_doctor.parameters import dtypes_in, linear_parameters, lora_shapes, shapes_in
 
@@ -58,6 +62,54 @@ SMALLER: Sequence[Mapping[str, str]] = (
 TURN_OFF = "if this estimate is wrong, --set health.max_memory=0 turns the check off"
 TIGHT = 0.9
 """Share of the available memory from which a run is called tight."""
+
+
+@frozen
+class Case:
+    """A run before it starts, with its model and its machine."""
+
+    config: Config
+    host: PluginHost
+    directory: str
+    """Directory with the model's config.json, or a hub id."""
+    shapes: Mapping[str, Sequence[int]]
+    """Shapes of the model's parameters, by name."""
+    gpus: Sequence[machine.Gpu]
+    """The GPUs; none where the model is too small to ask for them."""
+
+    @property
+    def parts(self) -> Parts:
+        return Parts(self.config, self.host)
+
+    @property
+    def lora(self) -> Mapping[str, Any] | None:
+        """The section ``model.lora``; None if the model itself is trained."""
+        found: Mapping[str, Any] | None = as_table(self.config)["model"].get("lora")
+        return found
+
+    @property
+    def trained(self) -> Mapping[str, Sequence[int]]:
+        """Shapes of the parameters that the optimizer changes: the model's, or its adapters'."""
+        lora = self.lora
+        return self.shapes if lora is None else lora_shapes(self.shapes, lora["rank"], lora["targets"])
+
+    @property
+    def device(self) -> str:
+        """The GPU on which the trainer computes, or "host"."""
+        chosen = self.config.trainer.device
+        if chosen == "auto":
+            return "cuda" if self.gpus and machine.build_of_torch() else HOST
+        return HOST if chosen == "cpu" else chosen
+
+    @property
+    def optimizer(self) -> int | None:
+        """Bytes of the optimizer's state; None if it does not declare them."""
+        chosen = self.config.optimizer
+        return state_bytes(self.host.find("optimizer", chosen.name), chosen.options, self.trained)
+
+    def refuses(self, capacities: Sequence[Capacity]) -> bool:
+        """Whether the run cannot fit."""
+        return any(each.refused(self.config.section(Health).max_memory) for each in capacities)
 
 
 @frozen(kw_only=True)
@@ -138,13 +190,12 @@ def checked(config: Config, host: PluginHost) -> list[str]:
     if shapes is None:
         return []
     gpus = machine.gpus() if 4 * FLOAT32 * sum(map(prod, shapes.values())) >= SMALLEST else []
-    processes = needed_parts(config, host, str(directory), shapes, gpus)
+    case = Case(config, host, str(directory), shapes, gpus)
+    processes = needed_parts(case)
     found = capacities(processes, gpus)
     for capacity in found:
         if capacity.refused(share):
-            fits = (
-                "" if capacity.device == HOST else smallest_change(config, host, str(directory), shapes, gpus)
-            )
+            fits = "" if capacity.device == HOST else smallest_change(case)
             raise ConfigError(refusal(capacity, processes) + fits)
     return [
         f"memory is tight: {told(capacity)}; grpo-core doctor CONFIG estimates the other parts, too"
@@ -153,105 +204,105 @@ def checked(config: Config, host: PluginHost) -> list[str]:
     ]
 
 
-def needed_parts(
-    config: Config,
-    host: PluginHost,
-    directory: str,
-    shapes: Mapping[str, Sequence[int]],
-    gpus: Sequence[machine.Gpu],
-) -> list[ProcessMemory]:
+def needed_parts(case: Case) -> list[ProcessMemory]:
     """Return the parts that a run needs: on a GPU the trainer's passes as well, if all else fits."""
-    found = certain_parts(config, host, directory, shapes, gpus)
-    full = any(capacity.refused(config.section(Health).max_memory) for capacity in capacities(found, gpus))
-    if full or trainer_device(config, gpus) == HOST:
+    found = certain_parts(case)
+    if case.refuses(capacities(found, case.gpus)) or case.device == HOST:
         return found
     with contextlib.suppress(ModelError):  # whoever loads the model says what is wrong with it
-        return with_passes(config, directory, shapes, gpus, found)[0]
+        return with_passes(case, found)[0]
     return found
 
 
-def smallest_change(
-    config: Config,
-    host: PluginHost,
-    directory: str,
-    shapes: Mapping[str, Sequence[int]],
-    gpus: Sequence[machine.Gpu],
-) -> str:
+def smallest_change(case: Case) -> str:
     """Name the first of ``SMALLER`` with which the run fits, as the end of a message; "" if none does."""
     for keys in SMALLER:
         changes = parse_settings([f"{key}={value}" for key, value in keys.items()], {})
         with contextlib.suppress(GrpoError):  # a plugin is not installed, or keys exclude each other
-            smaller = build([as_table(config), changes], host.sections)
-            found = capacities(needed_parts(smaller, host, directory, shapes, gpus), gpus)
-            if not any(each.refused(smaller.section(Health).max_memory) for each in found):
+            smaller = evolve(case, config=build([as_table(case.config), changes], case.host.sections))
+            if not smaller.refuses(capacities(needed_parts(smaller), case.gpus)):
                 settings = " ".join(f"--set {key}={value}" for key, value in keys.items())
                 return f". The run fits with {settings}"
     return ""
 
 
-def trained_shapes(config: Config, shapes: Mapping[str, Sequence[int]]) -> Mapping[str, Sequence[int]]:
-    """Return the shapes of the parameters that the optimizer changes: the model's, or its adapters'."""
-    lora = as_table(config)["model"].get("lora")
-    return shapes if lora is None else lora_shapes(shapes, lora["rank"], lora["targets"])
-
-
-def certain_parts(
-    config: Config,
-    host: PluginHost,
-    directory: str,
-    shapes: Mapping[str, Sequence[int]],
-    gpus: Sequence[machine.Gpu],
-) -> list[ProcessMemory]:
+def certain_parts(case: Case) -> list[ProcessMemory]:
     """Return the trainer and the engines with the parts that follow from the shapes of the parameters."""
-    parameters, trained = sum(map(prod, shapes.values())), trained_shapes(config, shapes)
-    changed = sum(map(prod, trained.values()))
-    plan = planned(config, host, len(gpus))
-    device = trainer_device(config, gpus)
-    dtype = _sent(_chosen(config.model.dtype, device), plan.engine_dtype)
-    lora, trainer = as_table(config)["model"].get("lora"), host.find("trainer", config.trainer.name)
+    config, parts = case.config, case.parts
+    placement, engines = parts.placement(), parts.engines()
+    on_gpus = {} if placement.remote else engines
+    count = len(case.gpus) or gpu_choice.visible()
+    joined = gpu_choice.joined_to_trainer(on_gpus, case.host)
+    devices = gpu_choice.choose(parts.trainer_here, on_gpus, count, joined, parts.ranks)
+
+    def seen(variables: Mapping[str, str]) -> tuple[int, ...]:
+        """Return the known GPUs that a process with these environment variables sees."""
+        return tuple(gpu for gpu in gpu_choice.gpus_seen(variables, count) if gpu < len(case.gpus))
+
+    dtype = _sent(_chosen(config.model.dtype, case.device), engine_dtype(engines.values()))
+    parameters = sum(map(prod, case.shapes.values()))
     found: list[ProcessMemory] = []
-    if trainer.offer.memory is not None and plan.trainer is not None:
-        teacher = sum(map(prod, (shapes_in(plan.teacher) or {}).values())) if plan.teacher else 0
-        weights = FLOAT32 * parameters
-        if lora is not None and device != HOST:  # a host has all in float32 while the model is loaded
-            weights -= 2 * _that_stay_in_bfloat16(config, directory, shapes, device)
-        parts = trainer.loaded(trainer.offer.memory)(
-            config=config,
-            weights=weights,
-            parameters=parameters,
-            trained=changed,
-            published=parameters if lora is None or lora["publish"] == "merged" else changed,
-            optimizer=_state_bytes(config, host, trained),
-            dtype=dtype,
-            device=device,
-            on_device=plan.on_device,
-            reference="reference" in plan.needs,
-            teacher=teacher * ITEMSIZE[_chosen(config.teacher.dtype, device)],
-            async_save=config.checkpoint.async_save,
-        )
-        found += _ranks(parts, plan.ranks, device, plan.trainer)
-    for key, engine, workers in plan.engines:
-        selected = host.find("engine", engine.name)
+    trainer = case.host.find("trainer", config.trainer.name)
+    if trainer.offer.memory is not None and parts.trainer_here is not None:
+        transport = find_transport(parts.transport(placement), case.host)
+        of_trainer = _trainer_parts(case, trainer.loaded(trainer.offer.memory), dtype, transport.on_device)
+        found += _ranks(of_trainer, parts.ranks, case.device, seen(devices.trainer))
+    for key, engine in on_gpus.items():
+        selected = case.host.find("engine", engine.name)
         if selected.offer.memory is None:
             continue
-        of_engine = selected.loaded(selected.offer.memory)
-        for seen, count in Counter(map(tuple, workers)).items():
-            load = _load(config, directory, parameters, dtype, engine, [gpus[gpu] for gpu in seen])
-            load = evolve(load, shares_gpu=key in plan.shared)
-            parts = of_engine(load, **engine.options)
-            found.append(_process(key.replace(".", " "), parts, seen, key=key, count=count))
+        variables: Sequence[Mapping[str, str]] = devices.engines.get(key) or [{}] * engine.workers
+        for gpus, workers in Counter(map(seen, variables)).items():
+            load = _load(case, parameters, dtype, engine, [case.gpus[gpu] for gpu in gpus])
+            load = evolve(load, shares_gpu=key in devices.shared)
+            of_engine = selected.loaded(selected.offer.memory)(load, **engine.options)
+            found.append(_process(key.replace(".", " "), of_engine, gpus, key=key, count=workers))
     return found
 
 
-def _that_stay_in_bfloat16(
-    config: Config, directory: str, shapes: Mapping[str, Sequence[int]], device: str
-) -> int:
+def _trainer_parts(
+    case: Case, memory: Callable[..., Sequence[MemoryPart]], dtype: str, on_device: bool
+) -> Sequence[MemoryPart]:
+    """Return the parts of the whole trainer.
+
+    Args:
+        memory: what its offer says about its memory.
+        dtype: of the published weights.
+        on_device: whether the trainer keeps published weights on its device.
+    """
+    config, device, lora = case.config, case.device, case.lora
+    parameters, trained = (sum(map(prod, shapes.values())) for shapes in (case.shapes, case.trained))
+    needs = case.parts.needs
+    teacher = directory_here(teacher_model(config.teacher.path)) if "teacher" in needs else None
+    of_teacher = sum(map(prod, (shapes_in(teacher) or {}).values())) if teacher else 0
+    weights = FLOAT32 * parameters
+    if lora is not None and device != HOST:  # a host has all in float32 while the model is loaded
+        weights -= 2 * _that_stay_in_bfloat16(case)
+    return memory(
+        config=config,
+        weights=weights,
+        parameters=parameters,
+        trained=trained,
+        published=parameters if lora is None or lora["publish"] == "merged" else trained,
+        optimizer=case.optimizer,
+        dtype=dtype,
+        device=device,
+        on_device=on_device,
+        reference="reference" in needs,
+        teacher=of_teacher * ITEMSIZE[_chosen(config.teacher.dtype, device)],
+        async_save=config.checkpoint.async_save,
+    )
+
+
+def _that_stay_in_bfloat16(case: Case) -> int:
     """Count the parameters that a trainer of adapters keeps as they are in the files, in two bytes."""
-    here = directory_here(directory)
-    if here is None or _chosen(config.model.dtype, device) != "bfloat16":
+    here = directory_here(case.directory)
+    if here is None or _chosen(case.config.model.dtype, case.device) != "bfloat16":
         return 0
     dtypes = dtypes_in(here)
-    return linear_parameters({name: shape for name, shape in shapes.items() if dtypes.get(name) == "BF16"})
+    return linear_parameters(
+        {name: shape for name, shape in case.shapes.items() if dtypes.get(name) == "BF16"}
+    )
 
 
 def _ranks(
@@ -292,14 +343,6 @@ def number_of(device: str) -> int | None:
     return int(number) if number.isdigit() else None
 
 
-def trainer_device(config: Config, gpus: Sequence[machine.Gpu]) -> str:
-    """Return "host" or the GPU on which the trainer computes."""
-    chosen = config.trainer.device
-    if chosen == "auto":
-        return "cuda" if gpus and machine.build_of_torch() else HOST
-    return HOST if chosen == "cpu" else chosen
-
-
 def _sent(trainer: str, engines: str) -> str:
     """Return the dtype of the published weights: that of the engines if it is smaller than the trainer's."""
     return engines if engines != "auto" and ITEMSIZE[engines] < ITEMSIZE[trainer] else trainer
@@ -328,29 +371,18 @@ def outstanding(config: Config) -> int:
 
 
 def _load(
-    config: Config,
-    directory: str,
-    parameters: int,
-    dtype: str,
-    engine: EngineConfig,
-    gpus: Sequence[machine.Gpu],
+    case: Case, parameters: int, dtype: str, engine: EngineConfig, gpus: Sequence[machine.Gpu]
 ) -> EngineLoad:
     first = gpus[0].memory if gpus and machine.build_of_torch() else None
-    requests = -(-outstanding(config) // engine.workers)
+    requests = -(-outstanding(case.config) // engine.workers)
     return EngineLoad(
         parameters=parameters,
-        config=_config_of(directory),
+        config=_config_of(case.directory),
         dtype=dtype,
         requests=min(requests, engine.max_requests or requests),
-        tokens=row_tokens(config, size_of(directory, "max_position_embeddings")),
+        tokens=row_tokens(case.config, size_of(case.directory, "max_position_embeddings")),
         gpu_bytes=first.total if first else 0,
     )
-
-
-def _state_bytes(config: Config, host: PluginHost, trained: Mapping[str, Sequence[int]]) -> int | None:
-    """Return the bytes of the optimizer's state; None if it does not declare them."""
-    selected = host.find("optimizer", config.optimizer.name)
-    return state_bytes(selected, config.optimizer.options, trained)
 
 
 def _config_of(directory: str) -> Mapping[str, Any]:
@@ -372,6 +404,8 @@ class Footprint:
     parameters: int
     checkpoint: int
     """Bytes of a checkpoint: the parameters that the optimizer changes, and its state."""
+    capacities: tuple[Capacity, ...]
+    """What it needs of each device whose memory is known."""
     microbatch: tuple[int, int]
     """Rows and tokens per row of the largest micro-batch."""
     missing: tuple[str, ...]
@@ -403,34 +437,32 @@ def footprint(
 
     model = model_shapes(directory, trust_remote_code=config.model.trust_remote_code)
     bases = {"trainer": machine.resident()}
-    plan = planned(config, host, len(gpus))
-    processes = certain_parts(config, host, directory, model.tensors, gpus)
-    elsewhere = ["engine"] * (not plan.engines) + ["trainer"] * (plan.trainer is None)
+    case = Case(config, host, directory, model.tensors, gpus)
+    processes = certain_parts(case)
+    remote = case.parts.placement().remote
+    elsewhere = ["engine"] * remote + ["trainer"] * (case.parts.trainer_here is None)
     missing = _not_told(config, processes, elsewhere)
     found = [ProcessMemory(name="main", parts=(_base(main), *_copies(config, processes)))]
-    processes, work, unknown = with_passes(config, directory, model.tensors, gpus, processes)
+    processes, work, unknown = with_passes(case, processes)
     for process in processes:
         base = _base(bases.get(process.name, with_torch))
         found.append(evolve(process, parts=(base, *process.parts)))
-    if plan.engines:
+    if not remote:
         sets = config.validation.environments(config.validation.due_sets)
         count = config.environment.workers * (len(config.tasks) + len(sets))
         found.append(ProcessMemory(name="environment", parts=(_base(python),), count=count))
     return Footprint(
         processes=tuple(found),
         parameters=model.parameters,
-        checkpoint=_checkpoint_bytes(config, host, trained_shapes(config, model.tensors)),
+        checkpoint=_checkpoint_bytes(case),
+        capacities=tuple(capacities(found, gpus)),
         microbatch=(work.rows, work.tokens),
         missing=(*missing, *unknown),
     )
 
 
 def with_passes(
-    config: Config,
-    directory: str,
-    shapes: Mapping[str, Sequence[int]],
-    gpus: Sequence[machine.Gpu],
-    processes: Sequence[ProcessMemory],
+    case: Case, processes: Sequence[ProcessMemory]
 ) -> tuple[list[ProcessMemory], Pass, list[str]]:
     """Add what its passes take to the trainer; return their largest micro-batch, and why they are unknown.
 
@@ -438,7 +470,8 @@ def with_passes(
     """
     from grpo_plugin_doctor.activations import model_shapes, pass_bytes, trained_pass
 
-    trust, device = config.model.trust_remote_code, trainer_device(config, gpus)
+    config, directory, device = case.config, case.directory, case.device
+    trust = config.model.trust_remote_code
     vocabulary = model_shapes(directory, trust_remote_code=trust).vocabulary
     trainer = as_table(config)["trainer"]
     rollouts = config.trainer.prompts_per_step * config.rollout.group_size
@@ -457,7 +490,7 @@ def with_passes(
         nbytes = pass_bytes(directory, work, vocabulary=vocabulary, on_gpu=on_gpu, trust_remote_code=trust)
     except ModelError as error:
         return list(processes), work, [str(error)]
-    changed = sum(map(prod, trained_shapes(config, shapes).values())) // trainer.get("ranks", 1)
+    changed = sum(map(prod, case.trained.values())) // trainer.get("ranks", 1)
     return (
         [
             evolve(each, parts=(*each.parts, *_activations(nbytes, changed, each.parts[0].device)))
@@ -470,10 +503,10 @@ def with_passes(
     )
 
 
-def _checkpoint_bytes(config: Config, host: PluginHost, trained: Mapping[str, Sequence[int]]) -> int:
+def _checkpoint_bytes(case: Case) -> int:
     """Return the bytes of a checkpoint; an optimizer that does not tell its state counts as AdamW."""
-    weights = FLOAT32 * sum(map(prod, trained.values()))
-    kept = _state_bytes(config, host, trained)
+    weights = FLOAT32 * sum(map(prod, case.trained.values()))
+    kept = case.optimizer
     return weights + (2 * weights if kept is None else kept)
 
 

@@ -14,6 +14,7 @@ from logged import Logged
 from moe import FAMILIES, make_moe_model
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from grpo_core.app import gpus
 from grpo_core.config import ModelConfig
 from grpo_core.contracts.errors import ConfigError, ModelError
 from grpo_core.contracts.records import EngineLoad, MemoryPart
@@ -36,6 +37,10 @@ from grpo_plugin_doctor.parameters import (
 from grpo_plugin_scale.lora import LoraConfig
 
 GIB = 1 << 30
+
+
+def certain_parts(*case):
+    return memory.certain_parts(memory.Case(*case))
 
 
 def configured(*settings):
@@ -184,7 +189,7 @@ def test_a_reference_has_bfloat16_weights_if_layers_have_and_it_does_not_move(tm
     def reference(*more: str) -> int:
         settings = [f"model.path={model}", "loss.options.kl_coefficient=0.1", "trainer.device=cpu", *more]
         config, host = configured(*settings)
-        (trainer, *_) = memory.certain_parts(config, host, str(model), shapes_in(model), [])
+        (trainer, *_) = certain_parts(config, host, str(model), shapes_in(model), [])
         return sizes(trainer.parts)["reference"][0]
 
     copies = "model.dtype=bfloat16", "trainer.weights=bfloat16"
@@ -202,7 +207,7 @@ def test_linear_layers_that_adapters_leave_in_bfloat16_take_two_bytes_on_a_gpu(
     def weights(*more: str) -> tuple[int, str]:
         settings = [f"model.path={model}", "model.lora.rank=16", *more]
         config, host = configured(*settings)
-        (trainer, *_) = memory.certain_parts(config, host, str(model), shapes_in(model), machine.gpus())
+        (trainer, *_) = certain_parts(config, host, str(model), shapes_in(model), machine.gpus())
         return sizes(trainer.parts)["weights"]
 
     assert weights() == (4 * outer + 2 * (EIGHT_PARAMETERS - outer), "cuda:0")
@@ -225,7 +230,7 @@ def test_weights_that_rest_on_the_host_are_counted(tmp_path, two_gpus, monkeypat
     settings = [f"model.path={model}", "trainer.offload=true",
                 "pipeline.max_staleness=0", "trainer.device=cuda"]  # fmt: skip
     config, host = configured(*settings)
-    (trainer, *_) = memory.certain_parts(config, host, str(model), shapes_in(model), machine.gpus())
+    (trainer, *_) = certain_parts(config, host, str(model), shapes_in(model), machine.gpus())
     found = sizes(trainer.parts)
     p = EIGHT_PARAMETERS
     assert found["optimizer"] == (8 * p, "cuda:0")
@@ -420,7 +425,7 @@ FOUR = 20 * 100_000 * 2048
 def certain(directory, *settings):
     """Bytes that are certain, by device."""
     config, host = run_of(directory, *settings)
-    parts = memory.certain_parts(config, host, str(directory), shapes_in(directory), machine.gpus())
+    parts = certain_parts(config, host, str(directory), shapes_in(directory), machine.gpus())
     return {each.device: each.certain for each in memory.capacities(parts, machine.gpus())}
 
 
@@ -461,6 +466,13 @@ def test_a_gpu_that_the_trainer_and_the_engine_share_has_to_hold_both(four_billi
     }  # fmt: skip
 
 
+def test_a_model_too_small_to_ask_for_gpus_is_checked_on_a_machine_with_several(tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(gpus, "visible", lambda: 2)
+    make_tiny_model(tmp_path / "tiny", (), warm_start_steps=0)
+    assert checked(tmp_path / "tiny") == []
+
+
 def test_several_engines_on_a_gpu_are_refused_together(four_billion, two_gpus):
     with pytest.raises(ConfigError, match=r"GPU cuda:1.*engine's weights 7\.63 GiB x 3"):
         checked(four_billion, *ON_GPUS, "engine.workers=3")
@@ -492,7 +504,7 @@ def test_a_trainer_that_inherits_says_nothing_about_its_memory(tmp_path):
     )
     directory = eight_billion(tmp_path / "eight")
     config, host = run_of(directory, f"trainer.name={tmp_path}/own.py:Adapters", "trainer.device=cpu")
-    found = memory.certain_parts(config, host, str(directory), {"matrix": (EIGHT_PARAMETERS, 1)}, [])
+    found = certain_parts(config, host, str(directory), {"matrix": (EIGHT_PARAMETERS, 1)}, [])
     assert [process.name for process in found] == ["engine"]
 
 
@@ -590,7 +602,7 @@ def test_the_estimate_of_memory_knows_the_bytes_of_each_optimizer(tmp_path: Path
             "optimizer": {"name": name},
         }
         config, host = built([tables])
-        (trainer, *_) = memory.certain_parts(config, host, str(directory), shapes, [])
+        (trainer, *_) = certain_parts(config, host, str(directory), shapes, [])
         parts = {part.name: part.nbytes for part in trainer.parts}
         assert parts["checkpoint copy"] == parts["weights"] + parts["optimizer"]
         return parts["optimizer"]
@@ -613,7 +625,7 @@ def test_the_estimate_of_memory_knows_the_teacher(tmp_path: Path) -> None:
             "teacher": {"path": str(teacher), "dtype": dtype},
         }
         config, host = built([tables])
-        (trainer, *_) = memory.certain_parts(config, host, str(student), shapes, [])
+        (trainer, *_) = certain_parts(config, host, str(student), shapes, [])
         return {part.name: part.nbytes for part in trainer.parts}["teacher"]
 
     assert bytes_with("auto") == 4 * parameters
