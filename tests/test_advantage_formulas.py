@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_core import advantages as formulas
+from grpo_core.app.parts import Parts
 from grpo_core.config import build
 from grpo_core.contracts.errors import ConfigError, PluginError
 from grpo_core.loop import advantages
@@ -301,6 +302,26 @@ def with_parts(rewards: list[float], **parts: list[float]) -> Any:
     named = [dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True)]
     rollouts = [evolve(one, metrics=metrics) for one, metrics in zip(its.rollouts, named, strict=True)]
     return evolve(its, rollouts=tuple(rollouts))
+
+
+@pytest.mark.parametrize("count", ["tokens", "rollouts"])
+@pytest.mark.parametrize("baseline", [True, False])
+def test_what_a_configuration_counts_has_the_mean_0_and_the_variance_1(count: str, baseline: bool) -> None:
+    """The tokens of a step, or its rollouts, whatever else is chosen."""
+    given = {"name": "reinforce_plus_plus", "options": {"count": count, "baseline": baseline}}
+    function = Parts(build([{"advantage": given}]), PluginHost.discover(["algorithms"])).advantages()
+    step = [a_group([1.0, 0.0, 0.5, 0.0]), a_group([0.0, 0.0, 1.0, 1.0], place=1)]
+    found = [np.array(own, float) for own in function(step)]
+    lengths = [[rollout.n_sampled if count == "tokens" else 1 for rollout in each.rollouts] for each in step]
+    counted = np.repeat(np.concatenate(found), np.concatenate(lengths))
+    assert (counted.mean(), counted.std()) == pytest.approx((0, 1), abs=1e-9)
+    slopes = [np.polyfit(each.rewards, own, 1) for each, own in zip(step, found, strict=True)]
+    means = [np.mean(each.rewards) if baseline else 0.0 for each in step]
+    assert slopes[0][0] == pytest.approx(slopes[1][0])
+    zeros = [slope[1] + slope[0] * mean for slope, mean in zip(slopes, means, strict=True)]
+    assert zeros[0] == pytest.approx(zeros[1]), (
+        "a reward at its group's mean has the same advantage everywhere"
+    )
 
 
 def test_gdpo_sees_the_parts_of_the_reward() -> None:

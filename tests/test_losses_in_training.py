@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
+import transformers
 from test_trainer import batch, ragged, row, same, save, scores, setup, with_tokens
 from torch import Tensor
 
@@ -46,6 +48,12 @@ def of_two_segments() -> list[Row]:
     ]
 
 
+def scale(module: torch.nn.Module, factor: float) -> None:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(factor)
+
+
 def trained(
     model: str,
     rows: Sequence[Row],
@@ -54,9 +62,10 @@ def trained(
     budget: int = 8192,
     config: Any = None,
     packing: Any = "auto",
+    reference: float = 1.0,
     **options: Any,
 ) -> tuple[list[Tensor], float]:
-    """The gradient of one step in float64, and the metric ``loss``."""
+    """The gradient of one step in float64, and the metric ``loss``; the reference is scaled by a factor."""
     given = attrs.evolve(
         setup(model, tokens_per_microbatch=budget, packing=packing, max_grad_norm=1e9, lr=1e-9),
         loss=LossConfig(name=name, options=options, **(config or {})),
@@ -68,6 +77,8 @@ def trained(
     for scorer in (trainer.model.policy, trainer.model.reference, teacher):
         if scorer is not None:
             scorer.module.double()
+    if trainer.model.reference is not None:
+        scale(trainer.model.reference.module, reference)
     metrics = trainer.step(batch(rows)).metrics
     moments = [trainer.optimizers.state(parameter)["exp_avg"] for parameter in trainer._parameters]
     return [moment / (1 - 0.9) for moment in moments], metrics["loss"]
@@ -189,6 +200,200 @@ def test_a_ratio_of_sequences_sees_all_segments_of_a_rollout(model: str) -> None
 
 
 # ---------------------------------------------------------------------------------- logprobs that are wrong
+
+
+# ---------------------------------------------------------------------------------- options as formulas
+
+
+@attrs.frozen(eq=False)
+class Said:
+    """What the models say of the tokens of one rollout, whatever rows they are in."""
+
+    advantage: float
+    correct: bool
+    policy: Tensor
+    generation: Tensor
+    reference: Tensor
+    teacher: Tensor
+    entropy: Tensor
+
+    @property
+    def now(self) -> Tensor:
+        return self.policy.detach()
+
+    @property
+    def ratio(self) -> Tensor:
+        return (self.policy - self.now).exp()
+
+    @property
+    def drift(self) -> Tensor:
+        return (self.now - self.generation).exp()
+
+
+LOW, HIGH, MUCH = 0.6, 1.5, 0.7
+BOUNDS = {"importance_floor": LOW, "importance_cap": HIGH}
+
+
+def inside(number: Tensor) -> Tensor:
+    return ((number >= LOW) & (number <= HIGH)).double()
+
+
+def k3(policy: Tensor, other: Tensor) -> Tensor:
+    return (other - policy).exp() - (other - policy) - 1
+
+
+def highest(every: Sequence[Said], share: float) -> Tensor:
+    return torch.cat([one.entropy.detach() for one in every]).quantile(1 - share)
+
+
+def mean(every: Sequence[Said], of: Callable[[Said], Tensor]) -> Tensor:
+    """The mean of a number of each token over all tokens."""
+    return torch.cat([of(one) for one in every]).mean()
+
+
+def rewarded(
+    every: Sequence[Said],
+    weight: Callable[[Said], Any] = lambda one: 1.0,
+    advantage: Callable[[Said], Any] = lambda one: one.advantage,
+) -> Tensor:
+    return -mean(every, lambda one: one.ratio * weight(one) * advantage(one))
+
+
+Formula = Callable[[Sequence[Said]], Tensor]
+WEIGHTS: dict[str, Callable[[Said], Any]] = {
+    "off": lambda one: 1.0,
+    "token_truncate": lambda one: one.drift.clamp(LOW, HIGH),
+    "token_mask": lambda one: one.drift * inside(one.drift),
+    "sequence_truncate": lambda one: one.drift.prod().clamp(LOW, HIGH),
+    "sequence_mask": lambda one: one.drift.prod() * inside(one.drift.prod()),
+    "geometric_mask": lambda one: one.drift * inside(one.drift.log().mean().exp()),
+}
+KL_OF_REWARD: dict[str, Callable[[Said], Tensor]] = {
+    "k1": lambda one: one.now - one.reference,
+    "k2": lambda one: (one.now - one.reference).square() / 2,
+    "k3": lambda one: k3(one.now, one.reference),
+}
+KL_WEIGHTS: dict[str, Callable[[Said], Any]] = {
+    "score": lambda one: one.ratio,
+    "none": lambda one: 1.0,
+    "ratio": lambda one: one.ratio,
+    "generation": lambda one: (one.policy - one.generation).exp(),
+}
+FORMULAS: dict[str, tuple[dict[str, Any], Formula]] = {
+    **{
+        kind: ({"correction": kind, **BOUNDS}, lambda every, weight=weight: rewarded(every, weight))
+        for kind, weight in WEIGHTS.items()
+    },
+    **{
+        f"kl in reward, {kind}": (
+            {"kl_coefficient": MUCH, "kl_in": "reward", "kl_estimator": kind},
+            lambda every, kl=kl: rewarded(every, advantage=lambda one: one.advantage - MUCH * kl(one)),
+        )
+        for kind, kl in KL_OF_REWARD.items()
+    },
+    **{
+        f"kl in loss, {kind}": (
+            {"kl_coefficient": MUCH, "kl_weight": kind},
+            lambda every, weight=weight: (
+                rewarded(every) + MUCH * mean(every, lambda one: weight(one) * k3(one.policy, one.reference))
+            ),
+        )
+        for kind, weight in KL_WEIGHTS.items()
+    },
+    "teacher in advantage": (
+        {"teacher_coefficient": MUCH, "teacher_clip": 0.1, "reward_coefficient": 0.5},
+        lambda every: rewarded(
+            every,
+            advantage=lambda one: 0.5 * one.advantage + MUCH * (one.teacher - one.now).clamp(-0.1, 0.1),
+        ),
+    ),
+    "teacher in loss": (
+        {"teacher_coefficient": MUCH, "teacher_in": "loss", "reward_coefficient": 1.0},
+        lambda every: (
+            rewarded(every) + MUCH * mean(every, lambda one: one.ratio * k3(one.policy, one.teacher))
+        ),
+    ),
+    "entropy": (
+        {"entropy_coefficient": MUCH},
+        lambda every: rewarded(every) - MUCH * mean(every, lambda one: one.entropy),
+    ),
+    "top entropy": (
+        {"top_entropy": 0.4},
+        lambda every: rewarded(every, lambda one: (one.entropy.detach() >= highest(every, 0.4)).double()),
+    ),
+    "right replies": (
+        {"nll_coefficient": MUCH},
+        lambda every: (
+            rewarded(every) - MUCH * mean([one for one in every if one.correct], lambda one: one.policy)
+        ),
+    ),
+    "off-policy limit": (
+        {"off_policy_limit": 0.05},
+        lambda every: rewarded(
+            every,
+            lambda one: float(one.advantage >= 0 or (one.generation - one.now).mean() <= 0.05),
+        ),
+    ),
+}
+
+
+def said(model: str, rows: Sequence[Row], policy: torch.nn.Module) -> list[Said]:
+    """What policy, reference and teacher say, by transformers alone, one row at a time."""
+
+    def load(path: Path) -> torch.nn.Module:
+        return transformers.AutoModelForCausalLM.from_pretrained(path).double()
+
+    reference, teacher = load(Path(model)), load(Path(model).with_name("teacher"))
+    scale(reference, 1.1)
+
+    def logprobs(module: torch.nn.Module, row: Row) -> tuple[Tensor, Tensor]:
+        ids = torch.tensor([*row.prompt_ids.tolist(), *row.tokens.ids.tolist()])
+        log_p = torch.log_softmax(module(ids[None]).logits[0, len(row.prompt_ids) - 1 : -1], -1)
+        return log_p.gather(1, ids[len(row.prompt_ids) :, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+    every = []
+    for number in sorted({each.rollout for each in rows}):
+        own = [each for each in rows if each.rollout == number]
+        found = [logprobs(policy, each) for each in own]
+        with torch.no_grad():
+            others = [torch.cat([logprobs(one, each)[0] for each in own]) for one in (reference, teacher)]
+        every.append(
+            Said(
+                own[0].advantage,
+                bool(own[0].correct),
+                torch.cat([each for each, _ in found]),
+                torch.cat([torch.tensor(each.tokens.logprobs).double() for each in own]),
+                *others,
+                entropy=torch.cat([each for _, each in found]),
+            )
+        )
+    return every
+
+
+def drifted(model: str, rows: Sequence[Row]) -> list[Row]:
+    """The rows as weights have sampled them that were near to those of the trainer."""
+    chance = random.Random(0)
+    return [
+        with_tokens(each, logprobs=[p + chance.gauss(0, 0.3) for p in each.tokens.logprobs])
+        for each in scores(model, rows)
+    ]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", FORMULAS)
+def test_an_option_has_the_gradient_of_its_formula(model: str, case: str) -> None:
+    """Its sign, and whether it looks at tokens, rollouts or the update: rollouts have one row or two."""
+    options, formula = FORMULAS[case]
+    rows = drifted(model, of_two_segments())
+    name = "distillation" if "teacher_coefficient" in options else "grpo"
+    given = {"correction": "off"} | options
+    gradient, _ = trained(model, rows, name=name, config={"aggregation": "token"}, reference=1.1, **given)
+    policy = transformers.AutoModelForCausalLM.from_pretrained(model).double()
+    formula(said(model, rows, policy)).backward()
+    expected = [parameter.grad for parameter in policy.parameters()]
+    assert max(float(each.abs().max()) for each in expected) > 1e-3
+    for mine, plain in zip(gradient, expected, strict=True):
+        torch.testing.assert_close(mine.double(), plain, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.long

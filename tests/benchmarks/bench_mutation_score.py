@@ -1,11 +1,13 @@
-"""Small random faults in the pure core and the pipeline: how many of them do the tests find?
+"""Small random faults in the core: how many of them do the tests find?
 
-    python tests/benchmarks/bench_mutation_score.py [MODULE ...] [--mutants 160] [--seed 0]
+    python tests/benchmarks/bench_mutation_score.py [MODULE ...] [--mutants 60] [--seed HASH] [--only 3 17]
 
 ``bench_mutants.py`` has faults that somebody thought of.  Here they are drawn at random: a comparison, a
-constant, an operator, a condition, a removed statement, two arguments in the other order.  Each mutant is a
-copy of the package with one of them, and is killed by the tests of its module or by the simulation.  Those
-that survive are printed: each is a missing test, or changes nothing that can be seen.
+sign, a constant, a condition, a removed statement, a returned value, two arguments in the other order.  The
+seed is the hash of the commit before the tests were written, so that nobody chooses the faults.  Each mutant
+is written into a copy of the repository and is killed by the tests that import its module or name its
+function, the nearest first, or by the simulation.  Those that survive are printed: each is a missing test, or
+changes nothing that can be seen.
 """
 
 from __future__ import annotations
@@ -15,40 +17,36 @@ import ast
 import copy
 import os
 import random
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
+from queue import SimpleQueue
 
 ROOT = Path(__file__).parent.parent.parent
-PACKAGE = ROOT / "grpo_core"
 SIMULATED = 60
-"""Seeds of the simulation that a mutant of the loop must survive."""
-TESTS: dict[str, list[str]] = {
-    "loop/buffer.py": ["buffer", "pipeline", "simulation"],
-    "loop/advantages.py": ["advantages"],
-    "loop/rows.py": ["rollout", "pipeline"],
-    "loop/canary.py": ["canary"],
-    "loop/dynamic.py": ["dynamic_sampling"],
-    "loop/health.py": ["health"],
-    "loop/laws.py": ["laws", "simulation"],
-    "loop/metrics.py": ["metrics"],
-    "loop/meter.py": ["meter", "pipeline"],
-    "loop/pipeline.py": ["pipeline", "canary", "validation_beside_training", "simulation"],
-    "loop/rollout.py": ["rollout", "turns", "pipeline", "simulation"],
-    "loop/turns.py": ["turns", "rollout", "simulation"],
-    "training/batching.py": ["batching"],
-    "training/logprobs.py": ["logprobs"],
-    "contracts/loss.py": ["loss", "losses"],
-    **{
-        f"losses/{module}.py": ["losses_as_trl", "losses_as_nemo", "losses"]
-        for module in ("aggregation", "corrections", "kl", "named", "objectives", "ratios", "terms")
-    },
-    "contracts/tokens.py": ["tokens", "columns", "turns"],
+"""Seeds of the simulation that a mutant must survive."""
+SOURCE_TESTS = {
+    "size",
+    "layers",
+    "public_api",
+    "mutants",
+    "packaging",
+    "wheels",
+    "suite",
+    "documented_commands",
 }
-"""Tests of each module by name, ``tests/test_NAME.py``, or the simulation; the quickest comes first."""
+"""Tests that read the source itself, or install it: a mutant is written without comments."""
+COMMON = 12
+"""A name that more test files have says nothing about what they test."""
+FARTHEST = 2
+"""How many imports may lie between a test and the module of a mutant."""
 
 OTHER: dict[type, type] = {
     ast.Lt: ast.LtE,
@@ -118,6 +116,10 @@ def _changes(node: ast.AST) -> Iterator[ast.AST]:
         changed = copy.copy(node)
         changed.test = ast.UnaryOp(ast.Not(), node.test)
         yield changed
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        yield node.operand
+    elif isinstance(node, ast.Return) and node.value is not None and ast.unparse(node.value) != "None":
+        yield ast.copy_location(ast.Return(ast.Constant(None)), node)
     elif _removable(node):
         yield ast.copy_location(ast.Pass(), node)
     elif (
@@ -159,55 +161,137 @@ def _text(node: ast.AST, owner: ast.AST) -> str:
     return ast.unparse(shown).splitlines()[0][:100]
 
 
-def killed(module: str, source: str, tests: Sequence[str], seconds: float) -> bool:
-    """Whether one of the tests fails with this source of a module, or hangs."""
-    with tempfile.TemporaryDirectory() as scratch:
-        shutil.copytree(PACKAGE, Path(scratch) / "grpo_core")
-        (Path(scratch) / "grpo_core" / module).write_text(source)
-        paths = [scratch, str(ROOT / "tests"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
-        return any(_fails(_command(test), scratch, environ, seconds) for test in tests)
+@cache
+def _imported(file: Path) -> frozenset[str]:
+    """Every module of the core that a file imports, also inside its functions."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return frozenset(name for name in found if name.startswith("grpo_core."))
 
 
-def _command(test: str) -> Sequence[str]:
-    if test == "simulation":
-        return [sys.executable, "-m", "simulation.runs", "--quiet", "--seeds", str(SIMULATED)]
-    file = str(ROOT / "tests" / f"test_{test}.py")
-    return [sys.executable, "-m", "pytest", "-xq", "-m", "not slow", "-p", "no:cacheprovider", file]
+def tests_near(module: str, names: Sequence[str]) -> list[list[str]]:
+    """The test files near a module: those that import it or name the function, then groups farther away."""
+    name = "grpo_core." + module.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    files = [*ROOT.glob("tests/test_*.py"), *ROOT.glob("plugins/*/tests/test_*.py")]
+    files = [file for file in files if file.stem.removeprefix("test_") not in SOURCE_TESTS]
+    files.sort(key=lambda file: file.stat().st_size)
+    naming = [[file for file in files if re.search(rf"\b{word}\b", file.read_text())] for word in names]
+    named = [file for some in naming if len(some) <= COMMON for file in some]
+    groups: list[list[str]] = []
+    targets, seen = {name}, set[Path]()
+    for _ in range(FARTHEST + 1):
+        near = [file for file in files if _imported(file) & targets] + named
+        groups.append([str(file.relative_to(ROOT)) for file in dict.fromkeys(near) if file not in seen])
+        seen |= set(near)
+        targets |= {
+            "grpo_core." + ".".join(file.relative_to(ROOT / "grpo_core").with_suffix("").parts)
+            for file in ROOT.glob("grpo_core/**/*.py")
+            if _imported(file) & targets
+        }
+    return groups
 
 
-def _fails(command: Sequence[str], cwd: str, environ: dict[str, str], seconds: float) -> bool:
+def names_around(source: str, line: int) -> list[str]:
+    """The public functions and classes that a line of a module lies in."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    around = [node for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)]
+    around = [node for node in around if node.lineno <= line <= (node.end_lineno or 0)]
+    return [node.name for node in around if not node.name.startswith("_")]
+
+
+def killer(tree: Path, module: str, line: int, source: str, seconds: float) -> str:
+    """The test that fails with this source of a module, in a copy of the repository; empty if none does."""
+    path = tree / "grpo_core" / module
+    original = path.read_text()
+    near, *farther = tests_near(module, names_around(original, line))
+    path.write_text(source)
     try:
-        return bool(
-            subprocess.run(command, cwd=cwd, env=environ, capture_output=True, timeout=seconds).returncode
-        )
-    except subprocess.TimeoutExpired:
-        return True
+        commands = [_pytest(near, "not slow and not nightly and not long and not gpu")]
+        commands.append([sys.executable, "-m", "simulation.runs", "--quiet", "--seeds", str(SIMULATED)])
+        commands.append(_pytest(near, "(slow or long) and not nightly and not gpu"))
+        commands += [_pytest(files, "not slow and not nightly and not long and not gpu") for files in farther]
+        return next(filter(None, (_failure(command, tree, seconds) for command in commands)), "")
+    finally:
+        path.write_text(original)
+
+
+def _pytest(files: Sequence[str], marks: str) -> Sequence[str]:
+    options = ["-xq", "-n0", "-m", marks, "-p", "no:cacheprovider", "--timeout=120"]
+    return [sys.executable, "-m", "pytest", *options, *files] if files else []
+
+
+def _failure(command: Sequence[str], tree: Path, seconds: float) -> str:
+    if not command:
+        return ""
+    paths = [str(tree), str(tree / "tests"), *map(str, sorted(tree.glob("plugins/*")))]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
+    with subprocess.Popen(
+        command,
+        cwd=tree,
+        env=environ,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            return "" if "pytest" in command else "the simulation hangs"
+    if process.returncode in (0, 5):  # 5: no test has these marks
+        return ""
+    failed = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - |$)", output, re.MULTILINE)
+    return failed[1] if failed else f"{command[2]}, status {process.returncode}: {output.strip()[-200:]}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("modules", nargs="*", default=list(TESTS), help="as loop/buffer.py")
+    parser.add_argument("modules", nargs="*", help="as loop/buffer.py; all without any")
     parser.add_argument(
-        "--mutants", type=int, default=160, help="how many are drawn, from all modules together"
+        "--mutants", type=int, default=60, help="how many are drawn, from all modules together"
     )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=120.0, help="a test that takes longer hangs")
+    parser.add_argument("--seed", default="0", help="any text, as the hash of a commit")
+    parser.add_argument(
+        "--seconds", type=float, default=600.0, help="one group of tests that takes longer passes"
+    )
+    parser.add_argument(
+        "--only", type=int, nargs="*", help="numbers of drawn mutants; the others are not run"
+    )
+    parser.add_argument("--at-once", type=int, default=1)
     given = parser.parse_args()
-    known = {module: list(mutants((PACKAGE / module).read_text())) for module in given.modules}
-    every = [(module, *mutant) for module, some in known.items() for mutant in some]
-    drawn = random.Random(given.seed).sample(every, min(given.mutants, len(every)))
-    for test in sorted({test for module in given.modules for test in TESTS[module]}):
-        if killed("contracts/loss.py", (PACKAGE / "contracts/loss.py").read_text(), [test], given.seconds):
-            raise SystemExit(f"{test}: it fails, or takes too long, without any mutant")
-    print(f"{len(drawn)} of {len(every)} mutants", flush=True)
-    survivors = 0
-    for module, line, what, source in sorted(drawn):
-        dead = killed(module, source, TESTS[module], given.seconds)
-        survivors += not dead
-        print(f"{'killed  ' if dead else 'SURVIVES'}  {module}:{line}: {what}", flush=True)
-    print(f"{'random mutants killed, of ' + str(len(drawn)):60} {len(drawn) - survivors:10}  >= 95%")
-    return 1 if survivors > 0.05 * len(drawn) else 0
+    core = ROOT / "grpo_core"
+    modules = given.modules or sorted(str(path.relative_to(core)) for path in core.glob("**/*.py"))
+    every = [(module, *mutant) for module in modules for mutant in mutants((core / module).read_text())]
+    drawn = sorted(random.Random(given.seed).sample(every, min(given.mutants, len(every))))
+    print(f"{len(drawn)} of {len(every)} mutants, seed {given.seed}", flush=True)
+    chosen = range(len(drawn)) if given.only is None else given.only
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(given.at_once) as threads:
+        trees: SimpleQueue[Path] = SimpleQueue()
+        for number in range(given.at_once):
+            tree = Path(scratch, str(number))
+            shutil.copytree(
+                ROOT, tree, ignore=shutil.ignore_patterns(".venv", ".git", "__pycache__", ".*_cache")
+            )
+            trees.put(tree)
+
+        def judge(number: int) -> bool:
+            module, line, what, source = drawn[number]
+            tree = trees.get()
+            by = killer(tree, module, line, source, given.seconds)
+            trees.put(tree)
+            print(
+                f"{number:3} {'killed  ' if by else 'SURVIVES'}  {module}:{line}: {what}  [{by}]", flush=True
+            )
+            return bool(by)
+
+        survivors = sum(not dead for dead in threads.map(judge, chosen))
+    print(f"{'random mutants killed, of ' + str(len(chosen)):60} {len(chosen) - survivors:10}  >= 95%")
+    return 1 if survivors > 0.05 * len(chosen) else 0
 
 
 if __name__ == "__main__":
