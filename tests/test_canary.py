@@ -110,6 +110,32 @@ def test_another_version_on_the_answer_is_a_mismatch():
         verify(engine)
 
 
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"logprobs": [-1.5]}, r"to token 1 .* the logprob -1\.5"),
+        ({"token_ids": [2]}, "to token 2"),
+        ({"token_ids": [3]}, "less than to its likeliest tokens"),
+        ({"versions": [3]}, r"with versions \[3\]; expected \[4\]"),
+    ],
+    ids=["logprob", "token", "unknown token", "version"],
+)
+def test_the_answer_to_each_context_is_compared(place, wrong, message):
+    """The others agree: a tensor of a few tokens only, or one worker of several, may be old."""
+    contexts = [Canary(prompt_ids=(i,), token_ids=(1, 2), logprobs=(-1.0, -5.0)) for i in range(3)]
+    right = {"token_ids": [1], "logprobs": [-1.0], "versions": [4], "finish_reason": "length"}
+
+    class Listed(FakeEngine):
+        async def generate(self, requests):
+            asked = [request.prompt_ids[0] for request in requests]
+            return [Completion(**(right | wrong if each == place else right)) for each in asked]
+
+    weights = Weights(version=4, location="", nbytes=0, tensors=(), canary=contexts)
+    with pytest.raises(WeightSyncError, match=message):
+        run(canary.verify(Listed(), weights, tolerance=Tolerance(0.1), deadline=60.0))
+
+
 def test_an_engine_that_dies_while_it_is_asked_is_asked_again_but_not_for_ever():
     engine = Listener()
     engine.deaths = 2
