@@ -136,7 +136,7 @@ def test_a_run_validates_on_an_engine_of_its_own(run):
     again = json.loads(grpo(run.parent, "validate", "run", "--json").stdout)
     last = {name: value for name, value in rows[-1].items() if name.startswith("validation/")}
     assert last == {f"validation/sort/{name}": value for name, value in again["results"]["sort"].items()}
-    assert (again["version"], again["validation"], again["model"]) == (4, "batched", "run")
+    assert (again["version"], again["validation"], again["model"]) == (4, {"sort": "batched"}, "run")
 
 
 @pytest.mark.slow
@@ -157,7 +157,7 @@ def test_the_tiny_model_is_measured_as_training_starts_with_it(run):
         "--set", "validation.prompts=30", "--json")  # fmt: skip
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
-    assert (told["model"], told["version"], told["validation"]) == ("tiny", 0, "batched")
+    assert (told["model"], told["version"], told["validation"]) == ("tiny", 0, {"sort": "batched"})
     first = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
     assert told["results"]["sort"]["accuracy"] == first["validation/sort/accuracy"]
     assert not list(run.parent.glob("tiny*"))

@@ -366,7 +366,7 @@ def test_validate_measures_sets_by_name_also_those_that_the_run_leaves_out(a_run
     assert {name: found["prompts"] for name, found in told["results"].items()} == {"bench": 6, "rows": 5}
     of_task = grpo(a_run.parent, "validate", "run", "--only", "sort4", "--json")
     assert list(json.loads(of_task.stdout)["results"]) == ["sort4"], of_task.stderr
-    assert told["sets"]["bench"] == {"validation": "batched", "options": {"n": 3, "temperature": 0.7}}
+    assert told["validation"] == {"bench": "batched", "rows": "batched"}
     rows = [json.loads(line) for line in (a_run / "metrics.jsonl").read_text().splitlines()]
     last = next(row for row in reversed(rows) if "validation/bench/accuracy" in row)
     assert last["validation/bench/accuracy"] == told["results"]["bench"]["accuracy"], (

@@ -82,7 +82,12 @@ class Run:
 
     @property
     def state(self) -> str:
-        """The reason of its end, as "finished" or "failed"; "running", or "killed" if it gave none."""
+        """The reason of its end, as "finished" or "failed"; "running", or "killed" if it gave none.
+
+        A directory that ``grpo-core validate`` has written is "measured".
+        """
+        if (self.path / "results.json").is_file():
+            return "measured"
         try:
             with (self.path / EVENTS).open("rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))

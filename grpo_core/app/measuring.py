@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -17,14 +18,16 @@ from grpo_core.app.lengths import RunPrompts
 from grpo_core.app.parts import Parts
 from grpo_core.app.session import start_session
 from grpo_core.app.tasks import Tasks
-from grpo_core.config import Config
+from grpo_core.config import Config, as_toml
 from grpo_core.contracts.errors import ConfigError, wrong_input
 from grpo_core.contracts.events import Event, ValidationPlayed, WarningRaised
 from grpo_core.contracts.records import Group
 from grpo_core.engines.text import without_tokens
+from grpo_core.loop.metrics import validation_metrics
 from grpo_core.models.files import chat_template
 from grpo_core.models.fitting import check_files
 from grpo_core.plugins.host import NO_OFFERS, Offers, PluginHost
+from grpo_core.reporting.files import metrics_line
 from grpo_core.reporting.stored import write_validation
 from grpo_core.storage.run_directory import CONFIG
 from grpo_core.text.rendering import Renderer
@@ -65,23 +68,21 @@ class Measurement:
             if not played:
                 self.directory.rmdir()  # it ended before its results
         validation = self.config.validation
-        engine = validation.engine or self.config.engine
-        resolved = {name: validation.of_set(name) for name in validation.sets if name in results}
         report = {
             "model": self.target.name,
             "version": self.target.version,
-            "engine": {"name": engine.name, "options": engine.options},
-            "validation": validation.name,
-            "options": validation.options,
-            "sets": {
-                name: {"validation": one.name, "options": one.options} for name, one in resolved.items()
+            "validation": {
+                name: (validation.of_set(name) if name in validation.sets else validation).name
+                for name in results
             },
-            "seed": self.config.seed,
             "results": results,
         }
         provenance.write(self.directory, self.config, self.host)
+        line = metrics_line(self.target.version, time.time(), validation_metrics(results))
         text = json.dumps(report, indent=2)
-        (self.directory / "results.json").write_text(text + "\n", encoding="utf-8")
+        files = {CONFIG: as_toml(self.config), "metrics.jsonl": line, "results.json": f"{text}\n"}
+        for name, text in files.items():
+            (self.directory / name).write_text(text, encoding="utf-8")
         return report
 
     def _stored(self, groups: Sequence[Group]) -> Sequence[Group]:

@@ -212,11 +212,9 @@ def validate(
     if as_json:
         print(json.dumps(report, indent=2))
     else:
-        results, sets = report["results"], report["sets"]
-        strategies = {report["validation"]: None} if set(results) - set(sets) else {}
-        strategies |= dict.fromkeys(one["validation"] for one in sets.values())
+        strategies = dict.fromkeys(report["validation"].values())
         say(f"{report['model']}, version {report['version']}, measured by {', '.join(strategies)}\n")
-        say(table(results))
+        say(table(report["results"]))
     return 0
 
 

@@ -179,6 +179,23 @@ def test_its_rollouts_are_judged_again(tmp_path):
     assert "0 of 6 rollouts change" in done.stdout
 
 
+def test_its_measurement_is_a_run_whose_page_shows_it(tmp_path):
+    with Hosted().running() as url:
+        validate(tmp_path, url, "rollout.max_tokens=24")
+    (measured,) = (tmp_path / "runs").iterdir()
+    run = grpo_core.Run(measured)
+    assert run.state == "measured"
+    assert [(row["step"], row["task"], row["accuracy"]) for row in run.validations()] == [(0, "sort", 1.0)]
+    done = grpo(tmp_path, "report", str(measured))
+    assert done.returncode == 0, done.stderr
+    page = (measured / "report.html").read_text()
+    assert "All 6 stored rollouts; without tokens." in page
+    assert "sort: validation accuracy" in page
+    assert "100.0%" in page
+    assert "training time" not in page
+    assert "could not be read" not in page
+
+
 def test_a_python_program_plays_it(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 

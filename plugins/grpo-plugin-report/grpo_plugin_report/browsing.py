@@ -147,13 +147,13 @@ def _add_tokens(
     for group, lines, _ in groups:
         for rollout, line in zip(group["rollouts"], lines, strict=True):
             packed = None
-            if stored is not None and used < room:
+            if stored is not None and line in stored.segments and used < room:
                 try:
                     packed = stored.packed(line, words)
                 except faults:
                     stored, why = None, "damaged"
             if packed is None:
-                rollout["untold"] = why
+                rollout["untold"] = why if stored is None or line in stored.segments else "none"
                 continue
             rollout["tokens"] = packed
             used += len(json.dumps(packed))
@@ -365,9 +365,10 @@ class _StoredTokens:
         self._names = {*self._file.keys()}
         read = self._file.get_tensor
         self._offsets: list[int] = read("segment_offsets").tolist()
-        self._segments: dict[int, list[int]] = {}
+        self.segments: dict[int, list[int]] = {}
+        """Segments of the rollouts that have any."""
         for segment, rollout in enumerate(read("segment_rollouts").tolist()):
-            self._segments.setdefault(rollout, []).append(segment)
+            self.segments.setdefault(rollout, []).append(segment)
         self._advantages, self._of = read("token_advantages"), read("token_rollouts")
 
     def packed(self, rollout: int, words: _Words) -> dict[str, Any] | None:
@@ -379,8 +380,7 @@ class _StoredTokens:
         import numpy as np
 
         parts = [
-            slice(self._offsets[segment], self._offsets[segment + 1])
-            for segment in self._segments.get(rollout, ())
+            slice(self._offsets[segment], self._offsets[segment + 1]) for segment in self.segments[rollout]
         ]
         ids, logprobs, versions = (self._joined(name, parts) for name in ("ids", "logprobs", "versions"))
         sampled = self._joined("sampled", parts).astype(bool) if "sampled" in self._names else versions >= 0
@@ -405,7 +405,7 @@ class _StoredTokens:
         import numpy as np
 
         array = self._file.get_slice(name)
-        return np.concatenate([array[0:0], *(array[part] for part in parts)])
+        return np.concatenate([array[part] for part in parts])
 
 
 def _base64(numbers: NDArray[Any]) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import recording
 import webdriver
+from attrs import evolve
 
 from grpo_core import Group, Prompt, Rollout, Run, Segment, Tokens
 from grpo_core.config import Config, TaskConfig, TrackingConfig
@@ -140,6 +141,15 @@ def test_what_is_not_stored_is_said_and_not_invented(tmp_path):
     }
     assert told == {"damaged"}
     assert "2 lines could not be read" in html
+
+
+def test_a_step_whose_rollouts_all_failed_has_no_tokens_and_is_not_damaged(tmp_path):
+    failed = evolve(rollout("question v", said("lost"), 0.0), segments=())
+    html = record(tmp_path / "run", [ValidationPlayed(groups=(group("sort", "v", [failed], 0),), version=0)])
+    (one,) = stored(html)["groups"][0]["rollouts"]
+    assert one["untold"] == "none"
+    assert "All 1 stored rollouts; without tokens." in html
+    assert "could not be read" not in html
 
 
 def test_a_page_has_a_bounded_size_and_keeps_the_same_prompts_of_each_step(tmp_path, monkeypatch):
