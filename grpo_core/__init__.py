@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from grpo_core.api.calls import validate as validate
     from grpo_core.api.run import Run as Run
     from grpo_core.app.session import Session as Session
+    from grpo_core.config.setup import TrainerSetup as TrainerSetup
     from grpo_core.contracts import advantages as advantages
     from grpo_core.contracts import errors as errors
     from grpo_core.contracts import events as events
@@ -100,7 +101,6 @@ if TYPE_CHECKING:
     from grpo_core.plugins.loading import load_object as load_object
     from grpo_core.reporting.stored import stored_rollouts as stored_rollouts
     from grpo_core.text.thoughts import split_thought as split_thought
-    from grpo_core.training.setup import TrainerSetup as TrainerSetup
     from grpo_core.validation.estimates import mean_with_interval as mean_with_interval
     from grpo_core.validation.strategies import ScoringStrategy as ScoringStrategy
 

@@ -14,6 +14,7 @@ import torch
 from test_lora import setup as lora_setup
 from test_trainer import setup
 
+from grpo_core.config.setup import TrainerSetup
 from grpo_core.contracts.errors import WeightSyncError
 from grpo_core.contracts.records import (
     Canary,
@@ -33,7 +34,6 @@ from grpo_core.loop.canary import CONTEXTS, FRESH, LENGTH, Canaries
 from grpo_core.loop.rows import make_batch
 from grpo_core.training import model as models
 from grpo_core.training.model import Scorer
-from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.trainer import TorchTrainer
 from grpo_core.weights.names import checkpoint_tensors
 from grpo_core.weights.reading import read_weights

@@ -23,13 +23,13 @@ from ends import CPU, Engine, Trainer, ends
 from fake_gpus import GPU, ProcessGroup
 
 from grpo_core.config import build
+from grpo_core.config.setup import TrainerSetup
 from grpo_core.contracts.errors import ConfigError, ModelError, WeightSyncError
 from grpo_core.contracts.records import EngineSetup, GenerationRequest
 from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.engines.local.server import Server
 from grpo_core.loop.agreement import Tolerance
 from grpo_core.training.ranks import Alone
-from grpo_core.training.setup import TrainerSetup
 from grpo_core.weights.reading import read_weights
 from grpo_plugin_devkit.decoding import EngineUnderTest, make_test_model
 from grpo_plugin_scale.engines.pool import EnginePool

@@ -19,6 +19,7 @@ from grpo_core.app import preflight
 from grpo_core.app.parts import Parts
 from grpo_core.app.paths import with_absolute_paths
 from grpo_core.config import LossConfig, TeacherConfig, build
+from grpo_core.config.setup import TrainerSetup
 from grpo_core.contracts.errors import ConfigError, ModelError
 from grpo_core.contracts.records import Row
 from grpo_core.contracts.tokens import Tokens
@@ -26,7 +27,6 @@ from grpo_core.demo import tiny
 from grpo_core.plugins.host import PluginHost
 from grpo_core.training.microbatch import collate
 from grpo_core.training.passes import Passes
-from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.teacher import Teacher
 from grpo_core.training.trainer import TorchTrainer
 from grpo_plugin_scale.lora import LoraConfig

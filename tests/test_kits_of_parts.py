@@ -20,9 +20,9 @@ from grpo_core.cli import make_app
 from grpo_core.contracts.errors import PluginError
 from grpo_core.demo.tiny import make_tiny_model
 from grpo_core.plugins.host import PluginHost
+from grpo_core.storage.copies import WeightsLease
 from grpo_core.storage.planes import MemoryPlane
 from grpo_core.training.trainer import TorchTrainer
-from grpo_core.weights.copies import WeightsLease
 from grpo_core.weights.shm import SharedMemoryWriter
 from grpo_plugin_devkit.model_sources import check_model_source
 from grpo_plugin_devkit.optimizers import check_optimizer

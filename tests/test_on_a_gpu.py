@@ -24,6 +24,7 @@ from test_trainer import batch, ragged, setup
 from torch.torch_version import TorchVersion
 
 from grpo_core.config import TrainerConfig
+from grpo_core.config.setup import TrainerSetup
 from grpo_core.contracts.errors import ConfigError
 from grpo_core.contracts.protocols import ParameterGroup
 from grpo_core.demo import tiny
@@ -39,7 +40,6 @@ from grpo_core.training.logprobs import token_logprobs
 from grpo_core.training.model import ModelSource
 from grpo_core.training.passes import Passes
 from grpo_core.training.ranks import Alone
-from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.snapshot import Snapshot
 from grpo_core.weights import shm
 from grpo_core.weights.reading import read_weights

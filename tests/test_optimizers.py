@@ -18,14 +18,14 @@ from test_trainer import setup as plain_setup
 
 from grpo_core.app import preflight
 from grpo_core.config import OptimizerConfig, ParameterGroupConfig, build
+from grpo_core.config.setup import TrainerSetup
 from grpo_core.contracts.errors import CheckpointError, ConfigError, PluginError
 from grpo_core.demo import tiny
+from grpo_core.loop.schedule import schedule
 from grpo_core.plugins.host import PluginHost
 from grpo_core.training.microbatch import collate
 from grpo_core.training.optimization import divided, flat
 from grpo_core.training.optimizers import state_bytes, state_of
-from grpo_core.training.schedule import schedule
-from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.trainer import TorchTrainer
 
 NAMES = ("adamw", "adamw_8bit", "muon")

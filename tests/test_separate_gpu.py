@@ -18,12 +18,12 @@ from test_trainer import batch, ragged, setup
 from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from grpo_core.config.setup import TrainerSetup
 from grpo_core.demo import tiny
 from grpo_core.engines.local.decoder import Decoder
 from grpo_core.engines.local.llama import Llama, Shape
 from grpo_core.training import model as models
 from grpo_core.training.passes import Passes
-from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.trainer import TorchTrainer
 from grpo_core.weights.reading import read_weights
 from grpo_plugin_devkit.decoding import make_test_model

@@ -35,22 +35,23 @@ from grpo_core.config import (
     ValidationConfig,
     build,
 )
+from grpo_core.config.setup import TrainerSetup
 from grpo_core.contracts.errors import CheckpointError, ConfigError, ModelError, PluginError, TrainerError
 from grpo_core.contracts.loss import needs_of
 from grpo_core.contracts.records import Batch, Feedback, Group, Prompt, Rollout, Row, Segment, Weights
 from grpo_core.contracts.tokens import Tokens
 from grpo_core.demo import tiny
 from grpo_core.loop.rows import make_batch, with_advantages
+from grpo_core.loop.schedule import schedule
 from grpo_core.plugins.host import PluginHost
 from grpo_core.processes import cpu
+from grpo_core.processes.cores import thread_count
 from grpo_core.testing import FakeEngine, FakeEnvironment
 from grpo_core.training import microbatch
 from grpo_core.training.budget import token_budget
 from grpo_core.training.logprobs import KEEP_BYTES
 from grpo_core.training.model import FullModel, ModelSource, compute_dtype
-from grpo_core.training.process import ProcessTrainer, thread_count
-from grpo_core.training.schedule import schedule
-from grpo_core.training.setup import TrainerSetup
+from grpo_core.training.process import ProcessTrainer
 from grpo_core.training.trainer import TorchTrainer, create
 from grpo_core.weights.reading import read_weights
 

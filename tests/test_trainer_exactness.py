@@ -15,6 +15,7 @@ from test_pipeline import Run
 from torch import Tensor
 
 from grpo_core.config import LossConfig, ModelConfig, TrainerConfig
+from grpo_core.config.setup import TrainerSetup
 from grpo_core.contracts.protocols import Trainer
 from grpo_core.contracts.records import (
     Batch,
@@ -27,7 +28,6 @@ from grpo_core.contracts.records import (
 )
 from grpo_core.loop.rollout import SamplingParams
 from grpo_core.testing import FakeEngine, FakeEnvironment
-from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.trainer import TorchTrainer
 
 TEMPERATURE, STEPS, UPDATES = 0.7, 4, 2

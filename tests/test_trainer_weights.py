@@ -15,13 +15,13 @@ from test_trainer import batch, ragged, row, same, save
 from torch.distributed.tensor import DTensor
 
 from grpo_core.config import ModelConfig, build
+from grpo_core.config.setup import TrainerSetup
 from grpo_core.contracts.errors import ConfigError
 from grpo_core.demo import tiny
 from grpo_core.plugins.host import PluginHost
 from grpo_core.training import microbatch
 from grpo_core.training.model import ModelSource
 from grpo_core.training.passes import Passes
-from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.state_files import read_state
 from grpo_core.weights.reading import read_weights
 from grpo_plugin_scale.config import check

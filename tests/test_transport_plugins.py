@@ -14,8 +14,8 @@ from grpo_core.app.placement import LocalPlacement
 from grpo_core.app.workers import transport
 from grpo_core.config import EngineConfig
 from grpo_core.contracts.errors import GrpoError, PluginError
+from grpo_core.plugins import transports
 from grpo_core.plugins.host import PluginHost
-from grpo_core.weights import transports
 from grpo_plugin_devkit.transports import check_transport
 
 PLUGIN = """

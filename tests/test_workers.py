@@ -26,8 +26,8 @@ from grpo_core.engines.wrapped import BackgroundMetrics
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.loop.agreement import Tolerance
 from grpo_core.plugins.host import PluginHost
+from grpo_core.storage.copies import Copies, mapped
 from grpo_core.testing import FakeEngine, FakeEnvironment, prompts, run
-from grpo_core.weights.copies import Copies, mapped
 from grpo_plugin_scale.engines.pool import EnginePool
 
 # ---------------------------------------------------------------------------------- copies of weights

@@ -17,7 +17,7 @@ from attrs import field, frozen
 from grpo_core.config import EngineConfig, TrainerConfig
 from grpo_core.contracts.errors import ConfigError
 from grpo_core.plugins.host import PluginHost
-from grpo_core.weights.transports import find_transport
+from grpo_core.plugins.transports import find_transport
 
 Gpus = tuple[int, ...]
 """The GPUs of one process; empty for a process that uses none."""

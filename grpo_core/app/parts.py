@@ -15,6 +15,7 @@ from grpo_core.app import workers
 from grpo_core.app.placement import Placement
 from grpo_core.config import Config, EngineConfig, TrainerConfig, ValidationConfig
 from grpo_core.config.generation import RolloutConfig
+from grpo_core.config.setup import TrainerSetup
 from grpo_core.contracts import protocols
 from grpo_core.contracts.errors import ConfigError
 from grpo_core.contracts.events import Event
@@ -48,9 +49,8 @@ from grpo_core.models.files import chat_template
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.offers import Bound
 from grpo_core.processes.aio import UNLIMITED, Slots
+from grpo_core.processes.cores import thread_count
 from grpo_core.text.rendering import Renderer
-from grpo_core.training.process import thread_count
-from grpo_core.training.setup import TrainerSetup
 from grpo_core.validation.runner import Context
 from grpo_core.validation.sets import HeldOut, Measured, Validation
 

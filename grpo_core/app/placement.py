@@ -16,7 +16,7 @@ from grpo_core.contracts.records import EngineSetup, Weights
 from grpo_core.environments.pool import EnvironmentSpec, EnvironmentWorker
 from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.plugins.host import PluginHost
-from grpo_core.weights.copies import Copies, WeightsLease
+from grpo_core.storage.copies import Copies, WeightsLease
 
 Retain = Callable[[Weights], Awaitable[WeightsLease]]
 """Takes a lease of published weights, which outlives the trainer's next publication."""

@@ -37,17 +37,17 @@ from grpo_core.data.files import check_there
 from grpo_core.data.samplers import plugin_state
 from grpo_core.loop.endings import Goal
 from grpo_core.loop.metrics import COMPARED, names_of_tasks
+from grpo_core.loop.schedule import rate
 from grpo_core.models.files import ADAPTERS, chat_template, check_path
+from grpo_core.plugins.configured import model_section
 from grpo_core.plugins.host import Kind, PluginHost
 from grpo_core.plugins.offers import Selected
+from grpo_core.plugins.transports import find_transport
 from grpo_core.processes.interpreters import Interpreter, from_here
 from grpo_core.reporting.selection import check_trackers
 from grpo_core.storage.planes import check_reader
 from grpo_core.text.response_formats import check_response_format
-from grpo_core.training.building import model_section
-from grpo_core.training.schedule import rate
 from grpo_core.validation.target import teacher_model
-from grpo_core.weights.transports import find_transport
 
 CHECKED = ("engine", "trainer", "loss", "optimizer", "advantage", "filter", "player")
 """Kinds whose names and options are checked alone; the others are made, or checked with what is around."""

@@ -23,13 +23,12 @@ from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import BufferStatistics
 from grpo_core.loop.endings import GOAL_REACHED, Goal
 from grpo_core.loop.saved import SavedPipeline, SavedRun
+from grpo_core.loop.schedule import KEYS as SCHEDULE
+from grpo_core.loop.schedule import rate
 from grpo_core.models.files import directory_here
-from grpo_core.plugins.configured import configured
+from grpo_core.plugins.configured import configured, model_section
 from grpo_core.plugins.host import NO_OFFERS, Offers, PluginHost
 from grpo_core.storage.run_directory import RunDirectory, lost
-from grpo_core.training.building import model_section
-from grpo_core.training.schedule import KEYS as SCHEDULE
-from grpo_core.training.schedule import rate
 from grpo_core.validation.target import check_start, start_digest
 
 FIXED = (

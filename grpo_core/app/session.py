@@ -28,7 +28,7 @@ from grpo_core.models.fitting import check_files
 from grpo_core.plugins.host import PluginHost
 from grpo_core.processes.aio import gather
 from grpo_core.processes.child import scratch_directory
-from grpo_core.training.process import thread_count
+from grpo_core.processes.cores import thread_count
 from grpo_core.validation.target import EvalTarget
 
 

@@ -17,7 +17,7 @@ from grpo_core.engines.wrapped import LimitedEngine
 from grpo_core.environments.pool import EnvironmentPool, EnvironmentSpec
 from grpo_core.loop.agreement import Tolerance
 from grpo_core.plugins.host import PluginHost
-from grpo_core.weights.transports import find_transport
+from grpo_core.plugins.transports import find_transport
 
 POOL = "pool"
 """Name of the engine that is made of others: ``factory(make, workers, *, tolerance, deadline, hold)``."""

@@ -14,6 +14,7 @@ from grpo_core.app import build, measuring
 from grpo_core.app.launch import RUNS, configure, continued, new_run, tasks_of
 from grpo_core.commands.complaints import complain, say, to_a_reader
 from grpo_core.config import Config, check_settings, merge, parse_settings, read_toml
+from grpo_core.config.setup import steps_of_profile
 from grpo_core.contracts.errors import ConfigError
 from grpo_core.contracts.unicode import inert
 from grpo_core.loop.endings import GOAL_REACHED
@@ -25,7 +26,6 @@ from grpo_core.processes.interrupts import INTERRUPTED
 from grpo_core.reporting.selection import REPORT
 from grpo_core.reporting.verification import verified
 from grpo_core.storage.run_directory import RunDirectory
-from grpo_core.training.setup import steps_of_profile
 from grpo_core.validation.results import progress, table
 
 MEASURED_BY = (

@@ -1,4 +1,4 @@
-"""Checks what an engine returns before any of it reaches the trainer."""
+"""Checks requests for completions, and completions before any of them reaches the trainer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from grpo_core.contracts.errors import PluginError
+from grpo_core.contracts.errors import EngineError, PluginError
 from grpo_core.contracts.records import Completion, GenerationRequest
 
 LOGPROB_SLACK = 1e-3
@@ -46,4 +46,31 @@ def check_completions(
         raise PluginError(
             f"engine: generate() returned the logprob {logprobs[~valid][0]} for a sampled token; expected a "
             "finite number of at most 0"
+        )
+
+
+def check_request(request: GenerationRequest, *, engine: str, vocabulary: int, positions: int) -> None:
+    """Raises EngineError if no engine with this vocabulary and these positions can complete the request."""
+    n = len(request.prompt_ids)
+    if not n:
+        raise EngineError(f"engine {engine}: a request has no prompt tokens; a prompt needs at least one")
+    lowest, highest = min(request.prompt_ids), max(request.prompt_ids)
+    if not 0 <= lowest <= highest < vocabulary:
+        raise EngineError(
+            f"engine {engine}: a prompt has tokens from {lowest} to {highest}; the model has {vocabulary} "
+            "tokens"
+        )
+    if n + request.max_tokens > positions:
+        raise EngineError(
+            f"engine {engine}: a prompt of {n} tokens and max_tokens={request.max_tokens} exceed the "
+            f"model's {positions} positions; shorten the prompts or lower rollout.max_tokens"
+        )
+    if request.max_tokens < 0 or request.temperature < 0:
+        raise EngineError(
+            f"engine {engine}: max_tokens={request.max_tokens}, temperature={request.temperature}: below 0"
+        )
+    if not (0 < request.top_p <= 1 and request.top_k >= 0 and 0 <= request.min_p <= 1):
+        raise EngineError(
+            f"engine {engine}: top_p={request.top_p}, top_k={request.top_k}, min_p={request.min_p}; expected "
+            "0 < top_p <= 1, top_k >= 0 and 0 <= min_p <= 1"
         )

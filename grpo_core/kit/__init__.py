@@ -192,6 +192,7 @@ if TYPE_CHECKING:
     from grpo_core.config import structured as structured
     from grpo_core.config.choices import options_of as options_of
     from grpo_core.config.idle import only_with as only_with
+    from grpo_core.contracts.completions import check_request as check_request
     from grpo_core.contracts.errors import cut as cut
     from grpo_core.contracts.errors import shortened as shortened
     from grpo_core.contracts.errors import wrong_input as wrong_input
@@ -216,8 +217,7 @@ if TYPE_CHECKING:
     from grpo_core.demo.tiny import encode as encode
     from grpo_core.demo.tiny import make_tiny_model as make_tiny_model
     from grpo_core.engines.child import ChildEngine as ChildEngine
-    from grpo_core.engines.decoding_server import DecodingServer as DecodingServer
-    from grpo_core.engines.decoding_server import check_request as check_request
+    from grpo_core.engines.local.decoding_server import DecodingServer as DecodingServer
     from grpo_core.engines.local.engine import LocalEngine as LocalEngine
     from grpo_core.engines.text import PlayingText as PlayingText
     from grpo_core.engines.text import TextRenderer as TextRenderer
@@ -256,6 +256,7 @@ if TYPE_CHECKING:
     from grpo_core.loop.rows import Scores as Scores
     from grpo_core.loop.rows import checked_scores as checked_scores
     from grpo_core.loop.rows import make_batch as make_batch
+    from grpo_core.loop.schedule import rate as rate
     from grpo_core.loop.timeline import during as during
     from grpo_core.models.files import chat_template as chat_template
     from grpo_core.models.files import directory_here as directory_here
@@ -274,6 +275,8 @@ if TYPE_CHECKING:
     from grpo_core.plugins.options import Settings as Settings
     from grpo_core.plugins.options import Words as Words
     from grpo_core.plugins.selection import PluginSelection as PluginSelection
+    from grpo_core.plugins.transports import find_transport as find_transport
+    from grpo_core.plugins.transports import transport_of as transport_of
     from grpo_core.processes.aio import cancel as cancel
     from grpo_core.processes.aio import gather as gather
     from grpo_core.processes.aio import time_limit as time_limit
@@ -293,6 +296,9 @@ if TYPE_CHECKING:
     from grpo_core.reporting.stored import groups_in as groups_in
     from grpo_core.reporting.stored import prompts_in as prompts_in
     from grpo_core.reporting.trackers import TrackerThread as TrackerThread
+    from grpo_core.storage.copies import Copies as Copies
+    from grpo_core.storage.copies import WeightsLease as WeightsLease
+    from grpo_core.storage.copies import mapped as mapped
     from grpo_core.storage.planes import RemotePlane as RemotePlane
     from grpo_core.storage.run_directory import RunDirectory as RunDirectory
     from grpo_core.storage.run_directory import planned_steps as planned_steps
@@ -329,16 +335,12 @@ if TYPE_CHECKING:
     from grpo_core.training.process import StartProcess as StartProcess
     from grpo_core.training.process import TrainerProcess as TrainerProcess
     from grpo_core.training.ranks import Ranks as Ranks
-    from grpo_core.training.schedule import rate as rate
     from grpo_core.training.trainer import TorchTrainer as TorchTrainer
     from grpo_core.validation.results import SHARES as SHARES
     from grpo_core.validation.results import progress as progress
     from grpo_core.validation.target import find_target as find_target
     from grpo_core.validation.target import started_from as started_from
     from grpo_core.validation.target import teacher_model as teacher_model
-    from grpo_core.weights.copies import Copies as Copies
-    from grpo_core.weights.copies import WeightsLease as WeightsLease
-    from grpo_core.weights.copies import mapped as mapped
     from grpo_core.weights.layout import LowRankSum as LowRankSum
     from grpo_core.weights.layout import Slice as Slice
     from grpo_core.weights.layout import buckets as buckets
@@ -351,7 +353,5 @@ if TYPE_CHECKING:
     from grpo_core.weights.reading import read_buckets as read_buckets
     from grpo_core.weights.reading import read_weights as read_weights
     from grpo_core.weights.shm import SharedMemoryWriter as SharedMemoryWriter
-    from grpo_core.weights.transports import find_transport as find_transport
-    from grpo_core.weights.transports import transport_of as transport_of
 
 __getattr__, __dir__, __all__ = attach(__name__)

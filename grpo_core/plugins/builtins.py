@@ -91,7 +91,7 @@ def grpo_placements() -> Mapping[str, str]:
 
 @hookimpl
 def grpo_transports() -> Mapping[str, str]:
-    return {"shm": "grpo_core.weights.transports:SHM"}
+    return {"shm": "grpo_core.plugins.transports:SHM"}
 
 
 @hookimpl

@@ -1,15 +1,18 @@
-"""Builds configurations with the sections that plugins add."""
+"""Builds configurations with the sections that plugins add, and finds the section of the model."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from grpo_core.config import Config, as_table, build, merge, replace_parts
 from grpo_core.config.problems import problems
 from grpo_core.contracts.errors import ConfigError
+from grpo_core.contracts.records import WithSections
 from grpo_core.plugins.host import NO_OFFERS, Offers, PluginHost
+from grpo_core.plugins.installed import FILE_PREFIX
+from grpo_core.plugins.loading import load_object
 
 
 def configured(
@@ -58,3 +61,25 @@ def _names(table: Mapping[str, Any]) -> Iterator[str]:
     for key, value in table.items():
         if isinstance(value, Mapping) and key not in ("options", "tasks"):
             yield from _names(value)
+
+
+@runtime_checkable
+class ModelSection(Protocol):
+    """A section ``model.NAME`` of an installed plugin, whose checkpoints are a part of a model."""
+
+    fixed: Sequence[str]
+    """Keys that keep their values in all starts of a run, as ``"model.lora.rank"``."""
+
+    def check(self, config: Config) -> None:
+        """Raise ConfigError if the run cannot have this section; before a process starts."""
+        ...
+
+
+def model_section(config: WithSections) -> ModelSection | None:
+    """Return the section that says how the trainer holds its model; None: it trains all weights."""
+    for each in config.sections:
+        if each.name.startswith("model.") and not each.kind.startswith(FILE_PREFIX):
+            section = config.section(load_object(each.kind, who="section"))
+            if isinstance(section, ModelSection):
+                return section
+    return None

@@ -13,8 +13,7 @@ from attrs import evolve
 
 from grpo_core.config import Config, ModelConfig
 from grpo_core.contracts.records import WithSections
-from grpo_core.plugins.installed import FILE_PREFIX
-from grpo_core.plugins.loading import load_object
+from grpo_core.plugins.configured import ModelSection, model_section
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,15 +23,8 @@ if TYPE_CHECKING:
 
 
 @runtime_checkable
-class ModelSection(Protocol):
-    """A section ``model.NAME`` of an installed plugin, whose checkpoints are a part of a model."""
-
-    fixed: Sequence[str]
-    """Keys that keep their values in all starts of a run, as ``"model.lora.rank"``."""
-
-    def check(self, config: Config) -> None:
-        """Raise ConfigError if the run cannot have this section; before a process starts."""
-        ...
+class TrainedSection(ModelSection, Protocol):
+    """A ``ModelSection`` with which the trainer ``torch`` makes its model."""
 
     def build_model(self, source: ModelSource) -> Model:
         """Load the model, with what was saved of it if the source names that.  Raises ModelError."""
@@ -43,14 +35,10 @@ class ModelSection(Protocol):
         ...
 
 
-def model_section(config: WithSections) -> ModelSection | None:
+def trained_section(config: WithSections) -> TrainedSection | None:
     """Return the section that says how the trainer holds its model; None: it trains all weights."""
-    for each in config.sections:
-        if each.name.startswith("model.") and not each.kind.startswith(FILE_PREFIX):
-            section = config.section(load_object(each.kind, who="section"))
-            if isinstance(section, ModelSection):
-                return section
-    return None
+    section = model_section(config)
+    return section if isinstance(section, TrainedSection) else None
 
 
 def saved_tensors(
@@ -75,8 +63,8 @@ def write_whole(model: Path, part: Path, config: Config, directory: Path) -> Non
     _section(config).write_whole(_source(model, part, exact), directory)
 
 
-def _section(config: Config) -> ModelSection:
-    section = model_section(config)
+def _section(config: Config) -> TrainedSection:
+    section = trained_section(config)
     assert section is not None, "a part of a model was saved, and no section says how it is read"
     return section
 

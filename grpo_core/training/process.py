@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from grpo_core.config.setup import TrainerSetup
 from grpo_core.contracts.errors import ChildDied, GrpoError, TrainerError, one_line
 from grpo_core.contracts.protocols import Trainer
 from grpo_core.contracts.records import Batch, StepResult, Weights
 from grpo_core.processes.child import Child
 from grpo_core.processes.served import RemoteTraceback
-from grpo_core.training.setup import TrainerSetup
 
 MEMORY = "look for a lack of memory: lower trainer.tokens_per_microbatch"
-
-
-def thread_count(configured: int, colocated: bool, ranks: int = 1) -> int:
-    """Return the number of a rank's torch threads: as configured, or for 0 its share of the cores.
-
-    That is half of the cores if engines share them.
-    """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return configured or max(1, (cores // 2 if colocated else cores) // ranks)
 
 
 class TrainerProcess(Protocol):

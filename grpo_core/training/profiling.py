@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from grpo_core.training.setup import steps_of_profile
+from grpo_core.config.setup import steps_of_profile
 
 PREFIX = "grpo_core: "
 """Before the names of the parts of a step in a trace."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections import Counter
 
+import numpy as np
 from torch import Tensor
 
 from grpo_core.losses.clipped import LARGEST_LOG_RATIO
@@ -51,8 +51,8 @@ class Totals:
         events: Counter[str] = Counter()
         for its_sums, its_counts, its_events in ranks.gathered(mine):
             for name, value in its_sums.items():
-                both = _larger if name.endswith("_max") else operator.add
-                read[name] = both(read[name], value) if name in read else value
+                both = np.maximum if name.endswith("_max") else operator.add  # a maximum with NaN is NaN
+                read[name] = float(both(read[name], value)) if name in read else value
             counts.update(its_counts)
             events.update(its_events)
         means = {n: v if n.endswith("_max") else v / counts[n] for n, v in read.items()}
@@ -63,11 +63,6 @@ class Totals:
         if wanted:
             means["signal"] = pushed / wanted
         return means | {name: float(n) for name, n in events.items()}
-
-
-def _larger(one: float, other: float) -> float:
-    """Return the larger number, or NaN if one of both is NaN, as torch does."""
-    return max(one, other, key=lambda value: (math.isnan(value), value))
 
 
 _SQUARE = "importance_ratio/square"

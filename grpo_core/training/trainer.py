@@ -19,18 +19,22 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
+from grpo_core.config.setup import TrainerSetup
 from grpo_core.contracts import loss as losses
 from grpo_core.contracts.errors import PluginError, TrainerError
 from grpo_core.contracts.records import Batch, StepResult, Weights
 from grpo_core.engines.addresses import is_loopback
+from grpo_core.loop.schedule import schedule
 from grpo_core.losses.aggregation import row_weights
 from grpo_core.losses.entropy import EntropyControl
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.loading import load_object
+from grpo_core.plugins.transports import find_transport
 from grpo_core.processes import cpu
+from grpo_core.processes.cores import thread_count
 from grpo_core.training.batching import microbatches, of_several_rows, packs
 from grpo_core.training.budget import overhead, token_budget
-from grpo_core.training.building import model_section
+from grpo_core.training.building import trained_section
 from grpo_core.training.digest import Digests
 from grpo_core.training.loss_output import checked
 from grpo_core.training.microbatch import MicroBatch, collate, without_rows
@@ -39,17 +43,13 @@ from grpo_core.training.optimization import Optimization, divided
 from grpo_core.training.packing import PackingError, packs_well
 from grpo_core.training.passes import Passes
 from grpo_core.training.plan import Layout, Share, shares, with_tokens
-from grpo_core.training.process import thread_count
 from grpo_core.training.profiling import StepProfiler, part, taken_parts
 from grpo_core.training.ranks import Alone, Ranks
 from grpo_core.training.saving import Saving
-from grpo_core.training.schedule import schedule
-from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.teacher import Teacher, check_vocabulary
 from grpo_core.training.totals import Totals, off_policy, signal
 from grpo_core.training.update import Update
 from grpo_core.weights.publishing import Writer, whole
-from grpo_core.weights.transports import find_transport
 
 MAX_LOST_UPDATES = 3
 """Updates in a row without a finite gradient after which the trainer gives up."""
@@ -190,7 +190,7 @@ class TorchTrainer:
             seed=self.setup.seed,
             ranks=self._ranks,
         )
-        section = model_section(self.setup)
+        section = trained_section(self.setup)
         model = self.build(source) if section is None else section.build_model(source)
         has_teacher = "teacher" in self._needs
         teacher = Teacher(self.setup.teacher, self.device, passes) if has_teacher else None

@@ -10,10 +10,10 @@ from attrs import evolve
 
 from grpo_core.contracts.records import Weights
 from grpo_core.plugins.loading import load_object
+from grpo_core.plugins.transports import transport_of
 from grpo_core.weights.adapters import added
 from grpo_core.weights.layout import buckets, unpack
 from grpo_core.weights.layout import verify as check_sums
-from grpo_core.weights.transports import transport_of
 
 
 def read_weights(

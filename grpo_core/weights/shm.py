@@ -19,12 +19,12 @@ import torch
 
 from grpo_core.contracts.errors import WeightSyncError
 from grpo_core.contracts.records import Weights
-from grpo_core.weights import anonymous_file, unreadable
+from grpo_core.storage.copies import anonymous_file, unreadable
 from grpo_core.weights.layout import LowRankSum
 from grpo_core.weights.publishing import ALONE, Publishers, pack
 
 if TYPE_CHECKING:
-    from grpo_core.training.setup import TrainerSetup
+    from grpo_core.config.setup import TrainerSetup
 
 
 _PORTABLE = 1

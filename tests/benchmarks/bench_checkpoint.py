@@ -18,11 +18,11 @@ from statistics import median
 import torch
 
 from grpo_core.config import ModelConfig, TrainerConfig
+from grpo_core.config.setup import TrainerSetup
 from grpo_core.contracts.records import Batch, Row
 from grpo_core.contracts.tokens import Tokens
 from grpo_core.demo import tiny
 from grpo_core.loop import checkpoint
-from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.trainer import TorchTrainer, create
 
 REPEATS = 9

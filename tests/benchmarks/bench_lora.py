@@ -30,13 +30,13 @@ from adapting import with_lora
 from attrs import evolve
 
 from grpo_core.config import LossConfig, ModelConfig, TrainerConfig
+from grpo_core.config.setup import TrainerSetup
 from grpo_core.contracts.records import EngineSetup
 from grpo_core.demo.tiny import write_tokenizer
 from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.loop import canary
 from grpo_core.loop.agreement import Tolerance
 from grpo_core.processes import cpu
-from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.trainer import TorchTrainer
 from grpo_plugin_scale.lora import LoraConfig
 

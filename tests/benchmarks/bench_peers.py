@@ -25,11 +25,11 @@ import torch
 from attrs import evolve, frozen
 
 from grpo_core.config import ModelConfig, TrainerConfig
+from grpo_core.config.setup import TrainerSetup
 from grpo_core.contracts.advantages import normalize
 from grpo_core.contracts.records import Batch, EngineSetup, GenerationRequest, Row
 from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.training.process import ProcessTrainer
-from grpo_core.training.setup import TrainerSetup
 
 HERE = Path(__file__).parent
 PEER = HERE.parent.parent / ".venv-peers" / "bin" / "python"

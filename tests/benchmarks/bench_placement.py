@@ -20,12 +20,12 @@ from statistics import median
 import torch
 
 from grpo_core.config import ModelConfig, TrainerConfig
+from grpo_core.config.setup import TrainerSetup
 from grpo_core.contracts.records import Batch, GenerationRequest, Row
 from grpo_core.contracts.tokens import Tokens
 from grpo_core.demo.tiny import encode, make_tiny_model
 from grpo_core.engines.local.decoder import Decoder
 from grpo_core.engines.local.llama import Llama, Shape
-from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.trainer import TorchTrainer
 from grpo_core.weights.layout import load_tensors
 

@@ -24,12 +24,12 @@ import torch
 from attrs import evolve
 
 from grpo_core.config import ModelConfig, TrainerConfig
+from grpo_core.config.setup import TrainerSetup
 from grpo_core.contracts.records import Batch, Row, StepResult, Weights
 from grpo_core.contracts.tokens import Tokens
 from grpo_core.demo.tiny import make_tiny_model
 from grpo_core.training.logprobs import token_logprobs
 from grpo_core.training.process import ProcessTrainer
-from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.trainer import TorchTrainer, create
 
 

@@ -66,9 +66,9 @@ def measure(given: argparse.Namespace, options: dict[str, str]) -> dict[str, flo
     import numpy as np
 
     from grpo_core.config import ModelConfig, TrainerConfig
+    from grpo_core.config.setup import TrainerSetup
     from grpo_core.contracts.records import Batch, Row
     from grpo_core.contracts.tokens import Tokens
-    from grpo_core.training.setup import TrainerSetup
     from grpo_plugin_scale.training.trainer import create
 
     sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -46,12 +46,12 @@ from attrs import asdict, evolve, frozen
 
 from grpo_core import __version__
 from grpo_core.config import ModelConfig, TrainerConfig
+from grpo_core.config.setup import TrainerSetup
 from grpo_core.contracts.errors import EngineError
 from grpo_core.contracts.records import Batch, EngineSetup, GenerationRequest, Row
 from grpo_core.contracts.tokens import Tokens
 from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.training.model import Model, ModelSource
-from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.trainer import TorchTrainer
 from grpo_core.weights.publishing import Writer
 from grpo_core.weights.reading import read_weights

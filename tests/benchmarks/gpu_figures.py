@@ -22,12 +22,12 @@ import torch
 from attrs import evolve, frozen
 
 from grpo_core.config import ModelConfig, TrainerConfig
+from grpo_core.config.setup import TrainerSetup
 from grpo_core.contracts.records import Batch, Completion, EngineSetup, GenerationRequest, Row
 from grpo_core.contracts.tokens import Tokens
 from grpo_core.demo.tiny import write_tokenizer
 from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.training.model import load
-from grpo_core.training.setup import TrainerSetup
 from grpo_core.weights.names import checkpoint_tensors
 from grpo_core.weights.publishing import Writer
 from grpo_core.weights.shm import SharedMemoryWriter

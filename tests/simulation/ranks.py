@@ -17,11 +17,11 @@ from typing import Any
 from scaled import scaled
 
 from grpo_core.config import TrainerConfig
+from grpo_core.config.setup import TrainerSetup
 from grpo_core.contracts.errors import ChildDied, DeadlineExceeded, GrpoError, TrainerError
 from grpo_core.contracts.records import Batch, Row, StepResult, Weights
 from grpo_core.processes.aio import cancel
 from grpo_core.training.plan import PADDED, Share
-from grpo_core.training.setup import TrainerSetup
 from grpo_plugin_scale.training.process import ScaledProcess, Together
 from simulation.world import TRAINER_DEADLINE, SimulatedTrainer, Tell, never
 

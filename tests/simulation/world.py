@@ -57,8 +57,8 @@ from grpo_core.contracts.tokens import Ids, Tokens
 from grpo_core.environments.feedback import as_feedback
 from grpo_core.loop.laws import Violation
 from grpo_core.processes.aio import cancel
+from grpo_core.storage.copies import WeightsLease
 from grpo_core.testing.fakes import FakeRenderer
-from grpo_core.weights.copies import WeightsLease
 from simulation.agents import AgentError, AgentLedger, LimitError, Play, SimulatedAgent, SimulatedEndpoint
 from simulation.disk import Dead, FaultyDisk
 from simulation.faults import NONE, Dice

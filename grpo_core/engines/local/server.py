@@ -9,11 +9,12 @@ from pathlib import Path
 
 import torch
 
+from grpo_core.contracts.completions import check_request
 from grpo_core.contracts.errors import EngineError, ModelError, WeightSyncError
 from grpo_core.contracts.records import Completion, EngineSetup, GenerationRequest, Weights
-from grpo_core.engines.decoding_server import DecodingServer, check_request
 from grpo_core.engines.local.batch import Model
 from grpo_core.engines.local.decoder import Decoder, SeparateCalls
+from grpo_core.engines.local.decoding_server import DecodingServer
 from grpo_core.engines.local.llama import Llama, Shape
 from grpo_core.engines.local.stopping import StopStrings
 from grpo_core.processes import cpu

@@ -36,8 +36,8 @@ from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.kit import EnvironmentSpec
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, play
 from grpo_core.plugins.host import PluginHost
+from grpo_core.storage.copies import Copies
 from grpo_core.testing import FakeEngine, FakeRenderer
-from grpo_core.weights.copies import Copies
 from grpo_core.weights.shm import SharedMemoryWriter
 from grpo_plugin_agents.server import AgentServer
 from grpo_plugin_devkit.engines import check_engine

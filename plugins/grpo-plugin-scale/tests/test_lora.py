@@ -22,13 +22,13 @@ from test_trainer import setup as full_setup
 from grpo_core.app import preflight
 from grpo_core.commands.running import configured
 from grpo_core.config import as_table, build
+from grpo_core.config.setup import TrainerSetup
 from grpo_core.contracts.errors import CheckpointError, ConfigError, ModelError, WeightSyncError
 from grpo_core.demo import tiny
 from grpo_core.plugins.host import PluginHost
 from grpo_core.training import microbatch
 from grpo_core.training.building import saved_tensors
 from grpo_core.training.model import FullModel, ModelSource
-from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.trainer import TorchTrainer
 from grpo_core.weights.layout import load_tensors
 from grpo_core.weights.names import checkpoint_tensors

@@ -15,8 +15,8 @@ from grpo_core.contracts.errors import EngineError, PluginError, WeightSyncError
 from grpo_core.contracts.events import StepEnded
 from grpo_core.contracts.incidents import Incident, report, reported_to
 from grpo_core.contracts.records import Canary, Completion, GenerationRequest, Weights
+from grpo_core.storage.copies import WeightsLease
 from grpo_core.testing import FakeEngine, run
-from grpo_core.weights.copies import WeightsLease
 from grpo_plugin_scale.engines.members import MAX_FAILURES
 from grpo_plugin_scale.engines.pool import ATTEMPTS, EnginePool
 

@@ -242,30 +242,3 @@ class DecodingServer(ABC):
             if loaded:  # otherwise a decoding step comes next
                 self._update, self._has_weights = None, True
                 self._connection.reply(update.call, self.positions)
-
-
-def check_request(request: GenerationRequest, *, engine: str, vocabulary: int, positions: int) -> None:
-    """Raises EngineError if no engine with this vocabulary and these positions can complete the request."""
-    n = len(request.prompt_ids)
-    if not n:
-        raise EngineError(f"engine {engine}: a request has no prompt tokens; a prompt needs at least one")
-    lowest, highest = min(request.prompt_ids), max(request.prompt_ids)
-    if not 0 <= lowest <= highest < vocabulary:
-        raise EngineError(
-            f"engine {engine}: a prompt has tokens from {lowest} to {highest}; the model has {vocabulary} "
-            "tokens"
-        )
-    if n + request.max_tokens > positions:
-        raise EngineError(
-            f"engine {engine}: a prompt of {n} tokens and max_tokens={request.max_tokens} exceed the "
-            f"model's {positions} positions; shorten the prompts or lower rollout.max_tokens"
-        )
-    if request.max_tokens < 0 or request.temperature < 0:
-        raise EngineError(
-            f"engine {engine}: max_tokens={request.max_tokens}, temperature={request.temperature}: below 0"
-        )
-    if not (0 < request.top_p <= 1 and request.top_k >= 0 and 0 <= request.min_p <= 1):
-        raise EngineError(
-            f"engine {engine}: top_p={request.top_p}, top_k={request.top_k}, min_p={request.min_p}; expected "
-            "0 < top_p <= 1, top_k >= 0 and 0 <= min_p <= 1"
-        )

@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import mmap
 import os
+import tempfile
 import weakref
 from typing import Any
 
 from attrs import evolve, frozen
 
+from grpo_core.contracts.errors import WeightSyncError
 from grpo_core.contracts.records import Weights
-from grpo_core.weights import anonymous_file, unreadable
-from grpo_core.weights.transports import transport_of
+from grpo_core.plugins.transports import transport_of
 
 
 @frozen(kw_only=True, eq=False)
@@ -72,3 +73,20 @@ class Copies:
         file = anonymous_file("grpo-core-copy")
         os.ftruncate(file, nbytes)
         return file, mmap.mmap(file, nbytes)
+
+
+def anonymous_file(name: str) -> int:
+    """Make a file in memory and return its descriptor; it has no name and vanishes with its process."""
+    if hasattr(os, "memfd_create"):
+        made = os.memfd_create(name)
+        os.fchmod(made, 0o600)  # the kernel lets its user alone open it through /proc; this says so, too
+        return made
+    return os.dup(tempfile.TemporaryFile().fileno())  # pragma: no cover - not on Linux
+
+
+def unreadable(weights: Weights, error: Exception) -> WeightSyncError:
+    """Make the error for shared memory that cannot be mapped."""
+    return WeightSyncError(
+        f"version {weights.version}: the trainer's shared memory {weights.location} cannot be read "
+        f"({error}); it is read on the machine of the trainer, under its user"
+    )

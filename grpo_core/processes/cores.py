@@ -1,0 +1,14 @@
+"""Cores of this machine, and the share of them that a process takes.  Needs no torch."""
+
+from __future__ import annotations
+
+import os
+
+
+def thread_count(configured: int, colocated: bool, ranks: int = 1) -> int:
+    """Return the number of a rank's torch threads: as configured, or for 0 its share of the cores.
+
+    That is half of the cores if engines share them.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return configured or max(1, (cores // 2 if colocated else cores) // ranks)
