@@ -99,6 +99,22 @@ async def play(prompt, client):
 """,
         KEY,
     ),
+    "an environment variable, over a socket that takes parts": (
+        """
+def post_parts(address, key):
+    head = f"POST /v1/chat/completions HTTP/1.1\\r\\nHost: a\\r\\nAuthorization: Bearer {key}\\r\\n\\r\\n"
+    with socket.create_connection(address) as connection:
+        connection.sendmsg([])
+        connection.sendmsg([head.encode(), b"{}"])
+
+async def play(prompt, client):
+    os.environ["OPENAI_API_KEY"] = client.api_key
+    await TOGETHER.wait()
+    host, port = client.base_url.split("/")[2].split(":")
+    await asyncio.to_thread(post_parts, (host, int(port)), os.environ["OPENAI_API_KEY"])
+""",
+        KEY,
+    ),
     "a module's variable": (
         """
 async def play(prompt, client):

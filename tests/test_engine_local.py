@@ -254,6 +254,19 @@ def test_a_call_that_is_decoded_alone_is_the_same_to_the_last_bit_whatever_runs_
             assert alone[key].logprobs.tobytes() == together[key].logprobs.tobytes()
 
 
+def test_a_step_prefills_what_its_memory_is_meant_for(
+    references: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts are padded to the longest, and a prompt of several requests is there once."""
+    monkeypatch.setattr("grpo_core.engines.local.decoder.PREFILL_TOKENS", 40)
+    decoder = decoder_of("llama", references("llama"), tmp_path)
+    prompts = [[4 + i] * n for i, n in enumerate((10, 8, 8, 8, 8, 8))]
+    decoder.add(enumerate(GenerationRequest(prompt_ids=ids, max_tokens=1) for ids in prompts))
+    assert [len(decoder.step()), len(decoder.step())] == [4, 2]
+    decoder.add(enumerate(GenerationRequest(prompt_ids=prompts[0], max_tokens=1) for _ in range(9)))
+    assert len(decoder.step()) == 9
+
+
 def test_a_call_that_waits_to_be_decoded_alone_can_be_cancelled(references: Any, tmp_path: Path) -> None:
     decoder = SeparateCalls(engine_model("llama", references("llama"), tmp_path), max_rows=2)
     decoder.load([tensors(references("llama"))], 0)

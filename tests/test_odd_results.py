@@ -8,13 +8,14 @@ import re
 import numpy as np
 import pytest
 
-from grpo_core.contracts.errors import PluginError, describe
+from grpo_core.contracts.errors import PluginError, Unavailable, describe
 from grpo_core.contracts.protocols import Environment
 from grpo_core.contracts.records import Episode, Feedback, Prompt
 from grpo_core.environments.feedback import as_feedback
 from grpo_core.environments.host import EnvironmentHost
 from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.environments.tools import LONGEST_RESULT
+from grpo_core.testing import HostedEnvironment, finished
 from grpo_core.text.credentials import Mask
 
 
@@ -207,3 +208,16 @@ def test_texts_of_the_environments_own_classes_reach_the_run_as_text(tmp_path):
     assert feedback.messages == ({"role": "user", "content": "again", "n": 3},)
     assert [type(value) for value in feedback.messages[0].values()] == [str, str, int]
     assert (feedback.answer, feedback.state) == ("a", "s")
+
+
+@pytest.mark.parametrize(("error", "said"), [(None, "the judge is away"), ("no score", "no score")])
+def test_a_judge_that_is_away_gives_no_reward_and_says_why(error, said):
+    away = Unavailable("the judge is away")
+
+    class Judged(Environment):
+        def evaluate(self, episodes):
+            return [Feedback(reward=1.0, error=error, unavailable=away) for _ in episodes]
+
+    episode = Episode(prompt=Prompt(messages="a", id="0"), messages=({"role": "user", "content": "a"},))
+    (feedback,) = finished(HostedEnvironment(Judged()).evaluate([episode]))
+    assert (feedback.reward, feedback.error, feedback.unavailable) == (None, said, away)
