@@ -24,7 +24,7 @@ from grpo_core.contracts.errors import (
     TrainerError,
     WeightSyncError,
 )
-from grpo_core.contracts.events import GroupsReady, Saved, Saving, StepEnded, Synced
+from grpo_core.contracts.events import GroupsReady, GroupsReturned, Saved, Saving, StepEnded, Synced
 from grpo_core.contracts.protocols import Tracker
 from grpo_core.contracts.records import Canary, Completion, StepResult, Weights
 from grpo_core.loop import checkpoint
@@ -244,6 +244,7 @@ def test_an_error_that_is_not_the_trainer_s_leaves_a_checkpoint_of_the_newest_st
     assert notes == [f"step {version}, the newest that was finished, is saved"]
     assert [event.step for event in run_.of(Saved)] == [version]
     assert run_.of(Saving)[0].reason
+    assert all(event.slots for event in run_.of(GroupsReturned)), "only if a step had taken some"
     assert run_.engine.running == 0
     assert goes_on(run_, **changes) == list(range(48))
 
