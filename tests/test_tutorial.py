@@ -23,8 +23,9 @@ NIGHTLY = {page.stem for page in TUTORIALS} - {"tutorial"}
 INSTALLED = {
     r"^python -m venv|^source ": "the test's interpreter is the environment",
     r"^(tasksets/bin/)?pip install(?! --no-deps --no-build-isolation -e \.$)": "needs an index",
+    r"--engine openai": "needs a service; the tests of grpo-plugin-openai serve one",
 }
-"""Commands that prepare an environment: no page has them run."""
+"""Commands that prepare an environment, or need a service: no page has them run."""
 
 NOT_RUN = {
     "tutorial": {
@@ -33,7 +34,7 @@ NOT_RUN = {
         r"runs/far": "is the same run with an option, which the tests of the environment set",
         r"^grpo-core validate": "tests/test_validation_cli.py measures by it",
     },
-    "hosted": {r"--engine openai|^export": "needs a service; the tests of grpo-plugin-openai serve one"},
+    "hosted": {"^export": "sets a variable"},
     "tinker": {r"^export|^grpo-core": "needs a service; the tests of grpo-plugin-tinker start one"},
     "real-model": {r"^grpo-core train": "takes minutes; grpo-plugin-smollm2 tests its model"},
     "one-gpu": {
