@@ -13,12 +13,15 @@ from attrs import evolve
 from moe import FAMILIES, make_moe_model
 from test_trainer import batch, ragged, setup
 from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.integrations import moe as experts
 
 from grpo_core.config import ModelConfig
 from grpo_core.contracts.errors import ModelError
 from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.loop import canary
 from grpo_core.loop.agreement import Tolerance
+from grpo_core.training.microbatch import collate
+from grpo_core.training.model import Scorer, load
 from grpo_core.training.trainer import TorchTrainer
 from grpo_core.weights.layout import load_tensors
 from grpo_core.weights.names import checkpoint_tensors
@@ -82,6 +85,48 @@ def test_buffers_are_published_in_their_own_dtype(model: Path) -> None:
     assert tensors[BIAS].dtype is torch.float32
     assert {tensor.dtype for name, tensor in tensors.items() if name != BIAS} == {torch.bfloat16}
     assert torch.equal(tensors[BIAS], dict(load_tensors(model))[BIAS])
+
+
+class Products(torch.utils._python_dispatch.TorchDispatchMode):
+    """Notes the dtypes of matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, set[torch.dtype]] = {}
+
+    def __torch_dispatch__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        if "mm" in function.__name__:
+            self.seen.setdefault(function.__name__.partition(".")[0], set()).add(made.dtype)
+        return made
+
+
+@pytest.mark.parametrize("fallback", [False, True], ids=["grouped", "one by one"])
+def test_experts_multiply_in_bfloat16_as_linear_layers_do_and_as_engines_do(
+    model: Path, fallback: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's autocast leaves the products of stacked experts in float32, without tensor cores."""
+    module: Any = load(model, device=torch.device("cpu"))
+    monkeypatch.setattr(experts, "_can_use_grouped_mm", lambda *given: not fallback)
+    with Products() as products:
+        Scorer(module, torch.bfloat16, plain_head=True).next_tokens(PROMPTS)
+        rounded, products.seen = products.seen, {}
+        Scorer(module, torch.float32, plain_head=True).next_tokens(PROMPTS)
+    name = "grouped_mm_fallback" if fallback else "_grouped_mm"
+    assert (rounded[name], products.seen[name]) == ({torch.bfloat16}, {torch.float32})
+
+
+def test_the_gradients_of_rounded_experts_are_those_of_a_linear_layer_for_each(tmp_path: Path) -> None:
+    model, found = make_moe_model(tmp_path / "m", "qwen3_moe", experts=2), []  # a token is sent to both
+    for way in ("grouped_mm", "eager"):
+        module: Any = load(model, device=torch.device("cpu"))
+        module.set_experts_implementation(way)
+        micro = collate(batch(ragged()).rows, torch.device("cpu"))
+        Scorer(module, torch.bfloat16, plain_head=True).score(micro, 1.0)[0].sum().backward()
+        found.append(module.model.layers[1].mlp.experts.gate_up_proj.grad)
+    grouped, each = found
+    assert grouped.dtype is torch.float32
+    assert (grouped - each).norm() < 0.02 * each.norm()
 
 
 @pytest.mark.long

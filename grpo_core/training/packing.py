@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache, cached_property
-from importlib.util import find_spec
 from inspect import signature
 from itertools import accumulate, pairwise
 from typing import Any
@@ -168,8 +167,6 @@ def _has_kernel(query: Tensor, value: Tensor) -> bool:
 @cache
 def _has_varlen() -> bool:
     """Whether this torch, from 2.12 on, has attention over rows of different lengths with grouped heads."""
-    if find_spec("torch.nn.attention.varlen") is None:
-        return False
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in signature(varlen_attn).parameters

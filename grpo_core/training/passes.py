@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -43,10 +43,6 @@ class Passes:
         names = set(getattr(model, "_no_split_modules", None) or ())
         return [part for part in model.modules() if type(part).__name__ in names]
 
-    @property
-    def recomputes(self) -> bool:
-        return self.activations != "keep"
-
     def around(self, device: torch.device) -> Around:
         """Return the context of forward passes on a device: it moves what they keep, if that is wanted.
 
@@ -60,13 +56,14 @@ class Passes:
 def for_training(model: Any, passes: Passes) -> nn.Module:
     """Set up a transformers model as the trainer uses it: no dropout, and layers as ``passes`` says."""
     keep_softcapping(model)
+    _round_experts()
     # The engine samples without dropout; with it the trainer would score another policy.
     for module in model.modules():
         for name in ("p", "dropout", "attention_dropout"):
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
     model.eval()
-    if passes.recomputes:
+    if passes.activations != "keep":
         enable = (
             getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         )
@@ -87,3 +84,14 @@ def for_training(model: Any, passes: Passes) -> nn.Module:
             layer.compile(dynamic=True)
     typed: nn.Module = model
     return typed
+
+
+@cache
+def _round_experts() -> None:
+    """Let autocast round the products of stacked experts; torch's rounds those of linear layers alone.
+
+    Otherwise experts would compute in float32, without tensor cores, and engines in bfloat16.
+    """
+    for library, name in ((torch.ops.aten, "_grouped_mm"), (torch.ops.transformers, "grouped_mm_fallback")):
+        for device in ("cpu", "cuda") if hasattr(library, name) else ():
+            torch.library.register_autocast(f"{library.name}::{name}", device, torch.bfloat16)
