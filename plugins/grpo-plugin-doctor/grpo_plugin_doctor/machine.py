@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -182,10 +183,6 @@ def open_files() -> tuple[int, int] | None:
 
     Returns None where there is no limit.
     """
-    try:
-        import resource
-    except ImportError:
-        return None
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return None

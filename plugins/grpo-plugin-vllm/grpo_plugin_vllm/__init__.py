@@ -23,5 +23,9 @@ def grpo_engines() -> Mapping[str, grpo_core.Offer]:
             memory="grpo_plugin_vllm.memory:memory",
             transports=("*",),
         ),
-        "http": grpo_core.Offer("grpo_plugin_vllm.http:HttpEngine", workers="grpo_plugin_vllm.http:workers"),
+        "http": grpo_core.Offer(
+            "grpo_plugin_vllm.http:HttpEngine",
+            workers="grpo_plugin_vllm.http:workers",
+            transports=("shm", "collective"),
+        ),
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import resource
 
 RESERVED = 64
 """Open files that the rest of the process may still need: logs, checkpoints, pipes to children."""
@@ -17,12 +18,11 @@ def connections(wanted: int, *, servers: int) -> int:
 
     The process's own limit is raised towards the limit of the system first, as ``ulimit -n`` does.
     """
-    try:
-        import resource
-    except ImportError:  # this system has no such limit
-        return wanted
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = _opened(at_most=soft) + RESERVED
+    try:
+        used = RESERVED + len(os.listdir("/dev/fd"))
+    except OSError:  # none is left to look
+        used = RESERVED + soft
     needed = used + wanted * servers
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return wanted
@@ -41,11 +41,3 @@ def connections(wanted: int, *, servers: int) -> int:
         soft,
     )
     return possible
-
-
-def _opened(at_most: int) -> int:
-    """Return how many files this process has open: all of `at_most` if none is left to look."""
-    try:
-        return len(os.listdir("/dev/fd"))
-    except OSError:
-        return at_most

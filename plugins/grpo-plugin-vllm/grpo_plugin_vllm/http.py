@@ -3,8 +3,9 @@
     VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --host 127.0.0.1 --enable-scale-out --generation-config vllm \\
         --logprobs-mode processed_logprobs --weight-transfer-config '{"backend": "grpo_core"}'
 
-The server needs this plugin installed (vLLM loads the backend ``grpo_core`` from it), and a path to the
-weights: the trainer's shared memory on the same machine, or a file in ``directory``.
+The server needs this plugin installed (vLLM loads the backend ``grpo_core`` from it), and a way to the
+weights: the trainer's shared memory on the same machine, a file in ``directory``, or a connection to the
+trainer (``engine.transport = "collective"``, with grpo-plugin-scale installed there, too).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from grpo_core import (
     Weights,
     WeightSyncError,
 )
-from grpo_core.kit import BackgroundMetrics, Service, check_request, read_weights, report
+from grpo_core.kit import BackgroundMetrics, Service, check_request, read_weights, report, transport_of
 from grpo_plugin_vllm.client import NAME, Client, ServerError, UnreachableError, checked_url
 from grpo_plugin_vllm.completing import EMPTY, checked, sampling
 from grpo_plugin_vllm.files import connections
@@ -67,7 +68,8 @@ class HttpEngine:
         url: address of the server, or a list of addresses.  The requests of a group go to one server, and
             those of a server that does not answer go to another.
         directory: where weights are written for a server that cannot read the trainer's memory.  The trainer
-            and the server must both see it.  None: the server reads the trainer's memory.
+            and the server must both see it.  None: the server reads the trainer's memory, or with
+            ``engine.transport = "collective"`` receives them from the trainer.
         request_deadline: seconds for one completion.
         connect_deadline: seconds for a connection.
         unavailable_for: seconds for which requests and weights wait while the only server is away; then the
@@ -287,10 +289,21 @@ class HttpEngine:
         try:
             await post("/update_weight_version", {"new_version": TORN})
             await post("/start_weight_update")
-            await post("/update_weights", {"update_info": as_table(where)}, seconds=seconds)
+            try:
+                await post("/update_weights", {"update_info": as_table(where)}, seconds=seconds)
+            except ServerError as error:
+                if where is not weights or transport_of(where.location).stream:
+                    raise
+                raise ServerError(
+                    f"{error}. If the server cannot read this machine's memory, as in a container or on "
+                    'another machine, set engine.transport = "collective", which sends the weights'
+                ) from error
             await post("/finish_weight_update", {"weight_version": str(weights.version)}, seconds=seconds)
-        finally:
-            await post("/resume")
+        except BaseException:
+            with contextlib.suppress(ServerError):  # the reason is the first error
+                await post("/resume")
+            raise
+        await post("/resume")
         self._weights, self._ready = weights, True
 
     async def _meet(self) -> None:
@@ -324,6 +337,8 @@ class HttpEngine:
         """Return where the server reads the weights.  Raises WeightSyncError if they are damaged."""
         import torch
 
+        if self._directory is None and transport_of(weights.location).stream:
+            return weights  # the server receives them from the trainer, and verifies them
         tensors = read_weights(evolve(weights, base=""))  # adapters as they are: the server adds them
         if self._directory is None:
             return weights

@@ -28,7 +28,7 @@ from grpo_core import (
     WeightSyncError,
 )
 from grpo_core.app.placement import LocalPlacement
-from grpo_core.app.workers import make_engine, workers_of
+from grpo_core.app.workers import make_engine, transport, workers_of
 from grpo_core.contracts.records import Canary, TensorPart, Weights
 from grpo_core.kit import EngineConfig, PluginHost, SharedMemoryWriter, read_weights, reported_to
 from grpo_core.loop import canary
@@ -314,6 +314,19 @@ def test_a_directory_that_both_see_takes_the_weights_of_a_server_elsewhere(tmp_p
     played(story, directory=tmp_path / "w")
 
 
+def test_a_server_that_shares_no_files_receives_the_weights_from_the_trainer_itself(monkeypatch):
+    """This process reads none of them: nobody listens there."""
+    sent = evolve(weights(1), location='collective:["127.0.0.1", 1, "secret", 1]')
+    monkeypatch.setitem(globals(), "weights", lambda version: sent)
+
+    async def story(engine, server):
+        assert server.bodies[6]["update_info"]["location"] == sent.location
+
+    played(story)
+    section, host = EngineConfig(name="vllm:http", transport="collective"), PluginHost.discover()
+    assert transport(section, None, LocalPlacement(host), host) == "collective"
+
+
 # ---------------------------------------------------------------------------------- what goes wrong
 
 
@@ -410,6 +423,18 @@ def test_every_status_of_an_update_is_looked_at():
         assert (await engine.generate([REQUEST]))[0].versions.tolist() == [9, 9]
 
     played(story)
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["in memory", "in a directory"])
+def test_a_server_that_cannot_read_the_weights_and_dies_says_how_it_could_get_them(tmp_path, elsewhere):
+    async def story(engine, server):
+        server.faults["/update_weights"] = [(500, "memory cannot be read")]
+        server.faults["/resume"] = ["drop"] * 9
+        with pytest.raises(WeightSyncError, match="status 500: memory cannot be read") as found:
+            await engine.update_weights(weights(2))
+        assert ('engine.transport = "collective"' in str(found.value)) == (not elsewhere)
+
+    played(story, directory=tmp_path / "w" if elsewhere else None)
 
 
 def test_an_update_that_is_dropped_is_begun_anew_and_a_dropped_completion_is_asked_again():

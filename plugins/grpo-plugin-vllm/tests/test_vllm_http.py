@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 
 import pytest
+import torch
 from adapted import AdaptedEngine
 from transformers import AutoTokenizer
 from vllm_server import vllm_server
@@ -14,6 +15,7 @@ import grpo_core
 from grpo_core.testing import make_offer
 from grpo_plugin_devkit.decoding import ENGINE_LAWS, EngineUnderTest, make_test_model, start_engine
 from grpo_plugin_devkit.engines import check_engine
+from grpo_plugin_scale.weights.collective import CollectiveWriter
 from grpo_plugin_vllm.http import HttpEngine
 from grpo_plugin_vllm.transfer import PLAIN_LINEAR
 
@@ -85,6 +87,22 @@ def test_a_judge_may_ask_the_server_of_the_engine_while_rollouts_run(server):
     assert [each.reward for each in feedback] == [0.7] * 8, feedback[0].error
     assert len(completions) == 8
     assert all(set(each.versions) == {0} for each in completions)
+
+
+@pytest.mark.parametrize("kind", [EngineUnderTest, AdaptedEngine], ids=["weights", "adapters"])
+def test_a_server_that_shares_no_files_takes_the_weights_that_are_sent(server, kind):
+    url, model = server
+
+    async def story():
+        writer = CollectiveWriter(torch.device("cpu"), "127.0.0.1")
+        engine = await start_engine(HttpEngine, model, url=url)
+        tried = kind(engine=engine, model=model, recomputes=True, writer=writer)
+        await tried.engine.update_weights(tried.publish(0))
+        await tried.update()
+        await ENGINE_LAWS["logprobs are those of the model"](tried)
+        await engine.aclose()
+
+    asyncio.run(story())
 
 
 @pytest.mark.parametrize("kind", [EngineUnderTest, AdaptedEngine], ids=["weights", "adapters"])
