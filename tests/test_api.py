@@ -493,6 +493,8 @@ def test_a_field_that_a_row_lacks_is_an_error_before_the_run():
     rows = [{"prompt": "sky", "colour": "blue"}, {"prompt": "grass"}]
     with pytest.raises(PluginError, match="judge takes 'colour', and prompt '1' has no such field"):
         grpo_core.train(env=judge, data=rows)
+    with pytest.raises(PluginError, match="judge takes 'colour', and prompt '1' has no such field"):
+        grpo_core.train(reward=[ordered, judge], data=rows)
 
 
 def test_a_function_that_asks_for_a_field_that_is_not_there_ends_the_run():

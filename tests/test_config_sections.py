@@ -13,7 +13,7 @@ from test_plugins import install, plugin  # noqa: F401
 
 from grpo_core import EngineSetup, TrainerSetup
 from grpo_core.app import preflight
-from grpo_core.app.launch import configure
+from grpo_core.app.launch import configure, new_run
 from grpo_core.app.paths import with_absolute_paths
 from grpo_core.commands.defaults import text
 from grpo_core.config import Config, as_table, as_toml, build, parse_setting
@@ -103,6 +103,32 @@ def test_a_section_that_is_not_given_has_its_defaults_and_an_optional_one_is_off
     assert config.section(installed.Adapters, None) is None
     given = configured({"model": {"adapters": {}}})
     assert given.section(installed.Adapters, None) == installed.Adapters()
+
+
+def test_a_model_may_change_the_defaults_of_sections(install, tmp_path):  # noqa: F811
+    install(
+        "small",
+        SECTIONS
+        + """
+    class Small:
+        preset = {"budget": {"tokens": 5}, "model": {"adapters": {"rank": 2}}, "trainer": {"patience": 2.5}}
+
+        def check(self):
+            pass
+
+    @hookimpl
+    def grpo_models():
+        return {"small": Small}
+""",
+    )
+    table = {
+        "plugins": ["small", "math"],
+        "model": {"path": "small"},
+        "tasks": {"sort": {"env": "math:sort"}},
+    }
+    start = new_run([table], {}, output=tmp_path / "run")
+    start.directory.unlock()
+    assert start.preset == "defaults of the model 'small': budget.tokens = 5, model.adapters = {\"rank\": 2}"
 
 
 def test_a_file_that_a_section_names_is_found_from_any_directory(installed, tmp_path, monkeypatch):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from attrs import frozen
@@ -45,9 +45,10 @@ class RewardFunction(Environment):
         self._function = function
         self._arguments = Parameters.of(function, name)
         self._prompts = {split: prompts_of(rows, name) for split, rows in data.items()}
+        check = function.check if isinstance(function, Added) else self._arguments.check
         for prompts in self._prompts.values():  # a field that a row lacks is an error before the run
             for prompt in prompts:
-                self._arguments.check(prompt)
+                check(prompt)
 
     def prompts(self, split: str) -> Sequence[Prompt]:
         return self._prompts.get(split, [])
@@ -75,8 +76,35 @@ def environment_of(
     return kind(function, name, data)
 
 
-def added(functions: Sequence[Any]) -> Callable[[Episode], Awaitable[Feedback]]:
-    """Return the function that adds the rewards of others; each is a metric.
+@frozen
+class Added:
+    """Adds the rewards of several functions; each is a metric."""
+
+    parts: Sequence[tuple[str, Callable[..., Any], Parameters, float]]
+    """Name, function, parameters and weight of each."""
+
+    def check(self, prompt: Prompt) -> None:
+        """Raise PluginError if a parameter of a function is not a field of the prompt."""
+        for _, _, arguments, _ in self.parts:
+            arguments.check(prompt)
+
+    async def __call__(self, episode: Episode) -> Feedback:
+        metrics: dict[str, float] = {}
+        for name, function, arguments, _ in self.parts:
+            found = function(**arguments(episode))
+            found = await found if inspect.isawaitable(found) else found
+            if isinstance(found, Feedback) and found.reward is None:
+                return found
+            reward = found.reward if isinstance(found, Feedback) else found
+            if reward is None:
+                return Feedback(metrics=metrics)
+            metrics[name] = float(reward)
+        total = sum(weight * metrics[name] for name, *_, weight in self.parts)
+        return Feedback(reward=total, metrics=metrics)
+
+
+def added(functions: Sequence[Any]) -> Added:
+    """Return the function that adds the rewards of others.
 
     Raises ConfigError for what is neither a function nor a pair of a function and its weight.
     """
@@ -92,21 +120,7 @@ def added(functions: Sequence[Any]) -> Callable[[Episode], Awaitable[Feedback]]:
         if any(name == other for other, *_ in parts):  # a lambda is named as every other one
             name = f"{name}_{len(parts) + 1}"
         parts.append((name, function, Parameters.of(function, name), weight))
-
-    async def judge(episode: Episode) -> Feedback:
-        metrics: dict[str, float] = {}
-        for name, function, arguments, _ in parts:
-            found = function(**arguments(episode))
-            found = await found if inspect.isawaitable(found) else found
-            if isinstance(found, Feedback) and found.reward is None:
-                return found
-            reward = found.reward if isinstance(found, Feedback) else found
-            if reward is None:
-                return Feedback(metrics=metrics)
-            metrics[name] = float(reward)
-        return Feedback(reward=sum(weight * metrics[name] for name, *_, weight in parts), metrics=metrics)
-
-    return judge
+    return Added(parts)
 
 
 def prompts_of(rows: Sequence[Any], name: str) -> Sequence[Prompt]:

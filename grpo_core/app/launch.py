@@ -52,12 +52,13 @@ def new_run(
 
 def _of_preset(config: Config, host: PluginHost) -> str:
     """Return a message about the defaults that the model changes, where the run has their values."""
-    table, usual = as_table(config), as_table(Config(tasks={}))
+    preset = build([model_source(config.model, host).preset], host.sections)
+    usual = as_table(build([], host.sections))
+    of_run = {key: value for key, _, value in continuing.differences(usual, as_table(config))}
     changed = [
-        f"{section}.{key} = {continuing.shown(value)}"
-        for section, keys in model_source(config.model, host).preset.items()
-        for key, value in keys.items()
-        if table[section][key] == value != usual[section][key]
+        f"{key} = {continuing.shown(value)}"
+        for key, _, value in continuing.differences(usual, as_table(preset))
+        if of_run.get(key) == value
     ]
     return f"defaults of the model {config.model.path!r}: {', '.join(changed)}" if changed else ""
 
