@@ -17,10 +17,10 @@ A placement, which runs engines and environments somewhere else (see ``grpo_plug
 
     Placement, Devices, EnvironmentSpec, EnvironmentWorker, Retain    its contract
     EnvironmentProcess, PluginHost, PluginSelection, Selected   make environments and engines in a worker
-    Copies, WeightsLease, mapped, transport_of               keep and read published weights
-    from_here, variables_of                                  take variables that env_vars names
-    measured, BackgroundMetrics                              metrics of an engine that is elsewhere
-    pack_requests, unpack_requests, pack_completions, unpack_completions   small pickles of both
+    copies, transport_of        keep and read published weights
+    interpreters                take variables that env_vars names
+    measured, BackgroundMetrics   metrics of an engine that is elsewhere
+    wire                        small pickles of requests and completions
 
 A trainer whose processes are somewhere else:
 
@@ -62,18 +62,17 @@ An environment that is made of others:
 
 A transport of weights (see ``grpo_plugin_scale``):
 
-    Writer, Publishers, ALONE   the trainer's side, and the ranks that publish together
-    pack, LowRankSum            lay tensors out in a block of bytes
-    buckets, slices, Slice      the parts in which a block is sent
+    publishing                  the trainer's side, and the ranks that publish together
+    layout                      how tensors lie in a block of bytes, and the parts in which it is sent
 
 A player (see ``grpo_plugin_agents``):
 
     new_key, MIXED_UP_ADVICE    key of a rollout's client, by which an environment keeps its rollouts apart
     cancel                      cancels tasks and waits until they have ended
-    end_marked, PROGRAM         end all that a program has started, by a variable that it inherits
+    orphans                     end all that a program has started, by a variable that it inherits
     import_file, shortened      import a Python file, and cut a long text
     normalised, MessageError, parsed, numbered, well_formed    read messages and calls that clients write
-    parted, THOUGHT_OPENS, THOUGHT_ENDS, THOUGHT_KEYS          a model's thinking in its messages
+    thoughts                    a model's thinking in its messages
 
 A client or a server of others:
 
@@ -94,9 +93,9 @@ A command that plays environments, besides ``grpo_core.Run``:
     configure, parse_settings, check_settings   read a configuration, with that of the command line
     Config, TaskConfig, check_task, tasks_of    check the environments that it names
     Tasks, LocalPlacement, EnvironmentClient    start the environments of a configuration
-    SourcedProcess, Sections, taken_sections   one environment, and its child's side
+    sourced                                     one environment with the prompts of a source
     find_target, configure_target, start_session, check_config   let a model play
-    received, raise_interrupt, task_name, merge, has_source, PlayingText, TextRenderer   let a person play
+    received, raise_interrupt, task_name, merge, PlayingText, TextRenderer   let a person play
     groups_in, prompts_in, as_json           read a file of rollouts, and write a line of one
     leakage, assistant_message               compare prompts, read a reply
     to_the_end, wrong_input, lines_of_incidents, new_directory, unused, cut   what commands share
@@ -119,7 +118,7 @@ A command that shows runs, besides ``grpo_core.Run``:
     Retention                   names the checkpoints that stay
     planned_steps               returns the number of steps of a whole run
     headline, progress, SHARES  choose the metric that stands for a task, and word it
-    THOUGHT_KEYS                keys of a message with its thoughts
+    thoughts                    keys of a message with its thoughts
 
 A command that computes steps of a run again, or reads settings:
 
@@ -216,19 +215,16 @@ if TYPE_CHECKING:
     from grpo_core.data.samplers import checked_sample as checked_sample
     from grpo_core.demo.tiny import encode as encode
     from grpo_core.demo.tiny import make_tiny_model as make_tiny_model
+    from grpo_core.engines import wire as wire
     from grpo_core.engines.child import ChildEngine as ChildEngine
     from grpo_core.engines.local.decoding_server import DecodingServer as DecodingServer
     from grpo_core.engines.local.engine import LocalEngine as LocalEngine
     from grpo_core.engines.text import PlayingText as PlayingText
     from grpo_core.engines.text import TextRenderer as TextRenderer
-    from grpo_core.engines.wire import Packed as Packed
-    from grpo_core.engines.wire import pack_completions as pack_completions
-    from grpo_core.engines.wire import pack_requests as pack_requests
-    from grpo_core.engines.wire import unpack_completions as unpack_completions
-    from grpo_core.engines.wire import unpack_requests as unpack_requests
     from grpo_core.engines.wrapped import BackgroundMetrics as BackgroundMetrics
     from grpo_core.engines.wrapped import LimitedEngine as LimitedEngine
     from grpo_core.engines.wrapped import measured as measured
+    from grpo_core.environments import sourced as sourced
     from grpo_core.environments.apart import MIXED_UP_ADVICE as MIXED_UP_ADVICE
     from grpo_core.environments.apart import new_key as new_key
     from grpo_core.environments.feedback import as_feedback as as_feedback
@@ -240,10 +236,6 @@ if TYPE_CHECKING:
     from grpo_core.environments.pool import EnvironmentSpec as EnvironmentSpec
     from grpo_core.environments.pool import EnvironmentWorker as EnvironmentWorker
     from grpo_core.environments.process import EnvironmentProcess as EnvironmentProcess
-    from grpo_core.environments.sourced import Sections as Sections
-    from grpo_core.environments.sourced import SourcedProcess as SourcedProcess
-    from grpo_core.environments.sourced import has_source as has_source
-    from grpo_core.environments.sourced import taken_sections as taken_sections
     from grpo_core.loop import canary as canary
     from grpo_core.loop.agreement import Tolerance as Tolerance
     from grpo_core.loop.checkpoint import fault as fault
@@ -277,6 +269,8 @@ if TYPE_CHECKING:
     from grpo_core.plugins.selection import PluginSelection as PluginSelection
     from grpo_core.plugins.transports import find_transport as find_transport
     from grpo_core.plugins.transports import transport_of as transport_of
+    from grpo_core.processes import interpreters as interpreters
+    from grpo_core.processes import orphans as orphans
     from grpo_core.processes.aio import cancel as cancel
     from grpo_core.processes.aio import gather as gather
     from grpo_core.processes.aio import time_limit as time_limit
@@ -284,33 +278,24 @@ if TYPE_CHECKING:
     from grpo_core.processes.child import Child as Child
     from grpo_core.processes.child import scratch_directory as scratch_directory
     from grpo_core.processes.cpu import return_freed_memory as return_freed_memory
-    from grpo_core.processes.interpreters import from_here as from_here
-    from grpo_core.processes.interpreters import variables_of as variables_of
     from grpo_core.processes.interrupts import raise_interrupt as raise_interrupt
     from grpo_core.processes.interrupts import received as received
-    from grpo_core.processes.orphans import PROGRAM as PROGRAM
-    from grpo_core.processes.orphans import end_marked as end_marked
     from grpo_core.processes.served import RemoteTraceback as RemoteTraceback
     from grpo_core.processes.served import die_with as die_with
     from grpo_core.reporting.stored import as_json as as_json
     from grpo_core.reporting.stored import groups_in as groups_in
     from grpo_core.reporting.stored import prompts_in as prompts_in
     from grpo_core.reporting.trackers import TrackerThread as TrackerThread
-    from grpo_core.storage.copies import Copies as Copies
-    from grpo_core.storage.copies import WeightsLease as WeightsLease
-    from grpo_core.storage.copies import mapped as mapped
+    from grpo_core.storage import copies as copies
     from grpo_core.storage.planes import RemotePlane as RemotePlane
     from grpo_core.storage.run_directory import RunDirectory as RunDirectory
     from grpo_core.storage.run_directory import planned_steps as planned_steps
     from grpo_core.testing import clock as clock
+    from grpo_core.text import thoughts as thoughts
     from grpo_core.text.messages import MessageError as MessageError
     from grpo_core.text.messages import normalised as normalised
     from grpo_core.text.messages import parsed as parsed
     from grpo_core.text.rendering import Renderer as Renderer
-    from grpo_core.text.thoughts import THOUGHT_ENDS as THOUGHT_ENDS
-    from grpo_core.text.thoughts import THOUGHT_KEYS as THOUGHT_KEYS
-    from grpo_core.text.thoughts import THOUGHT_OPENS as THOUGHT_OPENS
-    from grpo_core.text.thoughts import parted as parted
     from grpo_core.text.tool_calls import assistant_message as assistant_message
     from grpo_core.text.tool_calls import numbered as numbered
     from grpo_core.text.untrusted import read_body as read_body
@@ -341,15 +326,9 @@ if TYPE_CHECKING:
     from grpo_core.validation.target import find_target as find_target
     from grpo_core.validation.target import started_from as started_from
     from grpo_core.validation.target import teacher_model as teacher_model
-    from grpo_core.weights.layout import LowRankSum as LowRankSum
-    from grpo_core.weights.layout import Slice as Slice
-    from grpo_core.weights.layout import buckets as buckets
-    from grpo_core.weights.layout import slices as slices
+    from grpo_core.weights import layout as layout
+    from grpo_core.weights import publishing as publishing
     from grpo_core.weights.names import checkpoint_tensors as checkpoint_tensors
-    from grpo_core.weights.publishing import ALONE as ALONE
-    from grpo_core.weights.publishing import Publishers as Publishers
-    from grpo_core.weights.publishing import Writer as Writer
-    from grpo_core.weights.publishing import pack as pack
     from grpo_core.weights.reading import read_buckets as read_buckets
     from grpo_core.weights.reading import read_weights as read_weights
     from grpo_core.weights.shm import SharedMemoryWriter as SharedMemoryWriter

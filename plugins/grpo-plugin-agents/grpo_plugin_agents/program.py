@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from grpo_core import AgentClient, ConfigError, Environment, Episode, Feedback, PluginError, Prompt
-from grpo_core.kit import PROGRAM, PluginHost, end_marked, import_file, read_json, shortened
+from grpo_core.kit import PluginHost, import_file, orphans, read_json, shortened
 
 LAST_WORDS = 1 << 20
 """Bytes at the end of a program's output that are read."""
@@ -99,7 +99,7 @@ class AgentProgram(Environment):
         messages = json.dumps([dict(message) for message in prompt.messages], ensure_ascii=False)
         given = {"GRPO_PROMPT": messages} if len(messages.encode()) <= LONGEST_PROMPT else {}
         mark = secrets.token_hex(16)
-        variables = {**client.env_vars(), "GRPO_MODEL": client.model, PROGRAM: mark, **given}
+        variables = {**client.env_vars(), "GRPO_MODEL": client.model, orphans.PROGRAM: mark, **given}
         # files and not pipes: what the program leaves running would keep those open
         with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as said:
             last = prompt.messages[-1].get("content")
@@ -114,7 +114,7 @@ class AgentProgram(Environment):
             finally:
                 if process.returncode is None:
                     process.kill()
-                await asyncio.to_thread(end_marked, mark, name=PROGRAM)
+                await asyncio.to_thread(orphans.end_marked, mark, name=orphans.PROGRAM)
                 await process.wait()
             said.seek(max(0, said.seek(0, os.SEEK_END) - LAST_WORDS))
             output = said.read()

@@ -45,7 +45,7 @@ from grpo_core import (
     errors,
     split_thought,
 )
-from grpo_core.kit import numbered, parsed, parted
+from grpo_core.kit import numbered, parsed, thoughts
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -321,7 +321,7 @@ def _nearest(nodes: Sequence[Node], sent: Message) -> Node:
     return max(
         enumerate(nodes),
         key=lambda pair: (
-            parted(pair[1].said) == parted(sent),
+            thoughts.parted(pair[1].said) == thoughts.parted(sent),
             pair[1].row.tip is pair[1],
             pair[0],
         ),

@@ -29,7 +29,7 @@ from grpo_core import (
     Recording,
     errors,
 )
-from grpo_core.kit import MIXED_UP_ADVICE, THOUGHT_ENDS, THOUGHT_OPENS, cancel, read_json
+from grpo_core.kit import MIXED_UP_ADVICE, cancel, read_json, thoughts
 from grpo_plugin_agents.dialects import Answer, BadRequest, ChatRequest, Dialect, encoded, event
 from grpo_plugin_agents.recorder import Node, Recorder, Talks, Turn
 from grpo_plugin_agents.repeats import Attempt, Call, KeyReused, Repeats
@@ -253,12 +253,12 @@ class Session:
         """Record completions, and write the reply."""
         texts = self.play.renderer.texts([completion.token_ids.tolist() for completion in completions])
         (end,) = self.play.renderer.texts([turn.context[-_TAIL:].tolist()])
-        thinking = end.rstrip().endswith(THOUGHT_OPENS)  # as some templates write it
+        thinking = end.rstrip().endswith(thoughts.THOUGHT_OPENS)  # as some templates write it
         answers = []
         for completion, text in zip(completions, texts, strict=True):
             message = self._message(request, turn, completion, text)
             node = self.recorder.record(turn, completion, message)
-            answers.append(self._answered(node, thinking and THOUGHT_ENDS not in text))
+            answers.append(self._answered(node, thinking and thoughts.THOUGHT_ENDS not in text))
         return Reply(body=encoded(dialect, request, answers), stream=request.stream)
 
     def _message(self, request: ChatRequest, turn: Turn, completion: Completion, text: str) -> Message:

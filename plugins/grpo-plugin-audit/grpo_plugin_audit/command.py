@@ -19,12 +19,11 @@ from grpo_core.kit import (
     Incident,
     PluginHost,
     Settings,
-    SourcedProcess,
     Words,
     inert,
     parse_settings,
     reported_to,
-    taken_sections,
+    sourced,
     to_the_end,
 )
 from grpo_plugin_audit.audit import Audit, Extent
@@ -137,11 +136,11 @@ async def findings(
     host: PluginHost, name: str, options: dict[str, Any], extent: Extent
 ) -> AsyncIterator[Finding]:
     """Audit an environment in its own process; ``options`` may hold sections of a run."""
-    sections = taken_sections(options)
+    sections = sourced.taken_sections(options)
     config = sections.environment
     incidents: list[Incident] = []
     make = partial(
-        SourcedProcess,
+        sourced.SourcedProcess,
         "audit",
         name,
         options,

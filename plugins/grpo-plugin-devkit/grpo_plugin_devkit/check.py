@@ -18,14 +18,13 @@ from grpo_core.kit import (
     Kind,
     LocalPlacement,
     PluginHost,
-    Sections,
     Selected,
     Settings,
     Words,
     inert,
     needs_of,
     parse_settings,
-    taken_sections,
+    sourced,
 )
 from grpo_plugin_devkit.conformance import Finding, finding_of, told_by
 from grpo_plugin_devkit.contracts import Contract
@@ -113,7 +112,7 @@ def check(
         found = findings_by_name(name, options, host.selection)
     else:
         offer = find(host, name, kind)
-        sections = taken_sections(options) if offer.kind == "dataloader" else Sections()
+        sections = sourced.taken_sections(options) if offer.kind == "dataloader" else sourced.Sections()
         if offer.kind != "environment":  # an environment may be loadable only in its own process
             host.check_options(offer.kind, offer.name, options)
         title, found = str(offer), findings(host, offer, options, task or [], sections)
@@ -177,7 +176,7 @@ def findings(
     offer: Selected,
     options: Mapping[str, Any],
     tasks: Sequence[str] = (),
-    sections: Sections | None = None,
+    sections: sourced.Sections | None = None,
 ) -> Iterator[Finding]:
     """Run the checks of the offer's kind; ``sections`` are those of a run for dataloaders."""
     match offer.kind:
@@ -188,7 +187,7 @@ def findings(
         case _:
             try:
                 host.check_values(offer.kind, offer.name, options, config=Config(), host=host, group_size=4)
-                contract = _contract(host, offer, options, sections or Sections())
+                contract = _contract(host, offer, options, sections or sourced.Sections())
             except GrpoError as error:
                 yield Finding("its options", "failed", str(error))
                 return
@@ -199,7 +198,9 @@ def findings(
                     yield found
 
 
-def _contract(host: PluginHost, offer: Selected, options: Mapping[str, Any], sections: Sections) -> Contract:
+def _contract(
+    host: PluginHost, offer: Selected, options: Mapping[str, Any], sections: sourced.Sections
+) -> Contract:
     """Return the contract of an offer's kind."""
     kind, name = offer.kind, offer.name
     make = functools.partial(host.make, kind, name, **options)

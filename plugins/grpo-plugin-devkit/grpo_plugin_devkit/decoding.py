@@ -41,7 +41,7 @@ from grpo_core import (
     Weights,
     WeightSyncError,
 )
-from grpo_core.kit import SharedMemoryWriter, Writer, checkpoint_tensors, make_tiny_model
+from grpo_core.kit import SharedMemoryWriter, checkpoint_tensors, make_tiny_model, publishing
 from grpo_plugin_devkit.contracts import Contract
 from grpo_plugin_devkit.engines import check_engine, ids_of
 
@@ -96,7 +96,7 @@ class EngineUnderTest:
     patience: float = PATIENCE
     """Seconds for an answer.  An engine that has died is replaced in this time."""
     version: int = 0
-    writer: Writer = field(factory=SharedMemoryWriter)
+    writer: publishing.Writer = field(factory=SharedMemoryWriter)
     _module: Any = field(default=None, init=False)
 
     @property

@@ -17,7 +17,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from grpo_core import ConfigError, GrpoError
-from grpo_core.kit import Incident, PluginSelection, SourcedProcess, reported_to, taken_sections
+from grpo_core.kit import Incident, PluginSelection, reported_to, sourced
 from grpo_core.testing import HostedEnvironment, finished
 from grpo_plugin_devkit.conformance import Conformance, Finding
 
@@ -103,10 +103,10 @@ def findings_by_name(
     Raises ConfigError if the options are wrong, or its source cannot be read.
     """
     own = dict(options)
-    sections = taken_sections(own)
+    sections = sourced.taken_sections(own)
     config = sections.environment
     make = functools.partial(
-        SourcedProcess,
+        sourced.SourcedProcess,
         "check",
         name,
         own,

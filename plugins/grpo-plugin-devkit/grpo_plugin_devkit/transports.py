@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from grpo_core import GrpoError, TrainerSetup, Transport, Weights, load_object
-from grpo_core.kit import ALONE, PluginHost, Writer, read_buckets, read_weights, transport_of
+from grpo_core.kit import PluginHost, publishing, read_buckets, read_weights, transport_of
 from grpo_plugin_devkit.contracts import Contract
 
 CPU = torch.device("cpu")
@@ -29,7 +29,7 @@ class TransportContract(Contract):
         self._name = name
         self._transport: Transport = PluginHost.discover().make("transport", name)
         make = load_object(self._transport.writer, who="transport")
-        self._writer: Writer = make(TrainerSetup(transport=name), CPU, ALONE)
+        self._writer: publishing.Writer = make(TrainerSetup(transport=name), CPU, publishing.ALONE)
 
     def engines_find_it_by_the_location(self) -> None:
         location = self._write(1).location

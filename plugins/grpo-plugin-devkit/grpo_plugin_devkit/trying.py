@@ -24,11 +24,11 @@ from grpo_core.kit import (
     configure,
     configure_target,
     find_target,
-    has_source,
     lines_of_incidents,
     merge,
     parse_settings,
     reported_to,
+    sourced,
     start_session,
     task_name,
     to_the_end,
@@ -197,7 +197,7 @@ def _changes(of_run: Mapping[str, Any], task: str, name: str, options: Mapping[s
     Args:
         options: options of the environment, with the section ``environment``, and ``source`` of the task.
     """
-    of_task = {"source"} if has_source(options) else set()
+    of_task = {"source"} if sourced.has_source(options) else set()
     sections = {
         key: options[key] for key in ("environment", "engine") if isinstance(options.get(key), Mapping)
     }

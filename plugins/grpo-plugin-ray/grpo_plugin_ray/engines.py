@@ -34,19 +34,13 @@ from grpo_core import (
 )
 from grpo_core.kit import (
     BackgroundMetrics,
-    Copies,
     Incident,
-    Packed,
     PluginHost,
-    WeightsLease,
-    mapped,
+    copies,
     measured,
-    pack_completions,
-    pack_requests,
     reported_to,
     transport_of,
-    unpack_completions,
-    unpack_requests,
+    wire,
 )
 from grpo_plugin_ray.cluster import PluginRequirement, brief, call, load, report_again, where
 
@@ -78,10 +72,10 @@ class EngineWorker:
         self._who = f"{name} ({where()})"
         self._made_from = made_from
         self._engine: Engine | None = None
-        self._copies = Copies()
-        self._held: WeightsLease | None = None
+        self._copies = copies.Copies()
+        self._held: copies.WeightsLease | None = None
         self._running: dict[int, asyncio.Task[None]] = {}
-        self._finished: list[tuple[int, Packed | None, str]] = []
+        self._finished: list[tuple[int, wire.Packed | None, str]] = []
         self._some = asyncio.Event()
         self._incidents: list[Incident] = []
         """Incidents since the last answer."""
@@ -118,14 +112,14 @@ class EngineWorker:
     async def submit(self, requests: Sequence[tuple[int, Any]], cancelled: Sequence[int]) -> None:
         """Begin requests, each under its ticket, and end others."""
         for ticket, packed in requests:
-            (request,) = unpack_requests([packed])
+            (request,) = wire.unpack_requests([packed])
             with reported_to(self._incidents.append):
                 self._running[ticket] = asyncio.create_task(self._generate(ticket, request))
         for ticket in cancelled:
             if (task := self._running.pop(ticket, None)) is not None:
                 task.cancel()
 
-    async def collect(self) -> tuple[list[tuple[int, Packed | None, str]], list[Incident]]:
+    async def collect(self) -> tuple[list[tuple[int, wire.Packed | None, str]], list[Incident]]:
         """Wait for finished requests.
 
         Returns their tickets, each with a completion or an error, and the incidents since the last answer.
@@ -151,7 +145,7 @@ class EngineWorker:
     async def _generate(self, ticket: int, request: GenerationRequest) -> None:
         assert self._engine is not None
         try:
-            answer = pack_completions(await self._engine.generate([request]))
+            answer = wire.pack_completions(await self._engine.generate([request]))
             self._finished.append((ticket, answer, ""))
         except GrpoError as error:
             self._finished.append((ticket, None, str(error)))
@@ -214,7 +208,7 @@ class RayEngine:
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """One completion for each request, in order.  Raises EngineError.  Cancelling frees the worker."""
-        packed = pack_requests(requests)
+        packed = wire.pack_requests(requests)
         tickets = [self._send(one) for one in packed]
         try:
             return [await self._open[ticket] for ticket in tickets]
@@ -309,7 +303,7 @@ class RayEngine:
                     if packed is None:
                         future.set_exception(EngineError(f"{self.name}: {problem}"))
                     else:
-                        future.set_result(unpack_completions(packed)[0])
+                        future.set_result(wire.unpack_completions(packed)[0])
         except load().exceptions.RayError as error:
             self._death = EngineError(f"{self.name} died: {brief(error)}")
             self._fail_all(self._death)
@@ -328,19 +322,19 @@ class Store:
     """Weights in Ray's object store: put once, got by each worker, one copy on each machine."""
 
     def __init__(self) -> None:
-        self._held: WeakValueDictionary[str, WeightsLease] = WeakValueDictionary()
+        self._held: WeakValueDictionary[str, copies.WeightsLease] = WeakValueDictionary()
 
-    async def hold(self, weights: Weights) -> WeightsLease:
+    async def hold(self, weights: Weights) -> copies.WeightsLease:
         """Put what a trainer of this machine has published, unless it sends them itself.
 
         Raises WeightSyncError.
         """
         if transport_of(weights.location).remote:
-            held = WeightsLease(weights=weights)
+            held = copies.WeightsLease(weights=weights)
         else:
             reference = await asyncio.to_thread(self._put, weights)
             location = f"ray:{reference.hex()}"
-            held = WeightsLease(weights=evolve(weights, location=location), memory=reference)
+            held = copies.WeightsLease(weights=evolve(weights, location=location), memory=reference)
         self._held[held.weights.location] = held
         return held
 
@@ -360,4 +354,4 @@ class Store:
     def _put(self, weights: Weights) -> Any:
         import numpy as np
 
-        return load().put(np.frombuffer(mapped(weights), dtype=np.uint8))
+        return load().put(np.frombuffer(copies.mapped(weights), dtype=np.uint8))

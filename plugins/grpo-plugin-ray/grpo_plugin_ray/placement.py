@@ -15,8 +15,7 @@ from grpo_core.kit import (
     PluginHost,
     Retain,
     TrainerConfig,
-    from_here,
-    variables_of,
+    interpreters,
 )
 from grpo_plugin_ray.cluster import PluginRequirement, connected
 from grpo_plugin_ray.engines import RayEngine, Store, WorkerSetup
@@ -55,7 +54,7 @@ class RayPlacement:
                     f"{key}.gpus = {engine.gpus}: Ray chooses the GPUs of its workers; leave it out, and set "
                     f"{key}.gpus_per_worker"
                 )
-            from_here(engine.env_vars, f"{key}.env_vars")
+            interpreters.from_here(engine.env_vars, f"{key}.env_vars")
         if trainer is not None and ranks > 1 and trainer.device != "cpu":
             raise ConfigError(
                 f"trainer.ranks = {ranks}: Ray reserves one GPU for a trainer of this machine; set "
@@ -105,7 +104,7 @@ class RayPlacement:
                 setup=setup,
                 options=config.options,
                 env_vars=({} if config.gpus_per_worker else NO_GPU)
-                | from_here(config.env_vars, "engine.env_vars"),
+                | interpreters.from_here(config.env_vars, "engine.env_vars"),
             ),
             store=self._store,
             resources={
@@ -130,7 +129,7 @@ class RayPlacement:
                 ),
                 options=spec.options,
                 config=spec.config,
-                variables=variables_of(spec.config.env_vars, "environment.env_vars"),
+                variables=interpreters.variables_of(spec.config.env_vars, "environment.env_vars"),
                 log=str(spec.log.resolve()) if spec.log else None,
             ),
             resources={"num_cpus": 1, "scheduling_strategy": STRATEGIES["spread"]},

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 from attrs import define, field
 
 from grpo_core import Run
-from grpo_core.kit import THOUGHT_KEYS, inert
+from grpo_core.kit import inert, thoughts
 
 if TYPE_CHECKING:
     import numpy as np
@@ -279,11 +279,11 @@ def _messages(row: Row) -> list[dict[str, Any]]:
 def message(given: Row) -> dict[str, Any]:
     """Return a message as harmless texts: role, name, thoughts, text and calls, without those it has not."""
     calls = given.get("tool_calls")
-    thoughts = next((given[key] for key in THOUGHT_KEYS if given.get(key)), "")
+    thinking = next((given[key] for key in thoughts.THOUGHT_KEYS if given.get(key)), "")
     told = {
         "role": _short(given.get("role")),
         "name": _short(given.get("name")),
-        "thoughts": _short(thoughts),
+        "thoughts": _short(thinking),
         "text": _short(_content(given.get("content"))),
         "calls": [_call(each) for each in calls if isinstance(each, Mapping)]
         if isinstance(calls, list)

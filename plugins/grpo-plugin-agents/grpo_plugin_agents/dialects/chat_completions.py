@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from grpo_core.kit import THOUGHT_KEYS
+from grpo_core.kit import thoughts
 from grpo_plugin_agents.dialects import openai, reading
 from grpo_plugin_agents.dialects.requests import Answer, ChatRequest, History
 
@@ -81,7 +81,11 @@ def message_of(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a model may read of a message of OpenAI's."""
     kept = ("role", "content", *_KEPT.get(str(given.get("role")), ()))
     message = {key: given[key] for key in kept if given.get(key) is not None}
-    return {key: part for key, part in message.items() if key not in THOUGHT_KEYS or isinstance(part, str)}
+    return {
+        key: part
+        for key, part in message.items()
+        if key not in thoughts.THOUGHT_KEYS or isinstance(part, str)
+    }
 
 
 def _chat_reply(answer: Answer) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from attrs import frozen
 
 from grpo_core import EndReason, Message
-from grpo_core.kit import parted
+from grpo_core.kit import thoughts
 
 
 class BadRequest(Exception):  # noqa: N818 - it is what it is
@@ -52,7 +52,7 @@ class Answer:
     @property
     def parts(self) -> tuple[str, str]:
         """The thinking, which may be empty, and the content without it."""
-        return parted(self.message, thinking=self.thinking)
+        return thoughts.parted(self.message, thinking=self.thinking)
 
     @property
     def calls(self) -> Sequence[Mapping[str, Any]]:

@@ -19,7 +19,7 @@ from grpo_core import (
     PluginError,
     WeightSyncError,
 )
-from grpo_core.kit import Tolerance, WeightsLease, canary, during, reported_as, time_limit
+from grpo_core.kit import Tolerance, canary, copies, during, reported_as, time_limit
 
 CLOSE = 10.0
 """Seconds that an engine may take to close."""
@@ -43,9 +43,9 @@ class Member:
     engine: Engine
     changed: Callable[[], None]
     """Called when the engine has failed."""
-    holds: WeightsLease | None = None
+    holds: copies.WeightsLease | None = None
     """Weights that the engine holds; None if it holds no weights, or unknown ones."""
-    refuses: WeightsLease | None = None
+    refuses: copies.WeightsLease | None = None
     """Weights that the engine refused while it kept the version before."""
     tokens: int = 0
     """Number of tokens of its running requests: prompts plus the most that may be sampled."""
@@ -118,7 +118,7 @@ class Member:
             await self._confirmed.wait()
         return answer[0]
 
-    async def give(self, held: WeightsLease, *, tolerance: Tolerance, deadline: float) -> None:
+    async def give(self, held: copies.WeightsLease, *, tolerance: Tolerance, deadline: float) -> None:
         """Give the engine these weights, and check its canary.
 
         Raises DeadlineExceeded after ``deadline`` seconds, CanaryMismatch, and whatever the engine raises.

@@ -40,7 +40,7 @@ from grpo_core import (
     Weights,
     WeightSyncError,
 )
-from grpo_core.kit import Tolerance, WeightsLease, cancel, gather, measured, report
+from grpo_core.kit import Tolerance, cancel, copies, gather, measured, report
 from grpo_plugin_scale.engines.members import (
     CLOSE,
     MAX_FAILURES,
@@ -63,9 +63,9 @@ HOMES = 10_000
 """Number of groups whose member is remembered."""
 
 
-async def as_published(weights: Weights) -> WeightsLease:
+async def as_published(weights: Weights) -> copies.WeightsLease:
     """Return a lease of the published weights themselves, valid until the trainer publishes again."""
-    return WeightsLease(weights=weights)
+    return copies.WeightsLease(weights=weights)
 
 
 @frozen(kw_only=True)
@@ -103,7 +103,7 @@ class EnginePool:
         tolerance: Tolerance = Tolerance(),  # noqa: B008 - it is frozen
         deadline: float = 600.0,
         lag: float = 1.0,
-        hold: Callable[[Weights], Awaitable[WeightsLease]] = as_published,
+        hold: Callable[[Weights], Awaitable[copies.WeightsLease]] = as_published,
     ) -> None:
         self._make, self._hold = make, hold
         self._tolerance, self._deadline, self._lag = tolerance, deadline, lag
@@ -113,9 +113,9 @@ class EnginePool:
         """Reason for which each member's last engine was replaced."""
         self._replaced = 0
         self._next = 0
-        self._current: WeightsLease | None = None
+        self._current: copies.WeightsLease | None = None
         """Weights of the last ``update_weights`` that has returned."""
-        self._target: WeightsLease | None = None
+        self._target: copies.WeightsLease | None = None
         """Weights that every member should hold."""
         self._homes: OrderedDict[Hashable, Member] = OrderedDict()
         self._running: Counter[Hashable] = Counter()
@@ -236,10 +236,10 @@ class EnginePool:
             tokens=sum(member.tokens for member in self._members),
         )
 
-    def _holders(self, held: WeightsLease | None) -> list[Member]:
+    def _holders(self, held: copies.WeightsLease | None) -> list[Member]:
         return [member for member in self._members if member.holds is held]
 
-    def _all_refuse(self, held: WeightsLease, before: WeightsLease | None) -> bool:
+    def _all_refuse(self, held: copies.WeightsLease, before: copies.WeightsLease | None) -> bool:
         asked = self._holders(before)
         return bool(asked) and all(member.refuses is held for member in asked)
 
@@ -304,7 +304,7 @@ class EnginePool:
         self._notify()
         await member.close()
 
-    async def _sync(self, member: Member, held: WeightsLease) -> None:
+    async def _sync(self, member: Member, held: copies.WeightsLease) -> None:
         try:
             await member.give(held, tolerance=self._tolerance, deadline=self._deadline)
         except CanaryMismatch as error:
@@ -347,7 +347,7 @@ class EnginePool:
 
     # ------------------------------------------------------------------------------ waiting
 
-    def _aim(self, at: WeightsLease | None) -> None:
+    def _aim(self, at: copies.WeightsLease | None) -> None:
         self._target = at
         self._notify()
 

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 from grpo_core import Canary, ModelError
 from grpo_core.kit import (
-    LowRankSum,
     MicroBatch,
     ModelFiles,
     ModelSource,
     Scorer,
     checkpoint_tensors,
+    layout,
     return_freed_memory,
     wrong_input,
 )
@@ -166,7 +166,7 @@ class LoraModel:
             dropout.eval()
         return self.policy.next_tokens(prompts)
 
-    def published(self) -> Sequence[tuple[str, Tensor | LowRankSum]]:
+    def published(self) -> Sequence[tuple[str, Tensor | layout.LowRankSum]]:
         if not self.base:
             return self.sums()
         found = []
@@ -176,10 +176,13 @@ class LoraModel:
                 found += [(f"{layer}.lora_A.weight", right), (f"{layer}.lora_B.weight", left)]
         return found
 
-    def sums(self) -> list[tuple[str, Tensor | LowRankSum]]:
+    def sums(self) -> list[tuple[str, Tensor | layout.LowRankSum]]:
         """The tensors of the whole model, those with an adapter as sums."""
         return [
-            (name, LowRankSum(tensor, *_factors(self._layers[name])) if name in self._layers else tensor)
+            (
+                name,
+                layout.LowRankSum(tensor, *_factors(self._layers[name])) if name in self._layers else tensor,
+            )
             for name, tensor in self._whole.items()
         ]
 
@@ -187,7 +190,7 @@ class LoraModel:
     def merged(self) -> nn.Module:
         """Add the adapters to the weights for good; return the model, which has none any more."""
         for _, tensor in self.sums():
-            if isinstance(tensor, LowRankSum):
+            if isinstance(tensor, layout.LowRankSum):
                 tensor.base.copy_(tensor.computed())
         module = self.policy.module
         for place, layer in list(module.named_modules()):
@@ -394,11 +397,13 @@ def _adapted(module: nn.Module, base: Mapping[str, Tensor]) -> dict[str, Any]:
     return layers
 
 
-def _check_files(directory: str, sums: Sequence[tuple[str, Tensor | LowRankSum]]) -> None:
+def _check_files(directory: str, sums: Sequence[tuple[str, Tensor | layout.LowRankSum]]) -> None:
     """Raise ModelError unless engines find each layer with an adapter in the model's files."""
     files = ModelFiles(Path(directory)).tensors
     for name, tensor in sums:
-        if isinstance(tensor, LowRankSum) and (name not in files or files[name].shape != tensor.base.shape):
+        if isinstance(tensor, layout.LowRankSum) and (
+            name not in files or files[name].shape != tensor.base.shape
+        ):
             raise ModelError(
                 f"the files of the model in {directory} have no {name} of shape {tuple(tensor.base.shape)}, "
                 'so engines could not add an adapter to it; set model.lora.publish = "merged"'

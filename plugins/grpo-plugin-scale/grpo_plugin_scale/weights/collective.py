@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from grpo_core import ConfigError, Weights, WeightSyncError, errors
-from grpo_core.kit import ALONE, LowRankSum, Publishers, Slice, buckets, pack, slices
+from grpo_core.kit import layout, publishing
 from grpo_plugin_scale.weights.line import Line, proof, proves, shut
 from grpo_plugin_scale.weights.nccl import ENGINE, TRAINER, Pair, device_id, memory_setting, settle
 
@@ -82,16 +82,16 @@ class CollectiveWriter:
         device: torch.device,
         host: str,
         ports: Iterable[int] = (0,),
-        ranks: Publishers | None = None,
+        ranks: publishing.Publishers | None = None,
     ) -> None:
-        self._device, self._host, self._ranks = device, host, ranks or ALONE
+        self._device, self._host, self._ranks = device, host, ranks or publishing.ALONE
         self._block = torch.empty(0, dtype=torch.uint8, device=device)
         self._state = threading.Condition()
         """Guards the four attributes below."""
         self._publication = 0
         self._version: int | None = None
         """Version of the block's contents; None while they are written."""
-        self._slices: list[Slice] = []
+        self._slices: list[layout.Slice] = []
         """The parts in which the block is sent, one after the other."""
         self._readers: set[Line] = set()
         """Connections over which the block is being sent."""
@@ -103,7 +103,7 @@ class CollectiveWriter:
     def write(
         self,
         version: int,
-        tensors: Iterable[tuple[str, torch.Tensor | LowRankSum]],
+        tensors: Iterable[tuple[str, torch.Tensor | layout.LowRankSum]],
         *,
         dtype: torch.dtype | None = None,
     ) -> Weights:
@@ -111,7 +111,7 @@ class CollectiveWriter:
         self._withdraw()
         here = [self._host, self._socket.getsockname()[1], self._secret, self._publication]
         ends = self._ranks.gathered(here)
-        weights = pack(
+        weights = publishing.pack(
             version,
             tensors,
             block=self._memory,
@@ -122,7 +122,7 @@ class CollectiveWriter:
         )
         settle(self._device)
         with self._state:
-            self._version, self._slices = version, slices(weights, self._ranks.rank)
+            self._version, self._slices = version, layout.slices(weights, self._ranks.rank)
         return weights
 
     def _withdraw(self) -> None:
@@ -248,7 +248,7 @@ class CollectiveWriter:
                 self._state.notify_all()
 
 
-def writer(setup: TrainerSetup, device: torch.device, ranks: Publishers) -> CollectiveWriter:
+def writer(setup: TrainerSetup, device: torch.device, ranks: publishing.Publishers) -> CollectiveWriter:
     """Return the writer of a trainer's rank."""
     first, last = setup.collective_ports
     return CollectiveWriter(device, setup.collective_host, range(first, last + 1), ranks)
@@ -309,7 +309,7 @@ class _Partner:
         except TimeoutError:
             raise TimeoutError(f"the trainer has sent nothing for {SECONDS:g} s") from None
 
-    def fill_rows(self, bucket: torch.Tensor, held: Slice) -> None:
+    def fill_rows(self, bucket: torch.Tensor, held: layout.Slice) -> None:
         """Receive the rows of a bucket that the rank holds: straight to their places if it is on the CPU."""
         size = held.end - held.begin
         if self._pair is None and bucket.device.type == "cpu":
@@ -366,14 +366,14 @@ class _Trainer:
         if self._block.numel() != weights.nbytes:  # before it asks: the trainer waits for no memory
             self._block = torch.empty(0, dtype=torch.uint8, device=self._device)
             self._block = torch.empty(weights.nbytes, dtype=torch.uint8, device=self._device)
-        parts = (self._block[part.begin : part.end] for part in buckets(weights))
+        parts = (self._block[part.begin : part.end] for part in layout.buckets(weights))
         deque(self._filled(publications, weights, parts), maxlen=0)
         self._publications = publications
         return self._block
 
     def parts(self, publications: list[int], weights: Weights) -> Iterator[torch.Tensor]:
         """Receive a publication in buckets, each in memory of its own."""
-        sizes = [part.end - part.begin for part in buckets(weights)]
+        sizes = [part.end - part.begin for part in layout.buckets(weights)]
         made = (torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes)
         return self._filled(publications, weights, made)
 
@@ -381,7 +381,7 @@ class _Trainer:
         self, publications: list[int], weights: Weights, parts: Iterator[torch.Tensor]
     ) -> Iterator[torch.Tensor]:
         asked = False
-        for held in zip(*(slices(weights, rank) for rank in range(len(self._partners))), strict=True):
+        for held in zip(*(layout.slices(weights, rank) for rank in range(len(self._partners))), strict=True):
             part = next(parts)
             if not asked:  # when there is memory
                 for partner, publication in zip(self._partners, publications, strict=True):
@@ -391,7 +391,7 @@ class _Trainer:
             yield part
             del part  # the next one needs memory
 
-    def _fill(self, bucket: torch.Tensor, held: Sequence[Slice]) -> None:
+    def _fill(self, bucket: torch.Tensor, held: Sequence[layout.Slice]) -> None:
         """Receive a bucket from all ranks, one after the other; engines begin with different ones."""
         if len(self._partners) == 1:
             self._partners[0].fill(bucket)

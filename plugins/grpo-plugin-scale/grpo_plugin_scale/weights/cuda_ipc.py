@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from grpo_core import Weights, WeightSyncError
-from grpo_core.kit import ALONE, LowRankSum, Publishers, SharedMemoryWriter, Writer, pack
+from grpo_core.kit import SharedMemoryWriter, layout, publishing
 
 if TYPE_CHECKING:
     from grpo_core import TrainerSetup
@@ -34,15 +34,15 @@ class CudaIpcWriter:
             and each of the others opens it and writes the rows that it holds.
     """
 
-    def __init__(self, device: torch.device, ranks: Publishers | None = None) -> None:
-        self._device, self._ranks = device, ranks or ALONE
+    def __init__(self, device: torch.device, ranks: publishing.Publishers | None = None) -> None:
+        self._device, self._ranks = device, ranks or publishing.ALONE
         self._block: torch.Tensor | None = None
         self._location = ""
 
     def write(
         self,
         version: int,
-        tensors: Iterable[tuple[str, torch.Tensor | LowRankSum]],
+        tensors: Iterable[tuple[str, torch.Tensor | layout.LowRankSum]],
         *,
         dtype: torch.dtype | None = None,
     ) -> Weights:
@@ -50,7 +50,7 @@ class CudaIpcWriter:
 
         Raises WeightSyncError if a rank cannot open the block.
         """
-        weights = pack(
+        weights = publishing.pack(
             version,
             tensors,
             block=self._memory,
@@ -79,7 +79,7 @@ class CudaIpcWriter:
         return self._block
 
 
-def writer(setup: TrainerSetup, device: torch.device, ranks: Publishers) -> Writer:
+def writer(setup: TrainerSetup, device: torch.device, ranks: publishing.Publishers) -> publishing.Writer:
     """Return the writer of a trainer's rank; from a CPU it writes shared memory."""
     return CudaIpcWriter(device, ranks) if device.type == "cuda" else SharedMemoryWriter(ranks)
 
