@@ -130,7 +130,6 @@ class Server:
             "rows": float(len(batch.rows)),
             "time/train": seconds,
             "tokens/trained": float(tokens),
-            "tokens_per_second/training": tokens / seconds,
         }
         return grpo.StepResult(version=self.version, metrics=metrics)
 

@@ -16,7 +16,9 @@ from grpo_core.testing import run
 
 def read(meter, *, waited=0.0, train=0.0):
     buffer = Buffer(prompts_per_step=1, max_staleness=0, num_steps=1)
-    return meter.read(buffer.statistics(), trained={"time/train": train}, waited=waited)
+    return meter.read(
+        buffer.statistics(), trained={"time/train": train, "tokens/trained": 40.0}, waited=waited
+    )
 
 
 def test_time_counts_as_busy_once_however_many_generate():
@@ -76,7 +78,8 @@ def test_sampled_tokens_and_errors_are_counted_from_one_step_to_the_next():
         return found, read(meter)
 
     found, later = run(story())
-    assert found["tokens_per_second/generation"] == 4.0
+    assert found["tokens_per_second/generation"] == 8 / 8.0, "seconds of the step"
+    assert found["tokens_per_second/training"] == 40 / 8.0, "the same seconds"
     assert (found["errors/a"], found["errors/b"]) == (1.0, 1.0)
     assert later["tokens_per_second/generation"] == 0.0
     assert "errors/a" not in later

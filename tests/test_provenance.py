@@ -19,7 +19,8 @@ def config_with(path):
     return build([{"tasks": {"game": {"env": f"{path}:Game"}, "sort": {"env": "math:sort"}}}])
 
 
-def test_a_line_names_the_core_the_plugins_the_libraries_and_the_files_of_environments(tmp_path):
+def test_a_line_names_the_core_the_plugins_the_libraries_and_the_files_of_environments(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["/usr/bin/grpo-core", "train", "--set", "name=a b"])
     path = tmp_path / "game.py"
     path.write_text(FILE)
     config, host = config_with(path), PluginHost.discover(["math"])
@@ -30,6 +31,7 @@ def test_a_line_names_the_core_the_plugins_the_libraries_and_the_files_of_enviro
     assert set(line["files"]) == {str(path)}
     assert {"torch", "transformers", "numpy"} <= set(line["libraries"])
     assert line["resumed_from"] is None
+    assert line["command"] == "grpo-core train --set 'name=a b'"
 
 
 def test_a_start_with_another_file_adds_a_line_with_another_hash(tmp_path):

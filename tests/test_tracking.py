@@ -31,7 +31,7 @@ from grpo_core.contracts.events import (
     StepEnded,
     Validated,
 )
-from grpo_core.contracts.records import Group, Rollout, RunInfo, Segment
+from grpo_core.contracts.records import Group, Prompt, Rollout, RunInfo, Segment
 from grpo_core.contracts.tokens import Tokens
 from grpo_core.reporting.stages import Now
 from grpo_core.reporting.terminal import TerminalTracker, sparkline
@@ -212,9 +212,23 @@ def test_in_a_terminal_the_view_shows_progress_reward_validation_and_a_sample():
         "reward",
         "staleness",
         "tokens/s",
-        "prompt 0 → 12345",
+        "12345 ← prompt 0",
     ):
         assert part in text, part
+
+
+def test_a_sample_of_a_chat_is_the_reply_and_the_end_of_its_question():
+    """A long system prompt hid the reply."""
+    asked = [
+        {"role": "system", "content": "Be helpful. " * 20},
+        {"role": "user", "content": "Why? " * 9 + "6 x 7?"},
+    ]
+    rollout = Rollout(messages=(*asked, {"role": "assistant", "content": "It is\n42."}), reward=1.0)
+    group = Group(prompt=Prompt(messages=asked, id="a", environment="sort"), rollouts=(rollout,),
+                  generation_version=0, target_version=0)  # fmt: skip
+    lines = shown(terminal=True, events=[GroupsReady(step=0, groups=(group,))], width=80).splitlines()
+    (sample,) = (line for line in lines if line.startswith("sample"))
+    assert " ".join(sample.split()) == "sample 1 It is 42. ← Why? Why? 6 x 7?"
 
 
 def test_lines_may_be_wanted_in_a_terminal_too():
@@ -278,8 +292,8 @@ def test_with_several_tasks_each_has_a_line_in_the_view():
     metrics = {f"{name}/{task}": value for name, value in one.items() for task in ("sort", "tool")}
     metrics |= {"staleness/sort": 0.5, "staleness/tool": 0.75, "time/step": 1.0}
     text = " ".join(shown(terminal=True, events=[StepEnded(step=1, metrics=metrics)]).split())
-    assert "sort 0.250 ▃ accuracy 20%, 12 groups, 6 tokens, staleness 0.50, 25% filtered" in text
-    assert "tool 0.250 ▃ accuracy 20%, 12 groups, 6 tokens, staleness 0.75, 25% filtered" in text
+    assert "sort 0.250 ▃ accuracy 20%, 12 groups, 6 tokens, 25% filtered" in text
+    assert "tool 0.250 ▃ accuracy 20%, 12 groups, 6 tokens, 25% filtered" in text
 
 
 def of_tasks(groups=8.0, **rewards):
@@ -340,6 +354,10 @@ def test_a_reward_stands_beside_an_accuracy_where_they_differ():
         progress({"accuracy": 0.2, "reward": 0.2}, {"accuracy": 0.5, "reward": 0.5})
         == "accuracy 20.0% -> 50.0%"
     )
+
+
+def test_a_run_with_one_validation_shows_its_result_once():
+    assert progress({"accuracy": 0.2, "reward": 0.3}, {"accuracy": 0.2, "reward": 0.3}) == "accuracy 20.0%"
 
 
 def test_of_many_tasks_the_largest_are_named_and_the_others_are_counted():
@@ -489,7 +507,7 @@ def test_without_a_number_of_steps_nothing_is_told_of_the_end():
 def test_the_live_view_says_what_the_run_waits_for():
     text = " ".join(shown(terminal=True, events=steps([10.0] * 3)).split())
     assert "now waiting for the groups of step 4" in text
-    assert "waiting 50% of the time training waits for groups, 10% it computes; 0% rollouts run" in text
+    assert "waiting 50% for groups; training 10%, rollouts 0% of the time" in text
     ready = [*steps([10.0]), GroupsReady(step=1, groups=groups())]
     assert "now training step 2" in " ".join(shown(terminal=True, events=ready).split())
     ended = [*ready, RunEnded(step=1, reason="finished")]

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import platform
+import shlex
+import sys
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -40,6 +42,7 @@ def write(directory: Path, config: Config, host: PluginHost, *, resumed_from: in
     line = {
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),
         "resumed_from": resumed_from,
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         **found(config, host),
     }
     with (directory / PROVENANCE).open("a", encoding="utf-8") as file:

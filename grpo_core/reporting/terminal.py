@@ -36,8 +36,8 @@ _AS_JSON = (
 """Events that are printed as JSON; the others are of single prompts and rollouts."""
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 32
-_SAMPLE_WIDTH = 60
-"""Columns of the reply that is shown."""
+_SAMPLE_WIDTH, _PROMPT_WIDTH = 32, 16
+"""Characters of the reply that is shown, and of the end of its prompt."""
 _TASK_WIDTH = 16
 """Columns of the picture of a task, beside which its numbers are."""
 _WIDE = 80
@@ -145,13 +145,12 @@ class TerminalTracker(Tracker):
                 self._started = self._heard = time.monotonic()
                 self._ended = event.time
             case events.GroupsReady():
-                scored = [r for r in event.groups[0].rollouts if r.reward is not None]
+                group = event.groups[0]
+                scored = [r for r in group.rollouts if r.reward is not None]
                 if not scored:
                     return
                 best = max(scored, key=lambda r: r.reward or 0.0)
-                prompt = " ".join(str(m.get("content", "")) for m in event.groups[0].prompt.messages)
-                reply = str(best.messages[-1].get("content", "")) if best.messages else ""
-                self._sample = (prompt, reply, best.reward or 0.0)
+                self._sample = (_said(group.prompt.messages), _said(best.messages), best.reward or 0.0)
             case events.StepEnded():
                 self._count(event)
                 self._line(self._of_step())
@@ -256,8 +255,8 @@ class TerminalTracker(Tracker):
             rows.append(("survived", f"{self._survived.total()}", Text(by_kind(self._survived), style="dim")))
         if self._sample:
             prompt, reply, reward = self._sample
-            shown = " ".join(f"{prompt} → {reply}"[: 4 * _SAMPLE_WIDTH].split())
-            rows.append(("sample", f"{reward:g}", Text(cut(inert(shown), _SAMPLE_WIDTH))))
+            shown = f"{cut(reply or 'no text', _SAMPLE_WIDTH)} ← {prompt[-_PROMPT_WIDTH:]}"
+            rows.append(("sample", f"{reward:g}", Text(shown)))
         return rows
 
     @staticmethod
@@ -269,10 +268,8 @@ class TerminalTracker(Tracker):
         """Return the lines about staleness, waits and tokens."""
         newest = self._recent[-1]
         training, playing = self._share("time/train"), self._share("time/generate")
-        waits = (
-            f"of the time training waits for groups, {training:.0%} it computes; {playing:.0%} rollouts run"
-        )
-        told = f"generated while rollouts run, {self._mean('tokens_per_second/training'):,.0f} trained"
+        waits = f"for groups; training {training:.0%}, rollouts {playing:.0%} of the time"
+        told = f"generated, {self._mean('tokens_per_second/training'):,.0f} trained with prompts"
         return [
             (
                 "staleness",
@@ -317,6 +314,11 @@ def _beside(rows: Sequence[ViewRow]) -> RenderableType:
     return grid
 
 
+def _said(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return the text of the last message on one line."""
+    return inert(" ".join(str(messages[-1].get("content") or "").split())) if messages else ""
+
+
 def _told_of(task: str, metrics: Mapping[str, float]) -> str:
     """Say the numbers of a task, besides its reward."""
     accuracy, filtered = metrics.get(f"accuracy/{task}"), metrics.get(f"filtered_fraction/{task}")
@@ -324,7 +326,6 @@ def _told_of(task: str, metrics: Mapping[str, float]) -> str:
         *([] if accuracy is None else [f"accuracy {accuracy:.0%}"]),
         f"{metrics[f'groups/{task}']:.0f} groups",
         f"{metrics[f'completion_tokens/{task}']:.0f} tokens",
-        f"staleness {metrics[f'staleness/{task}']:.2f}",
         *([] if filtered is None else [f"{filtered:.0%} filtered"]),
     ]
     return ", ".join(told)

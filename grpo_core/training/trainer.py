@@ -259,7 +259,6 @@ class TorchTrainer:
         padded = sum(self._ranks.gathered(sum(micro.n_tokens for update in updates for micro in update)))
         metrics |= {
             "time/train": seconds,
-            "tokens_per_second/training": used / seconds,
             "tokens/trained": float(used),
             "tokens/padding": (padded - used) / padded if padded else 0.0,
             **self._gpu_memory(),

@@ -57,11 +57,15 @@ def score(metric: str, metrics: Mapping[str, float]) -> str:
 def progress(first: Mapping[str, float], last: Mapping[str, float]) -> str:
     """The metric that stands for a task, in a first and in a last validation; empty if there is none.
 
+    A validation that is both stands there once.
+
     A reward stands beside an accuracy: it may rise where the other one does not, which says what is paid.
     """
     name = headline(last) or headline(first) or ""
     if not name and "unscored" not in {*first, *last}:
         return ""
+    if first == last:
+        return f"{name} {score(name, last)}".strip()
     moved = f"{name} {score(headline(first) or name, first)} -> {score(name, last)}".strip()
     both = [each for each in (first, last) if "reward" in each]
     if name == "accuracy" and len(both) == 2 and any(each.get(name) != each["reward"] for each in both):

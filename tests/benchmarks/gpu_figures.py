@@ -134,7 +134,7 @@ def of_trainer(shape: Shape, device: str, model: Path) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for step in range(STEPS):  # the first ones choose kernels
         metrics = made.step(Batch(step=step, rows=rows, temperature=1.0)).metrics
-    speed = metrics["tokens_per_second/training"]
+    speed = metrics["tokens/trained"] / metrics["time/train"]
     found = {"tokens/s": speed, "MFU": speed * shape.operations(made.model.parameters) / H100}
     if device == "cuda":
         found["peak GiB"] = torch.cuda.max_memory_allocated() / GIB

@@ -436,7 +436,6 @@ class Learner(Trainer):
         metrics |= {
             "time/train": seconds,
             "tokens/trained": tokens,
-            "tokens_per_second/training": tokens / seconds,
         }
         return StepResult(version=self.version, metrics=metrics)
 

@@ -166,7 +166,7 @@ def tiles(files: Files) -> list[tuple[str, str, str]]:
     facts, steps = files.facts, files.steps
     seconds = facts.of("time/step").total
     generated = sum(
-        plain(row.get("tokens_per_second/generation")) * plain(row.get("time/generate")) for row in steps
+        plain(row.get("tokens_per_second/generation")) * plain(row.get("time/step")) for row in steps
     )
     done = steps[-1].get("step", len(steps)) if steps else 0
     told = [

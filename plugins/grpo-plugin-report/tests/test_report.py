@@ -122,7 +122,7 @@ def test_a_finished_run_leaves_a_report_of_its_learning(tmp_path):
                  "engines and trainer, of the time", "max_staleness is 1", "52341=", "54321",
                  "[tasks.sort]"):  # fmt: skip
         assert told in page.text, told
-    assert re.search(r"tokens generated\s*6M", page.text), "a million per second, in four steps, 1.5 each"
+    assert re.search(r"tokens generated\s*8M", page.text), "a million per second, in four steps, 2 s each"
 
 
 @pytest.mark.long

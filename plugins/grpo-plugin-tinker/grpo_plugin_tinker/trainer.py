@@ -98,7 +98,6 @@ class TinkerTrainer(Trainer):
             "rows": float(len(rows)),
             "time/train": seconds,
             "tokens/trained": tokens,
-            "tokens_per_second/training": tokens / seconds,
         }
         return StepResult(version=self._version, metrics=metrics)
 
