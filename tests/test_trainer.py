@@ -251,7 +251,7 @@ def test_the_dtype_auto_is_bfloat16_on_a_gpu_and_float32_on_a_cpu() -> None:
 def test_the_metrics_of_a_step_have_the_names_that_everything_else_reads(model: str) -> None:
     metrics = TorchTrainer(setup(model, updates_per_step=2)).step(batch(ragged())).metrics
     assert metrics.keys() == {
-        "loss", "mismatch_kl", "entropy", "grad_norm", "lr", "time/train", "tokens_per_second/training",
+        "loss", "mismatch_kl", "entropy", "grad_norm", "lr", "time/train",
         "clip_fraction_low", "clip_fraction_high", "logprob_diff_mean", "tokens/trained", "tokens/padding",
         "importance_weight_mean", "importance_weight_max", "signal",
         "importance_ratio_mean", "importance_ratio_max", "effective_sample_size",

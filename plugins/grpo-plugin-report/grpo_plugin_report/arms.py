@@ -88,10 +88,16 @@ def settings(config: Table) -> dict[str, str]:
 
 
 def differing(configs: Sequence[Table]) -> list[tuple[str, list[str]]]:
-    """Return the keys in which configurations differ, with the value of each, or an empty text."""
+    """Return the keys in which configurations differ, with the value of each, or an empty text.
+
+    Of a task that not all of them have, only the environment is there.
+    """
     tables = [settings(config) for config in configs]
     keys = dict.fromkeys(key for table in tables for key in table)
     rows = [(key, [table.get(key, "") for table in tables]) for key in keys]
+    tasks = [{*config.get("tasks", {})} for config in configs]
+    lacking = tuple(f"tasks.{name}." for name in set.union(*tasks) - set.intersection(*tasks))
+    rows = [row for row in rows if row[0].endswith(".env") or not row[0].startswith(lacking)]
     return [(key, values) for key, values in rows if len(set(values)) > 1]
 
 

@@ -36,7 +36,7 @@ MOST_ROLLOUTS = 4096
 """Number of rollouts of a step that are read."""
 MOST_BYTES = 16_000_000
 """Number of bytes of files of texts that are read; fewer steps are read if theirs are larger."""
-TEXT_ROOM, TOKEN_ROOM = 1_200_000, 600_000
+TEXT_ROOM, TOKEN_ROOM = 1_100_000, 600_000
 """Number of bytes of the page for texts, and for tokens."""
 NEWEST = 8
 """Part of that room, an eighth, which the newest step and the newest validation have."""

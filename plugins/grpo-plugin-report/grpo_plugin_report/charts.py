@@ -24,7 +24,7 @@ MARK_HEIGHT = 14
 """Least distance of two marks, of which one is above the other."""
 SMOOTH = 40
 """Number of parts of a long line; each point of the smoothed line is the mean of two such parts."""
-MOST_POINTS = 300
+MOST_POINTS = 150
 """Largest number of points of a line; a longer line is drawn through the means of neighbours."""
 
 LARGEST = 1e300

@@ -80,7 +80,7 @@ def tasks_of(steps: Sequence[Row], validations: Sequence[Row], config: Row) -> l
         validation = dict(points(validations, f"validation/{name}/{metric}"))
         made = Task(
             name=name,
-            colour=place % GREY,
+            colour=place + place // GREY,
             metric=metric,
             in_percent=metric.startswith(SHARES),
             validation=sorted((dict.fromkeys(unscored, math.nan) | validation).items()),
@@ -207,9 +207,7 @@ def _drawn(plot: Plot, steps: Sequence[Row], tasks: Sequence[Task] = ()) -> Char
         for task in tasks
         for metric in plot.metrics.values()
     ]
-    lines = lines or [
-        (name, metric, place % GREY) for place, (name, metric) in enumerate(plot.metrics.items())
-    ]
+    lines = lines or [(name, metric, place) for place, (name, metric) in enumerate(plot.metrics.items())]
     series = [
         Series(name=name, points=points(steps, metric), colour=colour) for name, metric, colour in lines
     ]
@@ -241,8 +239,8 @@ def _reward_parts(task: Task) -> list[Chart | None]:
     def series(place: int, name: str) -> list[Series]:
         trained, measured = task.parts[name]
         return [
-            Series(name=name, points=trained, colour=place % GREY),
-            Series(name=f"{name}, validation", points=measured, colour=place % GREY, style="dots"),
+            Series(name=name, points=trained, colour=place + place // GREY),
+            Series(name=f"{name}, validation", points=measured, colour=place + place // GREY, style="dots"),
         ]
 
     values = {name: [y for part in task.parts[name] for _, y in part] for name in task.parts}

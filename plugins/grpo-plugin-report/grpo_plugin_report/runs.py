@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from statistics import median
+from statistics import fmean
 from typing import Any, TextIO
 
 from attrs import field, frozen
@@ -53,7 +53,7 @@ class Summary:
     scores: Mapping[str, tuple[Mapping[str, float], Mapping[str, float]]] = field(factory=dict)
     """The metrics of each validated task, in its first and in its last validation."""
     seconds: float | None = None
-    """Median time of a step."""
+    """Mean time of a step, as a page has it."""
     started: datetime | None = None
     config: Mapping[str, Any] = field(factory=dict)
 
@@ -226,7 +226,7 @@ def summary(path: Path) -> Summary:
         step=max((row["step"] for row in rows), default=0),
         steps=planned_steps(config),
         scores=scores,
-        seconds=median(times) if times else None,
+        seconds=fmean(times) if times else None,
         started=run.started,
         config=config,
     )

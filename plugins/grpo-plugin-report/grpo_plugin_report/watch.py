@@ -56,7 +56,7 @@ class WatchServer:
     async def start(self) -> str:
         """Open the port; return the address.  Raises ConfigError if the port is taken."""
         app = web.Application()
-        app.router.add_get("/{token}/", self._answer)
+        app.router.add_get("/{place:.*}", self._answer)
         self._runner = web.AppRunner(app, access_log=None, logger=LOGGER, shutdown_timeout=CLOSING)
         await self._runner.setup()
         site = web.TCPSite(self._runner, HOST, self._port)
@@ -71,8 +71,8 @@ class WatchServer:
         return f"http://{HOST}:{port}/{self._token}/"
 
     async def _answer(self, request: web.Request) -> web.Response:
-        if not hmac.compare_digest(request.match_info["token"].encode(), self._token.encode()):
-            raise web.HTTPNotFound()
+        if not hmac.compare_digest(request.match_info["place"].encode(), f"{self._token}/".encode()):
+            raise web.HTTPNotFound(text="The address of the page is the one that grpo-core watch printed.")
         headers = dict(HEADERS)
         if self._refresh and self._run.is_running:
             headers["Refresh"] = str(self._refresh)

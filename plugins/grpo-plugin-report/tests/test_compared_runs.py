@@ -262,6 +262,22 @@ def test_results_are_of_versions_and_steps_that_all_runs_have(tmp_path):
     assert found.rows[0].reward.mean == pytest.approx(0.2)
 
 
+def test_of_a_task_that_a_run_lacks_the_settings_name_its_environment_only():
+    task = {"env": "math:sort", "weight": 1.0, "source": {"path": ""}}
+    rows = arms.differing([{"tasks": {"a": task, "b": task | {"weight": 2.0}}}, {"tasks": {"a": task}}, {}])
+    assert [key for key, _ in rows] == ["tasks.a.env", "tasks.b.env"]
+
+
+def test_runs_without_a_validation_are_compared_by_their_rewards(tmp_path):
+    paths = [run(tmp_path / name, lr=lr) for name, lr in (("slow", 1e-3), ("fast", 0.5))]
+    for path in paths:
+        lines = (path / "metrics.jsonl").read_text().splitlines(keepends=True)
+        (path / "metrics.jsonl").write_text("".join(line for line in lines if "validation/" not in line))
+    page = page_of(*paths)
+    assert "there is no version that all runs validated with the same metric" in page
+    assert [row[2] for row in cells(page, "<h2>sort")] == ["0.333", "0.333"]
+
+
 def test_a_step_with_few_groups_of_a_task_counts_for_few_in_the_mean_of_a_run():
     rows = [{"step": 1, "groups/a": 1.0, "reward/a": 0.0}, {"step": 2, "groups/a": 31.0, "reward/a": 1.0}]
     (found,) = overlay.results(

@@ -79,8 +79,9 @@ def test_an_address_without_the_secret_shows_nothing(run):
         base, _, token = url.rstrip("/").rpartition("/")
         assert url.startswith("http://127.0.0.1:")
         for other in (f"{base}/", f"{base}/{token[:-1]}/", f"{base}/{token}x/", f"{base}/report.html"):
-            with pytest.raises(HTTPError, match="404"):
+            with pytest.raises(HTTPError, match="404") as answered:
                 await fetch(other)
+            assert b"is the one that grpo-core watch printed" in answered.value.read()
 
     served(run, story)
 
