@@ -580,6 +580,22 @@ def test_a_session_plays_as_a_validation_does_and_the_same_seed_gives_the_same(t
     assert "loading the model" in said
 
 
+@pytest.mark.slow
+def test_a_session_without_a_model_plays_the_one_that_training_would_start_from():
+    said = []
+
+    async def story():
+        async with grpo_core.session(SMALL, env={"sorting": Sorting()}, status=said.append) as session:
+            return await session.play((await session.prompts())[:2], group_size=2)
+
+    rollouts = [rollout for group in asyncio.run(story()) for rollout in group]
+    assert [rollout.reward is not None for rollout in rollouts] == [True] * 4
+    assert {
+        segment.tokens.sampled_versions.tolist()[0] for each in rollouts for segment in each.segments
+    } == {0}
+    assert "making a tiny model and warming it up" in said
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

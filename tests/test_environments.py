@@ -563,6 +563,7 @@ def test_an_environment_that_cannot_be_made_is_fatal(scenes, tmp_path, options, 
         assert message in str(caught.value)
         if "dies" in options.values():
             assert "about to leave" in str(caught.value), "what it printed last is shown"
+            assert process.starts == 3
 
     run(scenes, story, log=tmp_path / "play.log", **options)
 

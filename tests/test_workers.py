@@ -12,7 +12,7 @@ from grpo_core.app.placement import LocalPlacement
 from grpo_core.app.workers import make_engine, workers_of
 from grpo_core.cli import _with_values
 from grpo_core.config import Config, EngineConfig, EnvironmentConfig
-from grpo_core.contracts.errors import ConfigError, EngineError, WeightSyncError
+from grpo_core.contracts.errors import ConfigError, EngineError, GrpoError, WeightSyncError
 from grpo_core.contracts.records import (
     EngineSetup,
     Episode,
@@ -123,6 +123,21 @@ def test_episodes_are_shared_by_groups_and_answered_in_order():
         assert [set(worker.seen) for worker in workers] == [{"a"}, {"b"}]
         await pool.aclose()
         assert all(worker.closed for worker in workers)
+
+    run(story())
+
+
+def test_a_call_that_waits_for_others_when_the_workers_end_raises_and_evaluates_nothing():
+    async def story():
+        workers = [Worker(0), Worker(1)]
+        pool = EnvironmentPool(workers, EnvironmentConfig(max_wait=60.0))
+        await pool.start()
+        waiting = asyncio.create_task(pool.evaluate(episodes("a")))
+        await asyncio.sleep(1.0)
+        await pool.aclose()
+        with pytest.raises(GrpoError, match="closed before its call began"):
+            await waiting
+        assert not workers[0].seen
 
     run(story())
 
