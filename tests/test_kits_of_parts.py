@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import ClassVar
 import pytest
 import torch
 from attrs import evolve
+from documents import ROOT
 from file_plane import FilePlane
 
 import grpo_core as grpo
@@ -24,6 +26,7 @@ from grpo_core.storage.copies import WeightsLease
 from grpo_core.storage.planes import MemoryPlane
 from grpo_core.training.trainer import TorchTrainer
 from grpo_core.weights.shm import SharedMemoryWriter
+from grpo_plugin_devkit.decoding import make_test_model
 from grpo_plugin_devkit.model_sources import check_model_source
 from grpo_plugin_devkit.optimizers import check_optimizer
 from grpo_plugin_devkit.placements import check_placement
@@ -355,6 +358,14 @@ class Nothing(Source):
 @pytest.mark.long
 def test_a_source_that_makes_a_model_keeps_the_contract():
     check_model_source(Source)
+
+
+@pytest.mark.long
+def test_the_example_of_the_page_keeps_the_contract(tmp_path):
+    page = (ROOT / "docs/contracts/infrastructure.md").read_text()
+    known: dict = {}
+    exec(re.search(r"```python\n(.*?)```", page, re.S)[1], known)
+    check_model_source(known["Shelf"], name=str(make_test_model(tmp_path, width=16)))
 
 
 @pytest.mark.long
