@@ -112,6 +112,7 @@ def doctor(
     checks = [*of_machine(gpus), *_of_plugins(host)]
     footprint: memory.Footprint | None = None
     if run is not None:
+        print(f"estimating the memory of a run of {inert(run.model.path)}, with torch", file=sys.stderr)
         checks += _of_configuration(run, host, gpus)
         footprint, more = _of_memory(run, host, gpus, python)
         checks += more
@@ -300,8 +301,8 @@ def _of_memory(
         Check(name="run's memory", found=f"a part is unknown: {told}", status="warning")
         for told in found.missing
     ]
-    disk = _of_checkpoints(found.checkpoint, config)
-    return found, [*_of_capacities(found, config.section(Health).max_memory), *missing, disk]
+    capacities = _of_capacities(found, config.section(Health).max_memory)
+    return found, [*capacities, *missing, _of_checkpoints(found.checkpoint, config)]
 
 
 def _model_directory(config: Config, host: PluginHost, scratch: Path) -> str | None:
