@@ -17,6 +17,7 @@ from test_segments import PLAIN, make_renderer
 
 import grpo_core as grpo
 from grpo_core.contracts.unicode import DEEPEST, lone_surrogate, well_formed
+from grpo_core.engines.text import TextRenderer
 from grpo_core.environments.host import EnvironmentHost
 from grpo_core.kit import MessageError, assistant_message, normalised, parsed, read_body, read_json
 from grpo_core.testing import run
@@ -35,6 +36,7 @@ from grpo_plugin_judge.environment import Judge
 from grpo_plugin_math.answers import equal, extract
 from grpo_plugin_nemo_gym.client import Client, Refused, Session
 from grpo_plugin_nemo_gym.environment import NeMoGym, Rollout
+from grpo_plugin_openai.engine import _read as hosted_reply
 from grpo_plugin_openenv.actions import Actions
 from grpo_plugin_openenv.connection import Rejected
 from grpo_plugin_openenv.connection import _data as data_of
@@ -385,6 +387,41 @@ ENDPOINT = st.fixed_dictionaries(
 STEP = st.fixed_dictionaries(
     {"reward": NUMBERS, "info": JSON | st.fixed_dictionaries({"tool_outputs": JSON})}
 )
+
+
+CALL = st.fixed_dictionaries({"function": JSON | st.fixed_dictionaries({"name": JSON, "arguments": JSON})})
+HOSTED = st.fixed_dictionaries(
+    {
+        "choices": st.lists(
+            st.fixed_dictionaries(
+                {
+                    "message": st.fixed_dictionaries(
+                        {"content": JSON | REPLIES, "tool_calls": st.lists(CALL | JSON, max_size=2) | JSON}
+                    )
+                }
+            )
+            | JSON,
+            max_size=2,
+        ),
+        "usage": JSON | st.fixed_dictionaries({"completion_tokens": NUMBERS, "prompt_tokens": NUMBERS}),
+    }
+)
+
+
+@pytest.mark.long
+@settings(often, max_examples=1000)
+@given(HOSTED | JSON)
+def test_an_answer_of_a_hosted_model_is_a_reply_or_a_declared_error(answer):
+    given = read_json(json.dumps(answer).encode(), object)
+    with contextlib.suppress(grpo.EngineError, grpo.PluginError):
+        reply, _ = hosted_reply(given, "http://there/")
+        renderer = TextRenderer()
+        ids = renderer.prompt_ids([{"role": "user", "content": "?"}], ())
+        made = renderer.completion(reply, grpo.GenerationRequest(prompt_ids=ids, max_tokens=5))
+        assert made.finish_reason in ("stop", "length")
+        assert reply.completion_tokens >= 0
+        sent(dict(reply.message))
+        normalised([renderer.message("", token_ids=made.token_ids)], sampled=True)
 
 
 SAID = st.fixed_dictionaries({"message": JSON | st.fixed_dictionaries({"content": JSON | REPLIES})})

@@ -301,8 +301,8 @@ def _of_memory(
         Check(name="run's memory", found=f"a part is unknown: {told}", status="warning")
         for told in found.missing
     ]
-    capacities = _of_capacities(found, config.section(Health).max_memory)
-    return found, [*capacities, *missing, _of_checkpoints(found.checkpoint, config)]
+    disk = _of_checkpoints(found.checkpoint, config)
+    return found, [*_of_capacities(found, config.section(Health).max_memory), *missing, disk]
 
 
 def _model_directory(config: Config, host: PluginHost, scratch: Path) -> str | None:

@@ -207,10 +207,10 @@ def _read(answer: Any, url: str) -> tuple[Reply, int]:
         reply = Reply(
             message=message,
             finish_reason="length" if choice.get("finish_reason") == "length" else "stop",
-            completion_tokens=int(usage.get("completion_tokens") or 0),
+            completion_tokens=max(0, int(usage.get("completion_tokens") or 0)),
         )
-        return reply, int(usage.get("prompt_tokens") or 0)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        return reply, max(0, int(usage.get("prompt_tokens") or 0))
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise EngineError(
             f"{url} answered what is no chat completion: {cut(json.dumps(answer), LONGEST)} "
             f"({type(error).__name__}: {error})"
