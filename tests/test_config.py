@@ -41,7 +41,17 @@ BAD = [
         {"trainer": {"learning_rate": 1}},
         "unknown configuration key 'trainer.learning_rate'. Did you mean 'trainer.lr'?",
     ),
-    ({"trainer": {"beta": 0.1}}, "unknown configuration key 'trainer.beta'. Did you mean 'betas'?"),
+    (
+        {"trainer": {"beta": 0.1}},
+        "unknown configuration key 'trainer.beta'. Did you mean 'loss.options.kl_coefficient'?",
+    ),
+    (
+        {"trainer": {"num_train_epochs": 1}},
+        "unknown configuration key 'trainer.num_train_epochs'. Did you mean 'trainer.epochs'?",
+    ),
+    ({"reward_funcs": 1}, "unknown configuration key 'reward_funcs'. Did you mean 'reward'?"),
+    ({"train_dataset": 1}, "unknown configuration key 'train_dataset'. Did you mean 'data'?"),
+    ({"quiet": True}, "unknown configuration key 'quiet'."),
     (
         {"engine": {"max_steps": 5}},
         "unknown configuration key 'engine.max_steps'. Did you mean 'trainer.steps'?",
@@ -56,8 +66,8 @@ BAD = [
     ),
     (
         {"engine": {"quantization": 1}},
-        "unknown configuration key 'engine.quantization'. Did you mean 'engine.options.quantization', an "
-        "option?",
+        "unknown configuration key 'engine.quantization'. An option of a plugin is written "
+        "'engine.options.quantization'.",
     ),
     (
         {"beta": 0.1},

@@ -63,9 +63,15 @@ def test_wrong_input_is_one_message_and_status_2(here, arguments, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["check", "sums.toml"], "'sums.toml'. It is a configuration, as `grpo-core train sums.toml` takes"),
-        (["validate", "sums.toml"], "It is a configuration"),
-        (["verify", "sums.toml"], "It is a configuration"),
+        (
+            ["check", "sums.toml"],
+            "'sums.toml'. It reads like a configuration, as `grpo-core train sums.toml` takes",
+        ),
+        (["check", "elsewhere.toml"], "It reads like a configuration"),
+        (["validate", "sums.toml"], "It reads like a configuration"),
+        (["verify", "sums.toml"], "It reads like a configuration"),
+        (["train", "./envs.py"], "It is Python, as `grpo-core train --env envs.py:NAME` takes it"),
+        (["train", "--env", "math:sort", "--model", "tniy"], "Did you mean 'tiny'?"),
         (
             ["train", "old"],
             "old: not readable as TOML. It is the directory of a run, as `grpo-core train --res",

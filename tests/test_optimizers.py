@@ -350,7 +350,7 @@ def test_an_optimizer_that_cannot_be_is_refused_before_anything_starts(
     ("table", "message"),
     [
         ({"groups": {"a": {"lr": 1e-3}}}, "'optimizer.groups.a.parameters' is missing"),
-        ({"groups": {"a": {"parameters": []}}}, "at least one pattern"),
+        ({"groups": {"a": {"parameters": []}}}, "Length of 'parameters' must be >= 1"),
         ({"groups": {"a": {"parameters": ["*"], "lr": -1.0}}}, "optimizer.groups.*'lr' must be >= 0"),
         ({"groups": {"a": {"parameters": ["*"], "wd": 1.0}}}, "unknown configuration key .*a.wd"),
     ],

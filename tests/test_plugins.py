@@ -334,7 +334,7 @@ def test_options_are_checked_before_the_factory_is_called(install):
         def grpo_samplers():
             def strict(seed, *, size=3):
                 raise ValueError("not today")
-            return {"strict": strict, "open": dict}
+            return {"strict": strict, "open": dict, "judge": lambda reply, answer: 1.0}
     """
     install("grpo-plugin-words", WORDS, entry="words")
     install("picky", code)
@@ -347,6 +347,10 @@ def test_options_are_checked_before_the_factory_is_called(install):
     )
     with pytest.raises(PluginError, match=r"needs the option 'seed'. Its options: seed, size=3"):
         host.make("sampler", "strict")
+    with pytest.raises(
+        PluginError, match=r"For a reward function: grpo_core.train\(reward=...\), or trl:jud"
+    ):
+        host.make("sampler", "judge")
     with pytest.raises(PluginError, match="no option 'seed'"):
         host.make("sampler", "strict", 1, seed=2)
     with pytest.raises(PluginError, match="cannot be made: ValueError: not today") as caught:

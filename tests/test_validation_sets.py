@@ -67,11 +67,11 @@ def test_a_set_has_the_keys_of_validation_that_it_does_not_set_itself():
         ({"a/b": {"task": "sort"}}, "'validation.sets': the name 'a/b' of a set has to be 1 to 64 letters"),
         (
             {"a": {"task": "sort", "n": 4}},
-            "Did you mean 'validation.sets.a.options.n', an option?",
+            "An option of a plugin is written 'validation.sets.a.options.n'.",
         ),
         (
             {"a": {"task": "sort", "strategy": "greedy"}},
-            "Did you mean 'validation.sets.a.name', the strategy?",
+            "Did you mean 'validation.name'?",
         ),
         ({"a": {"task": "sort", "every": -1}}, "'every' must be >= 0: -1"),
     ],
@@ -83,7 +83,9 @@ def test_mistakes_in_a_set_are_named(sets, message):
 
 
 def test_an_option_of_a_strategy_is_found_where_options_are():
-    with pytest.raises(ConfigError, match=r"'validation.until'. Did you mean 'validation.options.until'"):
+    with pytest.raises(
+        ConfigError, match=r"'validation.until'. An option of a plugin is written 'validation.options.until'"
+    ):
         configured(name="paired", until="decided")
 
 

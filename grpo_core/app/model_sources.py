@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from attrs import frozen
 
 from grpo_core.config import ModelConfig
-from grpo_core.contracts.errors import ConfigError
+from grpo_core.contracts.errors import ConfigError, did_you_mean
 from grpo_core.contracts.protocols import EnvironmentClient
 from grpo_core.contracts.records import Prompt
 from grpo_core.models.files import check_path, local_directory, size_of
@@ -79,11 +79,11 @@ class Pretrained:
 
     preset: Mapping[str, Any] = {}
 
-    def __init__(self, path: str) -> None:
-        self._path = path
+    def __init__(self, path: str, hint: str = "") -> None:
+        self._path, self._hint = path, hint
 
     def check(self) -> None:
-        check_path(self._path)
+        check_path(self._path, self._hint)
 
     async def start_model(self, request: ModelRequest) -> StartModel:
         path = await asyncio.to_thread(local_directory, self._path)
@@ -106,4 +106,5 @@ def model_source(config: ModelConfig, plugins: PluginHost) -> ModelSource:
         raise ConfigError(
             f"model.options: model {config.path!r} is a directory or hub id, which has no options"
         )
-    return Pretrained(config.path)
+    names = {name for plugin in plugins.plugins for name in plugin.offers.get("model", {})}
+    return Pretrained(config.path, did_you_mean(config.path, names))

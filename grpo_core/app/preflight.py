@@ -93,7 +93,11 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
         _check_teacher(parts)
     if (section := model_section(config)) is not None:
         section.check(config)
-    _check_attention(config)
+    if config.model.attention and config.trainer.packing is True:
+        raise ConfigError(
+            f"trainer.packing = true brings its own attention, and model.attention = "
+            f"{config.model.attention!r} asks for another one; leave one of them out"
+        )
     for step in (0, config.trainer.steps):  # a function of a file that fails is an error now
         rate(config.trainer, step)
     _check_best(config)
@@ -299,14 +303,6 @@ def _check_placement(parts: Parts, *, trains: bool) -> None:
             )
         check_reader(parts.data_plane(placement), parts.config.data_plane.name)
     parts.transport(placement)
-
-
-def _check_attention(config: Config) -> None:
-    if config.model.attention and config.trainer.packing is True:
-        raise ConfigError(
-            f"trainer.packing = true brings its own attention, and model.attention = "
-            f"{config.model.attention!r} asks for another one; leave one of them out"
-        )
 
 
 def _check_idle(parts: Parts) -> None:

@@ -129,7 +129,13 @@ def _found(
             state = checkpoint.read_pipeline(found.directory)
             saved = state.get("run", SavedRun())
             fixed = {**_fixed(with_absolute_paths(before, host)), **saved.get("fixed", {})}
-            _check_fixed(path, fixed, config)
+            for key in {**fixed, **_fixed(config)}:
+                now = _value(config, key)
+                if fixed.get(key) != now:
+                    raise ConfigError(
+                        f"{path}: {key} is {shown(fixed.get(key))} in its checkpoint and {shown(now)} now; "
+                        "it cannot change within a run: keep it, or start a new run"
+                    )
             _check_start(path, saved.get("start", ""), config, host)
             _check_staleness(path, state["buffer"]["ready"], config.pipeline.max_staleness)
             notes += _warnings(path, saved, config)
@@ -248,16 +254,6 @@ def _schedule(trainer: TrainerConfig) -> dict[str, Any]:
 def _fixed(config: Config) -> dict[str, Any]:
     section = model_section(config)
     return {key: _value(config, key) for key in (*FIXED, *(section.fixed if section else ()))}
-
-
-def _check_fixed(path: Path, fixed: Mapping[str, Any], config: Config) -> None:
-    for key in {**fixed, **_fixed(config)}:
-        now = _value(config, key)
-        if fixed.get(key) != now:
-            raise ConfigError(
-                f"{path}: {key} is {shown(fixed.get(key))} in its checkpoint and {shown(now)} now; it "
-                "cannot change within a run: keep it, or start a new run"
-            )
 
 
 def _check_start(path: Path, before: str, config: Config, host: PluginHost) -> None:

@@ -27,6 +27,15 @@ ALIASES = {
     "kl_coef": "loss.options.kl_coefficient",
     "max_steps": "trainer.steps",
     "gradient_checkpointing": "trainer.activations",
+    "num_train_epochs": "trainer.epochs",
+    "per_device_train_batch_size": "trainer.prompts_per_step",
+    "loss_type": "loss.name",
+    "epsilon": "loss.options.clip_low",
+    "use_vllm": "engine.name",
+    "report_to": "tracking.trackers",
+    "reward_funcs": "reward",
+    "train_dataset": "data",
+    "strategy": "validation.name",
 }
 """Keys of other libraries, with the ones that mean the same here."""
 
@@ -77,8 +86,7 @@ def _nearest(key: str, known: Mapping[str, Any], prefix: str, sections: PluginSe
             " Training samples from the whole distribution, since its logprobs are those of all tokens; "
             f"validation.{key} is for validation"
         )
-    meant = ALIASES.get(key)
-    if meant is not None and not any(name.startswith(key) for name in known):
+    if meant := ALIASES.get(key):
         return f" Did you mean {meant!r}?"
     inside = [
         f"{section}.{key}"
@@ -90,8 +98,7 @@ def _nearest(key: str, known: Mapping[str, Any], prefix: str, sections: PluginSe
         return f" Did you mean {' or '.join(map(repr, inside))}?"
     if near or "options" not in known:
         return near
-    what = "name" if key == "strategy" else f"options.{key}"
-    return f" Did you mean {prefix + what!r}, {'the strategy' if key == 'strategy' else 'an option'}?"
+    return f" An option of a plugin is written {f'{prefix}options.{key}'!r}."
 
 
 def _is_of(value: Any, kind: Any) -> bool:

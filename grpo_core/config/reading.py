@@ -29,12 +29,12 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        hint = taken_elsewhere(str(path))
+        hint = "" if path.suffix == ".toml" else taken_elsewhere(str(path))
         raise ConfigError(f"{path}: there is no such file; a configuration is a TOML file.{hint}") from None
     except IsADirectoryError:
         raise ConfigError(f"{path}: not readable as TOML.{taken_elsewhere(str(path))}") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path}: not readable as TOML: {error}") from None
+        raise ConfigError(f"{path}: not readable as TOML: {error}.{taken_elsewhere(str(path))}") from None
     except RecursionError:
         raise ConfigError(f"{path}: not readable as TOML: its values are nested too deeply") from None
 

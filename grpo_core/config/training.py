@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Literal
 
-import attrs
 from attrs import field, frozen
-from attrs.validators import deep_iterable, ge, gt, le, lt, optional
+from attrs.validators import deep_iterable, ge, gt, le, lt, min_len, optional
 
 from grpo_core.config.choices import PluginChoice
 from grpo_core.config.idle import OF_LOSS, only_with
@@ -166,16 +165,11 @@ class TrainerConfig(PluginChoice):
     """Time limit in seconds for the start, and for each step, publication and save."""
 
 
-def _some(instance: object, attribute: attrs.Attribute[Any], value: list[str]) -> None:
-    if not value:
-        raise ValueError(f"'{attribute.name}' must name at least one pattern: {value}")
-
-
 @frozen(kw_only=True)
 class ParameterGroupConfig:
     """Parameters with a separate learning rate or weight decay."""
 
-    parameters: list[str] = field(validator=_some)
+    parameters: list[str] = field(validator=min_len(1))
     """Patterns of the names of parameters, as in `["*embed_tokens*", "model.layers.0.*"]`; a parameter
     belongs to the first group with a pattern that fits."""
     lr: float | None = field(default=None, validator=optional(ge(0)))

@@ -229,5 +229,5 @@ def did_you_mean(given: str, known: list[str] | tuple[str, ...] | set[str]) -> s
     from difflib import get_close_matches
 
     swapped = [name for name in sorted(known) if sorted(name) == sorted(given)]
-    near = swapped or get_close_matches(given, sorted(known), n=1)
+    near = swapped or get_close_matches(given, sorted(known), n=1, cutoff=0.65)
     return f" Did you mean {near[0]!r}?" if near else ""

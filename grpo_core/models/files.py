@@ -40,8 +40,12 @@ def directory_here(path: str) -> Path | None:
         return None
 
 
-def check_path(path: str) -> None:
-    """Raise ModelError if ``path`` is neither a model's directory nor a possible hub id; ask no hub."""
+def check_path(path: str, hint: str = "") -> None:
+    """Raise ModelError if ``path`` is neither a model's directory nor a possible hub id; ask no hub.
+
+    Args:
+        hint: ends the message; by default, what the path names instead.
+    """
     directory = Path(path).expanduser()
     if directory.is_dir():
         missing = [
@@ -57,19 +61,21 @@ def check_path(path: str) -> None:
     elif directory.exists() or path.startswith((".", "/", "~")) or path.count("/") != 1:
         raise ModelError(
             f"model {path!r}: there is no such directory; expected a transformers model directory, a hub id "
-            f'like "Qwen/Qwen3-0.6B", or "tiny".{taken_elsewhere(path)}'
+            f'like "Qwen/Qwen3-0.6B", or "tiny".{hint or taken_elsewhere(path)}'
         )
 
 
 def taken_elsewhere(argument: str) -> str:
     """Return a hint at what a refused argument is, if another command takes it, or an empty string."""
     path = Path(argument)
-    if path.suffix == ".toml" and path.is_file():
-        return f" It is a configuration, as `grpo-core train {argument}` takes it."
+    if path.suffix == ".toml":
+        return f" It reads like a configuration, as `grpo-core train {argument}` takes it."
     if (path / "config.toml").is_file():
         return f" It is the directory of a run, as `grpo-core train --resume {argument}` takes it."
     if runs := sorted(each.parent.name for each in path.glob("*/config.toml")):
         return f" It has the runs {', '.join(runs)} in it."
+    if path.suffix == ".py" and path.is_file():
+        return f" It is Python, as `grpo-core train --env {argument}:NAME` takes it."
     if ":" in argument:
         return f" It reads like an environment, as `grpo-core train --env {argument}` takes it."
     return ""

@@ -231,7 +231,9 @@ def check_options(
             raise SelectionError(f"{selected}: option {name!r} is {value!r}; expected {expected}")
     missing = [name for name, p in known.items() if p.default is p.empty and name not in options]
     if missing:
-        raise SelectionError(f"{selected} needs the option {missing[0]!r}. Its options: {spelled}")
+        hint = f". For a reward function: grpo_core.train(reward=...), or trl:{selected.name} for TRL's"
+        hint = hint if missing[0] in ("reply", "episode", "completions", "prompts") else ""
+        raise SelectionError(f"{selected} needs the option {missing[0]!r}. Its options: {spelled}{hint}")
 
 
 def hint_of(factory: Factory, parameter: inspect.Parameter) -> Any:

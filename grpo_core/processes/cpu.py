@@ -47,15 +47,11 @@ def resolve_device(configured: str, key: str) -> torch.device:
 def prepare(threads: int) -> None:
     """Apply the settings to this process; they do not change the precision of results."""
     torch.set_num_threads(threads)
-    _keep_freed_memory()
-    _choose_float32_products()
-
-
-def _keep_freed_memory() -> None:
-    """Let malloc keep freed memory: the system would zero each returned page at its next use."""
     if (mallopt := _of_malloc("mallopt")) is not None:
+        # keep freed memory: the system would zero each returned page at its next use
         mallopt(_M_MMAP_THRESHOLD, 1 << 30)
         mallopt(_M_TRIM_THRESHOLD, KEPT_FREE)
+    _choose_float32_products()
 
 
 def return_freed_memory() -> None:

@@ -100,7 +100,9 @@ class RunDirectory:
             path.mkdir(parents=True, exist_ok=True)
             run.lock()
             run._check_free()  # another process may have been quicker
-            run._remove_failed_start()
+            for left in path.iterdir():  # by a start that failed
+                if left.name in WRITTEN or re.fullmatch(r"config-\d+\.toml", left.name):
+                    left.unlink() if left.is_file() else shutil.rmtree(left)
             (path / CONFIG).write_text(as_toml(config), encoding="utf-8")
             run.logs.mkdir(exist_ok=True)
         except OSError as error:
@@ -183,11 +185,6 @@ class RunDirectory:
     def has_trained(self) -> bool:
         """Whether there is a checkpoint or a trained rollout."""
         return any(self.checkpoints.glob("step-*")) or any((self.path / ROLLOUTS).glob("step-*"))
-
-    def _remove_failed_start(self) -> None:
-        for path in self.path.iterdir():
-            if path.name in WRITTEN or re.fullmatch(r"config-\d+\.toml", path.name):
-                path.unlink() if path.is_file() else shutil.rmtree(path)
 
     @classmethod
     def existing(cls, path: Path) -> RunDirectory:
