@@ -36,6 +36,7 @@ NOT_RUN = {
     },
     "hosted": {"^export": "sets a variable"},
     "tinker": {r"^export|^grpo-core": "needs a service; the tests of grpo-plugin-tinker start one"},
+    "from-trl": {r"^grpo-core train": "would warm the tiny model up, and the page has no solutions"},
     "real-model": {r"^grpo-core train": "takes minutes; grpo-plugin-smollm2 tests its model"},
     "one-gpu": {
         r"^grpo-core watch": "it serves a page until ctrl-C; tests/test_watch.py does that",
@@ -45,11 +46,16 @@ NOT_RUN = {
 """Further commands that are not run, by page, and why."""
 
 REPLACED = {
+    "from-trl": {
+        '"path": "smollm2", "dtype": "bfloat16"': '"path": "tiny", "options": {"warm_start_steps": 0}',
+        "steps=20": "steps=2",
+        "prompts_per_step=8": "prompts_per_step=2",
+    },
     "one-gpu": {
         'path = "Qwen/Qwen3-0.6B"': 'path = "tiny"',
         "chat_template_kwargs = { enable_thinking = false }\n": "",
         '"bfloat16"': '"float32"',
-    }
+    },
 }
 """Text in the files of a page, and its replacement: a model that need not be downloaded."""
 
