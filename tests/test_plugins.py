@@ -367,6 +367,20 @@ def test_the_options_of_a_function_are_its_keyword_only_parameters():
         host.function("advantage", "group", rewards=[])
 
 
+@pytest.mark.parametrize("kind", ["loss", "advantage", "optimizer", "filter"])
+@pytest.mark.parametrize(
+    "signature",
+    ["", "first, second", "*, groups", "*, optional=1"],
+    ids=["none", "two", "by name", "options"],
+)
+def test_a_function_of_a_file_that_cannot_be_called_is_refused_before_it_is_called(tmp_path, kind, signature):
+    (tmp_path / "parts.py").write_text(f"def mine({signature}): ...\ndef other(given, *, k=1): ...\n")
+    host = PluginHost.discover()
+    host.check_options(kind, f"{tmp_path}/parts.py:other", {"k": 2})
+    with pytest.raises(PluginError, match=f"{kind} .*parts.py:mine' .*(cannot be called|needs the option)"):
+        host.check_options(kind, f"{tmp_path}/parts.py:mine", {})
+
+
 OPTIONS = """
     from typing import Literal, TYPE_CHECKING
     from attrs import frozen

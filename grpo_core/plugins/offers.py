@@ -234,6 +234,10 @@ def check_options(
         hint = f". For a reward function: grpo_core.train(reward=...), or trl:{selected.name} for TRL's"
         hint = hint if missing[0] in ("reply", "episode", "completions", "prompts") else ""
         raise SelectionError(f"{selected} needs the option {missing[0]!r}. Its options: {spelled}{hint}")
+    try:
+        signature.bind(*[None] * (1 if given is None else given), **options)
+    except TypeError as error:
+        raise SelectionError(f"{selected} cannot be called: {error}") from None
 
 
 def hint_of(factory: Factory, parameter: inspect.Parameter) -> Any:

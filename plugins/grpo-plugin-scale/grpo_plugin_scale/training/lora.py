@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from grpo_core import Canary, ModelError
+from grpo_core import Canary, ModelError, errors
 from grpo_core.kit import (
     MicroBatch,
     ModelFiles,
@@ -223,7 +223,7 @@ class LoraModel:
         try:
             tensors = load_file(path)
         except (OSError, SafetensorError) as error:
-            raise ModelError(f"{path}: the adapters cannot be read ({_one_line(error)})") from error
+            raise ModelError(f"{path}: the adapters cannot be read ({errors.one_line(error)})") from error
         found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         expected = {name: tuple(parameter.shape) for name, parameter in self._named}
         if found != expected:
@@ -267,10 +267,6 @@ class LoraModel:
 def _group(source: ModelSource) -> Group | None:
     """Return the group that divides the model; None if one process holds it as it is."""
     return cast("Group", source.ranks) if source.ranks.size > 1 or source.passes.copies else None
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 def _is_linear(layer: nn.Module) -> bool:
@@ -347,7 +343,7 @@ def _inject(config: LoraConfig, module: nn.Module, source: ModelSource, targets:
             if not problem:
                 inject_adapter_in_model(config, module, adapter_name=ADAPTER)
         except ValueError as error:
-            problem = _one_line(error)
+            problem = errors.one_line(error)
     if not problem:
         return
     with wrong_input():
