@@ -148,8 +148,14 @@ def prepare(
     with wrong_input():
         measured = find_target(target, changes.get("plugins"), block)
     config, host = configure_target(measured, changes, block, offers, tasks=tasks)
-    if target is None:
-        measured = evolve(measured, name=_hosted(config, host))
+    engine = (config.validation.engine or config.engine).name
+    if Parts(config, host).text_engine(trains=False):  # of a run only the tasks are taken
+        measured = evolve(measured, name=f"engine {engine}", model=None, version=0, notes=())
+    elif target is None:
+        raise ConfigError(
+            f"MODEL is missing: the engine {engine!r} needs its weights; name a run, the directory of a "
+            "model or a hub id"
+        )
     known = [*config.tasks, *config.validation.sets]
     if unknown := [name for name in only if name not in known]:
         raise ConfigError(
@@ -164,17 +170,6 @@ def prepare(
         output = unused(in_run or of_model)
     directory = new_directory(output)
     return Measurement(config=config, host=host, target=measured, only=only, directory=directory)
-
-
-def _hosted(config: Config, host: PluginHost) -> str:
-    """Return the name of the engine that is measured without a model.  Raises ConfigError."""
-    engine = config.validation.engine or config.engine
-    if not Parts(config, host).text_engine(trains=False):
-        raise ConfigError(
-            f"MODEL is missing: the engine {engine.name!r} needs its weights; name a run, the directory of a "
-            "model or a hub id"
-        )
-    return f"engine {engine.name}"
 
 
 async def _held_out(

@@ -196,6 +196,34 @@ def test_its_measurement_is_a_run_whose_page_shows_it(tmp_path):
     assert "could not be read" not in page
 
 
+def test_the_tasks_of_a_run_are_measured_and_not_its_model(tmp_path):
+    directory = tmp_path / "run"
+    (directory / "checkpoints").mkdir(parents=True)
+    (directory / "config.toml").write_text('[tasks.sort]\nenv = "math:sort"\n[engine]\nthreads = 1\n')
+    with Hosted().running() as url:
+        done = grpo(tmp_path, "validate", "run", *options(url, "validation.prompts=2"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("engine openai, version 0, measured by greedy"), done.stdout
+    assert "measuring the model" not in done.stderr
+
+
+def test_no_more_requests_are_sent_at_once_than_the_option_says(tmp_path):
+    class Busy(Hosted):
+        now = most = 0
+
+        async def answer(self, request):
+            self.now += 1
+            self.most = max(self.most, self.now)
+            await asyncio.sleep(0.1)
+            self.now -= 1
+            return await super().answer(request)
+
+    hosted = Busy()
+    with hosted.running() as url:
+        validate(tmp_path, url, "engine.options.concurrency=3", prompts=9)
+    assert hosted.most == 3
+
+
 def test_a_python_program_plays_it(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
