@@ -65,7 +65,7 @@ class Chart:
     areas: tuple[str, ...]
     """The path around the band of each series; empty without a band."""
     marks: tuple[tuple[Point, ...], ...]
-    """The points of each series, if they are marked."""
+    """The points of each series, if they are marked, as the only one of a line is."""
     letters: tuple[tuple[Point, str, int], ...]
     """Place, text and color of the letter of each series that has one."""
     x_ticks: tuple[tuple[float, str], ...]
@@ -148,7 +148,9 @@ def chart(
         raw=tuple(path(one.points) if reach else "" for one, reach in zip(series, reaches, strict=True)),
         areas=tuple(_area(one.band, place) for one in series),
         marks=tuple(
-            tuple(place(p) for p in one.points if _finite(p)) if one.style == "dots" else () for one in series
+            known if one.style == "dots" or len(known) == 1 else ()
+            for one in series
+            for known in (tuple(place(p) for p in one.points if _finite(p)),)
         ),
         letters=_letters(series, place),
         right=right,

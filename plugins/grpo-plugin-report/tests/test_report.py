@@ -438,6 +438,13 @@ def test_every_point_is_inside_the_view(values):
         assert all(charts.TOP <= y <= charts.HEIGHT - charts.BOTTOM for _, y in places)
 
 
+def test_the_only_point_of_a_line_is_marked():
+    """A path of one point draws nothing, so that the charts of a run with one step were empty."""
+    drawn = chart("c", [Series(name="s", points=[(1, 0.5), (2, math.nan)])])
+    assert drawn is not None
+    assert len(drawn.marks[0]) == 1
+
+
 def test_a_line_has_a_gap_where_nothing_was_measured():
     drawn = chart("c", [Series(name="s", points=[(0, 1), (1, 2), (2, math.nan), (3, 1)])])
     assert drawn is not None

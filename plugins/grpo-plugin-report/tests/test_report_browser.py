@@ -312,6 +312,13 @@ class TestReading:
         shown = chromium.run(f"return new Promise(done => setTimeout(() => done({heading})))")
         assert "Validation of version 1, rollout 1" in shown
 
+    def test_a_run_without_a_validation_has_those_of_its_newest_step(self, chromium, tmp_path):
+        record(tmp_path / "run", [event for event in story() if not isinstance(event, ValidationPlayed)])
+        opened(chromium, tmp_path / "run")
+        told = chromium.run("return document.querySelector('.Learning .ends').innerText")
+        for text in ("newest step, 2", "chat, best: reward 0.75", "chat, worst: reward 0.25", HOSTILE[:20]):
+            assert text in told, text
+
     def test_a_menu_leads_to_each_section_and_leaves_the_address_as_it_is(self, chromium, page):
         opened(chromium, page, "#task=chat")
         heads = "return [...document.querySelectorAll('h2')].map(one => one.firstChild.textContent.trim())"

@@ -302,11 +302,12 @@ function browse(root) {
     return box;
   }
 
-  // ------------------------------------------------------------------------------- the newest validation
-  const ends = document.querySelector(".ends"), validated = rollouts.filter(one => one.of.set === "validation" && one.reward !== undefined);
-  if (ends && validated.length) {
-    const newest = validated.filter(one => one.of.step === validated[0].of.step).sort((a, b) => b.reward - a.reward);
-    ends.append(element("h3", {}, `Best and worst of the newest validation, version ${newest[0].of.step}`));
+  // ------------------------------------------------------------- the newest validation, or the newest step
+  const ends = document.querySelector(".ends"), scored = rollouts.filter(one => one.reward !== undefined);
+  const last = scored.find(one => one.of.set === "validation") || scored[0];
+  if (ends && last) {
+    const newest = scored.filter(one => one.of.set === last.of.set && one.of.step === last.of.step).sort((a, b) => b.reward - a.reward);
+    ends.append(element("h3", {}, `Best and worst of the newest ${last.of.set === "validation" ? "validation, version" : "step,"} ${last.of.step}`));
     const tasks = [...new Set(newest.map(one => one.of.task))].sort();
     if (tasks.length > 1) ends.classList.add("wide");
     for (const task of tasks) {
