@@ -10,9 +10,9 @@ from test_pipeline import Run
 
 from grpo_core import Environment
 from grpo_core.app.parts import Parts
-from grpo_core.config import Config, EnvironmentConfig, TrainerConfig
+from grpo_core.config import Config, EnvironmentConfig, PipelineConfig, TrainerConfig
 from grpo_core.config.generation import RolloutConfig
-from grpo_core.contracts.errors import PluginError
+from grpo_core.contracts.errors import EngineError, PluginError
 from grpo_core.contracts.records import Rollout
 from grpo_core.environments.budget import ErrorBudget, errors_of_calls
 from grpo_core.plugins.host import PluginHost
@@ -134,6 +134,27 @@ def test_a_group_that_is_compared_is_one_call_and_other_rollouts_are_one_each_if
 @pytest.mark.parametrize("needs_group", [True, False])
 def test_a_lost_rollout_is_no_failure_of_its_environment(needs_group):
     assert errors_of_calls([rollout(error="engine died", lost=True)] * 2, needs_group=needs_group) == []
+
+
+@pytest.mark.parametrize("found", [None, 3])
+def test_an_engine_may_lose_all_attempts_at_all_rollouts_that_are_out_but_one(found):
+    """2 steps of 3 prompts with 4 rollouts each, each tried 6 times; one that is found ends the row."""
+    config = Config(
+        rollout=RolloutConfig(max_retries=5, group_size=4),
+        trainer=TrainerConfig(prompts_per_step=3),
+        pipeline=PipelineConfig(max_staleness=1),
+    )
+    observe = Parts(config, PluginHost.discover([])).budgets(
+        {"task": HostedEnvironment(Judge(None, needs_group=False))}
+    )
+    lost = rollout(error="engine died", lost=True)
+    for number in range(2 * 3 * 4 * 6 - 1):
+        observe("task", [rollout(reward=1.0) if number == found else lost], 0)
+    if found is None:
+        with pytest.raises(EngineError, match="the last 144 rollouts were lost"):
+            observe("task", [lost], 0)
+    else:
+        observe("task", [lost], 0)
 
 
 # ---------------------------------------------------------------------------------- the rules

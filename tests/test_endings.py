@@ -15,7 +15,7 @@ from grpo_core.contracts.errors import ConfigError
 from grpo_core.contracts.events import Saved, StepEnded, Validated
 from grpo_core.loop.endings import Goal, TimeLimit
 from grpo_core.loop.versions import Interval
-from grpo_core.testing import FakeTrainer
+from grpo_core.testing import FakeEngine, FakeTrainer
 
 
 @pytest.mark.parametrize(
@@ -161,6 +161,50 @@ def test_the_last_checkpoint_is_complete_before_the_time_limit(seeds):
         assert saved == step
         used.append(at / limit)
     assert sum(used) / len(used) > 0.8, "not much of the time is left over"
+
+
+@pytest.mark.parametrize(
+    ("long", "first"),
+    [(part, first) for part in ("step", "sync", "save") for first in range(0, 14, 2)] + [("cut", 1)],
+)
+def test_the_time_that_each_part_of_the_end_takes_is_left_for_it(long, first):
+    """One part of a run takes an eighth of the time, which ends at any moment of a step."""
+    seconds = {part: 12.5 if part == long else 0.1 for part in ("step", "sync", "cut", "save")}
+    ends = []
+
+    class Trainer(FakeTrainer):
+        async def step(self, batch):
+            await asyncio.sleep(seconds["step"])
+            return await super().step(batch)
+
+    class Engine(FakeEngine):
+        async def update_weights(self, weights):
+            await asyncio.sleep(seconds["sync"])
+            await super().update_weights(weights)
+
+    async def begin(version, failure=None):
+        await asyncio.sleep(seconds["cut"])
+
+        async def written():
+            await asyncio.sleep(seconds["save"])
+            ends.append(asyncio.get_running_loop().time())
+            return "there"
+
+        return written
+
+    limit = TimeLimit(end=100.0 + first, seconds=100.0)
+    run_ = Run(
+        steps=1000,
+        prompts_per_step=1,
+        group_size=2,
+        trainer=Trainer(),
+        engine=Engine(),
+        schedule={"save_every": 1, "time_limit": limit},
+    )
+    run_.pipeline.save = begin
+    assert run_(seed=0).result == "out of time"
+    assert run_.of(Saved)[-1].step == run_.of(StepEnded)[-1].step
+    assert 30.0 < ends[-1] <= limit.end
 
 
 @pytest.mark.parametrize(("epochs", "steps"), [(0.0, 7), (1.0, 4), (2.5, 9), (0.01, 1)])

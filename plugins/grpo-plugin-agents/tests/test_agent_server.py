@@ -609,6 +609,21 @@ def test_a_limit_refuses_a_turn_in_the_clients_own_words():
     assert (recording.finish_reason, recording.limited) == ("turns", True)
 
 
+@pytest.mark.parametrize(("n", "fits"), [(2, True), (3, False)])
+def test_each_completion_of_a_request_is_a_turn_of_its_limit(n, fits):
+    async def play(scene):
+        async with scene.openai() as model:
+            await model.chat.completions.create(model="any", messages=ASKED)
+            asking = model.chat.completions.create(model="any", messages=[*ASKED, *ASKED], n=n)
+            if fits:
+                return await asking
+            with pytest.raises(openai.BadRequestError, match="max_turns"):
+                await asking
+
+    recording = story(play, "a", "b", "c", "d", limits=Limits(max_tokens=9, max_turns=3, context=100))
+    assert (recording.turns, recording.limited) == ((3, False) if fits else (1, True))
+
+
 def test_a_conversation_that_is_too_long_is_refused():
     async def play(scene):
         status, body = await scene.post(
