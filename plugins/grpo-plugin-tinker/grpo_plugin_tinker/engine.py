@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from tinker import types
 from tinker.lib.public_interfaces import SamplingClient
@@ -21,6 +22,7 @@ from grpo_core import (
     WeightSyncError,
 )
 from grpo_core.kit import gather
+from grpo_plugin_tinker.model import STATE
 from grpo_plugin_tinker.section import TinkerConfig
 from grpo_plugin_tinker.service import FAILURES, Session, said
 
@@ -40,6 +42,11 @@ class TinkerEngine(Engine):
                 "the engine tinker cannot promise equal completions for equal seeds: leave out "
                 'pipeline.policy = "in_order"'
             )
+        if Path(setup.model, STATE).is_file():
+            raise ConfigError(
+                f"{setup.model} has the name of a state, and its weights are at the service: such a run is "
+                "validated while it trains, at validation.every; grpo-core train --resume continues it"
+            )
         self._deadline = setup.deadline
         self._session = Session(setup.section(TinkerConfig), "engine")
         self._sampler: tuple[SamplingClient, int] | None = None
@@ -47,8 +54,7 @@ class TinkerEngine(Engine):
     async def update_weights(self, weights: Weights) -> None:
         if not weights.location.startswith("tinker://"):
             raise PluginError(
-                f"the engine tinker samples snapshots of the trainer tinker, and got {weights.location!r}; "
-                "such a run is validated while it trains"
+                f"the engine tinker samples snapshots of the trainer tinker, and got {weights.location!r}"
             )
         client = await self._session.client(self._deadline)
         try:

@@ -12,6 +12,8 @@ from grpo_core.kit import ModelRequest, StartModel, size_of
 
 FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
 """Files of a model without its weights."""
+STATE = "tinker.json"
+"""File of a checkpoint with the name of the state at the service."""
 
 
 class HostedModel:

@@ -33,15 +33,13 @@ from grpo_core import (
 from grpo_core.kit import gather, rate
 from grpo_core.losses import row_weights
 from grpo_plugin_tinker.checks import service_loss
-from grpo_plugin_tinker.model import FILES
+from grpo_plugin_tinker.model import FILES, STATE
 from grpo_plugin_tinker.section import TinkerConfig
 from grpo_plugin_tinker.service import FAILURES, Session, said
 
 T = TypeVar("T")
 Floats = NDArray[np.float64]
 
-STATE = "tinker.json"
-"""File of a checkpoint with the name of the state at the service."""
 A_DAY = 24 * 3600
 """Seconds after which the service may delete a snapshot, if the run could not do it."""
 LARGEST_LOG_RATIO = 20.0

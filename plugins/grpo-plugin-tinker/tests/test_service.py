@@ -169,6 +169,9 @@ def test_it_trains_and_the_canary_finds_the_service_in_agreement(server, tmp_pat
     saved = json.loads((newest / "trainer" / "tinker.json").read_text())
     assert saved["state"].startswith("tinker://")
     assert server.log.read_text().count("Unloaded model") >= 2, "its adapters are given back"
+    measured = done([GRPO, "validate", str(tmp_path / "run")])
+    assert measured.returncode == 2
+    assert "its weights are at the service: such a run is validated while it trains" in measured.stderr
 
 
 def test_a_killed_run_goes_on_where_it_was(server, tmp_path):

@@ -150,6 +150,15 @@ def test_a_service_that_takes_means_comes_to_the_same_sum():
         assert np.allclose(one, other / len(other) / len(rows))
 
 
+def test_a_checkpoint_without_weights_says_how_it_is_validated(tmp_path):
+    pytest.importorskip("tinker", reason="Tinker's SDK is not installed: pip install tinker")
+    from grpo_plugin_tinker.engine import TinkerEngine
+
+    (tmp_path / "tinker.json").write_text('{"state": "tinker://model/weights/step2"}')
+    with pytest.raises(grpo.ConfigError, match=r"weights are at the service.*validation\.every.*--resume"):
+        TinkerEngine(grpo.EngineSetup(model=str(tmp_path)))
+
+
 def test_the_section_has_a_place_for_each_server():
     with pytest.raises(grpo.ConfigError, match=r"tinker\.server"):
         configured({"tinker": {"server": "other"}})
