@@ -1,4 +1,4 @@
-"""Writes the table of docs/one-gpu.md: which configuration of a model as large as real ones fits cards of 80 GB.
+"""Writes the table of docs/one-gpu.md: which configuration of a large model fits cards of 80 GB.
 
 python docs/_fits.py
 
