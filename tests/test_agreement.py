@@ -467,7 +467,8 @@ def test_in_float32_each_fault_is_found_at_each_of_a_hundred_syncs(model: str) -
 
 @pytest.mark.slow
 def test_in_bfloat16_older_weights_are_found_with_power_and_wrong_tensors_always(model: str) -> None:
-    given = setup(model, lr=1e-3)
+    # larger steps may make it sure of each answer, by which then nothing can be told apart
+    given = setup(model, lr=7e-4)
     given = attrs.evolve(given, model=attrs.evolve(given.model, dtype="bfloat16"))
     found = planted(given, (stale, swapped, not_loaded), torch.bfloat16)
     assert found["swapped", "found"] == found["not_loaded", "found"] == 100

@@ -80,11 +80,10 @@ class _TokenLogprobs(torch.autograd.Function):
         targets: Tensor,
         temperature: float,
         chunk: int,
-        product_dtype: torch.dtype | None,
+        dtype: torch.dtype,
         entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         n, vocabulary = hidden.shape[0], weight.shape[0]
-        dtype = product_dtype or hidden.dtype
         needed = any(ctx.needs_input_grad)
         keep = needed and n * vocabulary * hidden.itemsize <= KEEP_BYTES
         logprobs, entropy = hidden.new_empty(n), hidden.new_empty(n)
@@ -135,7 +134,9 @@ class _TokenLogprobs(torch.autograd.Function):
             torch.mul(p, -grad[part], out=d_logits)
             if entropy is not None:
                 d_logits += d_entropy
-            d_logits.scatter_add_(1, targets[part, None], grad[part])  # of a logprob: onehot(target) - p
+            # Of a logprob: onehot(target) - p.  A row's sum is 0; near 1, 1 - p would lose its digits.
+            d_logits.scatter_(1, targets[part, None], 0.0)
+            d_logits.scatter_(1, targets[part, None], -d_logits.sum(1, keepdim=True))
             if grad_bias is not None:
                 grad_bias += d_logits.sum(0)
             factor = d_logits.to(ctx.dtype)  # not before: a probability near 1 would be rounded to 1
