@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import newest
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 ROOT = Path(__file__).parent.parent
 
@@ -29,3 +34,35 @@ def test_the_constraints_are_read_and_make_has_the_target():
     assert "torch" in newest.pinned((ROOT / "constraints.txt").read_text())
     lines = (ROOT / "Makefile").read_text().splitlines()
     assert "tests/newest.py" in lines[lines.index("test-newest:") + 1]
+
+
+def requirements(project: str) -> Iterator[Requirement]:
+    """Yield what an argument of pip such as ``plugins/grpo-plugin-vllm[cuda]`` asks for."""
+    path, _, extra = project.rstrip("]").partition("[")
+    if not (ROOT / path / "pyproject.toml").exists():  # a package of the index
+        yield Requirement(project)
+        return
+    table = tomllib.loads((ROOT / path / "pyproject.toml").read_text())["project"]
+    yield from map(
+        Requirement, [*table["dependencies"], *table.get("optional-dependencies", {}).get(extra, ())]
+    )
+
+
+def test_the_lock_of_the_environment_for_gpus_has_versions_that_its_projects_take():
+    """Those of `constraints.txt` have no vLLM, and a setuptools that vLLM refuses."""
+    makefile = (ROOT / "Makefile").read_text().replace("\\\n", "")
+    (projects,) = re.findall(r"^GPU_PROJECTS := (.*)$", makefile, re.MULTILINE)
+    named = re.sub(
+        r"\$\(addprefix -e (\S+?-),(.*)\)", lambda m: " ".join(m[1] + n for n in m[2].split()), projects
+    )
+    lock = newest.pinned((ROOT / "tests" / "benchmarks" / "constraints-gpu.txt").read_text())
+    asked = [each for word in named.split() if word != "-e" for each in requirements(word)]
+    assert "vllm" in [each.name for each in asked]
+    for each in asked:
+        name = newest.normalised(each.name)
+        if not name.startswith("grpo-"):
+            assert each.specifier.contains(lock[name]), f"{each}, locked {lock[name]}"
+    assert Version(lock["setuptools"]) < Version("81"), "vLLM refuses newer ones from Python 3.12 on"
+    recipe = makefile.partition("\ngpu-check:")[2].partition("\n\n")[0]
+    assert "$(GPU_LOCK)" in recipe
+    assert "$(READY)" not in recipe, "it would install the builds for CPUs, and no vLLM"
