@@ -269,6 +269,9 @@ def test_an_engine_that_computes_in_another_dtype_than_that_of_the_weights_says_
 # ---------------------------------------------------------------------------------- whole runs
 
 PARTS = '''
+import os
+import signal
+
 from grpo_core import Completion, Prompt
 from grpo_core.engines.local.engine import LocalEngine
 
@@ -306,6 +309,16 @@ class Deaf(LocalEngine):
             )
             for each in await super().generate(requests)
         ]
+
+
+class Freezing(LocalEngine):
+    """Its process is frozen when it has taken the weights of version 2, before the canary is asked."""
+
+    async def update_weights(self, weights):
+        await super().update_weights(weights)
+        if weights.version == 2 and not os.path.exists("frozen"):
+            open("frozen", "w").close()
+            os.kill(self.pid, signal.SIGSTOP)
 '''
 
 
@@ -354,6 +367,18 @@ def test_a_run_that_moves_less_than_rounding_ends_and_says_that_its_weight_sync_
     assert done.returncode == 0, done.stderr
     assert "3 of 3 steps" in done.stdout
     assert "; weight sync unproved: 3 syncs; run: " in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_an_engine_whose_process_freezes_with_new_weights_is_replaced_before_the_canary_is_asked_again(
+    tmp_path,
+):
+    done = trained(tmp_path, "./parts.py:Freezing", **{"trainer.steps": 4, "engine.deadline": 20})
+    assert (tmp_path / "frozen").exists()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 of 4 steps" in done.stdout
+    assert [each["unproved"] for each in canary_metrics(tmp_path)] == [0] * 4
 
 
 @pytest.mark.slow

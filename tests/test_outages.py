@@ -767,7 +767,7 @@ def events_of(output):
         pytest.param("reset", 12.0),
         *(
             pytest.param(mode, seconds, marks=pytest.mark.nightly)
-            for mode, seconds in [("refuse", 30), ("half", 12), ("503", 12), ("503 later", 12), ("hang", 40)]
+            for mode, seconds in [("refuse", 30), ("half", 12), ("503", 12), ("503 later", 12), ("hang", 70)]
         ),
     ],
 )
