@@ -203,7 +203,11 @@ async def _longer(
         most: number of prompts that are encoded, the longest first; None: all that may be too long.
     """
     bounds = _bounds(prompts)
-    places = np.flatnonzero(bounds > max(0, limit - _always(renderer, tools)))
+    try:  # number of tokens that the template writes for a prompt with next to no text
+        always = len(renderer.prompt_ids((_SHORT,), tools))
+    except ModelError:  # it needs other messages
+        always = 2**31
+    places = np.flatnonzero(bounds > max(0, limit - always))
     if most is not None and len(places) > most:
         places = np.sort(places[np.argsort(-bounds[places].astype(np.int64), kind="stable")[:most]])
     found: dict[int, int] = {}
@@ -224,11 +228,3 @@ def _bounds(prompts: Sequence[Prompt]) -> NDArray[np.uint32]:
         return np.asarray(sizes(prompts), np.uint32)
     prompts.open()
     return np.asarray(prompts.sizes, np.uint32)
-
-
-def _always(renderer: Renderer, tools: Tools) -> int:
-    """Return the number of tokens that the template writes for a prompt with next to no text."""
-    try:
-        return len(renderer.prompt_ids((_SHORT,), tools))
-    except ModelError:  # it needs other messages
-        return 2**31

@@ -15,29 +15,8 @@ from grpo_core.config.choices import NAMED, TASK_NAME
 from grpo_core.config.generation import CUTS
 from grpo_core.config.run import Config
 from grpo_core.config.sections import NO_SECTIONS, PluginSections
-from grpo_core.contracts.errors import did_you_mean
+from grpo_core.contracts.errors import ALIASES, did_you_mean
 from grpo_core.contracts.typed import wrong
-
-ALIASES = {
-    "learning_rate": "trainer.lr",
-    "num_generations": "rollout.group_size",
-    "max_completion_length": "rollout.max_tokens",
-    "max_new_tokens": "rollout.max_tokens",
-    "beta": "loss.options.kl_coefficient",
-    "kl_coef": "loss.options.kl_coefficient",
-    "max_steps": "trainer.steps",
-    "gradient_checkpointing": "trainer.activations",
-    "num_train_epochs": "trainer.epochs",
-    "per_device_train_batch_size": "trainer.prompts_per_step",
-    "loss_type": "loss.name",
-    "epsilon": "loss.options.clip_low",
-    "use_vllm": "engine.name",
-    "report_to": "tracking.trackers",
-    "reward_funcs": "reward",
-    "train_dataset": "data",
-    "strategy": "validation.name",
-}
-"""Keys of other libraries, with the ones that mean the same here."""
 
 
 def problems(kind: Any, value: Any, where: str, sections: PluginSections = NO_SECTIONS) -> Iterable[str]:

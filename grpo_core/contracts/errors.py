@@ -224,10 +224,33 @@ def out_of_memory(error: BaseException) -> BaseException | None:
     return None
 
 
+ALIASES = {
+    "learning_rate": "trainer.lr",
+    "num_generations": "rollout.group_size",
+    "max_completion_length": "rollout.max_tokens",
+    "max_new_tokens": "rollout.max_tokens",
+    "beta": "loss.options.kl_coefficient",
+    "kl_coef": "loss.options.kl_coefficient",
+    "max_steps": "trainer.steps",
+    "gradient_checkpointing": "trainer.activations",
+    "num_train_epochs": "trainer.epochs",
+    "per_device_train_batch_size": "trainer.prompts_per_step",
+    "loss_type": "loss.name",
+    "epsilon": "loss.options.clip_low",
+    "use_vllm": "engine.name",
+    "report_to": "tracking.trackers",
+    "reward_funcs": "reward",
+    "train_dataset": "data",
+    "strategy": "validation.name",
+}
+"""Keys of other libraries, with the ones that mean the same here."""
+
+
 def did_you_mean(given: str, known: list[str] | tuple[str, ...] | set[str]) -> str:
     """Return ``" Did you mean 'x'?"`` for the nearest of ``known``, or an empty string."""
     from difflib import get_close_matches
 
-    swapped = [name for name in sorted(known) if sorted(name) == sorted(given)]
+    meant = ALIASES.get(given, "").rpartition(".")[2]
+    swapped = [name for name in sorted(known) if name == meant or sorted(name) == sorted(given)]
     near = swapped or get_close_matches(given, sorted(known), n=1, cutoff=0.65)
     return f" Did you mean {near[0]!r}?" if near else ""

@@ -340,10 +340,9 @@ def _of_capacities(found: memory.Footprint, share: float) -> Iterator[Check]:
 
 def as_data(checks: Sequence[Check], footprint: memory.Footprint | None) -> dict[str, Any]:
     """Return plain data, as ``--json`` prints it; docs/doctor.md describes it."""
-    worst = max((check.status for check in checks), key=list(STYLES).index, default="ok")
     data: dict[str, Any] = {
         "format": FORMAT,
-        "status": worst,
+        "status": max((check.status for check in checks), key=list(STYLES).index, default="ok"),
         "checks": [asdict(check) for check in checks],
         "memory": None,
     }
