@@ -1,0 +1,81 @@
+"""The contract of dataloaders: it finds each clause that one breaks."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from grpo_core.contracts.errors import GrpoError
+from grpo_plugin_devkit.dataloaders import DataloaderContract, check_dataloader
+
+numbers = itertools.count()
+
+
+class Numbers:
+    """An endless stream of rows with a state of its own."""
+
+    def __init__(self, split="train", at=0):
+        self.at = at
+
+    def __iter__(self):
+        while True:
+            self.at += 1
+            yield {"prompt": f"{self.at - 1}=", "answer": "0"}
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+class Forgets(Numbers):
+    def load_state_dict(self, state):
+        pass
+
+
+class Advances(Numbers):
+    """Its state cannot be read without an effect."""
+
+    def state_dict(self):
+        self.at += 1
+        return {"at": self.at - 1}
+
+
+def other_rows_each_time(split):
+    return Numbers(at=next(numbers) * 100)
+
+
+def no_rows_held_out(split):
+    return Numbers() if split == "train" else []
+
+
+def rows_of_another_kind(split):
+    return [3, 4]
+
+
+def test_a_stream_with_a_state_of_its_own_keeps_the_contract():
+    check_dataloader(Numbers)
+
+
+def test_it_says_how_many_rows_were_read():
+    contract = DataloaderContract(Numbers)
+    contract.its_rows_are_prompts()
+    assert "rows were read for 24 prompts" in contract.what_it_read()
+
+
+@pytest.mark.parametrize(
+    ("factory", "told"),
+    [
+        (Forgets, r"resumed after 1, its prompt 1 is '1' .*state_dict\(\) has to hold all"),
+        (Advances, "saved after each prompt, its prompt"),
+        (other_rows_each_time, "made a second time, its prompt 1"),
+        (no_rows_held_out, "validation"),
+        (rows_of_another_kind, "int"),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+def test_a_dataloader_that_breaks_a_clause_is_found(factory, told):
+    with pytest.raises((AssertionError, GrpoError), match=told):
+        check_dataloader(factory)
