@@ -30,7 +30,7 @@ A trainer whose processes are somewhere else:
 The trainer ``torch`` with more (see ``grpo_plugin_scale``):
 
     TorchTrainer, Model, ModelSource, FullModel   its class and its model, which a subclass may replace
-    Ranks, shares, Share        what processes that train together exchange, and the part of a step of one
+    Ranks, plan                 what processes that train together exchange, and the part of a step of one
     trainer_parts               the memory that it takes
     room_for, return_freed_memory                 memory of the machine for copies
 
@@ -44,7 +44,7 @@ A pool of engines (see ``grpo_plugin_scale``):
 
     canary, Tolerance           proves that an engine uses the weights that it was given
     reported_as, during         name an engine in incidents and in the timeline
-    gather, time_limit          await several calls, or one for a limited time
+    aio                         await several calls, or one for a limited time
 
 A data plane, which keeps the tokens of finished rollouts outside of the run's process:
 
@@ -68,7 +68,7 @@ A transport of weights (see ``grpo_plugin_scale``):
 A player (see ``grpo_plugin_agents``):
 
     new_key, MIXED_UP_ADVICE    key of a rollout's client, by which an environment keeps its rollouts apart
-    cancel                      cancels tasks and waits until they have ended
+    aio                         cancels tasks and waits until they have ended
     orphans                     end all that a program has started, by a variable that it inherits
     import_file, shortened      import a Python file, and cut a long text
     normalised, MessageError, parsed, numbered, well_formed    read messages and calls that clients write
@@ -95,10 +95,10 @@ A command that plays environments, besides ``grpo_core.Run``:
     Tasks, LocalPlacement, EnvironmentClient    start the environments of a configuration
     sourced                                     one environment with the prompts of a source
     find_target, configure_target, start_session, check_config   let a model play
-    received, raise_interrupt, task_name, merge, PlayingText, TextRenderer   let a person play
+    interrupts, task_name, merge, PlayingText, TextRenderer   let a person play
     groups_in, prompts_in, as_json           read a file of rollouts, and write a line of one
     leakage, assistant_message               compare prompts, read a reply
-    to_the_end, wrong_input, lines_of_incidents, new_directory, unused, cut   what commands share
+    aio, wrong_input, lines_of_incidents, new_directory, unused, cut   what commands share
     AsJson, Flag, Settings, Words            annotations of options of any command
 
 A contract that ``grpo-core check`` tries (see ``grpo_plugin_devkit``):
@@ -107,7 +107,7 @@ A contract that ``grpo-core check`` tries (see ``grpo_plugin_devkit``):
     Dataloader, SourceConfig, states    the rows of a dataloader, and its state as a checkpoint holds it
     checked_sample              asks a sampler for prompts, and checks what it returns
     EnvironmentPool             merges the calls of rollouts, as in a run
-    Scores, checked_scores      what an advantage function returns, and its check
+    rows                        what an advantage function returns, and its check
     HOOKS, Kind                 hooks by the kind of their offers
 
 A command that shows runs, besides ``grpo_core.Run``:
@@ -123,8 +123,8 @@ A command that shows runs, besides ``grpo_core.Run``:
 A command that computes steps of a run again, or reads settings:
 
     configured, changed, merge, structured, read_toml    make a configuration, or another table, of tables
-    differences, shown          the keys in which two tables differ, and their values
-    Parts, make_batch                      make the trainer of a run again, and the rows of a step
+    resume                      the keys in which two tables differ, and their values
+    Parts, rows                            make the trainer of a run again, and the rows of a step
     fault, started_from, local_directory   find what the trainer continues from
     Pipeline, Checks, PromptStream         the loop of a run, its checks and its prompts
     RolloutRequest, play, sampling_params  play rollouts as a run plays them
@@ -136,7 +136,7 @@ A command that estimates a run before it starts (see ``grpo_plugin_doctor``):
     check_config, check_model, model_source    check a configuration and its model
     gpus, engine_dtype, find_transport, teacher_model    what a run will start on this machine
     directory_here, ModelFiles, size_of    read the files of a model
-    Scorer, MicroBatch, Part, Passes, for_training, exchange_attention    compute what training computes
+    Scorer, MicroBatch, Passes, for_training, packing    compute what training computes
     token_budget, extra_bytes_on_gpu, state_bytes    count what it takes
 
 ``examples/custom_engine.py`` is a complete engine.  Check yours with ``grpo-core check ./file.py:MyEngine``.
@@ -150,6 +150,7 @@ from grpo_core.plugins.lazy import attach
 
 if TYPE_CHECKING:
     from grpo_core.app import gpus as gpus
+    from grpo_core.app import resume as resume
     from grpo_core.app.gpus import Devices as Devices
     from grpo_core.app.launch import check_config as check_config
     from grpo_core.app.launch import check_model as check_model
@@ -169,8 +170,6 @@ if TYPE_CHECKING:
     from grpo_core.app.placement import Placement as Placement
     from grpo_core.app.placement import Retain as Retain
     from grpo_core.app.preflight import check_task as check_task
-    from grpo_core.app.resume import differences as differences
-    from grpo_core.app.resume import shown as shown
     from grpo_core.app.session import start_session as start_session
     from grpo_core.app.tasks import Tasks as Tasks
     from grpo_core.commands.complaints import complain as complain
@@ -237,6 +236,7 @@ if TYPE_CHECKING:
     from grpo_core.environments.pool import EnvironmentWorker as EnvironmentWorker
     from grpo_core.environments.process import EnvironmentProcess as EnvironmentProcess
     from grpo_core.loop import canary as canary
+    from grpo_core.loop import rows as rows
     from grpo_core.loop.agreement import Tolerance as Tolerance
     from grpo_core.loop.checkpoint import fault as fault
     from grpo_core.loop.metrics import headline as headline
@@ -245,9 +245,6 @@ if TYPE_CHECKING:
     from grpo_core.loop.retention import Retention as Retention
     from grpo_core.loop.rollout import RolloutRequest as RolloutRequest
     from grpo_core.loop.rollout import play as play
-    from grpo_core.loop.rows import Scores as Scores
-    from grpo_core.loop.rows import checked_scores as checked_scores
-    from grpo_core.loop.rows import make_batch as make_batch
     from grpo_core.loop.schedule import rate as rate
     from grpo_core.loop.timeline import during as during
     from grpo_core.models.files import chat_template as chat_template
@@ -269,17 +266,13 @@ if TYPE_CHECKING:
     from grpo_core.plugins.selection import PluginSelection as PluginSelection
     from grpo_core.plugins.transports import find_transport as find_transport
     from grpo_core.plugins.transports import transport_of as transport_of
+    from grpo_core.processes import aio as aio
     from grpo_core.processes import interpreters as interpreters
+    from grpo_core.processes import interrupts as interrupts
     from grpo_core.processes import orphans as orphans
-    from grpo_core.processes.aio import cancel as cancel
-    from grpo_core.processes.aio import gather as gather
-    from grpo_core.processes.aio import time_limit as time_limit
-    from grpo_core.processes.aio import to_the_end as to_the_end
     from grpo_core.processes.child import Child as Child
     from grpo_core.processes.child import scratch_directory as scratch_directory
     from grpo_core.processes.cpu import return_freed_memory as return_freed_memory
-    from grpo_core.processes.interrupts import raise_interrupt as raise_interrupt
-    from grpo_core.processes.interrupts import received as received
     from grpo_core.processes.served import RemoteTraceback as RemoteTraceback
     from grpo_core.processes.served import die_with as die_with
     from grpo_core.reporting.stored import as_json as as_json
@@ -300,6 +293,8 @@ if TYPE_CHECKING:
     from grpo_core.text.tool_calls import numbered as numbered
     from grpo_core.text.untrusted import read_body as read_body
     from grpo_core.text.untrusted import read_json as read_json
+    from grpo_core.training import packing as packing
+    from grpo_core.training import plan as plan
     from grpo_core.training.budget import token_budget as token_budget
     from grpo_core.training.host_block import room_for as room_for
     from grpo_core.training.logprobs import extra_bytes_on_gpu as extra_bytes_on_gpu
@@ -310,12 +305,8 @@ if TYPE_CHECKING:
     from grpo_core.training.model import ModelSource as ModelSource
     from grpo_core.training.model import Scorer as Scorer
     from grpo_core.training.optimizers import state_bytes as state_bytes
-    from grpo_core.training.packing import Part as Part
-    from grpo_core.training.packing import exchange_attention as exchange_attention
     from grpo_core.training.passes import Passes as Passes
     from grpo_core.training.passes import for_training as for_training
-    from grpo_core.training.plan import Share as Share
-    from grpo_core.training.plan import shares as shares
     from grpo_core.training.process import ProcessTrainer as ProcessTrainer
     from grpo_core.training.process import StartProcess as StartProcess
     from grpo_core.training.process import TrainerProcess as TrainerProcess

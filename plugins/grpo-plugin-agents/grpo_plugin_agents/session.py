@@ -29,7 +29,7 @@ from grpo_core import (
     Recording,
     errors,
 )
-from grpo_core.kit import MIXED_UP_ADVICE, cancel, read_json, thoughts
+from grpo_core.kit import MIXED_UP_ADVICE, aio, read_json, thoughts
 from grpo_plugin_agents.dialects import Answer, BadRequest, ChatRequest, Dialect, encoded, event
 from grpo_plugin_agents.recorder import Node, Recorder, Talks, Turn
 from grpo_plugin_agents.repeats import Attempt, Call, KeyReused, Repeats
@@ -116,7 +116,7 @@ class Session:
         if not self._closed:
             self._closed = True
             self.ended()
-        await cancel(list(self._running))
+        await aio.cancel(list(self._running))
         self.recorder.end()
         return await self.play.renderer.run(lambda: self.recorder.recording(self._error), 0)
 
@@ -313,7 +313,7 @@ async def played(session: Session) -> Recording:
         feedback = running.result()
     finally:
         try:
-            await cancel([running, broken])
+            await aio.cancel([running, broken])
         finally:  # also if this is cancelled a second time
             recording = await session.aclose()
     if not recording.turns and (feedback is None or feedback.error is None):

@@ -20,11 +20,11 @@ from grpo_core.kit import (
     PluginHost,
     Settings,
     Words,
+    aio,
     inert,
     parse_settings,
     reported_to,
     sourced,
-    to_the_end,
 )
 from grpo_plugin_audit.audit import Audit, Extent
 from grpo_plugin_audit.records import Finding, Severity
@@ -105,9 +105,9 @@ def audit(
             errors.print(Text(inert(text), style="dim"), soft_wrap=True)
 
         playing = played_signal(name, options, model, engine_section, prompts=prompts, seed=seed, status=tell)
-        found.append(evolve(to_the_end(playing), seconds=time.monotonic() - begin))
+        found.append(evolve(aio.to_the_end(playing), seconds=time.monotonic() - begin))
         _show(console, found[0])
-    found += to_the_end(_shown(console, findings(host, name, dict(options), extent)))
+    found += aio.to_the_end(_shown(console, findings(host, name, dict(options), extent)))
     seconds = time.monotonic() - begin
     counts = Counter(finding.severity for finding in found)
     told = ", ".join(f"{counts[each]} {each}" for each in COUNTED if counts[each] or each == "failed")

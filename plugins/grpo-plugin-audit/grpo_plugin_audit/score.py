@@ -26,6 +26,7 @@ from grpo_core.kit import (
     TaskConfig,
     Tasks,
     Words,
+    aio,
     as_json,
     check_settings,
     check_task,
@@ -39,7 +40,6 @@ from grpo_core.kit import (
     prompts_in,
     reported_to,
     tasks_of,
-    to_the_end,
     unused,
     wrong_input,
 )
@@ -120,7 +120,7 @@ def score(
     work = _judge_all(found, config, tasks, host, wanted, directory, errors)
     try:
         with reported_to(lines_of_incidents(tell)):
-            differences, known = to_the_end(work)
+            differences, known = aio.to_the_end(work)
     except BaseException:
         with contextlib.suppress(OSError):  # it is not empty
             directory.rmdir()

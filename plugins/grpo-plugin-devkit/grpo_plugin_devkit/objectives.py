@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import evolve, fields
 
 from grpo_core import Group, LossInputs, Prompt, Rollout, Segment, Tokens
-from grpo_core.kit import Scores, checked_scores, needs_of
+from grpo_core.kit import needs_of, rows
 from grpo_plugin_devkit.contracts import Contract
 
 if TYPE_CHECKING:
@@ -248,8 +248,8 @@ class AdvantageContract(Contract):
         same = all(_close(one, other, off=0.0) for one, other in zip(first, second, strict=True))
         assert same, f"it returned {first}, and then {second} for the same groups"
 
-    def _scores(self, groups: Sequence[Group]) -> Scores:
-        return checked_scores(self._advantages(groups), groups, "it")
+    def _scores(self, groups: Sequence[Group]) -> rows.Scores:
+        return rows.checked_scores(self._advantages(groups), groups, "it")
 
 
 def a_group(rewards: Sequence[float], place: int = 0, lengths: Sequence[int] = (3, 6, 2, 9)) -> Group:

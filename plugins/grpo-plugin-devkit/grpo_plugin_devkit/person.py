@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TextIO
 
 from grpo_core import GenerationRequest, Message, Reply, TextEngine
-from grpo_core.kit import assistant_message, raise_interrupt, received
+from grpo_core.kit import assistant_message, interrupts
 
 HELP = """\
   a reply is a line; a line that ends with \\ goes on in the next one
@@ -105,7 +105,7 @@ class Replies:
             if not line:
                 raise InputEnded("the input has ended")
             return line.rstrip("\r\n")
-        with received(raise_interrupt):  # the event loop waits for input()
+        with interrupts.received(interrupts.raise_interrupt):  # the event loop waits for input()
             try:
                 return input(prompt)
             except EOFError:

@@ -20,6 +20,7 @@ from grpo_core.kit import (
     Tasks,
     TextRenderer,
     Words,
+    aio,
     check_task,
     configure,
     configure_target,
@@ -31,7 +32,6 @@ from grpo_core.kit import (
     sourced,
     start_session,
     task_name,
-    to_the_end,
     wrong_input,
 )
 from grpo_plugin_devkit.person import InputEnded, Person, Replies
@@ -111,11 +111,11 @@ def try_(
     target = model if run is None else str(RunDirectory.existing(run).path)
     found = None if engine is None else PluginHost.discover(block=block).find("engine", engine)
     if target is not None or (found is not None and found.offer.gives == "text"):
-        to_the_end(_by_model(name, target, engine, options, choice, block))
+        aio.to_the_end(_by_model(name, target, engine, options, choice, block))
     elif engine is not None:
         raise ConfigError("--engine is for a model that plays: add --model DIR or --run RUN")
     else:
-        to_the_end(_by_hand(name, options, choice, block))
+        aio.to_the_end(_by_hand(name, options, choice, block))
     return 0
 
 

@@ -22,13 +22,12 @@ from torch.utils._pytree import tree_iter
 from grpo_core import ModelError, errors
 from grpo_core.kit import (
     MicroBatch,
-    Part,
     Passes,
     Scorer,
     TrainerConfig,
-    exchange_attention,
     extra_bytes_on_gpu,
     for_training,
+    packing,
     token_budget,
 )
 
@@ -68,7 +67,7 @@ class Pass:
         return MicroBatch(
             rows=(),
             input_ids=torch.zeros(shape, dtype=torch.int64),
-            packed=(Part(length=self.tokens),) * self.rows if self.passes.packing else (),
+            packed=(packing.Part(length=self.tokens),) * self.rows if self.passes.packing else (),
             positions=places,
             targets=places,
             row_of=places,
@@ -216,7 +215,7 @@ def activation_bytes(path: str, work: Pass, *, trust_remote_code: bool = False) 
             made = _make(path, trust_remote_code, dtype)
             module = for_training(made, evolve(work.passes, compiled=False))
             if work.passes.packing:
-                exchange_attention(module)
+                packing.exchange_attention(module)
             parameters = list(module.parameters())
             known = {tensor.untyped_storage()._cdata for tensor in (*parameters, *module.buffers())}
             scorer = Scorer(

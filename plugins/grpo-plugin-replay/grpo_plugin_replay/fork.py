@@ -19,12 +19,12 @@ from grpo_core.kit import (
     PluginHost,
     Settings,
     Words,
+    aio,
     as_table,
     changed,
     check_settings,
     parse_settings,
     say,
-    to_the_end,
 )
 from grpo_plugin_replay.history import StepRecord, compared, read
 from grpo_plugin_replay.replay import Replayer, batch_of
@@ -96,7 +96,7 @@ def fork(
         raise ConfigError(
             "fork needs something that changes: --set, as in --set loss.options.clip_low=0.1, or --scored"
         )
-    return to_the_end(_fork(run, step, parse_settings(settings or ()), scored, no_plugin or ()))
+    return aio.to_the_end(_fork(run, step, parse_settings(settings or ()), scored, no_plugin or ()))
 
 
 async def _fork(

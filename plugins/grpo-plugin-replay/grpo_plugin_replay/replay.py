@@ -16,15 +16,7 @@ from typing import Self
 from attrs import define, evolve, field, frozen
 
 from grpo_core import Batch, ConfigError, Group, StepResult, Trainer
-from grpo_core.kit import (
-    Config,
-    PluginHost,
-    Words,
-    make_batch,
-    say,
-    scratch_directory,
-    to_the_end,
-)
+from grpo_core.kit import Config, PluginHost, Words, aio, rows, say, scratch_directory
 from grpo_plugin_replay.again import saved_before, trainer_again
 from grpo_plugin_replay.history import History, StepRecord, first_metric, first_tensor, read
 
@@ -60,7 +52,7 @@ def replay(run: Path, /, *, step: int, no_plugin: Words = None) -> int:
     no_plugin
         Do not load this installed plugin; may be repeated.
     """
-    return to_the_end(_replay(run, step, no_plugin or ()))
+    return aio.to_the_end(_replay(run, step, no_plugin or ()))
 
 
 async def _replay(directory: Path, step: int, block: Sequence[str]) -> int:
@@ -198,7 +190,7 @@ class Replayer:
 
 def batch_of(groups: Sequence[Group], recorded: StepRecord) -> Batch:
     """Make the batch of a step from groups that have their advantages."""
-    return make_batch(groups, step=recorded.step - 1, temperature=recorded.config.rollout.temperature)
+    return rows.make_batch(groups, step=recorded.step - 1, temperature=recorded.config.rollout.temperature)
 
 
 def _parts(config: Config) -> list[object]:

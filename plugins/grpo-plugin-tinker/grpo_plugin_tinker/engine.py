@@ -21,7 +21,7 @@ from grpo_core import (
     Weights,
     WeightSyncError,
 )
-from grpo_core.kit import gather
+from grpo_core.kit import aio
 from grpo_plugin_tinker.model import STATE
 from grpo_plugin_tinker.section import TinkerConfig
 from grpo_plugin_tinker.service import FAILURES, Session, said
@@ -71,7 +71,7 @@ class TinkerEngine(Engine):
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         assert self._sampler is not None
         sampler, version = self._sampler
-        return await gather([self._complete(sampler, version, request) for request in requests])
+        return await aio.gather([self._complete(sampler, version, request) for request in requests])
 
     async def _complete(
         self, sampler: SamplingClient, version: int, request: GenerationRequest

@@ -12,7 +12,7 @@ import tinker
 from tinker.lib.client_connection_pool_type import ClientConnectionPoolType
 
 from grpo_core import ConfigError, DeadlineExceeded, Unavailable
-from grpo_core.kit import Service, cut, time_limit
+from grpo_core.kit import Service, aio, cut
 from grpo_plugin_tinker.checks import KEY
 from grpo_plugin_tinker.section import TinkerConfig
 
@@ -61,7 +61,7 @@ class Session:
             key = os.environ.get(KEY) or NO_KEY
             return tinker.ServiceClient(base_url=self._url, api_key=key, max_retries=RETRIES)
 
-        async with self._beginning, time_limit(seconds, late):
+        async with self._beginning, aio.time_limit(seconds, late):
             if self._client is None:
                 try:
                     self._client = await asyncio.to_thread(begin)

@@ -30,7 +30,7 @@ from grpo_core import (
     Weights,
     did_you_mean,
 )
-from grpo_core.kit import gather, rate
+from grpo_core.kit import aio, rate
 from grpo_core.losses import row_weights
 from grpo_plugin_tinker.checks import service_loss
 from grpo_plugin_tinker.model import FILES, STATE
@@ -156,7 +156,7 @@ class TinkerTrainer(Trainer):
         sampler = await self._call("the snapshot", lambda: client.create_sampling_client_async(path))
         greedy = types.SamplingParams(max_tokens=1, temperature=0.0)
         inputs = [types.ModelInput.from_ints(list(context)) for context in contexts]
-        answers = await gather(
+        answers = await aio.gather(
             self._call("a sample", partial(sampler.sample_async, each, 1, greedy)) for each in inputs
         )
         tokens = [answer.sequences[0].tokens[0] for answer in answers]
@@ -203,11 +203,11 @@ class TinkerTrainer(Trainer):
 
     async def aclose(self) -> None:
         await self._delete(self._snapshots[:-1])
-        await gather(self._session.unload(model.model_id) for model in self._models)
+        await aio.gather(self._session.unload(model.model_id) for model in self._models)
         self._session.close()
 
     async def _delete(self, paths: Iterable[str]) -> None:
-        await gather(self._session.delete(path) for path in paths)
+        await aio.gather(self._session.delete(path) for path in paths)
 
     @property
     def _training(self) -> TrainingClient:

@@ -19,7 +19,7 @@ from grpo_core import (
     PluginError,
     WeightSyncError,
 )
-from grpo_core.kit import Tolerance, canary, copies, during, reported_as, time_limit
+from grpo_core.kit import Tolerance, aio, canary, copies, during, reported_as
 
 CLOSE = 10.0
 """Seconds that an engine may take to close."""
@@ -125,7 +125,7 @@ class Member:
         """
         doubts, self._unconfirmed = self._doubts, held.weights.version
         with reported_as(self.name):
-            async with time_limit(deadline, lambda: DeadlineExceeded(f"no answer within {deadline:g} s")):
+            async with aio.time_limit(deadline, lambda: DeadlineExceeded(f"no answer within {deadline:g} s")):
                 with during(self.name, "update weights"):
                     await self.engine.update_weights(held.weights)
                 try:

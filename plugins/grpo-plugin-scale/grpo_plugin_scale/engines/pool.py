@@ -40,7 +40,7 @@ from grpo_core import (
     Weights,
     WeightSyncError,
 )
-from grpo_core.kit import Tolerance, cancel, copies, gather, measured, report
+from grpo_core.kit import Tolerance, aio, copies, measured, report
 from grpo_plugin_scale.engines.members import (
     CLOSE,
     MAX_FAILURES,
@@ -168,7 +168,7 @@ class EnginePool:
         if len(groups) == 1:  # the usual case needs no extra task
             await groups[0]
         else:
-            await gather(groups)
+            await aio.gather(groups)
         return [found[i] for i in range(len(requests))]
 
     async def update_weights(self, weights: Weights) -> None:
@@ -209,7 +209,7 @@ class EnginePool:
         """Close all members; calls that wait for them raise EngineError."""
         self._fault = self._fault or EngineError("engine pool is closed")
         self._notify()
-        await cancel([member.supervisor for member in self._members if member.supervisor is not None])
+        await aio.cancel([member.supervisor for member in self._members if member.supervisor is not None])
         for member in self._members:
             member.give_back()
         await asyncio.gather(*(member.close() for member in self._members))

@@ -11,15 +11,7 @@ from typing import Any
 from attrs import evolve
 
 from grpo_core import ChildDied, GrpoError, TrainerSetup, errors
-from grpo_core.kit import (
-    ProcessTrainer,
-    StartProcess,
-    TrainerProcess,
-    cancel,
-    gather,
-    scratch_directory,
-    shares,
-)
+from grpo_core.kit import ProcessTrainer, StartProcess, TrainerProcess, aio, plan, scratch_directory
 from grpo_plugin_scale.config import ScaledConfig
 
 DEATH_IS_SEEN = 2.0
@@ -68,7 +60,7 @@ class Together(TrainerProcess):
         """Call a method of all ranks; return what the first one returns."""
         each = [args] * len(self.ranks)
         if method == "step":
-            divide = partial(shares, updates=self._updates, ranks=len(self.ranks), layout=self._layout)
+            divide = partial(plan.shares, updates=self._updates, ranks=len(self.ranks), layout=self._layout)
             method, each = "train", [(share,) for share in await asyncio.to_thread(divide, *args)]
         calls = [rank.call(method, *its, seconds=seconds) for rank, its in zip(self.ranks, each, strict=True)]
         return (await self._all(calls, writes=method in ("save", "written")))[0]
@@ -79,7 +71,7 @@ class Together(TrainerProcess):
         try:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await cancel(waits)
+            await aio.cancel(waits)
         return done.pop().result()
 
     def kill(self, why: GrpoError | None = None) -> None:
@@ -97,7 +89,7 @@ class Together(TrainerProcess):
         training continues.
         """
         try:
-            return await gather(calls)
+            return await aio.gather(calls)
         except Exception as error:
             if writes and isinstance(error, OSError):
                 raise

@@ -9,7 +9,7 @@ from attrs import evolve
 from torch import Tensor
 
 from grpo_core import ConfigError, StepResult, TrainerSetup, Weights
-from grpo_core.kit import Model, ModelSource, Passes, Ranks, Share, TorchTrainer
+from grpo_core.kit import Model, ModelSource, Passes, Ranks, TorchTrainer, plan
 from grpo_plugin_scale.config import ScaledConfig, refuse_experts
 from grpo_plugin_scale.training.resting import Resting
 
@@ -70,7 +70,7 @@ class ScaledTrainer(TorchTrainer):
 
     # ------------------------------------------------------------------------------ weights that rest
 
-    def train(self, share: Share) -> StepResult:
+    def train(self, share: plan.Share) -> StepResult:
         self._resting.come_back()
         return super().train(share)
 
