@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from grpo_core.contracts.errors import GrpoError
+from grpo_core import GrpoError
 from grpo_plugin_devkit.dataloaders import DataloaderContract, check_dataloader
 
 numbers = itertools.count()
