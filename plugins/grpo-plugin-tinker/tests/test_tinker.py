@@ -1,7 +1,9 @@
 """Tests without a service: which settings are refused, and what the service is asked to compute."""
 
 import asyncio
+import inspect
 import json
+import typing
 
 import numpy as np
 import pytest
@@ -157,6 +159,35 @@ def test_a_checkpoint_without_weights_says_how_it_is_validated(tmp_path):
     (tmp_path / "tinker.json").write_text('{"state": "tinker://model/weights/step2"}')
     with pytest.raises(grpo.ConfigError, match=r"weights are at the service.*validation\.every.*--resume"):
         TinkerEngine(grpo.EngineSetup(model=str(tmp_path)))
+
+
+def test_the_sdk_takes_what_it_is_called_with():
+    """The newest SDK is asked as well, by `make test-newest`: what is called exists, with these arguments."""
+    pytest.importorskip("tinker", reason="Tinker's SDK is not installed: pip install tinker")
+    from tinker import ServiceClient, types
+    from tinker.lib.public_interfaces import SamplingClient, TrainingClient
+    from tinker.lib.public_interfaces.rest_client import RestClient
+
+    def takes(function, *given, **named):
+        inspect.signature(function).bind(None, *given, **named)
+
+    takes(ServiceClient.create_lora_training_client_async, "name", rank=8, seed=0)
+    takes(ServiceClient.create_sampling_client_async, model_path="tinker://", retry_config=None)
+    takes(ServiceClient.get_server_capabilities_async)
+    takes(TrainingClient.forward_backward, [], "cispo", {})
+    takes(TrainingClient.forward, [], "cross_entropy")
+    takes(TrainingClient.optim_step, None)
+    takes(TrainingClient.save_state, "name", 60)
+    takes(TrainingClient.save_weights_for_sampler, "name", 60)
+    takes(TrainingClient.load_state, "tinker://")
+    takes(TrainingClient.load_state_with_optimizer, "tinker://")
+    takes(SamplingClient.sample_async, None, 1, None)
+    takes(RestClient.delete_checkpoint_from_tinker_path_async, "tinker://")
+    assert {"cispo", "ppo", "cross_entropy"} <= set(typing.get_args(types.LossFnType))
+    types.AdamParams(
+        learning_rate=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, grad_clip_norm=1.0
+    )
+    types.SamplingParams(max_tokens=1, temperature=0.0, top_p=1.0, top_k=-1, seed=0, stop=[2])
 
 
 def test_the_section_has_a_place_for_each_server():
