@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import runpy
+from pathlib import Path
 
 import pytest
 
@@ -79,3 +81,9 @@ def test_it_says_how_many_rows_were_read():
 def test_a_dataloader_that_breaks_a_clause_is_found(factory, told):
     with pytest.raises((AssertionError, GrpoError), match=told):
         check_dataloader(factory)
+
+
+def test_the_example_that_streams_a_table_of_sqlite_keeps_the_contract(tmp_path):
+    example = runpy.run_path(str(Path(__file__).parents[3] / "examples" / "sqlite_stream.py"))
+    example["make_table"](tmp_path / "questions.db", 100)
+    check_dataloader(example["questions"], source={"prompt": "word"}, path=tmp_path / "questions.db")
