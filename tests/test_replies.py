@@ -211,6 +211,22 @@ def test_a_part_that_no_reply_has_is_said_while_another_one_is_learnt():
     assert causes([step(right)] * WINDOW) == [], "what no right reply has is not needed"
 
 
+def test_a_part_that_no_reply_of_a_small_run_has_is_said_once_there_were_enough():
+    replies = [reply(0.5 * (i % 2), one=float(i % 2), tags=0.0) for i in range(16)]
+    assert causes([step(replies)] * 7) == []
+    (finding,) = findings([step(replies)] * 8)
+    assert "no reply in 128 had tags: nothing can be learned about it" in finding.message
+    shown = [reply(0.5, one=1.0, tags=1.0), *replies]
+    assert causes([step(replies), step(shown), *[step(replies)] * 7]) == [], "one has shown it"
+
+
+def test_paid_replies_that_are_all_cut_off_are_not_answered_by_more_room():
+    replies = [reply(float(i > 1), cut=True, advantage=0.0) for i in range(64)]
+    (finding,) = findings([step(replies)] * WINDOW)
+    assert "do not pay unfinished text" in finding.message
+    assert "raise rollout.max_tokens" not in finding.message
+
+
 # ---------------------------------------------------------------------------------- a part that is gamed
 
 

@@ -167,10 +167,16 @@ class Replies:
     _idle: deque[bool] = field(init=False, factory=lambda: deque(maxlen=WINDOW))
     """Whether each of the steps trained no token."""
     _peaks: dict[tuple[str, str], _Peak] = field(init=False, factory=dict)
+    _without: dict[tuple[str, str], int] = field(init=False, factory=dict)
+    """Number of replies in a row that lack a part."""
 
     def observe(self, groups: Sequence[Group], metrics: Mapping[str, float]) -> list[Finding]:
         """Return warnings about the last steps, of which this is the newest."""
         self._steps.append(newest := by_task(groups))
+        for task, each in newest.items():
+            for name, part in each.parts.items():
+                before = self._without.get((task, name), 0)
+                self._without[task, name] = 0 if part.some else before + part.replies
         self._idle.append(0 in (metrics.get("rows"), metrics.get("tokens/trained")))
         if len(self._steps) < WINDOW:
             return []
@@ -181,7 +187,7 @@ class Replies:
             gamed = self._gamed(task, seen[task])
             if not found:
                 found += _of_cut(task, seen[task], last)
-                found += [] if gamed else _without(task, seen[task])
+                found += [] if gamed else self._never(task, seen[task])
             found += gamed
         return found
 
@@ -189,13 +195,34 @@ class Replies:
         """Return a warning about a run, or a task, from which nothing is learnt."""
         idle = {task: each for task, each in seen.items() if self.taught_by_rewards and not each.taught}
         if all(self._idle) or len(idle) == len(seen):
-            why = "; ".join(_why(task, each) for task, each in seen.items())
+            why = "; ".join(self._why(task, each) for task, each in seen.items())
             return [_warning("rows", f"the last {WINDOW} steps trained nothing: {why}")]
         return [
-            _warning(f"rows/{task}", f"the last {WINDOW} steps trained nothing of a task: {_why(task, each)}")
+            _warning(
+                f"rows/{task}", f"the last {WINDOW} steps trained nothing of a task: {self._why(task, each)}"
+            )
             for task, each in idle.items()
             if each.replies >= ENOUGH and not any(each.rewards)
         ]
+
+    def _missing(self, task: str, seen: Seen) -> str:
+        """Return a warning about the parts that no reply has had for long; "" if there is none."""
+        lacking = [name for name, part in seen.parts.items() if not part.some]
+        missing = [name for name in lacking if self._without[task, name] >= ENOUGH]
+        if not missing:
+            return ""
+        replies = min(self._without[task, name] for name in missing)
+        return (
+            f"no reply in {replies} had {' or '.join(missing)}: nothing can be learned about it. Ask for it "
+            "in the prompts, show it in an example, or pay something that leads there"
+        )
+
+    def _never(self, task: str, seen: Seen) -> list[Finding]:
+        """Return a warning about a part that no reply has, where no reply is right either."""
+        none_right = not seen.right if seen.judged else max(seen.rewards, default=0.0) <= MANY
+        if none_right and (missing := self._missing(task, seen)):
+            return [_warning(f"never/{task}", f"task {task!r}: {missing}{_shown(seen)}")]
+        return []
 
     def _gamed(self, task: str, seen: Seen) -> list[Finding]:
         """Return a warning for each paid part that has vanished while another one rose, without successes."""
@@ -220,6 +247,35 @@ class Replies:
                     )
                     found.append(_warning(f"gamed/{task}/{name}", message))
         return found
+
+    def _why(self, task: str, seen: Seen) -> str:
+        """Explain why the groups of a task had nothing to train."""
+        cut_off, reward = seen.cut / seen.replies, fmean(seen.rewards) if seen.rewards else None
+        rewards = "no rewards" if reward is None else f"equal rewards (mean reward {reward:.3g})"
+        told = [f"{seen.equal / seen.groups:.0%} of the groups of task {task!r} have {rewards}"]
+        if cut_off >= NEARLY_ALL or (cut_off >= MANY and reward != 0):
+            paid = seen.declared and seen.right_cut >= MANY * seen.replies
+            told.append(
+                f"{cut_off:.0%} of its rollouts are cut off by a token limit: "
+                + ("do not pay unfinished text (episode.truncated)" if paid else "raise rollout.max_tokens")
+            )
+        elif reward == 0:
+            ended = (
+                f", also none of the {1 - cut_off:.0%} that ended by themselves" if cut_off >= MANY else ""
+            )
+            never = f"; {missing}" if (missing := self._missing(task, seen)) else ""
+            told.append(
+                f"no reply was paid{ended}: their format may not be the one that evaluate expects, or the "
+                f"task is too hard; read rollouts/ of the run{never}{_shown(seen)}"
+            )
+        elif seen.equal == seen.groups:
+            told.append(
+                "its prompts are all too hard or all too easy for the model, or evaluate pays the same for "
+                "everything; read rollouts/ of the run"
+            )
+        else:
+            told.append("the advantage function gives 0 or None to all of its rollouts")
+        return ", and ".join(told)
 
 
 def _warning(cause: str, message: str) -> Finding:
@@ -250,49 +306,6 @@ def _of_cut(task: str, seen: Seen, last: Seen) -> list[Finding]:
     return []
 
 
-def _missing(seen: Seen) -> list[str]:
-    return [name for name, part in seen.parts.items() if part.replies >= ENOUGH and not part.some]
-
-
-def _without(task: str, seen: Seen) -> list[Finding]:
-    """Return a warning about a part that no reply has, where no reply is right either."""
-    best = max(seen.rewards, default=0.0)
-    if (missing := _missing(seen)) and (not seen.right if seen.declared else best <= MANY):
-        return [_warning(f"never/{task}", f"task {task!r}: {_never(seen, missing)}{_shown(seen)}")]
-    return []
-
-
-def _never(seen: Seen, missing: Sequence[str]) -> str:
-    return (
-        f"no reply in {seen.replies} had {' or '.join(missing)}: nothing can be learned about it. Ask for it "
-        "in the prompts, show it in an example, or pay something that leads there"
-    )
-
-
 def _shown(seen: Seen) -> str:
     replies = ", ".join(repr(cut(reply, LENGTH)) for reply in seen.unpaid[-SHOWN:])
     return f"; unpaid replies that ended: {replies}" if replies else ""
-
-
-def _why(task: str, seen: Seen) -> str:
-    """Explain why the groups of a task had nothing to train."""
-    cut_off, reward = seen.cut / seen.replies, fmean(seen.rewards) if seen.rewards else None
-    rewards = "no rewards" if reward is None else f"equal rewards (mean reward {reward:.3g})"
-    told = [f"{seen.equal / seen.groups:.0%} of the groups of task {task!r} have {rewards}"]
-    if cut_off >= NEARLY_ALL or (cut_off >= MANY and reward != 0):
-        told.append(f"{cut_off:.0%} of its rollouts are cut off by a token limit: raise rollout.max_tokens")
-    elif reward == 0:
-        ended = f", also none of the {1 - cut_off:.0%} that ended by themselves" if cut_off >= MANY else ""
-        never = f"; {_never(seen, missing)}" if (missing := _missing(seen)) else ""
-        told.append(
-            f"no reply was paid{ended}: their format may not be the one that evaluate expects, or the task "
-            f"is too hard; read rollouts/ of the run{never}{_shown(seen)}"
-        )
-    elif seen.equal == seen.groups:
-        told.append(
-            "its prompts are all too hard or all too easy for the model, or evaluate pays the same for "
-            "everything; read rollouts/ of the run"
-        )
-    else:
-        told.append("the advantage function gives 0 or None to all of its rollouts")
-    return ", and ".join(told)
