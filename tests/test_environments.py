@@ -18,7 +18,7 @@ from killing import left_after
 from grpo_core.config import EnvironmentConfig
 from grpo_core.contracts.errors import PluginError
 from grpo_core.contracts.incidents import reported_to
-from grpo_core.contracts.protocols import EnvironmentClient
+from grpo_core.contracts.playing import EnvironmentClient
 from grpo_core.contracts.records import Episode, Feedback, Prompt
 from grpo_core.environments.feedback import as_feedback
 from grpo_core.environments.host import EnvironmentHost

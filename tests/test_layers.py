@@ -111,6 +111,7 @@ def test_importing_the_contracts_and_the_pure_core_loads_no_framework():
         "grpo_core.contracts.protocols",
         "grpo_core.contracts.hookspecs",
         "grpo_core.config",
+        *(f"grpo_core.losses.{path.stem}" for path in (PACKAGE / "losses").glob("[a-z]*.py")),
         *PURE,
     ]
     code = f"""

@@ -14,7 +14,8 @@ import pytest
 
 from grpo_core.config import EnvironmentConfig
 from grpo_core.contracts.errors import PluginError, Unavailable
-from grpo_core.contracts.protocols import Environment, EnvironmentClient, Tool
+from grpo_core.contracts.playing import EnvironmentClient
+from grpo_core.contracts.protocols import Environment, Tool
 from grpo_core.contracts.records import Episode, Feedback, Prompt, SessionStart, Weights
 from grpo_core.environments.host import EnvironmentHost
 from grpo_core.environments.process import EnvironmentProcess

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from grpo_core.app.model_sources import StartModel
 from grpo_core.config import Config, RolloutConfig
 from grpo_core.contracts.errors import ConfigError, ModelError
-from grpo_core.contracts.protocols import EnvironmentClient
+from grpo_core.contracts.playing import EnvironmentClient
 from grpo_core.contracts.records import Prompt
 from grpo_core.data.dataloaders import Dataloader
 from grpo_core.data.sizes import sizes

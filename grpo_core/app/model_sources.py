@@ -11,7 +11,7 @@ from attrs import frozen
 
 from grpo_core.config import ModelConfig
 from grpo_core.contracts.errors import ConfigError, did_you_mean
-from grpo_core.contracts.protocols import EnvironmentClient
+from grpo_core.contracts.playing import EnvironmentClient
 from grpo_core.contracts.records import Prompt
 from grpo_core.models.files import check_path, local_directory, size_of
 from grpo_core.plugins.hints import install_command

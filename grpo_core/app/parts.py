@@ -20,11 +20,11 @@ from grpo_core.contracts import protocols
 from grpo_core.contracts.errors import ConfigError
 from grpo_core.contracts.events import Event
 from grpo_core.contracts.loss import LossSetting, Remark, needs_of, remarks_of
+from grpo_core.contracts.playing import EnvironmentClient
 from grpo_core.contracts.protocols import (
     AdvantageFunction,
     DataPlane,
     Engine,
-    EnvironmentClient,
     Sampler,
     Shaping,
     ShapingSection,

@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import grpo_core
+from grpo_core._version import __version__
 from grpo_core.app.paths import plugin_files
 from grpo_core.config import Config
 from grpo_core.models.files import directory_here, text_files
@@ -52,7 +52,7 @@ def write(directory: Path, config: Config, host: PluginHost, *, resumed_from: in
 def found(config: Config, host: PluginHost) -> dict[str, Any]:
     """Return the versions of what a run with this configuration uses, and the hashes of its files."""
     return {
-        "grpo_core": grpo_core.__version__,
+        "grpo_core": __version__,
         "plugins": {
             plugin.name: f"{plugin.distribution} {plugin.version}"
             for plugin in host.plugins

@@ -12,7 +12,7 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-import grpo_core
+from grpo_core._version import __version__
 from grpo_core.app.parts import Parts, intervals
 from grpo_core.app.paths import with_absolute_paths
 from grpo_core.app.provenance import file_hashes
@@ -216,7 +216,7 @@ def begin(resumed: Launch) -> None:
 def identity(config: Config) -> dict[str, Any]:
     """Return what a later start of the run compares itself with; each checkpoint contains it."""
     return {
-        "grpo_core": grpo_core.__version__,
+        "grpo_core": __version__,
         "fixed": _fixed(config),
         "schedule": _schedule(config.trainer),
         "start": start_digest(directory_here(config.model.path)),
@@ -292,10 +292,10 @@ def _check_staleness(path: Path, ready: Any, bound: int) -> None:
 
 
 def _warnings(path: Path, saved: Mapping[str, Any], config: Config) -> Iterator[str]:
-    version = saved.get("grpo_core", grpo_core.__version__)
-    if version != grpo_core.__version__:
+    version = saved.get("grpo_core", __version__)
+    if version != __version__:
         yield (
-            f"warning: {path} was written by grpo-core {version}, this is {grpo_core.__version__}: its next "
+            f"warning: {path} was written by grpo-core {version}, this is {__version__}: its next "
             "steps may differ from those of an unbroken run"
         )
     if saved.get("teacher") and saved["teacher"] != _teacher_digest(config):

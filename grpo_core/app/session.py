@@ -19,7 +19,8 @@ from grpo_core.config import Config
 from grpo_core.contracts import protocols
 from grpo_core.contracts.errors import ConfigError
 from grpo_core.contracts.incidents import lines_of_incidents, reported_to
-from grpo_core.contracts.protocols import Engine, EnvironmentClient
+from grpo_core.contracts.playing import EnvironmentClient
+from grpo_core.contracts.protocols import Engine
 from grpo_core.contracts.records import Prompt, Rollout
 from grpo_core.engines.text import PlayingText, TextRenderer, without_tokens
 from grpo_core.loop.rollout import RolloutRequest, derive_seed, play

@@ -12,7 +12,8 @@ import cattrs
 import tomli_w
 from attrs import evolve, frozen
 
-import grpo_core
+from grpo_core._version import __version__
+from grpo_core.api.run import Run
 from grpo_core.commands.complaints import complain, say
 from grpo_core.config import Config, TaskConfig, as_table
 from grpo_core.contracts.errors import ConfigError
@@ -170,7 +171,7 @@ def card(export: Export) -> str:
     }[export.form]
     kind = "AutoPeftModelForCausalLM" if export.form == "adapters" else "AutoModelForCausalLM"
     started, results = None, {}
-    for event in grpo_core.Run(export.run.path, strict=False).events("RunStarted", "Validated"):
+    for event in Run(export.run.path, strict=False).events("RunStarted", "Validated"):
         if event["event"] == "RunStarted":
             started = event.get("config")
         elif event.get("version") == export.step:
@@ -189,7 +190,7 @@ def card(export: Export) -> str:
             "",
             f"# {run}, step {export.step}",
             "",
-            f"Trained with GRPO by grpo-core {grpo_core.__version__}. {what}",
+            f"Trained with GRPO by grpo-core {__version__}. {what}",
             "",
             f"* Base model: {base if of_hub else f'`{export.config.model.path}`'}",
             f"* Run: `{run}`, step {export.step}{f' of {steps}' if steps else ''}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Protocol
 
 from attrs import field, frozen
 
@@ -16,10 +16,12 @@ from grpo_core.contracts.protocols import Engine, Renderer
 from grpo_core.contracts.records import (
     AgentClient,
     Completion,
+    Episode,
     Feedback,
     GenerationRequest,
     Prompt,
     Recording,
+    SessionStart,
 )
 from grpo_core.contracts.tokens import Ids, as_ids
 
@@ -159,3 +161,35 @@ async def completed(
             "the padding of the embedding, has no text, and is trained like any other",
         )
     return completions
+
+
+class EnvironmentClient(Protocol):
+    """An environment in its process, as the rollout code calls it."""
+
+    max_turns: int
+    needs_group: bool
+    success: float | None
+    player: Player | None
+    """The player of its rollouts; None plays them turn by turn."""
+
+    async def run(self, session: str, prompt: Prompt, client: AgentClient) -> Feedback | None:
+        """Let the agent play a rollout; None if ``evaluate`` judges it.
+
+        Without a limit of time; cancelling this cancels the agent.
+        """
+
+    async def open(self, prompts: Mapping[str, Prompt]) -> list[SessionStart]:
+        """Begin a session for each prompt, in order, under the name that is its key."""
+
+    async def evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
+        """Return one feedback for each episode, in order.
+
+        An episode whose last message has ``tool_calls`` (and whose finish reason is "stop") is answered with
+        the tools' results, ``Feedback(done=False)``, without asking the environment.
+        """
+
+    async def close(self, sessions: Sequence[str]) -> None:
+        """End sessions by their names, each once; names that are not open are ignored.
+
+        Returns at once; the owner of the environment waits, on closing it, until all sessions are closed.
+        """

@@ -25,7 +25,6 @@ from grpo_core.contracts.records import (
     Reply,
     Rollout,
     SampleRequest,
-    SessionStart,
     StepResult,
     Weights,
     without_nulls,
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 
     from grpo_core.contracts.events import Event
     from grpo_core.contracts.loss import LossInputs, LossOutput
-    from grpo_core.contracts.playing import Player
     from grpo_core.contracts.tokens import Ids
 
 T = TypeVar("T")
@@ -560,39 +558,3 @@ class Renderer(Protocol):
         tools: Sequence[Mapping[str, Any]],
     ) -> Message: ...
     def texts(self, rows: Sequence[Sequence[int]]) -> list[str]: ...
-
-
-class EnvironmentClient(Protocol):
-    """An environment in its process, as the rollout code calls it."""
-
-    max_turns: int
-    needs_group: bool
-    success: float | None
-    player: Player | None
-    """The player of its rollouts; None plays them turn by turn."""
-
-    async def run(self, session: str, prompt: Prompt, client: AgentClient) -> Feedback | None:
-        """Let the agent play a rollout; None if ``evaluate`` judges it.
-
-        Without a limit of time; cancelling this cancels the agent.
-        """
-        ...
-
-    async def open(self, prompts: Mapping[str, Prompt]) -> list[SessionStart]:
-        """Begin a session for each prompt, in order, under the name that is its key."""
-        ...
-
-    async def evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
-        """Return one feedback for each episode, in order.
-
-        An episode whose last message has ``tool_calls`` (and whose finish reason is "stop") is answered with
-        the tools' results, ``Feedback(done=False)``, without asking the environment.
-        """
-        ...
-
-    async def close(self, sessions: Sequence[str]) -> None:
-        """End sessions by their names, each once; names that are not open are ignored.
-
-        Returns at once; the owner of the environment waits, on closing it, until all sessions are closed.
-        """
-        ...

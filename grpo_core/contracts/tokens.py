@@ -7,7 +7,7 @@ data plane keeps.  Pure.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, cast
 
@@ -21,7 +21,6 @@ from grpo_core.contracts.errors import DataPlaneError
 if TYPE_CHECKING:
     from typing import TypeGuard
 
-    from grpo_core.contracts.records import Rollout
 
 T = TypeVar("T")
 
@@ -368,16 +367,6 @@ def fetched(there: Sequence[T]) -> list[T]:
         for i in numbers:
             found[i] = here[found[i]._place]
     return found
-
-
-def sampled_versions(rollouts: Iterable[Rollout]) -> Ids:
-    """Return the weights that sampled each sampled token of all rollouts, int32 [n]."""
-    parts = [segment.tokens for rollout in rollouts for segment in rollout.segments]
-    if not parts:
-        return _EMPTY.versions
-    versions: Ids = np.concatenate([part.versions for part in parts])
-    sampled: Ids = versions[np.concatenate([part.sampled for part in parts])]
-    return sampled
 
 
 def _from_bytes(packed: bytes) -> Tokens:

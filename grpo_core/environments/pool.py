@@ -19,8 +19,7 @@ from attrs import evolve, field, frozen
 
 from grpo_core.config import EnvironmentConfig
 from grpo_core.contracts.errors import Unavailable
-from grpo_core.contracts.playing import Player
-from grpo_core.contracts.protocols import EnvironmentClient
+from grpo_core.contracts.playing import EnvironmentClient, Player
 from grpo_core.contracts.records import AgentClient, Episode, Feedback, Prompt, SessionStart
 from grpo_core.environments.batcher import MicroBatcher, one_each
 from grpo_core.environments.host import Slotted, calls_of, in_slots, units

@@ -200,8 +200,8 @@ if TYPE_CHECKING:
     from grpo_core.contracts.incidents import reported_as as reported_as
     from grpo_core.contracts.incidents import reported_to as reported_to
     from grpo_core.contracts.loss import needs_of as needs_of
+    from grpo_core.contracts.playing import EnvironmentClient as EnvironmentClient
     from grpo_core.contracts.playing import derive_seed as derive_seed
-    from grpo_core.contracts.protocols import EnvironmentClient as EnvironmentClient
     from grpo_core.contracts.tokens import fetched as fetched
     from grpo_core.contracts.typed import Count as Count
     from grpo_core.contracts.typed import checked as checked

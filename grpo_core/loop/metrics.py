@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from grpo_core.contracts.advantages import equal
 from grpo_core.contracts.events import LOOP, Span
 from grpo_core.contracts.records import Group, Prompt, Rollout
-from grpo_core.contracts.tokens import sampled_versions
+from grpo_core.loop.rows import sampled_versions
 
 AT_TIMES = (
     *("reward", "accuracy", "feedback_", "std_feedback_", "shaped_reward", "filtered", "masked", "unscored"),

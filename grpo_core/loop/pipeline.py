@@ -47,11 +47,11 @@ from grpo_core.contracts.errors import (
     shortened,
 )
 from grpo_core.contracts.incidents import report
+from grpo_core.contracts.playing import EnvironmentClient
 from grpo_core.contracts.protocols import (
     AdvantageFunction,
     DataPlane,
     Engine,
-    EnvironmentClient,
     Renderer,
     RestingEngine,
     Shaping,
@@ -67,7 +67,6 @@ from grpo_core.contracts.records import (
     StepResult,
     Weights,
 )
-from grpo_core.contracts.tokens import sampled_versions
 from grpo_core.loop import canary, health
 from grpo_core.loop.agreement import Tolerance
 from grpo_core.loop.buffer import Buffer
@@ -78,7 +77,7 @@ from grpo_core.loop.meter import Meter
 from grpo_core.loop.metrics import left_out, task_metrics, times
 from grpo_core.loop.replies import Replies
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, cause, derive_seed, play
-from grpo_core.loop.rows import check_staleness, make_batch, shaped_rewards, with_advantages
+from grpo_core.loop.rows import check_staleness, make_batch, sampled_versions, shaped_rewards, with_advantages
 from grpo_core.loop.saves import Saves
 from grpo_core.loop.timeline import during, stage, taken
 from grpo_core.loop.versions import Interval

@@ -27,8 +27,8 @@ from attrs import evolve
 
 from grpo_core.contracts.errors import ChildDied, DeadlineExceeded, EngineError
 from grpo_core.contracts.incidents import IncidentKind
-from grpo_core.contracts.playing import completed, derive_seed
-from grpo_core.contracts.protocols import Engine, EnvironmentClient, Renderer
+from grpo_core.contracts.playing import EnvironmentClient, completed, derive_seed
+from grpo_core.contracts.protocols import Engine, Renderer
 from grpo_core.contracts.records import EndReason, Feedback, Message, Prompt, Rollout, SessionStart
 from grpo_core.contracts.tokens import Ids, as_ids
 from grpo_core.loop.timeline import during

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 from math import isfinite, nan
 from statistics import fmean
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from grpo_core.contracts.errors import EngineError, PluginError
 from grpo_core.contracts.protocols import AdvantageFunction, Shaping
 from grpo_core.contracts.records import Batch, Group, Rollout, Row
-from grpo_core.contracts.tokens import sampled_versions
+from grpo_core.contracts.tokens import Ids, Tokens
 
 Advantages: TypeAlias = NDArray[np.float64]
 """Advantage of each sampled token of a rollout."""
@@ -192,3 +192,13 @@ def shaped_rewards(groups: Sequence[Group]) -> dict[str, float]:
     for group in groups:
         rewards[group.prompt.environment] += [reward for reward in group.rewards if reward is not None]
     return {f"shaped_reward/{task}": fmean(its) for task, its in sorted(rewards.items()) if its}
+
+
+def sampled_versions(rollouts: Iterable[Rollout]) -> Ids:
+    """Return the weights that sampled each sampled token of all rollouts, int32 [n]."""
+    parts = [segment.tokens for rollout in rollouts for segment in rollout.segments]
+    if not parts:
+        return Tokens.empty().versions
+    versions: Ids = np.concatenate([part.versions for part in parts])
+    sampled: Ids = versions[np.concatenate([part.sampled for part in parts])]
+    return sampled

@@ -20,8 +20,8 @@ from attrs.validators import ge, gt, le
 
 from grpo_core.contracts.errors import PluginError
 from grpo_core.contracts.limits import Limits
-from grpo_core.contracts.playing import Play, derive_seed
-from grpo_core.contracts.protocols import Engine, EnvironmentClient, Renderer
+from grpo_core.contracts.playing import EnvironmentClient, Play, derive_seed
+from grpo_core.contracts.protocols import Engine, Renderer
 from grpo_core.contracts.records import (
     TRUNCATED,
     Completion,

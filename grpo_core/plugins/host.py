@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import pluggy
 
-import grpo_core
+from grpo_core._version import __version__
 from grpo_core.contracts import hookspecs
 from grpo_core.contracts.errors import (
     ConfigError,
@@ -123,7 +123,7 @@ class PluginHost:
         core = Plugin(
             name=BUILT_IN,
             distribution="grpo-core",
-            version=grpo_core.__version__,
+            version=__version__,
             module="grpo_core.plugins.builtins",
         )
         host._load(core, lambda: importlib.import_module(core.module))

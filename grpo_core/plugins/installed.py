@@ -13,7 +13,7 @@ from typing import Any
 
 from attrs import frozen
 
-import grpo_core
+from grpo_core._version import __version__
 from grpo_core.contracts import hookspecs
 from grpo_core.contracts.errors import PluginError
 from grpo_core.plugins.offers import Plugin
@@ -81,8 +81,8 @@ def import_plugin(plugin: Installed) -> Any:
         if canonicalize_name(requirement.name) != "grpo-core":
             continue
         applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        if applies and not requirement.specifier.contains(grpo_core.__version__, prereleases=True):
-            raise PluginError(f"it needs grpo-core{requirement.specifier}, this is {grpo_core.__version__}")
+        if applies and not requirement.specifier.contains(__version__, prereleases=True):
+            raise PluginError(f"it needs grpo-core{requirement.specifier}, this is {__version__}")
     return plugin.entry.load()
 
 

@@ -23,8 +23,8 @@ from grpo_core.contracts import events
 from grpo_core.contracts.errors import ConfigError, DataPlaneError
 from grpo_core.contracts.protocols import Tracker
 from grpo_core.contracts.records import Group, RunInfo
-from grpo_core.contracts.tokens import sampled_versions
 from grpo_core.loop.checkpoint import manifest_digest
+from grpo_core.loop.rows import sampled_versions
 from grpo_core.reporting import stored
 from grpo_core.reporting.stored import as_json
 from grpo_core.storage.disk import Disk

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from grpo_core.contracts.events import Event, GroupsReady, Validated, ValidationPlayed
-from grpo_core.contracts.protocols import Engine, EnvironmentClient, Trainer, ValidationStrategy
+from grpo_core.contracts.playing import EnvironmentClient
+from grpo_core.contracts.protocols import Engine, Trainer, ValidationStrategy
 from grpo_core.contracts.records import Group, Prompt, Rollout, Weights
 from grpo_core.loop import canary
 from grpo_core.loop.advantages import group as group_advantages

@@ -14,11 +14,12 @@ from attrs import define, evolve, field
 
 from grpo_core.contracts.errors import DeadlineExceeded, PluginError, WeightSyncError
 from grpo_core.contracts.incidents import report
-from grpo_core.contracts.protocols import Engine, EnvironmentClient, Renderer, ValidationStrategy
+from grpo_core.contracts.playing import EnvironmentClient
+from grpo_core.contracts.protocols import Engine, Renderer, ValidationStrategy
 from grpo_core.contracts.records import Group, Prompt, Rollout
-from grpo_core.contracts.tokens import sampled_versions
 from grpo_core.environments.feedback import as_number
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, cause, derive_seed, play
+from grpo_core.loop.rows import sampled_versions
 from grpo_core.processes.aio import UNLIMITED, Limit, Slots, raising_root_cause
 from grpo_core.text.messages import readable
 

@@ -9,7 +9,8 @@ from attrs import define, evolve, field, frozen
 
 from grpo_core.config import ValidationConfig
 from grpo_core.contracts.events import Event, ValidationPlayed, WarningRaised
-from grpo_core.contracts.protocols import EnvironmentClient, ValidationStrategy
+from grpo_core.contracts.playing import EnvironmentClient
+from grpo_core.contracts.protocols import ValidationStrategy
 from grpo_core.contracts.records import Group, Prompt, Rollout
 from grpo_core.data.samplers import load_plugin_state, plugin_state
 from grpo_core.loop.metrics import left_out

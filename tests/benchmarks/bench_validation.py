@@ -21,7 +21,7 @@ import statistics
 from collections.abc import Callable
 
 from grpo_core.config import EnvironmentConfig
-from grpo_core.contracts.protocols import EnvironmentClient
+from grpo_core.contracts.playing import EnvironmentClient
 from grpo_core.contracts.records import Episode, Feedback, Prompt, Weights
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, derive_seed, play

@@ -46,7 +46,8 @@ from grpo_core.contracts.events import (
     Synced,
 )
 from grpo_core.contracts.incidents import reported_to
-from grpo_core.contracts.protocols import EnvironmentClient, ValidationStrategy
+from grpo_core.contracts.playing import EnvironmentClient
+from grpo_core.contracts.protocols import ValidationStrategy
 from grpo_core.contracts.records import Group, Prompt, Rollout, Slot
 from grpo_core.data.loaders import ShuffledIndices, TaskLoader, fingerprint
 from grpo_core.data.samplers import Mix, PromptStream, WeightedTaskSampler
