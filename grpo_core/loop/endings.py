@@ -10,9 +10,9 @@ from grpo_core.config import GOAL
 from grpo_core.contracts.errors import ConfigError, did_you_mean
 from grpo_core.loop.metrics import AT_TIMES, COMPARED, lacks_scores
 
-PARTS = ("step", "sync", "save", "cut", "save")
-"""A run that stops may have to end all of these: a step with its publication, a weight sync, the checkpoint
-that is being written, and the last one with its cut."""
+PARTS = ("step", "cut", "save", "cut", "save")
+"""A run that stops may have to end all of these: a step with its publication, and two checkpoints with their
+cuts: that of the step, and the last one."""
 
 MARGIN = 1.5
 """Steps and checkpoints may take this many times longer than the longest so far."""

@@ -386,7 +386,7 @@ class Pipeline:
             self._droppable.discard(task)
 
     async def _stop_in_time(self) -> None:
-        """Stop when a step, a weight sync and a checkpoint would take what is left of the time limit."""
+        """Stop when a step and the checkpoints that may follow would take what is left of the time limit."""
         limit, now = self.schedule.time_limit, asyncio.get_running_loop().time
         while limit is not None and (left := limit.left(now())) > 0:
             with contextlib.suppress(TimeoutError):
@@ -779,13 +779,12 @@ class Pipeline:
     async def _sync(self) -> None:
         while True:
             weights = await self._when(lambda: self._published, "published weights", patience=None)
-            with self._timed("sync"):
-                if not self.schedule.in_flight_updates:
-                    self._paused = True
-                    with during("sync", "wait for rollouts to end"):
-                        await self._no_group_runs()
-                await self._update_engine(weights)
-                self._advance()
+            if not self.schedule.in_flight_updates:
+                self._paused = True
+                with during("sync", "wait for rollouts to end"):
+                    await self._no_group_runs()
+            await self._update_engine(weights)
+            self._advance()
             await self._validate(weights.version)
             self._published = None
             self._changes.notify()
