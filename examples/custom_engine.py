@@ -42,7 +42,7 @@ class Server(DecodingServer):
         self.model = self.tokenizer = None
         self.version = -1
         self.waiting: dict[int, grpo.GenerationRequest] = {}
-        self.batches: list[Batch] = []
+        self.batches: list[DecodingBatch] = []
 
     def load(self, weights: grpo.Weights) -> None:
         tensors = read_weights(weights)
@@ -80,7 +80,7 @@ class Server(DecodingServer):
         first = sorted(self.waiting, key=lambda key: self.waiting[key].max_tokens)[:room]  # short ones first
         if first:
             rows = [Row(key, self.waiting.pop(key)) for key in first]
-            self.batches.append(Batch(self.model, rows))
+            self.batches.append(DecodingBatch(self.model, rows))
         ended = [row for batch in self.batches for row in batch.step(self.version, self.tokenizer)]
         self.batches = [batch for batch in self.batches if batch.rows]
         return [(row.key, row.completion()) for row in ended]
@@ -136,7 +136,7 @@ def cut(scores, request: grpo.GenerationRequest):
     return scores
 
 
-class Batch:
+class DecodingBatch:
     """Rows that were admitted together: prompts padded on the left, and one cache of keys and values."""
 
     def __init__(self, model, rows: list[Row]) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from grpo_core.contracts.errors import EngineError, ModelError, WeightSyncError
 from grpo_core.contracts.incidents import Incident, reported_to
 from grpo_core.contracts.records import Completion, EngineSetup, GenerationRequest
-from grpo_core.engines.local.batch import Model
+from grpo_core.engines.local.batch import EngineModel
 from grpo_core.engines.local.decoder import Decoder, SeparateCalls
 from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.engines.local.hf import TransformersModel
@@ -92,7 +92,7 @@ def references() -> Any:
     return functools.cache(reference)
 
 
-def engine_model(kind: str, hf: Any, directory: Path) -> Model:
+def engine_model(kind: str, hf: Any, directory: Path) -> EngineModel:
     text = hf.config.to_json_string()
     shape = Shape.of(json.loads(text))
     assert (shape is not None) == (kind in FAST)

@@ -130,10 +130,10 @@ def prompts_of(rows: Sequence[Any], name: str) -> Sequence[Prompt]:
     """
     if all(isinstance(row, Prompt) for row in rows):
         return rows
-    return _Rows(rows, name)[:]
+    return _InMemorySource(rows, name)[:]
 
 
-class _Rows(Source):
+class _InMemorySource(Source):
     """Rows in memory, which become prompts as those of a file do."""
 
     def __init__(self, rows: Sequence[Any], name: str) -> None:

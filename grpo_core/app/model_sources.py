@@ -55,7 +55,7 @@ class ModelRequest:
     seed: int
 
 
-class ModelSource(Protocol):
+class StartModelSource(Protocol):
     """A source of models, which finds a model or makes it.
 
     A plugin offers sources by the hook ``grpo_models``, and ``model.path`` selects one by name.  Optional:
@@ -75,7 +75,7 @@ class ModelSource(Protocol):
 
 
 class Pretrained:
-    """A ``ModelSource`` for a directory or a hub id."""
+    """A ``StartModelSource`` for a directory or a hub id."""
 
     preset: Mapping[str, Any] = {}
 
@@ -92,7 +92,7 @@ class Pretrained:
         )
 
 
-def model_source(config: ModelConfig, plugins: PluginHost) -> ModelSource:
+def model_source(config: ModelConfig, plugins: PluginHost) -> StartModelSource:
     """Return the source that a plugin offers as ``model.path``, or the source of that path or hub id.
 
     Raises ConfigError for options of a path, PluginError for unknown options of a source or for a known
@@ -100,7 +100,7 @@ def model_source(config: ModelConfig, plugins: PluginHost) -> ModelSource:
     """
     known = install_command("model", config.path) and not Path(config.path).is_dir()
     if known or plugins.offers("model", config.path):
-        source: ModelSource = plugins.make("model", config.path, **config.options)
+        source: StartModelSource = plugins.make("model", config.path, **config.options)
         return source
     if config.options:
         raise ConfigError(

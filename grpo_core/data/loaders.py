@@ -62,7 +62,7 @@ class ShuffledIndices:
         self.epoch, self.position, self._order = state["epoch"], state["position"], None
 
 
-class _Rows:
+class _PromptDataset:
     """A data set that is read by lists of indices."""
 
     def __init__(self, prompts: Sequence[Prompt]) -> None:
@@ -201,7 +201,7 @@ class TaskLoader:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata's call
             return StatefulDataLoader(
-                _Rows(self._prompts),
+                _PromptDataset(self._prompts),
                 batch_size=None,
                 sampler=self._order_from_here(),
                 collate_fn=as_it_is,

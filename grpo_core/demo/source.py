@@ -17,7 +17,7 @@ from grpo_core.demo.demonstrations import CONTEXT, Demonstration, demonstrations
 
 
 class TinyModel:
-    """The ``ModelSource`` of the tiny model.
+    """The ``StartModelSource`` of the tiny model.
 
     Args:
         width: width of the hidden states.

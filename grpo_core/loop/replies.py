@@ -39,7 +39,7 @@ which was at least the third, and more than chance takes away."""
 
 
 @frozen
-class Part:
+class RewardPart:
     """A part of the reward, or another metric of the feedback, in the replies of a task."""
 
     replies: int = 0
@@ -55,14 +55,14 @@ class Part:
         return self.total / max(1, self.replies)
 
     @classmethod
-    def of(cls, name: str, rollouts: Iterable[Rollout]) -> Part:
+    def of(cls, name: str, rollouts: Iterable[Rollout]) -> RewardPart:
         pairs = [(r.metrics[name], r.reward) for r in rollouts if name in r.metrics and r.reward is not None]
         total, reward = (sum(column) for column in zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
         together = sum(value * paid for value, paid in pairs) - total * reward / max(1, len(pairs))
         return cls(len(pairs), total, sum(value != 0.0 for value, _ in pairs), together)
 
-    def __add__(self, other: Part) -> Part:
-        return Part(*(one + two for one, two in zip(astuple(self), astuple(other), strict=True)))
+    def __add__(self, other: RewardPart) -> RewardPart:
+        return RewardPart(*(one + two for one, two in zip(astuple(self), astuple(other), strict=True)))
 
 
 @frozen(kw_only=True)
@@ -86,7 +86,7 @@ class Seen:
     groups: int
     equal: int
     """Groups whose rewards are equal."""
-    parts: Mapping[str, Part]
+    parts: Mapping[str, RewardPart]
     unpaid: Sequence[str]
     """The last of the replies that ended by themselves and were not paid."""
 
@@ -108,14 +108,14 @@ class Seen:
             taught=sum(map(_taught, rollouts)),
             groups=len(groups),
             equal=sum(equal([r for r in group.rewards if r is not None]) for group in groups),
-            parts={n: Part.of(n, rollouts) for n in sorted({n for r in rollouts for n in r.metrics})},
+            parts={n: RewardPart.of(n, rollouts) for n in sorted({n for r in rollouts for n in r.metrics})},
             unpaid=[_text(rollout) for rollout in unpaid][-SHOWN:],
         )
 
     def __add__(self, other: Seen) -> Seen:
         names = [each.name for each in fields(Seen) if each.name != "parts"]
         parts = {
-            name: self.parts.get(name, Part()) + other.parts.get(name, Part())
+            name: self.parts.get(name, RewardPart()) + other.parts.get(name, RewardPart())
             for name in sorted({*self.parts, *other.parts})
         }
         return Seen(**{name: getattr(self, name) + getattr(other, name) for name in names}, parts=parts)

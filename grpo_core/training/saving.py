@@ -27,7 +27,7 @@ _RNG, _RNG_CUDA = "rng", "rng_cuda"
 """States of the first rank's random numbers; those of another rank have its number behind a slash."""
 
 
-class Saving:
+class Checkpointer:
     """Saves all that a trainer needs to continue, and restores it.
 
     Args:

@@ -45,7 +45,7 @@ from grpo_core.training.passes import Passes
 from grpo_core.training.plan import Layout, Share, shares, with_tokens
 from grpo_core.training.profiling import StepProfiler, part, taken_parts
 from grpo_core.training.ranks import Alone, Ranks
-from grpo_core.training.saving import Saving
+from grpo_core.training.saving import Checkpointer
 from grpo_core.training.teacher import Teacher, check_vocabulary
 from grpo_core.training.totals import Totals, off_policy, signal
 from grpo_core.training.update import Update
@@ -126,7 +126,7 @@ class TorchTrainer:
         )
         self._digests = Digests(self._named, self.optimizers, ranks=self._ranks, device=self.device)
         self._moves_reference = "reference" in self._needs and self._config.reference_every > 0
-        self._saving = Saving(
+        self._saving = Checkpointer(
             self.model,
             self.optimizers,
             ranks=self._ranks,

@@ -52,7 +52,7 @@ class Cache(Protocol):
         ...
 
 
-class Model(Protocol):
+class EngineModel(Protocol):
     """A model architecture with its weights."""
 
     vocabulary: int
@@ -73,10 +73,10 @@ class Model(Protocol):
     def new_cache(self) -> Cache: ...
 
 
-class Batch:
+class DecodingBatch:
     """Rows that are decoded together.  Attributes in the plural are tensors with one value for each row."""
 
-    def __init__(self, model: Model, stops: StopStrings) -> None:
+    def __init__(self, model: EngineModel, stops: StopStrings) -> None:
         self._device = model.device
         self._cache = model.new_cache()
         self._stop_strings = stops

@@ -1,6 +1,6 @@
 """Decoding many requests together: rows join and leave between tokens, weights change between tokens.
 
-waiting (FIFO)  --admit-->  rows of a Batch  --each step one token-->  finished Completions
+waiting (FIFO)  --admit-->  rows of a DecodingBatch  --each step one token-->  finished Completions
 
 Requests for one token have a queue of their own, which comes first: they need no row beyond the step that
 they join, so they hold up nobody.
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from grpo_core.engines.local.batch import Batch, Entry, Finished, Model, Shapes
+from grpo_core.engines.local.batch import DecodingBatch, EngineModel, Entry, Finished, Shapes
 from grpo_core.engines.local.stopping import StopStrings
 
 PREFILL_TOKENS = 16384
@@ -28,7 +28,7 @@ PREFILL_TOKENS = 16384
 class Decoder:
     """Decodes all requests of one engine.  ``key``s are the caller's names for its requests."""
 
-    def __init__(self, model: Model, *, max_rows: int = 512, stops: StopStrings | None = None) -> None:
+    def __init__(self, model: EngineModel, *, max_rows: int = 512, stops: StopStrings | None = None) -> None:
         self._model = model
         self._max_rows = max_rows
         self._stops = stops or StopStrings(None)
@@ -36,7 +36,7 @@ class Decoder:
         """Requests for one token that wait."""
         self._waiting: deque[Entry] = deque()
         """All others."""
-        self._batches: list[Batch] = []
+        self._batches: list[DecodingBatch] = []
         self._rows_join = model.rows_join
         self.version = -1
 
@@ -80,7 +80,7 @@ class Decoder:
         finished: list[Finished] = []
         entries = self._admitted()
         if entries and not (self._rows_join and self._batches):
-            self._batches.append(Batch(self._model, self._stops))
+            self._batches.append(DecodingBatch(self._model, self._stops))
         for batch in self._batches:
             joining = entries if batch is self._batches[-1] else []
             if joining or batch.alive:
@@ -109,7 +109,7 @@ class SeparateCalls(Decoder):
     It is slower, since the rows of several calls share no products.
     """
 
-    def __init__(self, model: Model, *, max_rows: int = 512, stops: StopStrings | None = None) -> None:
+    def __init__(self, model: EngineModel, *, max_rows: int = 512, stops: StopStrings | None = None) -> None:
         super().__init__(model, max_rows=max_rows, stops=stops)
         self._rows_join = False
         self._brief_parts: deque[Sequence[Entry]] = deque()

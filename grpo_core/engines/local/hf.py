@@ -21,7 +21,7 @@ from grpo_core.weights.names import checkpoint_tensors, module_tensors
 
 
 class TransformersModel:
-    """A ``grpo_core.engines.local.batch.Model`` of transformers; ``load`` brings its first weights."""
+    """A ``grpo_core.engines.local.batch.EngineModel`` of transformers; ``load`` brings its first weights."""
 
     rows_join = False
 

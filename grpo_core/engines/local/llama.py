@@ -104,7 +104,7 @@ class _Layer:
 
 
 class Llama:
-    """The fast path of the engine; see ``grpo_core.engines.local.batch.Model``."""
+    """The fast path of the engine; see ``grpo_core.engines.local.batch.EngineModel``."""
 
     rows_join = True
 

@@ -12,7 +12,7 @@ import torch
 from grpo_core.contracts.completions import check_request
 from grpo_core.contracts.errors import EngineError, ModelError, WeightSyncError
 from grpo_core.contracts.records import Completion, EngineSetup, GenerationRequest, Weights
-from grpo_core.engines.local.batch import Model
+from grpo_core.engines.local.batch import EngineModel
 from grpo_core.engines.local.decoder import Decoder, SeparateCalls
 from grpo_core.engines.local.decoding_server import DecodingServer
 from grpo_core.engines.local.llama import Llama, Shape
@@ -33,7 +33,7 @@ class Server(DecodingServer):
         self._device = cpu.resolve_device(device, "engine.options.device")
         self._dtype = dtype
         self._max_rows = max_rows
-        self._model: Model | None = None
+        self._model: EngineModel | None = None
         self._decoder: Decoder | None = None
 
     def load(self, weights: Weights) -> Iterator[None]:
@@ -84,7 +84,7 @@ class Server(DecodingServer):
         assert self._decoder is not None
         self._decoder.cancel(keys)
 
-    def _make_model(self, weights: Weights) -> Model:
+    def _make_model(self, weights: Weights) -> EngineModel:
         sent = weights.tensors[0].dtype
         dtype: torch.dtype = getattr(torch, sent if self._dtype == "auto" else self._dtype)
         path = Path(self._setup.model, "config.json")

@@ -42,7 +42,7 @@ CONFIGURATION: Mapping[str, Any] = {
 
 
 class SmolLM2:
-    """The ``ModelSource`` of SmolLM2-135M-Instruct.
+    """The ``StartModelSource`` of SmolLM2-135M-Instruct.
 
     The environment variable XDG_CACHE_HOME moves the cache, as that of other programs.
     """
