@@ -146,7 +146,7 @@ def test_an_environment_runs_in_a_virtual_environment_where_nothing_is_installed
     there = told(abroad, python=str(bare))
     assert there["prefix"] == str(bare)
     assert there["python"] == str(bare / "bin" / "python"), "programs that it starts are those of its home"
-    ours = {"attr", "attrs", "grpo_core", "grpo_core_lent", "pluggy", "packaging"}
+    ours = {"attr", "attrs", "grpo_core", "grpo_core_bootstrap", "pluggy", "packaging"}
     of_the_test = {"__main__", "grpo_file_" + abroad.partition(".py")[0].replace("/", "_").replace("-", "_")}
     assert {*there["packages"]} <= ours | of_the_test, "no torch, transformers or numpy"
 
@@ -497,10 +497,10 @@ def test_no_file_of_a_run_has_the_secret_that_its_environment_uses(tmp_path, bar
 
 ALONE = """
 import importlib.util, sys
-spec = importlib.util.spec_from_file_location("lent", sys.argv[1])
-lent = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(lent)
-assert lent._alone(sys.argv[2]).get_json_schema(None) == "no torch"
+spec = importlib.util.spec_from_file_location("bootstrap", sys.argv[1])
+bootstrap = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(bootstrap)
+assert bootstrap._alone(sys.argv[2]).get_json_schema(None) == "no torch"
 assert "numpy" not in sys.modules, "whoever imports it later must hear that it is missing"
 """
 
@@ -512,7 +512,7 @@ def test_schemas_of_tools_need_no_numpy(tmp_path):
         "import numpy as np\nfrom . import logging\nfrom .import_utils import is_torch_available\n"
         "def get_json_schema(function):\n    return 'torch' if is_torch_available() else 'no torch'\n"
     )
-    lent = Path(__file__).parents[1] / "grpo_core" / "processes" / "lent.py"
-    command = [sys.executable, "-I", "-S", "-c", ALONE, str(lent), str(module)]
+    bootstrap = Path(__file__).parents[1] / "grpo_core" / "processes" / "bootstrap.py"
+    command = [sys.executable, "-I", "-S", "-c", ALONE, str(bootstrap), str(module)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr

@@ -30,7 +30,7 @@ from grpo_core.environments.outages import unavailable
 from grpo_core.environments.tools import Toolbox, message, tools_of
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.selection import ALL_PLUGINS, PluginSelection
-from grpo_core.processes import lent
+from grpo_core.processes import bootstrap
 from grpo_core.processes.served import Call, Connection
 from grpo_core.text.credentials import NOTHING_HIDDEN
 from grpo_core.text.messages import readable
@@ -137,7 +137,7 @@ class EnvironmentHost:
         """Sessions that are being opened; the event says that they are open, or failed."""
         self._calls = Calls(f"environment of task {task!r}", self._concurrency)
         if self._has_sessions:  # takes half a second, which should not count for the first rollout
-            lent.chat_template_utils()
+            bootstrap.chat_template_utils()
 
     def serve(self, connection: Connection) -> None:
         """Answer the calls of the core until it goes; no error of an answer has what its mask hides."""

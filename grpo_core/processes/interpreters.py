@@ -1,7 +1,7 @@
 """Other Python interpreters and virtual environments, in which an environment can run.
 
 The other interpreter needs nothing of grpo-core: it gets grpo-core's own files, so both sides always have the
-same version, and ``LENT`` where it has not its own.  See ``grpo_core.processes.lent`` for its side.
+same version, and ``PACKAGES`` where it has not its own.  See ``grpo_core.processes.bootstrap`` for its side.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from attrs import frozen
 
 from grpo_core._version import __version__
 from grpo_core.contracts.errors import ConfigError
-from grpo_core.processes import lent
+from grpo_core.processes import bootstrap
 from grpo_core.text.credentials import REFERENCE
 
 OLDEST = (3, 11)
 """The first version of Python that grpo-core's part of an environment runs in."""
 
-LENT: Mapping[str, tuple[int, ...]] = {"attrs": (23, 1), "pluggy": (1, 0), "packaging": (21, 0)}
+PACKAGES: Mapping[str, tuple[int, ...]] = {"attrs": (23, 1), "pluggy": (1, 0), "packaging": (21, 0)}
 """Packages that an environment's process needs, with the first version that will do."""
 
 _MODULES = ("attr", "attrs", "pluggy", "packaging")
@@ -50,8 +50,8 @@ import sys, importlib.util
 spec = importlib.util.spec_from_file_location("grpo_core", sys.argv[1])
 module = sys.modules["grpo_core"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
-from grpo_core.processes import lent
-lent.main(*sys.argv[2:4], int(sys.argv[4]), int(sys.argv[5]))
+from grpo_core.processes import bootstrap
+bootstrap.main(*sys.argv[2:4], int(sys.argv[4]), int(sys.argv[5]))
 """
 
 
@@ -129,17 +129,17 @@ def _check(path: str) -> None:
     """Raise ConfigError if an interpreter cannot run grpo-core's part of an environment."""
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONHOME"}
     try:
-        told = subprocess.run(
-            [path, "-c", _PROBE, *LENT], capture_output=True, text=True, timeout=_PATIENCE, env=environ
+        probe = subprocess.run(
+            [path, "-c", _PROBE, *PACKAGES], capture_output=True, text=True, timeout=_PATIENCE, env=environ
         )
-        version, packages = json.loads(told.stdout.splitlines()[-1])
+        version, packages = json.loads(probe.stdout.splitlines()[-1])
     except (OSError, subprocess.TimeoutExpired, ValueError, IndexError) as error:
         raise ConfigError(f"python = {path!r} does not answer as a Python interpreter: {error}") from error
     if tuple(version) < OLDEST:
         raise ConfigError(
             f"{path} is Python {_dotted(version)}: an environment needs {_dotted(OLDEST)} or newer"
         )
-    for name, oldest in LENT.items():
+    for name, oldest in PACKAGES.items():
         if name not in packages:
             continue
         if tuple(int(number) for number in re.findall(r"\d+", packages[name])[:2]) < oldest:
@@ -152,12 +152,12 @@ def _check(path: str) -> None:
 
 @functools.cache
 def _files() -> Mapping[str, str]:
-    """Return the files of what an interpreter is lent, by module."""
+    """Return the files of the modules that another interpreter gets, by name."""
     specs = {name: importlib.util.find_spec(name) for name in (*_MODULES, "transformers")}
     origins = {name: spec.origin for name, spec in specs.items() if spec is not None and spec.origin}
     transformers = origins.pop("transformers", None)
     if transformers:
-        origins[lent.TEMPLATES] = str(Path(transformers).parent / "utils" / "chat_template_utils.py")
+        origins[bootstrap.TEMPLATES] = str(Path(transformers).parent / "utils" / "chat_template_utils.py")
     return origins
 
 

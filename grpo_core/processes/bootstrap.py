@@ -20,11 +20,11 @@ TEMPLATES = "transformers.utils.chat_template_utils"
 """The module with ``get_json_schema``, which writes the schemas of tools."""
 
 _files: dict[str, str] = {}
-"""Files of the modules that are lent, by name."""
+"""Files of the modules that come from this installation, by name."""
 
 
 class _Finder:
-    """Finds modules that are lent; it is asked last."""
+    """Finds these modules; it is the last finder, so those that the interpreter has come first."""
 
     @staticmethod
     def find_spec(
@@ -57,7 +57,7 @@ def chat_template_utils() -> types.ModuleType:
 
 def _alone(file: str) -> types.ModuleType:
     """Import transformers' module from its file, in a package that answers no to "is that available?"."""
-    name = "grpo_core_lent.chat_template_utils"
+    name = "grpo_core_bootstrap.chat_template_utils"
     if name in sys.modules:
         return sys.modules[name]
 
@@ -67,9 +67,9 @@ def _alone(file: str) -> types.ModuleType:
             raise AttributeError(name)
         return lambda: False
 
-    package = types.ModuleType("grpo_core_lent")
+    package = types.ModuleType("grpo_core_bootstrap")
     package.__path__ = []
-    available = types.ModuleType("grpo_core_lent.import_utils")
+    available = types.ModuleType("grpo_core_bootstrap.import_utils")
     vars(package)["logging"] = types.SimpleNamespace(get_logger=logging.getLogger)
     vars(available)["__getattr__"] = never
     modules: Mapping[str, types.ModuleType] = {package.__name__: package, available.__name__: available}
