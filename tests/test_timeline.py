@@ -11,7 +11,7 @@ from recording import record
 
 from grpo_core.config import Config, TrackingConfig
 from grpo_core.contracts.events import Span, TimelineExtended
-from grpo_core.loop.timeline import GAP, MOST, Timeline, during, stage, taken, taken_down
+from grpo_core.loop.timeline import GAP, MOST, Timeline, during, stage, take_spans, taken_down
 
 
 class Clock:
@@ -107,10 +107,10 @@ def test_without_a_timeline_nothing_is_taken_down(clock, timeline):
     stage("step")
     with during("trainer", "step"):
         clock.now = 1.0
-    assert taken() == timeline.take() == ()
+    assert take_spans() == timeline.take() == ()
     with taken_down(timeline), during("trainer", "step"):
         clock.now = 2.0
-        (span,) = taken()
+        (span,) = take_spans()
         assert (span.lane, span.what, span.begin, span.end) == ("trainer", "step", 1.0, 2.0)
 
 

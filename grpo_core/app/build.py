@@ -404,8 +404,8 @@ async def _pipeline(
 def _restore(run: RunContext, restore: Callable[..., Iterable[str]], *parts: Any) -> None:
     """Let parts go on where the checkpoint of a resumed run left them, and say what could not be kept."""
     if run.start.found:
-        for told in restore(run.start.found.directory, *parts):
-            run.trackers.status(f"resuming: {told}")
+        for note in restore(run.start.found.directory, *parts):
+            run.trackers.status(f"resuming: {note}")
 
 
 def stop_at(goal: Goal, pipeline: Pipeline, seen: dict[str, float]) -> Callable[[Event], None]:

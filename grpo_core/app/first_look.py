@@ -54,15 +54,15 @@ async def first_look(
     An environment that cannot be asked is passed over: the run itself will say why.  Raises ConfigError if no
     prompt of a task can be played.
     """
-    told = {}
+    messages = {}
     tools: dict[str, Tools] = {}
     if not renderer.stop_token_ids and not rollout.stop:
-        told["no_stop"] = (
+        messages["no_stop"] = (
             "the tokenizer has no end-of-sequence token and rollout.stop is empty: every completion runs to "
             f"rollout.max_tokens = {rollout.max_tokens}; set rollout.stop, or eos_token of the tokenizer"
         )
     elif end := renderer.unstopped_end(rollout.stop):
-        told["no_turn_end"] = (
+        messages["no_turn_end"] = (
             f"the chat template ends a turn with {end[:80]!r}, where no completion stops: it has no stop "
             "token and no text of rollout.stop, so that the model talks on; name its token in eos_token_id "
             "of generation_config.json, or set rollout.stop"
@@ -70,7 +70,7 @@ async def first_look(
     for task, part in prompts.items():
         try:
             async for cause, message in _look(task, part, environments[task], rollout, renderer, tools):
-                told[f"{cause}/{task}"] = f"task {task!r}: {message}"
+                messages[f"{cause}/{task}"] = f"task {task!r}: {message}"
         except GrpoError:
             continue
     looked = [("", f"task {name!r}", name, own) for name, own in prompts.items()]
@@ -83,25 +83,25 @@ async def first_look(
     for where, what, name, own in looked:
         without = _without_answer(own)
         if without and (without < len(own) or name in answered):
-            told[f"no_answer{where}/{name}"] = (
+            messages[f"no_answer{where}/{name}"] = (
                 f"{what}: {without:,} of its {len(own):,} prompts have no answer to compare a reply with "
                 "(source.answer names the field of a row)"
             )
     for name in (name for part in held_out for name, own in part.prompts.items() if not own):
-        told[f"no_held_out/{name}"] = (
+        messages[f"no_held_out/{name}"] = (
             f"task {name!r} is never validated, since its environment offers no prompts for validation; "
             "offer some, or set validation.every = 0"
         )
     calling = [task for task in prompts if tools.get(task) or environments[task].player is not None]
-    told |= await asyncio.to_thread(conventions, renderer, rollout.stop, calling)
+    messages |= await asyncio.to_thread(conventions, renderer, rollout.stop, calling)
     played = {name: each.player for name, each in environments.items()}
     played |= {name: each.player for part in held_out for name, each in part.environments.items()}
     for where, what, name, own in looked:
         if own and played[name] is None:
             with contextlib.suppress(ModelError):  # a template that refuses a prompt is an error later
                 message = await unplayable(what, own, rollout, renderer, tools.get(name, ()))
-                told |= {f"long{where or '_prompts'}/{name}": f"{what}: {message}"} if message else {}
-    return told
+                messages |= {f"long{where or '_prompts'}/{name}": f"{what}: {message}"} if message else {}
+    return messages
 
 
 def _without_answer(prompts: Sequence[Prompt]) -> int:
@@ -117,17 +117,17 @@ def conventions(renderer: Renderer, stop: Sequence[str], calling: Sequence[str])
         stop: texts at which a completion stops.
         calling: tasks whose replies may call tools.
     """
-    told = {"misread_replies": misread(renderer, REPLIES)}
+    messages = {"misread_replies": misread(renderer, REPLIES)}
     if calling:
         who = f"the tool calls of task {', '.join(map(repr, calling))} fail"
         found = misread(renderer, WITH_CALLS)
-        told["misread_calls"] = found and f"{who}: {found}"
+        messages["misread_calls"] = found and f"{who}: {found}"
         end = renderer.unstopped_end(stop, call=True)
-        told["no_call_end"] = end and (
+        messages["no_call_end"] = end and (
             f"{who}: the chat template goes on after a tool call with {end[:80]!r}, where no completion "
             "stops; name its token in eos_token_id of generation_config.json, or set rollout.stop"
         )
-    return {cause: message for cause, message in told.items() if message}
+    return {cause: message for cause, message in messages.items() if message}
 
 
 async def conventions_of_validation(

@@ -129,9 +129,9 @@ class RunPrompts:
 
         Raises ConfigError if none are left of a task or set.
         """
-        told: dict[str, str] = {}
+        messages: dict[str, str] = {}
         if not most:
-            return self, told
+            return self, messages
 
         async def kept(
             prompts: Mapping[str, Sequence[Prompt]],
@@ -145,7 +145,7 @@ class RunPrompts:
                     tools = await shown_tools(environments[name], own)
                     left[name], message = await left_out(f"{who} {name!r}", own, most, renderer, tools)
                     if message:
-                        told[f"{cause}/{name}"] = f"{who} {name!r}: {message}"
+                        messages[f"{cause}/{name}"] = f"{who} {name!r}: {message}"
             return left
 
         read = {name: own for name, own in self.prompts.items() if name not in dataloaders}
@@ -163,7 +163,7 @@ class RunPrompts:
             )
             for part in self.held_out
         ]
-        return RunPrompts(prompts=prompts, held_out=held_out), told
+        return RunPrompts(prompts=prompts, held_out=held_out), messages
 
 
 def _fits(most: int, renderer: Renderer, tools: Tools, prompt: Prompt) -> bool:

@@ -114,9 +114,9 @@ class Measurement:
         async with around as session:
             renderer, found = session.renderer, RunPrompts(held_out=held_out)
             if isinstance(renderer, Renderer):  # the one of a model
-                found, told = await found.short_enough(config.rollout.max_prompt_tokens, {}, renderer)
-                told |= await conventions_of_validation(renderer, config.rollout.stop, found.held_out)
-                for message in told.values():
+                found, messages = await found.short_enough(config.rollout.max_prompt_tokens, {}, renderer)
+                messages |= await conventions_of_validation(renderer, config.rollout.stop, found.held_out)
+                for message in messages.values():
                     status(message)
             status("validating")
             parts = Parts(config, self.host)

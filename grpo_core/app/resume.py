@@ -186,11 +186,11 @@ def _over(path: Path, found: checkpoint.Found, config: Config, directory: RunDir
         return None
     if found.step >= steps:
         reason, did = "finished", f"{'all of its ' if found.step == steps else ''}{found.step} steps"
-        told = f"finished {did}; for more, add --set trainer.steps={2 * found.step}"
+        message = f"finished {did}; for more, add --set trainer.steps={2 * found.step}"
     elif (goal := chosen.stop_when) and Goal.parse(goal).reached(goals):
         (value,) = goals.values()
         reason, last = GOAL_REACHED, True
-        told = (
+        message = (
             f"reached its goal {goal} with {value:.6g} before step {found.step + 1}; for more steps, change "
             "the goal, or add --set trainer.stop_when='' to train without one"
         )
@@ -200,7 +200,7 @@ def _over(path: Path, found: checkpoint.Found, config: Config, directory: RunDir
         reason=reason,
         steps=steps,
         buffer=buffer,
-        told=f"{path}: {told}",
+        told=f"{path}: {message}",
         complete=not last or directory.has_ended(reason, found.step),
     )
 

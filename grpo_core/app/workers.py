@@ -138,12 +138,12 @@ def transport(
         raise ConfigError(
             f"engine.transport = {chosen!r}: engine {names} takes weights by {', '.join(sorted(takes))} only"
         )
-    told, shared = f'engine.transport = "{engine.transport}"', any(each.workers > 1 for each in engines)
+    setting, shared = f'engine.transport = "{engine.transport}"', any(each.workers > 1 for each in engines)
     host, near = f"engine.collective_host = {engine.collective_host!r}", is_loopback(engine.collective_host)
     if not from_here and not offer.remote:
         raise ConfigError(
-            f"{told} is for a trainer of this machine, and this one is in workers, which may be on several: "
-            'use "collective", or leave it out'
+            f"{setting} is for a trainer of this machine, and this one is in workers, which may be on "
+            'several: use "collective", or leave it out'
         )
     if not from_here and not near:
         raise ConfigError(
@@ -151,12 +151,12 @@ def transport(
         )
     if from_here and offer.remote and placement.remote and near:
         raise ConfigError(
-            f"{told}: workers on other machines cannot reach {host}; set it to an address of this machine in "
-            "the cluster's network"
+            f"{setting}: workers on other machines cannot reach {host}; set it to an address of this machine "
+            "in the cluster's network"
         )
     if from_here and not offer.several and (placement.pooled or shared):
         raise ConfigError(
-            f"{told} is for one engine: of several, one that is late would read what the trainer writes "
+            f"{setting} is for one engine: of several, one that is late would read what the trainer writes "
             'next; use "collective" or "shm"'
         )
     return chosen

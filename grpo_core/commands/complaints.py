@@ -26,8 +26,8 @@ def unexpected(error: Exception) -> str:
     """
     if (cause := out_of_memory(error)) is None:
         return traceback_of(error)
-    told = f" ({one_line(cause)})" if str(cause) else ""
-    return "\n".join([f"grpo-core: out of memory{told}: {_memory_limit()}", *getattr(error, "__notes__", [])])
+    why = f" ({one_line(cause)})" if str(cause) else ""
+    return "\n".join([f"grpo-core: out of memory{why}: {_memory_limit()}", *getattr(error, "__notes__", [])])
 
 
 def _memory_limit() -> str:

@@ -278,7 +278,7 @@ def _summary(outcome: build.Outcome, again: str) -> str:
     """Summarise a run in one line: its scores, steps, seconds and directory; ``again`` continues it."""
     found = RunDirectory(outcome.directory).scores()
     scores = [(task, progress(first, last)) for task, (first, last) in found.items()]
-    learnt = ", ".join(f"{task}: validation {told}" for task, told in scores if told)
+    learnt = ", ".join(f"{task}: validation {score}" for task, score in scores if score)
     now = f", {outcome.step - outcome.began} of them now" if outcome.began else ""
     did = f"{outcome.step} of {outcome.steps} steps{now} in {outcome.seconds:.0f} s"
     if outcome.unproved:

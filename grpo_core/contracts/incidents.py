@@ -109,7 +109,7 @@ def reported_as(component: str) -> Iterator[None]:
 class _Repeated:
     """The incidents of one kind and component since the last event about them."""
 
-    told: float
+    reported: float
     """Time of that event."""
     last: Incident
     count: int = 0
@@ -119,7 +119,7 @@ class _Repeated:
 class IncidentCounts:
     """Counts the incidents of a run between two steps, and merges those that repeat into few events.
 
-    The first of a kind and component in a step is told at once.  Those that follow share an event, after
+    The first of a kind and component in a step is reported at once.  Those that follow share an event, after
     ``EVERY`` seconds or at the end of the step.
     """
 
@@ -141,7 +141,7 @@ class IncidentCounts:
             return
         repeated.last = incident
         repeated.count += 1
-        if now - repeated.told >= EVERY:
+        if now - repeated.reported >= EVERY:
             self._tell(repeated, now)
 
     def flush(self) -> None:
@@ -160,7 +160,7 @@ class IncidentCounts:
         return counts
 
     def _tell(self, repeated: _Repeated, now: float) -> None:
-        count, repeated.count, repeated.told = repeated.count, 0, now
+        count, repeated.count, repeated.reported = repeated.count, 0, now
         self.tell(repeated.last, count)
 
 

@@ -200,8 +200,8 @@ def _check_names(names: Sequence[str]) -> None:
     """Raise ValueError if two columns have one name: a row would have the value of the last one."""
     if twice := sorted({name for name in names if names.count(name) > 1}):
         several, occur = ("s", "occur") if len(twice) > 1 else ("", "occurs")
-        told = ", ".join(map(repr, twice))
-        raise ValueError(f"the column{several} {told} {occur} more than once; name each column differently")
+        text = ", ".join(map(repr, twice))
+        raise ValueError(f"the column{several} {text} {occur} more than once; name each column differently")
 
 
 def _on_disk(pyarrow: Any, parts: Iterable[Any]) -> Any:

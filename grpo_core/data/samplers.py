@@ -200,8 +200,8 @@ def draws_itself(factory: Callable[..., Any], options: Collection[str]) -> bool:
 def take_prompts(loaders: Mapping[str, Loader], chosen: Iterable[str]) -> list[Prompt]:
     """The next prompt of each chosen task, in the order of ``chosen``; asks each loader once."""
     chosen = list(chosen)
-    taken = {task: iter(loaders[task].take(count)) for task, count in Counter(chosen).items()}
-    return [next(taken[task]) for task in chosen]
+    drawn = {task: iter(loaders[task].take(count)) for task, count in Counter(chosen).items()}
+    return [next(drawn[task]) for task in chosen]
 
 
 @define(kw_only=True, eq=False)
@@ -236,10 +236,10 @@ class PromptStream:
         takes from a loader and does not return would never be trained.
         """
         for loader in self._watched.values():
-            loader.taken.clear()
+            loader.drawn.clear()
         prompts = checked_sample(self.sampler, self.name, self._watched, request)
-        self.passed_over += [event for loader in self._watched.values() for event in loader.told(self.name)]
-        lost = _ids(prompt for loader in self._watched.values() for prompt in loader.taken) - _ids(prompts)
+        self.passed_over += [event for loader in self._watched.values() for event in loader.events(self.name)]
+        lost = _ids(prompt for loader in self._watched.values() for prompt in loader.drawn) - _ids(prompts)
         if lost:
             (task, name), *more = lost
             others = f" and {len(more)} others" if more else ""
@@ -250,7 +250,7 @@ class PromptStream:
         if not self._drawn:
             self._drawn = True
             self.state_dict()  # a state that cannot be saved is an error now, and not at the first checkpoint
-        known = {id(prompt) for loader in self._watched.values() for prompt in loader.taken}
+        known = {id(prompt) for loader in self._watched.values() for prompt in loader.drawn}
         return [
             prompt if id(prompt) in known else readable(prompt, f"sampler {self.name!r}")
             for prompt in prompts
@@ -285,14 +285,14 @@ class _WatchedLoader:
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
-        self.taken: list[Prompt] = []
+        self.drawn: list[Prompt] = []
         self._offered: list[int] = []
         self._chosen: list[int] = []
         self._passed_over: list[tuple[int, str]] = []
 
     def take(self, n: int) -> list[Prompt]:
         prompts = self._loader.take(n)
-        self.taken += prompts
+        self.drawn += prompts
         return prompts
 
     def offer(self, n: int) -> list[int]:
@@ -303,14 +303,14 @@ class _WatchedLoader:
     def prompts_at(self, places: Sequence[int]) -> list[Prompt]:
         prompts = self._loader.prompts_at(places)
         self._chosen += places
-        self.taken += prompts
+        self.drawn += prompts
         return prompts
 
     def pass_over(self, place: int, reason: str) -> None:
         self._loader.pass_over(place, reason)
         self._passed_over.append((place, reason))
 
-    def told(self, sampler: str) -> Iterator[PromptsPassedOver]:
+    def events(self, sampler: str) -> Iterator[PromptsPassedOver]:
         """Yield what became of the prompts that were offered since the last call.
 
         Raises PluginError unless each was returned, or passed over with a reason.
@@ -326,10 +326,10 @@ class _WatchedLoader:
             )
         if offered:
             yield PromptsPassedOver(
-                task=self.taken[0].environment if self.taken else "",
+                task=self.drawn[0].environment if self.drawn else "",
                 size=len(self),
                 offered=tuple(offered),
-                drawn=tuple(prompt.id for prompt in self.taken),
+                drawn=tuple(prompt.id for prompt in self.drawn),
                 passed_over=tuple(passed_over),
             )
 

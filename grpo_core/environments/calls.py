@@ -187,8 +187,8 @@ class Calls:
         self._runner.get_loop().stop()
 
     def _late(self, running: _Running, connection: Connection) -> None:
-        told = f"no answer to {running.method!r} within {running.begun.seconds:g} s; cancelled"
-        connection.fail(running.id, DeadlineExceeded(f"{self._who}: {told}"))
+        message = f"no answer to {running.method!r} within {running.begun.seconds:g} s; cancelled"
+        connection.fail(running.id, DeadlineExceeded(f"{self._who}: {message}"))
         self._drop(running)
 
     def _drop(self, running: _Running | None) -> None:

@@ -385,8 +385,8 @@ class Service:
         outage.answered(prompt, began)
         if since is not None and outage.since is None:
             seconds = asyncio.get_running_loop().time() - since
-            told = f"its service answers again, after {seconds:.0f} s in which it was asked {failures} times"
-            report("available", self._who, told)
+            text = f"its service answers again, after {seconds:.0f} s in which it was asked {failures} times"
+            report("available", self._who, text)
 
     def failed(self, prompt: str, error: Unavailable, *, alone: bool = False) -> None:
         """Take a failure, maybe before the call that it is a part of has ended."""

@@ -129,7 +129,7 @@ class Buffer(Generic[PromptT, GroupT]):
         self._due: Counter[int] = Counter()
         """Number of stamped slots by target version; a retried slot without partial rollouts has no stamp."""
         self._ready_due: Counter[int] = Counter()
-        self._taken: list[Slot[PromptT]] = []
+        self._last_slots: list[Slot[PromptT]] = []
         """The slots of the last step that was taken."""
 
     # ------------------------------------------------------------------------------ the life of a slot
@@ -207,14 +207,14 @@ class Buffer(Generic[PromptT, GroupT]):
         ready = self._ready_due[self.step] if self.policy == "in_order" else len(self._ready)
         if ready < self.prompts_per_step or not self._feasible():
             return None
-        taken = [heappop(self._ready_first) for _ in range(self.prompts_per_step)]
-        for target, _ in taken:
+        oldest = [heappop(self._ready_first) for _ in range(self.prompts_per_step)]
+        for target, _ in oldest:
             self._due[target] -= 1
             self._ready_due[target] -= 1
         self._due, self._ready_due = +self._due, +self._ready_due  # unary + drops the zero counts
         self.step += 1
-        pairs = [self._ready.pop(id) for _, id in taken]
-        self._taken = [slot for slot, _ in pairs]
+        pairs = [self._ready.pop(id) for _, id in oldest]
+        self._last_slots = [slot for slot, _ in pairs]
         return [group for _, group in pairs]
 
     def undo(self, trained: int, *, ready: bool = False) -> list[int]:
@@ -225,7 +225,7 @@ class Buffer(Generic[PromptT, GroupT]):
                 back.
             ready: whether those that wait to be trained come back as well.
         """
-        back = self._taken if self.step > trained else []
+        back = self._last_slots if self.step > trained else []
         self.step = trained
         if ready:
             back = [*back, *(slot for slot, _ in self._ready.values())]
@@ -317,10 +317,10 @@ class Buffer(Generic[PromptT, GroupT]):
                 if missing := self.prompts_per_step - self._due[target]:
                     return target, missing
             return self._farthest(), 0
-        taken = (self.step - self.version) * self.prompts_per_step
+        held = (self.step - self.version) * self.prompts_per_step
         permits = versions.capacity(prompts_per_step=self.prompts_per_step, max_staleness=self.max_staleness)
         wanted = (self.num_steps - self.step) * self.prompts_per_step
-        return self._farthest(), min(permits - taken, wanted) - self.outstanding
+        return self._farthest(), min(permits - held, wanted) - self.outstanding
 
     def _stamp_retry(self, slot: Slot[PromptT]) -> Slot[PromptT]:
         if slot.partial_rollouts:
@@ -334,8 +334,8 @@ class Buffer(Generic[PromptT, GroupT]):
         if self.policy == "in_order":
             return True
         for j in range(self.max_staleness):  # beyond that, the number of permits implies it
-            taken = min(_until(self._ready_due, self.step + j), self.prompts_per_step)
-            if _until(self._due, self.step + j) - taken > j * self.prompts_per_step:
+            trained = min(_until(self._ready_due, self.step + j), self.prompts_per_step)
+            if _until(self._due, self.step + j) - trained > j * self.prompts_per_step:
                 return False
         return True
 

@@ -87,8 +87,8 @@ async def verify(
             "(health.canary_tolerance)"
         )
     if first.fault:
-        told = f"the canary of version {weights.version} failed, and held when it was asked again"
-        report("doubted", "engine", f"{told}: {first.fault}")
+        message = f"the canary of version {weights.version} failed, and held when it was asked again"
+        report("doubted", "engine", f"{message}: {first.fault}")
     return found
 
 

@@ -439,7 +439,7 @@ def restore(
     """
     with reading(directory):
         state = read_pipeline(directory)
-        told = _compare_tasks(directory, loaders, state["buffer"])
+        messages = _compare_tasks(directory, loaders, state["buffer"])
         for task, loader in loaders.items():
             if (saved := read_loader(directory, task)) is not None:
                 loader.load_state_dict(saved)
@@ -447,10 +447,10 @@ def restore(
         if drew == stream.name:
             stream.load_state_dict(state["sampler"])
         else:
-            told.append(f"sampler {stream.name!r} is new since the checkpoint, where {drew!r} drew")
+            messages.append(f"sampler {stream.name!r} is new since the checkpoint, where {drew!r} drew")
         segments = read_segments(directory / _ARRAYS, state["buffer"])
         load_buffer(buffer, state["buffer"], segments, lambda task, *slot: loaders[task].prompt(*slot))
-    return told
+    return messages
 
 
 @contextlib.contextmanager

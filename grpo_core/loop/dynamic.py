@@ -95,14 +95,14 @@ class DynamicSampling:
         if self.tolerance is not None and (reason := equal_rewards(group, tolerance=self.tolerance)):
             return Rejection(EQUAL_REWARDS, reason)
         for name, function in self.filters.items():
-            told = function(group)
-            if told is not None and not (isinstance(told, str) and told.strip()):
+            reason = function(group)
+            if reason is not None and not (isinstance(reason, str) and reason.strip()):
                 raise PluginError(
-                    f"{function} returned {type(told).__name__} {told!r:.60} for prompt {group.prompt.id!r}; "
-                    "expected a text that says why the group is not trained, or None"
+                    f"{function} returned {type(reason).__name__} {reason!r:.60} for prompt "
+                    f"{group.prompt.id!r}; expected a text that says why the group is not trained, or None"
                 )
-            if told is not None:
-                return Rejection(name, told)
+            if reason is not None:
+                return Rejection(name, reason)
         return None
 
     def read(self) -> dict[str, float]:

@@ -500,14 +500,14 @@ class Laws:
         else:
             self.check(BufferStatistics(reserved=0, trained=now.trained, **counted))
         expected = _metrics(self._groups, step - 1)
-        told = {
+        reported = {
             name: value for name, value in metrics.items() if name.startswith("groups/") or name in expected
         }
-        same = told.keys() == expected.keys() and all(
+        same = reported.keys() == expected.keys() and all(
             value is not None and math.isclose(value, expected[name], rel_tol=1e-9, abs_tol=1e-12)
-            for name, value in told.items()
+            for name, value in reported.items()
         )
-        self._law("metrics", same, f"the groups give {expected}, the metrics say {told}")
+        self._law("metrics", same, f"the groups give {expected}, the metrics say {reported}")
 
     def _on_Synced(self, event: Mapping[str, Any]) -> None:  # noqa: N802
         now = self._now

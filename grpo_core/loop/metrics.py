@@ -118,10 +118,10 @@ def left_out(groups: Iterable[Group]) -> dict[str, str]:
                 found.setdefault((task, name), []).append(f"{value} for prompt {group.prompt.id!r}")
     return {
         f"left_out/{task}/{name}": (
-            f"task {task!r}: the metric {name!r} is {told[0]}, expected a finite number; it is left out of "
-            f"{len(told)} of {rollouts[task]} rollouts, whose rewards stay"
+            f"task {task!r}: the metric {name!r} is {values[0]}, expected a finite number; it is left out of "
+            f"{len(values)} of {rollouts[task]} rollouts, whose rewards stay"
         )
-        for (task, name), told in islice(found.items(), MOST_LEFT_OUT)
+        for (task, name), values in islice(found.items(), MOST_LEFT_OUT)
     }
 
 

@@ -79,7 +79,7 @@ from grpo_core.loop.replies import Replies
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, cause, derive_seed, play
 from grpo_core.loop.rows import check_staleness, make_batch, sampled_versions, shaped_rewards, with_advantages
 from grpo_core.loop.saves import Saves
-from grpo_core.loop.timeline import during, stage, taken
+from grpo_core.loop.timeline import during, stage, take_spans
 from grpo_core.loop.versions import Interval
 from grpo_core.processes.aio import (
     DEATH_IS_SEEN,
@@ -612,7 +612,7 @@ class Pipeline:
     ) -> dict[str, float]:
         """Let the sampler and the trackers know of a step that the trainer has made; return its metrics."""
         stage("account")
-        spans = taken()
+        spans = take_spans()
         metrics = task_metrics(groups, step=batch.step) | times(spans)
         metrics["rows"] = float(len(batch.rows))
         metrics |= {f"masked/{task}": float(count) for task, count in batch.masked.items()}
@@ -739,7 +739,7 @@ class Pipeline:
         except Exception as second:
             why = one_line(second)
         if self._trained > began:
-            error.add_note(self._told_of_work(why))
+            error.add_note(self._note_about_saved_steps(why))
 
     async def _save_newest(self, failure: Failure) -> None:
         """Save the newest finished step, once a step that runs is finished and a cut before it is written."""
@@ -766,7 +766,7 @@ class Pipeline:
         slots = tuple(self.buffer.undo(self._trained, ready=ready))
         self.emit(events.GroupsReturned(step=self._trained, slots=slots))
 
-    def _told_of_work(self, why: str) -> str:
+    def _note_about_saved_steps(self, why: str) -> str:
         """Say which steps a run that an error ends has saved, or ``why`` some are lost."""
         last, kept = self._trained, self._kept
         if kept == last:

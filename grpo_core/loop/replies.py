@@ -252,10 +252,10 @@ class Replies:
         """Explain why the groups of a task had nothing to train."""
         cut_off, reward = seen.cut / seen.replies, fmean(seen.rewards) if seen.rewards else None
         rewards = "no rewards" if reward is None else f"equal rewards (mean reward {reward:.3g})"
-        told = [f"{seen.equal / seen.groups:.0%} of the groups of task {task!r} have {rewards}"]
+        reasons = [f"{seen.equal / seen.groups:.0%} of the groups of task {task!r} have {rewards}"]
         if cut_off >= NEARLY_ALL or (cut_off >= MANY and reward != 0):
             paid = seen.declared and seen.right_cut >= MANY * seen.replies
-            told.append(
+            reasons.append(
                 f"{cut_off:.0%} of its rollouts are cut off by a token limit: "
                 + ("do not pay unfinished text (episode.truncated)" if paid else "raise rollout.max_tokens")
             )
@@ -264,18 +264,18 @@ class Replies:
                 f", also none of the {1 - cut_off:.0%} that ended by themselves" if cut_off >= MANY else ""
             )
             never = f"; {missing}" if (missing := self._missing(task, seen)) else ""
-            told.append(
+            reasons.append(
                 f"no reply was paid{ended}: their format may not be the one that evaluate expects, or the "
                 f"task is too hard; read rollouts/ of the run{never}{_shown(seen)}"
             )
         elif seen.equal == seen.groups:
-            told.append(
+            reasons.append(
                 "its prompts are all too hard or all too easy for the model, or evaluate pays the same for "
                 "everything; read rollouts/ of the run"
             )
         else:
-            told.append("the advantage function gives 0 or None to all of its rollouts")
-        return ", and ".join(told)
+            reasons.append("the advantage function gives 0 or None to all of its rollouts")
+        return ", and ".join(reasons)
 
 
 def _warning(cause: str, message: str) -> Finding:

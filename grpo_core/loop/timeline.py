@@ -171,7 +171,7 @@ def stage(what: str) -> None:
         timeline.stage(what)
 
 
-def taken() -> tuple[Span, ...]:
+def take_spans() -> tuple[Span, ...]:
     """Return the spans of the timeline since the last call; none if there is no timeline."""
     timeline = _current.get()
     return () if timeline is None else timeline.take()

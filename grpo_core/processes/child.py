@@ -351,8 +351,8 @@ class Child:
                 tail = log.read(LAST_WORDS).decode(errors="replace").strip().splitlines()[-LAST_LINES:]
         except OSError:
             return ""
-        told = self._mask("\n".join(f"    {line}" for line in tail))  # programs that it started print, too
-        return f"; the end of {self._log}:\n{told}" if told else ""
+        masked = self._mask("\n".join(f"    {line}" for line in tail))  # programs that it started print, too
+        return f"; the end of {self._log}:\n{masked}" if masked else ""
 
 
 def with_short_spin(environ: Mapping[str, str], load: float | None = None) -> Mapping[str, str]:

@@ -121,8 +121,8 @@ class Connection:
             frame = framed(Answer(id, error=error, traceback=text))
             pickle.loads(frame[LENGTH.size :])
         except Exception:
-            told = errors.GrpoError(errors.describe(error))
-            frame = framed(Answer(id, error=told, traceback=text))
+            described = errors.GrpoError(errors.describe(error))
+            frame = framed(Answer(id, error=described, traceback=text))
         self._send(frame)
 
     def _keep_whole(self, error: BaseException, sent: str) -> None:

@@ -101,8 +101,8 @@ class Now:
     def text(self) -> str:
         """Say what the run does; "" if it has ended."""
         seconds = self.clock() - self._since
-        told = self._of_groups() if self._waits else self._text
-        return told if self._ended or not told or seconds < SHOWN_FROM else f"{told} ({seconds:.0f} s)"
+        text = self._of_groups() if self._waits else self._text
+        return text if self._ended or not text or seconds < SHOWN_FROM else f"{text} ({seconds:.0f} s)"
 
     def checkpoint(self) -> str:
         """Name the checkpoint that is written in the background, or ""."""

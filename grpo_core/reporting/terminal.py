@@ -242,10 +242,10 @@ class TerminalTracker(Tracker):
     def _rows(self) -> list[ViewRow]:
         """Return the lines below the head."""
         rows: list[ViewRow] = []
-        if told := self._now.text():
-            rows.append(("now", told, Text()))
-        if told := self._now.checkpoint():
-            rows.append(("checkpoint", told, Text()))
+        if text := self._now.text():
+            rows.append(("now", text, Text()))
+        if text := self._now.checkpoint():
+            rows.append(("checkpoint", text, Text()))
         for task, values in sorted(self._validation.items()):
             picture = Text(sparkline(values), style="green")
             rows.append((f"validation {task}", self._scores[task], picture))
@@ -269,7 +269,7 @@ class TerminalTracker(Tracker):
         newest = self._recent[-1]
         training, playing = self._share("time/train"), self._share("time/generate")
         waits = f"for groups; training {training:.0%}, rollouts {playing:.0%} of the time"
-        told = f"generated, {self._mean('tokens_per_second/training'):,.0f} trained with prompts"
+        rates = f"generated, {self._mean('tokens_per_second/training'):,.0f} trained with prompts"
         return [
             (
                 "staleness",
@@ -277,7 +277,7 @@ class TerminalTracker(Tracker):
                 Text(f"steps, at most {newest.get('staleness_max', 0):.0f}", style="dim"),
             ),
             ("waiting", f"{self._share('time/wait_for_groups'):.0%}", Text(waits, style="dim")),
-            ("tokens/s", f"{self._mean('tokens_per_second/generation'):,.0f}", Text(told, style="dim")),
+            ("tokens/s", f"{self._mean('tokens_per_second/generation'):,.0f}", Text(rates, style="dim")),
         ]
 
     def _learning(self) -> list[ViewRow]:
@@ -291,12 +291,12 @@ class TerminalTracker(Tracker):
         rows: list[ViewRow] = []
         for task in tasks:
             last = next(metrics for metrics in reversed(recent) if f"groups/{task}" in metrics)
-            told = Text(_told_of(task, last), style="dim")
+            numbers = Text(_numbers_of(task, last), style="dim")
             if not (rewards := self._rewards.get(task)):
-                rows.append((f"reward {task}", "", told))
+                rows.append((f"reward {task}", "", numbers))
                 continue
             name, value, picture = self._reward(f"reward {task}", rewards, _TASK_WIDTH)
-            rows.append((name, value, Text.assemble(picture.plain.ljust(_TASK_WIDTH), "  ", told)))
+            rows.append((name, value, Text.assemble(picture.plain.ljust(_TASK_WIDTH), "  ", numbers)))
         return rows
 
 
@@ -319,16 +319,16 @@ def _said(messages: Sequence[Mapping[str, Any]]) -> str:
     return inert(" ".join(str(messages[-1].get("content") or "").split())) if messages else ""
 
 
-def _told_of(task: str, metrics: Mapping[str, float]) -> str:
+def _numbers_of(task: str, metrics: Mapping[str, float]) -> str:
     """Say the numbers of a task, besides its reward."""
     accuracy, filtered = metrics.get(f"accuracy/{task}"), metrics.get(f"filtered_fraction/{task}")
-    told = [
+    numbers = [
         *([] if accuracy is None else [f"accuracy {accuracy:.0%}"]),
         f"{metrics[f'groups/{task}']:.0f} groups",
         f"{metrics[f'completion_tokens/{task}']:.0f} tokens",
         *([] if filtered is None else [f"{filtered:.0%} filtered"]),
     ]
-    return ", ".join(told)
+    return ", ".join(numbers)
 
 
 def _tasks_of(metrics: Mapping[str, Any]) -> list[str]:
@@ -350,21 +350,21 @@ def _beside_reward(task: str, metrics: Mapping[str, float]) -> dict[str, str]:
 def _rewards_of(metrics: Mapping[str, float], *, several: bool) -> str:
     """Say the mean reward of a step's task, or those of its largest tasks with their numbers of groups."""
     by_size = sorted(_tasks_of(metrics), key=lambda task: (-metrics[f"groups/{task}"], task))
-    named, others = sorted(by_size[:_NAMED]), by_size[_NAMED:]
-    told = []
+    named, rest = sorted(by_size[:_NAMED]), by_size[_NAMED:]
+    rewards = []
     for task in named:
         reward, filtered = metrics.get(f"reward/{task}"), metrics.get(f"filtered_fraction/{task}")
         value = "none" if reward is None else f"{reward:.3f}"
         size = f" x {metrics[f'groups/{task}']:.0f}"
-        told.append(
+        rewards.append(
             (f"{task} {value}{size}" if several else value)
             + (f" ({filtered:.0%} filtered)" if filtered else "")
         )
     if len(named) == 1 and not several:
-        told += [f"{name} {value}" for name, value in _beside_reward(named[0], metrics).items()]
-    if others:
-        told.append(f"and {len(others)} tasks more x {sum(metrics[f'groups/{task}'] for task in others):.0f}")
-    return f"reward {', '.join(told)}  " if told else ""
+        rewards += [f"{name} {value}" for name, value in _beside_reward(named[0], metrics).items()]
+    if rest:
+        rewards.append(f"and {len(rest)} tasks more x {sum(metrics[f'groups/{task}'] for task in rest):.0f}")
+    return f"reward {', '.join(rewards)}  " if rewards else ""
 
 
 def _clock(seconds: float) -> str:

@@ -341,12 +341,12 @@ class TrackerThread:
                 ". The run needs it: mend the cause and continue with --resume" if self.required else ""
             )
             named = "" if isinstance(error, GrpoError | OSError) else f"{type(error).__name__}: "
-            told = TrackingError(f"{self.who} failed in {self.doing}: {named}{error}{what_to_do}")
+            failure = TrackingError(f"{self.who} failed in {self.doing}: {named}{error}{what_to_do}")
             if self.required and isinstance(error, ConfigError):
-                told = TrackingError(str(error))
-                told.exit_status = error.exit_status
-            told.__cause__ = error
-            self._drop(told)
+                failure = TrackingError(str(error))
+                failure.exit_status = error.exit_status
+            failure.__cause__ = error
+            self._drop(failure)
 
     def _when_here(self, work: Callable[[], object]) -> None:
         """Work; as long as an error says that a service is away, begin again."""
@@ -365,8 +365,8 @@ class TrackerThread:
                 if outage.over:
                     raise
                 if outage.failures == 1:
-                    told = f"{self.who}: in {self.doing} its service is away: {away}; it is called again"
-                    log.warning("%s", told)
+                    message = f"{self.who}: in {self.doing} its service is away: {away}; it is called again"
+                    log.warning("%s", message)
             time.sleep(max(0.0, outage.due - time.monotonic()))
 
     def _drop(self, error: TrackingError) -> None:

@@ -71,11 +71,11 @@ def verified(path: Path) -> Verification:
     laws.close()
     found = [*broken, *map(str, laws.violations)]
     if events.stat().st_size != size:
-        told = "the run goes on, so its files were not compared with its events"
+        comparison = "the run goes on, so its files were not compared with its events"
     else:
         found += files.compare()
-        told = files.summary()
-    return Verification(tuple(found), f"{summary(laws)}\n{told}")
+        comparison = files.summary()
+    return Verification(tuple(found), f"{summary(laws)}\n{comparison}")
 
 
 class _Known(TypedDict):

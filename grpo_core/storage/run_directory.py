@@ -376,8 +376,8 @@ def planned_steps(config: object, started: object = None) -> int:
         return section if isinstance(section, Mapping) else {}
 
     written = {} if trainer(config).get("epochs") else trainer(config)
-    told = (trainer(started).get("steps"), written.get("steps"))
-    return next((steps for steps in told if isinstance(steps, int) and steps > 0), 0)
+    numbers = (trainer(started).get("steps"), written.get("steps"))
+    return next((steps for steps in numbers if isinstance(steps, int) and steps > 0), 0)
 
 
 def rollouts_step(name: str) -> int | None:

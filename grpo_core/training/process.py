@@ -105,17 +105,17 @@ class ProcessTrainer(Trainer):
         try:
             yield
         except Exception as error:
-            told: Exception = error  # a disk's error is for those who wait for a checkpoint
+            explained: Exception = error  # a disk's error is for those who wait for a checkpoint
             if isinstance(error, GrpoError):
-                told = _gone(error)
+                explained = _gone(error)
             elif not isinstance(error, OSError):
-                told = _foreign(error, what, self._log, hint)
+                explained = _foreign(error, what, self._log, hint)
             if self._log is not None and isinstance(error.__cause__, RemoteTraceback):
                 with contextlib.suppress(OSError), self._log.open("a") as log:
                     log.write(f"{error.__cause__}\n")
-            if told is error:
+            if explained is error:
                 raise
-            raise told from error
+            raise explained from error
 
 
 def _gone(error: GrpoError) -> GrpoError:

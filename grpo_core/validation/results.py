@@ -37,14 +37,14 @@ def interval(metric: str, metrics: Mapping[str, float]) -> str:
 
 def as_line(metrics: Mapping[str, float]) -> str:
     """The metrics of a task in one line, each with its interval."""
-    told = [] if headline(metrics) or "unscored" not in metrics else ["no score"]
+    parts = [] if headline(metrics) or "unscored" not in metrics else ["no score"]
     for metric in measured(metrics):
         bounds = interval(metric, metrics)
         if metric in metrics:
-            told.append(f"{metric} {shown(metric, metrics[metric])}" + (f" ({bounds})" if bounds else ""))
+            parts.append(f"{metric} {shown(metric, metrics[metric])}" + (f" ({bounds})" if bounds else ""))
         else:
-            told.append(f"{metric} {bounds} (no score)")
-    return ", ".join(told)
+            parts.append(f"{metric} {bounds} (no score)")
+    return ", ".join(parts)
 
 
 def score(metric: str, metrics: Mapping[str, float]) -> str:

@@ -25,17 +25,17 @@ def lacking(groups: Sequence[Group]) -> dict[str, str]:
     found: dict[str, list[Rollout]] = {}
     for group in groups:
         found.setdefault(group.prompt.environment, []).extend(group.rollouts)
-    told = {}
+    messages = {}
     for task, rollouts in found.items():
         unscored = [rollout for rollout in rollouts if rollout.reward is None]
         if len(unscored) > MANY * len(rollouts):
-            told[f"unscored/{task}"] = (
+            messages[f"unscored/{task}"] = (
                 f"validation of {task!r}: {len(unscored)} of {len(rollouts)} rollouts have no score; what "
                 f"they could move by more than {MANY:.0%} has bounds, or nothing, in place of a value. The "
                 "first error: "
                 f"{unscored[0].error or 'unscored'}"
             )
-    return told
+    return messages
 
 
 @frozen(kw_only=True, eq=False)
@@ -123,11 +123,11 @@ class Validation:
 
         Raises CheckpointError if a strategy does not know its state.
         """
-        told = []
+        notes = []
         for part in self.parts:
             saved = state.get(part.set)
             if saved is not None and saved["strategy"] == part.name:
                 load_plugin_state(part.strategy, part.who, saved["state"])
             elif saved is not None:
-                told.append(f"{part.who} is new since the checkpoint, where {saved['strategy']!r} measured")
-        return told
+                notes.append(f"{part.who} is new since the checkpoint, where {saved['strategy']!r} measured")
+        return notes
