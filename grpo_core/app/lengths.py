@@ -197,7 +197,7 @@ async def shown_tools(environment: EnvironmentClient, prompts: Sequence[Prompt])
 async def _longer(
     prompts: Sequence[Prompt], limit: int, renderer: Renderer, tools: Tools, most: int | None = None
 ) -> dict[int, int]:
-    """Return the places of prompts with more than ``limit`` tokens, and their numbers of tokens.
+    """Return the indices of prompts with more than ``limit`` tokens, and their numbers of tokens.
 
     Args:
         most: number of prompts that are encoded, the longest first; None: all that may be too long.
@@ -207,18 +207,18 @@ async def _longer(
         always = len(renderer.prompt_ids((_SHORT,), tools))
     except ModelError:  # it needs other messages
         always = 2**31
-    places = np.flatnonzero(bounds > max(0, limit - always))
-    if most is not None and len(places) > most:
-        places = np.sort(places[np.argsort(-bounds[places].astype(np.int64), kind="stable")[:most]])
+    indices = np.flatnonzero(bounds > max(0, limit - always))
+    if most is not None and len(indices) > most:
+        indices = np.sort(indices[np.argsort(-bounds[indices].astype(np.int64), kind="stable")[:most]])
     found: dict[int, int] = {}
-    for begin in range(0, len(places), TOGETHER):
-        some = {int(place): prompts[int(place)] for place in places[begin : begin + TOGETHER]}
+    for begin in range(0, len(indices), TOGETHER):
+        some = {int(index): prompts[int(index)] for index in indices[begin : begin + TOGETHER]}
 
         def count(some: Mapping[int, Prompt] = some) -> dict[int, int]:
-            return {place: len(renderer.prompt_ids(each.messages, tools)) for place, each in some.items()}
+            return {index: len(renderer.prompt_ids(each.messages, tools)) for index, each in some.items()}
 
-        counted = await renderer.run(count, sum(int(bounds[place]) for place in some))
-        found |= {place: tokens for place, tokens in counted.items() if tokens > limit}
+        counted = await renderer.run(count, sum(int(bounds[index]) for index in some))
+        found |= {index: tokens for index, tokens in counted.items() if tokens > limit}
     return found
 
 

@@ -21,8 +21,8 @@ def digest(prompt: Prompt) -> int:
 
 def leaked(train: Iterable[int], held_out: Iterable[int]) -> list[int]:
     """Return the places of held-out prompts whose digest is among those that are trained on."""
-    places: dict[int, list[int]] = {}
-    for place, found in enumerate(held_out):
-        places.setdefault(found, []).append(place)
-    both = {found for found in train if found in places}
-    return sorted(place for found in both for place in places[found])
+    indices: dict[int, list[int]] = {}
+    for index, found in enumerate(held_out):
+        indices.setdefault(found, []).append(index)
+    both = {found for found in train if found in indices}
+    return sorted(index for found in both for index in indices[found])

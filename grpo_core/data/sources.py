@@ -74,14 +74,14 @@ class Source(Sequence[Prompt]):
     def __getitem__(self, index: slice) -> list[Prompt]: ...
     def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
         rows = self._opened()
-        places = (self._kept or range(len(rows)))[index]
-        if isinstance(places, int):
-            return next(self._prompts(rows, [places]))
-        return list(self._prompts(rows, places))
+        indices = (self._kept or range(len(rows)))[index]
+        if isinstance(indices, int):
+            return next(self._prompts(rows, [indices]))
+        return list(self._prompts(rows, indices))
 
-    def _prompts(self, rows: Rows, places: Iterable[int]) -> Iterator[Prompt]:
-        for place, row, filled in self._templates.fill((place, rows[place]) for place in places):
-            yield self._prompt(row, place, filled)
+    def _prompts(self, rows: Rows, indices: Iterable[int]) -> Iterator[Prompt]:
+        for index, row, filled in self._templates.fill((index, rows[index]) for index in indices):
+            yield self._prompt(row, index, filled)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_rows": None}
@@ -90,14 +90,14 @@ class Source(Sequence[Prompt]):
         """Read every row once; further calls do nothing."""
         self._opened()
 
-    def leave_out(self, places: Collection[int]) -> None:
-        """Leave out the prompts at some places; those behind them move up."""
-        left = [nth for nth in range(len(self)) if nth not in places]
+    def leave_out(self, indices: Collection[int]) -> None:
+        """Leave out the prompts at some indices; those behind them move up."""
+        left = [nth for nth in range(len(self)) if nth not in indices]
         kept = self._kept or range(len(self._opened()))
         self._kept = array("q", (kept[nth] for nth in left))
         self.digests = array("Q", (self.digests[nth] for nth in left))
         self.sizes = array("I", (self.sizes[nth] for nth in left))
-        known = f"{self.fingerprint} without {sorted(places)}"
+        known = f"{self.fingerprint} without {sorted(indices)}"
         self.fingerprint = hashlib.sha256(known.encode()).hexdigest()[:16]
 
     def _opened(self) -> Rows:

@@ -43,10 +43,10 @@ def as_feedback(
     results = list(results)
     if len(results) != expected:
         raise PluginError(f"{who}: {method} returned {len(results)} results for {expected} episodes")
-    places = [f"{who}: {method} of prompt {id!r}" for id in ids] or [f"{who}: {method}"] * expected
+    sources = [f"{who}: {method} of prompt {id!r}" for id in ids] or [f"{who}: {method}"] * expected
     return [
-        _feedback(_readable(result, place), who, method, mask)
-        for result, place in zip(results, places, strict=True)
+        _feedback(_readable(result, source), who, method, mask)
+        for result, source in zip(results, sources, strict=True)
     ]
 
 

@@ -276,7 +276,7 @@ class Service:
         found: dict[int, R] = {}
         while left := {i: each for i, each in enumerate(prompts) if i not in found}:
             results = await self._round(
-                left, lambda places, alone: call([items[i] for i in places], alone), error
+                left, lambda indices, alone: call([items[i] for i in indices], alone), error
             )
             found |= {i: result for i, (result, final) in results.items() if final}
         return [found[i] for i in range(len(items))]
@@ -286,7 +286,7 @@ class Service:
     ) -> tuple[R, bool]:
         """Call when the service is here; return the result, and whether it is final or to be asked again."""
 
-        async def one(places: Sequence[int], alone: bool) -> list[R]:
+        async def one(indices: Sequence[int], alone: bool) -> list[R]:
             return [await call()]
 
         return (await self._round({0: prompt}, one, error))[0]
@@ -322,15 +322,15 @@ class Service:
         error: Callable[[R], Unavailable | None],
     ) -> dict[int, tuple[R, bool]]:
         """Ask all, or one while the service is away; return the results, and which of them are final."""
-        places = sorted(prompts, key=lambda i: self._outage.alone[prompts[i]])
-        waiting = _Waiting(prompts[places[0]])
+        indices = sorted(prompts, key=lambda i: self._outage.alone[prompts[i]])
+        waiting = _Waiting(prompts[indices[0]])
         alone = await self._admitted(waiting)
-        places = places[:1] if alone else places
+        indices = indices[:1] if alone else indices
         before, began = self._outage.answers, asyncio.get_running_loop().time()
-        self._calling.update(prompts[i] for i in places)
+        self._calling.update(prompts[i] for i in indices)
         try:
             with not_counted() if alone else contextlib.nullcontext():
-                results = dict(zip(places, await call(places, alone), strict=True))
+                results = dict(zip(indices, await call(indices, alone), strict=True))
             for i, result in results.items():
                 if error(result) is None:
                     self._answered(prompts[i], began)
@@ -338,7 +338,7 @@ class Service:
                 if (why := error(result)) is not None:
                     self.failed(prompts[i], why, alone=alone)
         finally:
-            self._calling.subtract(prompts[i] for i in places)
+            self._calling.subtract(prompts[i] for i in indices)
             self._calling = +self._calling
             self._end_probe(waiting)
         return {

@@ -211,26 +211,26 @@ class EnvironmentPool:
         if len(self._workers) == 1:
             return await self._call(0, episodes, alone=alone)
         by_group: dict[str, list[int]] = defaultdict(list)
-        for place, episode in enumerate(episodes):
-            by_group[episode.group].append(place)
+        for index, episode in enumerate(episodes):
+            by_group[episode.group].append(index)
         shares: dict[int, list[int]] = defaultdict(list)
-        for places in by_group.values():
-            homes = (self._homes.get(str(episodes[place].session)) for place in places)
+        for indices in by_group.values():
+            homes = (self._homes.get(str(episodes[index].session)) for index in indices)
             worker = next((home for home in homes if home is not None), None)
             worker = self._least() if worker is None else worker
-            shares[worker] += places
-            self._load[worker] += len(places)
+            shares[worker] += indices
+            self._load[worker] += len(indices)
         feedback: dict[int, Feedback] = {}
 
-        async def ask(worker: int, places: list[int]) -> None:
+        async def ask(worker: int, indices: list[int]) -> None:
             try:
-                answer = await self._call(worker, [episodes[place] for place in places], alone=alone)
-                feedback.update(zip(places, answer, strict=True))
+                answer = await self._call(worker, [episodes[index] for index in indices], alone=alone)
+                feedback.update(zip(indices, answer, strict=True))
             finally:
-                self._load[worker] -= len(places)
+                self._load[worker] -= len(indices)
 
         await asyncio.gather(*(ask(*share) for share in shares.items()))
-        return [feedback[place] for place in range(len(episodes))]
+        return [feedback[index] for index in range(len(episodes))]
 
     def _call(self, worker: int, episodes: Sequence[Episode], *, alone: bool) -> Awaitable[list[Feedback]]:
         """Let a worker evaluate: together with episodes of others, unless these run in slots."""

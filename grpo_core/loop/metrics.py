@@ -225,8 +225,8 @@ def _mean(staleness: NDArray[np.int32]) -> float:
 def _lengths(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Return the smallest, median, 95% and largest number of sampled tokens of a rollout."""
     lengths = sorted(rollout.n_sampled for rollout in rollouts)
-    places = {"min": 0.0, "p50": 0.5, "p95": 0.95, "max": 1.0}
-    return {name: float(lengths[max(0, ceil(part * len(lengths)) - 1)]) for name, part in places.items()}
+    quantiles = {"min": 0.0, "p50": 0.5, "p95": 0.95, "max": 1.0}
+    return {name: float(lengths[max(0, ceil(part * len(lengths)) - 1)]) for name, part in quantiles.items()}
 
 
 def _tool_failures(rollout: Rollout) -> int:

@@ -66,8 +66,8 @@ def segments_of(arrays: Mapping[str, NDArray[Any]], rollouts: int) -> list[list[
     }
     prompts, offsets = arrays["prompt_offsets"].tolist(), arrays["segment_offsets"].tolist()
     found: list[list[Segment]] = [[] for _ in range(rollouts)]
-    places = zip(arrays["segment_rollouts"].tolist(), arrays["segment_prompts"].tolist(), strict=True)
-    for place, (rollout, prompt) in enumerate(places):
+    pairs = zip(arrays["segment_rollouts"].tolist(), arrays["segment_prompts"].tolist(), strict=True)
+    for place, (rollout, prompt) in enumerate(pairs):
         here = slice(offsets[place], offsets[place + 1])
         segment = Segment(
             prompt_ids=arrays["prompt_ids"][prompts[prompt] : prompts[prompt + 1]],

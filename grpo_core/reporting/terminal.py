@@ -61,8 +61,8 @@ def sparkline(
 ) -> str:
     """Draw the last values, at most ``width``, as bars between ``low`` and ``high``; None is a gap."""
     span = (high - low) or 1.0
-    places = [None if v is None else min(max((v - low) / span, 0.0), 1.0) for v in values[-width:]]
-    return "".join(" " if place is None else _BARS[round(place * (len(_BARS) - 1))] for place in places)
+    heights = [None if v is None else min(max((v - low) / span, 0.0), 1.0) for v in values[-width:]]
+    return "".join(" " if height is None else _BARS[round(height * (len(_BARS) - 1))] for height in heights)
 
 
 class TerminalTracker(Tracker):

@@ -90,14 +90,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         ready = self._ready  # type: ignore[attr-defined]
         if self._random is not None and len(ready) > 1:
             # plain callbacks keep asyncio's promise of order; only which task goes first is open
-            places = [
+            indices = [
                 i
                 for i, h in enumerate(ready)
                 if isinstance(getattr(h._callback, "__self__", None), asyncio.Task)
             ]
-            handles = [ready[i] for i in places]
+            handles = [ready[i] for i in indices]
             self._random.shuffle(handles)
-            for i, handle in zip(places, handles, strict=True):
+            for i, handle in zip(indices, handles, strict=True):
                 ready[i] = handle
         super()._run_once()  # type: ignore[misc]
 

@@ -33,16 +33,16 @@ def length(row: Row) -> int:
     sampled = row.tokens.sampled
     if sampled.size and sampled[-1]:  # nearly every row, of which a step has thousands
         return len(row.prompt_ids) + sampled.size - 1
-    places = np.flatnonzero(sampled)
-    return len(row.prompt_ids) + int(places[-1]) if places.size else 0
+    indices = np.flatnonzero(sampled)
+    return len(row.prompt_ids) + int(indices[-1]) if indices.size else 0
 
 
 def of_several_rows(rows: Sequence[Row]) -> list[list[int]]:
-    """Return the places of the rows of each rollout that has several."""
-    places: dict[int, list[int]] = {}
-    for place, rollout in enumerate(rollouts(rows)):
-        places.setdefault(rollout, []).append(place)
-    return [of_one for of_one in places.values() if len(of_one) > 1]
+    """Return the indices of the rows of each rollout that has several."""
+    indices: dict[int, list[int]] = {}
+    for index, rollout in enumerate(rollouts(rows)):
+        indices.setdefault(rollout, []).append(index)
+    return [of_one for of_one in indices.values() if len(of_one) > 1]
 
 
 def packs(lengths: Sequence[int], prompts: Sequence[tuple[Hashable, int]], budget: int) -> list[list[int]]:

@@ -49,7 +49,7 @@ class Digests:
         self._weights, self._optimizers, self._ranks = dict(named), optimizers, ranks
         self._computed_by = _described(device, ranks.size)
         self._named: tuple[str, ...] = ()
-        self._places = torch.arange(1, BLOCK + 1, device=device)
+        self._positions = torch.arange(1, BLOCK + 1, device=device)
 
     @torch.no_grad()
     def taken(self) -> StateDigest:
@@ -77,7 +77,7 @@ class Digests:
     def _of(self, tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
         """Return the fingerprint of each tensor, over the parts of all ranks."""
         found = [self._sums(_local(tensor)) for tensor in tensors.values()]
-        mine = torch.stack([each.to(self._places.device) for each in found]).tolist() if found else []
+        mine = torch.stack([each.to(self._positions.device) for each in found]).tolist() if found else []
         parts = self._ranks.gathered(mine)
         return {
             name: blake2b(
@@ -89,15 +89,15 @@ class Digests:
 
     def _sums(self, tensor: Tensor) -> Tensor:
         """Return both sums of a tensor, int64 [2], modulo 2**64."""
-        words, places = _words(tensor), self._places.to(tensor.device)
+        words, positions = _words(tensor), self._positions.to(tensor.device)
         rows = len(words) // BLOCK
         rest = words[rows * BLOCK :]
-        first, second = rest.sum(), (rest * (places[: len(rest)] + rows * BLOCK)).sum()
+        first, second = rest.sum(), (rest * (positions[: len(rest)] + rows * BLOCK)).sum()
         if rows:
             matrix = words[: rows * BLOCK].view(rows, BLOCK)
             columns, lines = matrix.sum(0), matrix.sum(1)
             first = first + columns.sum()
-            second = second + (columns * places).sum()
+            second = second + (columns * positions).sum()
             second = second + BLOCK * (lines * torch.arange(rows, device=lines.device)).sum()
         return torch.stack([first, second])
 

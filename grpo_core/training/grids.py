@@ -20,7 +20,7 @@ from grpo_core.training.batching import microbatches
 CALL = 256
 """Cost of a grid of its own in tokens that fill grids; of 32 to 512, none was clearly faster than it."""
 
-Places = NDArray[np.int64]
+Indices = NDArray[np.int64]
 
 
 @define(eq=False)
@@ -58,8 +58,8 @@ class Grid:
             same = (self.before == self.before[0]).all()
             before = torch.tensor(self.before[: 1 if same else None], dtype=torch.int32)[:, None, None, None]
             column = torch.arange(max(self.queries, self.keys), dtype=torch.int32)
-            places = (before + column[: self.queries, None]).clamp(max=self.keys - 1)  # each sees a key
-            behind = places - column[: self.keys]
+            positions = (before + column[: self.queries, None]).clamp(max=self.keys - 1)  # each sees a key
+            behind = positions - column[: self.keys]
             hidden = (behind < 0) | (behind >= (window or self.keys))
             mask = torch.zeros(hidden.shape, dtype=like.dtype).masked_fill_(hidden, float("-inf"))
             self._masks[window] = (mask[0, 0] if same else mask).to(like.device)
@@ -80,8 +80,8 @@ class Grids:
         begin = n.cumsum() - n
         ahead = np.where(prompt < 0, 0, n[prompt])
         self.grids: list[Grid] = []
-        queries: list[Places] = []
-        keys: list[Places] = []
+        queries: list[Indices] = []
+        keys: list[Indices] = []
         own: list[NDArray[np.bool_]] = []
         for part in _divided(ahead + n, prompt >= 0):
             grid = Grid(before=ahead[part], queries=int(n[part].max()), keys=int((ahead + n)[part].max()))
@@ -94,12 +94,12 @@ class Grids:
             keys.append(np.where(column < before_it, begin[prompt[part]][:, None] + column, mine))
             self.grids.append(grid)
         self._shapes = [each.shape for each in queries], [each.shape for each in keys]
-        places = np.concatenate(queries, axis=None)
+        indices = np.concatenate(queries, axis=None)
         back = np.empty(int(n.sum()), dtype=np.int64)
         used = np.flatnonzero(np.concatenate(own, axis=None))
-        back[places[used]] = used
+        back[indices[used]] = used
         self.queries, self.keys, self.outputs = (
-            torch.from_numpy(each).to(device) for each in (places, np.concatenate(keys, axis=None), back)
+            torch.from_numpy(each).to(device) for each in (indices, np.concatenate(keys, axis=None), back)
         )
 
     def attention(
@@ -117,17 +117,17 @@ class Grids:
         return together.index_select(0, self.outputs).view(1, -1, heads, size)
 
     @staticmethod
-    def _side_by_side(of_tokens: Tensor, places: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    def _side_by_side(of_tokens: Tensor, indices: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
         """Return tensors [B, H, n, D], one for each grid, of [1, H, T, D]."""
         _, heads, total, size = of_tokens.shape
-        rows = of_tokens[0].transpose(0, 1).reshape(total, heads * size).index_select(0, places)
+        rows = of_tokens[0].transpose(0, 1).reshape(total, heads * size).index_select(0, indices)
         split = torch.split(rows, [b * n for b, n in shapes])
         return [
             each.view(b, n, heads, size).transpose(1, 2) for each, (b, n) in zip(split, shapes, strict=True)
         ]
 
 
-def _divided(keys: Places, shared: NDArray[np.bool_]) -> list[Places]:
+def _divided(keys: Indices, shared: NDArray[np.bool_]) -> list[Indices]:
     """Divide parts into grids: about as many keys, and either all behind a prompt or none."""
     made = []
     for members in (np.flatnonzero(~shared), np.flatnonzero(shared)):

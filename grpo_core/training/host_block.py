@@ -25,16 +25,16 @@ def room_for(tensors: Sequence[Tensor], *, pinned: bool) -> list[Tensor]:
     Args:
         pinned: whether GPUs copy into the block.
     """
-    places, nbytes = laid_out([tensor.nbytes for tensor in tensors])
+    offsets, nbytes = laid_out([tensor.nbytes for tensor in tensors])
     block = Pinnable(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) if nbytes else None
     if block is not None and pinned:
         block.pin()
     made = []
-    for tensor, place in zip(tensors, places, strict=True):
+    for tensor, offset in zip(tensors, offsets, strict=True):
         like = torch.empty_like(tensor, device="meta")  # strides are kept, so that a copy is one of bytes
         if block is None or not like.numel():
             made.append(torch.empty_like(like, device="cpu"))
             continue
-        flat = torch.frombuffer(block, dtype=like.dtype, count=like.numel(), offset=place)
+        flat = torch.frombuffer(block, dtype=like.dtype, count=like.numel(), offset=offset)
         made.append(flat.as_strided(like.shape, like.stride()))
     return made

@@ -79,9 +79,9 @@ def collate(
     Raises TrainerError if a row begins with a sampled token.
     """
     lengths = [length(row) for row in rows]
-    parts, places = _packed(rows, lengths) if packed else ((), _side_by_side(rows, max(lengths)))
+    parts, offsets = _packed(rows, lengths) if packed else ((), _side_by_side(rows, max(lengths)))
     ids = np.zeros(sum(part.length for part in parts) or len(rows) * max(lengths), dtype=np.int64)
-    positions, targets = _fill(ids, rows, lengths, places)
+    positions, targets = _fill(ids, rows, lengths, offsets)
     counts = [each.size for each in targets]
     numbers = {rollout: number for number, rollout in enumerate(dict.fromkeys(rollouts(rows)))}
 
@@ -116,11 +116,11 @@ def _fill(
     ids: NDArray[np.int64],
     rows: Sequence[Row],
     lengths: Sequence[int],
-    places: Sequence[tuple[int, int]],
+    offsets: Sequence[tuple[int, int]],
 ) -> tuple[list[NDArray[np.int64]], list[NDArray[np.int32]]]:
     """Write the tokens of rows into the flattened ids; return the positions and the ids of sampled ones."""
     positions, targets = [], []
-    for row, n, (prompt, rest) in zip(rows, lengths, places, strict=True):
+    for row, n, (prompt, rest) in zip(rows, lengths, offsets, strict=True):
         tokens = np.concatenate([row.prompt_ids, row.tokens.ids])
         sampled, n_prompt = np.flatnonzero(row.tokens.sampled), len(row.prompt_ids)
         if not n_prompt and sampled.size and sampled[0] == 0:
@@ -133,19 +133,19 @@ def _fill(
 
 
 def _side_by_side(rows: Sequence[Row], width: int) -> list[tuple[int, int]]:
-    """Return the places of each row's prompt, and of what follows it, in the flattened ids."""
+    """Return the offsets of each row's prompt, and of what follows it, in the flattened ids."""
     return [(b * width, b * width + len(row.prompt_ids)) for b, row in enumerate(rows)]
 
 
 def _packed(rows: Sequence[Row], lengths: Sequence[int]) -> tuple[tuple[Part, ...], list[tuple[int, int]]]:
-    """Return the parts of packed rows, and the places of each row's prompt and of what follows it.
+    """Return the parts of packed rows, and the offsets of each row's prompt and of what follows it.
 
     The prompt of several rows is one part.
     """
     prompts = [row.prompt_ids.tobytes() for row in rows]
     shared = {prompt for prompt, n in Counter(prompts).items() if prompt and n > 1}
     parts: list[Part] = []
-    places: list[tuple[int, int]] = []
+    offsets: list[tuple[int, int]] = []
     first: dict[bytes, tuple[int, int]] = {}
     end = 0
 
@@ -160,13 +160,13 @@ def _packed(rows: Sequence[Row], lengths: Sequence[int]) -> tuple[tuple[Part, ..
         n_prompt = len(row.prompt_ids)
         if prompt not in shared:
             begin = add(n)
-            places.append((begin, begin + n_prompt))
+            offsets.append((begin, begin + n_prompt))
             continue
         if prompt not in first:
             first[prompt] = len(parts), add(n_prompt)
         number, begin = first[prompt]
-        places.append((begin, add(n - n_prompt, number)))
-    return tuple(parts), places
+        offsets.append((begin, add(n - n_prompt, number)))
+    return tuple(parts), offsets
 
 
 def without_rows(device: torch.device) -> MicroBatch:

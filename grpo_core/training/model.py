@@ -170,7 +170,7 @@ class FullModel:
         self.policy, self.reference = policy, reference
         self._tokenizer = tokenizer
         self._named = list(policy.module.named_parameters())  # tied tensors once
-        self._places: list[int] = []
+        self._addresses: list[int] = []
         self._views: list[tuple[str, Tensor]] = []
         self.published()  # a model that cannot be published is refused now
         self.parameters = sum(parameter.numel() for _, parameter in self._named)
@@ -228,9 +228,9 @@ class FullModel:
 
     def published(self) -> list[tuple[str, Tensor]]:
         """The views of the last call, unless a tensor of the module has moved in memory since."""
-        places = [tensor.data_ptr() for tensor in module_tensors(self.policy.module).values()]
-        if places != self._places:
-            self._places, self._views = places, list(checkpoint_tensors(self.policy.module).items())
+        addresses = [tensor.data_ptr() for tensor in module_tensors(self.policy.module).values()]
+        if addresses != self._addresses:
+            self._addresses, self._views = addresses, list(checkpoint_tensors(self.policy.module).items())
         return self._views
 
     def saved(self) -> Mapping[str, Tensor]:

@@ -79,7 +79,7 @@ class Packed:
     def keys(self) -> tuple[Tensor, Tensor, Tensor, int, int]:
         """Return what a kernel for all parts needs.
 
-        These are the places [K] of the keys of each part, those before it included; the ends of the parts in
+        These are the indices [K] of the keys of each part, those before it included; the ends of the parts in
         queries and in keys, int32 [parts + 1]; and the largest number of queries and of keys of a part.
         """
         starts = [0, *accumulate(self.lengths)]
@@ -89,11 +89,11 @@ class Packed:
             for part, each in zip(self.parts, own, strict=True)
         ]
         ends = [0, *accumulate(map(len, keys))]
-        places = torch.cat(keys).to(self._device)
+        indices = torch.cat(keys).to(self._device)
         queries, of_keys = (
             torch.tensor(each, dtype=torch.int32, device=self._device) for each in (starts, ends)
         )
-        return places, queries, of_keys, max(self.lengths), max(map(len, keys))
+        return indices, queries, of_keys, max(self.lengths), max(map(len, keys))
 
 
 @torch.compiler.disable(reason="grids are made for each micro-batch")  # type: ignore[no-untyped-call, untyped-decorator]
@@ -135,9 +135,9 @@ def _by_flash(
     """Compute all parts in one call, for tensors [T, H, D] of 16 bits on a GPU."""
     from torch.nn.attention.varlen import varlen_attn
 
-    places, queries, keys, most_queries, most_keys = packed.keys
-    if len(places) > len(key):
-        key, value = key[places], value[places]
+    indices, queries, keys, most_queries, most_keys = packed.keys
+    if len(indices) > len(key):
+        key, value = key[indices], value[indices]
     computed: Any = varlen_attn(
         query,
         key,

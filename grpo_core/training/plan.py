@@ -66,26 +66,26 @@ def shares(batch: Batch, *, updates: int, ranks: int = 1, layout: Layout = PADDE
     computed once, so whole groups go to one rank; they are divided if there are fewer groups than ranks.
     """
     rows = [row for row in batch.rows if row.tokens.n_sampled]
-    places = {id(row): place for place, row in enumerate(rows)}
-    divided = [tuple(places[id(row)] for row in update) for update in split_updates(rows, updates)]
+    indices = {id(row): index for index, row in enumerate(rows)}
+    divided = [tuple(indices[id(row)] for row in update) for update in split_updates(rows, updates)]
     of_rollouts = rollouts(rows)
     lengths = [length(row) for row in rows]
     prompts = _prompts(rows, of_rollouts, together=layout.together)
     mine: list[dict[int, Row]] = [{} for _ in range(ranks)]
     for update in divided:
-        one_rank = _together(update, [of_rollouts[place] for place in update])
+        one_rank = _together(update, [of_rollouts[index] for index in update])
         groups = _together(one_rank, [rows[first].group for first, *_ in one_rank])
         for rank, part in enumerate(_dealt(groups, lengths, prompts, ranks, packed=layout.packed)):
-            mine[rank] |= {place: rows[place] for place in part}
+            mine[rank] |= {index: rows[index] for index in part}
     facts = tuple(
         RowFacts(
             group=row.group,
-            rollout=of_rollouts[place],
+            rollout=of_rollouts[index],
             sampled=row.tokens.n_sampled,
-            length=lengths[place],
+            length=lengths[index],
             correct=row.correct,
         )
-        for place, row in enumerate(rows)
+        for index, row in enumerate(rows)
     )
     return [
         Share(
@@ -131,17 +131,17 @@ def _dealt(
 ) -> list[list[int]]:
     """Deal the rows of an update to the ranks: whole groups if they are packed, else rollouts.
 
-    ``groups`` are the rollouts of each group, each with the places of its rows.  Returns the places of each
+    ``groups`` are the rollouts of each group, each with the indices of its rows.  Returns the indices of each
     rank's rows.
     """
 
-    def tokens(places: Sequence[int]) -> int:
-        shared = sum(prompts[i][1] for i in places) - sum(n for _, n in {prompts[i] for i in places})
-        return sum(lengths[i] for i in places) - (shared if packed else 0)
+    def tokens(indices: Sequence[int]) -> int:
+        shared = sum(prompts[i][1] for i in indices) - sum(n for _, n in {prompts[i] for i in indices})
+        return sum(lengths[i] for i in indices) - (shared if packed else 0)
 
     units = [[*chain(*part)] for part in _enough(groups, ranks)] if packed else [*chain(*groups)]
     chosen = balanced([tokens(unit) for unit in units], ranks)
-    return [[place for number in numbers for place in units[number]] for numbers in chosen]
+    return [[index for number in numbers for index in units[number]] for numbers in chosen]
 
 
 def _enough(groups: Sequence[list[T]], ranks: int) -> list[list[T]]:
@@ -160,8 +160,8 @@ def with_tokens(share: Share) -> Share:
     return evolve(
         share,
         rows={
-            place: row if row.tokens is tokens else evolve(row, prompt_ids=ids, tokens=tokens)
-            for (place, row), ids, tokens in zip(share.rows.items(), found, found, strict=True)
+            index: row if row.tokens is tokens else evolve(row, prompt_ids=ids, tokens=tokens)
+            for (index, row), ids, tokens in zip(share.rows.items(), found, found, strict=True)
         },
     )
 
@@ -169,12 +169,12 @@ def with_tokens(share: Share) -> Share:
 def balanced(costs: Sequence[int], parts: int) -> list[list[int]]:
     """Divide things among ``parts``, the costliest first, each to the part with the least so far.
 
-    The largest sum is at most 4/3 of the smallest that is possible (Graham 1969).  Returns their places.
+    The largest sum is at most 4/3 of the smallest that is possible (Graham 1969).  Returns their indices.
     """
     divided: list[list[int]] = [[] for _ in range(parts)]
     sums = [0] * parts
-    for place in sorted(range(len(costs)), key=lambda place: (-costs[place], place)):
+    for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
         least = min(range(parts), key=sums.__getitem__)
-        divided[least].append(place)
-        sums[least] += costs[place]
+        divided[least].append(index)
+        sums[least] += costs[index]
     return divided

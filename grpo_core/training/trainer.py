@@ -240,14 +240,14 @@ class TorchTrainer:
         totals = Totals()
         divided: Sequence[Sequence[int]] = share.updates
         if self.setup.loss.max_sequence_error:
-            divided = [self._agreeing(share, places, totals) for places in divided]
-        divided = [places for places in divided if places]
+            divided = [self._agreeing(share, indices, totals) for indices in divided]
+        divided = [indices for indices in divided if indices]
         with part("rows to tensors"):
-            updates = [self._microbatches(share, places) for places in divided]
+            updates = [self._microbatches(share, indices) for indices in divided]
         with part("logprobs before the update"):
             updates = [self._scored(update, i, share.temperature) for i, update in enumerate(updates)]
-        for number, (places, update) in enumerate(zip(divided, updates, strict=True)):
-            self._update(Update.of(share, number, places), update, totals)
+        for number, (indices, update) in enumerate(zip(divided, updates, strict=True)):
+            self._update(Update.of(share, number, indices), update, totals)
         self.version += 1
         if self._moves_reference and self.version % self._config.reference_every == 0:
             self.model.refresh_reference(self._config.reference_mix)
@@ -255,7 +255,7 @@ class TorchTrainer:
         with part("fingerprints"):
             digest = self._digests.taken() if self._config.fingerprints else None
         seconds = time.perf_counter() - begun
-        used = sum(share.facts[place].length for places in divided for place in places)
+        used = sum(share.facts[index].length for indices in divided for index in indices)
         padded = sum(self._ranks.gathered(sum(micro.n_tokens for update in updates for micro in update)))
         metrics |= {
             "time/train": seconds,
@@ -273,12 +273,12 @@ class TorchTrainer:
         torch.cuda.reset_peak_memory_stats(self.device)
         return {"memory_gpu/trainer": peak}
 
-    def _microbatches(self, share: Share, places: Sequence[int]) -> list[MicroBatch]:
+    def _microbatches(self, share: Share, indices: Sequence[int]) -> list[MicroBatch]:
         """Divide this rank's rows of an update; a loss that needs "sequences" has a rollout's rows together.
 
         All ranks have as many micro-batches, some perhaps without rows: what they exchange has to match.
         """
-        facts = [share.facts[place] for place in places]
+        facts = [share.facts[index] for index in indices]
         weights = row_weights(
             [row.sampled for row in facts],
             sequences=[row.rollout for row in facts],
@@ -286,8 +286,8 @@ class TorchTrainer:
             aggregation=self.setup.loss.aggregation,
             constant=self.setup.loss.aggregation_constant,
         )
-        mine = [i for i, place in enumerate(places) if place in share.rows]
-        rows = [share.rows[places[i]] for i in mine]
+        mine = [i for i, index in enumerate(indices) if index in share.rows]
+        rows = [share.rows[indices[i]] for i in mine]
         together = of_several_rows(rows) if self.layout.together else []
         alone = sorted(set(range(len(rows))).difference(*together))
         lengths = [facts[mine[i]].length for i in alone]
@@ -309,11 +309,11 @@ class TorchTrainer:
         return made + [without_rows(self.device)] * missing
 
     @torch.no_grad()
-    def _agreeing(self, share: Share, places: Sequence[int], totals: Totals) -> list[int]:
+    def _agreeing(self, share: Share, indices: Sequence[int], totals: Totals) -> list[int]:
         """Return the rows of those rollouts on whose logprobs engine and trainer agree well enough."""
-        rollout_of = {id(share.rows[i]): share.facts[i].rollout for i in places if i in share.rows}
+        rollout_of = {id(share.rows[i]): share.facts[i].rollout for i in indices if i in share.rows}
         errors: dict[int, list[Tensor]] = {}
-        for micro in self._microbatches(share, places):
+        for micro in self._microbatches(share, indices):
             logprobs = self.model.score(micro, share.temperature)[0]
             counts = [row.tokens.n_sampled for row in micro.rows]
             difference = logprobs[: sum(counts)] - micro.generation_logprobs[: sum(counts)]
@@ -329,10 +329,10 @@ class TorchTrainer:
         if errors and len(finite := means[means.isfinite()]):  # the others are masked, and say nothing
             totals.add({"sequence_error_mean": finite, "sequence_error_max": finite})
         if mine:
-            right = {share.facts[place].rollout for place in places if share.facts[place].correct}
+            right = {share.facts[index].rollout for index in indices if share.facts[index].correct}
             totals.add({"sequence_error_masked_correct": torch.tensor([float(r in right) for r in mine])})
         totals.count("sequence_error_masked", len(mine))
-        return [place for place in places if share.facts[place].rollout not in masked]
+        return [index for index in indices if share.facts[index].rollout not in masked]
 
     @torch.no_grad()
     def _scored(self, update: Sequence[MicroBatch], number: int, temperature: float) -> list[MicroBatch]:

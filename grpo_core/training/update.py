@@ -31,8 +31,8 @@ class Update:
     """Coefficient of an entropy bonus that is adapted; 0 unless the loss needs it."""
 
     @classmethod
-    def of(cls, share: Share, number: int, places: Sequence[int]) -> Update:
-        rows = [share.facts[place] for place in places]
+    def of(cls, share: Share, number: int, indices: Sequence[int]) -> Update:
+        rows = [share.facts[index] for index in indices]
         return cls(
             share=share,
             number=number,

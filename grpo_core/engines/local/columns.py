@@ -68,8 +68,8 @@ class Columns:
     def select(self, order: Tensor) -> None:
         """Keep the rows ``order`` [n], in this order; a row that keeps its place costs nothing."""
         n = len(order)
-        places = torch.arange(n, device=order.device)
-        to = (order != places).nonzero()[:, 0]
+        unchanged = torch.arange(n, device=order.device)
+        to = (order != unchanged).nonzero()[:, 0]
         if len(to):
             source = order[to]
             for tensor in self.tensors:

@@ -59,9 +59,9 @@ class TransformersModel:
     def check(self, shapes: Shapes) -> None:
         """Take the names of checkpoints, or those of modules, which a checkpoint may have been saved with."""
         checkpoint, modules = self._names
-        places = modules if shapes.keys() & modules.keys() - checkpoint.keys() else checkpoint
-        buffers = {name for name, place in places.items() if isinstance(place, torch.nn.Buffer)}
-        check_shapes(shapes, places, optional=self._tied | buffers)  # a trainer may leave buffers out
+        tensors = modules if shapes.keys() & modules.keys() - checkpoint.keys() else checkpoint
+        buffers = {name for name, tensor in tensors.items() if isinstance(tensor, torch.nn.Buffer)}
+        check_shapes(shapes, tensors, optional=self._tied | buffers)  # a trainer may leave buffers out
 
     def load(self, buckets: Iterable[Mapping[str, Tensor]]) -> None:
         checkpoint, modules = self._names

@@ -117,7 +117,7 @@ class Llama:
         self.description = f"fast path ({shape.kind})"
         self.rows_first = device.type != "cpu" or dtype != torch.float32
         """Whether attention uses torch's fused kernels, or elementwise operations with the rows innermost."""
-        self.places: dict[str, Tensor] = {}
+        self.views: dict[str, Tensor] = {}
         """Views into the fused tensors, by the names of the trainer's tensors."""
         self.layers = [self._layer(f"model.layers.{i}.") for i in range(shape.layers)]
         self.embedding = self._place(shape.vocabulary, shape.width, name="model.embed_tokens.weight")
@@ -134,13 +134,13 @@ class Llama:
 
     def _place(self, *dims: int, name: str) -> Tensor:
         tensor = torch.zeros(dims, dtype=self.dtype, device=self.device)
-        self.places[name] = tensor
+        self.views[name] = tensor
         return tensor
 
     def _fused(self, prefix: str, suffix: str, *rows: tuple[str, int], inner: tuple[int, ...]) -> Tensor:
         tensor = torch.zeros(sum(n for _, n in rows), *inner, dtype=self.dtype, device=self.device)
         parts = torch.split(tensor, [n for _, n in rows])
-        self.places.update(
+        self.views.update(
             (f"{prefix}{name}.{suffix}", part) for (name, _), part in zip(rows, parts, strict=True)
         )
         return tensor
@@ -167,11 +167,11 @@ class Llama:
         )
 
     def check(self, shapes: Shapes) -> None:
-        check_shapes(shapes, self.places, optional={"lm_head.weight"} if self.shape.tied else set())
+        check_shapes(shapes, self.views, optional={"lm_head.weight"} if self.shape.tied else set())
 
     def load(self, buckets: Iterable[Mapping[str, Tensor]]) -> None:
         s = self.shape
-        copy_all(buckets, self.places)
+        copy_all(buckets, self.views)
         if s.tied:
             self.head.copy_(self.embedding)
         # a norm's weight is folded into the next projection, and the scale of attention into the queries
@@ -342,18 +342,18 @@ def _columns(weight: Tensor, h: Tensor, bias: Tensor | None) -> Tensor:
     return torch.mm(weight, h.t()) if bias is None else torch.addmm(bias[:, None], weight, h.t())
 
 
-def check_shapes(shapes: Shapes, places: Mapping[str, Tensor], *, optional: Collection[str]) -> None:
-    """Raise WeightSyncError if tensors do not fit their places; ``optional`` names may be there or not."""
-    missing, unknown = places.keys() - shapes.keys(), shapes.keys() - places.keys()
+def check_shapes(shapes: Shapes, targets: Mapping[str, Tensor], *, optional: Collection[str]) -> None:
+    """Raise WeightSyncError if tensors do not fit their targets; ``optional`` names may be there or not."""
+    missing, unknown = targets.keys() - shapes.keys(), shapes.keys() - targets.keys()
     problems = [
         f"{what}: {', '.join(sorted(names))}"
         for what, names in (("missing", missing - set(optional)), ("unknown", unknown - set(optional)))
         if names
     ]
     problems += [
-        f"{name} is {tuple(shapes[name])}, expected {tuple(place.shape)}"
-        for name, place in places.items()
-        if name in shapes and tuple(shapes[name]) != tuple(place.shape)
+        f"{name} is {tuple(shapes[name])}, expected {tuple(target.shape)}"
+        for name, target in targets.items()
+        if name in shapes and tuple(shapes[name]) != tuple(target.shape)
     ]
     if problems:
         raise WeightSyncError(
@@ -361,11 +361,11 @@ def check_shapes(shapes: Shapes, places: Mapping[str, Tensor], *, optional: Coll
         )
 
 
-def copy_all(buckets: Iterable[Mapping[str, Tensor]], places: Mapping[str, Tensor]) -> None:
-    """Copy each tensor to its place, if it has one: a tied tensor may come a second time."""
+def copy_all(buckets: Iterable[Mapping[str, Tensor]], targets: Mapping[str, Tensor]) -> None:
+    """Copy each tensor to its target, if it has one: a tied tensor may come a second time."""
     for bucket in buckets:
         for name, tensor in bucket.items():
-            if name in places:
-                places[name].copy_(tensor)
+            if name in targets:
+                targets[name].copy_(tensor)
             del tensor
         del bucket  # the next one needs memory
