@@ -87,9 +87,9 @@ def choose(
     given = {key: _given_groups(key, engine) for key, engine in engines.items()}
     if not count:
         return Devices()
-    taken = {gpu for groups in given.values() for group in groups or () for gpu in group}
-    trains = _of_trainer(trainer, engines, taken, count, joined, ranks)
-    rest = [gpu for gpu in range(count) if gpu not in taken and gpu not in trains]
+    used = {gpu for groups in given.values() for group in groups or () for gpu in group}
+    trains = _of_trainer(trainer, engines, used, count, joined, ranks)
+    rest = [gpu for gpu in range(count) if gpu not in used and gpu not in trains]
     rest = rest or [gpu for gpu in range(count) if gpu not in trains] or [*trains]
     shares = _shares(rest, sum(engines[key].workers for key, groups in given.items() if groups is None))
     chosen = {
@@ -112,7 +112,7 @@ def choose(
             for key, groups in chosen.items()
         },
         shared=frozenset(shared),
-        told="" if alone else _told(trains, chosen),
+        told="" if alone else _summary(trains, chosen),
     )
 
 
@@ -180,7 +180,7 @@ def _index(device: object) -> int | None:
 def _of_trainer(
     trainer: TrainerConfig | None,
     engines: Mapping[str, EngineConfig],
-    taken: set[int],
+    used: set[int],
     count: int,
     joined: Collection[str],
     ranks: int,
@@ -199,7 +199,7 @@ def _of_trainer(
     for key, engine in engines.items():
         if key in joined and engine.gpus:
             return (engine.gpus[-1],)
-    free = [gpu for gpu in range(count) if gpu not in taken]
+    free = [gpu for gpu in range(count) if gpu not in used]
     if ranks > 1:
         if len(free) < ranks:
             raise ConfigError(
@@ -274,7 +274,7 @@ def _names(count: int) -> list[str]:
     return [name.strip() for name in here.split(",")] if here else [str(gpu) for gpu in range(count)]
 
 
-def _told(trains: Gpus, chosen: Mapping[str, Sequence[Gpus]]) -> str:
+def _summary(trains: Gpus, chosen: Mapping[str, Sequence[Gpus]]) -> str:
     parts = [f"trainer {trains[0]}"] if trains else []
     for key, groups in chosen.items():
         if any(groups):

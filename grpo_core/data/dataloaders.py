@@ -178,11 +178,11 @@ class Dataloader:
 
     def take(self, n: int) -> list[Prompt]:
         """Return the next ``n`` prompts: at once if they are ``ready``."""
-        return [row.prompt for row in self._taken(n)]
+        return [row.prompt for row in self._take_rows(n)]
 
     def offer(self, n: int) -> list[int]:
         """Return the places, in the dataloader's rows, of the next ``n`` prompts."""
-        rows = self._taken(n)
+        rows = self._take_rows(n)
         if any(row.place is None for row in rows):
             raise PluginError(
                 f"{self.who} is a stream, and the sampler chooses among offered places; choose a sampler "
@@ -199,7 +199,7 @@ class Dataloader:
         """Leave an offered prompt out of this epoch."""
         self._offered.pop(place)
 
-    def _taken(self, n: int) -> list[ReadPrompt]:
+    def _take_rows(self, n: int) -> list[ReadPrompt]:
         with self._lock:
             self._want(n)
             there = self._lock.wait_for(
@@ -209,10 +209,10 @@ class Dataloader:
                 raise self._error
             if not there:
                 raise self._late()
-            taken = [self._ahead.popleft() for _ in range(n)]
+            rows = [self._ahead.popleft() for _ in range(n)]
             self._progress = time.monotonic()
             self._lock.notify_all()
-        return taken
+        return rows
 
     # ------------------------------------------------------------------------------ checkpoints
 

@@ -100,7 +100,7 @@ class TaskLoader:
         self._seed = seed
         self._workers = workers
         self._torchdata = torchdata or workers > 0
-        self._taken = 0
+        self._drawn = 0
         self._offers = False
         """Whether a sampler has asked for offers: then no prompts are read ahead."""
         self._order: ShuffledIndices | None = None
@@ -119,7 +119,7 @@ class TaskLoader:
     @property
     def epoch(self) -> float:
         """Number of epochs drawn; 1.5 is half of the second."""
-        return self._taken / len(self)
+        return self._drawn / len(self)
 
     def take(self, n: int) -> list[Prompt]:
         """Return the next ``n`` prompts."""
@@ -130,7 +130,7 @@ class TaskLoader:
         if self._dataloader is None:
             self._dataloader = self._open()
             self._stream = iter(self._dataloader)
-        self._taken += n
+        self._drawn += n
         return [prompt for _ in range(n) for prompt in next(self._stream)]
 
     def offer(self, n: int) -> list[int]:
@@ -149,7 +149,7 @@ class TaskLoader:
 
     def _draw(self, n: int) -> list[int]:
         self._order = self._order or self._order_from_here()
-        self._taken += n
+        self._drawn += n
         self._order.want = n
         return next(self._order) if n else []
 
@@ -159,7 +159,7 @@ class TaskLoader:
                 f"task {self.task!r}: its environment has no training prompts; expected at least one"
             )
         order = ShuffledIndices(len(self), seed=self._seed, task=self.task)
-        epoch, position = divmod(self._taken, len(self))
+        epoch, position = divmod(self._drawn, len(self))
         order.load_state_dict({"epoch": epoch, "position": position})
         return order
 
@@ -179,7 +179,7 @@ class TaskLoader:
 
         The ``unfinished`` prompts are not part of it: they are found again by their ids.
         """
-        return {**self._source, "taken": self._taken, **({"offers": True} if self._offers else {})}
+        return {**self._source, "taken": self._drawn, **({"offers": True} if self._offers else {})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state.  Raises CheckpointError if it belongs to other prompts or another seed."""
@@ -190,7 +190,7 @@ class TaskLoader:
                     f"{expected!r}, in the checkpoint {state.get(key)!r}); resume with the environment, the "
                     "options and the seed that the run was started with, or start a new run"
                 )
-        self._taken = state["taken"]
+        self._drawn = state["taken"]
         self._dataloader, self._stream, self._order = None, iter(()), None
         self._offers = bool(state.get("offers"))
 

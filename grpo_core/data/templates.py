@@ -142,9 +142,9 @@ class Filler:
 
     def __init__(self) -> None:
         with contextlib.suppress(OSError, ValueError):  # Linux alone says and limits it
-            taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
             _, most = resource.getrlimit(resource.RLIMIT_AS)
-            resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY, most))
+            resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, most))
 
     def fill(
         self, texts: Mapping[str, str], who: str, rows: Sequence[Row]

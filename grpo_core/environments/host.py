@@ -192,7 +192,7 @@ class EnvironmentHost:
                 else list(itertools.islice(given, MOST_PROMPTS + 1))
             )
         except (Exception, SystemExit) as error:
-            raise PluginError(f"{self._who}: prompts({split!r}) raised {self._told(error)}") from error
+            raise PluginError(f"{self._who}: prompts({split!r}) raised {self._describe(error)}") from error
         where = f"{self._who}: prompts({split!r})"
         if not hasattr(given, "__len__") and len(prompts) > MOST_PROMPTS:
             raise PluginError(
@@ -224,7 +224,7 @@ class EnvironmentHost:
         for prompt, given in zip(prompts, results, strict=True):
             where = f"{self._who}: from_source of prompt {prompt.id!r}"
             if isinstance(given, BaseException):
-                raise PluginError(f"{where} raised {self._told(given)}") from given
+                raise PluginError(f"{where} raised {self._describe(given)}") from given
             made.append(attrs.evolve(self._complete(given, prompt.id, where), id=prompt.id))
         return _pickled(made, f"{self._who}: from_source")
 
@@ -234,7 +234,7 @@ class EnvironmentHost:
         try:
             replies = [well_formed(solve(prompt)) for prompt in prompts] if solve else [None] * len(prompts)
         except (Exception, SystemExit) as error:
-            raise PluginError(f"{self._who}: solve raised {self._told(error)}") from error
+            raise PluginError(f"{self._who}: solve raised {self._describe(error)}") from error
         for reply in replies:
             if not isinstance(reply, (str, type(None))):
                 raise PluginError(
@@ -304,7 +304,7 @@ class EnvironmentHost:
 
     def _opened(self, name: str, value: Any) -> Steps[SessionStart]:
         if isinstance(value, BaseException):
-            return SessionStart(error=f"open raised {self._told(value)}", unavailable=self._away(value))
+            return SessionStart(error=f"open raised {self._describe(value)}", unavailable=self._away(value))
         try:
             tools = self._toolbox([*getattr(self._environment, "tools", ()), *tools_of(value)])
         except Exception as error:
@@ -312,7 +312,7 @@ class EnvironmentHost:
                 _print_errors((yield from _each(close, [value])))
             if isinstance(error, PluginError):
                 raise
-            return SessionStart(error=f"the tools of the session cannot be read: {self._told(error)}")
+            return SessionStart(error=f"the tools of the session cannot be read: {self._describe(error)}")
         self._sessions[name] = OpenSession(value, tools, asyncio.Event())
         return SessionStart(tools=tools.schemas)
 
@@ -349,7 +349,7 @@ class EnvironmentHost:
                 raise result
             _raise(result)
         if isinstance(result, BaseException):
-            raise GrpoError(f"{self._who}: run raised {self._told(result)}") from result
+            raise GrpoError(f"{self._who}: run raised {self._describe(result)}") from result
         if result is None:
             return None
         return as_feedback([result], 1, self._who, method="run", mask=self._mask, ids=[prompt.id])[0]
@@ -410,11 +410,11 @@ class EnvironmentHost:
         if isinstance(results, Exception):
             _raise(results)
         if isinstance(results, BaseException):  # sys.exit(), or a library's timeout
-            raise GrpoError(f"{self._who}: evaluate raised {self._told(results)}") from results
+            raise GrpoError(f"{self._who}: evaluate raised {self._describe(results)}") from results
         ids = [episode.prompt.id for episode in episodes]
         return as_feedback(results, len(episodes), self._who, mask=self._mask, ids=ids)
 
-    def _told(self, error: BaseException) -> str:
+    def _describe(self, error: BaseException) -> str:
         """Describe an error without secrets."""
         return describe(self._mask.error(error))
 
@@ -441,9 +441,9 @@ class EnvironmentHost:
             results = yield from _each(lambda pair: pair[0].call(pair[1]), pairs)
             for i, call, result in zip(here, calls, results, strict=True):
                 if isinstance(result, BaseException) and (away := self._tool_is_away(call, result)):
-                    failed[i] = Feedback(error=self._told(result), messages=answers[i], unavailable=away)
+                    failed[i] = Feedback(error=self._describe(result), messages=answers[i], unavailable=away)
                 elif isinstance(result, SessionLost):  # what the model would read is not its fault
-                    failed[i] = Feedback(error=self._told(result))
+                    failed[i] = Feedback(error=self._describe(result))
                 answers[i].append(message(call, result, self._mask))
         return [failed.get(i) or Feedback(done=False, messages=each) for i, each in enumerate(answers)]
 

@@ -181,7 +181,7 @@ class EnvironmentProcess:
         self._deadline = self._grace = 0.0
         self._mourned: Child | None = None
         """The last process that a call found dead."""
-        self._told: Child | None = None
+        self._reported: Child | None = None
         """The last process whose death was reported, or that was killed on purpose."""
         self._was_alone = False
         """It died while one call was running."""
@@ -393,7 +393,7 @@ class EnvironmentProcess:
                 # Code that is not async cannot be cancelled.  It may be busy for long, and the next caller's
                 # time would run meanwhile.  Where there are sessions, that is better than to lose them.
                 if self.slots == "none" and not self._has_sessions and not self.runs_agents:
-                    self._told = child
+                    self._reported = child
                     child.kill()
                 raise
             except PluginError:
@@ -428,8 +428,8 @@ class EnvironmentProcess:
 
     def _report_death(self, child: Child, why: Exception) -> None:
         """Report the death of a child once, whoever notices it first."""
-        if child is not self._told:
-            self._told = child
+        if child is not self._reported:
+            self._reported = child
             cause: Literal["deadline", "died"] = "deadline" if isinstance(why, DeadlineExceeded) else "died"
             report(cause, self._name, f"{self._brief(why)}; it is started again")
 

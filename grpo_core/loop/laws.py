@@ -180,7 +180,7 @@ class Laws:
         """Whether the life that was seen last has ended."""
         self._groups: Sequence[Mapping[str, Any]] = ()
         """The groups of the newest step."""
-        self._taken: dict[int, _Open] = {}
+        self._slots: dict[int, _Open] = {}
         """Their slots."""
         self._manifests: dict[int, str] = {}
         """Digest of each saved checkpoint's manifest, by step, where the events tell it."""
@@ -426,7 +426,7 @@ class Laws:
         self._law("steps", event["step"] == now.step, f"step {event['step']} comes after {now.step} steps")
         self._law("steps", now.ended == now.step, f"step {now.step} begins, and {now.ended} steps have ended")
         self._check_due(event["step"])
-        self._groups, self._taken = event["groups"], {}
+        self._groups, self._slots = event["groups"], {}
         count = len(event["groups"])
         self._law("batch", count == terms.prompts_per_step, f"it trains {count} groups")
         for group in event["groups"]:
@@ -438,13 +438,13 @@ class Laws:
 
     def _on_GroupsReturned(self, event: Mapping[str, Any]) -> None:  # noqa: N802
         now, slots = self._now, set(event["slots"])
-        if slots & self._taken.keys():
-            unfinished = self._taken.keys() <= slots and now.ended < now.step
+        if slots & self._slots.keys():
+            unfinished = self._slots.keys() <= slots and now.ended < now.step
             self._law("steps", unfinished, f"step {now.step} is undone, of which {now.ended} had ended")
-            now.open |= self._taken
-            now.ready += len(self._taken)
+            now.open |= self._slots
+            now.ready += len(self._slots)
             now.step -= 1
-            now.trained -= len(self._taken)
+            now.trained -= len(self._slots)
             self.steps -= 1
         for id in event["slots"]:
             slot = now.open.get(id)
@@ -460,7 +460,7 @@ class Laws:
         if slot is None or not slot.ready:
             self._broken("once", f"{who} is trained as {slot or 'trained, skipped or never dispatched'}")
         else:
-            self._taken[group["slot"]] = slot
+            self._slots[group["slot"]] = slot
             same = all(getattr(slot, name) == group[name] for name in _STAMPS if name != "attempt")
             self._law("stamps", same, f"{who} was dispatched as {slot}, and is trained as {dict(group)}")
         rewards: Sequence[float | None] = group["rewards"]

@@ -41,8 +41,8 @@ def find_commands(core: ModuleType) -> Commands:
         plugin = Plugin(name=entry.name, distribution=owner.name, version=owner.version, module=entry.value)
         try:
             offered = offered_commands(entry.load())
-            if taken := sorted(offered.keys() & found.commands.keys()):
-                raise PluginError(f"there is another command {taken[0]!r}")
+            if twice := sorted(offered.keys() & found.commands.keys()):
+                raise PluginError(f"there is another command {twice[0]!r}")
         except Exception as error:  # a broken plugin takes no other command down
             plugin.fault = error
         else:

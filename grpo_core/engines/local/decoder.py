@@ -97,7 +97,7 @@ class Decoder:
 
     def _admitted(self) -> list[Entry]:
         """Take the requests that there is room for now: of each queue those that have waited longest."""
-        return _taken((self._brief, self._waiting), self._room())
+        return _take_entries((self._brief, self._waiting), self._room())
 
     def _room(self) -> int:
         return self._max_rows - sum(batch.alive for batch in self._batches)
@@ -124,7 +124,7 @@ class SeparateCalls(Decoder):
         """Take the requests of one call."""
         call = deque(entries)
         while call:
-            part = _taken((call,), self._max_rows)
+            part = _take_entries((call,), self._max_rows)
             brief = all(request.max_tokens == 1 for _, request in part)
             (self._brief_parts if brief else self._parts).append(part)
 
@@ -151,7 +151,7 @@ def _without(parts: Iterable[Sequence[Entry]], keys: set[int]) -> deque[Sequence
     return deque(part for part in left if part)
 
 
-def _taken(queues: Sequence[deque[Entry]], room: int) -> list[Entry]:
+def _take_entries(queues: Sequence[deque[Entry]], room: int) -> list[Entry]:
     """Take the first entries of the queues, in order: at most ``room``, and as many as one step prefills."""
     entries: list[Entry] = []
     prompts: set[bytes] = set()

@@ -219,7 +219,7 @@ class Session:
             self.ignored(request.ignored)
         n = request.n
         if (limit := self.recorder.admit(turn, n)) is not None:
-            raise Refused(400, self._told(limit, len(turn.context)), _CODES.get(limit, f"max_{limit}"))
+            raise Refused(400, self._over(limit, len(turn.context)), _CODES.get(limit, f"max_{limit}"))
         if request.stream:  # what is refused above has a status of its own, which a stream hides
             streams.set_result(None)
         completed = False
@@ -237,7 +237,7 @@ class Session:
         self._error = None
         return completions
 
-    def _told(self, limit: str, tokens: int) -> str:
+    def _over(self, limit: str, tokens: int) -> str:
         limits = self.play.limits
         return {
             "turns": f"this rollout has had its {limits.max_turns} completions (max_turns)",

@@ -51,27 +51,27 @@ class FilterContract(Contract):
 
     def it_returns_a_text_that_says_why_or_none(self) -> None:
         for group in groups():
-            self._told(group)
+            self._reason(group)
 
     def it_takes_groups_with_unscored_rollouts(self) -> None:
         for rewards in UNSCORED:
-            self._told(_group(rewards))
+            self._reason(_group(rewards))
 
     def it_takes_groups_of_any_size(self) -> None:
         for size in (2, 3, 16, 64):
-            self._told(_group([float(i % 2) for i in range(size)]))
+            self._reason(_group([float(i % 2) for i in range(size)]))
 
     def it_lets_some_group_pass(self) -> None:
-        told = [self._told(group) for group in groups()]
-        assert None in told, (
-            f"it rejects all {len(told)} groups that were tried, of all rewards and lengths, so that nothing "
-            f"would be trained; the first: {told[0]!r}"
+        reasons = [self._reason(group) for group in groups()]
+        assert None in reasons, (
+            f"it rejects all {len(reasons)} groups that were tried, of all rewards and lengths, so that "
+            f"nothing would be trained; the first: {reasons[0]!r}"
         )
 
     def the_order_within_a_group_does_not_matter(self) -> None:
         for group in groups():
             turned = evolve(group, rollouts=tuple(group.rollouts[i] for i in (2, 0, 3, 1)))
-            first, second = self._told(group), self._told(turned)
+            first, second = self._reason(group), self._reason(turned)
             assert (first is None) == (second is None), (
                 f"rewards {group.rewards}: it says {first!r}, and {second!r} when the rollouts are in "
                 "another order"
@@ -80,21 +80,21 @@ class FilterContract(Contract):
     def it_returns_the_same_each_time_and_changes_no_group(self) -> None:
         for group in groups():
             before = _seen(group)
-            first, second = self._told(group), self._told(group)
+            first, second = self._reason(group), self._reason(group)
             assert first == second, f"it says {first!r}, and then {second!r} for the same group"
             assert _seen(group) == before, "it changed the group, which others see as well"
 
     def what_it_rejects(self) -> str:
-        rejected = sum(self._told(group) is not None for group in groups())
+        rejected = sum(self._reason(group) is not None for group in groups())
         return f"{rejected} of the {len(groups())} groups that were tried"
 
-    def _told(self, group: Group) -> str | None:
-        told: str | None = self._rejects(group)
+    def _reason(self, group: Group) -> str | None:
+        reason: str | None = self._rejects(group)
         expected = "expected a text that says why the group is not trained, or None"
-        if told is not None:
-            assert isinstance(told, str), f"it returned {type(told).__name__} {told!r:.60}; {expected}"
-            assert told.strip(), f"it returned {told!r}, which says nothing; {expected}"
-        return told
+        if reason is not None:
+            assert isinstance(reason, str), f"it returned {type(reason).__name__} {reason!r:.60}; {expected}"
+            assert reason.strip(), f"it returned {reason!r}, which says nothing; {expected}"
+        return reason
 
 
 def groups() -> list[Group]:

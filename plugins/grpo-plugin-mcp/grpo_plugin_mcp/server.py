@@ -43,7 +43,7 @@ class Server:
             await self.close()
             if not isinstance(error, Exception):  # who cancels this learns that it is cancelled
                 raise
-            raise grpo.Unavailable(self._told("did not start", error)) from error
+            raise grpo.Unavailable(self._message("did not start", error)) from error
 
     @property
     def ended(self) -> bool:
@@ -54,17 +54,17 @@ class Server:
         from mcp import MCPError
 
         if self.ended:
-            raise grpo.SessionLost(self._told(f"ended before the call of {name!r}", None))
+            raise grpo.SessionLost(self._message(f"ended before the call of {name!r}", None))
         try:
             async with asyncio.timeout(self._timeout):
                 result = await self._client.call_tool(name, dict(arguments))
         except MCPError as error:
             if self._gone(error):
                 self._end.set()  # its task waits for this, and notices nothing of the server's end
-                raise grpo.SessionLost(self._told(f"ended during the call of {name!r}", error)) from error
+                raise grpo.SessionLost(self._message(f"ended during the call of {name!r}", error)) from error
             raise ToolFailed(str(error)) from error
         except Exception as error:
-            raise grpo.SessionLost(self._told(f"did not answer the call of {name!r}", error)) from error
+            raise grpo.SessionLost(self._message(f"did not answer the call of {name!r}", error)) from error
         text = "\n".join(_text(part) for part in result.content)
         if getattr(result, "is_error", False):
             raise ToolFailed(text)
@@ -116,7 +116,7 @@ class Server:
         lost = error.code == CONNECTION_CLOSED and error.message == "Connection closed"
         return lost or self.ended
 
-    def _told(self, what: str, error: BaseException | None) -> str:
+    def _message(self, what: str, error: BaseException | None) -> str:
         if isinstance(error, TimeoutError):
             what = f"{what} within {self._timeout:g} s"
         elif error is not None:

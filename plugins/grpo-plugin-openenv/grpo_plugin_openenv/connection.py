@@ -77,12 +77,12 @@ class Connection:
 
 def _data(text: str, kind: str) -> dict[str, Any]:
     try:
-        told = read_json(text, dict)
-        data = told["data"]
-        if told["type"] == "error":
+        answer = read_json(text, dict)
+        data = answer["data"]
+        if answer["type"] == "error":
             message = str(data.get("message", ""))
             if data.get("errors"):
-                message += ": " + "; ".join(_told(error) for error in data["errors"])
+                message += ": " + "; ".join(_error_text(error) for error in data["errors"])
             raise Rejected(str(data.get("code", "")), message[:1000])
         assert isinstance(data, dict)
     except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
@@ -90,6 +90,6 @@ def _data(text: str, kind: str) -> dict[str, Any]:
     return data
 
 
-def _told(error: Any) -> str:
+def _error_text(error: Any) -> str:
     where = ".".join(str(part) for part in error.get("loc", ()))
     return f"{where}: {error.get('msg', error)}" if where else str(error.get("msg", error))

@@ -66,7 +66,7 @@ async def _replay(directory: Path, step: int, block: Sequence[str]) -> int:
         say(f"step {step} of {directory}, from {await replayer.begin(step)}")
         replayed = None
         async for replayed in replayer.until(step):
-            say(_told(replayed, history.step(replayed.step)))
+            say(_summary(replayed, history.step(replayed.step)))
             if replayed.difference:
                 return 1
     if replayed is None or not replayed.compared:
@@ -77,7 +77,7 @@ async def _replay(directory: Path, step: int, block: Sequence[str]) -> int:
     return 0
 
 
-def _told(replayed: Replayed, recorded: StepRecord) -> str:
+def _summary(replayed: Replayed, recorded: StepRecord) -> str:
     took = recorded.metrics.get("time/train")
     times = f"{replayed.seconds:.2f} s" + (f", the run took {took:.2f} s" if took else "")
     if replayed.difference:
