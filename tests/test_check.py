@@ -834,7 +834,7 @@ class Constant:
         pass
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_engine_is_checked_for_its_contract_and_its_results():
     host = PluginHost.discover()
     found = list(check.findings(host, check.find(host, "local"), {"max_rows": 64}))

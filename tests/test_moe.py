@@ -129,7 +129,7 @@ def test_the_gradients_of_rounded_experts_are_those_of_a_linear_layer_for_each(t
     assert (grouped - each).norm() < 0.02 * each.norm()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
     [pytest.param(name, marks=() if name == "mixtral" else pytest.mark.nightly) for name in FAMILIES],
@@ -152,7 +152,7 @@ def test_the_local_engine_computes_the_trainers_logprobs_after_each_update(model
     asyncio.run(story())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["qwen3_moe"], indirect=True)
 def test_a_checkpoint_that_has_the_names_of_modules_is_trained_and_published_under_these(
     model: Path, tmp_path: Path

@@ -130,7 +130,7 @@ def test_the_head_of_a_gpu_multiplies_rounded_factors_and_has_larger_chunks():
         assert ((gradient - wanted).norm(dim=1) <= 0.03 * wanted.norm(dim=1)).all()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @on_a_gpu
 def test_a_snapshot_of_a_gpu_is_pinned_and_complete_before_training_goes_on():
     tensor, seen = torch.arange(4.0, device=GPU), []

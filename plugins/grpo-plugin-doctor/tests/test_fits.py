@@ -21,6 +21,7 @@ RECOMPUTE = "trainer.activations=recompute"
 pytestmark = pytest.mark.long
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("title", "model", "settings"), fits.ROWS, ids=lambda value: str(value)[:20])
 def test_the_document_names_the_smallest_change_with_which_a_model_fits_or_that_none_does(
     title, model, settings
@@ -30,6 +31,7 @@ def test_the_document_names_the_smallest_change_with_which_a_model_fits_or_that_
     assert row in page.splitlines(), "run `make pages` (docs/_fits.py)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "gpus", "settings", "message"),
     [

@@ -403,6 +403,7 @@ def test_the_check_can_be_turned_off(tmp_path):
     assert checked(directory, "trainer.device=cpu", "health.max_memory=0") == []
 
 
+@pytest.mark.slow
 def test_a_gpu_is_named_with_its_parts(tmp_path, two_gpus):
     with pytest.raises(ConfigError) as caught:
         checked(eight_billion(tmp_path / "eight"), "trainer.device=cuda:1", "checkpoint.async_save=false")

@@ -134,6 +134,7 @@ def test_a_hosted_model_is_measured_without_weights_and_without_tokens(tmp_path)
     assert {body["temperature"] for body in hosted.requests} == {0.0}
 
 
+@pytest.mark.slow
 def test_it_calls_tools_and_reads_their_results(tmp_path):
     hosted = Hosted()
     with hosted.running() as url:
@@ -281,6 +282,7 @@ def test_an_answer_without_an_end_is_not_read_to_it(tmp_path):
     assert len(hosted.requests) == 2
 
 
+@pytest.mark.slow
 def test_a_service_that_never_answers_ends_the_measurement_and_the_same_command_continues(tmp_path):
     hosted = Hosted(*[status(503)] * 50)
     with hosted.running() as url:
@@ -305,6 +307,7 @@ def test_fields_are_left_out_and_added(tmp_path):
     assert not body.keys() & {"seed", "temperature"}
 
 
+@pytest.mark.slow
 def test_after_an_interrupt_nothing_is_asked_twice(tmp_path):
     hosted = Hosted()
     hosted.held = 4
