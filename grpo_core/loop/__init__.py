@@ -1,1 +1,1 @@
-"""The kernel: the one loop of collect, train, sync and write, and the rules that it keeps."""
+"""The kernel: one loop of collect, train, sync and write, and its rules."""

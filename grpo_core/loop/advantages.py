@@ -1,7 +1,7 @@
-"""The default advantage function, and limits of any.  Pure.
+"""The default advantage function, and clipping for any.  Pure.
 
 An advantage function takes the groups of a step and returns, for each group, one float or None for each
-rollout.  None masks the rollout: it is not trained and does not count.  A plugin offers more of them by
+rollout.  None masks the rollout: it is not trained and does not count.  Plugins add more with
 ``grpo_advantages``.  The formula is in ``grpo_core.advantages``.
 """
 
@@ -21,7 +21,7 @@ from grpo_core.loop.rows import Advantages, Scores, checked_scores
 
 @frozen
 class Clipped:
-    """An advantage function whose results are limited to [``low``, ``high``]; None is no limit."""
+    """An advantage function clipped to [``low``, ``high``]; None means no limit."""
 
     function: AdvantageFunction
     low: float | None = None

@@ -1,32 +1,33 @@
 """The statistic of the canary: whether an engine's logprobs belong to its newest weights.  Pure.
 
-Two programs with the same weights give a token logprobs that differ by rounding: ``EXPLAINED`` has what each
-dtype explains.  An engine answers each context of a canary with its likeliest token and that token's logprob.
-Two questions are asked of all answers together.
+Two programs with the same weights give a token logprobs that differ by rounding: ``EXPLAINED`` has the
+differences to expect for each dtype.  For each context of a canary, an engine returns its most likely token
+and that token's logprob.  Two tests use all answers together.
 
-*Are they the trainer's?*  The mean difference and the largest one must be within what the dtype explains.
+*Do they match the trainer's?*  The mean and the largest difference must be within the bounds of the dtype.
 This finds tensors that are missing or exchanged, at any version.  In 16 bits a mixture of experts may route a
-near tie differently: there a few of many contexts may differ by anything.
+near tie differently: there a few of many contexts may differ by any amount.
 
-*Have they moved as the trainer's?*  A step may move logprobs by less than these limits, and an engine that
+*Did they move with the trainer's?*  A step may move logprobs by less than these limits, and an engine that
 ignores it would pass.  So each answer is compared with the engine's answer under older weights.  An engine
-that uses the new weights has moved by as much as the trainer (the difference is ``new``), one that still uses
-the older ones has not moved (the difference is ``old``).  Rounding has heavy tails: a difference r is taken
-as drawn from Laplace's density, exp(-|r| / b) / 2b.  The evidence for the new weights is the logarithm of the
-likelihood ratio,
+that uses the new weights moved as much as the trainer (the difference is ``new``); one that still uses the
+older ones did not move (the difference is ``old``).  Rounding has heavy tails: a difference r is modelled by
+the Laplace density exp(-|r| / b) / 2b.  The evidence for the new weights is the logarithm of the likelihood
+ratio,
 
     sum of (|r_old| - |r_new|) / b,  each term between -CLIP and CLIP,
 
-censored as in Huber's robust test (Annals of Mathematical Statistics 36, 1965), so that no context decides
-alone.  Evidence of 0 or less accuses the engine.  By Chernoff's bound (Annals of Mathematical Statistics 23,
-1952) this happens to a right engine with a probability of at most exp(-power), and an engine with the old
-weights escapes with at most the same.  A context that the trainer has moved by x times b adds to the power
+censored as in Huber's robust test (Annals of Mathematical Statistics 36, 1965), so that no single context
+decides.  The engine fails if the evidence is 0 or less.  By Chernoff's bound (Annals of Mathematical
+Statistics 23, 1952) a correct engine fails with a probability of at most exp(-power), and an engine with the
+old weights passes with at most the same probability.  A context that the trainer has moved by x times b adds
+to the power
 
     -log of the integral of the square root of (density of old * density of new)  =  x / 2 - log(1 + x / 2).
 
-So the power is the trainer's own account.  Below ``POWER`` the second question stays open, and the sync is
-unproved.  b is what the dtype explains, or what the median of the better explained differences says if that
-is more.
+So the power depends on the trainer alone.  Below ``POWER`` the second test is undecided, and the sync is
+unproved.  b is the value of the dtype, or the one from the median of the smaller differences if that is
+larger.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ from attrs import evolve, field, frozen
 from grpo_core.contracts.records import Canary
 
 TopToken = tuple[int, float]
-"""The token that an engine finds likeliest after a context, and its logprob."""
+"""The most likely token after a context, and its logprob."""
 
 CLIP = 7.0
 """Largest weight of a context in the evidence, and largest x in the power, where it is worth two nats."""
 POWER = 14.0
-"""Power from which on the second question is answered: wrongly in one of a million syncs at most."""
+"""Least power for the second test to decide; it is wrong in at most one of a million syncs."""
 
 
 @frozen
@@ -55,11 +56,11 @@ class Explained:
     typical: float
     """Mean difference to expect."""
     mean: float
-    """Largest mean difference of a canary that is accepted."""
+    """Largest accepted mean difference of a canary."""
     largest: float
-    """Largest difference of a context that is accepted."""
+    """Largest accepted difference of a context."""
     spared: float = 0.0
-    """Share of the contexts, the worst ones, for which neither of these limits holds."""
+    """Fraction of the contexts, the worst ones, that these limits ignore."""
 
 
 EXPLAINED: Mapping[str, Explained] = {
@@ -67,8 +68,8 @@ EXPLAINED: Mapping[str, Explained] = {
     "float16": Explained(typical=0.00125, mean=0.0125, largest=0.125, spared=1 / 12),
     "bfloat16": Explained(typical=0.01, mean=0.1, largest=1.0, spared=1 / 12),
 }
-"""By dtype.  In float32 engines and trainer differ by about 1e-5.  In bfloat16 means of 0.01 to 0.03 are
-published, with single differences of 0.1 to 0.3, and more of mixtures of experts.  float16 has three bits
+"""By dtype.  In float32 engines and trainer differ by about 1e-5.  For bfloat16, published means are 0.01 to
+0.03, with single differences of 0.1 to 0.3, and larger for mixtures of experts.  float16 has three bits
 more."""
 
 
@@ -77,7 +78,7 @@ class Tolerance:
     """The differences between an engine and the trainer that a configuration allows."""
 
     largest: float = 0.0
-    """Largest difference of a context; 0 is what the dtype explains."""
+    """Largest difference of a context; 0 uses the limit of the dtype."""
     dtype: str = ""
     """Dtype in which the engine computes, if the configuration says so."""
 
@@ -89,7 +90,7 @@ class Tolerance:
 
 
 def _explained(dtype: str) -> Explained:
-    """Return what a dtype explains; one that is not listed, such as float8, is taken for the coarsest."""
+    """Return the differences to expect for a dtype; unlisted ones, such as float8, count as the coarsest."""
     listed = "float32" if dtype in ("", "float64") else dtype
     return EXPLAINED.get(listed, EXPLAINED["bfloat16"])
 
@@ -105,9 +106,9 @@ class Agreement:
     moved: float = 0.0
     """Mean difference between the trainer's logprobs now and under the older weights."""
     power: float = 0.0
-    """Nats by which the older weights can be distinguished; see the module's docstring."""
+    """How well the older weights can be distinguished, in nats; see the module's docstring."""
     fault: str = ""
-    """The reason to think that the engine does not use the weights; empty if there is none."""
+    """Why the engine does not seem to use the weights; empty if it does."""
     answers: tuple[TopToken, ...] = field(default=(), repr=False)
     """The engine's answers, in the order of the contexts."""
 
@@ -118,7 +119,7 @@ class Agreement:
 
 
 def agreement(canaries: Sequence[Canary], answers: Sequence[TopToken], explained: Explained) -> Agreement:
-    """Ask both questions of an engine's answers to a canary, one for each context."""
+    """Run both tests on an engine's answers to a canary, one for each context."""
     differences = [difference(canary, answer) for canary, answer in zip(canaries, answers, strict=True)]
     found = Agreement(mean=fmean(differences), largest=max(differences), answers=tuple(answers))
     judged = sorted(differences)[: len(differences) - int(explained.spared * len(differences))]
@@ -148,10 +149,10 @@ def agreement(canaries: Sequence[Canary], answers: Sequence[TopToken], explained
 
 
 def _old_and_new(canary: Canary, before: Canary, answer: TopToken) -> tuple[float, float]:
-    """Return the differences to an engine that has not moved, and to one that has moved as the trainer.
+    """Return the differences to an engine that did not move, and to one that moved with the trainer.
 
-    If another token has become the likeliest, or nothing is known of the engine's answer before, the answer
-    is compared with the trainer's logprobs.
+    If the most likely token changed, or the engine's earlier answer is unknown, the answer is compared with
+    the trainer's logprobs.
     """
     if before.answer is not None and before.answer[0] == answer[0]:
         token, now, then = answer[0], dict(_named(canary)), dict(_named(before))

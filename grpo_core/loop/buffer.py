@@ -135,7 +135,7 @@ class Buffer(Generic[PromptT, GroupT]):
     # ------------------------------------------------------------------------------ the life of a slot
 
     def reserve(self) -> list[Slot[PromptT]] | None:
-        """Return slots to generate next, all with the same stamps, or None if there is nothing to do now.
+        """Return slots to generate next, all with the same stamps, or None if there are none now.
 
         Slots that failed come first, with their prompt, and are in flight at once.  New slots have no
         prompt; give them one with ``assign``.
@@ -159,7 +159,7 @@ class Buffer(Generic[PromptT, GroupT]):
         return slots
 
     def assign(self, slots: Sequence[Slot[PromptT]], prompts: Sequence[PromptT]) -> list[Slot[PromptT]]:
-        """Assign prompts to reserved slots, which are in flight from now on."""
+        """Assign prompts to reserved slots; they are then in flight."""
         if len(slots) != len(prompts):
             raise SlotError(f"{len(prompts)} prompts for {len(slots)} slots")
         filled = []
@@ -176,13 +176,13 @@ class Buffer(Generic[PromptT, GroupT]):
         self._make_ready(self._leave(self._in_flight, slot, "in flight"), group)
 
     def exchange(self, slot: Slot[PromptT], group: GroupT) -> None:
-        """Hold a ready group in another form: a resumed run gives its tokens to a data plane."""
+        """Replace a ready group: a resumed run moves its tokens to a data plane."""
         self._ready[slot.id] = (self._ready[slot.id][0], group)
 
     def fail(self, slot: Slot[PromptT], partial_rollouts: Iterable[Any] = ()) -> bool:
         """Record a failed attempt; return True if the slot is retried, False if its prompt is skipped.
 
-        With ``partial_rollouts`` the slot keeps the stamps that hold for them; without, it is stamped anew.
+        With ``partial_rollouts`` the slot keeps its stamps; without, it gets new ones.
         """
         slot = self._leave(self._in_flight, slot, "in flight")
         if slot.attempts >= self.max_retries:
@@ -218,12 +218,11 @@ class Buffer(Generic[PromptT, GroupT]):
         return [group for _, group in pairs]
 
     def undo(self, trained: int, *, ready: bool = False) -> list[int]:
-        """Offer prompts again whose groups cannot be trained; return their slots.
+        """Retry the prompts of groups that cannot be trained; return their slots.
 
         Args:
-            trained: number of steps that were trained: the groups of a step that was taken after them come
-                back.
-            ready: whether those that wait to be trained come back as well.
+            trained: number of trained steps; the groups of a step taken after them come back.
+            ready: whether groups that are ready come back as well.
         """
         back = self._last_slots if self.step > trained else []
         self.step = trained
@@ -280,7 +279,7 @@ class Buffer(Generic[PromptT, GroupT]):
     def state_dict(self) -> dict[str, Any]:
         """Return a consistent cut.  Prompts in flight are saved as prompts to retry.
 
-        The engine may hold older weights: a run that continues from the cut begins with those of ``step``.
+        The engine may hold older weights: a run resumed from the cut starts with those of ``step``.
         """
         if self._reserved:
             raise SlotError(f"no consistent cut here: {len(self._reserved)} slots have no prompt")
@@ -358,5 +357,5 @@ class Buffer(Generic[PromptT, GroupT]):
 
 
 def _until(due: Counter[int], target: int) -> int:
-    """Return how many are due at ``target`` or before."""
+    """Return the number of slots due at ``target`` or before."""
     return sum(count for at, count in due.items() if at <= target)

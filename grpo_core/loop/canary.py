@@ -1,9 +1,9 @@
-"""The canary: checks after each weight sync that the engine uses the weights that it holds.
+"""The canary: a check after each weight sync that the engine uses the weights that it holds.
 
-Checksums show that the bytes arrived.  Only a forward pass shows that they are *used*: that no tensor went to
-another name, that no prefix cache keeps keys and values of older weights, that no copy was rolled back.  With
-each version the trainer publishes its own logprobs after a few contexts.  The engine completes these greedily
-by one token, and its logprobs are compared with the trainer's as ``grpo_core.loop.agreement`` says.
+Checksums show that the bytes arrived.  Only a forward pass shows that they are *used*: that no tensor has the
+wrong name, no prefix cache keeps keys and values of older weights, and no copy was rolled back.  With each
+version the trainer publishes its own logprobs after a few contexts.  The engine completes these greedily by
+one token, and its logprobs are compared with the trainer's as ``grpo_core.loop.agreement`` says.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from grpo_core.processes import aio
 from grpo_core.processes.aio import RestartBudget
 
 MAX_FAILURES = 3
-"""Failures in a row after which the canary gives up: an engine may die while it is asked, and hold the
-weights again when it is asked again."""
+"""Failures in a row after which the canary gives up: an engine may die during the check, and have the weights
+again at the next try."""
 
 CONTEXTS, FRESH, LENGTH = 24, 6, 32
-"""Largest number of contexts, of those that a step exchanges, and of tokens of a context.  So few cost
-little, and a prefix cache keeps contexts of this length."""
+"""Largest number of contexts, of contexts replaced in a step, and of tokens in a context.  So few are cheap,
+and a prefix cache keeps contexts of this length."""
 UNDECIDED = -0.7
-"""Logprob of a token that is as likely as all others together: where it stands, logprobs move most."""
+"""Logprob of a token that is as likely as all others together: there logprobs move most."""
 
 
 async def update(
@@ -53,11 +53,11 @@ async def update(
 async def verify(
     engine: Engine, weights: Weights, *, tolerance: Tolerance, deadline: float | None
 ) -> Agreement:
-    """Compare the engine with the trainer after a weight sync; without a canary nothing is compared.
+    """Compare the engine with the trainer after a weight sync, if there is a canary.
 
-    An engine that disagrees is asked again.  One that does not answer within ``deadline`` seconds is asked
-    again after it was given the weights once more, which replaces a frozen process.  Raises DeadlineExceeded
-    if it still does not, WeightSyncError if it answers with another version, EngineError if it fails.
+    An engine that disagrees is checked again.  One that does not answer within ``deadline`` seconds gets the
+    weights again first, which replaces a frozen process.  Raises DeadlineExceeded if it still does not
+    answer, WeightSyncError if it answers with another version, EngineError if it fails.
     """
     if not weights.canary:
         return Agreement()
@@ -117,18 +117,18 @@ def _answer(version: int, completion: Completion) -> TopToken:
 
 @define
 class Canaries:
-    """The canaries of a run: the contexts that are asked, what the trainer said of them, what they proved.
+    """The canaries of a run: their contexts, the trainer's logprobs for them, and what they proved.
 
-    The contexts are beginnings of replies that were trained last.  Each step exchanges those whose logprobs
-    moved least, by the trainer's own account.  Movement adds up over the steps until a sync is proved.
+    The contexts are prefixes of the replies trained last.  Each step replaces those whose logprobs moved
+    least in the trainer.  Movement adds up over the steps until a sync is proved.
     """
 
     contexts: list[tuple[int, ...]]
-    """Contexts that the trainer is asked about, prompts at first.  If there are none, nothing is compared."""
+    """Contexts for the trainer's logprobs, prompts at first.  Without any, nothing is compared."""
     proved: int | None = field(init=False, default=None)
-    """The newest version of which the canary showed that the engine uses it, and not older weights."""
+    """The newest version that the engine uses, not older weights, as the canary showed."""
     unproved: int = field(init=False, default=0)
-    """Number of weight syncs since then, or since the first one, before which there are no weights."""
+    """Number of weight syncs since then, or since the first one."""
     _agreement: Agreement | None = field(init=False, default=None)
     _before: dict[tuple[int, ...], Canary] = field(init=False, factory=dict)
     _moved: dict[tuple[int, ...], float] = field(init=False, factory=dict)
@@ -136,14 +136,14 @@ class Canaries:
     """Contexts in the replies of finished groups, by slot; the tokens themselves are in the data plane."""
 
     def finished(self, group: Group) -> None:
-        """Note a context in the worst and in the best reply of a group that waits to be trained."""
+        """Record a context from the worst and the best reply of a group that is ready."""
         if self.contexts:
             replies = sorted(group.rollouts, key=lambda rollout: rollout.reward or 0.0)
             ends = {id(reply): reply for reply in (replies[0], replies[-1])}
             self._replies[group.slot] = [found for reply in ends.values() if (found := _context(reply))]
 
     def trained(self, groups: Sequence[Group]) -> None:
-        """Exchange the contexts that moved least for some in the replies that a step has trained."""
+        """Replace the contexts that moved least by some from the replies that a step trained."""
         noted = [
             contexts
             for group in groups
@@ -155,13 +155,13 @@ class Canaries:
         self.contexts = [*by_movement[: CONTEXTS - len(fresh)], *fresh]
 
     def published(self, weights: Weights) -> Weights:
-        """Return weights whose canary also has what the trainer said of the same contexts before."""
+        """Return the weights; their canary also has the trainer's earlier logprobs for the same contexts."""
         canary = [evolve(each, before=self._before.get(each.prompt_ids)) for each in weights.canary]
         self._moved = {each.prompt_ids: movement(each) for each in canary if each.before is not None}
         return evolve(weights, canary=tuple(canary))
 
     def verified(self, weights: Weights, found: Agreement) -> None:
-        """Take in what ``verify`` found: after a proof, later versions are compared with this one."""
+        """Record the result of ``verify``: after a proof, later versions are compared with this one."""
         asked = zip(weights.canary, found.answers, strict=True)
         self._before = {
             each.prompt_ids: evolve(each, before=None, answer=answer)

@@ -4,7 +4,7 @@
         manifest.json                 sha256 and size of each of the other files; written last
         trainer/ optimizer/           the trainer's own files (safetensors, JSON)
         pipeline.json                 buffer, prompts in flight, sampler
-        pipeline.safetensors          tokens of the rollouts that wait to be trained, if there are any
+        pipeline.safetensors          tokens of the rollouts that wait to be trained, if any
         train_dataloader_TASK.json    position of each loader; of a plugin's dataloader its state, and the
                                       prompts in use (arrays in train_dataloader_TASK.safetensors)
         trackers.json                 states of the trackers that have one, by name
@@ -142,7 +142,7 @@ async def begin(
 
 
 def _check_weights(partial: Path) -> None:
-    """Raise CheckpointError for weights with which nothing can be continued: they would outlive good ones."""
+    """Raise CheckpointError for weights that are not finite: they would replace good ones."""
     for path in sorted((partial / "trainer").rglob("*.safetensors")):
         if tensor := not_finite(path):
             raise CheckpointError(
@@ -177,9 +177,9 @@ def _tidy(
 ) -> OSError | None:
     """Remove checkpoints that are too old, were never finished, or are newer than the step.
 
-    Newer ones are of a time that the run has gone back behind: it went on from an older one.  Raises OSError
-    if one of these cannot be removed, because it would be taken for the newest.  Returns the last error of
-    the others, which only take room: a file system may keep a file that somebody reads.
+    Newer ones remain when a run resumes from an older one.  Raises OSError if one of these cannot be removed,
+    because a resume would choose it as the newest.  Returns the last error of the others, which only take
+    space: a file system may keep a file that is open.
     """
     failed: OSError | None = None
     complete = complete_names(parent)
@@ -381,7 +381,7 @@ class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
-        """Continue from a state; return messages about what has changed since then."""
+        """Continue from a state; return messages about what changed since."""
 
 
 def cut(
@@ -413,13 +413,13 @@ def loader_states(
 
 
 def restore_validation(directory: Path, validation: Stateful) -> list[str]:
-    """Continue with what the validation had measured; return messages about what has changed since then."""
+    """Restore the validation's measurements; return messages about what changed since."""
     with reading(directory):
         return validation.load_state_dict(read_pipeline(directory).get("validation", {}))
 
 
 def measured(found: Found) -> int:
-    """Return the newest version that was validated before a checkpoint was taken, or a newer number."""
+    """Return the newest version validated before a checkpoint, or a newer number."""
     with reading(found.directory):
         version: int = read_pipeline(found.directory).get("measured", found.step)
         return version
@@ -435,7 +435,7 @@ def restore(
 
     A new task starts at the beginning of its stream, and a new sampler without a state.  A task may be
     removed unless prompts of it are unfinished.  Raises CheckpointError in that case, if a task's prompts
-    differ from the checkpoint's, and if the files hold what no checkpoint holds.
+    differ from the checkpoint's, and if the files have invalid contents.
     """
     with reading(directory):
         state = read_pipeline(directory)
@@ -455,7 +455,7 @@ def restore(
 
 @contextlib.contextmanager
 def reading(directory: Path) -> Iterator[None]:
-    """Raise CheckpointError for whatever goes wrong while a checkpoint's contents are used."""
+    """Raise any error from using a checkpoint's contents as CheckpointError."""
     try:
         yield
     except GrpoError:
@@ -469,7 +469,7 @@ def reading(directory: Path) -> Iterator[None]:
 
 
 def _compare_tasks(directory: Path, tasks: Iterable[str], buffer: SavedBuffer) -> list[str]:
-    """Return messages about added and removed tasks.  Raises CheckpointError if one left prompts behind."""
+    """Return messages about added and removed tasks.  Raises CheckpointError if prompts are left over."""
     tasks, saved = set(tasks), set(read_loaders(directory))
     slots = [*buffer["retrying"], *(slot for slot, _ in buffer["ready"])]
     for gone in sorted({slot["prompt"][0] for slot in slots} - tasks):
@@ -501,7 +501,7 @@ def load_buffer(
     """Load a state that was read from JSON into a buffer.
 
     Args:
-        segments: those of each rollout that waits to be trained.
+        segments: the segments of each rollout that waits to be trained.
         prompt: looks a prompt up by its task, its id and its slot.
     """
 
@@ -531,7 +531,7 @@ def load_buffer(
 
 
 def read_segments(path: Path, state: SavedBuffer) -> list[list[Segment]]:
-    """Return the segments of each rollout that waits to be trained; without any there is no file."""
+    """Return the segments of each rollout that waits to be trained; the file exists only if there are any."""
     from safetensors.numpy import load_file
 
     number = sum(len(rollouts) for _, rollouts in state["ready"])

@@ -1,10 +1,10 @@
-"""Dynamic sampling: groups that should not train are filtered, and others are drawn instead.  Pure.
+"""Dynamic sampling: groups that should not train are filtered and replaced.  Pure.
 
 A group whose rewards are all equal has no advantages.  It is filtered, whole, and its slot is free for
-another prompt, so that each step trains ``prompts_per_step`` groups that say something (DAPO, arXiv
+another prompt, so that each step trains ``prompts_per_step`` groups with a learning signal (DAPO, arXiv
 2503.14476, section 3.2).  Other filters (``[filters]``) reject groups for other reasons: functions of a
-finished group and their options, which return why the group shall not be trained, or None.  They see rewards
-as the environment gave them.  A plugin offers more of them by ``grpo_filters``.
+finished group and options that return why the group is rejected, or None.  They see the environment's
+rewards, unshaped.  Plugins add more with ``grpo_filters``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ EQUAL_REWARDS = "equal_rewards"
 
 
 def short_name(name: str) -> str:
-    """Return the name of a filter without its plugin or file, as names of metrics have it."""
+    """Return the name of a filter without its plugin or file, as used in names of metrics."""
     return name.rpartition(":")[2].replace("/", "_")
 
 
@@ -73,7 +73,7 @@ class DynamicSampling:
     """Sums of the filtered groups' mean rewards."""
 
     def rejects(self, group: Group) -> Rejection | None:
-        """Return why the group does not train, by the rewards of its environment; call it once a group.
+        """Return why the group does not train, by the environment's rewards, or None; call it once per group.
 
         Raises SamplingError if too many were filtered since the last step, and PluginError if a filter
         returns neither a text nor None.
@@ -106,7 +106,7 @@ class DynamicSampling:
         return None
 
     def read(self) -> dict[str, float]:
-        """Return the metrics since the last call, which is made for each step."""
+        """Return the metrics since the last call; it is called once per step."""
         metrics: dict[str, float] = {}
         for task in sorted({*self._kept, *self._filtered}):
             filtered = self._filtered[task]

@@ -1,4 +1,4 @@
-"""Ends of a run before its last step: a goal that is reached, a time that is nearly over, or an error."""
+"""Reasons to end a run before its last step: a goal, a time limit, or an error."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from grpo_core.contracts.errors import ConfigError, did_you_mean
 from grpo_core.loop.metrics import AT_TIMES, COMPARED, lacks_scores
 
 PARTS = ("step", "cut", "save", "cut", "save")
-"""A run that stops may have to end all of these: a step with its publication, and two checkpoints with their
-cuts: that of the step, and the last one."""
+"""What a run may have to finish before it stops: a step with its publication, and two checkpoints with their
+cuts: the step's and the last one."""
 
 MARGIN = 1.5
 """Steps and checkpoints may take this many times longer than the longest so far."""
 
 SHORTEST = 0.01
-"""Seconds that are not worth another wait."""
+"""Seconds too short for another wait."""
 
 UNKNOWN = 0.03
-"""Share of the time limit that is set aside for each of them that has not been measured yet."""
+"""Fraction of the time limit reserved for each part that has not been measured yet."""
 
 
 GOAL_REACHED = "goal reached"
@@ -39,7 +39,7 @@ class Goal:
 
     @classmethod
     def parse(cls, text: str) -> Goal:
-        """Read a condition like "validation/sort/accuracy >= 0.95", which the configuration has checked."""
+        """Parse a checked condition like "validation/sort/accuracy >= 0.95"."""
         match = GOAL.fullmatch(text)
         assert match is not None
         return cls(match[1], 1.0 if match[2] == ">=" else -1.0, float(match[3]))
@@ -67,16 +67,16 @@ class Goal:
 
 @frozen(kw_only=True)
 class Failure:
-    """An error that ends a run, as the checkpoint that it leaves records it."""
+    """An error that ends a run, as recorded in its last checkpoint."""
 
     error: str
     proved: int | None
-    """The newest version of which the canary has proved that the engine uses it."""
+    """The newest version that the canary proved the engine to use."""
 
 
 @define
 class TimeLimit:
-    """Says when a run has to stop, so that its last checkpoint is complete before the limit.
+    """Decides when a run must stop for its last checkpoint to be complete before the limit.
 
     Args:
         end: the time of the limit, on the clock of its caller.
@@ -88,11 +88,11 @@ class TimeLimit:
     _longest: dict[str, float] = field(init=False, factory=dict)
 
     def observe(self, part: str, seconds: float) -> None:
-        """Take the duration of a part of the run, one of ``PARTS``."""
+        """Record the duration of a part of the run, one of ``PARTS``."""
         self._longest[part] = max(seconds, self._longest.get(part, 0.0))
 
     def left(self, now: float) -> float:
-        """Return the seconds until the run has to stop; 0 or less: at once."""
+        """Return the seconds until the run must stop; 0 or less means now."""
         unknown = UNKNOWN * self.seconds
         reserve = [self._longest.get(part, unknown) for part in PARTS]
         left = self.end - now - max(MARGIN * sum(reserve), unknown)

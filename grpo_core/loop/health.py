@@ -1,4 +1,4 @@
-"""Thresholds of the metrics that show whether training still works as intended.  Pure.
+"""Thresholds for the metrics that show whether training is healthy.  Pure.
 
 Each metric has a soft limit (a warning) and a hard limit (the run stops), which apply to the median of the
 last steps: a small batch may be extreme once, but a fault persists.
@@ -13,7 +13,7 @@ from statistics import median
 from attrs import evolve, frozen
 
 WINDOW = 5
-"""Number of steps in the median, and of those that warnings look at."""
+"""Number of recent steps for the median and for warnings."""
 
 
 @frozen
@@ -74,7 +74,7 @@ CAUSES: Mapping[str, Cause] = {
 
 
 OFF_POLICY = ("logprob_diff_mean", "mismatch_kl", "effective_sample_size")
-"""Metrics of how far the policy is from the one that generated."""
+"""Metrics of the distance between the policy and the generation policy."""
 
 
 def check_limits(
@@ -83,7 +83,7 @@ def check_limits(
     """Return the metrics of the last steps (newest last) that are beyond a limit; the fatal ones come first.
 
     A metric that is not finite is beyond every limit that is set.  A metric that the newest step lacks is
-    skipped: a batch without rows says nothing.
+    skipped, as for a batch without rows.
 
     Args:
         recent: metrics of the last steps.
@@ -107,13 +107,13 @@ def check_limits(
 
 
 NO_SIGNAL, LITTLE_SIGNAL = 0.02, 0.1
-"""Shares of the signal: below the first one a step is lost; below the second one, in the median, gradients
-are many times smaller than the advantages ask for.  Weights near 1 leave nearly 1, and a loss that trains a
-fifth of the tokens leaves a fifth."""
+"""Fractions of the signal: below the first a step is lost; below the second, in the median, gradients are
+many times smaller than the advantages imply.  Weights near 1 keep nearly all of it, and a loss that trains a
+fifth of the tokens keeps a fifth."""
 
 
 def lost_signal(recent: Sequence[Mapping[str, float]], correction: str) -> list[Finding]:
-    """Return a warning if hardly anything that the advantages ask for reaches the gradient; or nothing.
+    """Return a warning if almost none of the advantages' signal reaches the gradient.
 
     Args:
         recent: metrics of the last steps, newest last.

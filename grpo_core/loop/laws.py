@@ -1,8 +1,8 @@
-"""A checker of the laws that every run keeps, whatever its schedule and its faults; it watches the events.
+"""Checks from the events that a run keeps the laws, whatever its schedule and its faults.
 
-It knows the events as they stand in ``events.jsonl`` and keeps its own account of every slot; it looks
-neither into the buffer nor into the pipeline.  The simulation feeds it while the pipeline runs,
-``grpo-core verify`` from the file of a run that was.
+It reads the events of ``events.jsonl`` and keeps its own account of every slot; it reads neither the buffer
+nor the pipeline.  The simulation feeds it while the pipeline runs, ``grpo-core verify`` from the file of a
+past run.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Violation:
 
 @frozen(kw_only=True)
 class Terms:
-    """The part of a run's configuration that the laws depend on."""
+    """The configuration that the laws depend on."""
 
     prompts_per_step: int
     max_staleness: int
@@ -105,12 +105,12 @@ class Terms:
         )
 
     def due(self, version: int) -> set[str]:
-        """Return the validation sets by which a version is measured."""
+        """Return the validation sets that are due for a version."""
         return {name for name, when in self.validations.items() if when.due(version, last=self.num_steps)}
 
 
 def _validations(section: Mapping[str, Any]) -> dict[str, Interval]:
-    """Return when each validation set is measured; a set without keys of its own has those of the section."""
+    """Return when each validation set is measured; keys that a set lacks come from the section."""
     every, start = section.get("every", 0), section.get("at_start", True)
     sets = section.get("sets", {}).items()
     own = {name: Interval(one.get("every", every), one.get("at_start", start)) for name, one in sets}
@@ -128,7 +128,7 @@ class _Open:
     attempt: int
     ready: bool = False
     resumed: bool = False
-    """Whether the slot was unfinished at the cut; it comes again as it was."""
+    """Whether the slot was unfinished at the cut; it is offered again unchanged."""
 
 
 @define
@@ -148,7 +148,7 @@ class _Account:
     measured: int = -1
     """Version that the newest validation measured."""
     due: tuple[int, ...] = ()
-    """Versions whose validation is due, and was not seen yet."""
+    """Versions whose validation is due and not yet seen."""
     dispatched: int = 0
     trained: int = 0
     skipped: int = 0
@@ -167,7 +167,7 @@ class Laws:
     """Watches one run through all its lives.
 
     ``observe`` takes an event as ``grpo_core.reporting.files.plain`` gives it, ``check`` the buffer's
-    statistics of the same moment.  What does not hold is collected in ``violations``.
+    statistics of the same moment.  Broken laws are collected in ``violations``.
     """
 
     def __init__(self) -> None:
@@ -175,15 +175,15 @@ class Laws:
         self.steps = 0
         """Number of steps that were checked, including steps of lives that were cut off."""
         self.terms: Terms
-        """The terms of the life that was seen last; there are none before the first event RunStarted."""
+        """The terms of the current life; set by the first event RunStarted."""
         self._over = False
-        """Whether the life that was seen last has ended."""
+        """Whether the current life has ended."""
         self._groups: Sequence[Mapping[str, Any]] = ()
         """The groups of the newest step."""
         self._slots: dict[int, _Open] = {}
         """Their slots."""
         self._manifests: dict[int, str] = {}
-        """Digest of each saved checkpoint's manifest, by step, where the events tell it."""
+        """Digest of each saved checkpoint's manifest, by step, where the events have it."""
         self._now = _Account()
         self._cuts: dict[int, list[_Account]] = defaultdict(list)
         """Cuts by step; a step may be saved again, and a resumed run may find either cut."""
@@ -197,7 +197,7 @@ class Laws:
         """Prompts that were chosen and are to be dispatched next."""
 
     def observe(self, event: Mapping[str, Any]) -> None:
-        """Account for an event.  One that lacks what its kind must have breaks the law ``record``."""
+        """Account for an event.  An event without a required field breaks the law ``record``."""
         try:
             self._observe(event)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -221,7 +221,7 @@ class Laws:
         watch(event)
 
     def close(self) -> None:
-        """Say after the last event whether there was anything to check."""
+        """Record a violation after the last event if nothing was checked."""
         if not self.steps:
             self._broken("record", "there is no step, so nothing was checked")
 
@@ -263,7 +263,7 @@ class Laws:
         self._law("resume", same, f"continues from a checkpoint of step {step} that the run did not save")
         self._now = cut.copy()
         self._now.saving = None
-        self._now.version = step  # a run that leaves saves a version that its engine may not hold yet
+        self._now.version = step  # a run that stops saves a version that its engine may not hold yet
         self._expected.clear()
         fresh = not event["resumed"] and self.terms.due(0)
         unsynced = cut.version < step and self.terms.due(step)  # then it was not validated before the cut
@@ -275,7 +275,7 @@ class Laws:
 
     def _on_Saving(self, event: Mapping[str, Any]) -> None:  # noqa: N802
         now, leaves = self._now, bool(event.get("reason"))
-        # the engine of a run that leaves gets no weights any more; a cut before may be why it has failed
+        # the engine of a run that stops gets no more weights; an earlier cut may be why it failed
         synced = now.step - now.version <= (2 if leaves else 0)
         self._law(
             "resume",
@@ -478,7 +478,7 @@ class Laws:
         self._law("deadline", in_time, f"{who} has target_version {target}")
 
     def _check_due(self, step: int) -> None:
-        """Check, when a step begins, that nothing was left out before it.
+        """Check at the start of a step that nothing was skipped before it.
 
         A version is measured before the step after the next begins, on its own engine one validation later.
         """
@@ -549,7 +549,7 @@ def _metrics(groups: Sequence[Mapping[str, Any]], step: int) -> dict[str, float]
 
 
 _UNKNOWN = 2**64 - 1
-"""A place of the stream that no event mentions, because another sampler drew there."""
+"""Stands for a draw that no event mentions, because another sampler made it."""
 _STAMPS = ("task", "prompt", "generation_version", "target_version", "attempt")
 _RESTORED = ("dispatched", "trained", "skipped", "filtered", "ready", "attempts", "measured")
 _COUNTED = ("in_flight", "retrying", "ready", "dispatched", "skipped", "filtered", "attempts")

@@ -23,12 +23,12 @@ class Meter:
         self._last = 0.0
 
     def begin(self) -> None:
-        """Begin to measure; the first step begins now."""
+        """Start measuring with the first step."""
         self._last = self.now()
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """Count the time inside this context as time in which the engine is busy."""
+        """Count the time inside this context as busy."""
         self._running += 1
         if self._since is None:
             self._since = self.now()
@@ -50,8 +50,8 @@ class Meter:
     ) -> dict[str, float]:
         """Return metrics since the last call.
 
-        ``overlap`` is the busier side's share of the step's time.  Tokens are divided by the time of the
-        step, both those that were generated and those that were trained, so that they can be compared.
+        ``overlap`` is the busier side's share of the step's time.  Generated and trained tokens are both
+        divided by the time of the step, so that they can be compared.
         """
         now = self.now()
         elapsed = max(now - self._last, 1e-9)

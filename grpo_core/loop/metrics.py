@@ -25,30 +25,30 @@ AT_TIMES = (
     *("tool_calls", "tool_failures", "errors", "environment_", "staleness_share_", "off_policy_masked"),
     *("sequence_error_masked", "non_finite_", "incidents", "memory", "engine_"),
 )
-"""Beginnings of metrics that one step may lack and another one have.  docs/metrics.md has all metrics."""
+"""Prefixes of metrics that only some steps have.  docs/metrics.md has all metrics."""
 
 ENVIRONMENT = "environment "
-"""The beginning of the lanes of environments."""
+"""Prefix of the lanes of environments."""
 CALLS = ("evaluate", "agent")
-"""The names of what an environment does in its lane that takes its time."""
+"""The activities that take an environment's time, as named in its lane."""
 
 COMPARED = ("difference", "difference_low", "difference_high", "outcome", "standard")
-"""Metrics of a validation that compare a version with another one; absent until there is one to compare."""
+"""Metrics of a validation that compare two versions; absent until there are two."""
 
 
 def names_of_tasks() -> set[str]:
-    """Return the names before the slash of metrics that a step has for each task."""
+    """Return the names, before the slash, of a step's metrics per task."""
     prompt, rollout = Prompt(messages="", environment="task"), Rollout(reward=1.0, success=True)
     group = Group(prompt=prompt, rollouts=(rollout,), generation_version=0, target_version=0)
     return {name.removesuffix("/task") for name in task_metrics([group], step=0) if name.endswith("/task")}
 
 
 DESCRIPTIONS = ("accuracy_finished", "completion_tokens", "truncated", "prompts", "errors", "unscored")
-"""Metrics of a validation that measure how it went, and not how good the model is."""
+"""Metrics that describe a validation, not how good the model is."""
 
 
 def measured(metrics: Iterable[str]) -> list[str]:
-    """Return the names of what was measured, one for a metric and its interval; some have nothing else."""
+    """Return the names of the measured metrics; one with only an interval counts, too."""
     names = dict.fromkeys(metrics)
     with_ends = {name.removesuffix("_low") for name in names if name.endswith("_low")}
     with_ends = {name for name in with_ends if f"{name}_high" in names}
@@ -59,7 +59,7 @@ def measured(metrics: Iterable[str]) -> list[str]:
 def headline(metrics: Iterable[str]) -> str | None:
     """Return the metric that represents a task: accuracy, or else the first; None without one.
 
-    It may have no value in these metrics, but an interval.
+    It may have an interval and no value.
     """
     names = [name for name in measured(metrics) if name not in DESCRIPTIONS]
     names = [name for name in names if not name.startswith("feedback_")]
@@ -67,18 +67,18 @@ def headline(metrics: Iterable[str]) -> str | None:
 
 
 def lacks_scores(metric: str, values: Mapping[str, float]) -> bool:
-    """Return whether a validation, which these values are of, has no value of a metric for want of scores."""
+    """Return whether a validation lacks a metric's value because scores are missing."""
     return metric not in values and f"{metric.rpartition('/')[0]}/unscored" in values
 
 
 def accuracy(rollouts: Iterable[Rollout]) -> dict[str, float]:
-    """Return the share of successes among scored rollouts, as ``accuracy``; empty if none is declared."""
+    """Return the fraction of successes among scored rollouts, as ``accuracy``; empty if none is declared."""
     successes = [rollout.success for rollout in rollouts if rollout.success is not None]
     return {"accuracy": fmean(successes)} if successes else {}
 
 
 def accuracy_finished(rollouts: Iterable[Rollout]) -> dict[str, float]:
-    """Return the share of successes that no token limit cut off; empty if none is declared."""
+    """Return the fraction of successes within the token limits; empty if none is declared."""
     finished = [
         rollout.success and not rollout.truncated for rollout in rollouts if rollout.success is not None
     ]
@@ -93,7 +93,7 @@ def feedback_means(
     Args:
         rollouts: whose environment reports it.
         of: another statistic than the mean.
-        before: what the names begin with, for that statistic.
+        before: prefix of the names, for that statistic.
     """
     parts: dict[str, list[float]] = defaultdict(list)
     for rollout in rollouts:
@@ -103,11 +103,11 @@ def feedback_means(
 
 
 MOST_LEFT_OUT = 10
-"""Largest number of metrics of a step, or of a validation, that are named because they are no numbers."""
+"""Largest number of non-numeric metrics that a step or a validation reports."""
 
 
 def left_out(groups: Iterable[Group]) -> dict[str, str]:
-    """Return a message for each metric of the environments that is not a finite number, by a cause."""
+    """Return a message for each environment metric that is not a finite number, by a cause."""
     found: dict[tuple[str, str], list[str]] = {}
     rollouts: Counter[str] = Counter()
     for group in groups:
@@ -131,7 +131,7 @@ def completion_tokens(rollouts: Sequence[Rollout]) -> float:
 
 
 def truncated(rollouts: Sequence[Rollout]) -> float:
-    """Return the share of the rollouts that a token limit cut off."""
+    """Return the fraction of the rollouts that a token limit cut off."""
     return fmean([rollout.truncated for rollout in rollouts])
 
 
@@ -152,7 +152,7 @@ TIMES = {
     ("sync", "canary"): "time/canary",
     ("validation", "validate"): "time/validation",
 }
-"""Metric of what a lane of the timeline does."""
+"""Metric of each activity in the timeline."""
 
 
 def times(spans: Iterable[Span]) -> dict[str, float]:
@@ -230,6 +230,6 @@ def _lengths(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def _tool_failures(rollout: Rollout) -> int:
-    """Count the answers of tools that report an error."""
+    """Count the tool answers that report an error."""
     answers = (message.get("content") for message in rollout.messages if message.get("role") == "tool")
     return sum(isinstance(text, str) and text.startswith("error:") for text in answers)

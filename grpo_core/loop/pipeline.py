@@ -16,8 +16,8 @@
 All waiting goes through ``_when``, and every change of state is followed by ``_changes.notify()``.  The
 buffer decides, the pipeline waits.  An error anywhere ends the run; nothing is caught and only logged.
 
-An error of one part must not cost what the trainer has learnt.  The training and the writing of a checkpoint
-are therefore not cancelled with the others: the step that runs is finished, and then the newest finished step
+An error in one part must not lose what the trainer has learnt.  The training and the writing of a checkpoint
+are therefore not cancelled with the others: the current step is finished, and then the newest finished step
 is saved, as after ctrl-C.
 """
 
@@ -106,13 +106,13 @@ ObserveAttempt = Callable[[str, Sequence[Rollout], int], None]
 """Receives the task, the rollouts of an attempt at a group, and the number of attempts that failed before."""
 
 Save = Callable[[int, Failure | None], Awaitable[Written]]
-"""Takes the cut at a version before its first await, and returns when training may go on.
+"""Takes the cut at a version before its first await, and returns when training may continue.
 
-A checkpoint that is made because of a failure removes no other.
+A checkpoint made because of a failure does not remove others.
 """
 
 Watch = Callable[[], Coroutine[Any, Any, None]]
-"""Raises if a part that runs beside the pipeline has died."""
+"""Raises if a part that runs next to the pipeline died."""
 
 
 async def _nothing_to_flush() -> None:
@@ -128,41 +128,41 @@ class Schedule:
     save_every: int = 0
     """Steps from one checkpoint to the next; 0 is none by steps."""
     save_seconds: float = 0.0
-    """Seconds from one checkpoint to the next, which may be more; 0 is none by time."""
+    """Least seconds from one checkpoint to the next; 0 is none by time."""
     stall: float = 86400.0
     """Seconds that a wait may last before the run ends: the backstop behind all other deadlines."""
     rollout_deadline: float | None = None
     ending: float = 7200.0
-    """Seconds that a run which an error ends may take to finish its step and to save it."""
+    """Seconds that a failed run may take to finish its step and save it."""
     sync_deadline: float | None = None
-    """Seconds that an engine may take to load new weights, and again to answer their canary."""
+    """Seconds that an engine may take to load new weights, and again to answer the canary."""
     in_flight_updates: bool = True
     time_limit: TimeLimit | None = None
     """Ends the run in time for a last checkpoint, on the clock of the event loop."""
     pause_to_validate: bool = False
-    """Whether steps and groups wait while validation runs; it starts when the running ones have ended."""
+    """Whether steps and groups wait while validation runs; it starts when the current ones have ended."""
 
 
 class Prompts(Protocol):
-    """The prompts of a run, and what learns from their groups; see ``PromptStream``."""
+    """The prompts of a run, and the curriculum that learns from their groups; see ``PromptStream``."""
 
     passed_over: list[events.PromptsPassedOver]
     """Events about the prompts that ``draw`` looked at; they are emitted before the dispatch, and removed."""
 
     def ready(self, n: int, changed: Callable[[], None]) -> bool:
-        """Return whether so many prompts can be drawn at once.
+        """Return whether ``n`` prompts can be drawn at once.
 
-        If not, call ``changed`` when it is worth asking again.
+        If not, call ``changed`` when it is worth trying again.
         """
 
     def draw(self, request: SampleRequest) -> list[Prompt]:
         """Draw exactly the expected number of prompts."""
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Receive the groups of each step, and those that were filtered; a curriculum learns from them."""
+        """Receive the trained groups of each step and the filtered ones; a curriculum learns from them."""
 
     def untrained(self, prompt: Prompt, target_version: int) -> None:
-        """Receive a prompt that was filtered or skipped, and its slot's target version.
+        """Receive a filtered or skipped prompt and its slot's target version.
 
         Another one is drawn instead.
         """
@@ -183,7 +183,7 @@ class Playing:
 
 @define(kw_only=True, eq=False)
 class Learning:
-    """Advantages of groups, and the groups from which nothing is learnt."""
+    """Computes the advantages of groups, and filters groups without a signal."""
 
     advantages: AdvantageFunction
     all_rows: bool = False
@@ -198,7 +198,7 @@ class Learning:
         return with_advantages(groups, self.advantages, shaping=self.shaping, all_rows=self.all_rows)
 
     def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Return metrics of the rewards of a step, and of what was filtered since the last one."""
+        """Return metrics of a step's rewards and of the groups filtered since the last one."""
         shaped = shaped_rewards(self.shaping(groups)) if self.shaping is not None else {}
         return {**shaped, **(self.dynamic.read() if self.dynamic is not None else {})}
 
@@ -208,7 +208,7 @@ class Checks:
     """Checks that end a run which cannot learn."""
 
     observe_attempt: ObserveAttempt = lambda task, rollouts, attempts: None
-    """Counts what an attempt at a group lost or left unscored, and raises when it is too much."""
+    """Counts lost and unscored rollouts of each attempt at a group, and raises when there are too many."""
     canary: Sequence[tuple[int, ...]] = ()
     """Prompts (token ids) that check the engine after the first syncs; see ``grpo_core.loop.canary``."""
     tolerance: Tolerance = field(factory=Tolerance)
@@ -220,7 +220,7 @@ class Checks:
     uncorrected: str = ""
     """Why nothing corrects for older weights; empty if something does."""
     taught_by_rewards: bool = True
-    """Whether advantages of rewards are all that the loss learns from."""
+    """Whether the loss learns from the advantages of rewards alone."""
     watch: Sequence[Watch] = ()
     """Background watchers; each raises if a process that the run needs has died."""
 
@@ -243,16 +243,16 @@ class Pipeline:
     flush: Callable[[], Awaitable[None]] = _nothing_to_flush
     """Returns when all events until now are on disk: a checkpoint must not be newer than its events."""
     readings: Callable[[], Mapping[str, float]] = dict
-    """Returns metrics of what went on beside the loop since its last call, such as incidents."""
+    """Returns metrics from outside the loop since its last call, such as incidents."""
     validate: Validate | None = None
     validate_first: bool = True
-    """The version that the run begins with was not measured yet: the run is new, or was stopped before."""
+    """Whether the first version is still to be measured: the run is new, or stopped before that."""
     save: Save | None = None
     resting: Sequence[RestingEngine] = ()
     """Engines on the trainer's GPU: they rest while it computes a step."""
 
     canaries: Canaries = field(init=False)
-    """The canaries, which say up to which version the engine is proved."""
+    """The canaries, with the newest version that is proved."""
     _changes: Changes = field(init=False, factory=Changes)
     _published: Weights | None = field(init=False, default=None)
     _training: asyncio.Task[None] | None = field(init=False, default=None)
@@ -265,15 +265,15 @@ class Pipeline:
     """Whether the trainer is in a step, or failed in one."""
     _saves: Saves = field(init=False)
     _kept: int = field(init=False, default=0)
-    """Step of the newest complete checkpoint, or the step that the run began with."""
+    """Step of the newest complete checkpoint, or the step that this process began with."""
     _measured: int = field(init=False, default=-1)
-    """The newest version that was validated, as far as it was due."""
+    """The newest version whose validation is done, if it was due."""
     _stopping: str = field(init=False, default="")
-    """Reason for which the run ends before its last step."""
+    """Why the run ends before its last step."""
     _leaving: bool = field(init=False, default=False)
-    """Whether the run ends as soon as it can: everything but a step and a checkpoint is dropped."""
+    """Whether the run ends as soon as possible: everything but a step and a checkpoint is dropped."""
     _droppable: set[asyncio.Task[None]] = field(init=False, factory=set)
-    """Tasks that run now and are dropped when the run ends."""
+    """Running tasks that are dropped when the run ends."""
     _paused: bool = field(init=False, default=False)
     _stepping: asyncio.Lock = field(init=False, factory=asyncio.Lock)
     """Held during a trainer step, and during a validation that pauses training."""
@@ -293,8 +293,8 @@ class Pipeline:
     async def run(self) -> str:
         """Train until the last step or until ``stop``; return "finished", or the reason of the stop.
 
-        Raises the first error of any task, after the other tasks have been cancelled and have ended, and the
-        newest finished step has been saved, if that is possible; a note of the error says so.
+        Raises the first error of any task, after the other tasks have been cancelled and have ended.  The
+        newest finished step is saved first if possible; a note of the error says so.
         """
         began = self._trained = self._kept = self.buffer.step
         with raising_root_cause():
@@ -354,10 +354,10 @@ class Pipeline:
         return frozenset(slot.id for slot, _ in ready)
 
     def stop(self, reason: str = "interrupted", *, at_leisure: bool = False) -> None:
-        """End the run after the step that runs, with a checkpoint.
+        """End the run after the current step, with a checkpoint.
 
-        Whatever else runs is dropped, such as a validation or a weight sync, and a resumed run does it again.
-        With ``at_leisure`` it is ended.
+        Other work, such as a validation or a weight sync, is dropped and repeated by a resumed run.  With
+        ``at_leisure`` it is finished.
         """
         self._stopping = self._stopping or reason
         if not at_leisure:
@@ -372,7 +372,7 @@ class Pipeline:
         return self.buffer.step > self._trained
 
     async def _unless_leaving(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do what a run that leaves does not wait for."""
+        """Run work that is dropped when the run leaves."""
         task, me = asyncio.create_task(work), asyncio.current_task()
         self._droppable.add(task)
         if self._leaving:
@@ -488,7 +488,7 @@ class Pipeline:
     async def _confirmed(self, rollouts: Sequence[Rollout]) -> None:
         """Wait until the canary agrees with all weights that sampled these rollouts.
 
-        Until then their group is in flight, so that a checkpoint holds only what good weights have sampled.
+        Until then their group is in flight, so that a checkpoint has only tokens sampled by good weights.
         """
         newest = sampled_versions(rollouts).max(initial=0)
         if self.buffer.version < newest <= self._trained:  # a version that was never published is an error
@@ -580,7 +580,7 @@ class Pipeline:
             await self._synced()  # the engine may still be reading what was published before
             try:
                 await self._publish(step + 1, groups)
-            finally:  # the step is done, whatever becomes of its weights
+            finally:  # the step is done, even if its weights are not published
                 metrics = self._account(groups, batch, result, parts, waited)
         self._check_health(metrics, groups)
         if self._save_is_due():
@@ -589,7 +589,7 @@ class Pipeline:
                 await self._save(self._trained)
 
     async def _publish(self, version: int, trained: Sequence[Group]) -> None:
-        """Publish the trainer's weights, unless the run leaves: then nobody reads them any more."""
+        """Publish the trainer's weights, unless the run leaves: then nobody reads them."""
         if self._leaving:
             return
         self.canaries.trained(trained)
@@ -610,7 +610,7 @@ class Pipeline:
         parts: Sequence[events.Span],
         waited: float,
     ) -> dict[str, float]:
-        """Let the sampler and the trackers know of a step that the trainer has made; return its metrics."""
+        """Report a finished step to the sampler and the trackers; return its metrics."""
         stage("account")
         spans = take_spans()
         metrics = task_metrics(groups, step=batch.step) | times(spans)
@@ -635,8 +635,8 @@ class Pipeline:
     def _check_health(self, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
         """Warn about metrics beyond their soft limit; raise TrainerError beyond the hard limit.
 
-        A step that trains carried groups only warns, unless the metric is NaN: their logprobs are
-        from before the resume, and what was wrong then may be corrected by now.
+        A step that trains carried groups only warns, unless the metric is NaN: their logprobs are from before
+        the resume, and the cause may be fixed by now.
         """
         carried = any(group.slot in self._carried for group in groups)
         if not carried:
@@ -672,7 +672,7 @@ class Pipeline:
     async def _save(self, version: int, failure: Failure | None = None) -> None:
         """Take a cut once the one before is written; return when training may go on.
 
-        Raises TrainerError if a step was begun and is not finished: the trainer may hold a part of it.
+        Raises TrainerError if a step is unfinished: the trainer may have applied a part of it.
         """
         if self.save is None:
             return
@@ -707,7 +707,7 @@ class Pipeline:
                 self._writing = None
 
     async def _complete(self, version: int, written: Written, *, fails: bool) -> None:
-        """Write a checkpoint whose cut was taken; a run that ``fails`` may have lost a tracker."""
+        """Write the checkpoint of a cut; a run that ``fails`` may have lost a tracker."""
         with self._timed("save"), during("checkpoint", "write"):
             with contextlib.suppress(TrackingError) if fails else contextlib.nullcontext():
                 await self.flush()
@@ -719,9 +719,9 @@ class Pipeline:
     # ------------------------------------------------------------------------------ an end by an error
 
     async def _keep_work(self, error: BaseException, began: int) -> None:
-        """Save the newest finished step of a run that an error ends; a note of the error says how that went.
+        """Save the newest finished step after an error; a note of the error says whether it worked.
 
-        What goes wrong here does not hide the error.  ``began`` is the step that the run began with.
+        Errors here do not hide the first one.  ``began`` is the step that this process began with.
         """
         if self._training is None or self.save is None:
             return
@@ -742,7 +742,7 @@ class Pipeline:
             error.add_note(self._note_about_saved_steps(why))
 
     async def _save_newest(self, failure: Failure) -> None:
-        """Save the newest finished step, once a step that runs is finished and a cut before it is written."""
+        """Save the newest finished step, after the current step and the write of an earlier cut."""
         assert self._training is not None
         await asyncio.gather(self._training, return_exceptions=True)
         if self._writing is not None:
@@ -762,12 +762,12 @@ class Pipeline:
             await self._saved()
 
     def _return_groups(self, *, ready: bool = False) -> None:
-        """Let a resumed run generate the groups again that cannot be trained; see ``Buffer.undo``."""
+        """Let a resumed run regenerate the groups that cannot be trained; see ``Buffer.undo``."""
         slots = tuple(self.buffer.undo(self._trained, ready=ready))
         self.emit(events.GroupsReturned(step=self._trained, slots=slots))
 
     def _note_about_saved_steps(self, why: str) -> str:
-        """Say which steps a run that an error ends has saved, or ``why`` some are lost."""
+        """Return which steps a failed run saved, or ``why`` some are lost."""
         last, kept = self._trained, self._kept
         if kept == last:
             return f"step {last}, the newest that was finished, is saved"
@@ -812,7 +812,7 @@ class Pipeline:
         self.canaries.verified(weights, found)
 
     async def _look_for_deaths(self) -> None:
-        """Raise the reason if a process that the run needs has just ended: other errors follow from that."""
+        """Raise the cause if a process that the run needs just ended: other errors follow from it."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DEATH_IS_SEEN):
                 await gather([died() for died in self.checks.watch])
@@ -820,7 +820,7 @@ class Pipeline:
     async def _validate(self, version: int) -> None:
         """Validate one version if it is due, unless the run is stopping.
 
-        The next weight update waits until this returns, so the version is fixed.  Training goes on unless
+        The next weight update waits until this returns, so the version is fixed.  Training continues unless
         ``pause_to_validate`` is set.
         """
         if not self._stopping:
@@ -868,7 +868,7 @@ class Pipeline:
     async def _when(self, question: Callable[[], T | None], what: str, *, patience: float | None) -> T:
         """Wait until ``question()`` returns something other than None.
 
-        Waits without ``patience`` depend only on calls that have a deadline of their own.
+        Waits without ``patience`` depend only on calls that have their own deadlines.
         Raises DeadlineExceeded after ``patience`` seconds.
         """
 
@@ -883,7 +883,7 @@ class Pipeline:
 
 
 def _parts_of_step(result: StepResult, began: float, ended: float) -> list[events.Span]:
-    """Return the parts of a trainer's step, whose seconds it has added up."""
+    """Return the parts of a trainer's step as spans."""
     return [
         events.Span(lane="trainer", what=f"step: {name}", begin=began, end=ended, busy=seconds)
         for name, seconds in result.parts.items()

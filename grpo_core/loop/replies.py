@@ -1,7 +1,7 @@
-"""Finds in the last replies what makes a run that looks healthy teach nothing, or the wrong thing.  Pure.
+"""Finds in recent replies why a run that looks healthy learns nothing, or the wrong thing.  Pure.
 
-Each task is looked at alone, and in joint shares: a mean of successes and a mean of cut replies do not say
-that the successes are those that were cut.
+Each task is examined alone, by joint fractions: the mean success and the mean truncation do not show whether
+the successes are the truncated replies.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from grpo_core.contracts.records import Group, Rollout
 from grpo_core.loop.health import WINDOW, Finding
 
 MANY, ALL_BUT_FEW, NEARLY_ALL = 0.5, 0.9, 0.95
-"""Shares of cut replies that explain why little is learnt, if those that end are paid better, and if no reply
-is paid."""
+"""Fractions of truncated replies that explain why little is learnt: usually, if replies that end are paid
+better, and if no reply is paid."""
 PAID_CUT, USUAL = 0.25, 0.1
-"""Shares of the successes that are cut: a model learns not to end long before all of them are, and the second
-share is what a healthy run may have."""
+"""Fractions of the successes that are truncated: the first is a fault, because a model learns not to end long
+before all of them are; the second is usual in a healthy run."""
 FEWEST, SIGMAS = 16, 5.0
-"""Successes, and standard deviations above the usual share, from which it is not chance: a run looks
-at hundreds of windows."""
+"""Minimum of successes, and of standard deviations above the usual fraction, to rule out chance: a run checks
+hundreds of windows."""
 ENOUGH = 128
-"""Replies below which a part that none of them has is chance."""
+"""Minimum of replies without a part to rule out chance."""
 SHOWN, LENGTH = 3, 90
 """Number of replies that a message shows, and the characters of each."""
 GAINED, LEFT, SIZE = 0.2, 0.25, 0.05
-"""A part of the reward rises by the first, while another one keeps less than the second share of what it was,
-which was at least the third, and more than chance takes away."""
+"""A part of the reward rises by the first.  Another one, which was at least the third, keeps less than the
+second fraction of its value, and chance does not explain it."""
 
 
 @frozen
@@ -76,11 +76,11 @@ class Seen:
     rewards_cut: float
     """Sum of their rewards."""
     judged: int
-    """Replies of which the environment declares whether they are successes."""
+    """Replies with a declared success or failure."""
     right: int
     """Successes; where none are declared, replies with a reward above 0."""
     right_cut: int
-    """Number of these successes that were cut off, and not masked for it."""
+    """Truncated successes that are not masked for it."""
     taught: int
     """Replies with an advantage."""
     groups: int
@@ -88,11 +88,11 @@ class Seen:
     """Groups whose rewards are equal."""
     parts: Mapping[str, RewardPart]
     unpaid: Sequence[str]
-    """The last of the replies that ended by themselves and were not paid."""
+    """The last unpaid replies that were not truncated."""
 
     @classmethod
     def of(cls, groups: Sequence[Group]) -> Seen:
-        """Look at the groups of a task in one step."""
+        """Summarize the groups of a task in one step."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         judged = sum(rollout.success is not None for rollout in rollouts)
         right = [each for each in rollouts if (each.success if judged else (each.reward or 0.0) > 0.0)]
@@ -122,7 +122,7 @@ class Seen:
 
     @property
     def declared(self) -> bool:
-        """Whether it is known which replies are successes: it is declared, or rewards are all or nothing."""
+        """Whether successes are known: they are declared, or rewards are all or nothing."""
         return self.judged > 0 or (len(set(self.rewards)) <= 2 and min(self.rewards, default=0.0) <= 0.0)
 
 
@@ -136,7 +136,7 @@ def _text(rollout: Rollout) -> str:
 
 
 def by_task(groups: Sequence[Group]) -> dict[str, Seen]:
-    """Look at the groups of a step, by task."""
+    """Summarize the groups of a step, by task."""
     found: dict[str, list[Group]] = {}
     for group in groups:
         found.setdefault(group.prompt.environment, []).append(group)
@@ -159,7 +159,7 @@ class Replies:
     """Watches the replies of a run's last steps.
 
     Args:
-        taught_by_rewards: whether advantages are all that teaches; a teacher teaches without rewards.
+        taught_by_rewards: whether the loss learns from advantages alone; distillation learns without rewards.
     """
 
     taught_by_rewards: bool = True
@@ -171,7 +171,7 @@ class Replies:
     """Number of replies in a row that lack a part."""
 
     def observe(self, groups: Sequence[Group], metrics: Mapping[str, float]) -> list[Finding]:
-        """Return warnings about the last steps, of which this is the newest."""
+        """Take the newest step; return warnings about the last steps."""
         self._steps.append(newest := by_task(groups))
         for task, each in newest.items():
             for name, part in each.parts.items():
@@ -192,7 +192,7 @@ class Replies:
         return found
 
     def _nothing(self, seen: Mapping[str, Seen]) -> list[Finding]:
-        """Return a warning about a run, or a task, from which nothing is learnt."""
+        """Return a warning about a run or a task without a learning signal."""
         idle = {task: each for task, each in seen.items() if self.taught_by_rewards and not each.taught}
         if all(self._idle) or len(idle) == len(seen):
             why = "; ".join(self._why(task, each) for task, each in seen.items())
@@ -206,7 +206,7 @@ class Replies:
         ]
 
     def _missing(self, task: str, seen: Seen) -> str:
-        """Return a warning about the parts that no reply has had for long; "" if there is none."""
+        """Return a warning about the parts that no recent reply has; "" if there are none."""
         lacking = [name for name, part in seen.parts.items() if not part.some]
         missing = [name for name in lacking if self._without[task, name] >= ENOUGH]
         if not missing:
@@ -218,7 +218,7 @@ class Replies:
         )
 
     def _never(self, task: str, seen: Seen) -> list[Finding]:
-        """Return a warning about a part that no reply has, where no reply is right either."""
+        """Return a warning about a part that no reply has, if no reply is right either."""
         none_right = not seen.right if seen.judged else max(seen.rewards, default=0.0) <= MANY
         if none_right and (missing := self._missing(task, seen)):
             return [_warning(f"never/{task}", f"task {task!r}: {missing}{_shown(seen)}")]
@@ -283,7 +283,7 @@ def _warning(cause: str, message: str) -> Finding:
 
 
 def _of_cut(task: str, seen: Seen, last: Seen) -> list[Finding]:
-    """Return a warning about replies that are cut off, and paid or not."""
+    """Return a warning about truncated replies."""
     who = f"task {task!r}: of the last {WINDOW} steps"
     chance = USUAL * seen.right + SIGMAS * sqrt(USUAL * (1 - USUAL) * seen.right)
     many = seen.right_cut >= max(chance, PAID_CUT * seen.right)

@@ -1,4 +1,4 @@
-"""Decides which checkpoints stay on disk besides the newest: every Nth, and the best ones in validation."""
+"""Decides which checkpoints to keep in addition to the newest: every Nth, and the best in validation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grpo_core.loop.metrics import lacks_scores
 from grpo_core.storage.disk import Disk, replace_file
 
 SCORES = "scores.json"
-"""File beside the checkpoints: the metric, and its value for each step that was validated."""
+"""File next to the checkpoints: the metric, and its value for each validated step."""
 
 
 class SavedScores(TypedDict):
@@ -25,18 +25,18 @@ class SavedScores(TypedDict):
 
 
 class Retention(Tracker):
-    """Remembers what validations measured, and names the checkpoints that must stay.
+    """Records validation scores, and names the checkpoints to keep.
 
     Values are on disk before a checkpoint is complete, so that the best one stays the best after a kill.
 
     Args:
         directory: directory of the checkpoints.
-        due: whether a version is measured by the metric.
+        due: whether the metric is measured for a version.
         every: checkpoints at multiples of this many steps stay; 0 is none.
         best: name of a metric of validations, as in "validation/TASK/accuracy"; the checkpoint with its
             largest value stays, or with "-" before the name, its smallest.  Empty is none.
         keep_best: number of the best checkpoints that stay.
-        step: step that the run continues from; values of later steps are forgotten.
+        step: step that the run resumes from; values of later steps are dropped.
         disk: holds the values.
     """
 
@@ -79,7 +79,7 @@ class Retention(Tracker):
     def spared(self, steps: Collection[int]) -> set[int]:
         """Return the steps whose checkpoints stay even if they are old.
 
-        One that is newer than the last validation may still turn out to be the best, if it is validated.
+        A checkpoint newer than the last validation stays if it will be validated: it may be the best.
         """
         stay = {step for step in steps if self._every and step % self._every == 0}
         if self._metric:
@@ -94,7 +94,7 @@ class Retention(Tracker):
         return sorted(known, key=lambda step: (self._sign * known[step], step), reverse=True)
 
     def _read(self) -> dict[int, float | None]:
-        """Return the values on disk; those of another metric do not count."""
+        """Return the values on disk; values of another metric are ignored."""
         if not self._path.exists():
             return {}
         try:

@@ -13,7 +13,7 @@ has it judged, and closes it.
 Rollouts do not wait for each other: each generates and is evaluated at its own pace.  There are three
 exceptions.  Rollouts of one turn share their engine call and their environment call, since no later turn
 could begin earlier.  Where an environment compares the rollouts of a group (``needs_group``), it sees the
-group when no rollout of it calls a tool any more.  And a caller may ask for ``lockstep``.
+group once no rollout of it calls a tool.  And a caller may set ``lockstep``.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ async def play(
     With ``lockstep`` they wait for each other at each turn: the environment of a task is called once a turn.
 
     A rollout that ends unscored (its environment failed, the engine lost it, or ``deadline`` seconds have
-    passed) has ``reward=None`` and says why in ``error``.  Waits for a service that is away do not count.
+    passed) has ``reward=None`` and the reason in ``error``.  Waits for an unavailable service do not count.
     Each session that was opened is closed once, also if this call is cancelled.
 
     Raises ModelError if the chat template cannot keep the tokens of earlier turns.
@@ -75,7 +75,7 @@ async def play(
         async with timer:
             await _together([player.play() for player in players])
     except TimeoutError:
-        if not timer.expired:  # it is the engine's or the environment's own
+        if not timer.expired:  # the engine or the environment raised it
             raise
         for state in states:
             late = f"not finished within its deadline of {timer.seconds:g} s{_waited_for(state)}"
@@ -87,7 +87,7 @@ async def play(
 
 
 class _Turns:
-    """The rollouts of one task, which are played turn by turn."""
+    """The rollouts of one task, played turn by turn."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class _Turns:
             await _together([self._complete([state]) for state in live])
 
     async def _complete(self, states: Sequence[RolloutState]) -> None:
-        """Generate a completion for each; in a group that is compared, until no rollout calls a tool."""
+        """Generate a completion for each; in a compared group, until no rollout calls a tool."""
         while states:
             await self._generate(states)
             if not self._environment.needs_group:
@@ -147,7 +147,7 @@ class _Turns:
             states = [state for state in calling if not state.done]
 
     def _to_evaluate(self, part: Sequence[RolloutState]) -> list[RolloutState]:
-        """Return what awaits a reward; of a group that is compared also the rollouts that have ended."""
+        """Return the rollouts that await a reward; a compared group includes its ended rollouts."""
         awaiting = [state for state in part if state.awaiting_reward and not state.done]
         if not self._environment.needs_group:
             return awaiting
@@ -161,7 +161,7 @@ class _Turns:
         await self._begin(opened)
 
     async def _begin(self, opened: Sequence[SessionStart]) -> None:
-        """Render the prompts; one that several rollouts share is rendered once."""
+        """Render the prompts; a shared one is rendered once."""
         renderer = self._renderer
         starts: dict[tuple[int, str], tuple[Prompt, SessionStart]] = {}
         keys = []
@@ -245,7 +245,7 @@ class _Turns:
 
 
 class _Played(_Turns):
-    """The rollouts of one task, each of which a plugin's player plays to its end."""
+    """The rollouts of one task, each played to its end by a plugin's player."""
 
     async def _begin(self, opened: Sequence[SessionStart]) -> None:
         for state, begun in zip(self._states, opened, strict=True):
@@ -265,7 +265,7 @@ class _Played(_Turns):
             feedback = recording.feedback
             if recording.error is not None or feedback is None or feedback.unavailable is None:
                 break
-            # a service that it needs is away: it is played from the start when the service answers
+            # a service that it needs is unavailable: it is played from the start when the service answers
             await self._environment.close([state.session])
             (opened,) = await self._environment.open({state.session: state.request.prompt})
             state.begin_played(opened, self._context)
@@ -292,7 +292,7 @@ async def _together(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
 
 @contextlib.contextmanager
 def _giving_up(states: Sequence[RolloutState]) -> Iterator[None]:
-    """Let rollouts end unscored, to be played again, if their engine or environment is lost."""
+    """End rollouts unscored if their engine or environment is lost; they are retried."""
     try:
         yield
     except (EngineError, ChildDied, DeadlineExceeded) as error:
@@ -315,7 +315,7 @@ def _give_up(states: Sequence[RolloutState], error: str, reason: EndReason | Non
 
 
 def _fail_together(states: Sequence[RolloutState]) -> None:
-    """Give up a group of which a rollout has failed: what is left is no group to compare."""
+    """Give up a group with a failed rollout: the rest cannot be compared."""
     failed = next((state for state in states if state.error is not None), None)
     for state in states:
         if failed is not None and not state.done:
@@ -333,14 +333,14 @@ def cause(rollout: Rollout) -> IncidentKind:
 
 
 class LostBudget:
-    """Raises an error when ``in_a_row`` rollouts are lost, by the engine or with their sessions."""
+    """Raises an error when ``in_a_row`` consecutive rollouts are lost by the engine or with sessions."""
 
     def __init__(self, in_a_row: int) -> None:
         self._in_a_row = in_a_row
         self._streak = 0
 
     def observe(self, rollout: Rollout) -> None:
-        """Raises EngineError if this rollout is one too many."""
+        """Count a rollout.  Raises EngineError if too many are lost."""
         self._streak = self._streak + 1 if rollout.lost else 0
         if self._streak >= self._in_a_row:
             raise EngineError(

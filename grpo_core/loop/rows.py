@@ -31,13 +31,13 @@ def with_advantages(
     shaping: Shaping | None = None,
     all_rows: bool = False,
 ) -> list[Group]:
-    """Return the groups of a step; each rollout has its advantage, and says whether it is trained.
+    """Return the groups of a step; each rollout has its advantage and whether it is trained.
 
     Rollouts whose advantage is 0 (all of a group with equal rewards) are not trained: they have no policy
     gradient, and they do not count in the loss's average either (as in DAPO, arXiv 2503.14476, section 3.2,
-    but without refilling the batch).  With ``all_rows`` they are, because the loss has another term that
-    trains on them.  Rollouts that are masked (by the advantage function, or because they may not be trained)
-    or have no sampled token are never trained.  The advantages compare shaped rewards, if there is a
+    but without refilling the batch).  With ``all_rows`` they are trained, because another term of the loss
+    needs them.  Rollouts that are masked (by the advantage function, or because they may not be trained) or
+    have no sampled token are never trained.  The advantages compare shaped rewards, if there is a
     ``shaping``; the groups keep theirs.
 
     Raises PluginError if the advantage function returns anything but a finite float, one for each sampled
@@ -169,8 +169,8 @@ def _number(value: Any, where: str) -> float:
 def check_staleness(groups: Sequence[Group], *, step: int, max_staleness: int) -> None:
     """Raises EngineError if a token was sampled by weights that the buffer did not allow.
 
-    The buffer bounds the staleness by construction; what this finds is an engine that does not hold the
-    weights that it said it holds.
+    The buffer bounds the staleness by construction; this finds an engine that does not hold the weights that
+    it reports.
     """
     oldest = step - max_staleness
     versions = sampled_versions(rollout for group in groups for rollout in group.rollouts)
@@ -195,7 +195,7 @@ def shaped_rewards(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def sampled_versions(rollouts: Iterable[Rollout]) -> Ids:
-    """Return the weights that sampled each sampled token of all rollouts, int32 [n]."""
+    """Return the version of the weights for each sampled token of all rollouts, int32 [n]."""
     parts = [segment.tokens for rollout in rollouts for segment in rollout.segments]
     if not parts:
         return Tokens.empty().versions

@@ -87,7 +87,7 @@ class SavedSchedule(TypedDict):
 
 
 class SavedRun(TypedDict, total=False):
-    """Values with which a later start of the run is compared."""
+    """Values that a later start of the run is compared with."""
 
     grpo_core: str
     fixed: dict[str, Any]

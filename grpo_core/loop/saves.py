@@ -1,12 +1,11 @@
-"""When a checkpoint is due: every so many steps, and every so many minutes.  Pure."""
+"""When a checkpoint is due: by steps and by time.  Pure."""
 
 from __future__ import annotations
 
 from attrs import define, field
 
 SPARED = 20
-"""A checkpoint that is due by time comes at the earliest when this many times the seconds that the last one
-took have passed."""
+"""Least time between timed checkpoints, as a multiple of the seconds that the last one took."""
 
 
 @define
@@ -21,20 +20,20 @@ class Saves:
     every: int = 0
     seconds: float = 0.0
     _begun: float = field(init=False, default=0.0)
-    """Time at which the newest one was begun, or the run."""
+    """When the newest checkpoint, or the run, began."""
     _took: float | None = field(init=False, default=0.0)
     """Seconds that the newest one took; None while it is written."""
 
     def begin(self, now: float) -> None:
-        """Take the time at which the run begins."""
+        """Record the start of the run."""
         self._begun = now
 
     def saving(self, now: float) -> None:
-        """Take the time at which a checkpoint is begun."""
+        """Record the start of a checkpoint."""
         self._begun, self._took = now, None
 
     def saved(self, now: float) -> None:
-        """Take the time at which it is complete."""
+        """Record the end of a checkpoint."""
         self._took = now - self._begun
 
     def due(self, step: int, now: float) -> bool:

@@ -1,4 +1,4 @@
-"""The segments of rollouts as arrays, which files of safetensors keep to the last bit.
+"""The segments of rollouts as arrays, which safetensors files store exactly.
 
 prompt_ids         int32 [P]       prompts one after another; one that segments share is there once
 prompt_offsets     int64 [p + 1]   the beginning of each prompt in prompt_ids, and the end of the last
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     Arrays = dict[str, NDArray[Any]]
 
 OF_TOKENS = ("ids", "sampled", "logprobs", "versions")
-"""Arrays with a number for each token after the prompts."""
+"""Arrays with one number per token after the prompts."""
 
 
 def segment_arrays(rollouts: Sequence[Rollout]) -> Arrays:
@@ -58,7 +58,7 @@ def segment_arrays(rollouts: Sequence[Rollout]) -> Arrays:
 
 
 def segments_of(arrays: Mapping[str, NDArray[Any]], rollouts: int) -> list[list[Segment]]:
-    """Return the segments of each of so many rollouts."""
+    """Return the segments of each rollout; ``rollouts`` is their number."""
     from grpo_core.contracts.tokens import NOT_SAMPLED, Tokens
 
     by_token = {"sampled": arrays["versions"] != NOT_SAMPLED} | {

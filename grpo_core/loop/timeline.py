@@ -1,9 +1,9 @@
 """The timeline of a run: who did what when, on the event loop's clock.
 
-A *lane* is who: the loop, the trainer, an engine, the environment of a task.  What goes on in a lane at the
-same time is one span, with the number of calls, and spans with a short gap between them are joined, so that a
-step has few spans however many calls it makes.  The stages of the loop follow one another without a gap:
-their times sum to the time of the run.
+A *lane* is who: the loop, the trainer, an engine, the environment of a task.  Overlapping calls in a lane are
+one span with the number of calls, and spans with a short gap between them are joined, so that a step has few
+spans for any number of calls.  The stages of the loop follow one another without a gap: their times sum to
+the time of the run.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from attrs import define, field
 from grpo_core.contracts.events import LOOP, Span, TimelineExtended
 
 GAP = 0.005
-"""Seconds between two spans of a lane that are shown as one; its ``busy`` time leaves the gap out."""
+"""Largest gap in seconds between two spans that are joined; the ``busy`` time excludes the gap."""
 MOST = 20
-"""Largest number of spans of a lane in a step; what comes after them is joined to the last one."""
+"""Largest number of spans of a lane in a step; later ones are joined to the last."""
 
 
 @define
 class _Activity:
-    """Adds up what goes on in a lane."""
+    """Adds up the calls in a lane."""
 
     lane: str
     what: str
     spans: list[Span] = field(factory=list)
-    """Spans that have ended since they were taken last."""
+    """Spans that have ended since the last ``take``."""
     running: int = 0
     calls: int = 0
     since: float = 0.0
-    """Begin of the present span, if something is running."""
+    """Start of the current span, if something is running."""
     seconds: float = 0.0
-    """Seconds of the calls of the present span together, until ``at``."""
+    """Total seconds of the calls in the current span, until ``at``."""
     at: float = 0.0
 
     def enter(self, now: float) -> None:
@@ -57,7 +57,7 @@ class _Activity:
         self.at = now
 
     def take(self, now: float) -> list[Span]:
-        """Return the spans until now; what is running goes on in the next ones."""
+        """Return the spans until now; running calls continue in the next ones."""
         if self.running and now > self.since:
             self._add_up(now)
             self._end(now)
@@ -84,7 +84,7 @@ class _Activity:
 
 @define
 class Timeline:
-    """Takes down who does what when."""
+    """Records who does what when."""
 
     clock: Callable[[], float] = field(default=lambda: asyncio.get_running_loop().time())
     tell: Callable[[str], None] = lambda stage: None
@@ -93,11 +93,11 @@ class Timeline:
     _stage: str = field(init=False, default="")
     _stages: list[Span] = field(init=False, factory=list)
     _since: float = field(init=False, default=0.0)
-    """Begin of the present stage."""
+    """Start of the current stage."""
 
     @contextmanager
     def during(self, lane: str, what: str) -> Iterator[None]:
-        """Take down that a lane does something inside this context."""
+        """Record a lane's activity inside this context."""
         activity = self._activities.setdefault((lane, what), _Activity(lane, what))
         activity.enter(self.clock())
         try:
@@ -106,7 +106,7 @@ class Timeline:
             activity.leave(self.clock())
 
     def stage(self, what: str) -> None:
-        """Take down that the loop does something else from now on."""
+        """Record that the loop enters another stage."""
         now = self.clock()
         self._end_stage(now)
         self._stage, self._since = what, now
@@ -156,7 +156,7 @@ def taken_down(timeline: Timeline) -> Iterator[None]:
 
 @contextmanager
 def during(lane: str, what: str) -> Iterator[None]:
-    """Take down, if there is a timeline, that a lane does something inside this context."""
+    """Record a lane's activity inside this context, if there is a timeline."""
     timeline = _current.get()
     if timeline is None:
         yield
@@ -166,7 +166,7 @@ def during(lane: str, what: str) -> Iterator[None]:
 
 
 def stage(what: str) -> None:
-    """Take down, if there is a timeline, that the loop does something else from now on."""
+    """Record that the loop enters another stage, if there is a timeline."""
     if (timeline := _current.get()) is not None:
         timeline.stage(what)
 

@@ -3,10 +3,10 @@
     prompt | completion | answer | completion | answer | completion
              sampled                sampled                sampled
 
-Completions stand in the row as they were sampled, with the logprobs and versions that the engine gave; only
-the answers between them are encoded.  Where the chat template rewrites history, the row ends as a segment of
-the rollout, and the next one begins with the conversation as the template has it now.  Each limit that ends a
-rollout has its own reason.
+Completions stay in the row as sampled, with the engine's logprobs and versions; only the answers between them
+are encoded.  Where the chat template rewrites history, the row ends as a segment of the rollout, and the next
+one begins with the conversation as the template now renders it.  Each limit that ends a rollout has its own
+reason.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from grpo_core.contracts.tokens import Ids, Tokens, as_ids, concatenated
 from grpo_core.text.tool_calls import numbered
 
 _SESSIONS = itertools.count()
-"""Names of sessions, each used once in the life of this process."""
+"""Session names, each used once per process."""
 
 
 @frozen(kw_only=True)
@@ -49,18 +49,18 @@ class SamplingParams:
 
     temperature: float
     top_p: float = field(default=1.0, validator=[gt(0), le(1)])
-    """As in ``GenerationRequest``, like the next two.  Only a validation cuts the distribution: what is
-    trained has the logprobs of the whole one."""
+    """As in ``GenerationRequest``, like the next two.  Only a validation truncates the distribution: training
+    needs the logprobs of the whole one."""
     top_k: int = field(default=0, validator=ge(0))
     min_p: float = field(default=0.0, validator=[ge(0), le(1)])
     max_tokens: int
     """Largest number of tokens of one completion."""
     stop: tuple[str, ...] = ()
     max_turns: int = 0
-    """Largest number of completions of a rollout; 0 takes the environment's number."""
+    """Largest number of completions of a rollout; 0 uses the environment's number."""
     max_total_tokens: int = 0
-    """Largest number of tokens of prompt, completions and answers that the model reads at once; 0 takes the
-    model's positions."""
+    """Largest number of tokens of prompt, completions and answers in one context; 0 uses the model's
+    positions."""
     max_tool_calls: int = 0
     """Largest number of tool calls of a rollout; 0 means no limit."""
     truncated: Literal["train", "mask", "unscored"] = "train"
@@ -75,8 +75,8 @@ class RolloutRequest:
     seed: int
     group: str = ""
     temperature: float | None = None
-    """Sampling temperature of this rollout, from the whole distribution; None: as the sampling parameters
-    say."""
+    """Sampling temperature of this rollout, from the whole distribution; None uses the sampling
+    parameters."""
 
 
 @frozen
@@ -85,9 +85,9 @@ class Continuation:
 
     messages: tuple[Message, ...]
     ids: Ids
-    """Tokens up to the model's next turn: of the answer, or of the whole conversation if it was rewritten."""
+    """Tokens up to the model's next turn: the answer, or the whole conversation if it was rewritten."""
     rewritten: bool
-    """Whether the chat template writes the earlier conversation in another way now."""
+    """Whether the chat template now renders the earlier conversation differently."""
 
 
 @define(eq=False)
@@ -125,7 +125,7 @@ class RolloutState:
     error: str | None = None
     lost: bool = False
     awaiting_reward: bool = False
-    """The environment has not answered its last completion yet."""
+    """Whether the environment has yet to answer the last completion."""
     done: bool = False
 
     def __attrs_post_init__(self) -> None:
@@ -140,13 +140,13 @@ class RolloutState:
             self.give_up(f"prompt {prompt.id!r} of task {prompt.environment!r} {problem}", lost=True)
 
     def begin_played(self, opened: SessionStart, context: int) -> None:
-        """Begin a rollout that a player plays."""
+        """Begin a rollout for a player."""
         self.tools, self.context = opened.tools, context
         if opened.error is not None:
             self.give_up(opened.error)
 
     def play(self, engine: Engine, renderer: Renderer) -> Play:
-        """Return what a player gets."""
+        """Return the input of a player."""
         prompt = self.request.prompt
         return Play(
             prompt=prompt,
@@ -162,10 +162,10 @@ class RolloutState:
         )
 
     def take_recording(self, recording: Recording) -> None:
-        """Take what a player has played; the environment judges it if the player did not.
+        """Take a player's recording; the environment judges it if the player did not.
 
-        A rollout that fails because a limit refused it a turn was played to its end.  Raises PluginError if
-        its turns do not account for the sampled tokens.
+        A rollout whose player fails because a limit refused a turn counts as played to its end.  Raises
+        PluginError if its turns do not account for the sampled tokens.
         """
         feedback = recording.feedback
         *self.segments, last = recording.segments or (self._segment(),)
@@ -196,7 +196,7 @@ class RolloutState:
             self.apply_feedback(evolve(feedback, done=True))
 
     def _misfit(self) -> str:
-        """Return why no engine can complete this prompt, or an empty string."""
+        """Return why no engine can complete this prompt, or ""."""
         tokens, sampling = len(self.prompt_ids), self.sampling
         if not tokens:
             return "has no tokens; a model needs one to begin with"
@@ -261,7 +261,7 @@ class RolloutState:
         )
 
     def _distribution(self) -> dict[str, Any]:
-        """Return the options of the distribution that its tokens are sampled from."""
+        """Return the options of the sampling distribution."""
         if self.request.temperature is not None:
             return {"temperature": self.request.temperature}
         its = self.sampling
@@ -282,7 +282,7 @@ class RolloutState:
         self.finish_reason = completion.finish_reason
         if self.finish_reason == "length" and self.room <= 0:
             self.finish_reason = "tokens"
-        elif self.calls_tools:  # after a last turn nobody would read what tools answer: none is run
+        elif self.calls_tools:  # after a last turn nobody would read the answers of tools: none is run
             self.finish_reason = self._limit() or "stop"
         if self._left_out:  # nobody would read its reward, and no failure of its environment plays it again
             self.awaiting_reward, self.done = False, True
@@ -300,7 +300,7 @@ class RolloutState:
 
     def apply_feedback(self, feedback: Feedback) -> bool:
         """Apply the environment's feedback; return whether the conversation continues (``go_on``)."""
-        if self.done:  # shown once more for the sake of its group
+        if self.done:  # shown once more because its group is compared
             return False
         if feedback.error is not None or (feedback.done and feedback.reward is None):
             self.give_up(feedback.error or "the environment returned no feedback", lost=feedback.lost)

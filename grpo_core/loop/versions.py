@@ -11,7 +11,7 @@ from attrs import frozen
 
 @frozen
 class Interval:
-    """The versions that are validated: every n-th, the last one, and, if chosen, the first one."""
+    """The versions to validate: every n-th, the last one, and optionally the first one."""
 
     every: int = 0
     """0 is never."""
@@ -36,7 +36,7 @@ def deadline(*, generated_by: int, max_staleness: int) -> int:
 def capacity(*, prompts_per_step: int, max_staleness: int) -> int:
     """Return the number of groups that may be outstanding (in flight or ready) at once.
 
-    One step that is trained now and ``max_staleness`` steps of look-ahead.  With more, the last of them
-    could not be trained before its deadline; with fewer, the engine idles although it need not.
+    One step that is trained now and ``max_staleness`` steps of look-ahead.  With more, the last group could
+    not be trained before its deadline; with fewer, the engine idles needlessly.
     """
     return (max_staleness + 1) * prompts_per_step
