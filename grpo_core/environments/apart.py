@@ -1,11 +1,11 @@
-"""Keeps the agents of a process apart: each rollout asks the model with its own key.
+"""Keeps the agents of a process apart: each rollout calls the model with its own key.
 
 The rollouts of a process share its environment variables, its working directory and all globals.  An agent
-that finds its key there sends the key of the rollout that wrote it last, and what is sampled is recorded as
-that rollout's.  So a rollout is known in its tasks and threads by a context variable, and each key that
-leaves the process is compared with it: in the head of a request, and in the environment variables of a
-program.  Another rollout's key is not sent, and the run ends.  It also ends if a rollout asks in a working
-directory to which another one has changed.
+that reads its key there sends the key of the rollout that wrote it last, and its samples are recorded for
+that rollout.  So a context variable identifies the rollout in its tasks and threads, and each key that leaves
+the process is compared with it: in the head of a request, and in the environment variables of a program.
+Another rollout's key is not sent, and the run ends.  The run also ends if a rollout calls the model in a
+working directory that another one has changed to.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ T = TypeVar("T")
 
 _KEY = re.compile(rb"sk-grpo-[\w-]{43}")
 _GIVEN = frozenset(value.encode(errors="surrogateescape") for value in os.environ.values())
-"""Values that the process began with: a key among them is the user's, not a rollout's."""
+"""Initial values of the process's variables: a key among them is the user's, not a rollout's."""
 _HEAD = 65_536
-"""Bytes of a request in which its head ends."""
+"""Bytes of a request to search for its head."""
 
 MIXED_UP_ADVICE = (
     "Rollouts that play at the same time share the process: its environment variables, its working directory "
@@ -45,12 +45,12 @@ MIXED_UP_ADVICE = (
 
 
 def new_key() -> str:
-    """Return a random key, in the form that is recognised here."""
+    """Return a random key in the form that this module recognises."""
     return f"sk-grpo-{secrets.token_urlsafe(32)}"
 
 
 class MixedUpError(ConnectionError):
-    """Raised in the agent's code where it would send what belongs to another rollout."""
+    """Raised in the agent's code where it would send another rollout's key."""
 
 
 @define(eq=False)
@@ -60,9 +60,9 @@ class _Player:
     key: str
     task: asyncio.Task[Any]
     directory: str = field(init=False, factory=lambda: _directory())
-    """The working directory in which it began, or to which it has changed."""
+    """Its working directory."""
     fault: str = field(init=False, default="")
-    """Why it is not played on."""
+    """Why it ended early; empty if it did not."""
 
     def end(self, fault: str) -> None:
         """End the rollout.  Raises MixedUpError."""
@@ -79,7 +79,7 @@ _playing: set[_Player] = set()
 
 
 async def played_apart(run: Coroutine[Any, Any, T], key: str, who: str) -> T:
-    """Play a rollout.  Raises PluginError if its code would ask for another one, or in another directory.
+    """Play a rollout.  Raises PluginError if its code uses another one's key or directory.
 
     Args:
         run: the agent's code.
@@ -107,7 +107,7 @@ async def played_apart(run: Coroutine[Any, Any, T], key: str, who: str) -> T:
 
 
 def _here() -> _Player | None:
-    """Return the rollout whose code runs, as far as that is known."""
+    """Return the rollout whose code runs, or None if unknown."""
     try:
         if asyncio.current_task() is None:
             return None  # a callback, perhaps of a server that several rollouts share
@@ -119,7 +119,7 @@ def _here() -> _Player | None:
 def _task(
     loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T], **given: Any
 ) -> asyncio.Task[T]:
-    """Make a task; one that a callback makes, as servers do for a connection, is not a rollout's."""
+    """Make a task; a task made in a callback, as servers do for a connection, belongs to no rollout."""
     if given.get("context") is None and asyncio.current_task(loop) is None:
         given["context"] = context = contextvars.copy_context()
         context.run(_player.set, None)
@@ -127,7 +127,7 @@ def _task(
 
 
 def _check_request(data: Any) -> None:
-    """Raise MixedUpError if a request is not the asking rollout's, or not in its directory."""
+    """Raise MixedUpError if a request has another rollout's key or directory."""
     view = memoryview(data)
     if not _playing or bytes(view[:5]) != b"POST " or (player := _here()) is None:
         return
@@ -150,7 +150,7 @@ def _directory() -> str:
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
-    """Look at a program that is started, or a change of the working directory (``sys.addaudithook``)."""
+    """Check program starts and changes of the working directory (``sys.addaudithook``)."""
     if event not in ("subprocess.Popen", "os.chdir") or not _playing or (player := _here()) is None:
         return
     if event == "os.chdir":
@@ -170,7 +170,7 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
 
 @functools.cache
 def _watch() -> None:
-    """Look at what leaves this process, from now on."""
+    """Start to check what leaves this process."""
     for name in ("send", "sendall"):
         setattr(socket.socket, name, _checked(getattr(socket.socket, name)))
     socket.socket.sendmsg = _checked_parts(socket.socket.sendmsg)  # type: ignore[method-assign]
@@ -199,7 +199,7 @@ def _checked_parts(send: Callable[..., int]) -> Callable[..., int]:
 
 
 def _known(submit: Callable[..., Any]) -> Callable[..., Any]:
-    """Let the thread that runs a function know its rollout, as ``asyncio.to_thread`` does."""
+    """Pass the rollout to the thread that runs a function, as ``asyncio.to_thread`` does."""
 
     @functools.wraps(submit)
     def known(self: ThreadPoolExecutor, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

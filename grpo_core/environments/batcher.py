@@ -34,7 +34,7 @@ class _Submission(Generic[T, R]):
 
 
 def one_each(results: Sequence[R], items: Sequence[object]) -> Sequence[R]:
-    """Return the results of a call.  Raises PluginError if there is not one for each of its items."""
+    """Return the results of a call.  Raises PluginError unless there is one per item."""
     if len(results) != len(items):
         raise PluginError(f"a call with {len(items)} items returned {len(results)} results")
     return results
@@ -70,7 +70,7 @@ class MicroBatcher(Generic[T, R]):
         self._timer: asyncio.TimerHandle | None = None
         self._running: asyncio.Task[None] | None = None
         self._broken: PluginError | None = None
-        """A broken contract that has not been reported to any caller."""
+        """A contract error that no caller has received."""
         self._closed = False
 
     async def submit(self, items: Sequence[T]) -> list[R]:
@@ -104,7 +104,7 @@ class MicroBatcher(Generic[T, R]):
     # ------------------------------------------------------------------------------ internals
 
     def _schedule(self) -> None:
-        """Start the next call if it is full, or schedule it for when the first item has waited enough."""
+        """Start the next call if it is full, or schedule it for the end of the first item's wait."""
         if self._running is not None or not self._queue:
             return
         if self._waiting >= self._max_batch:

@@ -1,9 +1,8 @@
-"""The error budget of a task: ends a run whose environment fails too often.
+"""The error budget of a task: ends a run if its environment fails too often.
 
-It counts calls: the judgement of an episode is one, and so is that of a group where the environment compares
-its rollouts.  The first failure of a prompt is played again and is not counted: an outage that the next
-attempt survives does not end a run, however many calls it hits.  A failure of a later attempt counts, and so
-does every failure where nothing is played again.
+It counts calls: one per episode, or one per group if the environment compares its rollouts.  A prompt's first
+failure is retried and not counted, so an outage that the next attempt survives does not end a run, however
+many calls it hits.  Failures of later attempts count, and all failures where nothing is retried.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from grpo_core.contracts.errors import PluginError
 from grpo_core.contracts.records import Rollout
 
 WINDOW = 200
-"""Number of newest calls of which a share may fail."""
+"""Number of recent calls for the error rate."""
 
 IN_A_ROW = 20
 """Number of failures in a row that end the run."""
@@ -24,7 +23,7 @@ IN_A_ROW = 20
 def errors_of_calls(rollouts: Sequence[Rollout], *, needs_group: bool) -> list[str | None]:
     """Return the error of each call behind the rollouts of a prompt, None where it succeeded.
 
-    A lost rollout is not the fault of the environment and is left out, and so is one that was not judged.
+    Lost rollouts, which are not the environment's fault, and rollouts that were not judged are left out.
     """
     errors = [
         rollout.error
@@ -41,7 +40,7 @@ class ErrorBudget:
 
     Args:
         task: name of the task in the message.
-        max_error_rate: share of the newest ``WINDOW`` calls that may be failures; 1 allows everything.
+        max_error_rate: allowed fraction of failures in the newest ``WINDOW`` calls; 1 allows everything.
         in_a_row: the run ends after this many consecutive failures, unless ``max_error_rate`` is 1.
     """
 
@@ -59,8 +58,8 @@ class ErrorBudget:
 
         Args:
             error: its error; None if it succeeded.
-            last: whether a failure counts; it does not at a prompt's first attempt of several.
-            traceback: text that is shown instead of the first error.
+            last: whether a failure counts; the first of several attempts at a prompt does not.
+            traceback: text to show instead of the first error.
 
         Raises:
             PluginError: too many calls failed.
@@ -75,7 +74,7 @@ class ErrorBudget:
             raise PluginError(f"task {self._task!r}: {rule}. The first of them:\n{self._first.rstrip()}")
 
     def _broken_rule(self) -> str:
-        """Return the rule that the last failure broke, or an empty string."""
+        """Return the rule that the last failure broke, or ""."""
         count, limit = sum(self._failed), f"environment.max_error_rate is {self._max_error_rate:g}"
         if self._streak >= self._in_a_row and self._max_error_rate < 1:
             return (

@@ -1,8 +1,8 @@
 """Calls of an environment that run at the same time: async code in one event loop, other code outside.
 
 A call is a generator of steps.  It runs on the main thread while no event loop runs, so code that is not
-async may use signals, hang, or run an event loop of its own.  It yields what it waits for; the event loop,
-which stays the same from the first call to the last, awaits that beside what the other calls wait for.
+async may use signals, hang, or run its own event loop.  It yields awaitables; one event loop for all calls
+awaits them concurrently with those of other calls.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ Steps = Generator[Sequence[Awaitable[Any]], list[Any], T]
 """A call that yields awaitables, receives their results or errors in order, and returns its result."""
 
 CLEANING = 5.0
-"""Seconds that a call may still take when it was cancelled; then its process is at fault."""
+"""Seconds for a cancelled call to end before its process is at fault."""
 
 
 @frozen(eq=False)
 class Begun:
-    """The steps of a call, and what limits them.
+    """The steps of a call and their limits.
 
     Attributes:
-        seconds: time after which what it awaits is cancelled; None is no limit.
-        completes: whether its steps go on after that, with the results and errors that there are.
+        seconds: time after which its awaitables are cancelled; None is no limit.
+        completes: whether its steps continue after that, with the results and errors so far.
     """
 
     steps: Steps[Any]
@@ -47,7 +47,7 @@ class Begun:
 
 @define(eq=False)
 class _Running:
-    """A call that has begun."""
+    """A running call."""
 
     id: int
     method: str
@@ -56,11 +56,11 @@ class _Running:
     task: asyncio.Task[list[Any]] | None = None
     timer: asyncio.TimerHandle | None = None
     dropped: bool = False
-    """It was cancelled: nobody waits for its result any more."""
+    """Whether it was cancelled: nobody waits for its result."""
 
 
 class Calls:
-    """Runs calls: one to its end (``run``), or all that a connection receives (``serve``).
+    """Runs calls: one to its end (``run``), or all from a connection (``serve``).
 
     Args:
         who: name of the environment in errors.
@@ -76,7 +76,8 @@ class Calls:
         self._awaited: asyncio.Task[list[Any]] | None = None
         """The task for which ``run`` waits."""
         self._loops = False
-        """The event loop is in use; it then runs between calls, too, for tasks that a call has left."""
+        """Whether the event loop is in use; it then also runs between calls, for tasks that a call left
+        running."""
         self._stuck = ""
 
     def run(self, steps: Steps[T]) -> T:
@@ -98,17 +99,17 @@ class Calls:
             results = task.result()
 
     def interrupt(self) -> None:
-        """Cancel the call that ``run`` waits for in another thread; ``run`` goes on with its errors."""
+        """Cancel the call that ``run`` waits for in another thread; ``run`` continues with its errors."""
         if (task := self._awaited) is not None:
             self._runner.get_loop().call_soon_threadsafe(task.cancel)
 
     def serve(self, connection: Connection, begin: Callable[[Call], Begun | None]) -> None:
-        """Answer the calls of a connection; those that wait for something run at the same time.
+        """Answer the calls of a connection; calls that await something run concurrently.
 
         Args:
-            begin: returns the steps of a call, or None if it has answered the call.
+            begin: returns the steps of a call, or None if it answered the call itself.
 
-        Raises EOFError if the parent has gone, RuntimeError if a call does not end after its cancellation.
+        Raises EOFError if the parent is gone, RuntimeError if a cancelled call does not end.
         """
         while True:
             if self._loops:
@@ -125,21 +126,21 @@ class Calls:
                 self._step(self._running[call.id], connection)
 
     def cancel_all(self) -> list[Awaitable[Any]]:
-        """Cancel what the other calls await; return what to await until they have ended."""
+        """Cancel the other calls; return awaitables that end with them."""
         tasks = [running.task for running in self._running.values() if running.task is not None]
         for running in list(self._running.values()):
             self._drop(running)
         return [asyncio.wait(tasks)] if tasks else []
 
     def close(self) -> None:
-        """Close the event loop, with all tasks that are left; only code that is not async may follow."""
+        """Close the event loop and its remaining tasks; only code that is not async may follow."""
         self._loops = False
         self._runner.close()
 
     # ------------------------------------------------------------------------------ internals
 
     def _wait(self) -> None:
-        """Run the event loop until a call can go on, or the connection has another."""
+        """Run the event loop until a call can continue, or the connection has a new one."""
         with contextlib.suppress(SystemExit, KeyboardInterrupt):  # see run
             self._runner.get_loop().run_forever()
         if self._stuck:
@@ -192,7 +193,7 @@ class Calls:
         self._drop(running)
 
     def _drop(self, running: _Running | None) -> None:
-        """Cancel what a call awaits; it is not answered any more."""
+        """Cancel a call's awaitables; it gets no answer."""
         if running is None or running.dropped or running.task is None:
             return
         running.dropped = True
@@ -210,7 +211,7 @@ class Calls:
 
 
 async def _all(awaitables: Sequence[Awaitable[Any]], at_once: int) -> list[Any]:
-    """Return the result or error of each; cancelling this cancels them, which then is their error."""
+    """Return the result or error of each; a cancellation cancels them all and is their error."""
     gate = asyncio.Semaphore(at_once or len(awaitables))
 
     async def one(awaitable: Awaitable[Any]) -> Any:
@@ -232,7 +233,7 @@ async def _all(awaitables: Sequence[Awaitable[Any]], at_once: int) -> list[Any]:
 
 
 def _of_plugin(frames: TracebackType | None) -> TracebackType | None:
-    """Return a traceback from the first frame outside of grpo-core on; whole if there is none."""
+    """Return a traceback from its first frame outside grpo-core; the whole one if there is none."""
     own, core = frames, str(Path(__file__).parent.parent) + os.sep
     while own is not None and own.tb_frame.f_code.co_filename.startswith(core):
         own = own.tb_next

@@ -14,7 +14,7 @@ from grpo_core.contracts.unicode import well_formed
 from grpo_core.text.messages import MessageError, check_turn, normalised
 
 LARGEST = 1e300
-"""Rewards and metrics of this magnitude or more are none: sums and squares of them would overflow."""
+"""Rewards and metrics of this magnitude or more are invalid: their sums and squares would overflow."""
 
 
 def as_feedback(
@@ -33,8 +33,8 @@ def as_feedback(
         ids: of the prompts, for errors.
 
     Raises PluginError unless there is one float, Feedback or None for each episode.  A reward that is not a
-    finite number makes only its own episode unscored; a metric that is none is left out, and changes nothing
-    else.  Texts become such as UTF-8 can write.
+    finite number makes only its episode unscored; a metric that is not one is left out.  Texts are made valid
+    UTF-8.
     """
     if isinstance(results, (str, bytes, Mapping)) or not isinstance(results, Iterable):
         raise PluginError(
@@ -51,7 +51,7 @@ def as_feedback(
 
 
 def _readable(result: Any, place: str) -> Any:
-    """Return a result whose messages are in the form that models read.  Raises PluginError."""
+    """Return a result with normalized messages.  Raises PluginError."""
     if not isinstance(result, Feedback) or not result.messages:
         return result
     try:
@@ -72,7 +72,7 @@ def _feedback(result: Any, who: str, method: str, mask: Callable[[str], str]) ->
     reward = {} if result.reward is None else _reward(result.reward, who, method)
     if result.unavailable is not None and result.error is None:
         result = Feedback(error=str(result.unavailable), unavailable=result.unavailable)
-    if result.error is not None:  # an error is never a reward, whatever reward comes with it
+    if result.error is not None:  # an error has no reward, even if one comes with it
         reward = {"reward": None, "error": shortened(mask(_text(result.error, "an error", who, method)))}
     elif reward.get("error"):
         reward |= {"done": True, "messages": ()}
@@ -129,9 +129,9 @@ def _reward(given: Any, who: str, method: str) -> dict[str, Any]:
 
 
 def as_number(given: Any) -> float | None:
-    """Return a value of a plugin as a finite number; None if it is none.
+    """Return a plugin's value as a finite number, or None if it is not one.
 
-    Numbers of other libraries are numbers, and so are bools; texts are none.
+    Numbers of other libraries and bools count; texts do not.
     """
     try:
         number = _float(given)

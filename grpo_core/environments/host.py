@@ -42,19 +42,19 @@ UNREADABLE = "a prompt cannot be sent to the trainer's process; put plain data i
 
 
 CONCURRENCY = 0
-"""Number of calls at once where neither the configuration nor the environment says it."""
+"""Default number of calls at once."""
 
 DEADLINE = 30.0
-"""Seconds of a call where neither the configuration nor the environment says it."""
+"""Default deadline of a call in seconds."""
 
 AGENT_TURNS = 1000
-"""Largest number of completions of an agent that declares none: it ends by itself."""
+"""Largest number of completions of an agent that declares no limit: it ends by itself."""
 
 AGENTS = 256
-"""Number of agents that run at once where neither the configuration nor the environment says it."""
+"""Default number of agents that run at once."""
 
 Slotted = Literal["none", "tools", "all"]
-"""The calls that run in slots, one episode each: none, those of tools and ``open``, or all."""
+"""Which calls run in slots, one episode each: none, tool calls and ``open``, or all."""
 
 
 def in_slots(slotted: Slotted, episodes: Sequence[Episode]) -> bool:
@@ -69,9 +69,9 @@ class OpenSession:
     value: Any
     tools: Toolbox
     idle: asyncio.Event
-    """Set when no call uses it."""
+    """Set while no call uses it."""
     calls: int = 0
-    """Number of calls that use it now."""
+    """Number of calls that use it."""
 
     def __attrs_post_init__(self) -> None:
         self.idle.set()
@@ -84,9 +84,9 @@ class EnvironmentHost:
         task: name of the task, which is set on its prompts.
         spec: name of the environment.
         options: options of its factory.
-        plugins: selection of the plugins that are loaded to find it.
-        concurrency, deadline: see ``config.EnvironmentConfig``; None takes those of the environment.
-        host: the plugins themselves, if this process has loaded them.
+        plugins: selection of the plugins to load.
+        concurrency, deadline: see ``config.EnvironmentConfig``; None uses the environment's.
+        host: the loaded plugins, if this process has them.
     """
 
     def __init__(
@@ -134,13 +134,13 @@ class EnvironmentHost:
         self._success = self._threshold()
         self._sessions: dict[str, OpenSession] = {}
         self._opening: dict[str, asyncio.Event] = {}
-        """Sessions that are being opened; the event says that they are open, or failed."""
+        """Sessions that are being opened; the event is set when they are open or failed."""
         self._calls = Calls(f"environment of task {task!r}", self._concurrency)
         if self._has_sessions:  # takes half a second, which should not count for the first rollout
             bootstrap.chat_template_utils()
 
     def serve(self, connection: Connection) -> None:
-        """Answer the calls of the core until it goes; no error of an answer has what its mask hides."""
+        """Answer the calls of the core until it is gone; secrets in errors are masked."""
         self._mask = connection.mask
 
         def begin(call: Call) -> Begun | None:
@@ -148,7 +148,7 @@ class EnvironmentHost:
                 return Begun(self._evaluate(*call.args), self._deadline)
             if call.method == "from_source":  # the start has a deadline
                 return Begun(self._from_source(*call.args))
-            if call.method == "open":  # what has been opened is kept, to be closed
+            if call.method == "open":  # the sessions opened so far are kept, to be closed
                 return Begun(self._open(*call.args), self._deadline, completes=True)
             if call.method == "run":  # the rollout has a deadline
                 return Begun(self._run_agent(*call.args))
@@ -229,7 +229,7 @@ class EnvironmentHost:
         return _pickled(made, f"{self._who}: from_source")
 
     def solve(self, prompts: Sequence[Prompt]) -> list[str | None]:
-        """Return a reply with a full reward for each prompt, or None where it is not known."""
+        """Return a reply with a full reward for each prompt, or None if unknown."""
         solve = getattr(self._environment, "solve", None)
         try:
             replies = [well_formed(solve(prompt)) for prompt in prompts] if solve else [None] * len(prompts)
@@ -250,7 +250,7 @@ class EnvironmentHost:
         return self._calls.run(self._open(prompts))
 
     def close(self, names: Sequence[str]) -> None:
-        """Close the sessions that are open.  Errors of ``close`` are printed; the session is gone anyway."""
+        """Close open sessions.  Errors of ``close`` are printed; the session is gone anyway."""
         self._calls.run(self._close(names))
 
     def end(self) -> None:
@@ -258,7 +258,7 @@ class EnvironmentHost:
         self._calls.run(self._end())
 
     def release(self) -> None:
-        """Close the event loop, with all that still runs in it."""
+        """Close the event loop and all its tasks."""
         self._calls.close()
 
     def _open(self, prompts: Sequence[tuple[str, Prompt]]) -> Steps[list[SessionStart]]:
@@ -280,7 +280,7 @@ class EnvironmentHost:
         busy = [self._opening[name] for name in names if name in self._opening]
         busy += [self._sessions[name].idle for name in names if name in self._sessions]
         if waits := [event.wait() for event in busy if not event.is_set()]:
-            yield waits  # their callers have gone, and what they called may still clean up
+            yield waits  # their callers are gone, and the cancelled code may still clean up
         sessions = [self._sessions.pop(name) for name in names if name in self._sessions]
         if close := getattr(self._environment, "close", None):
             results = yield from _each(close, [session.value for session in sessions])
@@ -327,15 +327,15 @@ class EnvironmentHost:
     # ------------------------------------------------------------------------------ agents
 
     def run(self, name: str, prompt: Prompt, client: AgentClient) -> Feedback | None:
-        """Let the agent play one rollout, and nothing else meanwhile.  Raises what the agent raises."""
+        """Let the agent play one rollout and nothing else meanwhile.  Raises the agent's errors."""
         return self._calls.run(self._run_agent(name, prompt, client))
 
     def interrupt(self) -> None:
-        """Cancel what a call of this object awaits in another thread."""
+        """Cancel the call of this object that waits in another thread."""
         self._calls.interrupt()
 
     def _run_agent(self, name: str, prompt: Prompt, client: AgentClient) -> Steps[Feedback | None]:
-        """Let the agent play a rollout; return its own result, or None if ``evaluate`` judges it."""
+        """Let the agent play a rollout; return its result, or None if ``evaluate`` judges it."""
         session = self._sessions.get(name)
         if self._has_sessions and session is None:
             return Feedback(error="its session ended with the process that held it", lost=True)
@@ -355,7 +355,7 @@ class EnvironmentHost:
         return as_feedback([result], 1, self._who, method="run", mask=self._mask, ids=[prompt.id])[0]
 
     def ping(self) -> None:
-        """Do nothing: the answer shows that no call holds up the others."""
+        """Do nothing: an answer shows that no call blocks the others."""
 
     def _is_agent(self) -> bool:
         run = getattr(self._environment, "run", None)
@@ -380,7 +380,7 @@ class EnvironmentHost:
 
     def _evaluate(self, episodes: Sequence[Episode]) -> Steps[list[Feedback]]:
         found = [self._with_session(episode) for episode in episodes]
-        tools = not self._runs_agents  # an agent has answered its calls by itself
+        tools = not self._runs_agents  # an agent answers its own calls
         calling = [tools and isinstance(e, Episode) and calls_of(e) != () for e in found]
         judged = [e for e, calls in zip(found, calling, strict=True) if isinstance(e, Episode) and not calls]
         called = [e for e, calls in zip(found, calling, strict=True) if isinstance(e, Episode) and calls]
@@ -419,15 +419,15 @@ class EnvironmentHost:
         return describe(self._mask.error(error))
 
     def _away(self, error: BaseException) -> Unavailable | None:
-        """Return what an error says about a service, without secrets."""
+        """Return the Unavailable behind an error, without secrets, or None."""
         away = unavailable(error)
         hidden = None if away is None else self._mask.error(away)
         return hidden if isinstance(hidden, Unavailable) else None
 
     def _answers(self, episodes: Sequence[Episode]) -> Steps[list[Feedback]]:
-        """Return the tools' answers; the calls of one message run one after the other.
+        """Return the tools' answers; the calls of one message run in order.
 
-        Where a tool's service is away, the answers of the tools before it are returned: no tool runs twice.
+        If a tool's service is unavailable, the answers of earlier tools are returned: no tool runs twice.
         """
         answers: list[list[Any]] = [[] for _ in episodes]
         failed: dict[int, Feedback] = {}
@@ -442,13 +442,13 @@ class EnvironmentHost:
             for i, call, result in zip(here, calls, results, strict=True):
                 if isinstance(result, BaseException) and (away := self._tool_is_away(call, result)):
                     failed[i] = Feedback(error=self._describe(result), messages=answers[i], unavailable=away)
-                elif isinstance(result, SessionLost):  # what the model would read is not its fault
+                elif isinstance(result, SessionLost):  # the error is not the model's fault
                     failed[i] = Feedback(error=self._describe(result))
                 answers[i].append(message(call, result, self._mask))
         return [failed.get(i) or Feedback(done=False, messages=each) for i, each in enumerate(answers)]
 
     def _tool_is_away(self, call: Mapping[str, Any], error: BaseException) -> Unavailable | None:
-        """Return what a tool's error says about its service, unless the model has named the service."""
+        """Return the Unavailable behind a tool's error, unless the model chose the service."""
         named_by_model = not isinstance(error, Unavailable) and "://" in str(call["function"]["arguments"])
         return None if named_by_model else self._away(error)
 
@@ -505,7 +505,7 @@ class EnvironmentHost:
 
 @contextlib.contextmanager
 def _used(sessions: Sequence[OpenSession]) -> Iterator[None]:
-    """Keep sessions from being closed while a call uses them."""
+    """Keep sessions open while a call uses them."""
     for session in sessions:
         session.calls += 1
         session.idle.clear()
@@ -528,7 +528,7 @@ def _pickled(prompts: Sequence[Prompt], where: str) -> bytes:
 def units(episodes: Sequence[Episode], *, whole_groups: bool) -> list[list[Episode]]:
     """Split episodes into parts that may be evaluated separately: single episodes, or whole groups.
 
-    Tools answer an episode by itself, also where groups are compared.
+    Tool calls are answered per episode, even if groups are compared.
     """
     parts: list[list[Episode]] = []
     for (_, calling), run in itertools.groupby(episodes, key=lambda e: (e.group, calls_of(e) != ())):
@@ -540,7 +540,7 @@ def units(episodes: Sequence[Episode], *, whole_groups: bool) -> list[list[Episo
 
 
 def calls_of(episode: Episode) -> Sequence[Mapping[str, Any]]:
-    """Return the tool calls of an episode that wait for an answer: those after the last one that has it."""
+    """Return the tool calls of an episode that are not answered yet."""
     if not episode.messages or episode.finish_reason != "stop":
         return ()
     for answered, each in enumerate(reversed(episode.messages)):
@@ -550,7 +550,7 @@ def calls_of(episode: Episode) -> Sequence[Mapping[str, Any]]:
 
 
 def _raise(error: Exception) -> NoReturn:
-    """Raise an error, as Unavailable if it says that a service is away."""
+    """Raise an error; as Unavailable if a service is unavailable."""
     away = unavailable(error)
     if away is None or away is error:
         raise error
@@ -563,7 +563,7 @@ def _each(function: Callable[[Any], Any], items: Sequence[Any]) -> Steps[list[An
     for item in items:
         try:
             results.append(function(item))
-        except BaseException as error:  # sys.exit(), or a library's timeout: no reason to lose the process
+        except BaseException as error:  # sys.exit(), or a library's timeout: the process survives
             results.append(error)
     waiting = [i for i, result in enumerate(results) if inspect.isawaitable(result)]
     if waiting:

@@ -1,12 +1,12 @@
-"""Services that are away: the errors that say so, when to ask again, and for how long.
+"""Unavailable services: how to recognise them, when to retry, and for how long.
 
     here ──a call fails──> away ──a call is answered──> here
                            │
                            └──no answer for ``budget`` seconds──> Unavailable, which ends the run
 
-While a service is away all its calls wait, and one of them asks it, with growing pauses.  A call that takes
-too long may be the fault of what it asks: the service is away only if a call with another prompt takes too
-long as well.
+While a service is away all its calls wait, and one of them retries, with growing pauses.  A call that takes
+too long may be the fault of its prompt: the service is away only if a call with another prompt takes too long
+as well.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 FIRST_BUDGET = 30.0
-"""Seconds without an answer that end the run before a service has answered once."""
+"""Seconds without an answer that end the run if a service has never answered."""
 JITTER = random.Random()
-"""Lengthens pauses; nothing else draws from it."""
+"""Random numbers for the jitter of pauses only."""
 SHORTEST, LONGEST = 1.0, 30.0
-"""Seconds of the first pause and of the longest, unless the service asks for more."""
+"""Seconds of the first and the longest pause, unless the service requests more."""
 SLACK = 0.01
 """Seconds by which a clock may be early."""
 MOST_LATE, MOST_REFUSED = 2, 3
-"""A prompt is at fault itself if so many calls with it alone took too long, or were refused, and the service
-has answered others in between."""
+"""A prompt is at fault after this many calls with it alone took too long, or were refused, if the service
+answered others in between."""
 
 # ---------------------------------------------------------------------------------- errors
 
@@ -64,13 +64,13 @@ _GONE = frozenset(
 _UNREACHABLE = frozenset({errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH})
 _STATUS = frozenset({"APIStatusError", "ClientResponseError", "HTTPError", "HTTPStatusError"})
 _BUSY = frozenset({429, 502, 503, 504})
-"""Statuses of an answer that say "later", those of a proxy before a service that is away included."""
+"""HTTP statuses that mean "later", also from a proxy of an unavailable service."""
 
 
 def unavailable(error: BaseException) -> Unavailable | None:
-    """Return what an error says about a service, or None if it says nothing.
+    """Return an error as Unavailable if it means that, or None.
 
-    Errors of clients that may not be installed are known by their names.
+    Errors of clients that may not be installed are matched by name.
     """
     if isinstance(error, Unavailable):
         return error
@@ -106,7 +106,7 @@ def _status(error: BaseException) -> int | None:
 
 
 def _retry_after(error: BaseException) -> float | None:
-    """Return the seconds of a header Retry-After, which may be a date."""
+    """Return the seconds in a Retry-After header, which may be a date."""
     headers = getattr(getattr(error, "response", None), "headers", None) or getattr(error, "headers", None)
     given = "" if headers is None else str(headers.get("Retry-After", ""))
     with contextlib.suppress(ValueError):
@@ -117,7 +117,7 @@ def _retry_after(error: BaseException) -> float | None:
 
 
 def _said(error: BaseException) -> str:
-    """Return an error as text, with the address if its message lacks it."""
+    """Format an error, with the address if its message lacks it."""
     text = describe(error)
     try:
         url = urlsplit(str(error.request.url))  # type: ignore[attr-defined]
@@ -136,27 +136,27 @@ class Outage:
 
     Args:
         budget: seconds without an answer that end the run.
-        jitter: returns a number from 0 to 1, by which pauses are longer.
+        jitter: returns a number from 0 to 1 that lengthens pauses.
     """
 
     budget: float
     jitter: Callable[[], float]
     since: float | None = field(init=False, default=None)
-    """Time of the first failure, if the service is away."""
+    """Time of the first failure while the service is away."""
     due: float = field(init=False, default=0.0)
-    """Time at which it is asked again."""
+    """Time of the next retry."""
     failures: int = field(init=False, default=0)
-    """Number of times that it was asked in vain since then."""
+    """Number of failures since then."""
     over: bool = field(init=False, default=False)
     """Whether the budget is used up."""
     answers: int = field(init=False, default=0)
     """Number of its answers."""
     at_fault: set[str] = field(init=False, factory=set)
-    """Prompts that it does not answer, while it answers others."""
+    """Prompts that fail while it answers others."""
     alone: Counter[str] = field(init=False, factory=Counter)
-    """Number of failures of calls with one prompt alone, since its last answer to it."""
+    """Failures of calls with one prompt alone, since the prompt's last answer."""
     _first: dict[str, int] = field(init=False, factory=dict)
-    """Number of its answers at the first failure of a prompt, since its last answer to it."""
+    """Value of ``answers`` at a prompt's first failure since the prompt's last answer."""
     _late: set[str] = field(init=False, factory=set)
     """Prompts whose calls took too long since the last answer."""
     _newest: tuple[str, int] = field(init=False, default=("", 0))
@@ -171,7 +171,7 @@ class Outage:
         return (self.since or 0.0) + (self.budget if self.answers else min(self.budget, FIRST_BUDGET))
 
     def answered(self, prompt: str, began: float) -> None:
-        """Take an answer to a call that began then: the service is here, unless it went away since."""
+        """Record an answer to a call: the service is here, unless it went away after the call ``began``."""
         self.answers += 1
         if prompt != self._newest[0]:
             self._other = self._newest
@@ -184,7 +184,7 @@ class Outage:
             self._end()
 
     def failed(self, prompt: str, error: Unavailable, now: float, *, alone: bool = False) -> bool:
-        """Take a failure; return whether it makes the pause longer, as one of many that end together does."""
+        """Record a failure; return whether it lengthens the pause: of many at once only one does."""
         first = self._first.setdefault(prompt, self.answers)
         self.alone[prompt] += alone
         most = MOST_LATE if error.timed_out else MOST_REFUSED
@@ -209,7 +209,7 @@ class Outage:
         return longer
 
     def answered_another(self, prompt: str, since: int) -> bool:
-        """Return whether it has answered calls with other prompts since there were so many answers."""
+        """Return whether it answered calls with other prompts after its first ``since`` answers."""
         return (self._newest if self._newest[0] != prompt else self._other)[1] > since
 
     def _end(self) -> None:
@@ -221,7 +221,7 @@ class Outage:
 
 @define(eq=False)
 class _Waiting:
-    """A call that waits until its service is here."""
+    """A call that waits for its service."""
 
     prompt: str
 
@@ -230,9 +230,9 @@ class Service:
     """Calls of one service, which wait while it is away.
 
     Args:
-        who: the part of the run that needs it, for messages.
-        budget: seconds without an answer, after which calls raise Unavailable.
-        key: key of the configuration with the budget.
+        who: part of the run that uses it, for messages.
+        budget: seconds without an answer until calls raise Unavailable.
+        key: configuration key of the budget.
     """
 
     def __init__(self, who: str, budget: float, *, key: str) -> None:
@@ -244,9 +244,9 @@ class Service:
         self._last = Unavailable()
         self._waiting: list[_Waiting] = []
         self._prober: _Waiting | None = None
-        """The one that asks it while it is away."""
+        """The call that retries while it is away."""
         self._calling: Counter[str] = Counter()
-        """Prompts of the calls that run."""
+        """Prompts of running calls."""
 
     @property
     def away(self) -> Unavailable | None:
@@ -263,12 +263,12 @@ class Service:
     ) -> list[R]:
         """Return one result for each item.
 
-        One whose result still has an error is at fault itself: the service answers the others.
+        An item whose result still has an error is at fault itself: the service answers the others.
 
         Args:
-            call: returns one result for each of its items; it gets whether it asks a service that is away.
+            call: returns one result per item; its second argument says whether the service is away.
             prompt: the prompt of an item.
-            error: returns the error of a result for which the service is at fault.
+            error: returns the service's error in a result, or None.
 
         Raises Unavailable if the service has been away for too long.
         """
@@ -284,7 +284,7 @@ class Service:
     async def once(
         self, prompt: str, call: Callable[[], Awaitable[R]], error: Callable[[R], Unavailable | None]
     ) -> tuple[R, bool]:
-        """Call when the service is here; return the result, and whether it is final or to be asked again."""
+        """Call when the service is here; return the result, and whether it is final or to be retried."""
 
         async def one(indices: Sequence[int], alone: bool) -> list[R]:
             return [await call()]
@@ -292,7 +292,7 @@ class Service:
         return (await self._round({0: prompt}, one, error))[0]
 
     async def call(self, prompt: str, call: Callable[[], Awaitable[R]]) -> R:
-        """Return what a call returns; it is made again while its error says that the service is away.
+        """Return the result of a call; retry it while the service is unavailable.
 
         Raises its last error if the service answers others, and Unavailable as ``ask`` does.
         """
@@ -321,7 +321,7 @@ class Service:
         call: Callable[[Sequence[int], bool], Awaitable[Sequence[R]]],
         error: Callable[[R], Unavailable | None],
     ) -> dict[int, tuple[R, bool]]:
-        """Ask all, or one while the service is away; return the results, and which of them are final."""
+        """Call with all, or with one while the service is away; return results, and which are final."""
         indices = sorted(prompts, key=lambda i: self._outage.alone[prompts[i]])
         waiting = _Waiting(prompts[indices[0]])
         alone = await self._admitted(waiting)
@@ -347,7 +347,7 @@ class Service:
         }
 
     async def _admitted(self, waiting: _Waiting) -> bool:
-        """Wait until the service is here, or until this one has to ask it; return whether it has to."""
+        """Wait for the service, or for this call's turn to retry; return whether it is its turn."""
 
         def turn() -> bool | None:
             outage = self._outage
@@ -389,7 +389,7 @@ class Service:
             report("available", self._who, text)
 
     def failed(self, prompt: str, error: Unavailable, *, alone: bool = False) -> None:
-        """Take a failure, maybe before the call that it is a part of has ended."""
+        """Record a failure, perhaps before the whole call has ended."""
         loop, outage = asyncio.get_running_loop(), self._outage
         was_here = outage.since is None
         longer = outage.failed(prompt, error, loop.time(), alone=alone)
@@ -409,7 +409,7 @@ class Service:
             )
 
     async def _is_final(self, prompt: str, error: Unavailable | None, before: int, *, alone: bool) -> bool:
-        """Return whether a result stays: there is no error, or what was asked is at fault.
+        """Return whether a result is final: there is no error, or the prompt is at fault.
 
         Args:
             before: number of the service's answers before the call.

@@ -1,4 +1,4 @@
-"""The workers of one environment that act as one; episodes go to the least loaded worker.
+"""A pool of workers of one environment; episodes go to the least loaded worker.
 
     EnvironmentPool   --- one call with the episodes of many rollouts --->   EnvironmentProcess (a worker)
 
@@ -29,7 +29,7 @@ from grpo_core.processes.aio import gather
 
 @frozen(kw_only=True)
 class EnvironmentSpec:
-    """The specification of one worker of a task's environment, which is sent to where it runs."""
+    """The specification of one worker of a task's environment, sent to its process."""
 
     task: str
     env: str
@@ -41,7 +41,7 @@ class EnvironmentSpec:
 
 
 UNAVAILABLE_FOR = "environment.unavailable_for"
-"""Key of the configuration in messages about services that are away."""
+"""Configuration key in messages about unavailable services."""
 
 
 class EnvironmentWorker(EnvironmentClient, Protocol):
@@ -103,7 +103,7 @@ class EnvironmentPool:
 
     @property
     def runs_agents(self) -> bool:
-        """Whether its agents play their rollouts by themselves; known once it has started."""
+        """Whether its agents play their rollouts; known once it has started."""
         return self._workers[0].runs_agents
 
     @property
@@ -116,7 +116,7 @@ class EnvironmentPool:
         self._describe()
 
     def _describe(self) -> None:
-        """Take over what the environment declares, which is known once it has started."""
+        """Copy the declarations of the started environment."""
         first = self._workers[0]
         self.max_turns, self.needs_group = first.max_turns, first.needs_group
         self.success = first.success if self._success is None else self._success
@@ -142,7 +142,7 @@ class EnvironmentPool:
         )
 
     def _service(self, what: str) -> Service:
-        """Return the service behind a method or a tool: each may ask another one, and waits by itself."""
+        """Return the service behind a method or a tool; each waits separately."""
         if what not in self._services:
             self._services[what] = Service(self._name, self._unavailable_for, key=UNAVAILABLE_FOR)
         return self._services[what]
@@ -153,7 +153,7 @@ class EnvironmentPool:
             by_prompt[prompt.id].append(session)
         shares: dict[int, list[str]] = defaultdict(list)
         for sessions in by_prompt.values():
-            home = self._homes.get(sessions[0])  # of a session that is opened once more
+            home = self._homes.get(sessions[0])  # of a session that is opened again
             worker = self._least() if home is None else home
             shares[worker] += sessions
             self._load[worker] += sum(session not in self._homes for session in sessions)
@@ -178,7 +178,7 @@ class EnvironmentPool:
         return [feedback[id(episode)] for episode in episodes]
 
     async def _judged(self, what: str, parts: Sequence[list[Episode]]) -> list[tuple[Episode, Feedback]]:
-        """Return the feedback for the episodes of parts that ask the same service first."""
+        """Return the feedback for parts that call the same service first."""
 
         async def judge(some: Sequence[list[Episode]], alone: bool) -> list[list[Feedback]]:
             shown = [each for part in some for each in part]
@@ -186,7 +186,7 @@ class EnvironmentPool:
             return [[next(feedback) for _ in part] for part in some]
 
         def away(answer: Sequence[Feedback]) -> Unavailable | None:
-            """Return the error of this service; an answer with messages of tools comes from another one."""
+            """Return the error of this service; answers of tools come from another one."""
             return next((each.unavailable for each in answer if each.unavailable and not each.messages), None)
 
         answers = await self._service(what).ask(
@@ -199,7 +199,7 @@ class EnvironmentPool:
         ]
 
     async def _answered(self, episode: Episode, feedback: Feedback) -> Feedback:
-        """Return the feedback with the answers of the tools that are left."""
+        """Return the feedback with the answers of the remaining tools."""
         if feedback.unavailable is None or not feedback.messages:
             return feedback
         rest = evolve(episode, messages=(*episode.messages, *feedback.messages))
@@ -207,7 +207,7 @@ class EnvironmentPool:
         return evolve(answer, messages=(*feedback.messages, *answer.messages))
 
     async def _evaluate(self, episodes: Sequence[Episode], *, alone: bool) -> list[Feedback]:
-        """Let the workers evaluate; ``alone`` are those that ask a service that is away."""
+        """Let the workers evaluate; ``alone`` if the service is away and this call retries."""
         if len(self._workers) == 1:
             return await self._call(0, episodes, alone=alone)
         by_group: dict[str, list[int]] = defaultdict(list)
@@ -233,7 +233,7 @@ class EnvironmentPool:
         return [feedback[index] for index in range(len(episodes))]
 
     def _call(self, worker: int, episodes: Sequence[Episode], *, alone: bool) -> Awaitable[list[Feedback]]:
-        """Let a worker evaluate: together with episodes of others, unless these run in slots."""
+        """Let a worker evaluate: batched with others, unless these episodes run in slots."""
         if alone or in_slots(self._workers[worker].slots, episodes):
             return self._workers[worker].evaluate(episodes)
         return self._batchers[worker].submit(episodes)
@@ -241,7 +241,7 @@ class EnvironmentPool:
     async def run(self, session: str, prompt: Prompt, client: AgentClient) -> Feedback | None:
         """Let the agent play a rollout; None if ``evaluate`` judges it.
 
-        Where a service that it needs is away, the feedback says so: it has to be played again.
+        If a service is unavailable, the feedback has its error, and the rollout is played again.
         """
         feedback, final = await self._service("run").once(
             prompt.id,
@@ -274,7 +274,7 @@ class EnvironmentPool:
         await asyncio.gather(*(worker.aclose() for worker in self._workers))
 
     async def _batched(self, worker: EnvironmentWorker, episodes: Sequence[Episode]) -> list[Feedback]:
-        """Evaluate a batch, without the episodes whose service went away after they had joined it."""
+        """Evaluate a batch, without episodes whose service went away after they joined."""
         services = [self._service(_asks(episode)) for episode in episodes]
         away = [service.away for service in services]
         called = [each for each, gone in zip(episodes, away, strict=True) if gone is None]
@@ -292,6 +292,6 @@ class EnvironmentPool:
 
 
 def _asks(episode: Episode) -> str:
-    """Return what an episode asks first: ``evaluate``, or a tool."""
+    """Return what an episode calls first: ``evaluate``, or a tool."""
     calls = calls_of(episode)
     return f"tool {calls[0]['function']['name']}" if calls else "evaluate"

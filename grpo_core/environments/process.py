@@ -3,15 +3,15 @@
     EnvironmentProcess (here)   ------>   EnvironmentHost (child, main thread)   ------>   plugin code
 
 Plugin code that evaluates may hang, crash, or call C code that holds the interpreter: its process is killed
-at the deadline and started anew.  Only the culprit of a failure loses its feedback:
+at the deadline and restarted.  Only the culprit of a failure loses its feedback:
 
 * A batch that raises, dies or overruns is tried again one episode at a time (one group at a time if the
   environment compares the rollouts of a group).
-* With slots, each episode (or group) is a call of its own, and several run at once.  A call that overruns is
-  cancelled.  If the process dies, the calls that it held run again in smaller and smaller company.
+* With slots, each episode (or group) is a separate call, and several run at once.  A call that overruns is
+  cancelled.  If the process dies, its calls run again with fewer and fewer others.
 
-Sessions die with their process: then their rollouts are lost, and played again.  What is survived is reported
-(``grpo_core.contracts.incidents``); a result of the wrong type or number is not survived, but ends the run.
+Sessions die with their process: then their rollouts are lost, and played again.  Survived failures are
+reported (``grpo_core.contracts.incidents``); results of the wrong type or number end the run.
 """
 
 from __future__ import annotations
@@ -57,19 +57,19 @@ GIVE_UP_AFTER = 20
 """Number of failures in a row after which the environment, not an episode, is considered at fault."""
 
 MAX_DEATHS = 3
-"""Number of deaths in a row, during start or while offering prompts, after which it is not restarted."""
+"""Deaths in a row, at the start or while it lists prompts, after which it is not restarted."""
 
 CLOSING = 5.0
 """Seconds for closing open sessions and the environment when the process ends."""
 
 GRACE = 2.0
-"""Seconds after a deadline in which the process may say that it has cancelled an async call."""
+"""Seconds after a deadline for the process to report that it cancelled an async call."""
 
 KEY = "environment.env_vars"
-"""Key of the configuration in messages about environment variables."""
+"""Configuration key in messages about environment variables."""
 
 COMPANY = 4
-"""Each death divides by this the number of calls that run beside those that the process held."""
+"""Each death divides by this the number of calls that run next to those the process held."""
 
 
 @frozen
@@ -87,7 +87,7 @@ class _Failure:
 
     @property
     def unavailable(self) -> Unavailable | None:
-        """The error of the service that the environment asks, or None if its service is not at fault."""
+        """The error of the environment's service, or None if it is not at fault."""
         if isinstance(self.error, DeadlineExceeded):
             late = Unavailable(str(self.error))
             late.timed_out = True
@@ -100,7 +100,7 @@ class _Failure:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the service is away, whatever it was asked."""
+        """Whether the service is away for every prompt."""
         return self.unavailable is not None and not self.timed_out
 
 
@@ -119,20 +119,19 @@ class _Kind(Generic[T, R]):
 class EnvironmentProcess:
     """An ``EnvironmentClient`` whose environment lives in a killable child process without CUDA.
 
-    Without slots it makes one call at a time.  Every method but ``aclose`` starts the process if it does not
-    run.
+    Without slots it makes one call at a time.  Every method but ``aclose`` starts the process if needed.
 
     Args:
         task: name of the task, which is set on its prompts.
         spec: the environment's name, as in ``math:sort``.
         options: options of the environment's factory.
-        plugins: selection of the plugins that its process loads.
+        plugins: selection of the plugins to load in its process.
         log: file for the environment's output.
-        host: the plugins of this process; the environment then lives on a thread of it (``ThreadChild``).
+        host: the plugins of this process; the environment then runs on a thread here (``ThreadChild``).
     """
 
     HOST = "grpo_core.environments.host:EnvironmentHost"
-    """Name of the class that the child makes."""
+    """Class to make in the child."""
 
     def __init__(
         self,
@@ -173,18 +172,18 @@ class EnvironmentProcess:
         self._starting = asyncio.Lock()
         self._slots = Slots(1)
         self._places = Slots(1)
-        """Limit the agents that run at the same time."""
+        """Limits how many agents run at the same time."""
         self._refused: _Failure | None = None
-        """The last failure of a service that was away, and the number of them."""
+        """The last failure of an unavailable service, and the number of them."""
         self._refusals = 0
         self._probe: asyncio.Task[None] | None = None
         self._deadline = self._grace = 0.0
         self._mourned: Child | None = None
         """The last process that a call found dead."""
         self._reported: Child | None = None
-        """The last process whose death was reported, or that was killed on purpose."""
+        """The last process with a reported death or killed on purpose."""
         self._was_alone = False
-        """It died while one call was running."""
+        """Whether it died while only one call was running."""
         self._has_sessions = self._has_aclose = False
         self._tools: tuple[Mapping[str, Any], ...] = ()
         self._closing: list[str] = []
@@ -193,7 +192,7 @@ class EnvironmentProcess:
         self._name = f"environment of task {task!r}"
 
     async def start(self) -> None:
-        """Make the environment.  Raises PluginError or ConfigError if that is impossible."""
+        """Make the environment.  Raises PluginError or ConfigError if that fails."""
         await self._started()
 
     async def prompts(self, split: str) -> list[Prompt]:
@@ -206,7 +205,7 @@ class EnvironmentProcess:
         return None if pickled is None else self._unpickled(pickled, "from_source")
 
     async def solve(self, prompts: Sequence[Prompt]) -> list[str | None]:
-        """Return a reply with a full reward for each prompt, or None where the environment knows none."""
+        """Return a reply with a full reward for each prompt, or None if unknown."""
         replies: list[str | None] = await self._call("solve", list(prompts))
         return replies
 
@@ -268,7 +267,7 @@ class EnvironmentProcess:
             return found
 
     async def close(self, sessions: Sequence[str]) -> None:
-        """Let the process close sessions as soon as it is free, at the latest in ``aclose``."""
+        """Close sessions as soon as the process is free, at the latest in ``aclose``."""
         if self._has_sessions:
             self._closing += sessions
             if self._closer is None:
@@ -310,7 +309,7 @@ class EnvironmentProcess:
     async def _in_a_batch(self, kind: _Kind[T, R], parts: list[list[T]]) -> list[R]:
         """Return one result for each item, from one call or, if it fails, from a call for each part.
 
-        Where a service is away, no part of a batch fares better than the whole.
+        If a service is unavailable, the parts of a batch would fail as well and are not tried.
         """
         if not parts:
             return []
@@ -322,7 +321,7 @@ class EnvironmentProcess:
         left = list(range(len(parts)))
         in_a_row = succeeded = 0
         late: set[str] = set()
-        """Prompts of the calls in a row that took too long."""
+        """Prompts of consecutive calls that took too long."""
         while left and not attempt.is_gone:
             # after a call that took too long comes one with another prompt: is it the prompt, or the service?
             here = next((i for i in left if kind.prompt(parts[i][0]).id not in late), left[0])
@@ -408,7 +407,7 @@ class EnvironmentProcess:
             return results
 
     def _look_after(self, child: Child) -> None:
-        """Kill the process, soon, if an agent that was cancelled holds up the others."""
+        """Kill the process soon if a cancelled agent blocks the others."""
 
         async def probe() -> None:
             with contextlib.suppress(GrpoError):
@@ -427,14 +426,14 @@ class EnvironmentProcess:
         return _Failure(error, died=died, alone=died and self._was_alone)
 
     def _report_death(self, child: Child, why: Exception) -> None:
-        """Report the death of a child once, whoever notices it first."""
+        """Report the death of a child once, at the first call that notices it."""
         if child is not self._reported:
             self._reported = child
             cause: Literal["deadline", "died"] = "deadline" if isinstance(why, DeadlineExceeded) else "died"
             report(cause, self._name, f"{self._brief(why)}; it is started again")
 
     def _brief(self, error: Exception) -> str:
-        """Return in one line what happened to the environment."""
+        """Summarise in one line what happened to the environment."""
         line = describe(error).partition("\n")[0].partition("; the end of ")[0]
         return line.removeprefix(self._name).removeprefix(":").strip()[:300]
 
@@ -463,7 +462,7 @@ class EnvironmentProcess:
             return await RestartBudget(MAX_DEATHS).run(ask, on=ChildDied)
 
     async def _started(self) -> Child:
-        """Return the running child, or a new one.  Raises PluginError if the environment cannot be made."""
+        """Return the running child, or start one.  Raises PluginError if the environment cannot be made."""
         if self._child is not None and self._child.alive:
             return self._child
         async with self._starting:
@@ -533,6 +532,6 @@ class EnvironmentProcess:
 
 
 def _traceback(error: BaseException) -> str:
-    """Return the child's traceback if the error comes from there, otherwise the error as text."""
+    """Return the child's traceback if the error comes from it, otherwise the error as text."""
     cause = error.__cause__
     return str(cause) if isinstance(cause, RemoteTraceback) else describe(error)

@@ -15,7 +15,7 @@ from grpo_core.data.sources import Source, find_source
 from grpo_core.environments.process import EnvironmentProcess
 
 ROWS_OF_A_CALL = 1000
-"""Number of rows of a source that an environment turns into prompts in one call."""
+"""Rows of a source that an environment converts to prompts in one call."""
 
 
 class Adopting(Protocol):
@@ -25,13 +25,13 @@ class Adopting(Protocol):
 
 
 def has_source(options: Mapping[str, Any]) -> bool:
-    """Return whether the options of an environment come with the table ``source`` of its task."""
+    """Return whether an environment's options include a task's table ``source``."""
     return isinstance(options.get("source"), Mapping)
 
 
 @frozen(kw_only=True)
 class Sections:
-    """Sections of a run's configuration that stand among the options of an environment."""
+    """Sections of a run's configuration within an environment's options."""
 
     environment: EnvironmentConfig = field(factory=EnvironmentConfig)
     source: SourceConfig = field(factory=SourceConfig)
@@ -39,7 +39,7 @@ class Sections:
 
 
 def taken_sections(options: dict[str, Any]) -> Sections:
-    """Take the sections out of an environment's options.
+    """Remove the sections from an environment's options and return them.
 
     Raises ConfigError for an unknown key or a bad value.
     """
@@ -49,7 +49,7 @@ def taken_sections(options: dict[str, Any]) -> Sections:
 
 
 async def adopted(source: Source, environment: Adopting) -> Sequence[Prompt]:
-    """Return the prompts that the environment makes of the source's, or the source if it makes none."""
+    """Return the source's prompts as the environment converts them, or the source unchanged."""
     made: list[Prompt] = []
     for begin in range(0, len(source), ROWS_OF_A_CALL):
         rows = await asyncio.to_thread(source.__getitem__, slice(begin, begin + ROWS_OF_A_CALL))
@@ -61,11 +61,11 @@ async def adopted(source: Source, environment: Adopting) -> Sequence[Prompt]:
 
 
 class SourcedProcess(EnvironmentProcess):
-    """An ``EnvironmentProcess`` that offers the prompts of a source, as its task in a run would.
+    """An ``EnvironmentProcess`` with the prompts of a source, as for a task of a run.
 
     Args:
         given: arguments of ``EnvironmentProcess``, as ``named``.
-        source: where the prompts come from; without a path, from the environment.
+        source: source of the prompts; without a path, the environment.
     """
 
     def __init__(self, *given: Any, source: SourceConfig, **named: Any) -> None:
@@ -88,4 +88,4 @@ class SourcedProcess(EnvironmentProcess):
         except PluginError:
             if split == "train" or not self._sources:
                 raise
-            return []  # it has no prompts of its own
+            return []  # it has no prompts itself

@@ -1,4 +1,4 @@
-"""Tools of a model: their schemas, and running the calls of ``grpo_core.text.tool_calls``."""
+"""Tools of a model: their schemas, and the execution of calls from ``grpo_core.text.tool_calls``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 
 LONGEST_RESULT = 1_000_000
-"""Largest number of characters of a tool's result: more fits no model, and takes long to encode."""
+"""Largest number of characters of a tool's result: longer results fit no model and take long to encode."""
 
 # ---------------------------------------------------------------------------------- running it
 
@@ -39,7 +39,7 @@ class Toolbox:
         who: name of the owner in errors.
 
     Raises PluginError for a function without a schema (type hints, and a docstring in Google's format that
-    describes each argument), or if two tools have one name.
+    describes each argument), or if two tools have the same name.
     """
 
     def __init__(self, tools: Iterable[Callable[..., Any] | Tool], who: str) -> None:
@@ -84,13 +84,13 @@ class Toolbox:
 
 
 class ToolError(Exception):
-    """Raised for a call that cannot be made as the model wrote it; the model gets the text."""
+    """Raised for an invalid call of the model, which reads the text."""
 
 
 def message(call: Mapping[str, Any], result: Any, mask: Callable[[str], str] = str) -> Message:
-    """Make the answer to a call: text as it is, other values as JSON, an exception as "error: ...".
+    """Make the answer to a call: text unchanged, other values as JSON, an exception as "error: ...".
 
-    A result that is too long, or that cannot be written as JSON, is an error as well.
+    A result that is too long or not JSON-serializable is an error as well.
 
     Args:
         mask: hides secrets in the text of an exception.
@@ -111,7 +111,7 @@ def message(call: Mapping[str, Any], result: Any, mask: Callable[[str], str] = s
 
 
 def _written(name: str, result: Any, mask: Callable[[str], str]) -> str:
-    """Return a tool's result as text, or why it has none."""
+    """Return a tool's result as text, or an error if that is impossible."""
     try:
         text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
     except (Exception, SystemExit) as error:
@@ -150,9 +150,9 @@ def _schema(tool: Callable[..., Any], who: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _no_torch(module: Any) -> Iterator[None]:
-    """Keep a schema from loading torch, which would take a second and 200 MB of each environment's process.
+    """Keep a schema from loading torch, which would cost each environment's process a second and 200 MB.
 
-    transformers looks at torch only for the type hint of a tensor.
+    transformers needs torch only for the type hint of a tensor.
     """
     real = module.is_torch_available
     if "torch" not in sys.modules:
@@ -164,7 +164,7 @@ def _no_torch(module: Any) -> Iterator[None]:
 
 
 def _mismatch(schema: Mapping[str, Any], value: Any) -> str:
-    """Return the expected type if the value has another one."""
+    """Return the expected type if the value has another type, or ""."""
     kind = schema.get("type")
     if not isinstance(kind, str) or kind not in _TYPES or (value is None and schema.get("nullable")):
         return ""
