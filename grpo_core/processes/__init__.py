@@ -1,1 +1,1 @@
-"""Processes of a run: killable children, what ends them, and other interpreters."""
+"""Processes of a run: killable children, their cleanup, and other interpreters."""

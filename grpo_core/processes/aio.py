@@ -1,4 +1,4 @@
-"""Small additions to asyncio: run awaitables together, try again, and find the error that started it all."""
+"""Small additions to asyncio: run awaitables together, retry, and find the root cause of an error."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def raising_root_cause() -> Iterator[None]:
 
 
 async def gather(awaitables: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Await all together; the first error cancels the others, awaits them, and is raised as it is."""
+    """Await all together; the first error cancels the others, waits for them, and is raised unchanged."""
     with raising_root_cause():
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(awaitable) for awaitable in awaitables]
@@ -48,7 +48,7 @@ async def gather(awaitables: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 async def time_limit(seconds: float | None, late: Callable[[], GrpoError]) -> AsyncIterator[None]:
     """Raise ``late()`` if the block takes longer than ``seconds``; None is no deadline.
 
-    A TimeoutError of the block itself, such as that of a socket, passes through: it is no deadline of ours.
+    A TimeoutError of the block itself, such as a socket's, passes through: it is not this deadline.
     """
     timer = asyncio.timeout(seconds)
     try:
@@ -61,25 +61,25 @@ async def time_limit(seconds: float | None, late: Callable[[], GrpoError]) -> As
 
 
 class Limit:
-    """A limit of time that leaves out what is ``not_counted``: waits for a service that is away.
+    """A time limit that excludes ``not_counted`` time: waits for an unavailable service.
 
     A block under it (``async with``) raises TimeoutError at the limit.  Several blocks may share its time,
     one after the other.
 
     Attributes:
-        seconds: of all blocks together; None is no limit.
-        left: seconds that are left outside of a block.
+        seconds: limit for all blocks together; None is no limit.
+        left: seconds that remain, outside a block.
     """
 
     def __init__(self, seconds: float | None) -> None:
         self.seconds = self.left = seconds
         self.expired = False
-        """Whether the last block was too long."""
+        """Whether the last block exceeded the limit."""
         self._timer: asyncio.Timeout | None = None
         self._since = 0.0
-        """Time since which ``left`` is used up."""
+        """Time from which ``left`` is counted down."""
         self._waits = 0
-        """Number of waits that run now and are not counted."""
+        """Number of current waits that are not counted."""
 
     async def __aenter__(self) -> Self:
         self._token = _limits.set((*_limits.get(), self))
@@ -96,12 +96,12 @@ class Limit:
         await timer.__aexit__(*error)
 
     def restart(self, seconds: float | None) -> None:
-        """Allow the block that runs so many seconds from now on."""
+        """Allow the running block this many seconds from now."""
         self.left, self._since = seconds, _now()
         self._arm()
 
     def wait(self, change: int) -> None:
-        """Take the beginning (1) or the end (-1) of a wait that is not counted."""
+        """Record the start (1) or the end (-1) of a wait that is not counted."""
         self._use()
         self._waits += change
         self._arm()
@@ -121,7 +121,7 @@ _limits: ContextVar[tuple[Limit, ...]] = ContextVar("limits that stand while a s
 
 @contextlib.contextmanager
 def not_counted() -> Iterator[None]:
-    """Leave the time of the block out of the limits (``Limit``) of all tasks that wait for this one."""
+    """Exclude the block's time from the limits (``Limit``) of all tasks that wait for this one."""
     limits = _limits.get()
     for limit in limits:
         limit.wait(1)
@@ -137,16 +137,16 @@ def _now() -> float:
 
 
 async def cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Cancel tasks and wait until they have ended; what they raise is ignored."""
+    """Cancel tasks and wait until they have ended; their errors are ignored."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def to_the_end(main: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine in a new event loop, which a signal ends at once.
+    """Run a coroutine in a new event loop; a signal ends it at once.
 
-    Raises KeyboardInterrupt if the coroutine is cancelled.  Its threads are left behind then.
+    Raises KeyboardInterrupt if the coroutine is cancelled.  Its threads are then abandoned.
     """
 
     async def interruptible() -> T:
@@ -176,12 +176,12 @@ def to_the_end(main: Coroutine[Any, Any, T]) -> T:
 
 
 class Changes:
-    """Lets tasks wait until shared state has an answer for them.
+    """Lets tasks wait for a condition on shared state.
 
-    Whoever changes the state calls ``notify``.  The questions of all waiting tasks are then asked on the next
-    iteration of the event loop, so that changes that happen together are seen together, and only the tasks
-    that have an answer wake up.  A question may change the state itself (take what it found); the others are
-    asked again after it.
+    After each change of the state, call ``notify``.  The next iteration of the event loop evaluates the
+    questions of all waiting tasks, so simultaneous changes are seen together, and only tasks with an answer
+    wake up.  A question may change the state itself (take what it found); the others are then evaluated
+    again.
     """
 
     def __init__(self) -> None:
@@ -189,7 +189,7 @@ class Changes:
         self._scheduled = False
 
     def notify(self) -> None:
-        """Ask the waiting tasks' questions on the next iteration of the event loop."""
+        """Evaluate the waiting tasks' questions on the next iteration of the event loop."""
         if not self._scheduled:
             self._scheduled = True
             asyncio.get_running_loop().call_soon(self._ask_all)
@@ -215,7 +215,7 @@ class Changes:
             waiter = self._waiters[place]
             if waiter.answer.done() or waiter.ask():
                 del self._waiters[place]
-                place = 0  # the answer may have changed the state for those before
+                place = 0  # the answer may have changed the state for earlier waiters
             else:
                 place += 1
 
@@ -228,7 +228,7 @@ class _Waiter:
     answer: asyncio.Future[Any]
 
     def ask(self) -> bool:
-        """Ask the question; return whether the task has its answer, which may be an error."""
+        """Evaluate the question; return whether the task has its answer, which may be an error."""
         try:
             answer = self.question()
         except BaseException as error:
@@ -240,14 +240,14 @@ class _Waiter:
 
 
 UNLIMITED = 2**62
-"""A number of slots that is never used up."""
+"""A number of slots that is never exhausted."""
 
 
 class Slots:
-    """A number of slots, of which a call may take several; a free one goes to the call that waited longest.
+    """A fair semaphore whose callers may take several slots; a free one goes to the longest waiter.
 
-    A call that takes more waits until as many are free, and those that came after it wait for it.  A call
-    that takes all of them is alone.
+    A call that takes several waits until as many are free, and later calls wait behind it.  A call that takes
+    all of them runs alone.
     """
 
     def __init__(self, number: int) -> None:
@@ -282,19 +282,19 @@ class Slots:
 
 
 DEATH_IS_SEEN = 2.0
-"""Seconds within which whoever watches a process knows that it has ended."""
+"""Seconds until a watched process that ended is known to be dead."""
 
 
 @define
 class RestartBudget:
-    """Counts failures in a row; ``limit`` of them exhaust it, and a success makes it whole again."""
+    """Counts failures in a row; ``limit`` of them exhaust it, and a success resets it."""
 
     limit: int
     failures: int = field(default=0, init=False)
 
     @property
     def exhausted(self) -> bool:
-        """Whether to stop trying again."""
+        """Whether to stop retrying."""
         return self.failures >= self.limit
 
     def failed(self) -> None:
@@ -306,7 +306,7 @@ class RestartBudget:
     async def run(
         self, call: Callable[[], Awaitable[T]], *, on: type[Exception] | tuple[type[Exception], ...]
     ) -> T:
-        """Await ``call()``, again after each failure, until it succeeds or the budget is exhausted.
+        """Await ``call()`` and retry it until it succeeds or the budget is exhausted.
 
         Raises the last of the errors ``on``, and any other error at once.
         """

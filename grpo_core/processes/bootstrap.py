@@ -1,8 +1,8 @@
 """Lets another interpreter use this installation's grpo-core: the child's side of ``interpreters``.
 
-Another interpreter has its own packages, and none of ours.  It gets grpo-core itself and the few packages in
-pure Python that grpo-core's part of an environment needs.  Those that it has come first.  This module runs
-before any of them can be imported, so it uses the standard library only.
+Another interpreter has its own packages and not ours.  It gets grpo-core and the few pure-Python packages
+that grpo-core's part of an environment needs.  Its own packages come first.  This module runs before any of
+them can be imported, so it uses the standard library only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec
 
 TEMPLATES = "transformers.utils.chat_template_utils"
-"""The module with ``get_json_schema``, which writes the schemas of tools."""
+"""The module with ``get_json_schema``, which makes the schemas of tools."""
 
 _files: dict[str, str] = {}
 """Files of the modules that come from this installation, by name."""
@@ -46,7 +46,7 @@ def main(version: str, files: str, fd: int, parent: int) -> None:
 
 
 def chat_template_utils() -> types.ModuleType:
-    """Return transformers' module of this name, alone if there is no transformers in this interpreter.
+    """Return transformers' module of this name, standalone if this interpreter has no transformers.
 
     Raises ImportError.
     """
@@ -79,7 +79,7 @@ def _alone(file: str) -> types.ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     lacks_numpy = importlib.util.find_spec("numpy") is None
-    if lacks_numpy:  # some versions import it, and do not need it for schemas
+    if lacks_numpy:  # some versions import it, but schemas do not need it
         sys.modules["numpy"] = types.ModuleType("numpy")
     try:
         spec.loader.exec_module(module)

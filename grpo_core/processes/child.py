@@ -10,12 +10,12 @@ child dies with its parent, leaves the signals that end a run to the parent, and
     await child.call("step", batch)   ------>   target.step(batch)            (one after the other), or
                                                 target.serve(connection)      (the target runs its own loop)
 
-A method may return a ``concurrent.futures.Future``: it is answered when that is done, and other calls go on.
+A method may return a ``concurrent.futures.Future``: the call is answered when it is done; other calls
+continue.
 
-The child leads a process group, and has a mark that no other has (see ``orphans``).  When it ends, for
-whatever reason, its parent kills the rest of the group, and on Linux all processes that have inherited the
-mark: programs that the child has started may lead sessions of their own.  After a parent that was killed, its
-watcher does so.
+The child leads a process group and has a unique mark (see ``orphans``).  When it ends for any reason, its
+parent kills the rest of the group, and on Linux all processes that inherited the mark: programs that the
+child started may lead other sessions.  If the parent was killed, its watcher does so.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ if TYPE_CHECKING:
 
 _BOOT = "import sys; from grpo_core.processes import served; served.main(*map(int, sys.argv[1:]))"
 LAST_WORDS = 4000
-"""Number of bytes of a dead child's log of which the last lines are shown."""
+"""Bytes at the end of a dead child's log whose lines are shown."""
 LAST_LINES = 6
 ENDING = 5.0
-"""Seconds within which a process that was killed has ended, unless the kernel keeps it."""
+"""Seconds for a killed process to end, unless the kernel keeps it."""
 
 
 class Running(Protocol):
-    """A ``subprocess.Popen`` that a ``Child`` has started, or something that ends as one does."""
+    """A ``subprocess.Popen`` of a ``Child``, or an object that ends like one."""
 
     @property
     def pid(self) -> int: ...
@@ -69,16 +69,16 @@ _MARKS = orphans.Marks()
 
 
 def living() -> dict[int, str]:
-    """Return the names of the children that run now, by process id; each leads a process group."""
+    """Return the names of the running children by process id; each leads a process group."""
     return {child.pid: child.name for child in list(_CHILDREN) if child.alive}
 
 
 def descendants(pid: int, but: Collection[int] = ()) -> Iterator[int]:
-    """Yield a process and all processes that it has started, as far as the system knows them.
+    """Yield a process and all its known descendants.
 
     Args:
         pid: of the process.
-        but: processes that are left out, with all that they have started.
+        but: processes to leave out, with their descendants.
     """
     yield pid
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
@@ -89,16 +89,16 @@ def descendants(pid: int, but: Collection[int] = ()) -> Iterator[int]:
 
 
 class Child:
-    """A child process, which starts at once; ``started`` or the first ``call`` waits for its target.
+    """A child process that starts at once; ``started`` or the first ``call`` waits for its target.
 
     Args:
         factory: ``"module:attribute"`` or ``"path/to/file.py:attribute"``, imported in the child.
         kwargs: keyword arguments of the factory; pickled.
         name: name of the child in messages (``"environment sort"``).
         environ: added to the child's environment variables.
-        mask: hides secrets in errors, in tracebacks and in what Python code prints.
+        mask: hides secrets in errors, in tracebacks and in the output of Python code.
         log: file for the child's output; None is the parent's standard error.
-        interpreter: the Python that it runs in, if that is another one.
+        interpreter: another Python to run it in.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Child:
         self._heard = 0.0
         """Time of the last answer."""
         self.death: errors.GrpoError | None = None
-        """Why it has ended, as far as is known; None while it runs.  All waiting calls raise it."""
+        """Why it ended, if known; None while it runs.  All waiting calls raise it."""
         self._mark = ""
         self._socket, theirs = socket.socketpair()
         try:
@@ -138,7 +138,7 @@ class Child:
     def _launch(
         self, theirs: socket.socket, environ: Mapping[str, str], interpreter: Interpreter | None
     ) -> Running:
-        """Start what answers at the other end of the socket."""
+        """Start the process at the other end of the socket."""
         _CHILDREN.add(self)
         self._mark = _MARKS.make()
         with open(self._log, "ab") if self._log else os.fdopen(os.dup(2), "wb") as output:
@@ -172,14 +172,14 @@ class Child:
         return await self._answer(0, "start", seconds)
 
     async def call(self, method: str, *args: Any, seconds: float | None) -> Any:
-        """Call ``target.method(*args)`` in the child; its exception is raised here.
+        """Call ``target.method(*args)`` in the child; raise its exceptions here.
 
         After ``seconds`` without an answer the child is killed, and all waiting calls fail.
         """
         return await self._answer(await self._send(method, *args), method, seconds)
 
     async def call_alongside(self, method: str, *args: Any, seconds: float | None, grace: float) -> Any:
-        """Call a method of a target that serves several calls at once and ends each after ``seconds``.
+        """Call a method of a target that serves several calls at once, each for at most ``seconds``.
 
         A cancelled caller cancels the call: the target receives a call "cancel" with its number.  The child
         is killed if it sends nothing at all for ``seconds + grace``, unless ``seconds`` is None.
@@ -211,7 +211,7 @@ class Child:
         return self.death
 
     def kill(self, why: errors.GrpoError | None = None) -> None:
-        """End the child and its own children now; calls that wait raise ``why`` or ChildDied.
+        """Kill the child and its children; waiting calls raise ``why`` or ChildDied.
 
         A child that the kernel does not end within ``ENDING`` seconds is reported, and left to a thread.
         """
@@ -228,7 +228,7 @@ class Child:
         self._fail_waiting()
 
     async def aclose(self, *, seconds: float = 2.0) -> None:
-        """Give the child ``seconds`` to end by itself, then kill it."""
+        """Give the child ``seconds`` to exit, then kill it."""
         if self._writer is not None and self.death is None:
             self.death = errors.ChildDied(f"{self.name} is closed")
             self._writer.close()
@@ -245,7 +245,7 @@ class Child:
         return self._process.returncode is not None
 
     def _reap(self) -> None:
-        """Wait until a child that was killed has ended, but not for ever: the event loop waits as well."""
+        """Wait for the end of a killed child, but not forever: the event loop is blocked."""
         try:
             self._wait(ENDING)
         except subprocess.TimeoutExpired:
@@ -264,15 +264,15 @@ class Child:
         return code
 
     def _kill_group(self) -> None:
-        """Kill the child, and what it has started, even if the child itself has just ended.
+        """Kill the child and its group, even if the child itself has just ended.
 
         Linux gives the group's number to no other process while the group has members.
         """
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # there is none; macOS: only zombies
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # no such group; macOS: only zombies
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def _kill_marked(self) -> None:
-        """Kill what has left the group, or was never in it, once the child can start no more."""
+        """Kill descendants outside the group once the child can start no more."""
         if self._mark:
             orphans.end_marked(self._mark)
 
@@ -286,7 +286,7 @@ class Child:
     async def _answer(
         self, id: int, method: str, seconds: float | None, *, grace: float | None = None
     ) -> Any:
-        """Wait for an answer, with ``grace`` as long as others come; kill a child that is late."""
+        """Wait for an answer; ``grace`` extends the wait while others arrive.  Kill a late child."""
         await self._connect()
         if self.death is not None:
             raise self.death
@@ -298,7 +298,7 @@ class Child:
         try:
             while not future.done():
                 patience = None if seconds is None else since + seconds + (grace or 0.0) - loop.time()
-                # a caller that goes away does not cancel the future, which others may await
+                # a cancelled caller does not cancel the future: others may await it
                 await asyncio.wait([future], timeout=patience)
                 if not future.done() and (grace is None or self._heard <= since):
                     late = f"{self.name}: no answer to {method!r} within {seconds:g} s; killed"
@@ -329,7 +329,7 @@ class Child:
                 code = await asyncio.to_thread(self._wait)
                 self.death = errors.ChildDied(f"{self.name} died ({_exit(code)}){self._last_words()}")
             self._fail_waiting()
-        except Exception as error:  # of unpickling; its callers must not wait for ever
+        except Exception as error:  # of unpickling; its callers must not wait forever
             self.kill(
                 errors.ChildDied(
                     f"{self.name} was killed: its answer is unreadable: {errors.describe(error)}"
@@ -356,14 +356,14 @@ class Child:
 
 
 def with_short_spin(environ: Mapping[str, str], load: float | None = None) -> Mapping[str, str]:
-    """Return the variables with a short spin of OpenMP's threads, if others need the cores now.
+    """Return the variables with a short spin of OpenMP's threads if the cores are busy.
 
-    A thread that waits for another one spins for milliseconds by default, in which that one cannot run if the
-    cores are taken: beside two busy programs a step takes 5 times as long.  A short spin always would cost up
-    to 10% on a quiet machine.
+    A waiting thread spins for milliseconds by default, and on busy cores the thread that it waits for cannot
+    run meanwhile: next to two busy programs a step takes 5 times as long.  A short spin always would cost up
+    to 10% on an idle machine.
 
     Args:
-        load: number of processes that want a core; default: that of the last minute.
+        load: number of runnable processes; default: the load of the last minute.
     """
     if environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
         return environ
@@ -380,5 +380,5 @@ def _exit(code: int) -> str:
 
 
 def scratch_directory() -> tempfile.TemporaryDirectory[str]:
-    """Make a directory for temporary files, which is removed also if this process is killed (Linux only)."""
+    """Make a temporary directory that is removed even if this process is killed (Linux only)."""
     return _MARKS.directory()

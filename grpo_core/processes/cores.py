@@ -1,4 +1,4 @@
-"""Cores of this machine, and the share of them that a process takes.  Needs no torch."""
+"""Cores of this machine, and a process's share of them.  Needs no torch."""
 
 from __future__ import annotations
 

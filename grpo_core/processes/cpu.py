@@ -13,15 +13,15 @@ from grpo_core.contracts.errors import ConfigError, one_line
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 FIRST_FOR_GPUS = "2.10"
-"""Version of torch with all operations of a trainer on a GPU; from 2.12 on it packs rows in one call."""
+"""First version of torch with all operations of a trainer on a GPU; 2.12 packs rows in one call."""
 KEPT_FREE = 256 << 20
-"""Bytes of freed memory that a process keeps for what it allocates next."""
+"""Bytes of freed memory that a process keeps for later allocations."""
 GROWN = 1 << 30
 """Bytes by which a trainer grows before it returns freed memory."""
 
 
 def resolve_device(configured: str, key: str) -> torch.device:
-    """The device of a setting: "auto" is a GPU if there is one, else the CPU.
+    """Return the device of a setting: "auto" is a GPU if there is one, else the CPU.
 
     Raises ConfigError, which names ``key``, if torch cannot use the device or is too old for a GPU.
     """
@@ -55,19 +55,19 @@ def prepare(threads: int) -> None:
 
 
 def return_freed_memory() -> None:
-    """Return freed memory to the system, including that of other threads, which would stay unused."""
+    """Return freed memory to the system, including other threads' memory, which would stay unused."""
     if (trim := _of_malloc("malloc_trim")) is not None:
         trim(0)
 
 
 class FreedMemory:
-    """The memory that this process has freed and that malloc keeps, in holes that later blocks do not fit.
+    """Limits the freed memory that malloc keeps because later blocks do not fit its holes.
 
-    It grows for as long as steps have new shapes: a trainer of 135 million parameters, which uses 1.7 GB, had
+    That memory grows while steps have new shapes: a trainer of 135 million parameters, which uses 1.7 GB, had
     1.3 GB of it after two steps and 1.9 GB after seven.
 
     Args:
-        resident: returns the bytes of memory that the process takes.
+        resident: returns the resident bytes of the process.
         give_back: returns all freed memory to the system.
     """
 
@@ -78,9 +78,9 @@ class FreedMemory:
         self._needed: int | None = None
 
     def limit(self) -> None:
-        """Give it back once the process has grown by ``GROWN`` since the step after it was given back.
+        """Return it when the process has grown by ``GROWN`` since the step after the last return.
 
-        That step takes new pages, so giving back after each step would make all of them slower.
+        That step allocates new pages, so a return after each step would slow down all of them.
         """
         now = self._resident()
         if self._needed is None:
@@ -91,7 +91,7 @@ class FreedMemory:
 
 
 def _resident() -> int:
-    """Return the bytes of memory that this process takes; 0 if the system does not say it."""
+    """Return the resident bytes of this process, or 0 if unknown."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * resource.getpagesize()
@@ -100,7 +100,7 @@ def _resident() -> int:
 
 
 def _of_malloc(name: str) -> Any:
-    """Return a function of the GNU C library; None if this is another one."""
+    """Return a function of the GNU C library, or None with another library."""
     try:
         return getattr(ctypes.CDLL(None), name)
     except (OSError, AttributeError, TypeError):

@@ -1,7 +1,7 @@
-"""When the garbage collector of a process looks at its objects.
+"""When the garbage collector of a process runs.
 
-Libraries make a million objects that live as long as the process.  To look at them again and again while
-they are imported takes a sixth of the import, and afterwards 0.1 s each time.
+Libraries make a million objects that live as long as the process.  Scanning them repeatedly takes a sixth of
+the time of the imports, and later 0.1 s each time.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from __future__ import annotations
 import gc
 
 _RARELY = 50_000
-"""New objects after which the collector runs; Python's 700 are fewer than many a module makes."""
+"""New objects after which the collector runs; many modules make more than Python's 700."""
 _usual: tuple[int, int, int] | None = None
 
 
 def collect_rarely() -> None:
-    """Let the collector run rarely until ``spare_the_collector``, as libraries will be imported now."""
+    """Let the collector run rarely until ``spare_the_collector``, for the imports of libraries."""
     global _usual
     _usual = _usual or gc.get_threshold()
     gc.set_threshold(_RARELY, *_usual[1:])
 
 
 def spare_the_collector() -> None:
-    """Let the collector pass over what lives now, and look at new objects as often as usual."""
+    """Exempt the current objects from collection, and collect new ones as usual."""
     global _usual
     gc.collect()
     gc.freeze()

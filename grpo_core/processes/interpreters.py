@@ -24,14 +24,14 @@ from grpo_core.processes import bootstrap
 from grpo_core.text.credentials import REFERENCE
 
 OLDEST = (3, 11)
-"""The first version of Python that grpo-core's part of an environment runs in."""
+"""Oldest Python that runs grpo-core's part of an environment."""
 
 PACKAGES: Mapping[str, tuple[int, ...]] = {"attrs": (23, 1), "pluggy": (1, 0), "packaging": (21, 0)}
-"""Packages that an environment's process needs, with the first version that will do."""
+"""Packages that an environment's process needs, with their oldest versions."""
 
 _MODULES = ("attr", "attrs", "pluggy", "packaging")
 _PATIENCE = 60.0
-"""Seconds for another interpreter to tell its version; a cold disk may need a few."""
+"""Seconds for another interpreter to print its version; a cold disk may need a few."""
 
 _PROBE = """
 import json, sys
@@ -63,7 +63,7 @@ class Interpreter:
 
     @classmethod
     def find(cls, python: str) -> Interpreter:
-        """Find a program, or that of a virtual environment's directory.
+        """Find an interpreter by its program or its virtual environment's directory.
 
         Raises ConfigError if there is none, or if it cannot run grpo-core's part of an environment.
         """
@@ -77,26 +77,26 @@ class Interpreter:
         path = shutil.which(name)
         if path is None:
             raise ConfigError(f"python = {python!r}: there is no such program")
-        found = cls(os.path.abspath(path))  # not resolved: a link tells a virtual environment from its base
+        found = cls(os.path.abspath(path))  # not resolved: a link distinguishes a venv from its base
         _check(found.path)
         return found
 
     def command(self, fd: int) -> list[str]:
-        """Return the command of a child process that is connected by this descriptor."""
+        """Return the command of a child process connected by this descriptor."""
         grpo_core = str(Path(__file__).parents[1] / "__init__.py")
         lends = [__version__, json.dumps(_files())]
         return [self.path, "-P", "-c", _BOOT, grpo_core, *lends, str(fd), str(os.getpid())]
 
     def variables(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment variables of a child: as for the parent, but its programs come first."""
+        """Return a child's environment variables: the parent's, with its own programs first in PATH."""
         kept = {name: value for name, value in environ.items() if name != "PYTHONHOME"}
         return {**kept, "PATH": os.pathsep.join([os.path.dirname(self.path), kept.get("PATH", os.defpath)])}
 
 
 def from_here(env_vars: Mapping[str, str], key: str) -> dict[str, str]:
-    """Replace ``$NAME`` and ``${NAME}`` in values by variables of this process, which no file of a run has.
+    """Replace ``$NAME`` and ``${NAME}`` by this process's variables, which no file of a run contains.
 
-    ``$$`` becomes a dollar sign; one that is followed by no name stays as it is.
+    ``$$`` becomes a dollar sign; a ``$`` without a name is unchanged.
 
     Raises ConfigError if a variable is not set.
     """
@@ -109,7 +109,7 @@ def from_here(env_vars: Mapping[str, str], key: str) -> dict[str, str]:
 
 
 def variables_of(env_vars: Mapping[str, str], key: str) -> dict[str, str]:
-    """Return the variables that ``from_here`` takes.  Raises ConfigError if one is not set."""
+    """Return the variables that ``from_here`` reads.  Raises ConfigError if one is not set."""
     known = {}
     for name, text in env_vars.items():
         for found in REFERENCE.finditer(text):

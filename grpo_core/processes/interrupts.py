@@ -1,7 +1,7 @@
-"""Signals that ask the program to end: ctrl-C, SIGTERM, and SIGHUP, which comes when a terminal is closed.
+"""Signals that end the program: ctrl-C, SIGTERM, and SIGHUP from a closed terminal.
 
-The innermost receiver gets them.  Where there is none, they raise KeyboardInterrupt.  A library may swallow
-that, so the next receiver gets such a signal as well.
+The innermost receiver gets them.  Without one they raise KeyboardInterrupt.  A library may swallow it, so the
+next receiver gets such a signal again.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import Any, NoReturn
 INTERRUPTED = 130
 """Exit status after one of these signals."""
 LEAVING = 5.0
-"""Seconds that threads and libraries have when an interrupted program exits."""
+"""Seconds for threads and libraries to end when an interrupted program exits."""
 
 OnSignal = Callable[[str], object]
-"""Receives the name of a signal on the main thread, between any two of its instructions."""
+"""Receives the name of a signal on the main thread, between any two instructions."""
 
 _receivers: list[OnSignal] = []
 _raised: list[str] = []
-"""Signals that have raised KeyboardInterrupt."""
+"""Signals that raised KeyboardInterrupt."""
 _left = False
-"""Whether the program leaves."""
+"""Whether the program is exiting."""
 
 
 def begin() -> None:
@@ -38,7 +38,7 @@ def begin() -> None:
 
 
 def _raise_again(ignored: sys.UnraisableHookArgs) -> None:
-    """Send a signal again whose KeyboardInterrupt Python has swallowed, as in the callbacks of an import."""
+    """Resend a signal whose KeyboardInterrupt Python swallowed, as in the callbacks of an import."""
     if not isinstance(ignored.exc_value, KeyboardInterrupt) or not _raised:
         sys.__unraisablehook__(ignored)
         return
@@ -49,10 +49,10 @@ def _raise_again(ignored: sys.UnraisableHookArgs) -> None:
 
 
 def handle() -> dict[signal.Signals, Any]:
-    """Handle the signals from now on, and return the handlers before; only the main thread can.
+    """Install the handlers, and return the previous ones; only the main thread can.
 
-    SIGHUP stays ignored if it is, as ``nohup`` has started the program.  SIGINT does not: shells let what a
-    script starts with ``&`` ignore it, and who sends it to such a program means it.
+    SIGHUP stays ignored, as under ``nohup``.  SIGINT does not: shells ignore it for programs that a script
+    starts with ``&``, and a sender of it to such a program means it.
     """
     if threading.current_thread() is not threading.main_thread():
         return {}
@@ -60,7 +60,7 @@ def handle() -> dict[signal.Signals, Any]:
     if before[signal.SIGHUP] is signal.SIG_IGN:
         del before[signal.SIGHUP]
     for number in [number for number, handler in before.items() if handler is None]:
-        del before[number]  # Python did not install it, and cannot bring it back
+        del before[number]  # Python did not install it, and cannot restore it
     for number in before:
         signal.signal(number, _receive)
     return before
@@ -78,7 +78,7 @@ def _receive(number: int, frame: object) -> None:
 def received(receive: OnSignal) -> Iterator[None]:
     """Let a function receive the signals, on the main thread; elsewhere do nothing.
 
-    The handlers of the program that calls this come back afterwards.
+    The caller's handlers are restored afterwards.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -96,17 +96,17 @@ def received(receive: OnSignal) -> Iterator[None]:
 
 
 def raise_interrupt(name: str) -> None:
-    """Receive a signal while the main thread is in a call that blocks, such as ``input``."""
+    """Receive a signal during a blocking call of the main thread, such as ``input``."""
     raise KeyboardInterrupt(name)
 
 
 def leave() -> NoReturn:
-    """Exit with ``INTERRUPTED``, also if a thread or a library does not come to its end."""
+    """Exit with ``INTERRUPTED``, even if a thread or a library does not end."""
     global _left
-    import logging  # not before it is needed: ``begin`` is called first of all
+    import logging  # imported late: ``begin`` is called before all else
 
     _left = True
-    logging.disable()  # tasks that were interrupted are no news
+    logging.disable()  # interrupted tasks are expected
     watchdog = threading.Timer(LEAVING, _end_of_left)
     watchdog.daemon = True
     watchdog.start()
@@ -114,7 +114,7 @@ def leave() -> NoReturn:
 
 
 def _end_of_left() -> None:
-    """End a program that leaves, with its status: Python kills itself if code of ``exec`` was interrupted."""
+    """End an exiting program with its status: Python kills itself if code of ``exec`` was interrupted."""
     if _left:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):

@@ -1,14 +1,12 @@
-"""Ends what the children of a process have started, also after the process itself was killed with SIGKILL.
+"""Ends the descendants of a process, even after SIGKILL of the process itself.
 
-Each child has an environment variable of its own, which all programs that descend from it inherit, in
-whatever group or session they run.  Linux shows the variables of a process, so what has a child's mark can be
-found.
+Each child has a unique environment variable, its mark, which all its descendants inherit, in any group or
+session.  Linux shows the variables of a process, so the processes with a mark can be found.
 
-A process that has children also has a watcher: a program that waits until the process has ended, kills what
-still has one of its marks, removes the directories for temporary files that the process could not remove, and
-ends.  The watcher is this file, run with nothing but the standard library: it
-needs a few megabytes, and no time of a processor.  It leads a group of its own, and blocks the signals by
-which a terminal or a scheduler ends a run.
+A process with children also has a watcher: a program that waits for the end of the process, kills the
+processes that still have one of its marks, removes its remaining temporary directories, and exits.  The
+watcher is this file, run with only the standard library: it needs a few megabytes and no CPU time.  It leads
+a separate group, and blocks the signals by which a terminal or a scheduler ends a run.
 """
 
 from __future__ import annotations
@@ -24,22 +22,22 @@ import time
 from collections.abc import Iterator
 
 MARK = "GRPO_CORE_CHILD"
-"""Environment variable whose value is ``SECRET.NUMBER``: the process that has the child, and which child."""
+"""Environment variable with ``SECRET.NUMBER``: the parent process, and the number of the child."""
 PROGRAM = "GRPO_CORE_PROGRAM"
-"""Environment variable of what a child starts and ends by itself; such a program keeps the child's mark."""
+"""Environment variable of programs that a child starts and ends itself; they keep the child's mark."""
 
 _DIRECTORY = "grpo-core-"
-"""Names of directories for temporary files begin so, followed by the secret of the process that made them."""
+"""Prefix of the names of temporary directories, before the secret of their process."""
 _MOST = 10
-"""Number of scans in a row that find something, after which a mark is given up."""
+"""Scans in a row that may find something before a mark is given up."""
 _SCANS = 3
-"""Number of scans in a row that find nothing until a watcher ends: a program may be starting another one."""
+"""Empty scans in a row before a watcher ends: a program may be starting another one."""
 _PAUSE = 0.1
 """Seconds between two scans."""
 _BECOMING = 1.0
-"""Seconds after which a process without variables and arguments is taken for one that has none."""
+"""How long to wait for the variables of a new process to appear in /proc."""
 _PATIENCE = 60.0
-"""Seconds after which a watcher gives up: the kernel keeps a process that waits for a broken device."""
+"""Seconds until a watcher gives up: the kernel keeps a process that waits for a broken device."""
 
 
 class Marks:
@@ -51,34 +49,34 @@ class Marks:
         self._number = 0
 
     def make(self) -> str:
-        """Return a mark that no other child has."""
+        """Return a unique mark for a child."""
         self._begin()
         self._number += 1
         return f"{self._secret}.{self._number}"
 
     def directory(self) -> tempfile.TemporaryDirectory[str]:
-        """Make a directory for temporary files; the watcher removes it if this process is killed first."""
+        """Make a temporary directory; the watcher removes it if this process is killed first."""
         self._begin()
         return tempfile.TemporaryDirectory(prefix=f"{_DIRECTORY}{self._secret}-")
 
     def _begin(self) -> None:
-        if self._owner != os.getpid():  # after a fork, the watcher is that of the process that has forked
+        if self._owner != os.getpid():  # after a fork, the watcher belongs to the original process
             self._owner, self._secret = os.getpid(), os.urandom(16).hex()
             if sys.platform == "linux":
                 _start_watcher(self._secret)
 
 
 def end_marked(mark: str, *, name: str = MARK) -> None:
-    """Kill what has inherited a mark until nothing is left; it may start others meanwhile."""
+    """Kill the processes with a mark until none is left; they may start others meanwhile."""
     for _ in range(_MOST):
         if not kill_marked(mark, name=name):
             return
 
 
 def kill_marked(mark: str, *, name: str = MARK) -> int:
-    """Send SIGKILL to what has inherited a mark, or any mark that begins so if it ends in a dot.
+    """Send SIGKILL to the processes with a mark, or with any mark of this prefix if it ends in a dot.
 
-    Returns the number of processes that were found.
+    Returns the number of processes found.
     """
     wanted = f"{name}={mark}".encode()
     found = 0
@@ -91,7 +89,7 @@ def kill_marked(mark: str, *, name: str = MARK) -> int:
 
 
 def _environments() -> Iterator[tuple[int, list[bytes]]]:
-    """Yield the processes of this user with the environment variables that they began with (Linux only)."""
+    """Yield the processes of this user with their initial environment variables (Linux only)."""
     for name in os.listdir("/proc") if sys.platform == "linux" else []:
         if name.isdecimal():
             with contextlib.suppress(OSError):  # it has ended, or belongs to somebody else
@@ -99,16 +97,16 @@ def _environments() -> Iterator[tuple[int, list[bytes]]]:
 
 
 def variables(pid: int) -> bytes:
-    """Return the environment that a process began with; one that is just becoming a program is waited for.
+    """Return a process's initial environment; wait for one in the middle of ``exec``.
 
-    The kernel shows neither variables nor arguments of it until its new stack is there, which ``Popen`` does
+    The kernel shows neither its variables nor its arguments before its new stack exists, which ``Popen`` does
     not wait for.  Raises OSError.
     """
     process = f"/proc/{pid}"
     until = time.monotonic() + _BECOMING
     while True:
         with open(f"{process}/cmdline", "rb") as file:
-            has_begun = bool(file.read())  # before its variables are read, which come at the same moment
+            has_begun = bool(file.read())  # read before its variables, which appear at the same moment
         with open(f"{process}/environ", "rb") as file:
             found = file.read()
         if found or has_begun or time.monotonic() > until:
@@ -131,7 +129,7 @@ def _start_watcher(secret: str) -> None:
 
 
 def watch(parent: int, secret: str) -> None:
-    """Wait until the parent has ended; kill what has one of its marks, and remove its temporary files."""
+    """Wait for the parent's end; kill the processes with its marks, and remove its temporary files."""
     os.closerange(3, 1024)
     os.chdir("/")
     try:

@@ -1,4 +1,4 @@
-"""The child's side of a child process: its socket, its log, and the signals that it leaves to its parent."""
+"""The child's side of a child process: its socket, its log, and the signals it leaves to its parent."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ class RemoteTraceback(Exception):  # noqa: N818
 
 
 LONGEST_ERROR = 4000
-"""Largest number of characters of an error's message that is sent to the parent."""
+"""Largest number of characters of an error's message sent to the parent."""
 MOST_KEPT, LONGEST_KEPT = 10, 1_000_000
-"""Number of longer errors that a child writes to its log, and of characters of each."""
+"""Number of longer errors that a child writes to its log, and characters of each."""
 
 
 class Connection:
@@ -69,19 +69,19 @@ class Connection:
 
     Args:
         sock: the socket to the parent.
-        own_errors_only: whether other errors than grpo-core's are sent as text, because the parent may not
-            have their classes.
+        own_errors_only: whether to send foreign errors as text, because the parent may not have their
+            classes.
 
     Attributes:
         mask: hides secrets in errors.
-        log: has the whole of what is too long to be sent; it hides secrets by itself.
+        log: receives errors that are too long to send; it masks secrets itself.
     """
 
     def __init__(self, sock: socket.socket, *, own_errors_only: bool = False) -> None:
         self.mask = NOTHING_HIDDEN
         self.log: TextIO | None = None
         self._kept = 0
-        """Number of errors that were written to it."""
+        """Number of errors written to it."""
         self._socket = sock
         self._own_errors_only = own_errors_only
         self._sending = threading.Lock()
@@ -89,13 +89,13 @@ class Connection:
         self._selector.register(sock, selectors.EVENT_READ)
 
     def fileno(self) -> int:
-        """Return the descriptor that is readable when there is a call."""
+        """Return the descriptor, which is readable when there is a call."""
         return self._socket.fileno()
 
     def receive(self, *, wait: bool = True) -> Call | None:
         """Return the next call; without ``wait`` None if there is no call now.
 
-        Raises EOFError if the parent has gone.
+        Raises EOFError if the parent is gone.
         """
         if not wait and not self._selector.select(0):
             return None
@@ -113,7 +113,7 @@ class Connection:
         error = self.mask.error(error)
         if isinstance(error, errors.GrpoError) and len(errors.message_of(error)) > LONGEST_ERROR:
             error.args = (errors.shortened(errors.message_of(error), LONGEST_ERROR),)
-        ends = not isinstance(error, Exception)  # SystemExit, say, which is to end this process and no other
+        ends = not isinstance(error, Exception)  # such as SystemExit, which must end only this process
         if ends or (self._own_errors_only and not isinstance(error, errors.GrpoError)):
             error = errors.GrpoError(errors.describe(error))
         try:
@@ -126,7 +126,7 @@ class Connection:
         self._send(frame)
 
     def _keep_whole(self, error: BaseException, sent: str) -> None:
-        """Write the traceback of an error to the log if it is sent shortened, the first times."""
+        """Write an error's traceback to the log if it is sent shortened; only the first ones."""
         whole = "".join(traceback.format_exception(error))
         if self.log is not None and len(whole) > len(sent) and self._kept < MOST_KEPT:
             self._kept += 1
@@ -206,13 +206,13 @@ def main(fd: int, parent: int, *, own_errors_only: bool = False) -> None:
 
 
 def leave_signals_to_parent() -> None:
-    """Survive what ends a run, which may be sent to all its processes at once; a child ends with its parent.
+    """Ignore the signals that end a run and may reach all its processes; a child ends with its parent.
 
-    What a child starts does not: SIGTERM ends it, by which its own code may end it.
+    Programs that a child starts do not: its code may end them with SIGTERM.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _stay)  # a program does not inherit this, as it would inherit SIG_IGN
+        signal.signal(number, _stay)  # programs do not inherit a handler, but would inherit SIG_IGN
 
     def stay_no_more() -> None:
         for number in (signal.SIGTERM, signal.SIGHUP):
@@ -227,7 +227,7 @@ def _stay(number: int, frame: object) -> None:
 
 
 class _LogFile(io.FileIO):
-    """A file whose errors are ignored: a full or broken disk below a log ends no run."""
+    """A file whose errors are ignored: a full or broken disk under a log does not end a run."""
 
     def write(self, data: Any) -> int:
         try:
@@ -237,7 +237,7 @@ class _LogFile(io.FileIO):
 
 
 class _Log(io.TextIOWrapper):
-    """Writes text in which the mask hides secrets."""
+    """Writes text with its secrets masked."""
 
     def __init__(self, fd: int, mask: Mask) -> None:
         file = io.BufferedWriter(_LogFile(fd, "wb", closefd=False))
@@ -250,7 +250,7 @@ class _Log(io.TextIOWrapper):
 
 
 def _imported(factory: str) -> Any:
-    """Return the attribute of a module, or of a file that need not be installed."""
+    """Return the attribute of a module or of a file."""
     home, _, attribute = factory.rpartition(":")
     if home.endswith(".py"):
         from grpo_core.plugins.installed import import_file

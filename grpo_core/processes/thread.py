@@ -1,8 +1,8 @@
-"""A thread that stands in for a child process, for objects that only this process has.
+"""A thread in place of a child process, for objects that exist only in this process.
 
-Its owner talks to it as to a ``Child``: the same calls over the same kind of socket, so that nothing is
-shared by accident.  What a thread cannot give is protection: code that hangs is left behind on its daemon
-thread at its deadline, and code that crashes takes the process with it.
+It has the interface of a ``Child``: the same calls over the same kind of socket, so that nothing is shared by
+accident.  A thread gives no protection: code that hangs is abandoned on its daemon thread at its deadline,
+and code that crashes takes the process with it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Target(Protocol):
     def description(self) -> object: ...
     def serve(self, connection: Connection) -> None: ...
     def release(self) -> None:
-        """Free what it holds of this process; nothing is called after it."""
+        """Free its resources in this process; the last call."""
 
 
 class ThreadChild(Child):
@@ -68,7 +68,7 @@ class _Serving:
         return self.returncode or 0
 
     def kill(self) -> None:
-        """Leave the thread behind: it ends when its code returns, since the other end closes the socket."""
+        """Abandon the thread: it ends when its code returns, since the other end closes the socket."""
         self._end(1)
 
     def _end(self, code: int) -> None:
@@ -91,7 +91,7 @@ class _Serving:
                 target.serve(connection)
             finally:
                 target.release()
-        except (EOFError, OSError):  # the other end has gone
+        except (EOFError, OSError):  # the other end is gone
             pass
         except BaseException:
             traceback.print_exc()
