@@ -1,4 +1,4 @@
-"""Addresses of servers that an environment or an engine asks, and what one says at the start."""
+"""Addresses of servers for environments and engines, and their descriptions at the start."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from grpo_core.contracts.errors import ConfigError, Unavailable
 from grpo_core.text.untrusted import read_json
 
 LARGEST = 1 << 24
-"""Bytes of an answer at most: descriptions of servers are small, and a wrong server may send anything."""
+"""Largest answer in bytes: descriptions of servers are small, and a wrong server may send anything."""
 
 
 def checked_url(
@@ -31,9 +31,9 @@ def checked_url(
         url: address of a server, with the scheme http or https.
         who: part of the run that names it, for messages.
         remote: whether the server may be on another machine.
-        risk: what speaks against that, as a sentence with its full stop.
+        risk: the risk of that, as a sentence with its full stop.
         option: key of the configuration that allows it.
-        example: address that is right, for messages.
+        example: a valid address, for messages.
 
     Raises ConfigError for an invalid URL, for one with a password, or for one of another machine without
     ``remote``.
@@ -56,11 +56,11 @@ def checked_url(
 
 
 def fetch_json(url: str, *, headers: Mapping[str, str] | None = None, seconds: float = 10.0) -> Any:
-    """Return the JSON that a server answers to GET; for checks at the start, since it blocks.
+    """Return the JSON answer to a GET; for checks at the start, since it blocks.
 
     Proxies of the system are not used, and redirects are not followed.
 
-    Raises Unavailable if nothing answers, or if the answer has another status than 200 or is no JSON.
+    Raises Unavailable if there is no answer, its status is not 200, or it is not JSON.
     """
     request = urllib.request.Request(url, headers=dict(headers or {}))
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects)
@@ -72,14 +72,14 @@ def fetch_json(url: str, *, headers: Mapping[str, str] | None = None, seconds: f
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Takes a redirect for an error: it could name another machine."""
+    """Treats a redirect as an error: it could name another machine."""
 
     def redirect_request(self, *args: Any, **kwargs: Any) -> None:
         return None
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is this machine by an address that no other machine reaches."""
+    """Whether a host is a loopback address of this machine."""
     if host == "localhost":
         return True
     try:

@@ -1,4 +1,4 @@
-"""An engine in a child process: its parent's side, whatever decodes in the child.
+"""An engine in a child process: the parent's side, for any decoder.
 
 The child makes a *server*, usually a ``DecodingServer``: it answers the calls ``generate(ticket, packed
 requests)`` (see ``wire``), ``cancel(ticket)`` and ``update_weights(weights)``.  The engine is a process and
@@ -37,7 +37,7 @@ class ChildEngine:
         name: the engine's name in messages and in the name of its log.
         server: ``"module:Class"`` or ``"path/to/file.py:Class"`` of the server, usually a
             ``DecodingServer``; made in the child as ``Class(setup=setup, **options)``.
-        options: of the server; they are pickled.
+        options: options of the server; pickled.
         env_vars: environment variables added for the child.
         rests: whether it rests in a step of a trainer on its GPU; the server defines ``rest`` and ``wake``.
     """
@@ -62,20 +62,20 @@ class ChildEngine:
         self._starting = asyncio.Lock()
         self._rests = rests
         self._weights: Weights | None = None
-        """The newest weights that a child has held; the next child gets them first."""
+        """The newest weights that a child loaded; the next child gets them first."""
         self._deaths = RestartBudget(MAX_DEATHS)
         self._closed = False
         self._cancelling: set[asyncio.Task[Any]] = set()
         self.positions = 0
-        """Largest number of tokens of a prompt with its completion; 0 until the child has said so."""
+        """Largest number of tokens of a prompt with its completion; 0 until the child reports it."""
         self._child: Child | None = self._start()
         self._ready = False
-        """The child holds ``_weights``."""
+        """Whether the child holds ``_weights``."""
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Return one completion for each request, in order.
 
-        Cancelling the task frees the rows.  Raises EngineError if the child died (ask again), if it died
+        Cancelling the task frees the rows.  Raises EngineError if the child died (retry), if it died
         ``MAX_DEATHS`` times in a row (do not), or if a request cannot be decoded.
         """
         try:
@@ -95,7 +95,7 @@ class ChildEngine:
         return wire.unpack_completions(answer)
 
     async def update_weights(self, weights: Weights) -> None:
-        """Return when every later token is sampled from ``weights``.
+        """Load ``weights``; return when every later token is sampled from them.
 
         Raises WeightSyncError if they could not be read or are not the model's, or if neither the child nor a
         new one answered within the setup's deadline; ModelError if the model's configuration cannot be used.
@@ -121,7 +121,7 @@ class ChildEngine:
             self._starting.release()
 
     async def _say(self, method: str) -> None:
-        """Call a method of the child; one that dies of it has given its memory back."""
+        """Call a method of the child; a child that dies in it has returned its memory."""
         child = self._child
         try:
             await self.ask(method)
@@ -180,7 +180,7 @@ class ChildEngine:
             return child
 
     async def _give(self, weights: Weights) -> None:
-        """Give the weights to the child; start a new one if it has died, and once if it does not answer."""
+        """Send the weights to the child; start a new one if it died, and once if it does not answer."""
         seconds, late = self._setup.deadline, False
         while True:
             child = self._living_child()
@@ -203,7 +203,7 @@ class ChildEngine:
             return
 
     def _living_child(self) -> Child:
-        """The child, or a new one in its place; EngineError if there is no use in that."""
+        """Return the child, or a new one.  Raises EngineError if closed, or after too many deaths."""
         if self._closed:
             raise EngineError(f"{self.name} is closed")
         if self._child is not None and not self._child.alive:
@@ -214,7 +214,7 @@ class ChildEngine:
         return self._child
 
     def _died(self, child: Child, why: GrpoError) -> None:
-        """Note the death once, however many calls report it; raise EngineError if it was one too many."""
+        """Record a death once, for any number of reports.  Raises EngineError after too many deaths."""
         if child is self._child:
             child.kill()
             self._child, self._ready = None, False

@@ -1,4 +1,4 @@
-"""Engines that give text: a hosted model plays like any other, and nothing that it says can be trained."""
+"""Engines that return only text: a hosted model plays like any other, but its replies cannot be trained."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class TextRenderer:
     """A ``Renderer`` whose token ids stand for whole conversations and replies.
 
     The rollout code handles tokens; a hosted model handles messages.  The ids of a prompt are a digest of its
-    conversation; the first id of a completion is the number of its reply, and there are as many as the
-    service has counted.  ``without_tokens`` takes them away at the end.
+    conversation; the first id of a completion is the number of its reply, and their number is the service's
+    token count.  ``without_tokens`` removes them at the end.
     """
 
     stop_token_ids: tuple[int, ...] = ()
     context = vocabulary = tokens = 2**31
-    """The service keeps its own limits."""
+    """The service enforces its own limits."""
 
     def __init__(self) -> None:
         self._conversations: dict[tuple[int, ...], Conversation] = {}
@@ -60,7 +60,7 @@ class TextRenderer:
         return ids
 
     def continuation_ids(self, messages: Sequence[Message], **_: Any) -> None:
-        """Return None: each request to the service has the whole conversation."""
+        """Return None: each request to the service contains the whole conversation."""
         return None
 
     def message(self, text: str, *, token_ids: Ids, **_: Any) -> Message:
@@ -71,11 +71,11 @@ class TextRenderer:
         return [str(self._replies.get(row[0], {}).get("content") or "") for row in rows]
 
     def conversation(self, ids: Ids) -> Conversation:
-        """Return the messages and the tools that the ids of a prompt stand for."""
+        """Return the messages and the tools behind the ids of a prompt."""
         return self._conversations[tuple(ids.tolist())]
 
     def completion(self, reply: Reply, request: GenerationRequest) -> Completion:
-        """Return the completion that stands for a reply.  Raises PluginError for one that is malformed."""
+        """Return the completion for a reply.  Raises PluginError for a malformed one."""
         try:
             (message,) = normalised([reply.message], sampled=True)
         except MessageError as error:
@@ -96,7 +96,7 @@ class TextRenderer:
 
 
 class PlayingText(Engine):
-    """An ``Engine`` around one that gives text.
+    """An ``Engine`` around one that returns text.
 
     Args:
         renderer: the renderer of its session, whose token ids it reads.
@@ -125,5 +125,5 @@ class PlayingText(Engine):
 
 
 def without_tokens(rollout: Rollout) -> Rollout:
-    """Return a rollout of an engine that gives text without the ids that stand for texts."""
+    """Return a rollout of a text engine without the ids that stand for texts."""
     return evolve(rollout, segments=())

@@ -1,4 +1,4 @@
-"""Engines around other engines: what they do not change is the inner engine's, so that nothing is lost."""
+"""Engines around other engines; they pass on the attributes of the inner engine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class WrappedEngine(Engine):
 class LimitedEngine(WrappedEngine):
     """An engine behind a queue: a request waits here, oldest first, until one of ``requests`` places is free.
 
-    The requests of one call take a place each, so a call with more requests than places is answered, too.
+    Each request of a call takes one place, so a call may have more requests than places.
     """
 
     def __init__(self, engine: Engine, requests: int) -> None:
@@ -50,9 +50,9 @@ class LimitedEngine(WrappedEngine):
 
 
 class BackgroundMetrics:
-    """The metrics of an engine that answers later: each call returns the last answer, and asks again.
+    """Metrics fetched in the background: each call returns the last answer and requests the next one.
 
-    An engine has it as its attribute ``metrics``.
+    An engine uses it as its attribute ``metrics``.
 
     Args:
         ask: returns the metrics, or None if there are none now.  After an error the last answer stays.
@@ -81,6 +81,6 @@ class BackgroundMetrics:
 
 
 def measured(engine: Engine) -> Mapping[str, float]:
-    """Return what an engine measures itself; nothing if it measures nothing."""
+    """Return an engine's own metrics; empty if it has none."""
     read: Callable[[], Mapping[str, float]] = getattr(engine, "metrics", dict)
     return read()

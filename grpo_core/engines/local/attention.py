@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _TILE = 1 << 18
-"""Number of elements of a product held at once: about what fits into a core's cache."""
+"""Elements of a product held at once: about the size of a core's cache."""
 
 
 def attend_columns(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
@@ -37,7 +37,7 @@ def attend_columns(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None)
 
 
 def attend_rows_first(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-    """Do the same with torch's fused kernels, for keys and values laid out as [R, KV, S, D]."""
+    """Like ``attend_columns``, with torch's fused kernels, for keys and values laid out as [R, KV, S, D]."""
     out = F.scaled_dot_product_attention(
         q.permute(3, 0, 1, 2),  # the G heads of a KV head become G queries, so keys are not repeated
         keys.permute(3, 1, 0, 2),

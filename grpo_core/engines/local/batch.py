@@ -23,7 +23,7 @@ from grpo_core.engines.local.columns import Columns
 from grpo_core.engines.local.stopping import StopStrings
 
 DEAD_SHARE = 0.1
-"""Share of finished rows at which the others move together."""
+"""Fraction of finished rows at which the others move together."""
 
 Finished = tuple[int, "Completion | EngineError"]
 Entry = tuple[int, GenerationRequest]
@@ -38,8 +38,8 @@ class Cache(Protocol):
         """Append rows; row i continues prompt ``of[i]``.
 
         Args: ids [P, T] prompts padded on the left; lengths [P]; of [n] indices into the prompts.
-        Returns: logits [n, V] float32 of the tokens after the prompts; the caller may overwrite them, and
-        the next call does.
+        Returns: logits [n, V] float32 of the tokens after the prompts; the caller may overwrite them, as the
+        next call does.
         """
         ...
 
@@ -67,7 +67,7 @@ class EngineModel(Protocol):
         ...
 
     def load(self, buckets: Iterable[Mapping[str, Tensor]]) -> None:
-        """Copy all weights, which come some at a time."""
+        """Copy all weights, which arrive in buckets."""
         ...
 
     def new_cache(self) -> Cache: ...
@@ -93,7 +93,7 @@ class DecodingBatch:
         self._births = empty
         """The time of each row's first token."""
         self._ends = empty
-        """The time of each row's last token, unless it stops before."""
+        """The time of each row's last token, unless it stops earlier."""
         self._alive = empty.bool()
         self._inverse_temperatures = empty.float()
         self._cuts = torch.empty(0, 3, dtype=torch.float64, device=self._device)
@@ -165,7 +165,7 @@ class DecodingBatch:
         self._stops = torch.cat([old, new.t().to(self._device)], 1)
 
     def _summarise(self) -> None:
-        """Precompute what all rows have in common, so that a step does not look at rows."""
+        """Precompute what all rows share, so that a step does not loop over rows."""
         self._warm = bool((self._inverse_temperatures != 1).any())
         self._any_cut = bool(self._cuts.any())
         self._any_greedy = bool(self._greedy.any())

@@ -19,7 +19,7 @@ KEPT_BYTES = 64 << 20
 
 
 class Columns:
-    """A set of tensors of which columns ``start`` to ``end`` of the first ``rows`` rows are in use.
+    """A set of tensors; columns ``start`` to ``end`` of the first ``rows`` rows are in use.
 
     Args:
         middle: the dimensions between column and row, and the dtype, of each tensor.
@@ -109,7 +109,7 @@ class Columns:
 
 
 def _zeros(size: int, like: Tensor) -> Tensor:
-    """Make zeros; on a CPU in pages of their own, so that unused columns take no memory."""
+    """Make zeros; on a CPU in separate pages, so that unused columns take no memory."""
     if like.device.type != "cpu":
         return like.new_zeros(size)
     return torch.frombuffer(mmap.mmap(-1, size * like.element_size()), dtype=like.dtype)

@@ -2,12 +2,12 @@
 
 waiting (FIFO)  --admit-->  rows of a DecodingBatch  --each step one token-->  finished Completions
 
-Requests for one token have a queue of their own, which comes first: they need no row beyond the step that
-they join, so they hold up nobody.
+Requests for one token have a separate queue, which comes first: they need no row after the step that they
+join, so they delay no other request.
 
-The last bits of a logprob depend on the rows that are decoded beside its own: kernels are chosen by the
-number of rows, and angles count from the first column of a batch.  ``Decoder`` lets rows join at any time,
-which is fast.  ``SeparateCalls`` decodes each call alone, so that equal calls have equal completions.
+The last bits of a logprob depend on the rows that are decoded with it: kernels are chosen by the number of
+rows, and angles count from the first column of a batch.  ``Decoder`` lets rows join at any time, which is
+fast.  ``SeparateCalls`` decodes each call alone, so that equal calls have equal completions.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Decoder:
         self._max_rows = max_rows
         self._stops = stops or StopStrings(None)
         self._brief: deque[Entry] = deque()
-        """Requests for one token that wait."""
+        """Waiting requests for one token."""
         self._waiting: deque[Entry] = deque()
-        """All others."""
+        """All other waiting requests."""
         self._batches: list[DecodingBatch] = []
         self._rows_join = model.rows_join
         self.version = -1
@@ -92,11 +92,11 @@ class Decoder:
         if not self._rows_join:
             self._batches = [batch for batch in self._batches if batch.alive]
         for batch in self._batches:
-            if not batch.alive:  # it stays for the rows to come
+            if not batch.alive:  # it is kept for later rows
                 batch.compact()
 
     def _admitted(self) -> list[Entry]:
-        """Take the requests that there is room for now: of each queue those that have waited longest."""
+        """Take the requests that fit now, the oldest of each queue first."""
         return _take_entries((self._brief, self._waiting), self._room())
 
     def _room(self) -> int:
@@ -104,9 +104,9 @@ class Decoder:
 
 
 class SeparateCalls(Decoder):
-    """Decodes each call alone: a completion depends on its call and on the weights, and on nothing else.
+    """Decodes each call alone: a completion depends only on its call and on the weights.
 
-    It is slower, since the rows of several calls share no products.
+    It is slower, since calls do not share matrix products.
     """
 
     def __init__(self, model: EngineModel, *, max_rows: int = 512, stops: StopStrings | None = None) -> None:
@@ -114,7 +114,7 @@ class SeparateCalls(Decoder):
         self._rows_join = False
         self._brief_parts: deque[Sequence[Entry]] = deque()
         self._parts: deque[Sequence[Entry]] = deque()
-        """Calls that wait, divided by their own requests alone; brief parts are for one token each."""
+        """Waiting calls, split by their own requests alone; brief parts are for one token each."""
 
     @property
     def busy(self) -> bool:
@@ -139,7 +139,7 @@ class SeparateCalls(Decoder):
         super().clear()
 
     def _admitted(self) -> list[Entry]:
-        """Take the part that has waited longest, if there is room for all of it."""
+        """Take the oldest part if all of it fits."""
         parts = self._brief_parts or self._parts
         fits = parts and len(parts[0]) <= self._room()
         return list(parts.popleft()) if fits else []

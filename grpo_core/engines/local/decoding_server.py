@@ -43,12 +43,12 @@ class _Update:
 class DecodingServer(ABC):
     """Base class of the object that a ``ChildEngine`` makes in its child process.
 
-    A subclass says how requests are decoded; this class keeps the calls apart, answers them, and lets weights
-    change between two steps.  All methods are called on the child's main thread, one after another.
+    A subclass decodes requests; this class separates and answers the calls, and changes weights between two
+    steps.  All methods are called on the child's main thread, one after another.
 
     Errors: an EngineError of ``check`` or ``add`` fails that call, an EngineError of ``step`` fails all
     requests that are running.  A GrpoError of ``load`` fails the update, and the engine must then still hold
-    the weights before.  Any other exception ends the process; the parent starts another one with the last
+    the previous weights.  Any other exception ends the process; the parent starts another one with the last
     weights, so no token is sampled by an engine in an unknown state.
     """
 
@@ -56,7 +56,7 @@ class DecodingServer(ABC):
     """The engine's name in messages."""
     positions: int = 0
     """Largest number of tokens of a prompt with its completion, known when the first weights are loaded; 0
-    means that nothing but the model limits it."""
+    means that only the model limits it."""
 
     _connection: Connection
 
@@ -78,7 +78,7 @@ class DecodingServer(ABC):
 
         A plain method, or a generator: each ``yield`` lets the server decode one more step meanwhile.  Raises
         WeightSyncError if the weights cannot be read or are not this model's, ModelError if the model cannot
-        be used; the engine then still holds the weights before.
+        be used; the engine then still holds the previous weights.
         """
 
     @abstractmethod
@@ -87,10 +87,10 @@ class DecodingServer(ABC):
 
     @abstractmethod
     def add(self, key: int, request: GenerationRequest) -> None:
-        """Take a request, which asks for at least one token; ``key`` names it from now on."""
+        """Take a request for at least one token; ``key`` identifies it."""
 
     def add_call(self, entries: Sequence[tuple[int, GenerationRequest]]) -> None:
-        """Take all requests of one call, or none; for servers that must know what came together."""
+        """Take all requests of one call, or none; for servers that must know which came together."""
         added: set[int] = set()
         try:
             for key, request in entries:
@@ -109,14 +109,14 @@ class DecodingServer(ABC):
 
     @abstractmethod
     def forget(self, keys: set[int]) -> None:
-        """Stop decoding these running requests, whose results are not needed any more."""
+        """Stop decoding these running requests; nobody needs their results."""
 
     def rest(self) -> None:
-        """Give the memory of a GPU back, also in the middle of requests: no step comes before ``wake``."""
+        """Release the memory of a GPU, even during requests: no step comes before ``wake``."""
         raise NotImplementedError
 
     def wake(self) -> None:
-        """Take the memory again.  Raises EngineError if there is too little."""
+        """Reacquire the memory.  Raises EngineError if there is too little."""
         raise NotImplementedError
 
     @property
@@ -218,7 +218,7 @@ class DecodingServer(ABC):
         self._connection.fail(id, error)
 
     def _cancel(self, ticket: int) -> None:
-        """Forget a call, which is not answered."""
+        """Forget a call; it gets no answer."""
         call = self._calls.pop(ticket, None)
         if call is not None and call.running:
             for key in call.running:

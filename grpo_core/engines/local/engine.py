@@ -11,8 +11,8 @@ class LocalEngine(ChildEngine):
 
     Args:
         device: "cpu", "cuda", or "auto": a GPU if there is one.
-        dtype: type of weights, keys and values: "float32", "bfloat16", or "auto": as the trainer sends them.
-        max_rows: requests that are decoded at once.  The others wait in order; those for one token go first.
+        dtype: type of weights, keys and values: "float32", "bfloat16", or "auto" for the trainer's type.
+        max_rows: requests decoded at once.  The others wait in order; requests for one token go first.
     """
 
     def __init__(

@@ -48,16 +48,16 @@ class TransformersModel:
         self.max_positions = int(getattr(text, "max_position_embeddings", None) or 2**31)
         self.description = f"transformers' forward ({config.model_type})"
         self._arguments = set(inspect.signature(module.forward).parameters)
-        # the name since transformers 5.24, which warns of the other one and removes it in 5.40
+        # the name since transformers 5.24; the old one warns and is removed in 5.40
         self._cache_argument = "cache" if "cache" in self._arguments else "past_key_values"
         self._names = checkpoint_tensors(module), module_tensors(module)
-        """Places of the tensors by the names of the family's checkpoints, and by those of its modules."""
+        """Places of the tensors by the names in the family's checkpoints, and by the names of its modules."""
         self._tied = {name for name, _ in module.named_parameters(remove_duplicate=False)} - set(
             self._names[1]
         )
 
     def check(self, shapes: Shapes) -> None:
-        """Take the names of checkpoints, or those of modules, which a checkpoint may have been saved with."""
+        """Accept the names of checkpoints or of modules: a checkpoint may have been saved with either."""
         checkpoint, modules = self._names
         tensors = modules if shapes.keys() & modules.keys() - checkpoint.keys() else checkpoint
         buffers = {name for name, tensor in tensors.items() if isinstance(tensor, torch.nn.Buffer)}
@@ -84,7 +84,7 @@ class TransformersModel:
 
 
 class TransformersCache:
-    """A DynamicCache and the attention mask that goes with it."""
+    """A DynamicCache and its attention mask."""
 
     def __init__(self, model: TransformersModel) -> None:
         from transformers import DynamicCache

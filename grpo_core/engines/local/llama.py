@@ -122,7 +122,7 @@ class Llama:
         self.layers = [self._layer(f"model.layers.{i}.") for i in range(shape.layers)]
         self.embedding = self._place(shape.vocabulary, shape.width, name="model.embed_tokens.weight")
         self.norm = self._place(shape.width, name="model.norm.weight")
-        if shape.tied:  # a tensor of its own, because the last norm's weight is folded into it
+        if shape.tied:  # a separate tensor, because the last norm's weight is folded into it
             self.head = torch.zeros_like(self.embedding)
         else:
             self.head = self._place(shape.vocabulary, shape.width, name="lm_head.weight")
@@ -256,7 +256,7 @@ class LlamaCache:
         """The time of each row's first token, [R]."""
         self._ragged = False
         self._turns = (0, torch.empty(0), torch.empty(0))
-        """Rotary angles of the coming columns, with the time of the first of them."""
+        """Rotary angles of the next columns, with the time of the first."""
 
     def prefill(self, ids: Tensor, lengths: Tensor, of: Tensor) -> Tensor:
         (prompts, longest), model, columns = ids.shape, self._model, self._columns
@@ -310,7 +310,7 @@ class LlamaCache:
         self._look()
 
     def _look(self) -> None:
-        """Precompute what all rows have in common, so that a step does not look at rows."""
+        """Precompute what all rows share, so that a step does not loop over rows."""
         if len(self._starts):
             first, last = int(self._starts.min()), int(self._starts.max())
             self._columns.start = first - self._columns.offset

@@ -10,8 +10,8 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 COLUMNS = 1.6
 """Columns of keys and values for each token of the longest row.
 
-There is one for each token where all rows begin together, and two where they come and go: columns are used
-again once half are free.  This is what ``tests/benchmarks/bench_doctor.py`` measures in asynchronous runs.
+It is 1 if all rows begin together, and 2 if they come and go: columns are reused once half are free.  The
+value is from ``tests/benchmarks/bench_doctor.py`` in asynchronous runs.
 """
 
 
@@ -50,6 +50,6 @@ def memory(
             change="engine.options.max_rows",
         ),
     ]
-    if config.get("tie_word_embeddings"):  # its head is a tensor of its own
+    if config.get("tie_word_embeddings"):  # its head is a separate tensor
         parts.append(MemoryPart(name="head", nbytes=size * vocabulary * width, device=where, certain=False))
     return parts

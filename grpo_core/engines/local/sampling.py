@@ -59,11 +59,11 @@ def sample(
         logits: [R, V] float32; overwritten.
         uniforms: [R] float64 in [0, 1).
         inverse_temperatures: [R]; None: all 1.
-        cuts: [R, 3] as ``cut_`` takes them; None: no row is cut.
+        cuts: [R, 3], see ``cut_``; None: no row is cut.
 
     Returns:
-        tokens [R] int64, and their logprobs [R] float32 under the distribution that was sampled from
-        (NaN where a row's logits hold no distribution).  A token of probability 0 is never returned.
+        tokens [R] int64, and their logprobs [R] float32 under the sampling distribution (NaN if a row's
+        logits are not a distribution).  A token of probability 0 is never returned.
     """
     if inverse_temperatures is not None:
         logits.mul_(inverse_temperatures[:, None])
@@ -86,7 +86,7 @@ def cut(*, top_k: int, top_p: float, min_p: float) -> tuple[float, float, float]
 def cut_(scores: Tensor, cuts: Tensor) -> Tensor:
     """Set the scores of tokens that must not be sampled to -inf, in place; return ``scores``.
 
-    As transformers' warpers do it, in the order top_k, top_p, min_p, each on what the one before has left.
+    Like transformers' warpers, in the order top_k, top_p, min_p, each on the tokens that remain.
 
     Args:
         scores: logits [R, V] at the sampling temperature.
@@ -108,7 +108,7 @@ def cut_(scores: Tensor, cuts: Tensor) -> Tensor:
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the likeliest token of each row of ``logits`` [R, V], and its logprob at temperature 1."""
+    """Return the most likely token of each row of ``logits`` [R, V], and its logprob at temperature 1."""
     tokens = logits.argmax(-1)
     logprobs = logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
     return tokens, logprobs

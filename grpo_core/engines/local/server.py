@@ -1,4 +1,4 @@
-"""The child process of the engine ``local``: takes calls between decoding steps."""
+"""The child process of the engine ``local``: handles calls between decoding steps."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Server(DecodingServer):
         self._decoder: Decoder | None = None
 
     def load(self, weights: Weights) -> Iterator[None]:
-        """Read the weights twice: once to verify all of them during decoding, once to take them."""
+        """Read the weights twice: once to verify all of them during decoding, once to apply them."""
         shapes: dict[str, tuple[int, ...]] = {}
         for bucket in read_buckets(weights, device=self._device):
             shapes |= {name: tuple(tensor.shape) for name, tensor in bucket.items()}
@@ -76,7 +76,7 @@ class Server(DecodingServer):
         assert self._decoder is not None
         try:
             return self._decoder.step()
-        except Exception as error:  # out of memory, say: these requests fail, and others may fit
+        except Exception as error:  # such as out of memory: these requests fail, and others may fit
             self._decoder.clear()
             raise EngineError(f"engine local: decoding failed: {error!r}") from error
 

@@ -22,7 +22,7 @@ class StopStrings:
         self._may_end: dict[tuple[str, ...], list[bool]] = {}
 
     def window(self, stop: tuple[str, ...]) -> int:
-        """Return how many last tokens contain any string whole; a character may be several bytes."""
+        """Return how many last tokens are sure to cover a string; a character may be several bytes."""
         return max(len(string.encode()) for string in stop) + _SLACK
 
     def ended(self, stop: tuple[str, ...], tokens: Sequence[int]) -> bool:
