@@ -1,4 +1,4 @@
-"""Prints what went wrong on the command line: one message, and a traceback only of a fault of ours."""
+"""Prints errors on the command line: one message, and a traceback only for our own bugs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from grpo_core.contracts.errors import one_line, out_of_memory, shortened, trace
 from grpo_core.contracts.unicode import inert
 
 LONGEST_ERROR = 6_000
-"""Number of characters of an error that are printed."""
+"""Largest number of characters printed of an error."""
 
 
 def unexpected(error: Exception) -> str:
-    """Return one line if memory is missing, wherever a library noticed it, and else the traceback.
+    """Return one line if memory ran out, wherever a library noticed it, otherwise the traceback.
 
     The notes of the error follow: they say what was saved.
     """
@@ -31,7 +31,7 @@ def unexpected(error: Exception) -> str:
 
 
 def _memory_limit() -> str:
-    """Return what limits the memory of this process, and what helps."""
+    """Return the memory limit of this process, and a remedy."""
     most, _ = resource.getrlimit(resource.RLIMIT_AS)
     if most == resource.RLIM_INFINITY:
         return "this machine or container has none left; end other programs, or give it more"
@@ -39,17 +39,17 @@ def _memory_limit() -> str:
 
 
 def say(text: str) -> None:
-    """Print a line of a command's result at once; it may quote what a model or a plugin said."""
+    """Print a line of a command's result and flush; it may quote a model or a plugin."""
     print(inert(text), flush=True)
 
 
 def complain(text: str) -> None:
-    """Print an error; it may quote what a model said, and all of it."""
+    """Print an error; it may quote a model's output in full."""
     print(inert(shortened(text, LONGEST_ERROR)), file=sys.stderr)
 
 
 class _Terminal(io.FileIO):
-    """A terminal.  What is written after it was closed is dropped: the program may have work to save."""
+    """A terminal.  Output after it was closed is dropped: the program may have work to save."""
 
     def write(self, data: Any) -> int:
         try:
@@ -61,7 +61,7 @@ class _Terminal(io.FileIO):
 
 
 def outlive_terminal() -> None:
-    """Let standard output and standard error outlive the terminal that they are."""
+    """Let standard output and standard error survive the end of their terminal."""
     sys.stdout, sys.stderr = (
         io.TextIOWrapper(
             io.BufferedWriter(_Terminal(stream.fileno(), "wb", closefd=False)),
@@ -85,12 +85,12 @@ def to_a_reader() -> Iterator[None]:
 
 
 def drop_output() -> None:
-    """Drop all further output, and what Python has not flushed yet."""
+    """Drop all further output, and Python's unflushed output."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def make_log_inert() -> None:
-    """Let warnings that no handler was configured for quote hostile text without doing what it says."""
+    """Escape hostile text in warnings that no configured handler prints."""
 
     class Inert(logging.Formatter):
         def format(self, record: logging.LogRecord) -> str:

@@ -29,8 +29,7 @@ NAMED: Mapping[str, tuple[str, type | None]] = {
     "validation.sets": ("validation.sets", configuration.ValidationSetConfig),
     "optimizer.groups": ("optimizer.groups", configuration.ParameterGroupConfig),
 }
-"""Tables that a user names, by the key that holds them: where they stand, and their kind unless it is
-options."""
+"""Tables that a user names, by their key: their place, and their kind unless it is options."""
 HEADER = (
     "These are the defaults for the model {model!r}; `grpo-core config --set model.path=PATH` prints those "
     "of another one. A line behind a # without a space is not set."
@@ -79,7 +78,7 @@ def _table(
     only: Sequence[str] = (),
     added: Mapping[PluginSection, Any] = MappingProxyType({}),
 ) -> Iterator[str]:
-    """Yield the lines of a table: its keys first, then the tables in it; without a value it is not set.
+    """Yield the lines of a table: its keys first, then its tables; a table without a value is not set.
 
     Sections that plugins add to it are in ``added``, with their values.
     """
@@ -137,12 +136,12 @@ def _key(field: attrs.Attribute[Any], table: Any, meaning: str) -> Iterator[str]
 
 
 def _set(line: str, value: Any) -> str:
-    """Return a line, behind a # if there is no value."""
+    """Return a line, commented out if there is no value."""
     return f"#{line}" if value is None else line
 
 
 def _table_of(kind: Any) -> type | None:
-    """Return the class of a table, also of one that may be left out; None for the type of a plain value."""
+    """Return the class of a table, also of an optional one; None for the type of a plain value."""
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         kind = next((each for each in typing.get_args(kind) if each is not types.NoneType), None)
     return kind if isinstance(kind, type) and attrs.has(kind) else None

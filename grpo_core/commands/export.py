@@ -30,7 +30,7 @@ SECTIONS = (
     *("tasks", "model", "rollout", "advantage", "shaping", "loss", "optimizer", "trainer", "pipeline"),
     *("sampler", "dynamic_sampling", "filters"),
 )
-"""Sections of the configuration that say how a model was trained; the others say where."""
+"""Sections of the configuration that describe how a model was trained; the others describe where."""
 
 
 @frozen(kw_only=True)
@@ -42,7 +42,7 @@ class Export:
     checkpoint: Path
     step: int
     form: Form | None
-    """None for a run that trained all weights, which has one form."""
+    """None for a run that trained all weights: it has only one form."""
 
     @property
     def saved(self) -> Path:
@@ -103,7 +103,7 @@ def find(directory: Path, step: int | None, form: Form | None) -> Export:
 
 
 def write(export: Export, target: Path) -> None:
-    """Write the directory as a whole or not at all.  Raises ConfigError if there is something already."""
+    """Write the directory completely or not at all.  Raises ConfigError if it exists."""
     if target.exists() or target.is_symlink():
         raise ConfigError(f"{target}: is there already; give another directory with --output")
     part = target.with_name(f"{target.name}.part")
@@ -146,7 +146,7 @@ def base_model(export: Export) -> str:
     if path.count("/") == 1 and not Path(path).expanduser().exists():
         return path
     if export.form == "adapters" and not (export.run.model / "config.json").exists():
-        return str(Path(path).expanduser().absolute())  # it need not be there: adapters only name it
+        return str(Path(path).expanduser().absolute())  # it need not exist: adapters only name it
     return str(started_from(export.run, export.config).absolute())
 
 
@@ -154,7 +154,7 @@ def base_model(export: Export) -> str:
 
 
 def card(export: Export) -> str:
-    """Return the text of the model card: where the weights come from, and how they are loaded."""
+    """Return the text of the model card: the origin of the weights, and how to load them."""
     base, run = base_model(export), export.run.path.resolve().name
     of_hub = not Path(base).is_absolute()
     library = "peft" if export.form == "adapters" else "transformers"
@@ -214,7 +214,7 @@ def card(export: Export) -> str:
 
 
 def excerpt(config: Config) -> dict[str, Any]:
-    """Return the settings that say how the model was trained and differ from the defaults."""
+    """Return the training settings that differ from the defaults."""
     usual = Config(
         tasks=dict.fromkeys(config.tasks, TaskConfig(env="")),
         sections=[

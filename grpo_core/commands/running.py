@@ -262,7 +262,7 @@ def _changes(
 
 
 def _profile(directory: Path, steps: int) -> str:
-    """Say where the traces of a run are."""
+    """Return a line with the directory of a run's traces."""
     if any(directory.glob("*.trace.json.gz")):
         return (
             f"the traces of {steps} steps, and torch's tables of them, are in {directory}; "
