@@ -1,1 +1,1 @@
-"""The application: a run, and the parts of it that a configuration names."""
+"""The application: a run and the parts that its configuration names."""

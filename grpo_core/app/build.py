@@ -88,7 +88,7 @@ class Outcome:
     began: int = 0
     """The step after which this process began."""
     proved: int | None = None
-    """The newest version that the canary has proved the engine to use."""
+    """The newest version that the canary proved the engine to use."""
     unproved: int = 0
     """Number of weight syncs since then, or since the first one."""
 
@@ -106,13 +106,13 @@ class RunContext:
     stack: contextlib.AsyncExitStack = field(factory=contextlib.AsyncExitStack)
     """Closes everything that was started."""
     began: float = field(factory=time.monotonic)
-    """Start of the program, on the clock of the event loop, from which a time limit counts."""
+    """Start of the program, and of a time limit, on the clock of the event loop."""
     after: list[Callable[[Event], None]] = field(factory=list)
-    """Each is called with each event that the trackers have received."""
+    """Called with each event after the trackers received it."""
     warnings: list[tuple[str, str]] = field(factory=list)
-    """Causes and messages, found while the run was built; they are raised when it has started."""
+    """Causes and messages from the build of the run; emitted after its start."""
     goal: dict[str, float] = field(factory=dict)
-    """Value of the metric of ``trainer.stop_when``, by its name; each checkpoint contains it."""
+    """Value of the metric in ``trainer.stop_when``, by name; saved in each checkpoint."""
 
     @property
     def directory(self) -> RunDirectory:
@@ -136,11 +136,12 @@ async def train(
     """Train until the last step, a signal, or an error.
 
     On the main thread, SIGINT, SIGTERM and SIGHUP end the run after its step with a checkpoint; a second one
-    ends it at once.  Raises the root cause of what failed; children are gone then, and checkpoints complete.
+    ends it at once.  Raises the root cause of a failure, after all children have ended and checkpoints are
+    complete.
 
     Args:
-        start: the run; of one that has nothing left to train only the trackers start.
-        listeners: trackers besides those of the configuration, by name.
+        start: the run; if nothing is left to train, only the trackers start.
+        listeners: further trackers, by name.
         stop: does what signals do.
     """
     start.directory.forget_end()
@@ -255,7 +256,7 @@ async def _start(run: RunContext) -> Pipeline:
         run.tasks = await run.stack.enter_async_context(around)
         config, pipeline = await build_pipeline(parts.config, run)
     except BaseException:
-        directory.take_back_config()  # a resumed run does not keep changes with which it cannot start
+        directory.take_back_config()  # a resumed run drops changes that prevent its start
         raise
     run.emit(_started(config, run, pipeline.buffer.statistics()))
     for cause, message in run.warnings:
@@ -278,9 +279,9 @@ def _started(config: Config, context: RunContext, buffer: BufferStatistics) -> R
 
 
 async def build_pipeline(config: Config, run: RunContext) -> tuple[Config, Pipeline]:
-    """Start every part of a run whose environments have started, and make its pipeline.
+    """Start the other parts of a run after its environments, and make its pipeline.
 
-    Returns the configuration with the number of steps, too.
+    Also returns the configuration with the number of steps.
     """
     parts, tasks = Parts(config, run.start.host), run.tasks
     devices = await asyncio.to_thread(run.placement.devices, parts.trainer_here, parts.engines(), parts.ranks)
@@ -327,7 +328,7 @@ async def build_pipeline(config: Config, run: RunContext) -> tuple[Config, Pipel
         engines[key] = parts.engine(section, setup, run.placement, devices.engines.get(key, ()))
         run.stack.push_async_callback(engines[key].aclose)
     await asyncio.to_thread(_import_what_is_needed_soon, config)
-    await trainer.started()  # after the imports: a trainer in a thread may import the same
+    await trainer.started()  # after the imports: a trainer in a thread may import the same modules
     if renderer is None:
         renderer, found = await load_renderer()
     pipeline = await _pipeline(parts, run, found, renderer, trainer, plane, engines)
@@ -344,7 +345,7 @@ async def _pipeline(
     plane: DataPlane,
     engines: Mapping[str, Engine],
 ) -> Pipeline:
-    """Connect the parts that have started; continue where the checkpoint of a resumed run left them."""
+    """Connect the started parts; restore them from the checkpoint of a resumed run."""
     config, prompts, held_out = parts.config, found.prompts, found.held_out
     environments = run.tasks.environments
     found_odd = await first_look(config.rollout, environments, prompts, renderer, held_out)
@@ -402,7 +403,7 @@ async def _pipeline(
 
 
 def _restore(run: RunContext, restore: Callable[..., Iterable[str]], *parts: Any) -> None:
-    """Let parts go on where the checkpoint of a resumed run left them, and say what could not be kept."""
+    """Restore parts from the checkpoint of a resumed run, and report what was not restored."""
     if run.start.found:
         for note in restore(run.start.found.directory, *parts):
             run.trackers.status(f"resuming: {note}")
@@ -441,7 +442,7 @@ async def _data_plane(parts: Parts, run: RunContext) -> DataPlane:
     async def close(kind: object, error: BaseException | None, traceback: object) -> None:
         try:
             if plane.remote and error is None:
-                await run.trackers.flush()  # what the run's files lack still, they fetch from the plane
+                await run.trackers.flush()  # trackers still fetch tokens for files from the plane
         finally:
             await plane.aclose()
 
@@ -452,7 +453,7 @@ async def _data_plane(parts: Parts, run: RunContext) -> DataPlane:
 
 
 async def _start_model(parts: Parts, run: RunContext, found: RunPrompts) -> StartModel:
-    """Return the model that the run starts from, which may have to be made first."""
+    """Return the model that the run starts from; make it if necessary."""
 
     async def prompts() -> Mapping[str, Sequence[Prompt]]:
         return found.prompts
@@ -466,7 +467,7 @@ async def _start_model(parts: Parts, run: RunContext, found: RunPrompts) -> Star
             seed=config.seed,
         )
     )
-    if start.prepare is None:  # it may have been downloaded just now
+    if start.prepare is None:  # it may have just been downloaded
         path, template = Path(start.path), chat_template(config.model.chat_template)
         odd = await asyncio.to_thread(check_files, path, template)
         run.warnings += [("model", each) for each in odd]
@@ -474,7 +475,7 @@ async def _start_model(parts: Parts, run: RunContext, found: RunPrompts) -> Star
 
 
 def _trainer(parts: Parts, run: RunContext, model: StartModel, teacher: str, devices: Devices) -> Trainer:
-    """Start the trainer, which makes the model if need be."""
+    """Start the trainer, which makes the model if necessary."""
     run.trackers.status(model.doing)
     setup = evolve(
         parts.trainer_setup(model.path, teacher),
@@ -493,7 +494,7 @@ def _trainer(parts: Parts, run: RunContext, model: StartModel, teacher: str, dev
 
 
 def _import_what_is_needed_soon(config: Config) -> None:
-    """Import modules that take a second, while the trainer starts."""
+    """Import slow modules while the trainer starts."""
     modules = ["transformers.tokenization_utils_tokenizers"]
     if any(task.source.path or task.dataloader for task in config.tasks.values()):
         modules.append("torchdata.stateful_dataloader")
@@ -522,7 +523,7 @@ def _loaders(config: Config, tasks: Tasks, prompts: Mapping[str, Sequence[Prompt
 def _dedicated(
     parts: Parts, run: RunContext, measure: Validation, own: Engine, trained: WeightsTrackingEngine
 ) -> DedicatedValidator:
-    """Make what validates with an engine of its own."""
+    """Make the validator that has its own engine."""
     validation = parts.config.validation
     section = validation.engine
     assert section is not None
@@ -552,7 +553,7 @@ def _save(
 
     async def save(step: int, failure: Failure | None) -> Written:
         cut = checkpoint.cut(buffer, stream, validation, failure)
-        states = run.trackers.states()  # of the same moment
+        states = run.trackers.states()  # at the moment of the cut
         return await checkpoint.begin(
             run.directory.checkpoints,
             step=step,

@@ -22,13 +22,13 @@ SOLVED = 16
 
 
 BUGS = frozenset({"AttributeError", "ImportError", "ModuleNotFoundError", "NameError", "TypeError"})
-"""Errors of a reward function that other replies would not mend."""
+"""Errors of a reward function that mean a bug, whatever the reply."""
 
 
 async def judge_one_reply(
     environments: Mapping[str, EnvironmentPool], prompts: Mapping[str, Sequence[Prompt]]
 ) -> None:
-    """Evaluate one reply of each task.  Raises PluginError if that shows a bug, or no valid result."""
+    """Evaluate one reply of each task.  Raises PluginError for a bug or an invalid result."""
     for task, part in prompts.items():
         environment = environments[task]
         if environment.player is not None or environment.needs_group or not part:
@@ -49,10 +49,10 @@ async def first_look(
     renderer: Renderer,
     held_out: Sequence[HeldOut] = (),
 ) -> dict[str, str]:
-    """Return the messages about settings with which a run would learn little or nothing, by cause.
+    """Return warnings about settings that let a run learn little or nothing, by cause.
 
-    An environment that cannot be asked is passed over: the run itself will say why.  Raises ConfigError if no
-    prompt of a task can be played.
+    An environment that fails is skipped: the run itself reports the error.  Raises ConfigError if no prompt
+    of a task can be played.
     """
     messages = {}
     tools: dict[str, Tools] = {}
@@ -98,7 +98,7 @@ async def first_look(
     played |= {name: each.player for part in held_out for name, each in part.environments.items()}
     for where, what, name, own in looked:
         if own and played[name] is None:
-            with contextlib.suppress(ModelError):  # a template that refuses a prompt is an error later
+            with contextlib.suppress(ModelError):  # a template that rejects a prompt is an error later
                 message = await unplayable(what, own, rollout, renderer, tools.get(name, ()))
                 messages |= {f"long{where or '_prompts'}/{name}": f"{what}: {message}"} if message else {}
     return messages
@@ -111,10 +111,10 @@ def _without_answer(prompts: Sequence[Prompt]) -> int:
 
 
 def conventions(renderer: Renderer, stop: Sequence[str], calling: Sequence[str]) -> dict[str, str]:
-    """Return the messages about replies that are not read as the chat template writes them, by cause.
+    """Return warnings about replies that are parsed differently from the chat template's format, by cause.
 
     Args:
-        stop: texts at which a completion stops.
+        stop: stop strings of completions.
         calling: tasks whose replies may call tools.
     """
     messages = {"misread_replies": misread(renderer, REPLIES)}
@@ -133,7 +133,7 @@ def conventions(renderer: Renderer, stop: Sequence[str], calling: Sequence[str])
 async def conventions_of_validation(
     renderer: Renderer, stop: Sequence[str], held_out: Sequence[HeldOut]
 ) -> dict[str, str]:
-    """Return what ``conventions`` says of the tasks and sets that are measured."""
+    """Return the warnings of ``conventions`` for the measured tasks and sets."""
     calling = [
         name
         for part in held_out
@@ -144,7 +144,7 @@ async def conventions_of_validation(
 
 
 def leaks(prompts: Mapping[str, Sequence[Prompt]], held_out: Sequence[HeldOut]) -> dict[str, str]:
-    """Return a message for each task or set that is validated with prompts that are trained on, by cause."""
+    """Return a warning for each task or set validated with training prompts, by cause."""
     trained = {task: _digests(part) for task, part in prompts.items()} if held_out else {}
     found = {}
     for part in held_out:
@@ -175,7 +175,7 @@ async def _look(
     renderer: Renderer,
     tools: dict[str, Tools],
 ) -> AsyncIterator[tuple[str, str]]:
-    """Yield cause and message of each warning about a task, and remember its tools."""
+    """Yield the cause and message of each warning about a task, and record its tools."""
     if isinstance(prompts, Source) and prompts.left_out + prompts.repeated:
         yield (
             "rows_left_out",

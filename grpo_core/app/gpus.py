@@ -1,7 +1,7 @@
-"""Chooses the GPUs of this machine that the trainer sees, and those that each engine sees.
+"""Assigns the GPUs of this machine to the trainer and the engines.
 
-A process sees GPUs by its environment variable ``CUDA_VISIBLE_DEVICES``.  GPUs are numbered as grpo-core sees
-them, which may be fewer than the machine has.
+A process sees GPUs by its environment variable ``CUDA_VISIBLE_DEVICES``.  GPU numbers count the GPUs visible
+to grpo-core, which may be fewer than the machine has.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ Gpus = tuple[int, ...]
 """The GPUs of one process; empty for a process that uses none."""
 
 DRIVERS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")
-"""Files of which a machine with GPUs has one: of NVIDIA's driver, AMD's, and that of Windows' Linux."""
+"""Device files of the GPU drivers of NVIDIA, AMD and WSL."""
 
 
 @frozen(kw_only=True)
 class Devices:
-    """The choice of GPUs for a run: the environment variables by which its processes see theirs."""
+    """The GPUs of a run, as environment variables of its processes."""
 
     trainer: Mapping[str, str] = field(factory=dict)
     """Environment variables of the trainer's process."""
     engines: Mapping[str, Sequence[Mapping[str, str]]] = field(factory=dict)
-    """Environment variables of each worker, by the engine's key; none if they get GPUs otherwise."""
+    """Environment variables of each worker, by the engine's key; empty if they get GPUs in another way."""
     shared: frozenset[str] = frozenset()
-    """Keys of the engines that compute on a GPU of the trainer."""
+    """Keys of the engines that share a GPU with the trainer."""
     told: str = ""
-    """The choice in words, for the user; empty if there was nothing to choose."""
+    """The choice in words, for the user; empty if there was none."""
 
 
 def visible() -> int:
@@ -62,20 +62,20 @@ def choose(
     joined: Collection[str] = (),
     ranks: int = 1,
 ) -> Devices:
-    """Give the trainer a GPU, and each worker of each engine some, as configured or else by this rule.
+    """Assign GPUs to the trainer and each worker of each engine, as configured or by this rule.
 
-    The trainer gets the first GPU that no engine is given, and the workers share the rest evenly; where they
-    are more than GPUs, they take turns.
+    The trainer gets the first GPU that no engine is configured with, and the workers share the rest evenly;
+    if there are more workers than GPUs, they are assigned round-robin.
 
     Args:
         trainer: None if nothing is trained.
         engines: sections by key, as in "validation.engine".
         count: number of GPUs of this machine.
-        joined: keys of engines that read the memory of the trainer's GPU.  They see it as the last one, since
-            they compute on the first ones.
+        joined: keys of engines that read the memory of the trainer's GPU.  They see it last, since they
+            compute on the first ones.
         ranks: number of the trainer's processes, each with one GPU.
 
-    Raises ConfigError if the configured GPUs are not there, or are not the right number, or collide.
+    Raises ConfigError if configured GPUs do not exist, have the wrong number, or collide.
     """
     if trainer is not None and trainer.device.startswith("cuda") and not count:
         raise ConfigError(
@@ -149,7 +149,7 @@ def _check_list(key: str, gpus: Sequence[int], count: int) -> None:
 
 
 def _given_groups(key: str, engine: EngineConfig) -> list[Gpus] | None:
-    """Return the groups that the section asks for, or None if it leaves the choice."""
+    """Return the groups that the section sets, or None."""
     if engine.gpus:
         size, left = divmod(len(engine.gpus), engine.workers)
         if left or not size:
@@ -166,7 +166,7 @@ def _given_groups(key: str, engine: EngineConfig) -> list[Gpus] | None:
 
 
 def _has_own_choice(engine: EngineConfig) -> bool:
-    """Whether an option of the engine, not ``gpus``, says where it computes: on the CPU, or on "cuda:1"."""
+    """Whether an option of the engine, not ``gpus``, sets its device: the CPU, or "cuda:1"."""
     device = engine.options.get("device")
     return not engine.gpus and (device == "cpu" or _index(device) is not None)
 
@@ -216,7 +216,7 @@ def _of_trainer(
 
 
 def _check_overlap(key: str, engine: EngineConfig, trains: Gpus, *, joined: bool) -> None:
-    """Refuse an engine that is given the trainer's GPU, unless this can only be meant."""
+    """Reject an engine on the trainer's GPU, unless the sharing is clearly intended."""
     gpus = {*engine.gpus}
     if not gpus or not trains:
         return
@@ -245,18 +245,18 @@ def _shares(gpus: Sequence[int], workers: int) -> Iterator[Gpus]:
 
 
 def _variables(group: Gpus) -> dict[str, str]:
-    """Return the environment variables of a process that sees these GPUs, which count among this one's."""
+    """Return the environment variables of a process that sees these of this process's GPUs."""
     if not group:
         return {}
     names = _names(max(group) + 1)
     chosen = {"CUDA_VISIBLE_DEVICES": ",".join(names[gpu] for gpu in group)}
     if os.environ.get("CUDA_VISIBLE_DEVICES"):
-        return chosen  # its numbers count as the user's CUDA does
+        return chosen  # its numbers follow the user's CUDA order
     return chosen | {"CUDA_DEVICE_ORDER": os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")}  # as nvidia-smi
 
 
 def gpus_seen(variables: Mapping[str, str], count: int) -> Gpus:
-    """Return the GPUs that a process with these environment variables sees, as this process counts them.
+    """Return the GPUs visible with these environment variables, as numbers of this process.
 
     Args:
         count: number of GPUs that this process sees.

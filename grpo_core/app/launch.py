@@ -1,4 +1,4 @@
-"""Prepares a run: its configuration is built and checked, and its directory made or opened."""
+"""Prepares a run: builds and checks its configuration, and makes or opens its directory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from grpo_core.storage.run_directory import RunDirectory
 from grpo_core.validation.target import EvalTarget, without_overridden
 
 RUNS = Path("runs")
-"""The directory in which runs are made unless another one is named."""
+"""The default parent directory of runs."""
 
 
 def new_run(
@@ -51,7 +51,7 @@ def new_run(
 
 
 def _of_preset(config: Config, host: PluginHost) -> str:
-    """Return a message about the defaults that the model changes, where the run has their values."""
+    """Return a message about the model's defaults that the run uses."""
     preset = build([model_source(config.model, host).preset], host.sections)
     usual = as_table(build([], host.sections))
     of_run = {key: value for key, _, value in continuing.differences(usual, as_table(config))}
@@ -70,7 +70,7 @@ def continued(
     with wrong_input():
         resumed = continuing.find(path, changes, block, offers)
     try:
-        if resumed.over is None:  # otherwise no part is started
+        if resumed.over is None:  # otherwise no part starts
             resumed = evolve(resumed, warnings=_checked(resumed.config, resumed.host))
         continuing.begin(resumed)
     except BaseException:
@@ -89,14 +89,14 @@ def configure(
 
     Args:
         layers: tables, as of a configuration's file.
-        changes: a table that lies above them.
-        block: plugins that are not loaded.
-        offers: objects of the program that calls this.
+        changes: a table that overrides them.
+        block: plugins that are not to be loaded.
+        offers: objects of the calling program.
     """
     given: dict[str, Any] = functools.reduce(merge, (*layers, changes), {})
     config, host = configured([given], block, offers)
     with wrong_input():
-        hosted = Parts(config, host).text_engine(trains=False)  # a preset is of a model that it does not have
+        hosted = Parts(config, host).text_engine(trains=False)  # without a model it has no preset
     preset = {} if hosted else model_source(config.model, host).preset
     return (build([replace_parts(preset, given), given], host.sections) if preset else config), host
 
@@ -110,11 +110,11 @@ def configure_target(
     tasks: bool,
     below: Sequence[Mapping[str, Any]] = (),
 ) -> tuple[Config, PluginHost]:
-    """Build and check the configuration with which a target plays: its own, with changes.
+    """Build and check the configuration to play a target: its own, with changes.
 
     Args:
-        tasks: whether the changes have tasks of their own.
-        below: tables that lie beneath the target's.
+        tasks: whether the changes define tasks.
+        below: tables that the target's override.
 
     The other arguments are those of ``configure``.  Raises GrpoError for wrong input.
     """
@@ -133,7 +133,7 @@ def _checked(config: Config, host: PluginHost) -> list[tuple[str, str]]:
 
 
 def check_config(config: Config, host: PluginHost, *, trains: bool = True) -> None:
-    """Check what the configuration names; whatever is wrong with it is wrong input."""
+    """Check the parts that the configuration names; errors are input errors."""
     with wrong_input():
         preflight.check(config, host, trains=trains)
 
@@ -161,7 +161,7 @@ def tasks_of(envs: Sequence[str]) -> dict[str, Any]:
 
 
 def task_name(env: str) -> str:
-    """Return the name of a task for an environment's name: its last part, as tasks may be called."""
+    """Return a valid task name from the last part of an environment's name."""
     name = env.rsplit(":", 1)[-1].rsplit("/", 1)[-1].removesuffix(".py")
     return re.sub(r"[^a-z0-9_.-]", "_", name.lower())[:64]
 
@@ -173,7 +173,7 @@ def unused(path: Path) -> Path:
 
 
 def new_directory(path: Path) -> Path:
-    """Make a directory before anything costly starts.  Raises ConfigError if it is not empty."""
+    """Make a directory before costly work starts.  Raises ConfigError if it is not empty."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         if any(path.iterdir()):

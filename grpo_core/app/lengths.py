@@ -22,9 +22,9 @@ from grpo_core.text.rendering import Renderer, Tools
 from grpo_core.validation.sets import HeldOut
 
 LOOKED_AT = 200
-"""Number of prompts of a task that are encoded for a warning: the longest ones."""
+"""Number of a task's longest prompts to encode for a warning."""
 TOGETHER = 64
-"""Number of prompts that are encoded while the event loop waits for nothing else."""
+"""Number of prompts to encode before the event loop runs again."""
 _SHORT = {"role": "user", "content": "?"}
 
 NO_DATALOADERS: Mapping[str, Dataloader] = MappingProxyType({})
@@ -32,7 +32,7 @@ NO_DATALOADERS: Mapping[str, Dataloader] = MappingProxyType({})
 
 @frozen(kw_only=True)
 class Room:
-    """The room that a rollout leaves for its prompt."""
+    """The tokens that a rollout leaves for its prompt."""
 
     tokens: int
     """Largest number of tokens of a prompt."""
@@ -57,7 +57,7 @@ class Room:
 async def unplayable(
     what: str, prompts: Sequence[Prompt], config: RolloutConfig, renderer: Renderer, tools: Tools = ()
 ) -> str:
-    """Return a warning about prompts that are too long for any rollout, or an empty string.
+    """Return a warning about prompts that are too long for any rollout, or "".
 
     Only the longest prompts are encoded.  Raises ConfigError if even the shortest prompt is too long.
     """
@@ -84,7 +84,7 @@ async def unplayable(
 async def left_out(
     what: str, prompts: Sequence[Prompt], most: int, renderer: Renderer, tools: Tools = ()
 ) -> tuple[Sequence[Prompt], str]:
-    """Return the prompts that have at most ``most`` tokens, and a message about the others, if there are any.
+    """Return the prompts with at most ``most`` tokens, and a message about the others, if any.
 
     Raises ConfigError if no prompt is left.
     """
@@ -123,7 +123,7 @@ class RunPrompts:
         renderer: Renderer,
         dataloaders: Mapping[str, Dataloader] = NO_DATALOADERS,
     ) -> tuple[RunPrompts, dict[str, str]]:
-        """Return those with at most ``most`` tokens (0: all), and messages about the others, by cause.
+        """Return the prompts with at most ``most`` tokens (0: all), and messages about the others, by cause.
 
         Dataloaders leave out prompts that are too long when they read them.
 
@@ -172,9 +172,9 @@ def _fits(most: int, renderer: Renderer, tools: Tools, prompt: Prompt) -> bool:
 
 
 def has_tokenizer(config: Config, start: StartModel) -> bool:
-    """Return whether the tokenizer of a model is there before the trainer has started.
+    """Return whether a model's tokenizer exists before the trainer has started.
 
-    Raises ConfigError if it is not, and the number of steps depends on the lengths of prompts.
+    Raises ConfigError if it does not, and the number of steps depends on prompt lengths.
     """
     if start.prepare is not None and config.trainer.epochs:
         raise ConfigError(
@@ -186,7 +186,7 @@ def has_tokenizer(config: Config, start: StartModel) -> bool:
 
 
 async def shown_tools(environment: EnvironmentClient, prompts: Sequence[Prompt]) -> Tools:
-    """Return the tools of the first prompt, which stand for the tools of all prompts."""
+    """Return the tools of the first prompt as an estimate for all prompts."""
     if environment.max_turns == 1 or environment.player is not None:
         return ()
     (opened,) = await environment.open({"first look": prompts[0]})
@@ -200,12 +200,12 @@ async def _longer(
     """Return the indices of prompts with more than ``limit`` tokens, and their numbers of tokens.
 
     Args:
-        most: number of prompts that are encoded, the longest first; None: all that may be too long.
+        most: number of prompts to encode, the longest first; None: all that may be too long.
     """
     bounds = _bounds(prompts)
-    try:  # number of tokens that the template writes for a prompt with next to no text
+    try:  # number of template tokens of an almost empty prompt
         always = len(renderer.prompt_ids((_SHORT,), tools))
-    except ModelError:  # it needs other messages
+    except ModelError:  # the template needs other messages
         always = 2**31
     indices = np.flatnonzero(bounds > max(0, limit - always))
     if most is not None and len(indices) > most:

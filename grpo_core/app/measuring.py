@@ -38,7 +38,7 @@ from grpo_core.validation.target import EvalTarget, find_target
 
 @frozen(kw_only=True)
 class Measurement:
-    """A validation that is ready to be played."""
+    """A validation that is ready to play."""
 
     config: Config
     host: PluginHost
@@ -48,7 +48,7 @@ class Measurement:
     """New directory of the results."""
 
     async def play(self, status: Callable[[str], None]) -> dict[str, Any]:
-        """Play the rollouts; return the results with what was measured, which are written, too.
+        """Play the rollouts; write and return the results.
 
         The rollouts are written also if the strategy fails.
         """
@@ -66,7 +66,7 @@ class Measurement:
             for event in played:
                 write_validation(self.directory, event.version, self._stored(event.groups))
             if not played:
-                self.directory.rmdir()  # it ended before its results
+                self.directory.rmdir()  # it ended before it had results
         validation = self.config.validation
         report = {
             "model": self.target.name,
@@ -86,7 +86,7 @@ class Measurement:
         return report
 
     def _stored(self, groups: Sequence[Group]) -> Sequence[Group]:
-        """Return groups as they are stored: an engine that gives text has no tokens."""
+        """Return groups as they are stored: a text engine has no tokens."""
         if not Parts(self.config, self.host).text_engine(trains=False):
             return groups
         return [
@@ -113,7 +113,7 @@ class Measurement:
         around = start_session(config, self.host, self.target, status, sets=sets, look=look)
         async with around as session:
             renderer, found = session.renderer, RunPrompts(held_out=held_out)
-            if isinstance(renderer, Renderer):  # the one of a model
+            if isinstance(renderer, Renderer):  # a model's renderer
                 found, messages = await found.short_enough(config.rollout.max_prompt_tokens, {}, renderer)
                 messages |= await conventions_of_validation(renderer, config.rollout.stop, found.held_out)
                 for message in messages.values():
@@ -138,18 +138,18 @@ def prepare(
 
     Args:
         target: directory of a run or of a model, or a hub id; None: the engine needs no model.
-        changes: a configuration's table that lies above that of the target.
-        tasks: whether the changes have tasks of their own.
-        only: names of the tasks and sets that are measured; without names all are.
-        output: directory for the results; None makes one beside the run, or in runs/.
-        block: plugins that are not loaded.
-        offers: objects of the program that calls this.
+        changes: a table that overrides the target's configuration.
+        tasks: whether the changes define tasks.
+        only: names of the tasks and sets to measure; empty for all.
+        output: directory for the results; None makes one next to the run, or in runs/.
+        block: plugins that are not to be loaded.
+        offers: objects of the calling program.
     """
     with wrong_input():
         measured = find_target(target, changes.get("plugins"), block)
     config, host = configure_target(measured, changes, block, offers, tasks=tasks)
     engine = (config.validation.engine or config.engine).name
-    if Parts(config, host).text_engine(trains=False):  # of a run only the tasks are taken
+    if Parts(config, host).text_engine(trains=False):  # of a run only the tasks are used
         measured = evolve(measured, name=f"engine {engine}", model=None, version=0, notes=())
     elif target is None:
         raise ConfigError(
@@ -175,7 +175,7 @@ def prepare(
 async def _held_out(
     config: Config, tasks: Tasks, sets: Sequence[str], only: Collection[str]
 ) -> list[HeldOut]:
-    """Return what is measured.  Raises ConfigError if there is nothing to measure a task by."""
+    """Return the held-out prompts to measure.  Raises ConfigError if a task has none."""
     wanted = [name for name in config.tasks if name in only or not only]
     held_out = await tasks.held_out(config.validation, sets, tasks=bool(wanted))
     if not wanted:

@@ -35,20 +35,20 @@ class StartModel:
     path: str
     """Directory of the model."""
     prepare: Callable[[], None] | None = None
-    """Makes the directory unless it exists; called once, in a process that has torch.  It is plain data, so
-    that it can be sent to that process.  None means that the directory exists."""
+    """Makes the directory unless it exists; called once, in a process with torch, so it must be picklable.
+    None means that the directory exists."""
     positions: int = 2**31
     """Largest number of tokens of prompt and completions."""
     doing: str = "loading the model"
-    """Status message for the time in which the model is loaded or made."""
+    """Status message while the model is loaded or made."""
 
 
 @frozen(kw_only=True, eq=False)
 class ModelRequest:
-    """The resources that a source may use to make a model."""
+    """Resources of a source that makes a model."""
 
     directory: Path
-    """Directory for the model; it is empty, or an earlier start of the run has made the model there."""
+    """Directory for the model; empty, or with the model from an earlier start of the run."""
     prompts: Callable[[], Awaitable[Mapping[str, Sequence[Prompt]]]]
     """The training prompts by task."""
     environments: Mapping[str, SolvingEnvironment]
@@ -93,7 +93,7 @@ class Pretrained:
 
 
 def model_source(config: ModelConfig, plugins: PluginHost) -> StartModelSource:
-    """Return the source that a plugin offers as ``model.path``, or the source of that path or hub id.
+    """Return the plugin's source named by ``model.path``, or the source of that path or hub id.
 
     Raises ConfigError for options of a path, PluginError for unknown options of a source or for a known
     source that is not installed.

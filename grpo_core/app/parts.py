@@ -1,4 +1,4 @@
-"""Makes the parts that a configuration names, each from its own sections; nothing starts here."""
+"""Makes the parts that a configuration names, each from its own sections; starts nothing."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ from grpo_core.validation.runner import Context
 from grpo_core.validation.sets import HeldOut, Measured, Validation
 
 SYNC_GRACE = 15.0
-"""Extra seconds for an engine to keep its own deadlines, and to end a process that does not answer."""
+"""Extra seconds for an engine's own deadlines, and to end a process that does not answer."""
 SYNC_ATTEMPTS = 2
-"""Number of processes that an engine asks to take weights, each for ``engine.deadline``: one that does not
-answer is replaced."""
+"""Number of processes that an engine tries to update, each for ``engine.deadline``: one that does not answer
+is replaced."""
 
 EXTRA_GROUPS = 20
 """Default limit of filtered groups for each group of a step."""
@@ -77,19 +77,19 @@ class Parts:
     # ------------------------------------------------------------------------------ places
 
     def placement(self) -> Placement:
-        """Make the placement of engines and environments, which is not connected yet."""
+        """Make the placement of engines and environments, not yet connected."""
         chosen = self.config.placement
         placement: Placement = self.plugins.make("placement", chosen.name, self.plugins, **chosen.options)
         return placement
 
     @property
     def place_of_trainer(self) -> str:
-        """Name of the placement that has the trainer's processes; empty if this machine has them."""
+        """Name of the placement of the trainer's processes; empty if they run on this machine."""
         return self.plugins.find("trainer", self.config.trainer.name).offer.placement
 
     @property
     def trainer_here(self) -> TrainerConfig | None:
-        """The section of the trainer; None if its processes are in the workers of a placement."""
+        """The section of the trainer; None if its processes run in a placement's workers."""
         return None if self.place_of_trainer else self.config.trainer
 
     @property
@@ -100,7 +100,7 @@ class Parts:
         return 1 if count is None else int(selected.loaded(count)(self.config, self.plugins))
 
     def data_plane(self, placement: Placement) -> DataPlane:
-        """Make the data plane, which is not started yet.
+        """Make the data plane, not yet started.
 
         Raises ConfigError if it cannot work with the placement.
         """
@@ -119,7 +119,7 @@ class Parts:
         return {"engine": self.config.engine} if own is None else {"validation.engine": own}
 
     def text_engine(self, *, trains: bool = True) -> str:
-        """Return the key of an engine that gives text, and no tokens; empty if there is none."""
+        """Return the key of an engine without tokens; empty if there is none."""
         for key, section in self.engines(trains=trains).items():
             if self.plugins.find("engine", section.name).offer.gives == "text":
                 return key
@@ -136,9 +136,9 @@ class Parts:
                 directory.
             logs: directory of its log files.
             colocated: whether training runs on this machine at the same time.
-            trains: whether what it generates is trained.  If the order of training is fixed, and no
-                completion has tokens of two versions by chance of time, then equal seeds can give equal
-                weights, which needs the engine's help.
+            trains: whether its completions are trained.  If the order of training is fixed, and no completion
+                mixes versions by timing, then equal seeds can give equal weights, which needs the engine's
+                support.
         """
         config, pipeline = self.config, self.config.pipeline
         fixed = pipeline.policy == "in_order" and not (pipeline.max_staleness and pipeline.in_flight_updates)
@@ -176,7 +176,7 @@ class Parts:
         )
 
     def canary_tolerance(self, section: EngineConfig) -> Tolerance:
-        """Return the tolerance for an engine, which need not say itself what it computes in."""
+        """Return the tolerance for an engine, whose dtype may be unknown."""
         dtype = section.options.get("dtype", "auto")
         return Tolerance(self.config.health.canary_tolerance, "" if dtype == "auto" else str(dtype))
 
@@ -235,7 +235,7 @@ class Parts:
 
     @property
     def loss_setting(self) -> LossSetting:
-        """The parts of the configuration that decide whether options of the loss make sense."""
+        """The settings that options of the loss are checked against."""
         return LossSetting(
             aggregation=self.config.loss.aggregation,
             proximal=self.config.trainer.proximal,
@@ -255,11 +255,11 @@ class Parts:
 
     @property
     def all_rows(self) -> bool:
-        """Whether rows whose advantage is 0 are trained: the configuration says so, or the loss."""
+        """Whether rows with advantage 0 are trained, as set by the configuration or the loss."""
         return self.config.loss.all_rows or "all_rows" in self.needs
 
     def sampler(self) -> Sampler:
-        """Make the sampler; factories that take them get ``seed`` and the tasks' ``weights``."""
+        """Make the sampler; factories with these parameters get ``seed`` and the tasks' ``weights``."""
         chosen = self.config.sampler
         factory = self.plugins.factory("sampler", chosen.name)
         takes = inspect.signature(factory).parameters
@@ -277,7 +277,7 @@ class Parts:
         return sampler
 
     def advantages(self) -> AdvantageFunction:
-        """Make the advantage function, with the limits of its section."""
+        """Make the advantage function, clipped as its section sets."""
         chosen = self.config.advantage
         function: AdvantageFunction = self.plugins.function("advantage", chosen.name, **chosen.options)
         if chosen.clip_low is None and chosen.clip_high is None:
@@ -285,7 +285,7 @@ class Parts:
         return Clipped(function, chosen.clip_low, chosen.clip_high)
 
     def shaping(self) -> Shaping | None:
-        """Make the shaping of rewards by the section of a plugin, or None if none changes them."""
+        """Make the shaping of rewards from a plugin's section, or None."""
         sections = (self.config.section(each.kind, None) for each in self.plugins.sections.added)
         found = (
             section.reward_shaping(self.config.rollout.max_tokens)
@@ -295,7 +295,7 @@ class Parts:
         return next((shaping for shaping in found if shaping is not None), None)
 
     def dynamic(self) -> DynamicSampling | None:
-        """Make what filters groups, or None if nothing does."""
+        """Make the dynamic sampling, or None if no groups are filtered."""
         config, filters = self.config.dynamic_sampling, self.config.filters
         if not config.enabled and not filters:
             return None
@@ -321,11 +321,11 @@ class Parts:
         )
 
     def places(self) -> Slots:
-        """Make the places that limit how many rollouts are played at the same time."""
+        """Make the limit of concurrent rollouts."""
         return Slots(self.config.rollout.max_in_flight or UNLIMITED)
 
     def playing(self, environments: Mapping[str, EnvironmentClient], renderer: protocols.Renderer) -> Playing:
-        """Make the way in which groups are played."""
+        """Make the settings for playing groups."""
         return Playing(
             environments=environments,
             renderer=renderer,
@@ -336,7 +336,7 @@ class Parts:
         )
 
     def learning(self) -> Learning:
-        """Make the advantages and filters of groups."""
+        """Make the advantages and filters."""
         return Learning(
             advantages=self.advantages(),
             all_rows=self.all_rows,
@@ -371,7 +371,7 @@ class Parts:
         )
 
     def schedule(self, *, began: float = 0.0) -> Schedule:
-        """Make the times and numbers of the loop; its ``stall`` is longer than what may happen within it.
+        """Make the loop's schedule and deadlines; ``stall`` exceeds all deadlines within it.
 
         Args:
             began: start of the program, on the clock of the event loop.
@@ -400,7 +400,7 @@ class Parts:
         )
 
     def lost_budget(self) -> LostBudget:
-        """Make the limit of rollouts that may be lost in a row: all attempts of all outstanding slots."""
+        """Make the limit of rollouts lost in a row: all attempts of all outstanding slots."""
         rollout = self.config.rollout
         outstanding = (self.config.pipeline.max_staleness + 1) * self.config.trainer.prompts_per_step
         return LostBudget(outstanding * rollout.group_size * (rollout.max_retries + 1))
@@ -437,7 +437,7 @@ class Parts:
         emit: Callable[[Event], None],
         last: int = 0,
     ) -> Validation:
-        """Make what validates the versions of a run until the ``last`` one."""
+        """Make the validation of a run's versions up to the ``last`` one."""
         rollout = self.config.rollout
 
         def measured(part: HeldOut) -> Measured:
@@ -466,7 +466,7 @@ class Parts:
 
 
 def sampling_params(config: RolloutConfig) -> SamplingParams:
-    """Return the parameters with which training samples."""
+    """Return the sampling parameters of training."""
     return SamplingParams(
         temperature=config.temperature,
         max_tokens=config.max_tokens,
@@ -479,7 +479,7 @@ def sampling_params(config: RolloutConfig) -> SamplingParams:
 
 
 def engine_dtype(engines: Iterable[EngineConfig]) -> Literal["auto", "bfloat16", "float16"]:
-    """Return the 16-bit dtype in which all engines hold the weights by their option ``dtype``, or "auto"."""
+    """Return the 16-bit dtype that all engines set for weights by their option ``dtype``, or "auto"."""
     options = [engine.options.get("dtype") for engine in engines]
     if all(option == "bfloat16" for option in options):
         return "bfloat16"
@@ -500,7 +500,7 @@ def canary_prompts(prompts: Mapping[str, Sequence[Prompt]], renderer: Renderer) 
 
 
 def check_dataloaders(config: Config, dataloaders: Mapping[str, Dataloader], sampler: Sampler) -> None:
-    """Raise ConfigError for streams where the number of prompts has to be known."""
+    """Raise ConfigError for streams if the number of prompts must be known."""
     streams = [name for name, dataloader in dataloaders.items() if dataloader.size is None]
     if not streams:
         return
@@ -518,7 +518,7 @@ def check_dataloaders(config: Config, dataloaders: Mapping[str, Dataloader], sam
 
 
 def with_steps(config: Config, sizes: Mapping[str, int]) -> Config:
-    """Return the configuration with the number of steps that ``trainer.epochs`` stands for.
+    """Return the configuration with the number of steps for ``trainer.epochs``.
 
     ``sizes``: number of training prompts by task.
     """
@@ -530,7 +530,7 @@ def with_steps(config: Config, sizes: Mapping[str, int]) -> Config:
 
 
 def check_lengths(config: RolloutConfig, positions: int) -> None:
-    """Raise ConfigError if rollouts would exceed the model's positions, whatever the prompt."""
+    """Raise ConfigError if rollouts would exceed the model's positions for every prompt."""
     key = "max_total_tokens" if config.max_total_tokens else "max_tokens"
     room = positions if config.max_total_tokens else positions - 1
     if (given := getattr(config, key)) > room:

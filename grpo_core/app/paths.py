@@ -28,7 +28,7 @@ Choice = TypeVar("Choice", bound=PluginChoice)
 def with_absolute_paths(config: Config, host: PluginHost) -> Config:
     """Return the configuration with absolute paths of files, sources, interpreters and models.
 
-    Of the options of plugins, those are paths that their factories annotate so.
+    Options of plugins are paths if their factories annotate them so.
     """
     options, path = _Options(host), config.model.path
     model = evolve(
@@ -98,10 +98,10 @@ class _Options:
     host: PluginHost
 
     def of(self, kind: Kind, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options of an offer; those of one that is not there are left as they are."""
+        """Return the options of an offer; options of an unknown offer are unchanged."""
         try:
             found = with_absolute_options(self.host.find(kind, name), options) if options else {}
-        except GrpoError:  # whoever makes it says what is wrong
+        except GrpoError:  # reported when it is made
             found = dict(options)
         return {key: self.part(value) for key, value in found.items()}
 
@@ -125,7 +125,7 @@ class _Options:
         return self.of("environment", env, options)
 
     def of_section(self, section: SectionValues) -> dict[str, Any]:
-        """Return the keys of a plugin's section, some of which may be the options of an offer."""
+        """Return the keys of a plugin's section, which may include options of an offer."""
         found = {key: self.part(value) for key, value in section.values.items()}
         for added in self.host.sections.added:
             for each in fields(added.kind) if name_of_class(added.kind) == section.kind else ():
@@ -135,7 +135,7 @@ class _Options:
         return found
 
     def part(self, value: Any) -> Any:
-        """Return the value of an option or a key, which may name other offers, as those of ``compose`` do."""
+        """Return the value of an option or a key; it may name other offers, as in ``compose``."""
         if isinstance(value, str) and (place := in_file(value)) and place[1] and place[0].is_file():
             return _absolute_name(value)
         if not isinstance(value, Mapping):
@@ -148,9 +148,9 @@ class _Options:
 
 
 def plugin_files(config: Config) -> set[Path]:
-    """Return the files of the plugins that are no installed ones."""
+    """Return the files of the plugins that are not installed."""
     chosen = list(config.choices())
-    several = [options for kind, _, options in chosen if kind == "environment"]  # they may name others
+    several = [options for kind, _, options in chosen if kind == "environment"]  # these may name others
     several += [each.values for each in config.sections]
     names = [config.trainer.lr_schedule, *(name for _, name, _ in chosen)]
     names += [text for options in several for text in _texts(options) if Path(text).is_absolute()]
@@ -160,7 +160,7 @@ def plugin_files(config: Config) -> set[Path]:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield the names in the options of an environment that other environments may have."""
+    """Yield the texts in an environment's options that may be names of other environments."""
     if isinstance(value, str) and in_file(value):
         yield value
     elif isinstance(value, Mapping):
@@ -191,5 +191,5 @@ def _absolute_source(source: SourceConfig) -> SourceConfig:
 
 
 def _existing(path: str) -> str:
-    """Return a path as absolute if it exists; otherwise it may be a hub id, or the name of a program."""
+    """Return a path as absolute if it exists; otherwise it may be a hub id or the name of a program."""
     return absolute(path) if path and Path(path).expanduser().exists() else path

@@ -19,14 +19,14 @@ from grpo_core.plugins.host import PluginHost
 from grpo_core.storage.copies import Copies, WeightsLease
 
 Retain = Callable[[Weights], Awaitable[WeightsLease]]
-"""Takes a lease of published weights, which outlives the trainer's next publication."""
+"""Takes a lease of published weights that outlives the trainer's next publication."""
 
 
 class Placement(Protocol):
     """A place where engines and environments run; the core decides their number and their work."""
 
     pooled: bool
-    """Whether engines can be lost with their machine, so that even a single one needs a pool."""
+    """Whether engines can be lost with their machine, so that even a single engine needs a pool."""
     remote: bool
     """Whether workers may run on other machines than the trainer."""
 
@@ -47,19 +47,19 @@ class Placement(Protocol):
     def devices(
         self, trainer: TrainerConfig | None, engines: Mapping[str, EngineConfig], ranks: int = 1
     ) -> Devices:
-        """Choose GPUs, and reserve the trainer's if others could take it; called once, when connected.
+        """Choose GPUs, and reserve the trainer's if others could use it; called once, when connected.
 
-        The arguments are those of ``check``, and so are the errors.
+        Arguments and errors are as for ``check``.
         """
 
     def engine(self, number: int, config: EngineConfig, setup: EngineSetup) -> Engine:
         """Start the engine with this number, without waiting for it."""
 
     def retain(self) -> Retain:
-        """Make the function that keeps weights for one pool of these engines."""
+        """Make the function that retains weights for one pool of these engines."""
 
     def environment(self, number: int, spec: EnvironmentSpec) -> EnvironmentWorker:
-        """Make the environment worker with this number, which is not started yet."""
+        """Make the environment worker with this number, not yet started."""
 
 
 class LocalPlacement:

@@ -1,4 +1,4 @@
-"""Checks everything that a configuration names before a process starts and before a model is read."""
+"""Checks all parts that a configuration names before a process starts or a model is read."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ from grpo_core.text.response_formats import check_response_format
 from grpo_core.validation.target import teacher_model
 
 CHECKED = ("engine", "trainer", "loss", "optimizer", "advantage", "filter", "player")
-"""Kinds whose names and options are checked alone; the others are made, or checked with what is around."""
+"""Kinds whose names and options are checked alone; other kinds are made, or checked in context."""
 
 
 def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
-    """Raise ConfigError, PluginError or ModelError for the first choice that cannot work.
+    """Raise ConfigError, PluginError or ModelError for the first invalid choice.
 
-    The modules of the selected plugins are imported, except environments that are offered as a string: these
-    may be loadable only in their own process.
+    The modules of the selected plugins are imported, except environments offered as a string: they may load
+    only in their own process.
     """
     if not config.tasks and (trains or not config.validation.sets):
         offered = sorted(f"{p.name}:{n}" for p in host.plugins for n in p.offers.get("environment", ()))
@@ -98,7 +98,7 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
             f"trainer.packing = true brings its own attention, and model.attention = "
             f"{config.model.attention!r} asks for another one; leave one of them out"
         )
-    for step in (0, config.trainer.steps):  # a function of a file that fails is an error now
+    for step in (0, config.trainer.steps):  # a failing function of a file is an error now
         rate(config.trainer, step)
     _check_best(config)
     _check_goal(config)
@@ -144,7 +144,7 @@ def check_task(name: str, task: TaskConfig, config: Config, host: PluginHost) ->
 
 
 _PLACES = ("path", "validation_path", "subset", "split", "validation_split", "deduplicate")
-"""Keys of a source that say which rows are read, or need all of them at once."""
+"""Keys of a source that select rows, or need all of them at once."""
 
 
 def check_dataloader(name: str, task: TaskConfig, host: PluginHost) -> None:
@@ -163,7 +163,7 @@ def check_dataloader(name: str, task: TaskConfig, host: PluginHost) -> None:
 
 
 def _check_loss(parts: Parts) -> None:
-    """Raise ConfigError for options of the loss that cannot be, or that make no sense with other sections."""
+    """Raise ConfigError for options of the loss that are invalid, alone or with other sections."""
     config = parts.config
     if problems := problems_of(parts.loss.function, config.loss.options, parts.loss_setting):
         raise ConfigError(f"loss {config.loss.name!r}: " + "; ".join(problems))
@@ -182,12 +182,12 @@ def _check_teacher(parts: Parts) -> None:
     teacher = teacher_model(config.teacher.path)
     if not (Path(teacher).expanduser() / ADAPTERS).is_file():
         check_path(teacher)
-    elif importlib.util.find_spec("peft") is None:  # transformers adds adapters to the model that they name
+    elif importlib.util.find_spec("peft") is None:  # transformers adds adapters to their base model
         raise ConfigError("a teacher with adapters needs the package peft: pip install 'grpo-core[lora]'")
 
 
 def _check_best(config: Config) -> None:
-    """Raise ConfigError if no checkpoint could be the best one."""
+    """Raise ConfigError if no checkpoint could be the best."""
     best = config.checkpoint.best.removeprefix("-")
     if not best:
         return
@@ -213,7 +213,7 @@ def _check_best(config: Config) -> None:
 
 
 def _check_goal(config: Config) -> None:
-    """Raise ConfigError if the run could never reach its goal, since nothing measures it."""
+    """Raise ConfigError if nothing measures the run's goal."""
     goal = config.trainer.stop_when
     if not goal:
         return
@@ -274,7 +274,7 @@ def _check_set(name: str, parts: Parts, *, trains: bool) -> None:
 def _check_strategy(
     validation: ValidationConfig, parts: Parts, cuts: Mapping[str, float], key: str = "validation"
 ) -> None:
-    """Raise ConfigError or PluginError if a strategy cannot be made, or samples nothing that is cut."""
+    """Raise ConfigError or PluginError if a strategy cannot be made, or ignores the keys ``cuts``."""
     strategy = parts.strategy(validation)
     plugin_state(strategy, f"validation strategy {validation.name!r}")
     if cuts and getattr(strategy, "temperature", None) == 0:
@@ -286,7 +286,7 @@ def _check_strategy(
 
 
 def _cuts(validation: ValidationConfig) -> dict[str, float]:
-    """Return the keys that cut the distribution which a validation samples from."""
+    """Return the keys that truncate a validation's sampling distribution."""
     usual = ValidationConfig()
     return {cut: value for cut in CUTS if (value := getattr(validation, cut)) != getattr(usual, cut)}
 
@@ -306,7 +306,7 @@ def _check_placement(parts: Parts, *, trains: bool) -> None:
 
 
 def _check_idle(parts: Parts) -> None:
-    """Raise ConfigError for keys that were changed and do nothing."""
+    """Raise ConfigError for changed keys without effect."""
     config, host = parts.config, parts.plugins
     sampler, placement = host.factory("sampler", config.sampler.name), parts.placement()
     holds = {
@@ -327,7 +327,7 @@ def _check_idle(parts: Parts) -> None:
 
 
 def _check_of_program(key: str, task: TaskConfig, config: EnvironmentConfig, selected: Selected) -> None:
-    """Raise ConfigError for settings that make no sense for an object on a thread of the program."""
+    """Raise ConfigError for settings that do not apply to an object on a thread of the program."""
     if task.env_vars:
         raise ConfigError(
             f"{key}.env_vars: {selected.name!r} is an object of this program, which has its own environment "
@@ -345,7 +345,7 @@ def _check_environment(
 ) -> None:
     """Raise ConfigError or PluginError for an environment that cannot be made.
 
-    What another interpreter has installed is known when the environment starts there.
+    Another interpreter's packages are known only when the environment starts there.
     """
     for name in ("path", "validation_path"):  # also those that this run does not read
         if path := getattr(task.source, name):

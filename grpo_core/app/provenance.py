@@ -1,7 +1,7 @@
-"""Writes with which programs a run was made: versions of the core and the plugins, and hashes of files.
+"""Records the software of a run: versions of the core and the plugins, and hashes of files.
 
-``provenance.jsonl`` in the directory of a run has a line for each start, so a run that was continued with
-other versions says so.
+``provenance.jsonl`` in the directory of a run has a line for each start, so it shows a resume with other
+versions.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LIBRARIES = (
     "ray",
     "bitsandbytes",
 )
-"""Libraries whose version may change numbers."""
+"""Libraries whose version may change numerical results."""
 
 
 def write(directory: Path, config: Config, host: PluginHost, *, resumed_from: int | None = None) -> None:
@@ -50,7 +50,7 @@ def write(directory: Path, config: Config, host: PluginHost, *, resumed_from: in
 
 
 def found(config: Config, host: PluginHost) -> dict[str, Any]:
-    """Return the versions of what a run with this configuration uses, and the hashes of its files."""
+    """Return the versions of the software that a configuration uses, and the hashes of its files."""
     return {
         "grpo_core": __version__,
         "plugins": {
@@ -66,7 +66,7 @@ def found(config: Config, host: PluginHost) -> dict[str, Any]:
 
 
 def file_hashes(config: Config) -> dict[str, str]:
-    """Return the sha256 of plugin files, and of what the prompts are written with."""
+    """Return the sha256 of plugin files, of the tokenizer and of the chat template."""
     model = directory_here(config.model.path)
     files = {*plugin_files(config), Path(config.model.chat_template)} | (
         text_files(model) if model else set()

@@ -1,4 +1,4 @@
-"""Reads, after each step, what engines say of themselves and how much memory the processes of a run take."""
+"""Reads, after each step, the engines' own metrics and the memory of a run's processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from grpo_core.engines.wrapped import measured
 from grpo_core.processes.child import descendants, living
 
 ALONE = "engine"
-"""The name of an engine that is the only one."""
+"""The name of a single engine."""
 
 
 def of_engine(engine: Engine) -> dict[str, float]:
@@ -25,8 +25,8 @@ def of_engine(engine: Engine) -> dict[str, float]:
 def memory() -> dict[str, float]:
     """Return the resident memory in MiB of the run's processes on this machine, as ``memory/PROCESS``.
 
-    A process counts with those that it has started, and several of one name count together.  Memory that
-    processes share counts for each of them.  Empty where there is no ``/proc``.
+    A process includes its descendants, and processes of the same name are summed.  Shared memory counts for
+    each process.  Empty without ``/proc``.
     """
     found: dict[str, float] = defaultdict(float)
     named = living()

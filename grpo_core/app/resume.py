@@ -1,4 +1,4 @@
-"""Continues a run: what may change between its starts, and what may not."""
+"""Resumes a run, and checks which settings may change between its starts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FIXED = (
 )
 """Keys that keep their values in all starts of a run with a checkpoint."""
 LONGEST_NOTE = 300
-"""Number of characters of an error that a note repeats."""
+"""Largest number of characters of an error in a note."""
 
 
 @frozen(kw_only=True)
@@ -58,28 +58,28 @@ class Over:
     told: str
     """Message to the user."""
     complete: bool
-    """Whether the run has ended with all that belongs to it."""
+    """Whether the run ended completely."""
 
 
 @frozen(kw_only=True)
 class Launch:
-    """A run that starts, or continues; its directory is locked."""
+    """A run that starts or resumes; its directory is locked."""
 
     config: Config
     host: PluginHost
     directory: RunDirectory
     before: Config | None = None
-    """Configuration of the start before; None for a new run."""
+    """Configuration of the previous start; None for a new run."""
     found: checkpoint.Found | None = None
-    """The checkpoint from which it continues."""
+    """The checkpoint to resume from."""
     over: Over | None = None
     """Set if nothing is left to train."""
     notes: tuple[str, ...] = ()
-    """Messages to the user: where the run continues, and what is different now."""
+    """Messages to the user: where the run continues, and what changed."""
     preset: str = ""
-    """Message to the user about the defaults that the model of a new run changes."""
+    """Message to the user about defaults that the model of a new run changes."""
     warnings: Sequence[tuple[str, str]] = ()
-    """Causes and messages of the functions of ``grpo_preflight``, which the run raises."""
+    """Causes and messages from ``grpo_preflight``, which the run emits."""
 
     def again(self, block: Sequence[str]) -> str:
         """Return the command that continues the run."""
@@ -88,19 +88,19 @@ class Launch:
 
 
 def find(path: Path, changes: Mapping[str, Any], block: Sequence[str], offers: Offers = NO_OFFERS) -> Launch:
-    """Open a run to continue it, with its directory locked; change nothing.
+    """Open a run to resume it, and lock its directory; change nothing.
 
-    ``offers`` are objects of the program that continues it.
+    ``offers`` are objects of the calling program.
 
-    Raises ConfigError if another process uses the run, or a change cannot be made, and CheckpointError if no
-    checkpoint can be used.
+    Raises ConfigError if another process uses the run or a change is not allowed, and CheckpointError if no
+    checkpoint is usable.
     """
     directory, before = RunDirectory.open(path, block)
     directory.lock()
     try:
         return _found(path, directory, before, changes, block, offers)
     except BaseException:
-        directory.unlock()  # the error may be kept, and with it the lock
+        directory.unlock()  # a stored error would keep the lock
         raise
 
 
@@ -167,7 +167,7 @@ def _found(
 
 
 def _over(path: Path, found: checkpoint.Found, config: Config, directory: RunDirectory) -> Over | None:
-    """Return the end of a run if it has nothing left to train, and to validate, after its checkpoint."""
+    """Return the end of a run if nothing is left to train and validate after its checkpoint."""
     with checkpoint.reading(found.directory):
         state = checkpoint.read_pipeline(found.directory)
         saved = state.get("run", SavedRun()).get("schedule", {})
@@ -177,7 +177,7 @@ def _over(path: Path, found: checkpoint.Found, config: Config, directory: RunDir
         failed = "failure" in state
     chosen = config.trainer
     if chosen.epochs and chosen.epochs != epochs:
-        steps = sys.maxsize  # known when the environments have started and their prompts are counted
+        steps = sys.maxsize  # known once the environments have started and their prompts are counted
     else:
         steps = planned if chosen.epochs else chosen.steps
     last = found.step == planned == steps
@@ -210,11 +210,11 @@ def begin(resumed: Launch) -> None:
     if resumed.before not in (None, resumed.config):
         resumed.directory.replace_config(resumed.config)
         if resumed.found is None:
-            resumed.directory.remove_model()  # it was made for the configuration before
+            resumed.directory.remove_model()  # it was made for the previous configuration
 
 
 def identity(config: Config) -> dict[str, Any]:
-    """Return what a later start of the run compares itself with; each checkpoint contains it."""
+    """Return the values that later starts of the run compare; each checkpoint contains them."""
     return {
         "grpo_core": __version__,
         "fixed": _fixed(config),
@@ -226,10 +226,10 @@ def identity(config: Config) -> dict[str, Any]:
 
 
 def changed_schedule(found: checkpoint.Found, trainer: TrainerConfig) -> str:
-    """Return a message if later steps have other learning rates than they had before the resume, or "".
+    """Return a message if the resume changes the learning rates of later steps, or "".
 
     Args:
-        trainer: the section with the number of steps, which may follow from the number of prompts.
+        trainer: the section with the number of steps, which may depend on the number of prompts.
     """
     with checkpoint.reading(found.directory):
         saved = checkpoint.read_pipeline(found.directory).get("run", SavedRun()).get("schedule", {})
@@ -257,7 +257,7 @@ def _fixed(config: Config) -> dict[str, Any]:
 
 
 def _check_start(path: Path, before: str, config: Config, host: PluginHost) -> None:
-    """Refuse other weights below adapters, or as the reference of a loss."""
+    """Reject other base weights under adapters, or as the reference of a loss."""
     if model_section(config) is not None:
         why = "to which its adapters belong"
     elif "reference" in Parts(config, host).needs and not config.trainer.reference_every:
@@ -268,7 +268,7 @@ def _check_start(path: Path, before: str, config: Config, host: PluginHost) -> N
 
 
 def _check_states(directory: Path, state: SavedPipeline, config: Config, host: PluginHost) -> None:
-    """Raise CheckpointError for a state of a loader, a sampler or a strategy of wrong types."""
+    """Raise CheckpointError for a state of a loader, a sampler or a strategy with wrong types."""
     checkpoint.read_loaders(directory)
     parts = Parts(config, host)
     if state.get("sampler_name", config.sampler.name) == config.sampler.name:
@@ -281,7 +281,7 @@ def _check_states(directory: Path, state: SavedPipeline, config: Config, host: P
 
 
 def _check_staleness(path: Path, ready: Any, bound: int) -> None:
-    """Refuse a bound that groups of the checkpoint, which were generated for a larger one, would break."""
+    """Reject a bound that groups of the checkpoint, generated under a larger one, would break."""
     allowed = [slot["target_version"] - slot["generation_version"] for slot, _ in ready]
     broken = [staleness for staleness in allowed if staleness > bound]
     if broken:
@@ -307,7 +307,7 @@ def _warnings(path: Path, saved: Mapping[str, Any], config: Config) -> Iterator[
 
 
 def _consequences(before: Config, config: Config, changes: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what follows from a key that is not obvious from its value."""
+    """Yield messages about consequences of changed keys that their values do not show."""
     if before.trainer.reference_every and not config.trainer.reference_every:
         yield "the reference is the model that the run started from again, instead of the one it had moved to"
     limit = config.trainer.time_limit
@@ -319,7 +319,7 @@ def _consequences(before: Config, config: Config, changes: Mapping[str, Any]) ->
 
 
 def _given(changes: Mapping[str, Any], key: str, new: Any) -> Any:
-    """Return a new value; of a table the keys that were given, without those of its defaults."""
+    """Return a new value; for a table only the given keys, without defaults."""
     given: Any = changes
     for name in key.split("."):
         given = given.get(name, {}) if isinstance(given, Mapping) else {}
@@ -329,7 +329,7 @@ def _given(changes: Mapping[str, Any], key: str, new: Any) -> Any:
 def _value(config: Config, key: str) -> Any:
     value: Any = as_table(config)
     for name in key.split("."):
-        if name not in value:  # of a section that is not there
+        if name not in value:  # of a missing section
             return None
         value = value[name]
     return value
@@ -349,5 +349,5 @@ def differences(old: Any, new: Any, where: str = "") -> Iterator[tuple[str, Any,
 
 
 def shown(value: Any) -> str:
-    """Return a value of a configuration as a user reads it."""
+    """Format a configuration value for a user."""
     return "(not set)" if value is None else json.dumps(value, default=str)

@@ -1,4 +1,4 @@
-"""A session: a model and the environments of its tasks, which play without training."""
+"""A session: a model and the environments of its tasks, without training."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class Session:
     engine: Engine
     """Engine that holds the model's weights."""
     renderer: protocols.Renderer
-    """Turns messages into tokens, by the model's chat template."""
+    """Renders messages to tokens by the model's chat template."""
     environments: Mapping[str, EnvironmentClient]
     """Environments by task."""
     _tasks: Tasks
 
     async def prompts(self, task: str | None = None, *, split: str = "train") -> Sequence[Prompt]:
-        """Return the prompts of a task, by default of the only one.  Raises ConfigError, EnvironmentError."""
+        """Return a task's prompts; the default is the only task.  Raises ConfigError, EnvironmentError."""
         if task is None and len(self.environments) > 1:
             raise ConfigError(f"name one of the tasks {', '.join(self.environments)}")
         if task is not None and task not in self.environments:
@@ -68,10 +68,10 @@ class Session:
 
         Args:
             seed: the same seed gives the same rollouts from the same model.
-            temperature: None is that of training.
-            environments: others that judge the rollouts, by task.
+            temperature: None is the temperature of training.
+            environments: other environments to judge the rollouts, by task.
 
-        A rollout that could not be finished has no reward, and says why in ``error``.  Raises EngineError.
+        An unfinished rollout has no reward, and the reason in ``error``.  Raises EngineError.
         """
         sampling = sampling_params(self.config.rollout)
         if temperature is not None:
@@ -112,8 +112,8 @@ async def start_session(
 
     Args:
         status: is called with messages to the user.
-        sets: names of the validation sets whose environments start, too.
-        look: is called when the environments have started, before the engine does.
+        sets: names of validation sets whose environments start as well.
+        look: is called after the start of the environments, before the engine's.
 
     Raises GrpoError if one of them cannot be started.
     """
@@ -175,10 +175,10 @@ async def _start_engine(
     status("loading the model")
     renderer = await asyncio.to_thread(parts.renderer, str(path), [section])
     writer = SharedMemoryWriter()
-    stack.callback(lambda: writer)  # keeps what it wrote, also for an engine that restarts
+    stack.callback(lambda: writer)  # keeps the written weights, also for an engine that restarts
     tensors, base = await asyncio.to_thread(saved_tensors, path, target.adapters, config)
     dtype = None
-    if base:  # what engines add themselves they get as in a weight sync of the run, wherever it was trained
+    if base:  # engines that add adapters themselves get them as in a weight sync of the run
         chosen = config.trainer.device
         device = resolve_device(chosen, "trainer.device") if chosen == "auto" else torch.device(chosen)
         dtype = published_dtype(config.model, engine_dtype([section]), device)
@@ -189,7 +189,7 @@ async def _start_engine(
 async def _start_model(
     parts: Parts, tasks: Tasks, stack: contextlib.AsyncExitStack, status: Callable[[str], None]
 ) -> Path:
-    """Return the directory of the model that training starts from; a made one is removed with the stack."""
+    """Return the directory of the initial model; a made one is removed with the stack."""
     from grpo_core.processes import cpu
 
     config, scratch = parts.config, stack.enter_context(scratch_directory())
@@ -202,7 +202,7 @@ async def _start_model(
     start = await model_source(config.model, parts.plugins).start_model(request)
     if (make := start.prepare) is not None:
         status(start.doing)
-        threads = thread_count(config.trainer.threads, config.pipeline.max_staleness > 0)  # as the trainer
+        threads = thread_count(config.trainer.threads, config.pipeline.max_staleness > 0)  # like the trainer
 
         def prepare() -> None:
             cpu.prepare(threads)

@@ -1,4 +1,4 @@
-"""Ends a run on a signal, or when the program asks for it."""
+"""Ends a run on a signal or at the program's request."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Stop:
     def __init__(self) -> None:
         self._ask: Callable[[], object] | None = None
         self._asked = 0
-        """Number of requests that nobody has heard yet."""
-        self._lock = threading.RLock()  # a signal's handler may interrupt itself
+        """Number of requests not yet handled."""
+        self._lock = threading.RLock()  # a signal handler may interrupt itself
 
     def __call__(self) -> None:
-        """Ask for the end."""
+        """Request the end."""
         with self._lock:
             if self._ask is not None:
                 self._ask()
@@ -71,7 +71,7 @@ def interruptions(status: Callable[[str], None], stop: Stop) -> Iterator[Callabl
 
     def take(pipeline: Pipeline) -> None:
         running.append(pipeline)
-        handle()  # a library that was imported meanwhile may have handlers of its own
+        handle()  # a library imported meanwhile may have installed its own handlers
 
     def receive(name: str) -> None:
         loop.call_soon_threadsafe(end, name)

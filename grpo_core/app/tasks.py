@@ -27,19 +27,19 @@ from grpo_core.processes.aio import gather
 from grpo_core.validation.sets import HeldOut
 
 FIRST = 64
-"""Number of prompts of a dataloader that commands look at which train nothing."""
+"""Number of prompts that commands without training read from a dataloader."""
 
 
 @frozen(kw_only=True, eq=False)
 class Tasks:
-    """The environments of a run, each behind its workers and their batchers."""
+    """The environments of a run, each with its workers and their batchers."""
 
     environments: Mapping[str, EnvironmentPool]
     of_sets: Mapping[str, EnvironmentPool]
     """The environments of validation sets that have their own, by set."""
     sources: Mapping[str, SourceConfig]
     dataloaders: Mapping[str, Dataloader]
-    """The dataloaders of tasks whose prompts a plugin gives; each starts when it is first needed."""
+    """The plugins' dataloaders by task; each starts when it is first needed."""
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -56,9 +56,9 @@ class Tasks:
         """Connect the placement, start all environments together, and end both with the block.
 
         Args:
-            sets: names of the validation sets whose own environments start, too.
+            sets: names of validation sets whose own environments start as well.
             logs: directory of the log files.
-            ranks: number of the placement's workers besides those of engines and environments.
+            ranks: number of further workers that the placement needs.
         """
         tasks, of_sets = config.tasks, config.validation.environments(sets)
         every = {**tasks, **of_sets}
@@ -76,7 +76,7 @@ class Tasks:
             }
             for task in tasks.values():
                 if task.dataloader:
-                    host.find("dataloader", task.dataloader).load()  # two threads cannot import a plugin
+                    host.find("dataloader", task.dataloader).load()  # two threads must not import a plugin
             dataloaders = {
                 name: Dataloader(
                     name,
@@ -108,24 +108,24 @@ class Tasks:
         """Return each task's prompts, from its source or environment.  Raises PluginError, ConfigError.
 
         Args:
-            first: number of prompts of a dataloader, which are the next ones.
+            first: number of next prompts to read from a dataloader.
         """
         found = await gather(self._prompts(*named, split, first) for named in self.environments.items())
         return dict(zip(self.environments, found, strict=True))
 
     async def prompts_of(self, task: str, split: str) -> Sequence[Prompt]:
-        """Return the prompts of one task; of a dataloader some.  Raises PluginError, ConfigError."""
+        """Return the prompts of one task, or some from its dataloader.  Raises PluginError, ConfigError."""
         return await self._prompts(task, self.environments[task], split, FIRST)
 
     def size(self, task: str, prompts: Sequence[Prompt]) -> int:
-        """Return the number of training prompts of a task, as far as it is known."""
+        """Return the number of training prompts of a task, if known."""
         dataloader = self.dataloaders.get(task)
         return len(prompts) if dataloader is None else dataloader.size or 0
 
     async def held_out(
         self, validation: ValidationConfig, names: Collection[str], *, tasks: bool
     ) -> list[HeldOut]:
-        """Return the prompts of all tasks, if they are wanted, and of the sets with these names."""
+        """Return the prompts of all tasks, if wanted, and of the named sets."""
         plain = HeldOut(
             config=validation,
             prompts=await self.prompts("validation", validation.prompts) if tasks else {},
@@ -133,7 +133,7 @@ class Tasks:
         )
 
         async def of_set(name: str) -> HeldOut:
-            """Return the prompts of a set; those of a task go by the set's name."""
+            """Return the prompts of a set; prompts of a task get the set's name."""
             task, config = validation.sets[name].task, validation.of_set(name)
             environment = self.environments[task] if task else self.of_sets[name]
             found = await self._prompts(task or name, environment, "validation", config.prompts)
@@ -172,7 +172,7 @@ class Tasks:
         return found if made is None else made
 
     async def _offered(self, name: str, environment: EnvironmentPool, split: str) -> Sequence[Prompt]:
-        """Return the prompts that an environment has.  Raises PluginError, ConfigError."""
+        """Return an environment's prompts.  Raises PluginError, ConfigError."""
         try:
             prompts = await environment.prompts(split)
         except PluginError as error:
@@ -204,7 +204,7 @@ async def _playing(
     placement: Placement,
     host: PluginHost,
 ) -> AsyncIterator[None]:
-    """Give these environments, which have started, the players of their tasks."""
+    """Give the started environments the players of their tasks."""
     shared: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, task in tasks.items():
         player = task.player or ("agents" if environments[name].runs_agents else "turns")
@@ -225,7 +225,7 @@ async def _playing(
 def make_player(host: PluginHost, name: str, setup: PlayerSetup, options: Mapping[str, Any]) -> Player | None:
     """Make a player; None plays turn by turn.
 
-    Raises PluginError or ConfigError if there is no such player, or it does not fit the environments.
+    Raises PluginError or ConfigError if the player does not exist or does not fit the environments.
     """
     runs = [task for task, defined in setup.tasks.items() if defined]
     try:

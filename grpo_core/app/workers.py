@@ -20,7 +20,7 @@ from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.transports import find_transport
 
 POOL = "pool"
-"""Name of the engine that is made of others: ``factory(make, workers, *, tolerance, deadline, hold)``."""
+"""Name of the engine that pools others: ``factory(make, workers, *, tolerance, deadline, hold)``."""
 
 
 def make_engine(
@@ -67,9 +67,9 @@ def make_engine(
 
 
 def workers_of(config: EngineConfig, plugins: PluginHost) -> int:
-    """Return the number of engines of a section: ``workers``, or as many as the engine's options describe.
+    """Return the number of engines of a section: ``workers``, or the number in the engine's options.
 
-    Raises ConfigError if both are given and differ, or if there are several and nothing that pools them.
+    Raises ConfigError if both are set and differ, or if there are several and no pool.
     """
     selected = plugins.find("engine", config.name)
     number = config.workers
@@ -91,7 +91,7 @@ def workers_of(config: EngineConfig, plugins: PluginHost) -> int:
 def make_environment(
     name: str, task: TaskConfig, config: EnvironmentConfig, placement: Placement, *, log: Path | None
 ) -> EnvironmentPool:
-    """Make the workers of a task's environment, which are not started yet."""
+    """Make the workers of a task's environment, not yet started."""
     config = of_task(config, task)
     count = config.workers
     logs = [log if count == 1 or log is None else log.with_stem(f"{log.stem}-{i}") for i in range(count)]
@@ -101,7 +101,7 @@ def make_environment(
 
 
 def of_task(config: EnvironmentConfig, task: TaskConfig) -> EnvironmentConfig:
-    """Return the section for environments as it is for a task, whose own keys come first."""
+    """Return the environment section for a task, whose own keys take precedence."""
     return evolve(config, python=task.python or config.python, env_vars={**config.env_vars, **task.env_vars})
 
 
@@ -116,7 +116,7 @@ def transport(
     """Choose the transport of weights from the trainer to the engines.
 
     Args:
-        validation: the engine that only validation uses, if there is one.
+        validation: validation's own engine, if any.
         from_here: whether the trainer's processes are on this machine.
 
     Raises ConfigError if an engine does not support it, PluginError for an unknown engine or transport.
