@@ -240,7 +240,7 @@ def _with_trackers(start: Launch, listeners: Mapping[str, Tracker]) -> RunContex
 
 
 async def _start(run: RunContext) -> Pipeline:
-    """Start every part of a run, and tell the trackers that the run has started."""
+    """Start every part of a run, and notify the trackers of its start."""
     parts, directory = Parts(run.start.config, run.start.host), run.directory
     run.placement = parts.placement()
     run.trackers.status("starting the environments")

@@ -107,7 +107,7 @@ class PlayingText(Engine):
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         asked = [self._completion(request) for request in requests]
-        found = await asyncio.gather(*asked, return_exceptions=True)  # an error loses no reply of the others
+        found = await asyncio.gather(*asked, return_exceptions=True)  # an error loses no other replies
         for result in found:
             if isinstance(result, BaseException):
                 raise result

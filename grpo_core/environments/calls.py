@@ -1,8 +1,8 @@
 """Calls of an environment that run at the same time: async code in one event loop, other code outside.
 
 A call is a generator of steps.  It runs on the main thread while no event loop runs, so code that is not
-async may use signals, hang, or run its own event loop.  It yields awaitables; one event loop for all calls
-awaits them concurrently with those of other calls.
+async may use signals, hang, or run its own event loop.  It yields awaitables; one event loop awaits them
+concurrently for all calls.
 """
 
 from __future__ import annotations

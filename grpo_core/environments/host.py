@@ -212,7 +212,7 @@ class EnvironmentHost:
     def from_source(self, prompts: Sequence[Prompt]) -> bytes | None:
         """Return the pickled prompts for rows of a source, or None if they stay unchanged.
 
-        Ids are those of the source.
+        Ids come from the source.
         """
         return self._calls.run(self._from_source(prompts))
 

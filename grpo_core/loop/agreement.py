@@ -169,8 +169,8 @@ def _named(canary: Canary) -> Iterable[tuple[int, float]]:
 def difference(canary: Canary, answer: TopToken) -> float:
     """Return the difference between engine and trainer after a context, or a lower bound of it.
 
-    The engine gives the trainer's likeliest token at most the logprob of its own; the trainer gives a token
-    that it does not name at most the least logprob of those that it names.
+    The engine gives the trainer's most likely token at most its own top logprob; the trainer gives a token
+    that it does not name at most the least logprob that it names.
     """
     if any(map(isnan, canary.logprobs)):
         return inf

@@ -303,7 +303,7 @@ def fault(directory: Path) -> str | None:
     """Return why a checkpoint cannot be used, or None if all its files are intact."""
     try:
         for path in (directory, *directory.rglob("*")):
-            if path.is_symlink():  # the run writes none, and what it leads to is not the run's
+            if path.is_symlink():  # the run writes none, and its target is not the run's
                 name = directory.name if path == directory else path.relative_to(directory)
                 return f"{name} is a symbolic link; put the original in its place"
         manifest = typed.read(directory / _MANIFEST, SavedManifest)

@@ -339,7 +339,7 @@ class Laws:
             self._law(law, not before.ready, f"{who} is finished and is generated again")
             same = (before.task, before.prompt) == (slot.task, slot.prompt)
             self._law("stream", same, f"{who} had prompt {before.prompt!r} of {before.task!r} before")
-            # what failed just before the cut comes as a further attempt, what was in flight as the same
+            # a slot that failed before the cut comes as a further attempt, one in flight as the same
             attempts = {before.attempt, before.attempt + 1} if before.resumed else {before.attempt + 1}
             self._law("retries", slot.attempt in attempts, f"{who} came after attempt {before.attempt}")
         self._law("retries", slot.attempt <= self.terms.max_retries, f"{who} has attempts without end")

@@ -88,7 +88,7 @@ def accuracy_finished(rollouts: Iterable[Rollout]) -> dict[str, float]:
 def feedback_means(
     rollouts: Sequence[Rollout], of: Callable[[list[float]], float] = fmean, before: str = ""
 ) -> dict[str, float]:
-    """Return the means of what the environment reports as ``Feedback.metrics``, by ``feedback_PART``.
+    """Return the means of the environment's ``Feedback.metrics``, by ``feedback_PART``.
 
     Args:
         rollouts: whose environment reports it.

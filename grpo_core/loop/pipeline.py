@@ -386,7 +386,7 @@ class Pipeline:
             self._droppable.discard(task)
 
     async def _stop_in_time(self) -> None:
-        """Stop when a step and the checkpoints that may follow would take what is left of the time limit."""
+        """Stop when a step and the checkpoints that may follow would use up the rest of the time limit."""
         limit, now = self.schedule.time_limit, asyncio.get_running_loop().time
         while limit is not None and (left := limit.left(now())) > 0:
             with contextlib.suppress(TimeoutError):
@@ -577,7 +577,7 @@ class Pipeline:
                     self._changing = False
             parts = _parts_of_step(result, began, self._meter.now())
             self._trained = result.version
-            await self._synced()  # the engine may still be reading what was published before
+            await self._synced()  # the engine may still be reading the previous weights
             try:
                 await self._publish(step + 1, groups)
             finally:  # the step is done, even if its weights are not published
@@ -657,7 +657,7 @@ class Pipeline:
             )
 
     async def _synced(self) -> None:
-        """Wait until the engine has what was published, unless the run leaves without it."""
+        """Wait until the engine has the published weights, unless the run leaves without it."""
         stage("wait for the weight sync")
         await self._when(
             lambda: True if self._published is None or self._leaving else None,
@@ -670,7 +670,7 @@ class Pipeline:
         return not last and self._saves.due(self._trained, self._meter.now())
 
     async def _save(self, version: int, failure: Failure | None = None) -> None:
-        """Take a cut once the one before is written; return when training may go on.
+        """Take a cut once the one before is written; return when training may continue.
 
         Raises TrainerError if a step is unfinished: the trainer may have applied a part of it.
         """
@@ -699,7 +699,7 @@ class Pipeline:
     # ------------------------------------------------------------------------------ write
 
     async def _write(self) -> None:
-        """Raise the error of a checkpoint that cannot be written while training goes on."""
+        """Raise the error of a checkpoint that cannot be written while training continues."""
         while True:
             writing = await self._when(lambda: self._writing, "a cut", patience=None)
             await asyncio.shield(writing)

@@ -112,7 +112,7 @@ class _Turns:
             await _together([self._play_part(part) for part in self._parts()])
 
     def _parts(self) -> list[Sequence[RolloutState]]:
-        """Return what is evaluated together: all, groups that are compared, or single rollouts."""
+        """Return the parts to evaluate together: all, compared groups, or single rollouts."""
         if self._lockstep or (self._one_turn and not self._environment.needs_group):
             return [self._states]
         parts: dict[str, list[RolloutState]] = defaultdict(list)

@@ -5,7 +5,7 @@ prompt_offsets     int64 [p + 1]   the beginning of each prompt in prompt_ids, a
 ids                int32 [N]       tokens after the prompts, of all segments one after another
 logprobs           float32 [N]     logprob of each token when it was sampled, otherwise 0
 versions           int32 [N]       weights that sampled each token, otherwise -1
-sampled            bool [N]        whether the engine sampled a token; only there if versions do not tell
+sampled            bool [N]        whether the engine sampled a token; only there if not implied by versions
 segment_offsets    int64 [S + 1]   the beginning of each segment in ids, and the end of the last
 segment_prompts    int32 [S]       the prompt of each segment
 segment_rollouts   int32 [S]       the rollout of each segment
