@@ -24,7 +24,7 @@ _files: dict[str, str] = {}
 
 
 class _Finder:
-    """Finds these modules; it is the last finder, so those that the interpreter has come first."""
+    """Finds modules of this installation; the last finder, so the interpreter's own modules come first."""
 
     @staticmethod
     def find_spec(
@@ -56,7 +56,7 @@ def chat_template_utils() -> types.ModuleType:
 
 
 def _alone(file: str) -> types.ModuleType:
-    """Import transformers' module from its file, in a package that answers no to "is that available?"."""
+    """Import transformers' module from its file, in a stub package where nothing is available."""
     name = "grpo_core_bootstrap.chat_template_utils"
     if name in sys.modules:
         return sys.modules[name]

@@ -1,7 +1,7 @@
 """Other Python interpreters and virtual environments, in which an environment can run.
 
-The other interpreter needs nothing of grpo-core: it gets grpo-core's own files, so both sides always have the
-same version, and ``PACKAGES`` where it has not its own.  See ``grpo_core.processes.bootstrap`` for its side.
+The other interpreter does not need grpo-core: it gets this installation's files, so both sides always have
+the same version, and the ``PACKAGES`` that it lacks.  See ``grpo_core.processes.bootstrap`` for its side.
 """
 
 from __future__ import annotations
