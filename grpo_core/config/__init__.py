@@ -1,4 +1,4 @@
-"""The configuration of a run: what may be written in CONFIG.toml or with ``--set section.key=value``.
+"""The configuration of a run: the keys of CONFIG.toml and of ``--set section.key=value``.
 
 Every key has a default.  An unknown key is an error that names the nearest known key.  Each part of the
 program receives its own section and no other.

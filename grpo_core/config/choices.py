@@ -1,4 +1,4 @@
-"""Holds what several sections have in common: the choice of a plugin, and the names of tables."""
+"""Parts that several sections share: the choice of a plugin, and the names of tables."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from attrs import field, frozen
 
 TASK_NAME = r"[A-Za-z0-9_.-]{1,64}"
-"""Names of tasks; they are names of files, too."""
+"""Pattern of task names, which are also file names."""
 
 
 NAMED = {"tasks": "task", "validation.sets": "set"}
-"""Tables whose keys are such names, and what they name."""
+"""Tables whose keys are such names, and the thing that each key names."""
 
 
 @frozen(kw_only=True)
@@ -22,16 +22,16 @@ class PluginChoice:
     name: str
     """Name of the offer, as `grpo-core plugins` lists it."""
     options: dict[str, Any] = field(factory=dict)
-    """Options are passed to the offer's factory."""
+    """Options of the offer's factory."""
 
 
 def options_of(kind: str, key: str) -> Mapping[str, Any]:
-    """Return the metadata of a key with the options of an offer that another key of its table names.
+    """Return the metadata of a key with the options of an offer, which another key of the table names.
 
-    Paths among them become absolute, as those of all options do.
+    Paths in them become absolute, as in all options.
 
     Args:
         kind: kind of the offer, such as "environment".
-        key: the key that names it.
+        key: the key that names the offer.
     """
     return {"options_of": (kind, key)}

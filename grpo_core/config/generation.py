@@ -35,8 +35,8 @@ class EngineConfig(PluginChoice):
     workers: int = field(default=1, validator=ge(1))
     """Number of engines that share the requests, on this machine or in workers of a cluster."""
     max_requests: int = field(default=0, validator=ge(0))
-    """Largest number of requests that each engine is given at the same time; the others wait, the oldest
-    first.  0 leaves the number to the engine."""
+    """Largest number of concurrent requests of each engine; the others wait, oldest first.  0 leaves the
+    limit to the engine."""
     gpus: list[int] = field(factory=list)
     """GPUs of this machine for the engines, shared evenly among `workers`: with two workers, `[0, 1, 2, 3]`
     gives the first engine 0 and 1.  If the list is empty, they share all GPUs but the trainer's."""
@@ -46,24 +46,24 @@ class EngineConfig(PluginChoice):
     """Place the engine workers of a cluster on as few machines as possible ("pack") or on as many
     ("spread")."""
     env_vars: dict[str, str] = field(factory=dict)
-    """Environment variables are set in each engine worker of a cluster before the engine's plugin is
-    loaded. `$NAME` in a value stands for the variable NAME of this process, and `$$` for a dollar sign."""
+    """Environment variables of each engine worker of a cluster, set before the engine's plugin is loaded.
+    `$NAME` in a value stands for the variable NAME of this process, and `$$` for a dollar sign."""
     transport: str = "auto"
     """Transport of weights to engines: `shm` works through shared memory (in a cluster, its object store),
     `cuda_ipc` by a handle to GPU memory, `collective` by NCCL between GPUs and by TCP otherwise; a plugin may
     offer others. `auto` is `shm`: `cuda_ipc` and `collective` have not been run on GPUs yet."""
     collective_host: str = field(default="127.0.0.1", metadata=only_with(COLLECTIVE))
-    """Engines reach the trainer at this address of its machine (`collective` only); on a cluster use an
-    address of its network."""
+    """Address of the trainer's machine at which engines reach it (`collective` only); on a cluster, an
+    address in its network."""
     collective_ports: tuple[int, int] = field(
         default=(0, 0), validator=_ports, metadata=only_with(COLLECTIVE)
     )
-    """Engines reach the trainer, and each of its ranks, at the first free port of this range, [first, last]
-    (`collective` only); [0, 0] is any free port. A firewall has to let the range through."""
+    """Range of ports, [first, last], in which each rank of the trainer listens for engines, at the first free
+    one (`collective` only); [0, 0] is any free port. A firewall has to allow the range."""
 
 
 CUTS = ("top_p", "top_k", "min_p")
-"""Keys that cut the distribution that a validation samples from."""
+"""Keys that truncate the sampling distribution of a validation."""
 
 
 @frozen(kw_only=True)
@@ -77,9 +77,9 @@ class RolloutConfig:
     max_tokens: int = field(default=256, validator=ge(1))
     """Largest number of tokens in one completion."""
     max_prompt_tokens: int = field(default=0, validator=ge(0))
-    """Training and held-out prompts with more tokens than this are left out before the run begins, and a
-    warning gives their number; 0 keeps all.  Prompts that leave no room for `max_tokens` are skipped when
-    they are drawn.  An agent writes its own prompts, which this does not limit."""
+    """Leave out training and held-out prompts with more tokens than this before the run begins, with a
+    warning that gives their number; 0 keeps all.  Prompts that leave no room for `max_tokens` are skipped
+    when they are drawn.  Prompts that an agent writes are not limited."""
     max_turns: int = field(default=0, validator=ge(0))
     """Largest number of completions in a rollout, if its environment allows more; 0 leaves it to the
     environment."""
@@ -89,15 +89,15 @@ class RolloutConfig:
     max_tool_calls: int = field(default=0, validator=ge(0))
     """Largest number of tool calls in a rollout; 0 means no limit."""
     truncated: Literal["train", "mask", "unscored"] = "train"
-    """Rollouts that a token limit cut off are trained like others ("train"), their reward only counts in
-    the mean of their group ("mask"), or they are not judged and do not count at all ("unscored")."""
+    """How to handle rollouts that a token limit cut off: train them like others ("train"), count their reward
+    only in the mean of their group ("mask"), or neither judge nor count them ("unscored")."""
     stop: list[str] = field(factory=list, validator=deep_iterable(min_len(1)))
-    """A completion ends with any of these strings, or with the tokenizer's end-of-sequence token."""
+    """Strings that end a completion, in addition to the tokenizer's end-of-sequence token."""
     deadline: float = field(default=600.0, validator=gt(0))
-    """Time limit in seconds for one attempt at a rollout; then it is tried again.  It includes the time in
-    which requests wait for room in the engine: raise it for long completions."""
+    """Time limit in seconds for one attempt at a rollout; then it is tried again.  It includes the time that
+    requests wait for the engine: raise it for long completions."""
     max_retries: int = field(default=3, validator=ge(0))
     """Number of attempts after the first; then the prompt is skipped, and the skip is recorded."""
     max_in_flight: int = field(default=0, validator=ge(0))
-    """Largest number of rollouts that are played at the same time, including validation; 0 means no limit.
-    The rollouts of a group begin together, so a group that is larger is played alone."""
+    """Largest number of concurrent rollouts, including validation; 0 means no limit.  The rollouts of a group
+    begin together, so a larger group is played alone."""

@@ -1,4 +1,4 @@
-"""Finds keys that do nothing, since what reads them is not there."""
+"""Finds keys that have no effect, because nothing in this run reads them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ ROWS = "rows of a file, a data set or a dataloader (source.path)"
 
 
 def only_with(*names: str) -> Mapping[str, Any]:
-    """Return the metadata of a key that does nothing unless one of these is there.
+    """Return the metadata of a key that has an effect only if one of these is there.
 
     Args:
-        names: keys of the same table, or tables of the configuration, that are not as they are by default; or
-            something else in words.
+        names: keys of the same table, or tables of the configuration, that differ from their defaults; or a
+            condition in words.
     """
     return {"only_with": names}
 
@@ -38,7 +38,7 @@ def idle_keys(table: Any, root: Any, there: Collection[str], where: str = "") ->
     Args:
         table: a table of the configuration, with the tables in it.
         root: the configuration.
-        there: what else is there, in the words of ``only_with``.
+        there: the conditions that hold, in the words of ``only_with``.
         where: the name of the table.
     """
     if isinstance(table, Mapping):

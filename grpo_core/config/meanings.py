@@ -23,7 +23,7 @@ def _documented(path: str) -> dict[str, dict[str, str]]:
 
 
 def meanings(kind: type) -> dict[str, str]:
-    """Return the docstrings of a class (under "") and its attributes, those that it inherits as well."""
+    """Return the docstrings of a class (under "") and its attributes, including inherited ones."""
     found: dict[str, str] = {}
     for base in reversed(kind.__mro__[:-1]):
         found |= _documented(inspect.getfile(base)).get(base.__name__, {})

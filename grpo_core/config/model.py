@@ -14,13 +14,13 @@ class ModelConfig:
     """The model that is trained."""
 
     path: str = "tiny"
-    """The model is a directory, a hub id, or the name of a model that a plugin makes; "tiny" is made locally,
+    """Directory or hub id of the model, or the name of a model that a plugin makes; "tiny" is made locally,
     with 90,000 parameters."""
     options: dict[str, Any] = field(factory=dict)
     """Options of a model that a plugin makes; "tiny" has `width`, `layers` and `warm_start_steps`."""
     chat_template: str = ""
-    """Chat template instead of the tokenizer's, saved with the model: a file in Jinja's language, or
-    "chatml", which comes with grpo-core, writes ChatML as Qwen models read it, and keeps reasoning."""
+    """Chat template that replaces the tokenizer's and is saved with the model: a Jinja file, or "chatml",
+    which comes with grpo-core, writes ChatML as Qwen models read it, and keeps reasoning."""
     chat_template_kwargs: dict[str, Any] = field(factory=dict)
     """Variables that the chat template reads, such as `enable_thinking = false` for Qwen3."""
     response_format: str = "auto"
@@ -28,11 +28,11 @@ class ModelConfig:
     calls between <tool_call> and </tool_call>; others, such as "qwen3" and "gpt-oss", come with
     `pip install 'grpo-core[formats]'`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Matrix products in training use this type, and engines receive the weights in it; the trainer's own
-    weights and its optimizer stay float32. "auto" is bfloat16 on a GPU and float32 on a CPU."""
+    """Type of the matrix products in training, and of the weights that engines receive; the trainer's weights
+    and its optimizer stay float32. "auto" is bfloat16 on a GPU and float32 on a CPU."""
     attention: str = ""
-    """Attention of the trainer by transformers' name, such as "eager", "sdpa", "flash_attention_2" or
-    "flex_attention"; empty is the model's own. Rows are then side by side, without packing."""
+    """Attention of the trainer by its name in transformers, such as "eager", "sdpa", "flash_attention_2" or
+    "flex_attention"; empty is the model's default. If it is set, rows are padded, not packed."""
     trust_remote_code: bool = False
     """Allow code that comes with the model to run."""
 
@@ -42,10 +42,10 @@ class TeacherConfig:
     """The teacher, a frozen model that scores the policy's tokens for on-policy distillation."""
 
     path: str = field(default="", metadata=only_with(OF_LOSS["teacher"]))
-    """The teacher is a model's directory, a hub id, or a run's directory, which stands for its newest
-    checkpoint. Its vocabulary has to be that of the trained model."""
+    """Directory or hub id of the teacher, or the directory of a run for its newest checkpoint. The teacher
+    must have the same vocabulary as the trained model."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """The teacher's weights and matrix products have this type; "auto" is bfloat16 on a GPU and float32 on a
+    """Type of the teacher's weights and matrix products; "auto" is bfloat16 on a GPU and float32 on a
     CPU."""
     trust_remote_code: bool = False
     """Allow code that comes with the teacher to run."""

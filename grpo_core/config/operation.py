@@ -17,12 +17,12 @@ class CheckpointConfig:
     """When checkpoints are written, and how many are kept."""
 
     every: int = field(default=20, validator=ge(0))
-    """Save every this many steps; 0 means none by steps. The end of a run is always saved."""
+    """Save every this many steps; 0 turns this off. The end of a run is always saved."""
     every_minutes: float = field(default=10.0, validator=ge(0))
     """Also save after the first step that ends this many minutes after the last checkpoint; 0 means never.
-    The pause is at least 20 times as long as that checkpoint took."""
+    The interval is at least 20 times as long as that checkpoint took."""
     keep: int = field(default=2, validator=ge(1))
-    """Number of newest complete checkpoints that stay on disk."""
+    """Number of newest complete checkpoints to keep."""
     keep_every: int = field(default=0, validator=ge(0))
     """Keep checkpoints at multiples of this many steps forever; 0 means none."""
     best: str = ""
@@ -30,7 +30,7 @@ class CheckpointConfig:
     with the smallest value if `-` precedes the name. Only validated checkpoints are compared: choose
     `checkpoint.every` as a multiple of `validation.every`."""
     keep_best: int = field(default=1, validator=ge(1), metadata=only_with("best"))
-    """Number of checkpoints that stay for `best`."""
+    """Number of checkpoints to keep for `best`."""
     async_save: bool = True
     """Save in the background from a snapshot in host memory, which stays allocated (12 bytes per float32
     parameter). If false, training waits until the checkpoint is written."""
@@ -52,7 +52,7 @@ class TrackingConfig:
 
 
 def _in_order(instance: object, attribute: attrs.Attribute[Any], limits: tuple[float, float]) -> None:
-    """Check that a metric that gets worse comes to the warning first."""
+    """Check that a metric that gets worse reaches the warning before the abort."""
     warn, abort = limits if attribute.name != "effective_sample_size" else limits[::-1]
     if warn > abort and min(limits) > 0:
         raise ValueError(
@@ -68,8 +68,8 @@ class HealthConfig:
     """Limits of health metrics, [warn, abort] for the median of the last five steps; 0 disables one."""
 
     canary_tolerance: float = field(default=0.0, validator=ge(0))
-    """Largest difference of a token's logprob between engine and trainer after a weight sync.  0 limits mean
-    and maximum by what the dtype explains: 0.0003 and 0.001 in float32, 0.1 and 1 in bfloat16."""
+    """Largest difference of a token's logprob between engine and trainer after a weight sync.  0 uses limits
+    for mean and maximum that the dtype explains: 0.0003 and 0.001 in float32, 0.1 and 1 in bfloat16."""
     logprob_diff: tuple[float, float] = field(default=(0.5, 2.0), validator=_LIMITS)
     """Limits for the mean difference of logprobs between the engine and the trainer at the start of a
     step."""
@@ -99,6 +99,6 @@ class DataPlaneConfig(PluginChoice):
     """The place of the tokens of finished rollouts, until they are trained."""
 
     name: str = "memory"
-    """Name of the data plane: `memory` is the process of the run; `ray`, with `--ray`, is Ray's object store,
-    from which the trainer's processes fetch the tokens of their rows; `transferqueue`, with `--ray`, are
-    storage units of TransferQueue (grpo-plugin-transferqueue)."""
+    """Name of the data plane: `memory` keeps tokens in the run's process; `ray`, with `--ray`, in Ray's
+    object store, from which the trainer's processes fetch the tokens of their rows; `transferqueue`, with
+    `--ray`, in storage units of TransferQueue (grpo-plugin-transferqueue)."""

@@ -59,7 +59,7 @@ def _table_problems(kind: type, value: Any, where: str, sections: PluginSections
 
 
 def _nearest(key: str, known: Mapping[str, Any], prefix: str, sections: PluginSections) -> str:
-    """Return a hint at the key that was meant: one beside it, or one of that name in a section."""
+    """Return a hint at the key that was meant: a similar one, or one of that name in a section."""
     if prefix == "rollout." and key in CUTS:
         return (
             " Training samples from the whole distribution, since its logprobs are those of all tokens; "
@@ -93,7 +93,7 @@ def _expected(where: str, expected: str, value: Any) -> str:
 
 
 def out_of_range(error: BaseException, where: str) -> Iterable[str]:
-    """The leaves of cattrs' exception group, each with the section that it is about."""
+    """The leaves of cattrs' exception group, each with its section."""
     if not isinstance(error, cattrs.BaseValidationError):
         yield f"configuration key {where!r}: {error}" if where else f"configuration: {error}"
         return

@@ -60,7 +60,7 @@ def parse_setting(setting: str) -> dict[str, Any]:
 
 
 def parse_settings(settings: Iterable[str], onto: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return a table with what each ``--set`` says, the later ones over the earlier ones and ``onto``."""
+    """Return the settings of all ``--set`` as a table; later ones override earlier ones and ``onto``."""
     return functools.reduce(merge, map(parse_setting, settings), dict(onto or {}))
 
 
@@ -72,10 +72,10 @@ def check_settings(
     A section that does not exist is left to ``build``, which names the nearest key.
 
     Args:
-        changes: what ``--set`` says, as tables.
+        changes: the settings of ``--set``, as tables.
         read: patterns of the keys that the command reads, such as ``"trainer.*"``.
         why: says what the command does with its keys.
-        but: patterns of keys among them that it does not read.
+        but: patterns of exceptions, which the command does not read.
     """
     known = keys_of(Config)
     for key in _keys({name: value for name, value in changes.items() if name in known}):
@@ -108,7 +108,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def replace_parts(table: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the table without the options of those parts that ``over`` replaces by others."""
+    """Return the table without the options of parts that ``over`` replaces."""
     kept = dict(table)
     for section, above in over.items():
         below = kept.get(section)
@@ -122,7 +122,7 @@ def replace_parts(table: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str
 
 
 def build(layers: Iterable[Mapping[str, Any]], sections: PluginSections = NO_SECTIONS) -> Config:
-    """Make the configuration from tables, later ones over earlier ones, with the sections of plugins.
+    """Build the configuration from tables and the sections of plugins; later tables override earlier ones.
 
     Raises ConfigError that names every unknown key (with the nearest known one) and every bad value.
     """
@@ -156,7 +156,7 @@ def build(layers: Iterable[Mapping[str, Any]], sections: PluginSections = NO_SEC
 
 
 def structured(kind: type[T], table: Mapping[str, Any], *, where: str = "") -> T:
-    """Return a table, whose key is ``where``, as an object of this attrs class.
+    """Convert a table, whose key is ``where``, to an object of this attrs class.
 
     Raises ConfigError that names every unknown key and every bad value.
     """

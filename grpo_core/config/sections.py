@@ -28,7 +28,7 @@ class PluginSection:
     """A section that a plugin adds."""
 
     name: str
-    """Name of the table, as "budget" or "model.lora", or that of a core table to which it adds keys."""
+    """Name of the table, as "budget" or "model.lora", or of a core table to which it adds keys."""
     kind: type[Any]
     """An attrs class, whose fields are the keys."""
     optional: bool = False
@@ -36,7 +36,7 @@ class PluginSection:
 
     @classmethod
     def of(cls, name: str, offered: Any) -> PluginSection:
-        """Return what a hook offers under a name.  Raises ValueError if it cannot be a section."""
+        """Make a section from a hook's offer.  Raises ValueError if it cannot be one."""
         kinds = [offered]
         if isinstance(offered, types.UnionType):
             kinds = [each for each in typing.get_args(offered) if each is not types.NoneType]
@@ -68,7 +68,7 @@ class PluginSection:
 
     @property
     def keys(self) -> set[str]:
-        """The full names of the keys that it adds to tables of the core, or that of its table."""
+        """Full names of the keys that it adds to core tables, or the name of its own table."""
         return {f"{self.name}.{key}" for key in keys_of(self.kind)} if self.adds_keys else {self.name}
 
 
@@ -94,7 +94,7 @@ class PluginSections:
     def split(
         self, table: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[PluginSection, Mapping[str, Any]]]:
-        """Take the sections out of a configuration's tables; return the rest, and the section's tables.
+        """Split a configuration's tables into the core's tables and the tables of plugin sections.
 
         A section that is optional and missing is left out.
         """

@@ -11,11 +11,11 @@ from grpo_core.config import LossConfig, ModelConfig, OptimizerConfig, TeacherCo
 from grpo_core.contracts.records import WithSections
 
 PROFILED_AFTER = 2
-"""Steps of a process before those of a profile: they allocate, and choose kernels."""
+"""Steps of a process before the first profiled one: they allocate memory and choose kernels."""
 
 
 def steps_of_profile(steps: int) -> tuple[int, int]:
-    """Return the number of the step that is traced first, and of the last one, counted from 1."""
+    """Return the numbers of the first and the last traced step, counted from 1."""
     return PROFILED_AFTER + 1, PROFILED_AFTER + steps
 
 
@@ -36,24 +36,24 @@ class TrainerSetup(WithSections):
     seed: int = 0
     """Seed of the run."""
     colocated: bool = True
-    """Whether engines generate on this machine while the trainer trains, so that it leaves them cores."""
+    """Whether engines generate on this machine while the trainer trains; it then leaves them cores."""
     prepare: Callable[[], None] | None = None
     """Makes the model at ``model.path``; the trainer calls it once, in its process, before it loads the
     model."""
     resume_from: str | None = None
     """A directory that ``Trainer.save`` wrote; None: start from ``model``."""
     async_save: bool = True
-    """Write checkpoints while training goes on; see ``CheckpointConfig``."""
+    """Write checkpoints while training continues; see ``CheckpointConfig``."""
     transport: str = "shm"
     """Transport of weights to engines; see ``EngineConfig``.  From a CPU, ``cuda_ipc`` is ``shm``."""
     engine_dtype: Literal["auto", "bfloat16", "float16"] = "auto"
-    """Dtype of the engines' weights, which are sent in it if it is smaller than the trainer's."""
+    """Dtype of the engines' weights; they are sent in it if it is smaller than the trainer's."""
     collective_host: str = "127.0.0.1"
     """Address at which engines reach the trainer, for ``collective``."""
     collective_ports: tuple[int, int] = (0, 0)
-    """First and last port of which each rank takes one that is free, for ``collective``."""
+    """First and last port of the range in which each rank uses a free port, for ``collective``."""
     max_non_finite: float = 0.1
-    """Share of an update's rows whose loss may be not finite; see ``HealthConfig``."""
+    """Share of an update's rows that may have a non-finite loss; see ``HealthConfig``."""
     plugins: tuple[str, ...] | None = None
     """Allow-list of the plugins that a loss may come from; None allows all."""
     block: tuple[str, ...] = ()
@@ -61,15 +61,14 @@ class TrainerSetup(WithSections):
     env_vars: Mapping[str, str] = field(factory=dict)
     """Environment variables of the trainer's process, such as those that name its GPU."""
     shares_gpu: bool = False
-    """Whether an engine computes on the trainer's GPU, so that it needs the memory which is free between
-    steps."""
+    """Whether an engine computes on the trainer's GPU and needs the memory that is free between steps."""
     rank: int = 0
-    """Number of this process among the trainer's."""
+    """Rank of this process in the trainer."""
     ranks: int = 1
     """Number of the trainer's processes."""
     rendezvous: str = ""
-    """Where they find each other: a file, which the first one makes, or ``tcp://address:port``, at which the
-    first one listens."""
+    """Rendezvous of the ranks: a file that the first one makes, or ``tcp://address:port``, at which the first
+    one listens."""
     profile: str = ""
     """Directory for the traces of ``trainer.profile`` steps."""
     log: str | None = None

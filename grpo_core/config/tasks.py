@@ -16,10 +16,10 @@ class SourceConfig:
     """A file or data set of prompts, for tasks whose environment has none."""
 
     path: str = ""
-    """Training prompts come from this file (.jsonl, .csv, .tsv, .parquet, .arrow or .feather) or data set (a
-    directory or a hub id); if it is empty, from the environment."""
+    """File (.jsonl, .csv, .tsv, .parquet, .arrow or .feather) or data set (a directory or a hub id) of the
+    training prompts; if it is empty, they come from the environment."""
     validation_path: str = ""
-    """Held-out prompts come from this file or data set.  If it is empty, they come from `path` if that is a
+    """File or data set of the held-out prompts.  If it is empty, they come from `path` if that is a
     data set and `validation_split` is given, otherwise from the environment."""
     subset: str = field(default="", metadata=only_with("path", "validation_path", ROWS))
     """Name of the subset, for a data set with several."""
@@ -31,24 +31,24 @@ class SourceConfig:
     """Field of a row with the prompt, as text or messages.  If it is empty, the first of `prompt`, `messages`
     and `question` that exists is used."""
     answer: str = field(default="answer", metadata=only_with("path", "validation_path", ROWS))
-    """Field of a row with the answer.  Another field than `answer` has to be in at least one row."""
+    """Field of a row with the answer.  A field other than `answer` has to be in at least one row."""
     id: str = field(default="id", metadata=only_with("path", "validation_path", ROWS))
     """Field of a row with the id; the default id is the row's number.  All other fields become the prompt's
     `info`."""
     system: str = field(default="", metadata=only_with("path", "validation_path", ROWS))
     """System message before each prompt, unless it is empty."""
     template: str = field(default="", metadata=only_with("path", "validation_path", ROWS))
-    """Jinja template of the prompt with the fields of a row, instead of `prompt`, such as
+    """Jinja template that makes the prompt from the fields of a row, instead of `prompt`, such as
     "{{ question }} Answer with a number."."""
     answer_template: str = field(default="", metadata=only_with("path", "validation_path", ROWS))
-    """Jinja template of the answer with the fields of a row, instead of `answer`."""
+    """Jinja template that makes the answer from the fields of a row, instead of `answer`."""
     where: str = field(default="", metadata=only_with("path", "validation_path", ROWS))
     """Jinja expression over the fields of a row, such as 'level == "5" and question | length < 500'; rows for
     which it is false are left out."""
     deduplicate: bool = field(default=False, metadata=only_with("path", "validation_path", ROWS))
     """Keep only the first of several rows with the same prompt; white space makes no difference."""
     workers: int = field(default=0, validator=ge(0), metadata=only_with(IN_ORDER))
-    """Number of processes that read rows ahead; they pay only for rows that are slow to read."""
+    """Number of processes that read rows ahead; they help only if rows are slow to read."""
 
 
 @frozen(kw_only=True)
@@ -58,29 +58,30 @@ class TaskConfig:
     env: str
     """Name of the environment, as in "math:sort" or "./file.py:Class"."""
     options: dict[str, Any] = field(factory=dict)
-    """Options are passed to the environment's factory."""
+    """Options of the environment's factory."""
     weight: float = field(default=1.0, validator=ge(0), metadata=only_with(WEIGHING))
     """Relative share of the prompts, for samplers that weigh tasks."""
     success: float | None = None
-    """Reward from which a rollout is a success, which `accuracy` counts; without it, the environment's own
-    threshold, if it declares one."""
+    """Smallest reward of a success, which `accuracy` counts; by default the environment's own threshold, if
+    it declares one."""
     source: SourceConfig = field(factory=SourceConfig)
     """Prompts can come from a file or data set instead of the environment."""
     dataloader: str = ""
-    """Prompts come from this dataloader of a plugin, as in "sql:questions" or "./file.py:Questions", instead
-    of the environment.  Of `source`, the keys about the fields of a row count, and `where` and `workers`."""
+    """Name of a plugin's dataloader, as in "sql:questions" or "./file.py:Questions", which gives the prompts
+    instead of the environment.  Of `source`, `where`, `workers` and the keys about the fields of a row
+    apply."""
     dataloader_options: dict[str, Any] = field(factory=dict, metadata=only_with("dataloader"))
-    """Options are passed to the dataloader's factory."""
+    """Options of the dataloader's factory."""
     player: str = ""
     """Name of the player of the rollouts: "turns" of the core, or one of a plugin.  If it is empty, "agents"
     plays environments that define `run`, and "turns" all others."""
     player_options: dict[str, Any] = field(factory=dict, metadata=only_with("player"))
-    """Options are passed to the player's factory."""
+    """Options of the player's factory."""
     python: str = ""
-    """The environment runs in this Python interpreter or directory of a virtual environment, instead of
+    """Python interpreter, or directory of a virtual environment, that runs the environment instead of
     `environment.python`."""
     env_vars: dict[str, str] = field(factory=dict)
-    """Environment variables are set in this environment's process, besides `environment.env_vars`."""
+    """Environment variables of this environment's process, in addition to `environment.env_vars`."""
 
 
 @frozen(kw_only=True)
@@ -113,33 +114,32 @@ class EnvironmentConfig:
     max_batch: int = field(default=256, validator=ge(1))
     """Largest number of episodes in one call."""
     max_wait: float = field(default=0.005, validator=ge(0))
-    """An episode waits this many seconds for others to share its call."""
+    """Seconds that an episode waits for others to share its call."""
     deadline: float | None = field(default=None, validator=optional(gt(0)))
-    """Time limit of a call in seconds.  Then an async call is cancelled; if the process does not react, it is
+    """Time limit of a call in seconds.  A late async call is cancelled; if the process does not react, it is
     killed, and each episode is tried alone.  If this is not set, the environment may declare it; the default
     is 30."""
     start_deadline: float = field(default=120.0, validator=gt(0))
     """Time limit in seconds for the start of an environment, and for its prompts."""
     concurrency: int | None = field(default=None, validator=optional(ge(0)))
-    """Number of calls of an async `evaluate`, of tools and of `open` that run at once in each worker, each
-    with one episode (or one group, if the environment compares rollouts).  A call that ends makes room for
-    the next at once.  0 gives `evaluate` batches, one after another.  If this is not set, the environment may
-    declare it; the default is 0."""
+    """Number of concurrent calls of an async `evaluate`, of tools and of `open` in each worker, each with one
+    episode (or one group, if the environment compares rollouts).  The next call starts as soon as one ends.
+    0 calls `evaluate` with batches, one after another.  If this is not set, the environment may declare it;
+    the default is 0."""
     max_error_rate: float = field(default=0.2, validator=[ge(0), le(1)])
-    """The run ends when more calls than this share of 200 have failed among the last 200 calls of a task, or
-    20 in a row; 1 turns both rules off.  A call judges an episode, or a group if the environment compares
-    rollouts.  A prompt's first failure is tried again and does not count, unless `rollout.max_retries` is
-    0."""
+    """The run ends when more than this share of 200 calls have failed among the last 200 of a task, or 20 in
+    a row; 1 turns both rules off.  A call judges an episode, or a group if the environment compares rollouts.
+    A prompt's first failure is tried again and does not count, unless `rollout.max_retries` is 0."""
     unavailable_for: float = field(default=600.0, validator=gt(0))
-    """A task whose service does not answer, such as a judge, waits this many seconds; then the run ends with
-    a checkpoint.  Before the service has answered once, it waits 30 seconds at most."""
+    """Seconds that a task waits for a service that does not answer, such as a judge; then the run ends with a
+    checkpoint.  Before the service's first answer, it waits 30 seconds at most."""
     python: str = ""
-    """Environments run in this Python interpreter (3.11 or newer), or in this directory of a virtual
-    environment, with the packages and plugins that are installed there.  If it is empty, they run in the
-    interpreter of grpo-core."""
+    """Python interpreter (3.11 or newer), or directory of a virtual environment, that runs environments, with
+    the packages and plugins that are installed there.  If it is empty, they run in the interpreter of
+    grpo-core."""
     agent_host: str = "127.0.0.1"
-    """Agents find the model at this address of this machine; on a cluster use an address of its network."""
+    """Address of this machine at which agents reach the model; on a cluster, an address in its network."""
     env_vars: dict[str, str] = field(factory=dict)
-    """Environment variables are set in the environments' processes.  `$NAME` or `${NAME}` in a value, as in
+    """Environment variables of the environments' processes.  `$NAME` or `${NAME}` in a value, as in
     "Bearer $NAME", stands for the variable NAME of this process, so that no file holds a secret; `$$` is a
     dollar sign."""

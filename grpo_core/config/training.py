@@ -24,18 +24,18 @@ class LossConfig(PluginChoice):
     name: str = "grpo"
     """Name of the loss, as `grpo-core plugins` lists it, or `./file.py:Name`."""
     aggregation: Literal["token", "sequence", "prompt", "constant"] = "token"
-    """The losses of an update's tokens are averaged over all tokens ("token"), over the rollouts of their
-    means ("sequence"), over the prompts of their means ("prompt"), or summed and divided by the number of
-    rollouts times `aggregation_constant` ("constant"), whatever the loss is."""
+    """How an update averages the losses of its tokens, for any loss: over all tokens ("token"), as the mean
+    of the rollouts' means ("sequence"), as the mean of the prompts' means ("prompt"), or summed and divided
+    by the number of rollouts times `aggregation_constant` ("constant")."""
     aggregation_constant: float = field(default=0.0, validator=ge(0))
-    """The sum of a rollout's losses is divided by this with `aggregation = "constant"`; Dr. GRPO takes the
-    largest number of tokens of a completion, 1 sums them up."""
+    """Divisor of the sum of a rollout's losses with `aggregation = "constant"`; Dr. GRPO uses the largest
+    number of tokens of a completion, and 1 leaves the sum."""
     all_rows: bool = False
-    """Rollouts with advantage 0 are trained as well, so that they count in the averages; losses with other
-    terms need them in any case."""
+    """Train rollouts with advantage 0 as well, so that they count in the averages; losses with other terms
+    always train them."""
     max_sequence_error: float = field(default=0.0, validator=ge(0))
-    """Rollouts are not trained if the mean of exp(|difference of logprobs between engine and trainer|) over
-    their tokens is above this; 0 trains all.  It costs one more forward pass."""
+    """Do not train rollouts whose mean of exp(|difference of logprobs between engine and trainer|) over their
+    tokens exceeds this; 0 trains all.  It costs one more forward pass."""
 
     def __attrs_post_init__(self) -> None:
         if (self.aggregation == "constant") != (self.aggregation_constant > 0):
@@ -95,7 +95,7 @@ class TrainerConfig(PluginChoice):
     steps: int = field(default=100, validator=[ge(1), le(MOST_STEPS)])
     """Number of steps of the run."""
     epochs: float = field(default=0.0, validator=ge(0))
-    """Number of times that the prompts of all tasks are trained, instead of `steps`; 0 means `steps`.
+    """Number of passes over the prompts of all tasks, instead of `steps`; 0 means `steps`.
     Filtered and skipped prompts are replaced by others, so dynamic sampling draws prompts more often."""
     time_limit: float = field(default=0.0, validator=ge(0))
     """End the run with a complete checkpoint within this many seconds of its start or resume; 0 means no
@@ -111,10 +111,10 @@ class TrainerConfig(PluginChoice):
     lr: float = field(default=1e-6, validator=gt(0))
     """Peak learning rate."""
     lr_schedule: str = field(default="constant", validator=_schedule)
-    """Shape of the learning rate after the warm-up: "constant", "linear", "cosine", or a function of a file,
-    `./file.py:name`, that returns the factor of `lr` for the share of the updates that is done, 0 to 1."""
+    """Shape of the learning rate after the warm-up: "constant", "linear", "cosine", or a function in a file,
+    `./file.py:name`, from the fraction of updates done, 0 to 1, to the factor of `lr`."""
     lr_end: float = field(default=0.1, validator=[ge(0), le(1)], metadata=only_with("lr_schedule"))
-    """A linear or cosine schedule ends at this share of `lr`."""
+    """Final learning rate of a linear or cosine schedule, as a fraction of `lr`."""
     warmup_updates: int = field(default=5, validator=ge(0))
     """Number of updates in which the learning rate rises linearly to `lr`."""
     betas: tuple[float, float] = field(default=(0.9, 0.95), validator=deep_iterable([ge(0), lt(1)]))
@@ -124,26 +124,26 @@ class TrainerConfig(PluginChoice):
     max_grad_norm: float = field(default=1.0, validator=gt(0))
     """Gradients are clipped to this norm."""
     proximal: Literal["recompute", "generation"] = "recompute"
-    """Proximal logprobs are recomputed with the trainer's weights at the start of the step (one more forward
-    pass if there are several updates), or taken from generation."""
+    """Source of the proximal logprobs: recomputed with the trainer's weights at the start of the step (one
+    more forward pass if there are several updates), or the engine's."""
     reference_every: int = field(default=0, validator=ge(0), metadata=only_with(OF_LOSS["reference"]))
-    """The reference model of a KL term takes the trained weights every this many steps; with 0 it keeps the
+    """Update the reference model of a KL term to the trained weights every this many steps; 0 keeps the
     weights that the run started from."""
     reference_mix: float = field(default=1.0, validator=[gt(0), le(1)], metadata=only_with("reference_every"))
-    """Share of the trained weights in a refreshed reference model: 1 copies them, less makes an exponential
+    """Share of the trained weights in an updated reference model: 1 copies them, less makes an exponential
     moving average."""
     tokens_per_microbatch: int = field(default=8192, validator=ge(1))
-    """Largest number of tokens in a micro-batch, padding included; a longer row gets a micro-batch of its
-    own. A value other than the default is refused if a completion alone may be longer."""
+    """Largest number of tokens in a micro-batch, padding included; a longer row is a micro-batch by itself. A
+    value other than the default is refused if a completion alone may be longer."""
     packing: Literal[False, True, "auto"] = "auto"
-    """Rows of a micro-batch stand one after the other without padding, each attends to itself alone, and a
-    prompt that several rows share is computed once; if false, rows of about the same length are side by
-    side. "auto" packs on a CPU, and on a GPU in 16 bits; with models that
-    cannot be packed, and with compiled layers, rows are side by side."""
+    """Pack the rows of a micro-batch into one sequence without padding: each row attends only to itself, and
+    a prompt that several rows share is computed once. If false, rows of about the same length are padded.
+    "auto" packs on a CPU, and on a GPU in 16 bits; models that cannot be packed, and compiled layers, use
+    padding."""
     activations: ActivationsChoice = "keep"
-    """Activations of each layer are kept until the backward pass ("keep"), or computed again there from the
-    layer's input, which is gradient checkpointing and about a third more work ("recompute"); "offload" also
-    moves these inputs from a GPU to the machine's memory."""
+    """Keep the activations of each layer until the backward pass ("keep"), or recompute them from the layer's
+    input: gradient checkpointing, about a third more work ("recompute"); "offload" also moves these inputs
+    from a GPU to host memory."""
     compile: bool = False
     """Compile layers with torch. The first step takes a minute longer, and later ones are faster if small
     operations dominate. It needs a C++ compiler."""
@@ -170,24 +170,24 @@ class ParameterGroupConfig:
     """Parameters with a separate learning rate or weight decay."""
 
     parameters: list[str] = field(validator=min_len(1))
-    """Patterns of the names of parameters, as in `["*embed_tokens*", "model.layers.0.*"]`; a parameter
-    belongs to the first group with a pattern that fits."""
+    """Patterns of parameter names, as in `["*embed_tokens*", "model.layers.0.*"]`; a parameter
+    belongs to the first group with a matching pattern."""
     lr: float | None = field(default=None, validator=optional(ge(0)))
-    """Peak learning rate of these parameters; the schedule scales it like `trainer.lr`, which holds if this
-    is not set. 0 freezes them."""
+    """Peak learning rate of these parameters; the schedule scales it like `trainer.lr`, which is the default.
+    0 freezes them."""
     weight_decay: float | None = field(default=None, validator=optional(ge(0)))
     """Weight decay of all of these parameters; without it, `trainer.weight_decay` and `optimizer.decay`
-    hold."""
+    apply."""
 
 
 @frozen(kw_only=True)
 class OptimizerConfig(PluginChoice):
-    """The optimizer, and groups of parameters that it trains in another way."""
+    """The optimizer, and parameter groups with other settings."""
 
     name: str = "adamw"
     """Name of the optimizer, as `grpo-core plugins` lists it, or `./file.py:Name`."""
     decay: Literal["matrices", "all"] = "matrices"
-    """Weight decay acts on matrices only, not on the gains of norms and on biases ("matrices"), or on all
+    """Weight decay acts on matrices only, not on norm gains and biases ("matrices"), or on all
     parameters ("all")."""
     groups: dict[str, ParameterGroupConfig] = field(factory=dict)
     """Groups of parameters by name, each a table `[optimizer.groups.NAME]`."""
@@ -201,10 +201,10 @@ class PipelineConfig:
     """Largest number of steps between the weights that generate and the step that trains; 0 is
     synchronous."""
     policy: Literal["deadline", "in_order"] = "deadline"
-    """Train groups as they become ready, by deadline, or in the order of their prompts, which is
-    reproducible: with `in_flight_updates = false`, or `max_staleness = 0`, the engines `local` and `vllm`
-    then let no call depend on others, which is slower, and equal runs have equal weights (docs/replay.md says
-    what else they need)."""
+    """Train ready groups by deadline, or in the order of their prompts, which is reproducible: with
+    `in_flight_updates = false` or `max_staleness = 0`, calls of the engines `local` and `vllm` then do not
+    depend on each other, which is slower, and equal runs have equal weights (docs/replay.md lists what else
+    they need)."""
     in_flight_updates: bool = True
     """Running requests continue with new weights; if false, a weight update waits until no request is
     running."""

@@ -15,36 +15,36 @@ from grpo_core.config.idle import MEASURED, only_with
 from grpo_core.config.tasks import SourceConfig, TaskConfig
 
 INHERITED = ("name", "every", "at_start", "prompts", "top_p", "top_k", "min_p", "deadline")
-"""Keys that a set of held-out prompts takes from ``[validation]`` if it has none of its own."""
+"""Keys that a set of held-out prompts inherits from ``[validation]`` if it does not set them."""
 
 
 @frozen(kw_only=True)
 class ValidationSetConfig:
     """A named set of held-out prompts: of a task, or of an environment that nothing is trained on.
 
-    The keys after `source` are those of `[validation]`, and a key that is not set has its value from there.
+    The keys from `name` on are also keys of `[validation]`, which gives the value of a key that is not set.
     """
 
     task: str = ""
-    """The set has the held-out prompts of this task, and its environment."""
+    """Task whose held-out prompts and environment the set uses."""
     env: str = ""
     """Name of the set's own environment, as in "math:sort" or "./file.py:Class", instead of `task`; it needs
     no prompts for training."""
     env_options: dict[str, Any] = field(factory=dict)
-    """Options are passed to the factory of `env`."""
+    """Options of the factory of `env`."""
     success: float | None = None
-    """Reward from which a rollout in `env` is a success; without it, the environment's own threshold."""
+    """Smallest reward of a success in `env`; by default the environment's own threshold."""
     source: SourceConfig = field(factory=SourceConfig)
-    """Prompts for `env` can come from a file or data set: from its `validation_path`, or else its `path`."""
+    """File or data set of the prompts for `env`: its `validation_path`, or else its `path`."""
     python: str = ""
-    """`env` runs in this Python interpreter or virtual environment, instead of `environment.python`."""
+    """Python interpreter or virtual environment that runs `env` instead of `environment.python`."""
     env_vars: dict[str, str] = field(factory=dict)
-    """Environment variables are set in the process of `env`, besides `environment.env_vars`."""
+    """Environment variables of the process of `env`, in addition to `environment.env_vars`."""
     name: str | None = None
     """Name of the validation strategy."""
     options: dict[str, Any] = field(factory=dict)
-    """Options of the strategy, such as `n` and `temperature`; with the strategy of `[validation]` its options
-    count as well."""
+    """Options of the strategy, such as `n` and `temperature`; if the strategy is the one of `[validation]`,
+    they are added to its options."""
     every: int | None = field(default=None, validator=optional(ge(0)))
     """Measure the set every this many steps, and after the last; 0 leaves it to `grpo-core validate`."""
     at_start: bool | None = None
@@ -108,7 +108,7 @@ class ValidationConfig(PluginChoice):
     """A separate engine for validation, with its own options; training does not wait for its results."""
     sets: dict[str, ValidationSetConfig] = field(factory=dict)
     """Named sets of held-out prompts, in addition to those of the tasks, with metrics `validation/SET/NAME`.
-    The name of a task is refused."""
+    A set cannot have the name of a task."""
 
     @property
     def measures(self) -> bool:
@@ -140,7 +140,7 @@ class ValidationConfig(PluginChoice):
         }
 
     def of_set(self, name: str) -> ValidationConfig:
-        """Return the section as it is for a set, whose own keys come first."""
+        """Return the section for a set, whose own keys override it."""
         chosen = self.sets[name]
         own = {key: value for key in INHERITED if (value := getattr(chosen, key)) is not None}
         inherited = self.options if own.get("name", self.name) == self.name else {}
