@@ -1,7 +1,7 @@
-"""Formulas of advantages: what a reward is worth next to others.  Pure Python, in float64.
+"""Advantage formulas.  Pure Python, in float64.
 
 Each function takes plain numbers: the rewards of the rollouts of one group, or of all groups of a step, as
-lists.  A reward that is None takes part in no mean, and its advantage is None.  Equal rewards (see ``equal``)
+lists.  A reward of None is left out of means, and its advantage is None.  Equal rewards (see ``equal``)
 have advantage 0 exactly.  ``grpo_core.loop.advantages`` offers the same formulas to the configuration.
 """
 
@@ -15,13 +15,13 @@ from typing import Literal
 Rewards = Sequence["float | None"]
 """Rewards of one group, or numbers that stand for them."""
 Scale = Literal["group", "batch", "others", "none"]
-"""A choice of the standard deviation that divides the differences: that of the group's rewards, of all
-rewards of the step, or of the other rewards of the group; ``"none"`` does not divide."""
+"""Rewards whose standard deviation divides the differences: the group's, all of the step, or the others of
+the group; ``"none"`` does not divide."""
 
 EQUAL = 1e-6
 """Rewards of a group that differ by less than this share of the largest are equal.
 
-Float noise must not pass for a signal: divided by its own standard deviation it would be as loud as a real
+Float noise must not count as a signal: divided by its standard deviation, it would be as large as a real
 difference.
 """
 
@@ -30,9 +30,9 @@ SMALLEST = 1e-150
 
 
 def equal(rewards: Sequence[float], tolerance: float = 0.0) -> bool:
-    """Return whether a group's rewards differ by no more than ``tolerance``, or than float noise (``EQUAL``).
+    """Return whether a group's rewards differ at most by ``tolerance`` or float noise (``EQUAL``).
 
-    Metrics, filters and advantages share this definition.  No rewards at all are equal.
+    Metrics, filters and advantages share this definition.  An empty list counts as equal.
     """
     if not rewards:
         return True
@@ -133,7 +133,7 @@ def _others(rewards: Sequence[float], place: int, ddof: int, epsilon: float) -> 
 
 
 def combine(parts: Mapping[str, float | None], weights: Mapping[str, float]) -> float | None:
-    """Return the weighted sum of parts; a part that is None adds nothing, and None is the sum of none.
+    """Return the weighted sum of parts; parts that are None are skipped.  None if no part is left.
 
     Args:
         parts: numbers by name.

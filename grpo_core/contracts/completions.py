@@ -16,7 +16,7 @@ LOGPROB_SLACK = 1e-3
 def check_completions(
     completions: Sequence[Completion], requests: Sequence[GenerationRequest], *, vocabulary: int = 2**31
 ) -> None:
-    """Raises PluginError if an engine's answer breaks its contract: nothing of it may reach the trainer.
+    """Raise PluginError if completions break the engine's contract, so that none reaches the trainer.
 
     Args:
         vocabulary: number of token ids that the model has.
@@ -50,7 +50,7 @@ def check_completions(
 
 
 def check_request(request: GenerationRequest, *, engine: str, vocabulary: int, positions: int) -> None:
-    """Raises EngineError if no engine with this vocabulary and these positions can complete the request."""
+    """Raise EngineError for a request that does not fit this vocabulary or number of positions."""
     n = len(request.prompt_ids)
     if not n:
         raise EngineError(f"engine {engine}: a request has no prompt tokens; a prompt needs at least one")

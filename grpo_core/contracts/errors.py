@@ -34,7 +34,8 @@ from typing import Any
 from grpo_core.contracts.unicode import well_formed
 
 LONGEST_TRACEBACK = 20_000
-"""Largest number of characters of a traceback that is sent or written: a message can hold all of a batch."""
+"""Largest number of characters of a traceback that is sent or written: a message can contain a whole
+batch."""
 
 
 class GrpoError(Exception):
@@ -97,14 +98,14 @@ class Unavailable(GrpoError):  # noqa: N818
     Its calls wait until it answers again; nothing is scored meanwhile, and no attempt is counted.
 
     Args:
-        retry_after: seconds in which the service wants no other call, if it has said so.
+        retry_after: seconds to wait before the next call, if the service gave them.
     """
 
     def __init__(self, message: str = "", *, retry_after: float | None = None) -> None:
         super().__init__(message)
         self.retry_after = retry_after
         self.timed_out = False
-        """Whether it was slow, which may be the fault of what it was asked; the core sets it."""
+        """Whether the call timed out, perhaps because of its request; the core sets it."""
 
 
 class SessionLost(GrpoError):  # noqa: N818
@@ -121,7 +122,7 @@ class SlotError(GrpoError):
 
 @contextmanager
 def plugin_errors(who: str, told: str = "") -> Iterator[None]:
-    """Turn what the code of a plugin raises into a PluginError that names it.
+    """Convert exceptions of a plugin's code to a PluginError that names the plugin.
 
     Args:
         who: the plugin's part.
@@ -137,7 +138,7 @@ def plugin_errors(who: str, told: str = "") -> Iterator[None]:
 
 @contextmanager
 def wrong_input() -> Iterator[None]:
-    """Give the errors of a check that precedes all work the exit status of wrong input."""
+    """Give errors of checks that run before any work the exit status of wrong input."""
     try:
         yield
     except GrpoError as error:
@@ -146,7 +147,7 @@ def wrong_input() -> Iterator[None]:
 
 
 def describe(error: BaseException) -> str:
-    """The message of a GrpoError; of any other exception its type and the ends of its message."""
+    """The message of a GrpoError; for other exceptions the type and the shortened message."""
     said = message_of(error)
     text = said if isinstance(error, GrpoError) else shortened(f"{type(error).__name__}: {said}")
     described: str = well_formed(text)
@@ -167,7 +168,7 @@ def traceback_of(error: BaseException, mask: Callable[[str], str] = str) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value of a plugin in a message: the beginning of its ``repr``, which may be long, or may raise."""
+    """Format a plugin's value for a message: the beginning of its ``repr``, which may be long or raise."""
     try:
         return cut(_SHORT.repr(value), 200)
     except Exception as failure:
@@ -179,14 +180,14 @@ _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 200
 
 
 def shortened(text: str, most: int = 2000) -> str:
-    """Return a text whose middle is left out if it has more than ``most`` characters."""
+    """Cut the middle out of a text with more than ``most`` characters."""
     if len(text) <= most:
         return text
     return f"{text[: most // 2]} [... {len(text) - most:,} characters ...] {text[-most // 2 :]}"
 
 
 def cut(text: str, most: int) -> str:
-    """Return a text whose end is left out if it has more than ``most`` characters."""
+    """Cut off the end of a text with more than ``most`` characters."""
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
@@ -206,11 +207,11 @@ _NO_MEMORY = (
     "bad_alloc",
     "failed to allocate",
 )
-"""Texts, in lower case, by which libraries tell that memory is missing in errors that are no MemoryError."""
+"""Lower-case texts in libraries' out-of-memory errors that are not a MemoryError."""
 
 
 def out_of_memory(error: BaseException) -> BaseException | None:
-    """Return the error that says that memory was missing: this one, its cause, or one of its group."""
+    """Return the out-of-memory error: this one, its cause, or one of its group; None if there is none."""
     pending, seen = [error], set()
     while pending:
         each = pending.pop()
@@ -243,7 +244,7 @@ ALIASES = {
     "train_dataset": "data",
     "strategy": "validation.name",
 }
-"""Keys of other libraries, with the ones that mean the same here."""
+"""Keys of other libraries, and their names here."""
 
 
 def did_you_mean(given: str, known: list[str] | tuple[str, ...] | set[str]) -> str:

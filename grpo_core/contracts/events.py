@@ -22,21 +22,21 @@ class Event:
 
 @frozen(kw_only=True)
 class StatusChanged(Event):
-    """The run does something else now, as a person would say it: "loading the model"."""
+    """The run begins another activity, described for people: "loading the model"."""
 
     message: str
 
 
 @frozen(kw_only=True)
 class StageBegan(Event):
-    """The loop does something else from now on; only ``timeline.jsonl`` has it, as a span of the loop."""
+    """The loop enters another stage; recorded only in ``timeline.jsonl``, as a span of the loop."""
 
     stage: str
 
 
 @frozen(kw_only=True)
 class RunStarted(Event):
-    """The run has started: all its parts are there."""
+    """The run has started: all its parts are ready."""
 
     directory: str
     config: Mapping[str, Any]
@@ -46,7 +46,7 @@ class RunStarted(Event):
     manifest: str = ""
     """Digest of the manifest of the checkpoint that a resumed run continues from."""
     measured: int = -1
-    """The newest version that was validated before the run started, or that checkpoint was taken."""
+    """The newest version that was validated before the run started or its checkpoint was written."""
 
 
 @frozen(kw_only=True)
@@ -64,9 +64,9 @@ class PromptsPassedOver(Event):
     size: int
     """Number of prompts in an epoch of the task."""
     offered: tuple[int, ...]
-    """Places, in the task's data, of the prompts that it looked at, in the order of the epoch."""
+    """Places in the task's data of the prompts that the sampler looked at, in the order of the epoch."""
     drawn: tuple[str, ...]
-    """Ids of the prompts that it returned."""
+    """Ids of the prompts that the sampler returned."""
     passed_over: tuple[tuple[int, str], ...]
     """Place of each prompt that was passed over, and the reason."""
 
@@ -90,16 +90,16 @@ class GroupFiltered(Event):
     reward: float
     """Mean reward of its rollouts."""
     filter: str = ""
-    """Name of the filter; "equal_rewards" is that of dynamic sampling."""
+    """Name of the filter; "equal_rewards" for dynamic sampling."""
     reason: str = ""
-    """The filter says this of the group."""
+    """The reason that the filter returned."""
 
 
 @frozen(kw_only=True)
 class GroupsReturned(Event):
     """The run fails, and these groups cannot be trained: a resumed run generates them again.
 
-    They are those of a step that is not finished, or those whose tokens are lost.
+    They belong to an unfinished step, or their tokens are lost.
     """
 
     slots: tuple[int, ...]
@@ -128,11 +128,11 @@ class StepEnded(Event):
 
     metrics: Mapping[str, float]
     digest: StateDigest | None = None
-    """Fingerprints of what the step made, which ``grpo-core replay`` compares; None if there are none."""
+    """Fingerprints of the step's result, which ``grpo-core replay`` compares; None if there are none."""
 
 
 LOOP = "loop"
-"""The lane of the stages of the loop."""
+"""Lane of the loop's stages."""
 
 
 @frozen(kw_only=True)
@@ -140,17 +140,17 @@ class Span:
     """A span of a run's time in which a component worked."""
 
     lane: str
-    """Who did it: "loop", "trainer", "sync", "validation", "engine", or "environment TASK"."""
+    """The component: "loop", "trainer", "sync", "validation", "engine", or "environment TASK"."""
     what: str
     begin: float
     """Seconds on the clock of the event loop."""
     end: float
     busy: float
-    """Seconds of it in which at least one call was running; short gaps are within a span."""
+    """Seconds in which at least one call was running; a span includes short gaps."""
     calls: int = 1
     """Number of calls that began in it."""
     seconds: float = 0.0
-    """Seconds of all calls in it together: more than ``busy`` if several ran at the same time."""
+    """Total seconds of its calls: more than ``busy`` if several ran at the same time."""
 
 
 @frozen(kw_only=True)
@@ -191,7 +191,7 @@ class Saving(Event):
     """The state that the checkpoint of ``step`` will hold is fixed; ``Saved`` may follow some steps later."""
 
     reason: str = ""
-    """The reason for which the run ends at once, if it does; the engine may hold older weights then."""
+    """Why the run ends at once, if it does; the engine may then hold older weights."""
 
 
 @frozen(kw_only=True)
@@ -203,9 +203,9 @@ class Saved(Event):
 
 @frozen(kw_only=True)
 class WarningRaised(Event):
-    """A number is beyond its soft limit, or something will keep the run from learning.
+    """A metric is beyond its soft limit, or something will keep the run from learning.
 
-    The first kind is raised again with each step for which it is true, the second kind at the start.
+    The first kind is repeated for each such step; the second kind is raised at the start.
     """
 
     cause: str
@@ -222,7 +222,8 @@ class IncidentReported(Event):
     message: str
     traceback: str = ""
     count: int = 1
-    """Number of incidents of this kind and component that the event stands for; ``message`` is the last's."""
+    """Number of incidents of this kind and component that the event stands for; ``message`` is from the last
+    one."""
 
 
 @frozen(kw_only=True)

@@ -9,12 +9,12 @@ An offer is a factory under a name.
 * An ``Offer`` holds the factory with what the core has to know before it calls it.
 * The factory is a callable, or ``"module:attribute"``: then the module is imported when the offer is first
   used, so that listing a plugin stays cheap.
-* A name that ends with ``*`` is a prefix: it stands for every name that begins with what is before the
-  ``*``, and the factory receives the rest as its first positional argument.  A plain ``"*"`` of the plugin
+* A name that ends with ``*`` is a prefix: it matches every name with that prefix, and the factory receives
+the rest as its first positional argument.  A plain ``"*"`` of the plugin
   ``reasoning_gym`` makes ``reasoning_gym:chain_sum`` a call of ``factory("chain_sum", **options)``.
 
-The options of a factory are those of its parameters that can be given by name; an unknown one is an error
-before the factory is called.
+The options of a factory are its parameters that can be given by name; an unknown option is an error before
+the factory is called.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class Command:
     """The function as ``"module:function"``, or a ``cyclopts.App`` with subcommands.  The module is imported
     when the command runs or its own help is printed."""
     help: str = field(kw_only=True, validator=matches_re(r"\S[^\n]*"))
-    """The sentence with which the function's docstring begins; ``grpo-core --help`` prints it."""
+    """The first sentence of the function's docstring; ``grpo-core --help`` prints it."""
 
 
 @frozen(kw_only=True)
 class Transport:
-    """A way of weights from the trainer to the engines; its locations begin with its name: ``"NAME:..."``."""
+    """A transport of weights from trainer to engines; its locations begin with its name: ``"NAME:..."``."""
 
     writer: str = field(validator=matches_re(r"[\w.]+:\w+"))
     """Function ``"module:function"`` of the trainer's process: ``(setup: TrainerSetup, device, ranks)``.  It
@@ -72,7 +72,7 @@ class Transport:
     uint8."""
     stream: str = field(default="", validator=matches_re(r"([\w.]+:\w+)?"))
     """Function like ``reader`` that yields the bytes in the buckets of ``grpo_core.weights.layout``, for
-    engines without memory for all; empty if what is read is no copy."""
+    engines without memory for all; empty if reading makes no copy."""
     several: bool = True
     """Whether several engines may read, at their own pace."""
     remote: bool = False
@@ -80,7 +80,7 @@ class Transport:
     same_gpu: bool = False
     """Whether the engine reads the memory of the trainer's GPU, which it must see."""
     on_device: bool = False
-    """Whether what is published is in memory of the trainer's device, and not of its machine."""
+    """Whether published weights are in the memory of the trainer's device, not in host memory."""
 
     def __call__(self) -> Transport:
         """Return itself: an offer is a factory."""
@@ -105,21 +105,21 @@ class Offer:
     """Modules that have to be installed, each with the command that installs it.  They are not imported
     before the factory is called."""
     check: Function | None = None
-    """Raises ValueError or ConfigError for options that make no sense.  It may also name ``config``, all of
-    the configuration, ``host``, the ``PluginHost``, ``group_size`` (an advantage, a filter) and ``betas`` (an
-    optimizer)."""
+    """Raises ValueError or ConfigError for invalid options.  It may also have the parameters ``config`` (the
+    whole configuration), ``host`` (the ``PluginHost``), ``group_size`` (an advantage, a filter) and ``betas``
+    (an optimizer)."""
     gives: Literal["tokens", "text"] = "tokens"
     """Whether an engine returns tokens with their logprobs, or is a ``TextEngine``, which needs no model."""
     transports: tuple[str, ...] = ("shm",)
-    """Transports by which an engine can take weights; one that reads them with
-    ``grpo_core.kit.read_weights`` can take them by any: ``("*",)``."""
+    """Transports that an engine supports; one that reads weights with ``grpo_core.kit.read_weights`` supports
+    all: ``("*",)``."""
     memory: Function | None = None
     """Returns ``MemoryPart``s for an ``EngineLoad``, the first argument of the function of an engine."""
     workers: Function | None = None
     """Returns the number of engines that the options of an engine describe; of a trainer, the number of its
     processes for ``(config, host)``."""
     placement: str = ""
-    """Name of the placement whose workers have the trainer's processes."""
+    """Name of the placement whose workers run the trainer's processes."""
     takes_parts: bool = False
     """Whether an optimizer computes each number by itself, so that ranks may give it parts of parameters."""
     state: Function | None = None
@@ -129,15 +129,15 @@ class Offer:
     once: bool = False
     """Whether the factory returns one object, which workers cannot share."""
     extends_core: bool = False
-    """Whether it takes the place of the core's offer of this name wherever the plugin is installed: it has
-    all options of that one, and the same results with them.  ``core:NAME`` is still the core's."""
+    """Whether it replaces the core's offer of this name wherever the plugin is installed.  It has all of that
+    offer's options and gives the same results with them.  ``core:NAME`` is still the core's."""
 
 
 @hookspec
 def grpo_commands() -> Mapping[str, Command]:  # type: ignore[empty-body]
     """Offer commands: ``{name: Command("module:function", help=...)}``.
 
-    The hook stands in a module that an entry point of the group ``grpo_core.commands`` names.
+    The hook is in a module that an entry point of the group ``grpo_core.commands`` names.
     ``grpo-core --help`` imports this module, so it should import little.
     """
 
@@ -146,9 +146,9 @@ def grpo_commands() -> Mapping[str, Command]:  # type: ignore[empty-body]
 def grpo_config_sections() -> Mapping[str, object]:  # type: ignore[empty-body]
     """Add sections to the configuration: ``{name: attrs class}``.
 
-    The name is that of a new table, ``"budget"``, or below a table of the core, ``"model.lora"``; or it is a
-    table of the core, ``"trainer"``, to which the class adds its fields as keys.  ``Class | None`` is a table
-    that is off unless the configuration has it.  Each field has a type, a default, and a docstring.
+    The name is a new table, ``"budget"``, which may be below a core table, ``"model.lora"``; or it is a core
+    table, ``"trainer"``, to which the class adds its fields as keys.  ``Class | None`` is a table that is off
+    unless the configuration has it.  Each field has a type, a default, and a docstring.
     """
 
 
@@ -193,7 +193,8 @@ def grpo_validation_strategies() -> Mapping[str, Callable[..., ValidationStrateg
 def grpo_engines() -> Mapping[str, Callable[..., Engine] | Offer | str]:  # type: ignore[empty-body]
     """Offer engines: ``{name: factory(setup: EngineSetup, **options)}``.
 
-    One that gives text, as a hosted model does, is a ``TextEngine`` and an ``Offer(..., gives="text")``.
+    An engine that returns text, such as a hosted model, is a ``TextEngine`` and an ``Offer(...,
+    gives="text")``.
     """
 
 
@@ -247,7 +248,7 @@ def grpo_models() -> Mapping[str, Callable[..., object] | Offer | str]:  # type:
 
 @hookspec
 def grpo_preflight() -> Mapping[str, Callable[..., Iterable[str]] | str]:  # type: ignore[empty-body]
-    """Offer checks of a run before anything of it starts: ``{name: function(config, host)}``.
+    """Offer checks that are called before anything of a run starts: ``{name: function(config, host)}``.
 
     The function returns warnings, which the run raises with the name as their cause, and raises ConfigError
     for a run that must not start.

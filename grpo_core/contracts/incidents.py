@@ -1,7 +1,7 @@
-"""Reports of faults that a run survived, from any component to the run that it works for.
+"""Reports of faults that a run survived, from any component to its run.
 
-A component does not know its run.  The run says where reports go (``reported_to``), and every task that it
-starts inherits that, as all context variables are inherited.
+A component does not know its run.  The run sets where reports go (``reported_to``), a context variable that
+its tasks inherit.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ IncidentKind = Literal[
     "given_up",  # an engine of a pool is not replaced any more
     "retried",  # a request or a call was made again
     "session_lost",  # a session died with its process
-    "doubted",  # an engine's answers to a canary were wrong, and right when it was asked again
+    "doubted",  # an engine's answers to a canary were wrong, and right on a second call
     "late",  # an engine of a pool did not take new weights in the time that the others needed
     "rollouts_late",  # rollouts were not finished within rollout.deadline, and are played again
     "rollouts_lost",  # an engine did not finish rollouts, and they are played again
     "rollouts_orphaned",  # the sessions of rollouts ended with their process, and they are played again
     "unscored",  # rollouts have no reward, and are played again
     "skipped",  # the attempts of a prompt are used up
-    "agent_option",  # an agent asked for sampling that the run does not do
+    "agent_option",  # an agent requested sampling that the run does not do
     "passed_over",  # a checkpoint was never finished or is damaged, and an older one is used
     "textless",  # the model sampled a token for which its tokenizer has no text
     "not_removed",  # an old checkpoint cannot be removed
-    "unavailable",  # a service does not answer; what needs it waits, and asks again
+    "unavailable",  # a service does not answer; its callers wait and try again
     "available",  # it answers again
 ]
 
@@ -60,7 +60,7 @@ class Incident:
     Attributes:
         kind: its cause; incidents of one kind and component are counted together.
         component: the part of the run, as messages name it: ``environment of task 'sort'``.
-        message: what happened, with which value, and what to do if it goes on.
+        message: what happened, with which value, and what to do if it continues.
         traceback: text for the log.
     """
 
@@ -119,7 +119,7 @@ class _Repeated:
 class IncidentCounts:
     """Counts the incidents of a run between two steps, and merges those that repeat into few events.
 
-    The first of a kind and component in a step is reported at once.  Those that follow share an event, after
+    The first of a kind and component in a step is reported at once.  Later ones share an event, after
     ``EVERY`` seconds or at the end of the step.
     """
 
@@ -152,7 +152,7 @@ class IncidentCounts:
                 self._tell(repeated, now)
 
     def read(self) -> dict[str, float]:
-        """Return the number of incidents since the last call by ``incidents/KIND``: a step has ended."""
+        """Return the numbers of incidents since the last call, by ``incidents/KIND``; ends a step."""
         self.flush()
         self._repeated.clear()
         counts = {f"incidents/{kind}": float(count) for kind, count in sorted(self._counts.items())}
@@ -191,7 +191,7 @@ class Lines:
 
 
 def lines_of_incidents(status: Callable[[str], None]) -> Callable[[Incident], None]:
-    """Return a receiver of incidents that says them in lines, not too many."""
+    """Return a receiver that shows incidents as lines, at a limited rate."""
     lines = Lines()
 
     def receive(incident: Incident) -> None:

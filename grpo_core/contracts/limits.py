@@ -26,7 +26,7 @@ class Limits:
     """Largest number of tool calls; 0 means no limit."""
 
     def room(self, tokens: int) -> int:
-        """Return how many tokens may follow ``tokens`` of them."""
+        """Return how many tokens may follow the first ``tokens``."""
         return min(self.max_total_tokens or self.context, self.context) - tokens
 
     def met(self, *, turns: int, tool_calls: int, tokens: int) -> EndReason | None:

@@ -2,16 +2,16 @@
 
 A loss is a function of ``LossInputs`` and its own options that returns one loss and any number of metrics
 for each sampled token.  It never averages: the core multiplies each token's loss by ``weights``, which
-``loss.aggregation`` chooses, and sums over everything that one optimizer update consists of, so the gradient
+``loss.aggregation`` chooses, and sums over the whole optimizer update, so the gradient
 does not depend on how the rows were split, padded or ordered.  A loss that works on sequences sums over
-``rows``, which are whole within one call, or over ``sequences``, which are if it needs "sequences".
+``rows``, which are whole within one call, or over ``sequences``, which are whole if it needs "sequences".
 ``grpo_core.losses`` has the losses of the core.
 
     def reinforce(inputs: LossInputs) -> LossOutput:
         return -inputs.advantages * inputs.policy_logprobs, {}
 
 Metrics of an update are means over its sampled tokens; a name that ends in ``_max`` is a maximum.  A loss
-declares what it ``needs`` besides the sampled tokens and their logprobs.
+declares what it ``needs`` in addition to the sampled tokens and their logprobs.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Needs:
     when: str | None
     """Name of the option that decides; None means always."""
     values: frozenset[Any] | None = None
-    """Values of that option with which it is needed; None: all but 0, None and what is empty."""
+    """Values of that option with which it is needed; None means all but 0, None and empty values."""
 
     def active(self, options: Mapping[str, Any]) -> bool:
         """Whether it is needed with these options."""
@@ -80,15 +80,15 @@ class LossSetting:
 
 @frozen
 class Remark:
-    """A sentence about options that work, and do not do what one may expect of them."""
+    """A sentence about options that work but may not do what one expects."""
 
     message: str
     costs: bool = False
-    """Whether it is a warning: what is learnt is worse for it."""
+    """Whether it is a warning: the options make training worse."""
 
 
 OptionsCheck = Callable[[Mapping[str, Any], LossSetting], Iterable[str | Remark]]
-"""Says what is wrong with the options that a configuration gives to a loss; each problem is a clause."""
+"""Returns the problems of a loss's options in a configuration, each as a clause."""
 
 
 def needs(
@@ -190,7 +190,7 @@ class LossInputs:
     entropy_coefficient: float = 0.0
     """Coefficient of an entropy bonus in this update; 0 unless the loss needs "entropy_control"."""
     advantages: Tensor
-    """Advantage of each token; usually that of its rollout."""
+    """Advantage of each token; usually its rollout's."""
     rows: Tensor
     """Index of the row that a token belongs to: an integer from 0, below the number of rows."""
     step: int
@@ -210,7 +210,7 @@ class LossInputs:
         )
     )
     """Factor by which the core multiplies the token's loss before it sums over the update; see
-    ``grpo_core.losses.row_weights``.  A term that has a divisor d of its own is divided by d and by this."""
+    ``grpo_core.losses.row_weights``.  A term with a separate divisor d is divided by d and by this."""
     update_sequences: int = field(default=Factory(lambda self: self.update_rows, takes_self=True))
     """Rollouts of the whole update."""
     update_prompts: int = field(default=Factory(lambda self: self.update_sequences, takes_self=True))

@@ -33,7 +33,7 @@ class PlayerSetup:
     tasks: Mapping[str, bool] = field(factory=dict)
     """Tasks that it plays, and whether their environments define ``run``."""
     host: str = "127.0.0.1"
-    """Address of this machine at which workers find what it serves (``environment.agent_host``)."""
+    """Address of this machine at which workers reach the player's servers (``environment.agent_host``)."""
     remote: bool = False
     """Whether the environments may run on other machines."""
 
@@ -45,17 +45,17 @@ class Play:
     prompt: Prompt
     """The prompt that is played."""
     seed: int
-    """Seed of the rollout; each completion has a seed of its own."""
+    """Seed of the rollout; each completion has a separate seed."""
     group: str = ""
     """Identifier that is equal for the rollouts of a group."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """JSON schemas of the environment's tools."""
     limits: Limits
-    """Limits at which the rollout gets no further completion; the player keeps to them."""
+    """Limits at which the rollout gets no further completion; the player must respect them."""
     temperature: float = 1.0
     """Sampling temperature."""
     top_p: float = 1.0
-    """As in ``GenerationRequest``; training has the whole distribution."""
+    """As in ``GenerationRequest``; training samples from the whole distribution."""
     top_k: int = 0
     """As in ``GenerationRequest``."""
     min_p: float = 0.0
@@ -63,14 +63,14 @@ class Play:
     stop: tuple[str, ...] = ()
     """Strings after which generation ends."""
     engine: Engine
-    """The engine; ``generate`` calls it as the run is configured."""
+    """The engine; ``generate`` calls it with the run's settings."""
     renderer: Renderer
     """Converts messages to tokens and back."""
     run: Callable[[AgentClient], Awaitable[Feedback | None]]
     """Runs the environment's ``run``; None if ``evaluate`` judges the rollout.  Cancelling it cancels the
     agent."""
     _asked: dict[bytes, int] = field(init=False, factory=dict)
-    """Number of completions that were asked for after the same tokens."""
+    """Number of completions that were requested after the same tokens."""
 
     async def generate(
         self, prompt_ids: Sequence[int] | Ids, *, n: int = 1, max_tokens: int = 0, stop: Sequence[str] = ()
@@ -81,8 +81,8 @@ class Play:
             max_tokens: largest number of tokens of a completion; 0 or more than the limits: as the limits.
             stop: further strings after which generation ends.
 
-        Raises EngineError, ChildDied or DeadlineExceeded if the engine does not complete them.  An error that
-        ``Player.play`` raises, too, leaves the rollout unscored, to be played again.
+        Raises EngineError, ChildDied or DeadlineExceeded if the engine does not complete them.  If
+        ``Player.play`` lets such an error pass, the rollout is unscored and is played again.
         """
         ids = as_ids(prompt_ids)
         most = min(self.limits.max_tokens, self.limits.room(len(ids)))
@@ -106,7 +106,7 @@ class Play:
         return list(await completed(self.engine, requests, self.renderer))
 
     def _seed(self, context: bytes) -> int:
-        """Return the seed of a completion, which depends on what it continues and how often it was asked."""
+        """Return the seed of a completion, which depends on its context and on how often it was requested."""
         digest = blake2b(context, digest_size=8).digest()
         self._asked[digest] = number = self._asked.get(digest, -1) + 1
         return derive_seed(self.seed, digest.hex(), number)
@@ -135,7 +135,7 @@ class Player:
 
 
 def turns(setup: PlayerSetup) -> None:
-    """Return no player: rollouts are played turn by turn, and those of one turn share their calls."""
+    """Return None: rollouts are played turn by turn, and the rollouts of one turn share calls."""
 
 
 def derive_seed(*parts: Any) -> int:
@@ -179,13 +179,13 @@ class EnvironmentClient(Protocol):
         """
 
     async def open(self, prompts: Mapping[str, Prompt]) -> list[SessionStart]:
-        """Begin a session for each prompt, in order, under the name that is its key."""
+        """Begin a session for each prompt, in order; its key is the session's name."""
 
     async def evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
         """Return one feedback for each episode, in order.
 
         An episode whose last message has ``tool_calls`` (and whose finish reason is "stop") is answered with
-        the tools' results, ``Feedback(done=False)``, without asking the environment.
+        the tools' results, ``Feedback(done=False)``, without calling the environment's ``evaluate``.
         """
 
     async def close(self, sessions: Sequence[str]) -> None:

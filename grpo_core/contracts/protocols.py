@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 @frozen(eq=False, kw_only=True)
 class Tool:
-    """A tool whose schema is given, such as one of another server; a function is a tool without it."""
+    """A tool with an explicit schema, such as another server's; a plain function needs no schema."""
 
     name: str
     """Name by which the model calls it."""
@@ -56,13 +56,12 @@ class Tool:
     parameters: Mapping[str, Any] = field(factory=lambda: {"type": "object", "properties": {}})
     """JSON schema of its arguments, an object."""
     call: Callable[[Mapping[str, Any]], Any]
-    """Receives the arguments by name; may be async.  What it returns is the answer: text as it is, other
-    values as JSON.  It raises ``SessionLost`` if the rollout shall be unscored; the model gets the text of
-    any other error."""
+    """Receives the arguments by name; may be async.  Its result is the answer: text as it is, other values as
+    JSON.  ``SessionLost`` leaves the rollout unscored; the model sees the text of any other error."""
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The tool as chat templates take it, without the keys that a table has filled with null."""
+        """The tool as chat templates expect it, without the keys that a table has filled with null."""
         parameters = without_nulls(dict(self.parameters), but=("default", "const"))
         function = {"name": self.name, "description": self.description, "parameters": parameters}
         return {"type": "function", "function": function}
@@ -77,15 +76,15 @@ class Environment:
     """Whether ``evaluate`` compares the rollouts of a group (relative rewards).  It then sees whole groups,
     once no rollout of the group calls a tool any more, including the rollouts that have ended."""
     success: float | None = None
-    """Reward from which a rollout is a success; ``accuracy`` is the share of successes.  None: the run claims
-    no accuracy, and the mean reward stands for the task."""
+    """Smallest reward of a success; ``accuracy`` is the share of successes.  None: the run reports the mean
+    reward and no accuracy."""
     concurrency: int | None = None
     """Number of calls of an async ``evaluate``, of tools and of ``open`` that run at once, each with one
     episode (or one group): for judges that wait for a network.  0 calls ``evaluate`` with batches, one after
-    another.  None takes the default, 0; ``environment.concurrency`` of the configuration comes first.  It is
+    another.  None takes the default, 0; ``environment.concurrency`` of the configuration overrides it.  It is
     also the number of agents that run at once, 256 by default."""
     deadline: float | None = None
-    """Time limit of a call in seconds; None takes the default, 30.  ``environment.deadline`` comes first."""
+    """Time limit of a call in seconds; None takes the default, 30.  ``environment.deadline`` overrides it."""
     tools: Sequence[Callable[..., Any] | Tool] = ()
     """Functions that the model may call, sync or async, with type hints and a docstring in Google's format,
     and ``Tool`` records.  The core runs them and sends their results back as messages of the role "tool";
@@ -94,16 +93,16 @@ class Environment:
     def prompts(self, split: str) -> Sequence[Prompt]:
         """Return the prompts of ``"train"`` or ``"validation"``: a sequence, which may compute its items.
 
-        A generator is drawn to its end once, and may yield 100,000 prompts at most.
+        A generator is exhausted once, and may yield 100,000 prompts at most.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define prompts(split)")
 
     def from_source(self, prompt: Prompt) -> Prompt | Awaitable[Prompt]:
-        """Return the prompt that stands for a row of the task's ``source``; by default the one given.
+        """Return the prompt for a row of the task's ``source``; by default ``prompt`` itself.
 
         ``prompt`` is as the source's keys describe it; the fields of the row that they do not name are in its
         ``info``.  An environment that defines this method can parse the answer, or word the question, once.
-        May be ``async``: then many rows are asked for at the same time, at most ``concurrency``.
+        May be ``async``: then up to ``concurrency`` rows are converted at the same time.
         """
         return prompt
 
@@ -121,7 +120,7 @@ class Environment:
         return prompt.answer if isinstance(prompt.answer, str) else None
 
     async def run(self, prompt: Prompt, client: AgentClient) -> float | Feedback | None:
-        """Play a rollout by yourself, as an agent that asks for completions at ``client.base_url``.
+        """Play a rollout as an agent that requests completions at ``client.base_url``.
 
         Optional: an environment that defines it is an agent, and its rollouts take no other turns.  Returns
         the reward, or None if ``evaluate`` judges the episode; the episode is the conversation that ends
@@ -183,12 +182,11 @@ class Loader(Protocol):
 class Sampler(Protocol):
     """Chooses the next prompts.
 
-    Optional: ``observe(groups: Sequence[Group]) -> None``, called with what was finished, whether it was
-    trained or filtered (late, out of order, or never); ``untrained(prompt: Prompt, target_version: int) ->
-    None``, called at once with each prompt that was filtered or skipped, and the target version of its
-    request, since another will be asked for; ``state_dict() -> dict`` of JSON values and
-    ``load_state_dict(state)``; ``needs_places = True`` if it uses ``offer`` or ``len`` of loaders, which
-    dataloaders that are streams do not have.
+    Optional: ``observe(groups: Sequence[Group]) -> None``, called with finished groups, trained or filtered
+    (late, out of order, or never); ``untrained(prompt: Prompt, target_version: int) -> None``, called at once
+    with each prompt that was filtered or skipped, and the target version of its request, since another will
+    be requested; ``state_dict() -> dict`` of JSON values and ``load_state_dict(state)``; ``needs_places =
+    True`` if it uses ``offer`` or ``len`` of loaders, which dataloaders that are streams do not have.
     """
 
     def sample(self, loaders: Mapping[str, Loader], request: SampleRequest) -> list[Prompt]: ...
@@ -240,16 +238,16 @@ class Engine(Protocol):
     Its factory is called as ``factory(setup: EngineSetup, **options)`` and must return at once.
     ``update_weights`` is awaited before the first ``generate``.
 
-    An engine that may compute in another dtype than that of the weights has an attribute ``dtype``, such as
+    An engine that may compute in another dtype than the weights' has an attribute ``dtype``, such as
     "bfloat16", from the first ``update_weights`` on: the canary allows for the rounding then.
 
     An engine that may have room for fewer tokens than the model has positions has an attribute ``positions``
-    from then on: the largest number of tokens of a prompt with its completion, or 0 if it does not know.
+    from then on: the largest number of tokens of a prompt with its completion, or 0 if it is unknown.
     Rollouts end there.
 
     An engine that measures itself has a method ``metrics()``, which returns numbers by name at once, such as
-    ``{"cache_use": 0.4}``; a run calls it after each step and writes them as ``engine_cache_use/engine``. One
-    that has to wait for them has ``metrics = grpo_core.kit.BackgroundMetrics(ask)``.
+    ``{"cache_use": 0.4}``; a run calls it after each step and writes them as ``engine_cache_use/engine``. An
+    engine that has to wait for them has ``metrics = grpo_core.kit.BackgroundMetrics(ask)``.
     """
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
@@ -267,25 +265,25 @@ class Engine(Protocol):
 
 
 class RestingEngine(Engine, Protocol):
-    """An engine that gives the memory of a GPU back for as long as the trainer needs it.
+    """An engine that frees its GPU memory while the trainer needs it.
 
     If an engine has these methods, and computes on the trainer's GPU, a run awaits them around each step.
     """
 
     async def rest(self) -> None:
-        """Give the memory back; until ``wake`` nothing is computed, and requests, also running ones, wait.
+        """Free the memory; until ``wake`` nothing is computed, and all requests wait, including running ones.
 
         Waits for a weight update that runs.
         """
         ...
 
     async def wake(self) -> None:
-        """Take the memory again, and go on.  Raises EngineError if there is too little of it."""
+        """Allocate the memory again and continue.  Raises EngineError if there is too little."""
         ...
 
 
 class TextEngine(Protocol):
-    """Continues conversations without tokens, as a hosted model does: it can be measured, and not trained.
+    """Continues conversations without tokens, as a hosted model does: it can be validated, but not trained.
 
     Its offer has ``gives="text"``; the factory is that of an ``Engine``, and ``setup.model`` is empty.
     """
@@ -297,9 +295,9 @@ class TextEngine(Protocol):
 
         Args:
             tools: JSON schemas of the functions that the model may call.
-            request: how to sample; its ``prompt_ids`` mean nothing.
+            request: how to sample; its ``prompt_ids`` are not used.
 
-        Raises EngineError if it should be asked again, and PluginError for what no other try would change.
+        Raises EngineError if the call should be retried, and PluginError if a retry cannot help.
         """
         ...
 
@@ -330,7 +328,7 @@ class Tracker:
         """Called with every event of ``grpo_core.events``, before its ``metrics`` or ``rollouts``."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return JSON values that each checkpoint contains, as of all events before it."""
+        """Return JSON values for each checkpoint: the state after all events before it."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -350,8 +348,8 @@ class Trainer(Protocol):
 
     A factory whose processes are in the workers of a placement has the placement's name as its attribute
     ``placement``.  Such a trainer publishes by ``collective``, each process at its own machine's address.  A
-    factory may have ``check(trainer: TrainerConfig)``, which raises ConfigError for what has no meaning for
-    it before anything starts.
+    factory may have ``check(trainer: TrainerConfig)``, which raises ConfigError for unsupported settings
+    before anything starts.
     """
 
     async def started(self) -> None:
@@ -370,17 +368,17 @@ class Trainer(Protocol):
         ...
 
     async def unchanged(self) -> bool:
-        """Return whether a ``step`` that has raised left no trace: the version before it may be saved then.
+        """Return whether a failed ``step`` left the state unchanged; the version before it may be saved then.
 
-        Without this method it may have left one.
+        Without this method the state counts as changed.
         """
         return False
 
     async def publish(self, canary: Sequence[tuple[int, ...]] = ()) -> Weights:
         """Put the current weights where engines read them, by the transport that the setup names.
 
-        ``Weights.canary`` has what they say after each of the prompts in ``canary`` (see
-        ``grpo_core.loop.canary``), of about 16 tokens each; without it the engine is not compared.  The
+        ``Weights.canary`` has their predictions after each of the prompts in ``canary`` (see
+        ``grpo_core.loop.canary``), of about 16 tokens each; without it the engine is not checked.  The
         weights that were published before may be overwritten.
         """
         ...
@@ -389,7 +387,7 @@ class Trainer(Protocol):
         """Take a copy of everything that the trainer needs to continue.
 
         The returned function waits until the copy is written below ``directory``, and raises OSError if that
-        fails; the trainer may be asked for steps before.  It is awaited before the next ``save``.
+        fails; the trainer may take steps before that.  It is awaited before the next ``save``.
         ``directory / "trainer"`` holds a transformers model.  A resumed run names the directory in
         ``setup.resume_from``.
         """
@@ -412,7 +410,7 @@ class DataPlane(Protocol):
 
     Its factory is called as ``factory(placement, **options)`` and must return at once; it raises ConfigError
     if it cannot work with the run's placement.  For a plane that keeps tokens outside of the run's process,
-    ``grpo_core.kit.RemotePlane`` does all but the keeping.
+    ``grpo_core.kit.RemotePlane`` does everything but the storage.
     """
 
     remote: bool
@@ -423,7 +421,7 @@ class DataPlane(Protocol):
         ...
 
     async def put(self, group: Group) -> Group:
-        """Return the group, whose tokens may be somewhere else from now on.  Raises DataPlaneError."""
+        """Keep the group's tokens; return the group, which may refer to them.  Raises DataPlaneError."""
         ...
 
     async def aclose(self) -> None:
@@ -467,7 +465,7 @@ class ShapingSection(Protocol):
     """A section of the configuration that shapes rewards."""
 
     def reward_shaping(self, max_tokens: int) -> Shaping | None:
-        """Make the shaping; ``max_tokens`` is that of a completion.  None leaves the rewards as they are."""
+        """Make the shaping; ``max_tokens`` limits a completion.  None leaves the rewards as they are."""
         ...
 
 
@@ -508,7 +506,7 @@ class ParameterGroup:
 class OptimizerFunction(Protocol):
     """Makes the optimizers of a run.  Its keyword-only parameters are its options.
 
-    An attribute ``state(name, shape, **options)`` may tell what is kept for a parameter: ``{slot: (shape,
+    An attribute ``state(name, shape, **options)`` may describe what is kept for a parameter: ``{slot: (shape,
     dtype)}``.  The estimate of memory and the check of checkpoints read it.
     """
 

@@ -92,7 +92,7 @@ class Prompt:
     """One item that a sampler draws."""
 
     messages: tuple[Message, ...] = field(converter=_messages)
-    """The conversation so far, of values that JSON has; a ``str`` is one user message."""
+    """The conversation so far, of JSON-serializable values; a ``str`` is one user message."""
     answer: Any = None
     """Value that the environment compares a reply with; the model never sees it."""
     id: str = ""
@@ -144,13 +144,13 @@ class Feedback:
     """Reward of this turn; the rewards of a rollout's turns are added.  None with ``done`` is unscored; None
     without ``done`` adds nothing."""
     done: bool = True
-    """Whether the rollout ends; if not, the model goes on after ``messages``."""
+    """Whether the rollout ends; if not, the model continues after ``messages``."""
     messages: tuple[Message, ...] = field(default=(), converter=_messages)
-    """The environment's answer if ``done`` is False, of values that JSON has; the model's next turn follows
-    it.  A ``str`` is one user message."""
+    """The environment's answer if ``done`` is False, of JSON-serializable values; the model's next turn
+    follows it.  A ``str`` is one user message."""
     metrics: Mapping[str, float] = field(factory=dict)
-    """Named numbers beside the reward, such as its parts; the run reports their means as
-    ``feedback_NAME/TASK``.  What is not a finite number is left out, and changes nothing else."""
+    """Named numbers in addition to the reward, such as its parts; the run reports their means as
+    ``feedback_NAME/TASK``.  Values that are not finite numbers are left out."""
     answer: str | None = None
     """The reply's answer, in a form in which equal answers are equal texts: a majority votes on it."""
     train: bool = True
@@ -163,7 +163,7 @@ class Feedback:
     unavailable: Unavailable | None = None
     """The service that judges the episode is away: it is judged again when the service answers."""
     lost: bool = False
-    """Whether the session died with its process, through no fault of its own; only the core sets it."""
+    """Whether the session died with its process, which something else ended; only the core sets it."""
     left_out: Mapping[str, str] = field(factory=dict)
     """Metrics that are not finite numbers, as text; only the core sets it."""
 
@@ -187,7 +187,7 @@ class AgentClient:
     base_url: str
     """Address of OpenAI's API, as in ``"http://127.0.0.1:8000/v1"``."""
     api_key: str = field(repr=False)
-    """Key of this rollout, which nobody can guess."""
+    """Unguessable key of this rollout."""
     model: str
     """Name of the model; requests may name any."""
     session: Any = None
@@ -228,7 +228,7 @@ class SampleRequest:
     target_version: int
     """Last step that may train on the prompts that are drawn now."""
     current_version: int
-    """The trainer's version when the sampler was asked."""
+    """The trainer's version when the sampler was called."""
     expected_prompts: int
     """Number of prompts that the sampler has to return."""
 
@@ -257,22 +257,22 @@ class GenerationRequest:
     stop: tuple[str, ...] = ()
     """Strings after which generation ends; the string stays in the completion."""
     seed: int = 0
-    """The sampled tokens are a function of weights, prompt and seed, whatever else is in the batch; not quite
-    so in bfloat16 on a GPU, where kernels are chosen by the size of the batch."""
+    """The sampled tokens are a function of weights, prompt and seed, whatever else is in the batch; only
+    approximately so in bfloat16 on a GPU, where kernels depend on the batch size."""
     group: str = ""
     """Identifier that is equal for all requests of a group: a pool keeps them in one engine."""
 
 
 @frozen(kw_only=True)
 class Reply:
-    """The reply of an engine that gives text."""
+    """The reply of a ``TextEngine``."""
 
     message: Message
     """The message of the assistant, with its ``tool_calls`` if there are some."""
     finish_reason: FinishReason = "stop"
-    """The reason of its end, as in ``Completion``."""
+    """Why it ended, as in ``Completion``."""
     completion_tokens: int = 0
-    """Number of sampled tokens, as the service has counted them."""
+    """Number of sampled tokens, as the service counted them."""
 
 
 @frozen(kw_only=True, init=False)
@@ -357,7 +357,7 @@ class TensorInfo:
     name: str
     """Name of the parameter in transformers' model."""
     dtype: str
-    """Torch's name of the type without its prefix, such as ``"float32"``."""
+    """Torch's name of the dtype without its prefix, such as ``"float32"``."""
     shape: tuple[int, ...]
     """Sizes of its dimensions."""
     offset: int
@@ -380,7 +380,7 @@ class Canary:
     logprobs: tuple[float, ...]
     """Logprobs of these tokens, at temperature 1."""
     before: Canary | None = None
-    """The same under older weights: an engine that still uses them is known by it.  Only the core sets it."""
+    """The same under older weights: they identify an engine that still uses those.  Only the core sets it."""
     answer: tuple[int, float] | None = None
     """The engine's likeliest token and its logprob under these weights.  Only the core sets it."""
 
@@ -397,12 +397,12 @@ class Weights:
     nbytes: int
     """Bytes of all tensors together."""
     tensors: tuple[TensorInfo, ...]
-    """Where each tensor is, and what it must be."""
+    """Place, type and checksum of each tensor."""
     canary: tuple[Canary, ...] = ()
     """Predictions that an engine with these weights must reproduce; see ``grpo_core.loop.canary``."""
     base: str = ""
-    """Directory of the model to which the tensors, which are adapters, are added; empty if they are the whole
-    model.  ``read_weights`` and ``read_buckets`` of ``grpo_core.kit`` add them."""
+    """Directory of the base model if the tensors are adapters; empty if they are the whole model.
+    ``read_weights`` and ``read_buckets`` of ``grpo_core.kit`` add them."""
 
 
 def name_of_class(kind: type) -> str:
@@ -424,7 +424,7 @@ class SectionValues:
 
 @frozen(kw_only=True)
 class WithSections:
-    """Base of what carries the sections of plugins."""
+    """Base of records that carry the sections of plugins."""
 
     sections: Sequence[SectionValues] = ()
     """Sections of the configuration that plugins add; ``section`` reads one."""
@@ -437,8 +437,8 @@ class WithSections:
     def section(self, kind: type[Any], default: Any = NOTHING) -> Any:
         """Return a section that the hook ``grpo_config_sections`` adds, by its class.
 
-        If the configuration has no such section, it is the default if there is one, and otherwise the
-        section with the defaults of its keys.
+        If the configuration has no such section, return ``default`` if it is given, or else the section with
+        the defaults of its keys.
         """
         import cattrs
 
@@ -471,10 +471,10 @@ class EngineSetup(WithSections):
     number: int = 0
     """Number of the engine among those that share the requests, from 0."""
     max_requests: int = 0
-    """Largest number of requests that the engine is given at the same time; 0 is any number."""
+    """Largest number of concurrent requests of the engine; 0 means no limit."""
     reproducible: bool = False
-    """Whether completions have to depend, to the last bit, on nothing but their call and the weights: not on
-    other calls, nor on the time.  It costs speed.  An engine that cannot do it raises ConfigError."""
+    """Whether completions must be a bitwise function of their call and the weights alone, not of other calls
+    or the time.  It costs speed.  An engine that cannot do it raises ConfigError."""
 
 
 @frozen(kw_only=True)
@@ -541,7 +541,7 @@ class RunInfo:
     stop: Callable[[str], None] = field(default=_unheard, eq=False, repr=False)
     """Ends the run after its step, with a checkpoint, for a reason that the end of the run names."""
     set_metrics: Callable[[Mapping[str, float]], None] = field(default=_unheard, eq=False, repr=False)
-    """Adds numbers to the metrics of each step from now on; a number stays until it is set again."""
+    """Adds numbers to the metrics of all following steps; each stays until it is set again."""
 
 
 # ---------------------------------------------------------------------------------- rollouts and training
@@ -597,8 +597,8 @@ class Rollout:
     """One prompt played to its end."""
 
     segments: tuple[Segment, ...] = field(default=(), converter=_segments)
-    """Usually one.  Where the chat template rewrites history, the rollout goes on in a new one; each sampled
-    token is in the segment in which it was sampled, and in no other."""
+    """Usually one.  Where the chat template rewrites history, the rollout continues in a new one; each
+    sampled token is in the segment in which it was sampled, and in no other."""
     messages: tuple[Message, ...] = ()
     """The whole conversation, as its environment saw it."""
     reward: float | None = None
@@ -607,7 +607,7 @@ class Rollout:
     success: bool | None = None
     """Whether the reward is a success; None if it is unscored, or its environment declares no ``success``."""
     metrics: Mapping[str, float] = field(factory=dict)
-    """``Feedback.metrics`` of all its turns; of each name the last value.  One may be missing."""
+    """``Feedback.metrics`` of all its turns; the last value of each name.  A name may be missing."""
     left_out: Mapping[str, str] = field(factory=dict)
     """Values, as text, of the metrics whose last value is not a finite number."""
     turn_rewards: tuple[float, ...] = field(default=(), converter=_tuple)
@@ -677,7 +677,7 @@ class Group:
     def successes(self, threshold: float | None = None) -> list[bool]:
         """Whether each scored rollout is a success: its reward is ``threshold`` or more.
 
-        None takes what its task declares as a success, or a reward of 1 if it declares none.
+        None uses the threshold that the task declares, or 1 if it declares none.
         """
         return [
             rollout.success if threshold is None and rollout.success is not None
@@ -694,7 +694,7 @@ class Row:
     prompt_ids: Ids = field(converter=_ids, eq=_SAME_IDS, hash=False)
     """Tokens of the prompt, int32 [P]; any sequence of whole numbers is converted."""
     tokens: Tokens
-    """All tokens after the prompt; those that were sampled are trained."""
+    """All tokens after the prompt; the sampled ones are trained."""
     advantage: float
     """Advantage of its sampled tokens; their mean if they differ."""
     group: int
@@ -718,26 +718,25 @@ class Batch:
     rows: tuple[Row, ...]
     """Rows to train; there may be none."""
     temperature: float
-    """Sampling temperature of the completions, which logprobs have to be computed at."""
+    """Sampling temperature of the completions, at which logprobs have to be computed."""
     masked: Mapping[str, int] = field(factory=dict)
     """Rollouts without a row, by task: the advantage function masked them, or they may not be trained."""
 
 
 @frozen(kw_only=True)
 class StateDigest:
-    """Fingerprints of all that a trainer has made in a step: equal bits have equal fingerprints."""
+    """Fingerprints of a trainer's state after a step: equal bits have equal fingerprints."""
 
     weights: str
     """Fingerprint of all parameters that are trained."""
     optimizer: str
     """Fingerprint of the optimizer's state."""
     tensors: str = ""
-    """Fingerprints of 4 bytes of each tensor in base64: parameters, then states, those of one number left
-    out."""
+    """Fingerprints of 4 bytes of each tensor in base64: parameters, then states of more than one number."""
     names: tuple[str, ...] = ()
-    """Names of these tensors; empty if they are those of the step before in the same process."""
+    """Names of these tensors; empty if they have not changed since the step before in the same process."""
     threads: int = 0
-    """Number of the trainer's threads, each rank's."""
+    """Torch threads per rank."""
     computed_by: str = ""
     """Description of the programs and the processor that computed the step."""
 

@@ -33,7 +33,7 @@ def overlong(
         limit: length from which the penalty is whole.
         buffer: number of tokens below the limit over which it rises.
         penalty: the whole penalty.
-        bounded: whether the penalty stays whole beyond the limit; if not, it goes on rising (NeMo RL).
+        bounded: whether the penalty stays whole beyond the limit; if not, it keeps rising (NeMo RL).
     """
     share = max(0.0, length - (limit - buffer)) / buffer
     return -penalty * (min(share, 1.0) if bounded else share)

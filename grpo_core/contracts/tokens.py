@@ -46,7 +46,7 @@ _BYTES = 13
 def as_ids(values: ArrayLike) -> Ids:
     """Return whole numbers as a read-only int32 array [n]; a read-only one is returned as it is.
 
-    So are ``PlacedIds``.  Raises ValueError if one is not a whole number of 32 bits.
+    ``PlacedIds`` are returned as they are, too.  Raises ValueError if one is not a whole number of 32 bits.
     """
     if _is_shared(values, _INT32):
         return values
@@ -125,7 +125,7 @@ class Tokens:
     @property
     def n_sampled(self) -> int:
         """Number of tokens that the engine sampled."""
-        if self._n_sampled == _NOT_COUNTED:  # asked several times in a step
+        if self._n_sampled == _NOT_COUNTED:  # read several times in a step
             object.__setattr__(self, "_n_sampled", int(np.count_nonzero(self.sampled)))
         return self._n_sampled
 
@@ -184,7 +184,7 @@ class TokenReader(Protocol):
 class _Handle:
     """Stands for what a data plane keeps under a place.
 
-    A copy is the handle itself: one without the lease could be a copy of what is gone.
+    Copying returns the handle itself: a copy without the lease could outlive the contents.
     """
 
     __slots__ = ()
@@ -202,8 +202,8 @@ class _Handle:
 class PlacedIds(_Handle, NDArrayOperatorsMixin):
     """Token ids of a prompt in a data plane, which behave as an int32 array [n].
 
-    Their number and digest are known here.  Whoever asks for anything else fetches them, each time anew:
-    ``fetched`` does so for many at once.
+    Their number and digest are known here.  All other access fetches them, each time anew; ``fetched``
+    fetches many at once.
 
     Args:
         reader: reads the plane.
@@ -263,10 +263,10 @@ class PlacedIds(_Handle, NDArrayOperatorsMixin):
 
 
 class PlacedTokens(_Handle, Tokens):
-    """Tokens whose ids and logprobs a data plane keeps; what remains here does not grow with their number.
+    """Tokens whose ids and logprobs a data plane keeps; the memory here does not grow with their number.
 
-    Their number, mask and versions are known here, as runs of equal tokens.  Whoever asks for ids or logprobs
-    fetches them, each time anew: ``fetched`` does so for many at once.
+    Their number, mask and versions are known here, as runs of equal tokens.  Access to ids or logprobs
+    fetches them, each time anew; ``fetched`` fetches many at once.
 
     Args:
         reader: reads the plane.
@@ -324,7 +324,7 @@ class PlacedTokens(_Handle, Tokens):
         return fetched([self])[0].arrays()
 
     def _with(self, contents: Any) -> Tokens:
-        """Return the tokens with what the plane kept of them."""
+        """Return the tokens with the contents that the plane kept."""
         n, found = len(self), len(contents)
         if found != 8 * n:
             raise DataPlaneError(f"the data plane returned {found} bytes of {n} tokens; expected {8 * n}")
@@ -354,7 +354,7 @@ def digest_of(ids: Ids | PlacedIds) -> bytes:
 
 
 def fetched(there: Sequence[T]) -> list[T]:
-    """Return the same tokens and ids with all their arrays here; asks each data plane once for each place."""
+    """Return the same tokens and ids with all their arrays here; reads each place of a data plane once."""
     found: list[Any] = list(there)
     wanted: dict[int, list[int]] = {}
     for i, each in enumerate(found):
@@ -394,7 +394,7 @@ def _is_shared(values: Any, dtype: np.dtype[Any]) -> TypeGuard[NDArray[Any]]:
 
 
 def _sealed(fresh: NDArray[Any]) -> NDArray[Any]:
-    """The array, read-only from now on.  Raises ValueError if it has not one dimension."""
+    """Make an array read-only.  Raises ValueError unless it has one dimension."""
     if fresh.ndim != 1:
         raise ValueError(f"an array of shape {list(fresh.shape)}; expected one dimension")
     fresh.flags.writeable = False

@@ -1,4 +1,4 @@
-"""Checks the types of values: of those that are read from a JSON file, of a configuration, and of options."""
+"""Checks the types of values from JSON files, configurations and options."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def checked(value: Any, kind: Any, where: str = "") -> Any:
 
 
 def of_json(value: Any, kind: Any) -> bool:
-    """Return whether a value that was read from JSON is of a type that holds no others."""
+    """Return whether a value that was read from JSON is of a type that is not a container."""
     if kind in (int, float) and isinstance(value, bool):
         return False
     if kind is float and isinstance(value, int | float):
@@ -76,7 +76,7 @@ def wrong(
     Args:
         kind: as in ``checked``.
         where: the value's key.
-        is_of: whether a value is of a type that holds no others.
+        is_of: whether a value is of a type that is not a container.
     """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:

@@ -1,6 +1,6 @@
 """Repairs text that UTF-8 cannot write, and makes text harmless for a terminal and a page.  Pure.
 
-Lone surrogates can be spelled by JSON, and no tokenizer reads them.
+JSON can contain lone surrogates, which no tokenizer accepts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ DEEPEST = 100
 def well_formed(value: Any, *, deepest: int = DEEPEST) -> Any:
     """Return plain data with U+FFFD in place of each lone surrogate of its texts.
 
-    Texts and numbers of other classes, such as a plugin's enumeration, become those of Python.
+    Instances of subclasses of str and numbers, such as a plugin's enumeration, become plain Python values.
 
     Raises ValueError if lists and objects are nested more than ``deepest`` deep.
     """
