@@ -29,9 +29,9 @@ from grpo_core.validation.target import find_target
 T = TypeVar("T")
 PathLike = str | os.PathLike[str]
 LISTENING = 0.2
-"""Seconds until ctrl-C is noticed while a run goes on on another thread."""
+"""Seconds between checks for ctrl-C while a run is on another thread."""
 OPTION = re.compile(r"--(output|resume|env|only)(?: ([^\s:;,]+))?")
-"""An option of the command line that is an argument here, and its value."""
+"""A command-line option that is an argument here, with its value."""
 
 
 def train(
@@ -56,7 +56,7 @@ def train(
 
     Args:
         config: path of a TOML file, or its tables as a dict.
-        env: what is trained on: the name of an environment ("math:sort", "./file.py:Class"), an environment
+        env: the task to train on: the name of an environment ("math:sort", "./file.py:Class"), an environment
             or its class, or a reward function, or several of them as a list or as ``{task: env}``.  A reward
             function takes parameters by name (reply, answer, prompt, messages, info, episode, or any other
             field of its data) and returns a number, ``Feedback``, or None for a reply without a reward; an
@@ -65,22 +65,22 @@ def train(
         data: prompts: a list of texts, dicts with "prompt" and "answer", or ``Prompt``, for a reward function
             only; or the path of a file.  ``{"train": ..., "validation": ...}`` gives held-out prompts, too.
         listeners: functions that are called with every event (``grpo_core.events``), or trackers.  Each runs
-            on a thread of its own, and may be slow.
+            on a separate thread, and may be slow.
         output: directory of the run, which must be empty or new.  Default: runs/NAME.
         resume: directory of a run, or a ``Run``, that continues; objects have to be given again.
         no_plugins: installed plugins that are not loaded.
         **settings: sections of the configuration, as in ``trainer={"steps": 50}``, and ``seed``.  A text
-            selects what a section is about, as in ``model="Qwen/Qwen3-0.6B"`` or ``loss="gspo"``; sampler,
-            validation and advantage may be objects or functions, and loss a function of a file.  ``steps``,
-            ``lr``, ``prompts_per_step``, ``group_size``, ``max_tokens`` and ``temperature`` may stand alone.
-            ``reward`` is a reward function in place of ``env``, or a list of them whose rewards are added:
-            ``reward=[exact, (short, 0.1)]``.
+            selects the main value of a section, as in ``model="Qwen/Qwen3-0.6B"`` or ``loss="gspo"``;
+            sampler, validation and advantage may be objects or functions, and loss a function of a file.
+            ``steps``, ``lr``, ``prompts_per_step``, ``group_size``, ``max_tokens`` and ``temperature`` may
+            stand alone.  ``reward`` is a reward function in place of ``env``, or a list of them whose rewards
+            are added: ``reward=[exact, (short, 0.1)]``.
 
     Works inside a running event loop and in Jupyter, where it blocks until the run ends.  Ctrl-C ends the
     run after its step with a checkpoint, and raises KeyboardInterrupt.
 
-    Raises GrpoError, whose message says what is wrong; ConfigError before anything costly has started.  A run
-    that an error ends keeps the newest finished step, and notes of the error say so (``__notes__``).
+    Raises GrpoError, whose message says what is wrong; ConfigError before anything costly has started.  A
+    failed run keeps the newest finished step, as the error's ``__notes__`` say.
     """
     _not_in_an_import()
     heard = trackers(listeners)
@@ -133,7 +133,7 @@ def validate(
     Args:
         model: directory of a run or of a model, a hub id, or a ``Run``; an engine of a hosted model needs
             none.
-        env, data, settings: as for ``train``; without them those of the run.  The list or path that is given
+        env, data, settings: as for ``train``; by default the run's.  The list or path that is given
             as data holds the held-out prompts.
         only: names of the tasks and validation sets of the run that are measured; without names all are.
         output: directory for the results and the rollouts.  Default: RUN/validated/DATE.
@@ -192,7 +192,7 @@ async def session(
         config, env, data, no_plugins, settings: as for ``train``.
         model: directory of a run, whose newest checkpoint and configuration are taken; or a model.  By
             default the model that training would start from.
-        status: is called with what is done, and with warnings.
+        status: called with progress and warnings.
 
     Raises GrpoError, whose message says what is wrong; ConfigError before anything costly has started.
     """
@@ -211,7 +211,7 @@ async def session(
 
 @contextlib.contextmanager
 def _as_arguments() -> Iterator[None]:
-    """Let errors that name options of the command line name the arguments of a call instead."""
+    """Replace command-line options in error messages by the arguments of a call."""
     try:
         yield
     except ConfigError as error:
@@ -233,7 +233,7 @@ def _not_in_an_import() -> None:
 
 
 def _finished(main: Coroutine[Any, Any, T], stop: Callable[[], None]) -> T:
-    """Run a coroutine to its end, on a thread of its own if an event loop is running on this one.
+    """Run a coroutine to its end, on a separate thread if an event loop is running on this one.
 
     Args:
         stop: asks the coroutine to end soon; called for each signal meanwhile.

@@ -1,4 +1,4 @@
-"""Turns what a program gives to ``train`` and ``validate`` into a configuration, and offers of objects."""
+"""Converts the arguments of ``train`` and ``validate`` to a configuration and offers of objects."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from grpo_core.plugins.offers import Factory, Kind
 
 SPLITS = ("train", "validation")
 FUNCTIONS: Mapping[str, Kind] = {"advantage": "advantage", "loss": "loss", "optimizer": "optimizer"}
-"""Sections whose value may be a function that is called as it is."""
+"""Sections whose value may be a function, which is called directly."""
 SHORT = {"steps": "trainer", "lr": "trainer", "prompts_per_step": "trainer"} | dict.fromkeys(
     ("group_size", "max_tokens", "temperature"), "rollout"
 )
-"""Keys that may stand without their section."""
+"""Keys that may be given without their section."""
 ELSEWHERE = ("loss", "optimizer")
 """Sections whose function the trainer's process calls."""
 
@@ -43,7 +43,7 @@ class Given:
     """Whether there may be held-out prompts."""
 
     def defaults(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what lies below a configuration: without held-out prompts there is nothing to validate."""
+        """Return defaults for a configuration: without held-out prompts there is nothing to validate."""
         validations = [table.get("validation", {}) for table in (config, self.table)]
         sets = any(isinstance(each, Mapping) and each.get("sets") for each in validations)
         several = {**config.get("tasks", {}), **self.table.get("tasks", {})}
@@ -59,7 +59,7 @@ class Given:
 
 
 def configuration(config: Any) -> Mapping[str, Any]:
-    """Return the table of a file, or the one that was given.  Raises ConfigError."""
+    """Return the table of a file, or the given table.  Raises ConfigError."""
     if config is None:
         return {}
     if isinstance(config, Mapping):
@@ -74,7 +74,7 @@ def given(env: Any, data: Any, settings: Mapping[str, Any]) -> Given:
 
     Args:
         env, data: see ``train``.
-        settings: sections, and values that are in no section.
+        settings: sections, and values outside of sections.
 
     Raises ConfigError for a value of a kind that ``train`` does not describe.
     """
@@ -215,7 +215,7 @@ def _section(found: Given, name: str, value: Any) -> Any:
 _SELECTING = {"model": "path", "teacher": "path"} | dict.fromkeys(
     ("sampler", "engine", "validation", "placement", "trainer", *FUNCTIONS), "name"
 )
-"""Sections that a text selects, and the key that it is the value of."""
+"""Sections that accept a text, and the key that it sets."""
 _OBJECTS: Mapping[str, Kind] = {"sampler": "sampler", "validation": "validation_strategy", **FUNCTIONS}
 
 
@@ -243,7 +243,7 @@ class _StrategyFunction(ValidationStrategy):
 
 
 def _in_its_file(section: str, function: Any) -> str:
-    """Return the name under which the trainer's process finds a function.  Raises ConfigError."""
+    """Return the name by which the trainer's process imports a function.  Raises ConfigError."""
     try:
         file = inspect.getsourcefile(function)
     except TypeError:

@@ -27,7 +27,7 @@ KNOWN: Mapping[str, Callable[[Episode], Any]] = {
     "info": lambda episode: episode.prompt.info,
     "episode": lambda episode: episode,
 }
-"""Values that a function can ask for by the name of a parameter."""
+"""Values that a function can receive by the name of a parameter."""
 
 
 class RewardFunction(Environment):
@@ -38,7 +38,7 @@ class RewardFunction(Environment):
         name: name of its task, for messages.
         data: prompts by split; see ``prompts_of``.
 
-    Raises ConfigError for a function that takes what cannot be given.
+    Raises ConfigError for a function with a parameter that cannot be supplied.
     """
 
     def __init__(self, function: Callable[..., Any], name: str, data: Mapping[str, Sequence[Any]]) -> None:
@@ -70,7 +70,7 @@ class AsyncRewardFunction(RewardFunction):
 def environment_of(
     function: Callable[..., Any], name: str, data: Mapping[str, Sequence[Any]]
 ) -> RewardFunction:
-    """Return the environment of a function, which may be async."""
+    """Return the environment of a function, sync or async."""
     called = function if inspect.isroutine(function) else type(function).__call__
     kind = AsyncRewardFunction if inspect.iscoroutinefunction(called) else RewardFunction
     return kind(function, name, data)
@@ -106,7 +106,7 @@ class Added:
 def added(functions: Sequence[Any]) -> Added:
     """Return the function that adds the rewards of others.
 
-    Raises ConfigError for what is neither a function nor a pair of a function and its weight.
+    Raises ConfigError for anything that is neither a function nor a pair of a function and its weight.
     """
     parts: list[tuple[str, Callable[..., Any], Parameters, float]] = []
     for each in functions:
@@ -117,7 +117,7 @@ def added(functions: Sequence[Any]) -> Added:
                 "reward=[exact, (short, 0.1)]"
             )
         name = getattr(function, "__name__", type(function).__name__)
-        if any(name == other for other, *_ in parts):  # a lambda is named as every other one
+        if any(name == other for other, *_ in parts):  # all lambdas have the same name
             name = f"{name}_{len(parts) + 1}"
         parts.append((name, function, Parameters.of(function, name), weight))
     return Added(parts)
@@ -163,7 +163,7 @@ class Parameters:
 
     @classmethod
     def of(cls, function: Callable[..., Any], name: str) -> Parameters:
-        """Read the signature.  Raises ConfigError for a parameter that cannot be given."""
+        """Read the signature.  Raises ConfigError for a parameter that cannot be supplied."""
         try:
             parameters = list(inspect.signature(function).parameters.values())
         except (TypeError, ValueError):  # some callables written in C have no signature

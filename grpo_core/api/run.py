@@ -1,4 +1,4 @@
-"""A run as an object: the one reader of what a run has written."""
+"""A run as an object: the one reader of a run's files."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ if TYPE_CHECKING:
 
 EVENTS, METRICS, TIMELINE = "events.jsonl", "metrics.jsonl", "timeline.jsonl"
 EVENT = '"event": "'
-"""Every event has this near its beginning."""
+"""Text near the beginning of every event."""
 TAIL = 65536
-"""Bytes at the end of the events in which a run's end is looked for."""
+"""Number of bytes at the end of the events that are searched for a run's end."""
 
 
 class Run:
-    """A run's directory: what it was configured with, and what it has written so far.
+    """A run's directory: its configuration, and its records so far.
 
-    Everything is read when it is asked for, so a run that is going on shows its present state.
+    Everything is read on access, so a running run shows its current state.
 
     Args:
         path: directory of the run.
-        strict: raise ConfigError for a line that cannot be read; otherwise it is left out, and is in
+        strict: raise ConfigError for a line that cannot be read; otherwise it is left out and listed in
             ``damaged``.
 
     Raises ConfigError if the path holds no run.
@@ -66,7 +66,7 @@ class Run:
 
     @property
     def configs(self) -> list[dict[str, Any]]:
-        """The configurations that resumes have replaced, the first one first, and the present one."""
+        """The configurations that resumes have replaced, oldest first, and the current one."""
         numbered = {
             int(found[1]): path.name
             for path in self.path.glob("config-*.toml")
@@ -82,7 +82,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        """The reason of its end, as "finished" or "failed"; "running", or "killed" if it gave none.
+        """Why it ended, as "finished" or "failed"; "running", or "killed" if no reason was recorded.
 
         A directory that ``grpo-core validate`` has written is "measured".
         """
@@ -115,11 +115,11 @@ class Run:
     def rows(self, file: str, *events: str) -> Iterator[dict[str, Any]]:
         """Yield the JSON objects of a file of lines, such as "provenance.jsonl"; nothing if it is not there.
 
-        The last line may be half a line, which a process was writing when it was killed.
+        The last line may be incomplete, if a process was killed while writing it.
 
         Args:
             file: name of the file below the run's directory.
-            events: names of the events that are wanted; the others are hardly looked at.  Default: all lines.
+            events: names of the events to return; the others are not parsed.  Default: all lines.
         """
         path, number = self.path / file, 0
         opened: Any = gzip.open if path.suffix == ".gz" else open
@@ -161,12 +161,12 @@ class Run:
         """Return a row for each validation of a task or set: its step, its task and its metrics.
 
         Args:
-            rows: the metrics, if they are read already.
+            rows: the metrics, if they have been read already.
         """
         return validations(self.metrics() if rows is None else rows)
 
     def steps(self, *, validation: bool = False) -> list[int]:
-        """Return the steps whose rollouts are stored, or the versions whose validation is."""
+        """Return the steps whose rollouts are stored, or the versions whose validation is stored."""
         return list(self.texts(validation=validation))
 
     def texts(self, *, validation: bool = False) -> dict[int, str]:
@@ -177,7 +177,7 @@ class Run:
         return {step: f"{folder}/{path.name}" for step, path in files_of_texts(self.path / folder).items()}
 
     def rollouts(self, step: int, *, validation: bool = False) -> list[Group]:
-        """Return the groups that trained a version, or that measured it; see ``stored_rollouts``."""
+        """Return the groups that trained or validated a version; see ``stored_rollouts``."""
         from grpo_core.reporting.stored import stored_rollouts
 
         return stored_rollouts(self.path, step, validation=validation)
@@ -224,7 +224,7 @@ class Run:
         return tokenizer
 
     def verify(self) -> list[str]:
-        """Return what the files of the run show to be wrong: nothing, if no prompt was lost or doubled."""
+        """Return the problems in the run's files; none if no prompt was lost or doubled."""
         from grpo_core.reporting.verification import verified
 
         return list(verified(self.path).findings)
@@ -239,7 +239,7 @@ class Run:
             return {}
 
     def _note(self, file: str, line: int, *, half: bool = False) -> None:
-        """Take down a line that cannot be read; in a strict reading, raise ConfigError unless it is half."""
+        """Record a line that cannot be read; if ``strict``, raise ConfigError unless it is incomplete."""
         if not self._strict:
             self.damaged.setdefault(file, set()).add(line)
         elif not half:
@@ -274,7 +274,7 @@ class Run:
 
 
 def _object(line: str) -> dict[str, Any] | None:
-    """Return the object of JSON in a line, or None if it is something else."""
+    """Return the JSON object in a line, or None if it is something else."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,8 +1,8 @@
 """The dataloader of a plugin, which is made and read on a thread.
 
-The thread keeps a look-ahead: as many prompts as a request may ask for.  ``take`` returns from it at once, so
+The thread keeps a look-ahead: as many prompts as a request may need.  ``take`` returns from it at once, so
 the event loop never waits for a row.  A look-ahead and the state of the rows behind it are always exchanged
-together; therefore a checkpoint can be cut at any moment, without asking the dataloader.
+together; therefore a checkpoint can be taken at any moment, without a call of the dataloader.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from grpo_core.data.rows import Feed, RowReader, feed, in_order, plain, raised, 
 T = TypeVar("T")
 
 Adopt = Callable[[Sequence[Prompt]], Coroutine[Any, Any, "list[Prompt] | None"]]
-"""Lets an environment make prompts of those of the rows; returns None if it makes none."""
+"""Lets an environment convert the prompts of rows; returns None if it does not."""
 NO_PROMPTS: Mapping[int, Prompt] = MappingProxyType({})
 
 
@@ -74,11 +74,11 @@ class Dataloader:
         self.rows = 0
         """Number of rows that were read."""
         self._left_out = 0
-        """Number of rows that became no prompt."""
+        """Number of rows that did not become a prompt."""
         self._make, self._source, self._reader = make, source, RowReader(task, name, source)
         self._seed, self._deadline, self._adopt = seed, deadline, adopt
         self.size: int | None = None
-        """Number of rows of an epoch; None if it is not known, as before it is made."""
+        """Number of rows of an epoch; None if unknown, such as before the dataloader is made."""
         self._lock = threading.Condition()
         """Guards everything below."""
         self._ahead: deque[ReadPrompt] = deque()
@@ -87,14 +87,14 @@ class Dataloader:
         self._wanted = 0
         """Number of prompts that the look-ahead should have."""
         self._work: deque[Callable[[Feed], None]] = deque()
-        """Other work for the thread, which comes first."""
+        """Other work for the thread, done before reading."""
         self._progress = 0.0
-        """When a row became a prompt, or nothing was wanted, for the last time."""
+        """Last time when a row became a prompt, or nothing was wanted."""
         self._thread: threading.Thread | None = None
         self._ended = False
         self._error: GrpoError | None = None
         self._offered: dict[int, Prompt] = {}
-        """Prompts whose places a sampler was offered and has not decided on."""
+        """Prompts that were offered to a sampler, which has not decided on them."""
         self._unfinished: dict[str, Prompt] = {}
         """Prompts of a checkpoint that were drawn and not trained, by slot."""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -106,8 +106,8 @@ class Dataloader:
     def ready(self, n: int, changed: Callable[[], None]) -> bool:
         """Return whether ``n`` prompts can be taken at once.
 
-        If not, they are read, and ``changed`` is called on the running event loop when it is worthwhile to
-        ask again.  Raises PluginError if the dataloader fails or takes too long.
+        If not, they are read, and ``changed`` is called on the running event loop when another call may
+        succeed.  Raises PluginError if the dataloader fails or takes too long.
         """
         with self._lock:
             if self._error is not None:
@@ -137,7 +137,7 @@ class Dataloader:
             return [row.prompt for row in list(self._ahead)[:n]]
 
     async def held_out(self, n: int) -> list[Prompt] | None:
-        """Return the first ``n`` held-out prompts, or None if it offers none.  Raises GrpoError."""
+        """Return the first ``n`` held-out prompts, or None if there are none.  Raises GrpoError."""
 
         def read(_: Feed) -> list[Prompt] | None:
             given = self._make("validation")
@@ -220,8 +220,7 @@ class Dataloader:
         """Return the look-ahead with the state of the rows behind it, and the prompts in use.
 
         Args:
-            unfinished: prompts that were drawn and not trained, by slot: a stream cannot be asked for them
-                again.
+            unfinished: prompts that were drawn and not trained, by slot: a stream cannot return them again.
         """
         with self._lock:
             return {
@@ -279,7 +278,7 @@ class Dataloader:
         self._lock.notify_all()
 
     def _call(self, work: Callable[[Feed], T]) -> T:
-        """Let the thread do something, and wait for it."""
+        """Run ``work`` on the thread, and wait for it."""
         done: Future[T] = Future()
 
         def do(feed: Feed) -> None:
@@ -311,13 +310,13 @@ class Dataloader:
             self.size = rows.size
             while self._next(rows):
                 self._announce()
-        except BaseException as error:  # whatever code of others raises
+        except BaseException as error:  # a plugin's code may raise anything
             with self._lock:
                 self._error = raised(self.who, "it", error)
         self._announce()
 
     def _next(self, feed: Feed) -> bool:
-        """Do what is to be done next.  Return False at the end."""
+        """Do the next piece of work.  Return False at the end."""
         with self._lock:
             self._lock.wait_for(lambda: self._ended or self._work or len(self._ahead) < self._wanted)
             work = self._work.popleft() if self._work else None
@@ -331,7 +330,7 @@ class Dataloader:
         return True
 
     def _read(self, feed: Feed, missing: int) -> None:
-        """Read until so many prompts are there, or something else is to be done."""
+        """Read until ``missing`` prompts are there, or other work waits."""
         rows: list[ReadPrompt] = []
         while len(rows) < missing and not self._work and not self._ended:
             place, prompt = feed.read()
@@ -348,7 +347,7 @@ class Dataloader:
             self._state = state
 
     def _adopted(self, rows: list[ReadPrompt]) -> list[ReadPrompt]:
-        """Return the rows with the prompts that the environment makes of theirs, if it makes any."""
+        """Return the rows with the environment's conversions of their prompts, if it converts any."""
         if self._adopt is None or self._loop is None or not rows:
             return rows
         calling = asyncio.run_coroutine_threadsafe(self._adopt([row.prompt for row in rows]), self._loop)

@@ -1,7 +1,7 @@
 """Reads the rows of files and data sets; rows of long tables stay on disk.
 
-Tables have one type for all rows of a column, so that an object has the keys of all objects, and null for
-those that it never had.  Below its columns, a row has no such keys.
+Tables have one type for all rows of a column, so an object has the keys of all objects, with null where it
+had none. Such keys are removed from the objects in a row.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LINES = (".jsonl", ".ndjson")
 TABLES = (".csv", ".tsv", ".parquet", ".arrow", ".feather", ".ipc")
 """Suffixes of tables, which pyarrow reads."""
 PART = 1024
-"""Number of rows of a table that are converted at once when all are read."""
+"""Number of rows of a table that are converted together when all are read."""
 
 
 class Rows(Protocol):
@@ -34,12 +34,12 @@ class Rows(Protocol):
 
 
 def is_file(path: str) -> bool:
-    """Whether a path names a file of rows, by its suffix, and no data set."""
+    """Whether a path names a file of rows, by its suffix, and not a data set."""
     return Path(path).suffix in (*LINES, *TABLES)
 
 
 def check_there(path: str, *, who: str) -> None:
-    """Raise ConfigError if a path names a file that is not there, or one of another kind."""
+    """Raise ConfigError if a path names a missing file, or a file of another kind."""
     if is_file(path) and not Path(path).is_file():
         raise ConfigError(f"{who} {path!r}: there is no such file (from {str(Path.cwd())!r})")
     if (suffix := Path(path).suffix) in (".json", ".gz", ".txt", ".xlsx"):
@@ -99,7 +99,7 @@ class JsonLines:
 
 
 def is_null(value: Any) -> bool:
-    """Return whether a field has no value: null, or NaN, which pandas writes for it."""
+    """Return whether a field has no value: null, or NaN, which pandas writes for null."""
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
@@ -138,7 +138,7 @@ class _Table:
         return _own_keys(row)
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
-        """Yield all rows, of which a part is converted at once: that takes a tenth of the time."""
+        """Yield all rows, converted in batches, which takes a tenth of the time."""
         for batch in self._table.to_batches(max_chunksize=PART):
             yield from map(_own_keys, batch.to_pylist(maps_as_pydicts="lossy"))
 
@@ -182,7 +182,7 @@ def _parquet(path: str) -> Iterable[Any]:
 def _csv(path: str, delimiter: str) -> Iterable[Any]:
     """Yield the schema and the batches of a file whose first line names its columns.
 
-    All values are texts, so that "007" stays what it is.
+    All values are texts, so that "007" is not changed.
     """
     import pyarrow
     import pyarrow.csv
@@ -197,7 +197,7 @@ def _csv(path: str, delimiter: str) -> Iterable[Any]:
 
 
 def _check_names(names: Sequence[str]) -> None:
-    """Raise ValueError if two columns have one name: a row would have the value of the last one."""
+    """Raise ValueError if two columns have the same name: a row would have the last one's value."""
     if twice := sorted({name for name in names if names.count(name) > 1}):
         several, occur = ("s", "occur") if len(twice) > 1 else ("", "occurs")
         text = ", ".join(map(repr, twice))
@@ -205,7 +205,7 @@ def _check_names(names: Sequence[str]) -> None:
 
 
 def _on_disk(pyarrow: Any, parts: Iterable[Any]) -> Any:
-    """Write batches to a file without a name and map it into memory, where the system keeps what is used.
+    """Write batches to an unnamed file and map it into memory, where the system keeps only what is used.
 
     Raises ValueError if two columns have one name.
     """

@@ -1,4 +1,4 @@
-"""Finds prompts that are trained on and held out as well, letter by letter.  Pure."""
+"""Finds prompts that are both trained on and held out, by exact text.  Pure."""
 
 from __future__ import annotations
 

@@ -85,8 +85,8 @@ class TaskLoader:
         prompts: the prompts, with unique ids.
         seed: seed of the shuffling.
         workers: number of processes that read prompts ahead; 0 reads them in this process.
-        torchdata: whether torchdata reads the prompts, as it does with workers.  A list in memory needs it
-            for nothing, and it imports torch.
+        torchdata: whether torchdata reads the prompts, as it does with workers.  A list in memory does not
+            need it, and it imports torch.
 
     Raises:
         PluginError: there are no prompts.
@@ -102,9 +102,9 @@ class TaskLoader:
         self._torchdata = torchdata or workers > 0
         self._drawn = 0
         self._offers = False
-        """Whether a sampler has asked for offers: then no prompts are read ahead."""
+        """Whether a sampler has called ``offer``: then no prompts are read ahead."""
         self._order: ShuffledIndices | None = None
-        """The order from here, where this process reads the prompts itself."""
+        """The remaining order, if this process reads the prompts itself."""
         self._dataloader: StatefulDataLoader | None = None
         self._stream: Iterator[list[Prompt]] = iter(())
 
@@ -145,7 +145,7 @@ class TaskLoader:
         return [self._prompts[place] for place in places]
 
     def pass_over(self, place: int, reason: str) -> None:
-        """Leave an offered prompt out of this epoch; who draws prompts records it."""
+        """Leave an offered prompt out of this epoch; the caller that draws prompts records it."""
 
     def _draw(self, n: int) -> list[int]:
         self._order = self._order or self._order_from_here()
@@ -164,7 +164,7 @@ class TaskLoader:
         return order
 
     def prompt(self, id: str, slot: int = 0) -> Prompt:
-        """Return the prompt with this id, in any slot.  Raises CheckpointError if it has gone."""
+        """Return the prompt with this id, in any slot.  Raises CheckpointError if it is gone."""
         try:
             return self._prompts[self._index_of[id]]
         except KeyError:
@@ -245,12 +245,12 @@ def workers_context() -> Any:
 class EndsWith:
     """A loader's ``worker_init_fn`` that ends the worker with the run's process.
 
-    The server that forks the workers lives as long as one of them, and they as long as the server.
+    Without it, the server that forks the workers and the workers keep each other alive.
     """
 
     pid: int
     also: Callable[[int], None] | None = None
-    """The loader's own function."""
+    """The loader's original function."""
 
     def __call__(self, worker: int) -> None:
         if hasattr(os, "pidfd_open"):  # Linux
@@ -265,5 +265,5 @@ class EndsWith:
 
 
 def as_it_is(rows: Any) -> Any:
-    """Return what a data set gave; torch would make tensors of its numbers."""
+    """Return the rows unchanged; torch would make tensors of their numbers."""
     return rows

@@ -1,6 +1,6 @@
 """A random order of ``range(n)`` that is computed place by place, so that n may be a billion.  Pure.
 
-A Feistel network maps each number below ``a * b`` to another one, and back.  ``a`` and ``b`` are near the
+A Feistel network permutes the numbers below ``a * b``.  ``a`` and ``b`` are near the
 square root of n, so ``a * b`` is hardly larger than n; a number that the network maps to n or above is mapped
 again until it is below ("cycle walking").
 """

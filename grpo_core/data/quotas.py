@@ -1,4 +1,4 @@
-"""Exact shares of tasks: what a request owes to each task is carried over to the next.  Pure."""
+"""Exact shares of tasks: the remainder of each task is carried over to the next request.  Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypedDict
 from attrs import define, field
 
 DIGITS = 6
-"""Decimals by which tasks are compared: those that are owed the same are equal in spite of rounding."""
+"""Decimals by which tasks are compared, so that rounding does not separate equal debts."""
 
 
 class SavedQuotas(TypedDict):
@@ -23,12 +23,12 @@ class SavedQuotas(TypedDict):
 class Quotas:
     """Divides the prompts of requests among tasks by largest remainders.
 
-    A task is owed its share of all prompts until now, less those that it was given.  It is never given a
-    whole prompt too many, and it has exactly its share whenever the shares of all tasks are whole numbers.
+    A task is owed its share of all prompts so far, minus the prompts it got.  It never gets a whole prompt
+    too many, and it has exactly its share whenever the shares of all tasks are whole numbers.
     """
 
     owed: dict[str, float] = field(factory=dict)
-    """Prompts by task; their sum is 0 between two requests, but for rounding."""
+    """Prompts owed by task; their sum is 0 between two requests, except for rounding."""
     lost: list[tuple[str, int]] = field(factory=list)
     """Task and target version of each prompt that another one of its task has to replace."""
 
@@ -36,7 +36,7 @@ class Quotas:
         """Return the tasks of ``n`` prompts, mixed evenly; ``weights`` are at least 0, and not all 0.
 
         Prompts that were lost are replaced first, those for the step ``target`` before the others.  A task
-        without a weight has no share, and forgets what it was owed.
+        without a weight has no share, and its debt is dropped.
         """
         shares = {task: weight for task, weight in sorted(weights.items()) if weight > 0}
         lost = sorted((one for one in self.lost if one[0] in shares), key=lambda one: one[1] != target)
@@ -44,7 +44,7 @@ class Quotas:
         self.lost = lost[n:]
         left = n - counts.total()
         owed = {task: self.owed.get(task, 0.0) for task in shares}
-        missing = left - sum(owed.values())  # of tasks that have gone; otherwise their sum is 0
+        missing = left - sum(owed.values())  # of removed tasks; otherwise their sum is 0
         total = sum(shares.values())
         owed = {task: owed[task] + missing * share / total for task, share in shares.items()}
         for _ in range(left):

@@ -51,7 +51,7 @@ class Feed(Protocol):
         """
 
     def state(self) -> Any:
-        """Return what ``restore`` needs to continue behind the last row that was read."""
+        """Return what ``restore`` needs to continue after the last row that was read."""
 
     def restore(self, state: Any) -> None:
         """Continue from a state.  Raises CheckpointError if it belongs to other rows."""
@@ -95,7 +95,7 @@ class RowReader:
 
 
 def plain(prompt: Prompt) -> dict[str, Any]:
-    """Return a prompt as values that ``packed`` knows."""
+    """Convert a prompt to values that ``packed`` accepts."""
     return {
         "id": prompt.id,
         "messages": list(prompt.messages),
@@ -111,13 +111,13 @@ class SizedRows(Sequence[Any]):
         self._rows, self._reader = rows, reader
         kind = type(rows)
         self.fingerprint = str(getattr(rows, "fingerprint", "") or f"{kind.__module__}.{kind.__qualname__}")
-        """Text that stands for the rows, which are not read for it."""
+        """Text that identifies the rows without reading them."""
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Go to a worker, which has not imported the file of a plugin that is not installed."""
+        """Pickle for a worker, which has not imported the file of a plugin that is not installed."""
         module = sys.modules.get(type(self._rows).__module__)
         file = getattr(module, "__file__", None) or ""
         try:
@@ -219,7 +219,7 @@ def feed(make: Callable[[], Any], reader: RowReader, *, task: str, who: str, see
         make: calls the plugin's factory.
         workers: number of processes that read sized rows ahead.
 
-    Raises PluginError if it is nothing that can be read, or whose place can be kept.
+    Raises PluginError if it cannot be read, or its position cannot be saved.
     """
     warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata's own call
     given = make()
@@ -247,7 +247,7 @@ def in_order(rows: Any) -> Iterator[Any]:
 
 
 def readable(given: Any, who: str, workers: int = 0) -> Any:
-    """Return something sized or a stream with a state.  Raises PluginError for anything else."""
+    """Return a sized dataloader or a stream with a state.  Raises PluginError for anything else."""
     if _is(given, "torch.utils.data", "IterableDataset"):
         from torchdata.stateful_dataloader import StatefulDataLoader
 

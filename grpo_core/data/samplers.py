@@ -83,9 +83,9 @@ class WeightedTaskSampler(TaskSampler):
 
     Args:
         seed: seed of the draws.
-        shares: ``"random"`` leaves a task's share of a request to chance.  ``"drawn"`` makes it exact: what
-            cannot be divided is carried over to the next request.  ``"trained"`` does so and replaces each
-            prompt that is filtered or skipped by one of the same task.
+        shares: ``"random"`` leaves a task's share of a request to chance.  ``"drawn"`` makes it exact: the
+            remainder is carried over to the next request.  ``"trained"`` also replaces each prompt that is
+            filtered or skipped by one of the same task.
     """
 
     def __init__(self, seed: int = 0, shares: Shares = "random") -> None:
@@ -146,7 +146,7 @@ class Mix(WeightedTaskSampler):
             tasks' weights in the configuration.
         seed: seed of the draws.  Default: the run's seed.
         shares: how many prompts of a request each task gets: ``"random"`` leaves it to chance; ``"drawn"`` is
-            exact, with what cannot be divided carried over; ``"trained"`` also replaces a prompt that is
+            exact, with the remainder carried over; ``"trained"`` also replaces a prompt that is
             filtered or skipped by one of the same task.
 
     Raises:
@@ -186,7 +186,7 @@ class FunctionSampler(Sampler):
 
 
 def draws_itself(factory: Callable[..., Any], options: Collection[str]) -> bool:
-    """Return whether a function is a sampler, ``(loaders, request) -> prompts``, and not what makes one."""
+    """Return whether a function is a sampler, ``(loaders, request) -> prompts``, and not a factory."""
     if not inspect.isfunction(factory):
         return False
     needed = [
@@ -198,7 +198,7 @@ def draws_itself(factory: Callable[..., Any], options: Collection[str]) -> bool:
 
 
 def take_prompts(loaders: Mapping[str, Loader], chosen: Iterable[str]) -> list[Prompt]:
-    """The next prompt of each chosen task, in the order of ``chosen``; asks each loader once."""
+    """Return the next prompt of each chosen task, in the order of ``chosen``; calls each loader once."""
     chosen = list(chosen)
     drawn = {task: iter(loaders[task].take(count)) for task, count in Counter(chosen).items()}
     return [next(drawn[task]) for task in chosen]
@@ -213,7 +213,7 @@ class PromptStream:
     name: str
     """Name of the sampler in the configuration, for messages."""
     passed_over: list[PromptsPassedOver] = field(init=False, factory=list)
-    """Events about prompts that the sampler looked at; who emits them clears the list."""
+    """Events about prompts that the sampler looked at; the code that emits them clears the list."""
     _drawn: bool = field(init=False, default=False)
     _watched: dict[str, _WatchedLoader] = field(init=False)
 
@@ -223,10 +223,10 @@ class PromptStream:
     def ready(self, n: int, changed: Callable[[], None]) -> bool:
         """Return whether each loader has ``n`` prompts at once: the sampler may take them all from one.
 
-        If not, ``changed`` is called on the running event loop when it is worth asking again.
+        If not, ``changed`` is called on the running event loop when another call may succeed.
         """
         waiting = [each for each in self.loaders.values() if isinstance(each, Dataloader)]
-        ready = [each.ready(n, changed) for each in waiting]  # those that are not begin to read
+        ready = [each.ready(n, changed) for each in waiting]  # loaders that are not ready begin to read
         return all(ready)
 
     def draw(self, request: SampleRequest) -> list[Prompt]:
@@ -263,7 +263,7 @@ class PromptStream:
                 self.sampler.observe(groups)
 
     def untrained(self, prompt: Prompt, target_version: int) -> None:
-        """Tell the sampler, if it wants to know, that a prompt was filtered or skipped."""
+        """Notify the sampler, if it has ``untrained``, that a prompt was filtered or skipped."""
         if hasattr(self.sampler, "untrained"):
             with plugin_errors(f"sampler {self.name!r}: untrained()"):
                 self.sampler.untrained(prompt, target_version)
@@ -347,9 +347,9 @@ def _ids(prompts: Iterable[Prompt]) -> Counter[tuple[str, str]]:
 
 
 def plugin_state(part: Any, who: str) -> Any:
-    """Return what a checkpoint would hold of a sampler or strategy, as JSON values; None if it has no state.
+    """Return the state of a sampler or strategy for a checkpoint, as JSON values; None without a state.
 
-    Raises PluginError, which says ``who`` it is, if its state is not JSON.
+    Raises PluginError, which names ``who``, if the state is not JSON.
     """
     if not hasattr(part, "state_dict"):
         return None

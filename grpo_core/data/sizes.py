@@ -1,8 +1,8 @@
 """Upper bounds of the numbers of tokens of prompts, without a tokenizer.  Pure.
 
-A token stands for at least one byte of text, so a prompt has at most as many tokens as bytes, and some more
-for what a chat template writes around each message.  Most prompts are so short that they need not be encoded
-to know that they fit.
+A token stands for at least one byte of text, so a prompt has at most as many tokens as bytes, plus the tokens
+that a chat template writes around each message.  Most prompts are so short that they need not be encoded to
+know that they fit.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Iterable
 from grpo_core.contracts.records import Prompt
 
 AROUND = 16
-"""Tokens that a chat template writes around a message at most; those of known models write 3 to 8."""
+"""Largest number of tokens that a chat template writes around a message; known models write 3 to 8."""
 UNBOUNDED = 2**32 - 1
-"""Size of a prompt that is known only when it is encoded: a template may write anything for its parts."""
+"""Size of a prompt whose length only encoding can find: a template may write anything for its parts."""
 _PLAIN = frozenset({"role", "content", "name"})
 
 
 def size(prompt: Prompt) -> int:
-    """Return a number that a prompt's tokens do not exceed, apart from what the template always writes."""
+    """Return an upper bound of a prompt's tokens, without the text that the template always writes."""
     total = 0
     for message in prompt.messages:
         text = message.get("content")

@@ -38,7 +38,7 @@ class Source(Sequence[Prompt]):
         path: a file (see ``grpo_core.data.files``), or a data set (a directory or hub id for ``datasets``).
         split: split of the data set.
         config: how rows become prompts.
-        what: what the path names, for messages.
+        what: description of the path, for messages.
 
     Raises (when it is opened):
         ConfigError: the file cannot be read, or a row is not a prompt.
@@ -160,7 +160,7 @@ class Source(Sequence[Prompt]):
             yield place, prompt
 
     def _unique(self, rows: Rows, prompts: Iterator[tuple[int, Prompt]]) -> Iterator[Prompt]:
-        """Yield the prompts.  Raises ConfigError for one that has the id of another."""
+        """Yield the prompts.  Raises ConfigError for a repeated id."""
         seen: set[int] = set()  # hashes, since five million ids would take half a GB
         for place, prompt in prompts:
             if (found := hash(prompt.id)) in seen:
@@ -244,7 +244,7 @@ def find_source(task: str, config: SourceConfig, split: str) -> Source | None:
 
 
 def _refuse_splits_of_a_file(task: str, config: SourceConfig) -> None:
-    """Raise ConfigError for keys of a data set that no data set has, because the paths are files."""
+    """Raise ConfigError for keys that apply to data sets only, if the paths are files."""
     default, validation = SourceConfig(), config.validation_path or config.path
     keys = []
     if all(is_file(path) for path in (config.path, validation) if path):

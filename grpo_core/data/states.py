@@ -4,8 +4,8 @@
         -> {"n": 3, "rng": {"$": "tuple", "of": [1, {"$": "array", "dtype": "<i8", "shape": [2], "at": 0}]}},
            [b"..."]
 
-What JSON has is itself; everything else is an object with the key ``$``.  The bytes of arrays and tensors are
-kept beside it, and ``to_safetensors`` writes them to a file.
+JSON values stay as they are; everything else is an object with the key ``$``.  The bytes of arrays and
+tensors are kept separately, and ``to_safetensors`` writes them to a file.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def packed(value: Any, who: str = "the state") -> tuple[Any, list[bytes]]:
 
 
 def unpacked(value: Any, arrays: Sequence[bytes]) -> Any:
-    """Return the value of which ``packed`` made this.  Raises ValueError if it made no such thing."""
+    """Invert ``packed``.  Raises ValueError for anything that ``packed`` does not return."""
     if isinstance(value, list):
         return [unpacked(each, arrays) for each in value]
     if not isinstance(value, dict):

@@ -1,10 +1,10 @@
 """Jinja templates and conditions over the rows of a source, in Jinja's sandbox and a killable process.
 
-A sandbox keeps a template from the machine, but not from its time and memory: a line of it may run for years,
-or make a text of gigabytes.
+A sandbox protects the machine, but not its time and memory: one line of a template may run for years or make
+gigabytes of text.
 
-A field that is null is as one that the row does not have, since tables cannot tell them apart: it is not
-defined.  It is also false and equal to none, and nowhere written as "None".
+A null field counts as missing, since tables cannot distinguish the two: it is not defined.  It is also false
+and equal to none, and is never written as "None".
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ SECONDS = 30.0
 STARTING = 120.0
 """Seconds for the start of the process."""
 MEMORY = 1 << 30
-"""Bytes that the process may take beyond those of its start."""
+"""Bytes that the process may use in addition to its memory at the start."""
 ROWS = 256
-"""Number of rows that are sent at once."""
+"""Number of rows that are sent together."""
 CONDITION = "where"
-"""Key of the source whose text is an expression, and no template."""
+"""Key of the source whose text is an expression, not a template."""
 
 Row = tuple[int, Mapping[str, Any]]
 """A row and its place."""
 Filled = dict[str, Any]
-"""The texts that a row makes, by the keys of their templates, and whether it fulfils the condition."""
+"""The filled templates of a row by key, and whether the row fulfils the condition."""
 
 
 class Templates:
@@ -61,7 +61,7 @@ class Templates:
         return key in self._texts
 
     def fill(self, rows: Iterable[Row]) -> Iterator[tuple[int, Mapping[str, Any], Filled]]:
-        """Yield each row with what it makes; nothing but the condition of a row that does not fulfil it.
+        """Yield each row with its filled templates, or the condition alone if the row does not fulfil it.
 
         Raises ConfigError.
         """
@@ -120,7 +120,7 @@ class _Process:
         return filled
 
     def _end(self, pid: int) -> None:
-        """End the child with this process, unless it is a copy of the one that has started it."""
+        """End the child with this process, unless this is a fork of the process that started it."""
 
         async def end() -> None:
             if self._child is not None:
@@ -133,12 +133,12 @@ class _Process:
 
 @functools.cache
 def _process(pid: int) -> _Process:
-    """Return the process of this process, which may be a copy of one that has its own."""
+    """Return the child of this process, which may be a fork of a process with another child."""
     return _Process()
 
 
 class Filler:
-    """The child's side: fills in templates with a limit of memory."""
+    """The child's side: fills in templates under a memory limit."""
 
     def __init__(self) -> None:
         with contextlib.suppress(OSError, ValueError):  # Linux alone says and limits it
@@ -179,7 +179,7 @@ def _jinja() -> Any:
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         undefined=jinja2.StrictUndefined,
-        # values that are known before are not computed before, which is the work of the process
+        # constants are not folded here, since computing them is the work of the process
         optimized=False,
         finalize=jinja2.pass_context(_written),
     )
