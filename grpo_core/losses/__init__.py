@@ -1,4 +1,4 @@
-"""Losses: from the logprobs of the sampled tokens to what the optimizer descends.
+"""Losses: functions of the sampled tokens' logprobs that the optimizer minimizes.
 
 ``padded`` makes the inputs of a loss from tensors [B, T]::
 

@@ -1,4 +1,4 @@
-"""Aggregation: the weights by which the losses of an update's tokens are summed to one number."""
+"""Aggregation: the weights of an update's token losses in their sum."""
 
 from __future__ import annotations
 

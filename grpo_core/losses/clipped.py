@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from grpo_core.contracts.loss import LossOutput
 
 LARGEST_LOG_RATIO = 20.0
-"""Largest log ratio: exp(20) is too large a weight to learn from, but it is finite."""
+"""Largest log ratio: exp(20) is finite, but too large a weight to learn from."""
 IDLE_CLIP = Remark(
     "one update a step: the ratio of policy to proximal logprobs is 1, so the clip of the loss does nothing"
 )
 
 
 def _problems(given: Mapping[str, Any], setting: LossSetting) -> Iterator[str | Remark]:
-    """Say which options are out of range, or do nothing."""
+    """Return which options are out of range or have no effect."""
     for name, value in given.items():
         if not 0 <= value < float("inf") and not (name.endswith(("high", "cap")) and value > 0):
             yield f"{name} = {value}: it has to be a finite number of at least 0"
@@ -55,8 +55,8 @@ def grpo(
         - w min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
 
     the decoupled objective (AReaL, arXiv 2505.24298 eq. 5) with a truncated importance weight (IMPALA, arXiv
-    1802.01561).  The clip bounds how far a step moves from where it began, the weight corrects for who
-    sampled.  Where proximal is generation, w is 1 and this is PPO's objective (arXiv 1707.06347 eq. 7); an
+    1802.01561).  The clip bounds how far a step moves from its start; the weight corrects for the sampling
+    policy.  Where proximal is generation, w is 1 and this is PPO's objective (arXiv 1707.06347 eq. 7); an
     asymmetric clip is DAPO's (arXiv 2503.14476).  ``grpo-plugin-algorithms`` replaces this loss by one with
     the same results and more options.
 
@@ -91,7 +91,7 @@ def grpo(
 def _kl(policy: Tensor, reference: Tensor) -> Tensor:
     """Estimate KL(policy, reference) by exp(d) - d - 1 with d = reference - policy (http://joschu.net).
 
-    It is weighted by 1 with the gradient of the logprobs, so that the gradient is that of the divergence
+    It is weighted by 1 with the gradient of the logprobs, so that its gradient equals the divergence's
     (arXiv 2506.09477).
     """
     d = (reference - policy).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)

@@ -14,8 +14,8 @@ class EntropyControl:
     """The coefficient of an entropy bonus, adapted after each update (Skywork-OR1, arXiv 2505.22312).
 
     It rises by ``delta`` after an update whose entropy is at or below ``target`` and falls by ``delta`` after
-    any other.  It applies only while the entropy measured last is at or below the target, and so not in the
-    first update.
+    any other.  It applies only while the last measured entropy is at or below the target, so not in the first
+    update.
     """
 
     coefficient: float

@@ -32,11 +32,11 @@ def padded(
 
     Args:
         policy_logprobs: logprobs [B, T] with gradient.
-        mask: which tokens [B, T] are trained; the others are nowhere, not even in a divisor.
-        advantages: [B], or [B, T] for one of each token.
+        mask: which tokens [B, T] are trained; the others are ignored, also in divisors.
+        advantages: [B], or [B, T] with one for each token.
         proximal_logprobs: logprobs [B, T] of the weights that the step started from; None: the policy itself.
-        generation_logprobs: logprobs [B, T] by the engine; None: the proximal ones, which also stand for
-            those that are NaN (unknown), so that their importance weight is 1.
+        generation_logprobs: logprobs [B, T] by the engine; None: the proximal ones, which also replace NaN
+            (unknown), so that the importance weight is 1.
         reference_logprobs: logprobs [B, T] by the reference model.
         teacher_logprobs: logprobs [B, T] by the teacher.
         entropy: entropies [B, T] of the policy, with gradient or without.

@@ -1,5 +1,5 @@
 """Transports of weights from the trainer to engines.
 
-``shm`` is built in, ``reading`` reads what any of them published, and ``layout`` places tensors in a block of
-bytes.
+``shm`` is built in, ``reading`` reads the weights of any transport, and ``layout`` places tensors in a block
+of bytes.
 """

@@ -1,4 +1,4 @@
-"""Adapters of LoRA at their engine: for each adapted layer two small matrices instead of its weight.
+"""LoRA adapters in the engine: two small matrices for each adapted layer instead of its weight.
 
 A plugin's trainer publishes both under the names of peft, and names the directory of the model that they
 belong to.  An engine that reads weights gets the sums: the model's files are read again for each version, so
@@ -21,18 +21,18 @@ from grpo_core.models.files import weight_files
 from grpo_core.weights.layout import BUCKET, LowRankSum
 
 RIGHT, LEFT = ".lora_A.weight", ".lora_B.weight"
-"""Ends of the names of the two factors of what is added to a layer's weight: left @ right."""
+"""Name suffixes of the two factors of a layer's update: left @ right."""
 WEIGHT = ".weight"
 
 
 def added(weights: Weights, tensors: Mapping[str, Tensor]) -> Generator[dict[str, Tensor]]:
-    """Yield the tensors of the whole model, some at a time.
+    """Yield the tensors of the whole model in buckets.
 
     Args:
         weights: of adapters, with the directory of their model.
         tensors: of the adapters.
 
-    Raises WeightSyncError if the model cannot be read, or the adapters are not its own.
+    Raises WeightSyncError if the model cannot be read, or the adapters belong to another model.
     """
     with _opened(weights) as files:
         _check(weights, files)

@@ -14,10 +14,10 @@ from grpo_core.models.files import weight_files
 
 _ALIGNMENT = 64
 BUCKET = 64 << 20
-"""Largest size in bytes of tensors that an engine takes at once, unless one alone is larger.
+"""Largest size in bytes of a bucket of tensors, unless a single tensor is larger.
 
-The largest tensor of most models is larger, so buckets cost an engine no memory beside it; and moving such a
-bucket takes a hundred times as long as starting to.
+The largest tensor of most models is larger, so buckets cost an engine no additional memory; and moving such a
+bucket takes a hundred times as long as starting the transfer.
 """
 
 
@@ -43,7 +43,7 @@ def buckets(weights: Weights) -> list[Bucket]:
 
 
 def laid_out(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Return where in a block things of these sizes begin, one after the other, and the size of the block."""
+    """Return the offsets of consecutive items of these sizes in a block, and the size of the block."""
     offsets, end = [], 0
     for size in sizes:
         offsets.append(end)
@@ -53,7 +53,7 @@ def laid_out(sizes: Sequence[int]) -> tuple[list[int], int]:
 
 @frozen
 class Slice:
-    """The rows of a bucket's tensors that one rank of a trainer holds: consecutive bytes of its own block."""
+    """The rows of a bucket's tensors that one rank holds: consecutive bytes of the rank's block."""
 
     begin: int
     end: int
@@ -62,7 +62,7 @@ class Slice:
 
 
 def slices(weights: Weights, rank: int) -> list[Slice]:
-    """Return what a rank holds of each bucket; the whole bucket, if the trainer is one process."""
+    """Return a rank's slice of each bucket; the whole bucket, if the trainer is one process."""
     found, begin = [], 0
     for bucket in buckets(weights):
         places = [_held(info, rank) for info in bucket.tensors]
@@ -78,7 +78,7 @@ def slices(weights: Weights, rank: int) -> list[Slice]:
 
 
 def _held(info: TensorInfo, rank: int) -> tuple[int, int]:
-    """Return where in the whole block the rows of a rank begin, and their size in bytes."""
+    """Return the offset of a rank's rows in the whole block, and their size in bytes."""
     nbytes = torch.Size(info.shape).numel() * getattr(torch, info.dtype).itemsize
     if not info.parts:
         return info.offset, 0 if rank else nbytes
@@ -105,7 +105,7 @@ def checksum(tensor: torch.Tensor, begin: int = 0, total: int | None = None) -> 
     """Sum a tensor's bytes as little-endian integers of up to 8 bytes, modulo 2**64.
 
     It takes one pass at memory speed and detects lost, doubled and altered tensors.  It does not protect
-    against an attacker.  The checksums of the parts of a tensor add up to its own.
+    against an attacker.  The checksums of a tensor's parts add up to the tensor's checksum.
 
     Args:
         begin: place of the first byte in the whole tensor.
@@ -115,7 +115,7 @@ def checksum(tensor: torch.Tensor, begin: int = 0, total: int | None = None) -> 
     end = (len(flat) if total is None else total) // 8 * 8
     cut = min(max(end - begin, 0), len(flat))
     words, rest = flat[:cut], flat[cut:]
-    if begin % 8 or cut % 8 or words.storage_offset() % 8:  # torch views no other bytes as integers
+    if begin % 8 or cut % 8 or words.storage_offset() % 8:  # torch cannot view other bytes as integers
         words = torch.nn.functional.pad(words, (begin % 8, -(begin + cut) % 8))
     sums = int(words.view(torch.int64).sum()) if cut else 0
     return (sums + int(rest.to(torch.int64).sum())) % 2**64

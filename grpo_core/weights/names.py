@@ -1,8 +1,8 @@
 """The tensors of a transformers model under the names and shapes of its checkpoint.
 
 transformers loads some families into modules with other names, and with the matrices of all experts in one
-tensor.  Engines such as vLLM read checkpoints.  So the trainer publishes the names of the checkpoint, and an
-engine that computes with transformers' modules takes them by the same function: on both sides each tensor of
+tensor.  Engines such as vLLM read checkpoints.  So the trainer publishes the checkpoint's names, and an
+engine that computes with transformers' modules maps them by the same function: on both sides each tensor of
 the checkpoint is a view of a module's tensor, and no name is translated while weights travel.
 """
 
@@ -18,7 +18,7 @@ from grpo_core.contracts.errors import ModelError
 
 
 class _Views(TorchFunctionMode):
-    """Lets ``contiguous`` return its tensor as it is: parts of a tensor stay views of it."""
+    """Makes ``contiguous`` return its argument, so that parts of a tensor stay views of it."""
 
     def __torch_function__(
         self, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
@@ -41,7 +41,7 @@ def checkpoint_tensors(module: nn.Module) -> dict[str, Tensor]:
 
     The views follow every change in place, so they are made once.  Buffers come last.
 
-    Raises ModelError if transformers cannot say how the checkpoint has a tensor, or only by copying it.
+    Raises ModelError if transformers cannot map a tensor to the checkpoint, or only by copying it.
     """
     from transformers.core_model_loading import revert_weight_conversion
 

@@ -1,7 +1,7 @@
 """Copies the tensors of a trainer into the block from which engines take them.
 
 Where the ranks of a trainer hold parts of the tensors, each rank copies the rows that it holds to their
-place, and no rank gathers a tensor.  The ranks tell each other no more than the checksums of their rows.
+place, and no rank gathers a tensor.  The ranks exchange only the checksums of their rows.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Writer(Protocol):
         *,
         dtype: torch.dtype | None = None,
     ) -> Weights:
-        """Copy the tensors into the block, over the version before; see ``pack``.
+        """Copy the tensors into the block, which overwrites the version before; see ``pack``.
 
         All ranks of a trainer call it, and it returns when all of them have copied.
         """
@@ -79,9 +79,9 @@ def pack(
         location: returns the location of the block.
         dtype: dtype of floating-point tensors in the block; None keeps theirs.  Integers and buffers
             (``torch.nn.Buffer``), such as the biases that choose experts, keep theirs in any case.
-        ranks: the processes of which each copies the rows that it holds.
-        apart: whether each of them has a block of its own, for these rows alone; see ``layout.slices``.
-            Otherwise all write to one block, where the rows lie as the whole tensors.
+        ranks: the processes, each of which copies the rows that it holds.
+        apart: whether each of them has a separate block for its rows; see ``layout.slices``.  Otherwise all
+            write to one block, where the rows form the whole tensors.
     """
     ranks = ranks or ALONE
     shares = [_share(name, tensor, dtype, ranks) for name, tensor in tensors]
@@ -97,7 +97,7 @@ def pack(
 
 @torch.no_grad()
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor without gradient; if the ranks of a trainer hold parts of it, all of them must ask."""
+    """Return a tensor without gradient; if ranks hold parts of it, all of them must call this."""
     part: Any = tensor.detach()
     if not _is_divided(part):
         return cast(torch.Tensor, part)
@@ -112,7 +112,7 @@ class _Share:
     name: str
     given: torch.Tensor | LowRankSum
     dtype: torch.dtype
-    """The dtype that it is published in."""
+    """Dtype in which it is published."""
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     first: int
@@ -143,7 +143,7 @@ class _Share:
         """Copy the rows to a place of a block; return the first one, their number, and their checksum."""
         there = block[place : place + self.held]
         values = _values(self.given, self.first, self.rows)
-        if values.device != block.device:  # or the host would convert what is copied there
+        if values.device != block.device:  # otherwise the host would convert the copied values
             values = values.to(self.dtype)
         if self.rows:
             there.view(self.dtype).view(self.rows, *self.shape[1:]).copy_(values)
@@ -156,20 +156,20 @@ def _share(
     tensor = given.base if isinstance(given, LowRankSum) else given
     shape = tuple(tensor.shape)
     first, rows = 0, shape[0] if shape else 1
-    if _is_divided(tensor):  # as torch divides it, and as ``_values`` has it
+    if _is_divided(tensor):  # as torch shards it, and as in ``_values``
         most = -(-rows // ranks.size)
         first = min(rows, most * ranks.rank)
         rows = min(most, rows - first)
-    elif ranks.rank:  # all have the same, and one is enough
+    elif ranks.rank:  # all hold the same values, and one is enough
         rows = 0
     cast = tensor.is_floating_point() and not isinstance(tensor, torch.nn.Buffer)
     return _Share(name, given, dtype if dtype and cast else tensor.dtype, shape, first, rows)
 
 
 def _values(given: torch.Tensor | LowRankSum, first: int, rows: int) -> torch.Tensor:
-    """Return rows of a tensor that this process holds, or computes from what it holds.
+    """Return rows of a tensor that this process holds or computes.
 
-    All ranks must ask: the factors of a sum, which are small, are gathered.
+    All ranks must call this: the factors of a sum, which are small, are gathered.
     """
     if isinstance(given, LowRankSum):
         if not _is_divided(given.base):
@@ -191,14 +191,14 @@ def _values(given: torch.Tensor | LowRankSum, first: int, rows: int) -> torch.Te
 
 
 def _is_divided(tensor: Any) -> bool:
-    """Whether the ranks hold parts of a tensor: it is a DTensor, whose class takes long to import."""
+    """Whether a tensor is a DTensor, whose parts the ranks hold; importing the class takes long."""
     return hasattr(tensor, "full_tensor")
 
 
 def _described(
     shares: Sequence[_Share], offsets: Sequence[int], copied: Sequence[Sequence[Sequence[int]]]
 ) -> tuple[TensorInfo, ...]:
-    """Describe the tensors that lie in the block now, from what each rank has copied."""
+    """Describe the tensors in the block, from the rows that each rank has copied."""
     infos = []
     for number, (share, offset) in enumerate(zip(shares, offsets, strict=True)):
         found = [(rank, *of_rank[number]) for rank, of_rank in enumerate(copied)]

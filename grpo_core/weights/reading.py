@@ -19,15 +19,16 @@ from grpo_core.weights.layout import verify as check_sums
 def read_weights(
     weights: Weights, *, verify: bool = True, device: torch.device | None = None
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors of published weights by name, wherever they are: views of one block of bytes.
+    """Return the tensors of published weights by name, for any transport: views of one block of bytes.
 
     Copy them before the trainer publishes again, which overwrites the block.  Adapters are added to their
-    model, so the tensors are those of the whole model in any case.
+    model, so the tensors are always the whole model's.
 
     Args:
         weights: as ``Engine.update_weights`` receives them.
         verify: compare each tensor's checksum with the trainer's; False if that was done already.
-        device: device of the engine; by ``collective`` they come to this GPU directly, without it to the CPU.
+        device: device of the engine; with ``collective`` they arrive on this GPU directly, or on the CPU
+            without it.
 
     Raises WeightSyncError if the weights cannot be read or a tensor's checksum differs from the trainer's.
     """
@@ -42,11 +43,11 @@ def read_weights(
 def read_buckets(
     weights: Weights, *, verify: bool = True, device: torch.device | None = None
 ) -> Generator[dict[str, torch.Tensor]]:
-    """Yield the tensors of ``read_weights`` some at a time, so that an engine needs no copy of all of them.
+    """Yield the tensors of ``read_weights`` in buckets, so that an engine needs no copy of all of them.
 
-    An engine that must not use part of them reads them twice, first to verify all.  By ``collective`` they
-    are sent twice then, and are in memory that is free once their tensors are; let go of them before the next
-    ones.  Arguments and errors are those of ``read_weights``.
+    An engine that must not use part of them reads them twice, first to verify all.  With ``collective`` they
+    are then sent twice, and their memory is freed with the tensors: drop them before the next bucket.
+    Arguments and errors are as in ``read_weights``.
     """
     if weights.base:
         yield from added(weights, read_weights(evolve(weights, base=""), verify=verify, device=device))
@@ -57,7 +58,7 @@ def read_buckets(
     ) as parts:
         for bucket in buckets(weights):
             tensors = unpack(bucket.tensors, next(parts), bucket.begin)
-            if verify or sent:  # what is sent again is verified again
+            if verify or sent:  # a second transfer is verified again
                 check_sums(weights.version, bucket.tensors, tensors)
             yield tensors
             del tensors  # the next bucket needs memory

@@ -1,9 +1,9 @@
 """Weights in shared memory, for the processes of one machine.
 
 The trainer writes each version into one memory file that it owns.  The file has no name on any disk and
-vanishes with the trainer, however it dies; engines open it through ``/proc`` and copy what they need.  So do
-the ranks of a trainer, to write: the parts of all ranks lie in the file as the whole tensors, and each rank
-touches no more than the pages of its own.
+vanishes with the trainer, however it dies; engines open it through ``/proc`` and copy what they need.  The
+ranks of a trainer open it in the same way, to write: their parts form the whole tensors in the file, and each
+rank touches only the pages of its part.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _PORTABLE = 1
 
 
 class Pinnable(mmap.mmap):
-    """Memory that CUDA lets go of before it is unmapped; a finalizer would be called after that."""
+    """Memory that is unregistered from CUDA before it is unmapped; a finalizer would run too late."""
 
     _release: Callable[[], object] | None = None
 
     def pin(self) -> None:
-        """Let GPUs copy into it without a detour."""
+        """Pin the memory, so that GPUs copy into it directly."""
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
         torch.cuda.check_error(runtime.cudaHostRegister(address, len(self), _PORTABLE))
@@ -52,8 +52,8 @@ class SharedMemoryWriter:
     """Owns the shared memory of one trainer; each ``write`` replaces its contents.
 
     Args:
-        ranks: the processes that write it together; None if it is one.  The first one owns it, and each of
-            the others opens it and writes the rows that it holds.
+        ranks: the processes that write it together; None for a single process.  The first one owns it, and
+            each of the others opens it and writes its rows.
         pinned: whether GPUs copy into it.
     """
 
@@ -111,7 +111,7 @@ def writer(setup: TrainerSetup, device: torch.device, ranks: Publishers) -> Shar
 
 
 _mappings: dict[tuple[int, int, int], torch.Tensor] = {}
-"""The last mapping; mapping the same memory again would cost a page fault for every 4 KiB."""
+"""The last mapping, kept because mapping the same memory again costs a page fault for every 4 KiB."""
 
 
 def read(weights: Weights, device: torch.device | None = None) -> torch.Tensor:
