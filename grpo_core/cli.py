@@ -21,14 +21,14 @@ from grpo_core.processes.interrupts import INTERRUPTED, leave
 HELP = "Asynchronous GRPO for language models: domains are plugins, async RL is the core."
 
 ALONE = {"--resume": "latest", "--ray": ""}
-"""Values of options that are given without one."""
+"""Values of options that are given without a value."""
 
 
 def make_app(chosen: str = "", found: Commands | None = None) -> App:
     """Make the command line.
 
     Args:
-        chosen: the command that is going to run: its help is its whole docstring, not one line.
+        chosen: the command to run: its help is its whole docstring, not one line.
         found: the commands; default: those that are installed.
 
     Raises ConfigError for a command of ours that is not installed.
@@ -76,7 +76,7 @@ def completion(shell: Literal["bash", "zsh", "fish"], /) -> int:
     Parameters
     ----------
     shell
-        The shell that reads it.
+        The shell to complete in.
     """
     print(make_app().generate_completion(prog_name="grpo-core", shell=shell))
     return 0
@@ -112,9 +112,9 @@ def main() -> None:
         arguments = _with_values(sys.argv[1:])
         app = make_app(arguments[0] if arguments else "")
         status = app(arguments, exit_on_error=False, print_error=True, result_action="return_value")
-    except CycloptsError:  # it is printed already
+    except CycloptsError:  # already printed
         status = ConfigError.exit_status
-    except BrokenPipeError:  # who reads the output wants no more of it, as in "| head"
+    except BrokenPipeError:  # the reader has closed the pipe, as in "| head"
         drop_output()
         status = 1
     except (GrpoError, OSError) as error:  # OSError: a full disk or a directory without permission

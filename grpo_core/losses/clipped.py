@@ -20,7 +20,7 @@ IDLE_CLIP = Remark(
 
 
 def _problems(given: Mapping[str, Any], setting: LossSetting) -> Iterator[str | Remark]:
-    """Return which options are out of range or have no effect."""
+    """Yield the options that are out of range or have no effect."""
     for name, value in given.items():
         if not 0 <= value < float("inf") and not (name.endswith(("high", "cap")) and value > 0):
             yield f"{name} = {value}: it has to be a finite number of at least 0"

@@ -12,7 +12,7 @@ from grpo_core.contracts.records import Row
 def split_updates(rows: Sequence[Row], n: int) -> list[list[Row]]:
     """Deal whole groups in turn to ``n`` updates (fewer if there are fewer groups; never an empty one).
 
-    Dealing in turn mixes what a sampler delivers in blocks, such as one task after another.
+    Dealing in turn mixes blocks in a sampler's order, such as one task after another.
     """
     groups: dict[int, list[Row]] = {}
     for row in rows:
@@ -31,7 +31,7 @@ def rollouts(rows: Sequence[Row]) -> list[int]:
 def length(row: Row) -> int:
     """Return the input tokens of a row: up to the one before the last sampled token."""
     sampled = row.tokens.sampled
-    if sampled.size and sampled[-1]:  # nearly every row, of which a step has thousands
+    if sampled.size and sampled[-1]:  # the common case; a step has thousands of rows
         return len(row.prompt_ids) + sampled.size - 1
     indices = np.flatnonzero(sampled)
     return len(row.prompt_ids) + int(indices[-1]) if indices.size else 0
@@ -48,8 +48,8 @@ def of_several_rows(rows: Sequence[Row]) -> list[list[int]]:
 def packs(lengths: Sequence[int], prompts: Sequence[tuple[Hashable, int]], budget: int) -> list[list[int]]:
     """Return indices of rows, grouped into micro-batches without padding of at most ``budget`` tokens.
 
-    Rows with the same prompt stay together as far as the budget allows: it is there once.  A row that is
-    longer than the budget comes alone.  Longest first, each into the first micro-batch that has room.
+    Rows with the same prompt stay together as far as the budget allows, and share it.  A row that is longer
+    than the budget is alone.  Longest first, each into the first micro-batch that has room.
 
     Args:
         lengths: tokens of each row.
@@ -84,8 +84,8 @@ def microbatches(lengths: Sequence[int], budget: int, *, overhead: int = 16) -> 
     """Return indices of rows, grouped into micro-batches that are padded to their longest row.
 
     Every micro-batch holds (number of rows) x (longest length) <= ``budget`` tokens; a row that is longer
-    than the budget comes alone.  Longest first, so that memory that does not suffice is noticed at once.  A
-    micro-batch ends where it would have more than ``overhead`` tokens of padding: what another one costs.
+    than the budget is alone.  Longest first, so that a lack of memory shows at once.  A micro-batch ends
+    where it would have more than ``overhead`` tokens of padding, the cost of another one.
     """
     made: list[list[int]] = []
     longest = padding = 0

@@ -1,4 +1,4 @@
-"""The size of a micro-batch, and what one costs whatever its size."""
+"""The size of a micro-batch, and its fixed cost."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from grpo_core.training.logprobs import KEEP_BYTES
 
 
 def token_budget(config: TrainerConfig, vocabulary: int, device: torch.device) -> int:
-    """Tokens of a micro-batch, padding included, at most.
+    """Return the largest number of tokens of a micro-batch, padding included.
 
     On a CPU it is small enough that the head keeps its probabilities for the backward pass (with a large
     vocabulary a fifth of the work) and that activations stay near the cache; products of fewer than 1024

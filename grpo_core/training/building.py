@@ -1,4 +1,4 @@
-"""Chooses how a model is held in training: with all weights, or as the section of a plugin says.
+"""Chooses how a model is held in training: with all weights, or as a plugin's section defines.
 
 Imports no torch before a model is made.
 """
@@ -27,16 +27,16 @@ class TrainedSection(ModelSection, Protocol):
     """A ``ModelSection`` with which the trainer ``torch`` makes its model."""
 
     def build_model(self, source: ModelSource) -> Model:
-        """Load the model, with what was saved of it if the source names that.  Raises ModelError."""
+        """Load the model, with its saved part if the source names one.  Raises ModelError."""
         ...
 
     def write_whole(self, source: ModelSource, directory: Path) -> None:
-        """Write what was saved as a whole model, which transformers loads.  Raises ModelError."""
+        """Write the saved part as a whole model, which transformers loads.  Raises ModelError."""
         ...
 
 
 def trained_section(config: WithSections) -> TrainedSection | None:
-    """Return the section that says how the trainer holds its model; None: it trains all weights."""
+    """Return the section that defines how the trainer holds its model; None: it trains all weights."""
     section = model_section(config)
     return section if isinstance(section, TrainedSection) else None
 
@@ -44,7 +44,7 @@ def trained_section(config: WithSections) -> TrainedSection | None:
 def saved_tensors(
     model: Path, part: Path | None, config: Config
 ) -> tuple[Sequence[tuple[str, Tensor | LowRankSum]], str]:
-    """Read what engines load of a model, and of the part that was saved of it, such as adapters.
+    """Read the tensors that engines load, from a model and its saved part, such as adapters.
 
     Returns the tensors, and the directory of the model to which engines add them; "" if they take all
     weights.  Raises ModelError.
@@ -58,7 +58,7 @@ def saved_tensors(
 
 
 def write_whole(model: Path, part: Path, config: Config, directory: Path) -> None:
-    """Write a model with the part that was saved of it, as transformers loads it.  Raises ModelError."""
+    """Write a model with its saved part, as transformers loads it.  Raises ModelError."""
     exact = evolve(config.model, dtype="float32")  # a sum in bfloat16 would lose small changes
     _section(config).write_whole(_source(model, part, exact), directory)
 

@@ -1,8 +1,8 @@
 """Fingerprints of a trainer's weights and of its optimizer's state, taken after each step.
 
-A fingerprint is made of two sums over the bytes of a tensor, as integers of 8 bytes: of the integers, and of
-the integers times their places.  They take two passes at the speed of memory, on the device where the tensor
-is, and any changed, lost or moved bit changes them.  They are no protection against an attacker.
+A fingerprint consists of two sums over a tensor's bytes as 8-byte integers: of the integers, and of the
+integers times their places.  They take two passes at memory speed, on the tensor's device, and any changed,
+lost or moved bit changes them.  They do not protect against an attacker.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from grpo_core.training.optimization import Optimization
 from grpo_core.training.ranks import Ranks
 
 BLOCK = 1 << 14
-"""Number of integers in a row of the matrix as which a large tensor is summed."""
+"""Row width of the matrix used to sum a large tensor."""
 SHORT = 4
-"""Bytes of a tensor's fingerprint that are recorded, to name a tensor that differs."""
+"""Bytes recorded of a tensor's fingerprint, to name a tensor that differs."""
 LONG = 8
-"""Bytes of the fingerprint of all tensors, to find out whether any differs."""
+"""Bytes of the fingerprint of all tensors, to detect a difference."""
 
 
 class Digests:
@@ -33,8 +33,8 @@ class Digests:
 
     Args:
         named: the parameters that are trained.
-        optimizers: have the state of each parameter.
-        ranks: each fingerprints the parts that it holds.
+        optimizers: hold the state of each parameter.
+        ranks: each computes the fingerprints of its parts.
         device: of the trainer.
     """
 
@@ -53,10 +53,10 @@ class Digests:
 
     @torch.no_grad()
     def taken(self) -> StateDigest:
-        """Return the fingerprints of the present state; all ranks have to ask, and get the same."""
+        """Return the fingerprints of the current state; all ranks must call this, and get the same."""
         state, about = self._optimizers.saved()
         state |= {twin: state[name] for twin, name in about["twins"].items()}
-        state = {name: state[name] for name in sorted(state)}  # the order of slots is another after a resume
+        state = {name: state[name] for name in sorted(state)}  # the order of slots differs after a resume
         weights = self._of(self._weights)
         optimizer = self._of(state)
         numbers = repr(sorted(about["numbers"].items())).encode()
@@ -103,7 +103,7 @@ class Digests:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """Return a tensor's bytes as integers of 8 bytes, and the last of them, if any is left, as one each."""
+    """Return a tensor's bytes as 8-byte integers; each remaining byte is one integer."""
     flat = tensor.contiguous().view(-1).view(torch.uint8)
     whole = flat.numel() // 8 * 8
     if flat.storage_offset() % 8:
@@ -124,7 +124,7 @@ def _joined(parts: Any) -> str:
 
 
 def _described(device: torch.device, ranks: int) -> str:
-    """Describe what computes: other programs and processors may round in other ways."""
+    """Describe programs and processor: others may round differently."""
     processor = (
         torch.cuda.get_device_name(device)
         if device.type == "cuda"

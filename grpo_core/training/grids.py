@@ -1,7 +1,7 @@
-"""Attention over packed parts in a few calls: parts of about equal size stand side by side in a grid.
+"""Attention over packed parts in a few calls: parts of about equal size are padded to a grid.
 
-A call for each part costs more than its products where parts are short.  In a grid they are padded, but
-only here: everything else in a layer is computed without padding.
+For short parts, a call for each costs more than its products.  Only attention is padded: everything else in a
+layer is computed without padding.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from grpo_core.training.batching import microbatches
 
 CALL = 256
-"""Cost of a grid of its own in tokens that fill grids; of 32 to 512, none was clearly faster than it."""
+"""Cost of another grid, in tokens of padding; no value from 32 to 512 was clearly faster."""
 
 Indices = NDArray[np.int64]
 
@@ -28,7 +28,7 @@ class Grid:
     """B rows, or parts of rows, side by side, with up to n queries and m keys."""
 
     before: NDArray[np.int64]
-    """Keys [B] before each one's first query."""
+    """Number of keys [B] before the first query of each."""
     queries: int
     keys: int
     _masks: dict[int | None, Tensor] = field(factory=dict)
@@ -38,7 +38,7 @@ class Grid:
     ) -> Tensor:
         """Compute the causal attention of queries [B, H, n, D] to keys and values [B, h, m, D].
 
-        Queries and keys that only fill the grid are behind all others, so these do not see them.
+        Padding queries and keys come after all others, which do not see them.
         """
         window = None if window is None or window >= self.keys else window
         mask = self._mask(window, query) if window or self.before.any() else None
@@ -53,7 +53,7 @@ class Grid:
         )
 
     def _mask(self, window: int | None, like: Tensor) -> Tensor:
-        """Return what is added to the scores, [n, m] or [B, 1, n, m]: all layers keep the same one."""
+        """Return the additive mask of the scores, [n, m] or [B, 1, n, m], which all layers share."""
         if window not in self._masks:
             same = (self.before == self.before[0]).all()
             before = torch.tensor(self.before[: 1 if same else None], dtype=torch.int32)[:, None, None, None]
@@ -71,7 +71,7 @@ class Grids:
 
     Args:
         lengths: tokens [P] of each part; they stand one after the other.
-        before: place of the part that is before each of them in its row; -1 if there is none.
+        before: place of the part before each of them in its row; -1 without one.
         device: of the tensors.
     """
 

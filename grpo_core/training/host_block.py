@@ -17,10 +17,10 @@ from grpo_core.weights.shm import Pinnable
 
 
 def room_for(tensors: Sequence[Tensor], *, pinned: bool) -> list[Tensor]:
-    """Return tensors on the host with the shapes, dtypes and strides of these, and any contents.
+    """Return uninitialized host tensors with the shapes, dtypes and strides of these.
 
-    Each has a storage of its own, since who writes a model to disk copies tensors that share one.  The block
-    is freed with the last of them.
+    Each has a separate storage, since code that writes a model to disk copies tensors that share one.  The
+    block is freed with the last of them.
 
     Args:
         pinned: whether GPUs copy into the block.

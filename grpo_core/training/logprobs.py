@@ -2,7 +2,7 @@
 
 The vocabulary head is most of a small model's work and its logits are most of its memory.  Here they exist
 for one chunk of tokens at a time, in one buffer; what the backward pass needs is computed again there,
-unless all of it fits ``KEEP_BYTES``.  Peak memory besides the results does not grow with N.
+unless all of it fits ``KEEP_BYTES``.  Peak memory, except the results, does not grow with N.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CHUNK_BYTES = 32 << 20
 CUDA_CHUNK_BYTES = 1 << 30
 """Size in bytes of that buffer on a GPU, which reads the whole weight [V, D] again for each chunk."""
 KEEP_BYTES = 128 << 20
-"""Probabilities up to this size are kept for the backward pass instead of computed again."""
+"""Probabilities up to this size are kept for the backward pass instead of being recomputed."""
 
 
 def token_logprobs(
@@ -35,14 +35,14 @@ def token_logprobs(
     """Compute ``log_softmax((hidden @ weight.T + bias) / temperature)`` at ``targets``, and the entropy.
 
     Args:
-        hidden: [N, D], the positions that are scored and no others.
+        hidden: [N, D], only the positions that are scored.
         weight: [V, D], and ``bias`` [V] or None.
         targets: [N], integers below V.
         chunk: tokens at a time; default: as many as fit ``CHUNK_BYTES``.
         product_dtype: of the factors of the matrix products (bfloat16 is several times faster); default:
             that of ``weight``.  In the forward pass their products and sums have the precision of
             ``weight``, and float32 at least, as in an engine whose head computes in float32: an error of
-            logprobs would pass for a difference between trainer and engine.
+            logprobs would look like a difference between trainer and engine.
         entropy_gradient: whether the entropy has a gradient; costs one more buffer in the backward pass.
 
     Returns:
@@ -62,9 +62,9 @@ def token_logprobs(
 
 
 def extra_bytes_on_gpu(n: int, vocabulary: int) -> int:
-    """Return how much more a pass over n tokens takes on a GPU: its chunks of logits are larger.
+    """Return the additional bytes of a pass over n tokens on a GPU, whose chunks of logits are larger.
 
-    There are three such buffers of float32 at a time in the forward pass, one of them for the entropy.
+    The forward pass has three such float32 buffers at a time, one of them for the entropy.
     """
     all_logits = n * vocabulary * torch.float32.itemsize
     return 3 * (min(CUDA_CHUNK_BYTES, all_logits) - min(CHUNK_BYTES, all_logits))

@@ -1,4 +1,4 @@
-"""Checks what the function of a loss returned."""
+"""Checks the result of a loss function."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def checked(returned: Any, who: str, n: int) -> LossOutput:
-    """Return what a loss returned.  Raises PluginError unless each of n tokens has a loss and metrics."""
+    """Check a loss's result.  Raises PluginError unless each of n tokens has a loss and metrics."""
     if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)):
         raise PluginError(
             f"{who} returned {_kind(returned)}; expected (losses, metrics), a tensor and a dict"

@@ -2,7 +2,7 @@
 
 The trainer holds float32 weights and, of the parameters that it trains, gradients and the state of its
 optimizer, such as AdamW's two moments.  The gradients are allocated in the first backward pass and the state
-at the end of the first update, so a trainer that does not fit may well start.
+at the end of the first update, so a trainer that does not fit may still start.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ def trainer_parts(
     async_save: bool,
     teacher: int = 0,
 ) -> list[MemoryPart]:
-    """Return the parts that follow from the number of parameters alone: a run needs all of them.
+    """Return the parts that the number of parameters determines: a run needs all of them.
 
     Args:
         config: of the run, for trainers that hold more than this.
         weights: bytes of all parameters.
         parameters: number of parameters; tied ones count once.
-        trained: number of those that the optimizer changes: all of them, or the adapters, which come on top.
+        trained: number of parameters that the optimizer changes: all, or the additional adapters.
         published: number of parameters that a weight sync sends.
-        optimizer: bytes of the optimizer's state; None if the optimizer does not tell, which counts as 0.
+        optimizer: bytes of the optimizer's state; None if unknown, which counts as 0.
         dtype: dtype of the weights that engines receive.
         device: "host" or a GPU.
         on_device: whether the trainer keeps published weights on its device.

@@ -24,10 +24,10 @@ class MicroBatch:
     """Rows as one forward pass sees them; N sampled tokens in B rows of at most T tokens."""
 
     rows: tuple[Row, ...]
-    """None in a micro-batch that only takes part in what the ranks exchange; see ``without_rows``."""
+    """Empty in a micro-batch that only takes part in the ranks' collectives; see ``without_rows``."""
     input_ids: Tensor
     """Token ids [B, T], right-padded with 0: attention is causal, so no token sees the padding.  Packed rows
-    stand one after the other: [1, T].  A prompt that several of them share stands there once."""
+    are concatenated: [1, T].  A prompt that several of them share occurs once."""
     positions: Tensor
     """Positions [N] in the flattened ids whose next token was sampled."""
     targets: Tensor
@@ -41,7 +41,7 @@ class MicroBatch:
     correct: Tensor
     """Whether the rollout of each sampled token is right: bool [N]."""
     weights: Tensor
-    """Factor [N] of each token's loss in the update's, float64."""
+    """Factor [N] of each token's loss in the update's loss, float64."""
     proximal_logprobs: Tensor | None = None
     """Logprobs [N] by the weights that the step starts from; None if this update starts there."""
     reference_logprobs: Tensor | None = None
@@ -70,11 +70,11 @@ def collate(
     """Lay rows out for one forward pass.
 
     Args:
-        rows: what is laid out.
+        rows: the rows to lay out.
         device: of all tensors.
         dtype: of the logprobs and advantages.
         weights: factor of the losses of each row's tokens; None is 0.
-        packed: whether rows stand one after the other, instead of side by side with padding.
+        packed: whether rows are concatenated instead of padded.
 
     Raises TrainerError if a row begins with a sampled token.
     """
@@ -140,7 +140,7 @@ def _side_by_side(rows: Sequence[Row], width: int) -> list[tuple[int, int]]:
 def _packed(rows: Sequence[Row], lengths: Sequence[int]) -> tuple[tuple[Part, ...], list[tuple[int, int]]]:
     """Return the parts of packed rows, and the offsets of each row's prompt and of what follows it.
 
-    The prompt of several rows is one part.
+    A prompt that several rows share is one part.
     """
     prompts = [row.prompt_ids.tobytes() for row in rows]
     shared = {prompt for prompt, n in Counter(prompts).items() if prompt and n > 1}

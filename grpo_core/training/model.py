@@ -43,9 +43,9 @@ class ModelSource:
     device: torch.device
     passes: Passes = field(factory=Passes)
     reference: bool = False
-    """Whether ``reference_logprobs`` is going to be called."""
+    """Whether ``reference_logprobs`` will be called."""
     moves_reference: bool = False
-    """Whether ``refresh_reference`` is going to be called."""
+    """Whether ``refresh_reference`` will be called."""
     seed: int = 0
     """Seed of parameters that begin at random."""
     ranks: Ranks = field(factory=Alone)
@@ -54,7 +54,7 @@ class ModelSource:
     def load(
         self, path: str | Path, dtype: torch.dtype = torch.float32, *, device: torch.device | None = None
     ) -> nn.Module:
-        """Load the weights in a directory of the source, to its device or another.  Raises ModelError."""
+        """Load weights in a directory of the source to a device.  Raises ModelError."""
         return load(
             path,
             device=device or self.device,
@@ -65,7 +65,7 @@ class ModelSource:
         )
 
     def scorer(self, module: nn.Module) -> Scorer:
-        """Make the scorer of a module, which may still be on the host, as the source's choices say."""
+        """Make the scorer of a module, which may still be on the host, with the source's choices."""
         if self.passes.packing:
             use_packing(module)
         dtype = compute_dtype(self.config, self.device)
@@ -88,14 +88,14 @@ class Model(Protocol):
     vocabulary: int
     """Number of different tokens."""
     base: str
-    """Directory of the model to which engines add what is published; empty if that is the whole model."""
+    """Directory of the base model if adapters are published; empty if the whole model is."""
 
     def trainable(self) -> Sequence[tuple[str, nn.Parameter]]:
         """The parameters that the optimizer changes, by name; tied ones once.  Always in the same order."""
         ...
 
     def weights(self) -> Iterator[Tensor]:
-        """The tensors that stay between two steps: all parameters, and those of the reference model."""
+        """The tensors that stay between two steps: all parameters, including the reference model's."""
         ...
 
     def score(
@@ -115,7 +115,7 @@ class Model(Protocol):
         ...
 
     def refresh_reference(self, share: float) -> None:
-        """Move the reference to the trained weights: all the way with share 1."""
+        """Move the reference toward the trained weights by ``share``; 1 copies them."""
         ...
 
     def saved_reference(self) -> Mapping[str, Tensor]:
@@ -127,7 +127,7 @@ class Model(Protocol):
         ...
 
     def next_tokens(self, prompts: Sequence[tuple[int, ...]]) -> tuple[Canary, ...]:
-        """The likeliest tokens after each prompt, at temperature 1, by the weights that are published."""
+        """The likeliest tokens after each prompt, at temperature 1, with the published weights."""
         ...
 
     def published(self) -> Sequence[tuple[str, Tensor | LowRankSum]]:
@@ -141,7 +141,7 @@ class Model(Protocol):
     def write(self, directory: Path, tensors: Mapping[str, Tensor]) -> None:
         """Write a copy of what ``saved`` returned, so that ``ModelSource.saved`` can read it.
 
-        The directory is one that transformers loads, or peft.  Runs in a thread, while training goes on.
+        transformers or peft can load the directory.  Runs in a thread, while training continues.
         Raises OSError or SafetensorError.
         """
         ...
@@ -172,7 +172,7 @@ class FullModel:
         self._named = list(policy.module.named_parameters())  # tied tensors once
         self._addresses: list[int] = []
         self._views: list[tuple[str, Tensor]] = []
-        self.published()  # a model that cannot be published is refused now
+        self.published()  # refuse a model that cannot be published now
         self.parameters = sum(parameter.numel() for _, parameter in self._named)
         self.vocabulary = policy.vocabulary
 
@@ -269,13 +269,12 @@ class Scorer:
 
     Args:
         module: a transformers causal language model with float32 weights.
-        compute_dtype: of its matrix products (bfloat16: autocast); logprobs are float32 in any case, and so
-            are the sums in its head.
-        plain_head: whether the logits are a linear function of the base model's output; None finds it out by
-            computing a few.
+        compute_dtype: of its matrix products (bfloat16: autocast); logprobs and the sums in its head are
+            always float32.
+        plain_head: whether the logits are a linear function of the base model's output; None tests it on a
+            few.
         around: makes the context of each pass that has a gradient.
-        autocast: whether products round what they take; if not, the weights have ``compute_dtype`` themselves
-            in a pass.
+        autocast: whether products round their inputs; if not, the weights have ``compute_dtype`` in a pass.
     """
 
     def __init__(
@@ -377,7 +376,7 @@ def compute_dtype(config: ModelConfig | TeacherConfig, device: torch.device) -> 
 
 
 def published_dtype(config: ModelConfig, engines: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of the weights that engines receive: theirs if it is smaller than the trainer's."""
+    """Return the dtype of the engines' weights: the engines' choice if it is smaller than the trainer's."""
     mine = compute_dtype(config, device)
     theirs: torch.dtype = mine if engines == "auto" else getattr(torch, engines)
     return theirs if theirs.itemsize < mine.itemsize else mine
@@ -394,7 +393,7 @@ def load(
 ) -> nn.Module:
     """A transformers model with weights from safetensors (never from pickles), without dropout.
 
-    Raises ModelError, also if it has another attention than the given one.
+    Raises ModelError, also if its attention differs from the given one.
     """
     import transformers
 
@@ -407,7 +406,7 @@ def load(
             use_safetensors=True,
             output_loading_info=True,
             attn_implementation=attention or None,
-            ignore_mismatched_sizes=True,  # or the error would not name them; they are refused below
+            ignore_mismatched_sizes=True,  # otherwise the error would not name them; they are refused below
         )
     except Exception as error:
         reason = str(error).strip().splitlines()
@@ -432,7 +431,7 @@ def load(
 
 
 def _not_loaded(report: Mapping[str, Any]) -> list[str]:
-    """Say which tensors transformers made anew, because the files lack them or hold another shape."""
+    """List the tensors that transformers initialized, because the files lack them or hold another shape."""
     missing = [f"{name} is missing" for name in sorted(report["missing_keys"])]
     other = [
         f"{name} has shape {list(found)}, expected {list(expected)}"
@@ -449,7 +448,7 @@ def _choose_attention(micro: MicroBatch) -> None:
     """
     if micro.input_ids.device.type == "cpu":
         longest = max((part.length for part in micro.packed), default=micro.input_ids.shape[1])
-        torch.backends.cuda.enable_flash_sdp(longest > SHORT)  # its name aside, the CPU's too
+        torch.backends.cuda.enable_flash_sdp(longest > SHORT)  # despite its name, the CPU's too
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The optimizers of a trainer: their groups of parameters, learning rates, and what a checkpoint holds."""
+"""The optimizers of a trainer: parameter groups, learning rates, and state in checkpoints."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Optimization:
     Args:
         named: the parameters by name.
         make: makes the optimizers from groups of parameters.
-        groups: the parameters again, divided; learning rates are those at the peak of the schedule.
+        groups: the parameters again, divided; with learning rates at the peak of the schedule.
 
     Raises PluginError if the optimizers do not train each parameter once.
     """
@@ -118,7 +118,7 @@ class Optimization:
     # ------------------------------------------------------------------------------ checkpoints
 
     def saved(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the tensors of all states, each once, and what else there is, for a JSON file."""
+        """Return the tensors of all states, each once, and all other values, for a JSON file."""
         tensors: dict[str, Tensor] = {}
         numbers: dict[str, float] = {}
         twins: dict[str, str] = {}
@@ -135,7 +135,7 @@ class Optimization:
         return tensors, {"optimizer": self._make.selected.name, "numbers": numbers, "twins": twins}
 
     def restore(self, tensors: Mapping[str, Tensor], about: Mapping[str, Any], device: torch.device) -> None:
-        """Continue with what was saved.  Raises ValueError or KeyError if it is not of these optimizers."""
+        """Continue from a saved state.  Raises ValueError or KeyError if it belongs to other optimizers."""
         if about["optimizer"] != self._make.selected.name:
             raise ValueError(f"it is of {about['optimizer']!r}, not of {self._make.selected.name!r}")
         moved = {key: tensor.to(device) for key, tensor in tensors.items()}
@@ -161,7 +161,7 @@ class Optimization:
         self._of[parameter].state[parameter][slot] = value
 
     def _check(self, name: str, parameter: nn.Parameter) -> None:
-        """Raise ValueError unless the optimizer keeps such a state: fused kernels do not look at shapes."""
+        """Raise ValueError unless the state fits the optimizer: fused kernels do not check shapes."""
         expected = state_of(self._make.selected, self._make.options, name, parameter.shape)
         found = {
             slot: (tuple(value.shape), str(value.dtype)[6:]) if isinstance(value, Tensor) else ((), "int")
@@ -172,9 +172,9 @@ class Optimization:
 
 
 def flat(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state whose tensors are plain: one that consists of several is a slot for each, "SLOT.PART".
+    """Return a state of plain tensors: a tensor that consists of several becomes slots "SLOT.PART".
 
-    Tensors of which ranks hold parts stay as they are.
+    DTensors, whose parts the ranks hold, stay as they are.
     """
     found: dict[str, Any] = {}
     for slot, value in state.items():
@@ -185,7 +185,7 @@ def flat(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _place(tensor: Tensor) -> tuple[int, int, torch.Size]:
-    """Return what is equal for two names of one tensor.  Tensors of which ranks hold parts have one name."""
+    """Return an identity that is equal for two names of one tensor.  DTensors have one name."""
     if hasattr(tensor, "full_tensor"):
         return id(tensor), 0, tensor.shape
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tensor.shape  # or one that rests

@@ -1,7 +1,7 @@
-"""The default optimizer, and the state that any keeps for a parameter.
+"""The default optimizer, and the state that an optimizer keeps for a parameter.
 
-Their offers declare that state: the memory estimate adds it up, and a trainer that continues compares it
-with what its checkpoint holds.  torch is imported when an optimizer is made.
+Offers declare that state: the memory estimate adds it up, and a resumed trainer compares it with its
+checkpoint.  torch is imported when an optimizer is made.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "int": 0}
 
 
 def state_of(selected: Selected, options: Mapping[str, Any], name: str, shape: Sequence[int]) -> State | None:
-    """Return what an optimizer keeps for a parameter; None if its offer does not say so."""
+    """Return an optimizer's state for a parameter; None if its offer does not declare it."""
     if selected.offer.state is None:
         return None
     state: State = selected.loaded(selected.offer.state)(name, tuple(shape), **options)
@@ -33,9 +33,9 @@ def state_of(selected: Selected, options: Mapping[str, Any], name: str, shape: S
 def state_bytes(
     selected: Selected, options: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]
 ) -> int | None:
-    """Return the bytes that an optimizer keeps for parameters; None if it does not say so.
+    """Return the bytes that an optimizer keeps for parameters; None if it does not declare them.
 
-    Counters of updates are too few to count.
+    Update counters are too small to count.
     """
     states = [state_of(selected, options, name, shape) for name, shape in shapes.items()]
     known = [state for state in states if state is not None]
@@ -53,7 +53,7 @@ def adamw(groups: Sequence[ParameterGroup], *, eps: float = 1e-8) -> list[Optimi
 
     Args:
         groups: parameters with their learning rates.
-        eps: number that is added to the root of the second moment.
+        eps: added to the root of the second moment.
     """
     import torch
 

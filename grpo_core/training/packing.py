@@ -1,9 +1,9 @@
-"""Attention over rows that are concatenated without padding: each row sees itself and no other.
+"""Attention over rows that are concatenated without padding: each row attends only to itself.
 
-A prompt that rows share stands there once, and each of them sees it.
+A prompt that rows share occurs once, and each of them attends to it.
 
-transformers' models call an attention function by its name, and pass on to it what a forward pass is given.
-So a packed pass is the model's own code, with ``Packed`` as one more argument.
+transformers' models call an attention function by its name, and pass the forward pass's arguments to it.  So
+a packed pass is the model's own code, with ``Packed`` as an additional argument.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from grpo_core.training.grids import Grid, Grids
 NAME = "grpo_core_rows"
 """Name of the attention function in transformers."""
 UNKNOWN = ("softcap", "s_aux", "position_bias")
-"""Arguments with which a model asks for attention of another kind."""
+"""Arguments by which a model requests another kind of attention."""
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 HEAD_MULTIPLE, LARGEST_HEAD = 8, 256
 """Sizes of heads for which flash attention has kernels."""
 FIRST_WITH_FLASH = (8, 0)
-"""Compute capability from which on GPUs can run them: Ampere's."""
+"""Lowest compute capability of GPUs that run them: Ampere."""
 TOLERANCE = 5e-4
-"""Difference of outputs, packed and alone, that float32 may make; another row in sight makes more."""
+"""Largest difference of packed and separate outputs from float32 rounding; attention to another row exceeds
+it."""
 _LENGTHS = (3, 5)
 _KINDS = {"full_attention", "sliding_attention"}
-"""Layers whose attention is causal, at most with a window; such as divide a row are none."""
+"""Layer types with causal attention, with or without a window; layers that divide a row do not count."""
 
 
 @frozen
@@ -72,12 +73,12 @@ class Packed:
 
     @cached_property
     def grids(self) -> Grids:
-        """Return the grids in which the parts are computed where no kernel takes them as they are."""
+        """Return the grids of the parts, for devices without a kernel for packed parts."""
         return Grids(self.lengths, [-1 if p.before is None else p.before for p in self.parts], self._device)
 
     @cached_property
     def keys(self) -> tuple[Tensor, Tensor, Tensor, int, int]:
-        """Return what a kernel for all parts needs.
+        """Return the arguments of a kernel for all parts.
 
         These are the indices [K] of the keys of each part, those before it included; the ends of the parts in
         queries and in keys, int32 [parts + 1]; and the largest number of queries and of keys of a part.
@@ -111,8 +112,8 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Compute the causal attention of queries [B, H, T, D] within their rows; returns [B, T, H, D].
 
-    Without ``packed`` the rows are side by side.  In a compiled layer it stays as it is: its shapes are those
-    of parts, so that torch would compile it for each micro-batch anew.
+    Without ``packed`` the rows are padded.  A compiled layer does not compile it: its shapes depend on the
+    parts, so torch would recompile it for each micro-batch.
     """
     if asked := [name for name in UNKNOWN if others.get(name) is not None]:
         raise ModelError(f"its attention has {asked[0]}, which this one has not")
@@ -155,7 +156,7 @@ def _by_flash(
 
 
 def _has_kernel(query: Tensor, value: Tensor) -> bool:
-    """Whether flash attention takes heads of this size on this GPU; otherwise each part is a call.
+    """Whether flash attention supports heads of this size on this GPU; otherwise each part is a call.
 
     torch pads heads for its other attention, and refuses them here.
     """
@@ -181,7 +182,7 @@ def packs_well(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 class PackingError(ModelError):
-    """A model cannot keep packed rows apart."""
+    """Raised for a model that cannot keep packed rows apart."""
 
 
 @torch.no_grad()
@@ -203,7 +204,7 @@ def use_packing(module: Any) -> None:
             together = module.base_model(input_ids=ids, use_cache=False, **given)[0]
     except PackingError:
         raise
-    except Exception as error:  # code of the model, too
+    except Exception as error:  # it may come from the model's own code
         raise PackingError(f"{_REFUSED} ({type(error).__name__}: {error})") from error
     expected = torch.cat(alone, dim=1)
     tolerance = max(TOLERANCE, 8 * torch.finfo(expected.dtype).eps)
@@ -212,7 +213,7 @@ def use_packing(module: Any) -> None:
 
 
 def exchange_attention(model: Any) -> None:
-    """Set ``attention`` in a transformers model.  Raises PackingError if it does not take it."""
+    """Set ``attention`` in a transformers model.  Raises PackingError if the model does not accept it."""
     from transformers import AttentionInterface
 
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
@@ -225,7 +226,7 @@ def exchange_attention(model: Any) -> None:
 
 
 def packed_inputs(parts: Sequence[Part], device: torch.device) -> dict[str, Any]:
-    """Return what a model is given besides the tokens of packed rows."""
+    """Return the arguments of a model in addition to the tokens of packed rows."""
     packed = Packed(parts, device)
     return {"position_ids": packed.positions(), "packed": packed}
 

@@ -1,4 +1,4 @@
-"""How the passes of a model are computed: activations, rows without padding, compiled layers."""
+"""How the passes of a model are computed: activations, packing, compiled layers."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class Passes:
         return [part for part in model.modules() if type(part).__name__ in names]
 
     def around(self, device: torch.device) -> Around:
-        """Return the context of forward passes on a device: it moves what they keep, if that is wanted.
+        """Return the context of forward passes on a device: it offloads saved tensors if that is chosen.
 
-        Layers that are computed again keep their inputs and nothing else, so only these are moved.
+        Recomputed layers keep only their inputs, so only these are moved.
         """
         if self.activations == "offload" and device.type != "cpu":
             return partial(torch.autograd.graph.save_on_cpu, pin_memory=True)
@@ -54,7 +54,7 @@ class Passes:
 
 
 def for_training(model: Any, passes: Passes) -> nn.Module:
-    """Set up a transformers model as the trainer uses it: no dropout, and layers as ``passes`` says."""
+    """Set up a transformers model for the trainer: no dropout, and layers as in ``passes``."""
     keep_softcapping(model)
     _round_experts()
     # The engine samples without dropout; with it the trainer would score another policy.
@@ -88,7 +88,7 @@ def for_training(model: Any, passes: Passes) -> nn.Module:
 
 @cache
 def _round_experts() -> None:
-    """Let autocast round the products of stacked experts; torch's rounds those of linear layers alone.
+    """Let autocast round the products of stacked experts; torch's covers linear layers only.
 
     Otherwise experts would compute in float32, without tensor cores, and engines in bfloat16.
     """

@@ -35,18 +35,18 @@ class Layout:
     """How a trainer makes micro-batches of rows, which decides what a rank has to compute."""
 
     packed: bool = False
-    """Whether rows are packed, so that those with the same prompt have it once."""
+    """Whether rows are packed, so that rows with the same prompt share it."""
     together: bool = False
-    """Whether a rollout of several rows is a micro-batch of its own, which shares no prompt with others."""
+    """Whether a rollout of several rows is a separate micro-batch, which shares no prompt with others."""
 
 
 PADDED = Layout()
-"""Rows side by side."""
+"""Rows with padding."""
 
 
 @frozen(kw_only=True)
 class Share:
-    """The part of a step that one rank computes, and what it knows about the other parts."""
+    """The part of a step that one rank computes, and facts about the other parts."""
 
     step: int
     """Version of the weights that the step trains."""
@@ -102,7 +102,7 @@ def shares(batch: Batch, *, updates: int, ranks: int = 1, layout: Layout = PADDE
 def _prompts(
     rows: Sequence[Row], of_rollouts: Sequence[int], *, together: bool
 ) -> list[tuple[Hashable, int]]:
-    """Return of each row what it has in common with the rows that may share its prompt, and its tokens."""
+    """Return for each row a key that is equal for rows that may share its prompt, and the prompt's tokens."""
     counts = Counter(of_rollouts)
     return [
         (
@@ -114,7 +114,7 @@ def _prompts(
 
 
 def _together(things: Iterable[T], keys: Iterable[int]) -> list[list[T]]:
-    """Return the things with equal keys, in the order in which the keys occur."""
+    """Group things with equal keys, in the order in which the keys occur."""
     found: dict[int, list[T]] = {}
     for thing, key in zip(things, keys, strict=True):
         found.setdefault(key, []).append(thing)
@@ -167,7 +167,7 @@ def with_tokens(share: Share) -> Share:
 
 
 def balanced(costs: Sequence[int], parts: int) -> list[list[int]]:
-    """Divide things among ``parts``, the costliest first, each to the part with the least so far.
+    """Divide things among ``parts``, the costliest first, each to the part with the lowest sum so far.
 
     The largest sum is at most 4/3 of the smallest that is possible (Graham 1969).  Returns their indices.
     """

@@ -25,10 +25,10 @@ class TrainerProcess(Protocol):
     """Its name in messages."""
 
     async def started(self, *, seconds: float) -> Any:
-        """Return when its trainer is made.  Raises that one's error, ChildDied or DeadlineExceeded."""
+        """Return when its trainer is made.  Raises the trainer's error, ChildDied or DeadlineExceeded."""
 
     async def call(self, method: str, *args: Any, seconds: float | None) -> Any:
-        """Call a method of its trainer; the errors are those of ``started``, and a late process is killed."""
+        """Call a method of its trainer; raises as ``started`` does, and kills a late process."""
 
     async def died(self) -> GrpoError:
         """Wait until it has ended for any reason, and return the reason."""
@@ -46,12 +46,12 @@ StartProcess = Callable[[str, TrainerSetup, str], TrainerProcess]
 
 
 class ProcessTrainer(Trainer):
-    """A ``TorchTrainer`` in a process of its own: the trainer "torch".
+    """A ``TorchTrainer`` in a separate process: the trainer "torch".
 
     The process starts at construction, so that its imports overlap with the rest of a run's start.
 
     Args:
-        setup: what the trainer is made from.
+        setup: the setup of the trainer.
         start: starts the process; a child of this process if it is None.
     """
 

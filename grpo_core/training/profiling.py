@@ -13,20 +13,20 @@ import torch
 from grpo_core.config.setup import steps_of_profile
 
 PREFIX = "grpo_core: "
-"""Before the names of the parts of a step in a trace."""
+"""Prefix of the names of a step's parts in a trace."""
 ROWS = 30
-"""Number of operations in the table, the longest first."""
+"""Number of operations in the table, longest first."""
 
 
 _seconds: dict[str, float] = {}
-"""Seconds of the parts since they were taken last."""
+"""Seconds of the parts since the last ``taken_parts``."""
 
 
 @contextmanager
 def part(name: str) -> Iterator[None]:
-    """Make a part of a step, in a trace and in the seconds that ``taken_parts`` returns.
+    """Mark a part of a step, in a trace and in the seconds that ``taken_parts`` returns.
 
-    It costs microseconds.  On a GPU the seconds are those until the work was handed over.
+    It costs microseconds.  On a GPU they end when the work is queued.
     """
     began = time.perf_counter()
     with torch.profiler.record_function(f"{PREFIX}{name}"):
@@ -45,7 +45,7 @@ class StepProfiler:
     """Traces ``steps`` steps, and writes them into ``directory`` when they are over.
 
     Args:
-        rank: number of this process among the trainer's; it is in the files' names.
+        rank: rank of this process, which is in the files' names.
         steps: number of steps; 0 traces nothing.
     """
 
@@ -57,7 +57,7 @@ class StepProfiler:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Count a step; the traced ones are those inside this context, and what happens between them."""
+        """Count a step; the trace covers steps inside this context, and the time between them."""
         self._number += 1
         cuda = self._device.type == "cuda"
         if self._number == self._first:

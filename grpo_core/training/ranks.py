@@ -1,7 +1,7 @@
 """The ranks of a trainer: processes that compute one step together.
 
-``Alone`` is a trainer of one process; a plugin's trainer may join several.  All ranks call the same
-methods in the same order, with the arguments of their own part.
+``Alone`` is a trainer of one process; a plugin's trainer may join several.  All ranks call the same methods
+in the same order, with arguments for their part.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Ranks(Protocol):
         ...
 
     def joined(self, values: Tensor) -> Tensor:
-        """Return the values [N] of all ranks one after the other; N may differ."""
+        """Concatenate the values [N] of all ranks; N may differ."""
         ...
 
     def in_turn(self, make: Callable[[], T]) -> T:

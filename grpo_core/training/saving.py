@@ -1,4 +1,4 @@
-"""Saves what a trainer needs to continue, the model, the optimizers and random numbers, and restores it."""
+"""Saves and restores a trainer's state: the model, the optimizers and random numbers."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from grpo_core.training.snapshot import Snapshot
 from grpo_core.training.state_files import disk_errors, read_about, read_state, write_state
 
 _MODEL = "model/"
-"""Before the names of the model's own tensors in what is saved."""
+"""Prefix of the names of the model's own tensors in a saved state."""
 _REFERENCE = "reference/"
-"""Before the names of the tensors of a reference that moves."""
+"""Prefix of the names of the tensors of a moving reference."""
 _RNG, _RNG_CUDA = "rng", "rng_cuda"
-"""States of the first rank's random numbers; those of another rank have its number behind a slash."""
+"""Names of the first rank's random states; other ranks append a slash and their number."""
 
 
 class Checkpointer:
     """Saves all that a trainer needs to continue, and restores it.
 
     Args:
-        model: is saved; a trainer that continues has loaded it already.
+        model: saved; a resumed trainer has loaded it already.
         optimizers: their state is saved and restored.
         ranks: each saves its part.
         device: of the trainer.
         entropy: the control of an entropy bonus, if the loss has one.
         moves_reference: whether the reference is refreshed, so that it has to be saved.
-        copies: whether a copy is written while training goes on; see ``Snapshot``.
-        readable: returns a tensor that can be read for one that is elsewhere.
+        copies: whether a copy is written while training continues; see ``Snapshot``.
+        readable: returns a readable tensor for a tensor that is elsewhere.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Checkpointer:
         return states
 
     def _restore_random(self, states: Mapping[str, Tensor], ranks: int) -> None:
-        """Continue with this rank's random numbers, or with the first rank's if other ranks have saved."""
+        """Continue with this rank's random numbers, or with the first rank's if other ranks saved."""
         own = self._own if ranks == self._ranks.size else str
         if _RNG in states:
             torch.set_rng_state(states.get(own(_RNG), states[_RNG]))
@@ -90,7 +90,7 @@ class Checkpointer:
         return f"{name}/{self._ranks.rank}" if self._ranks.rank else name
 
     def written(self) -> Future[None]:
-        """Done when what was saved last is written, or with the OSError for which it cannot be."""
+        """Done when the last save is written, or with the OSError that prevents it."""
         return self._snapshot.written()
 
     def _write(self, directory: Path, about: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
@@ -103,7 +103,7 @@ class Checkpointer:
             write_state(directory / "optimizer", rest, about, **mine)
 
     def resume(self, directory: Path) -> int:
-        """Continue with what was saved in a directory; return the version.  Raises CheckpointError."""
+        """Continue from a saved directory; return the version.  Raises CheckpointError."""
         try:
             return self._resume(directory)
         except CheckpointError:
@@ -132,6 +132,6 @@ class Checkpointer:
         self._optimizers.restore(state, about, self._device)
         if self._entropy is not None and "entropy" in about:
             coefficient, self._entropy.measured, chosen = about["entropy"]
-            if chosen == self._chosen:  # otherwise it begins at what was chosen for this start
+            if chosen == self._chosen:  # otherwise it begins at the value chosen for this start
                 self._entropy.coefficient = coefficient
         return int(about["version"])

@@ -1,8 +1,8 @@
 """A copy of tensors that is written to disk while the originals change.
 
-Training waits for the copy alone.  Its memory is kept from one checkpoint to the next: touching new pages
+Training waits only for the copy.  Its memory is kept from one checkpoint to the next: touching new pages
 takes several times as long as copying into them.  It is one block, which is pinned as a whole for GPUs.  So a
-snapshot costs the memory of what it copies, on the host.  Without it, ``save`` waits for the disk.
+snapshot costs as much host memory as the tensors that it copies.  Without it, ``save`` waits for the disk.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Snapshot:
     """One copy, and one thread that writes it.
 
     Args:
-        copies: whether to copy; if not, ``save`` returns when all is written.
+        copies: whether to copy; if not, ``save`` returns when everything is written.
     """
 
     def __init__(self, *, copies: bool = True) -> None:
@@ -35,10 +35,10 @@ class Snapshot:
     def save(self, tensors: Mapping[str, Tensor], write: Write) -> None:
         """Copy the tensors; ``write`` gets the copies, on the CPU, under the same names, in the thread.
 
-        Names of one tensor are names of one copy.  The copy before has to be written first.
+        Several names of one tensor share one copy.  The previous copy has to be written first.
         """
         if self._written is not None:
-            self._written.exception()  # told to whoever waited for ``written``
+            self._written.exception()  # already raised to the caller that waited for ``written``
         given = self._copy(tensors) if self._copies else dict(tensors)
         self._written = self._thread.submit(write, given)
         if not self._copies:
@@ -59,8 +59,8 @@ class Snapshot:
             once[twin] = tensors[twin]
         gpus = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
         layout: list[tuple[object, ...]] = [(name, t.shape, t.dtype, t.stride()) for name, t in once.items()]
-        if layout != self._layout:  # the tensors are others than before
-            self._memory.clear()  # before there is more
+        if layout != self._layout:  # the tensors have changed
+            self._memory.clear()  # before more is allocated
             self._memory = dict(zip(once, room_for(list(once.values()), pinned=bool(gpus)), strict=True))
             self._layout = layout
         for name, tensor in once.items():

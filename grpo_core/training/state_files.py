@@ -22,7 +22,7 @@ ABOUT = "state.json"
 
 
 class About(TypedDict):
-    """The saved values besides tensors."""
+    """The saved values that are not tensors."""
 
     version: Count
     files: Count
@@ -35,7 +35,7 @@ class About(TypedDict):
 def write_state(
     directory: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any], *, rank: int, ranks: int
 ) -> None:
-    """Write the tensors that a rank saves; the first rank writes what ``about`` says."""
+    """Write the tensors that a rank saves; the first rank also writes ``about``."""
     directory.mkdir(parents=True, exist_ok=True)
     part = "" if ranks == 1 else f"-{rank + 1:05d}-of-{ranks:05d}"  # as transformers names parts of a model
     save_file(dict(tensors), directory / f"state{part}.safetensors")
@@ -44,14 +44,14 @@ def write_state(
 
 
 def read_about(directory: Path) -> About:
-    """Return what was written besides the tensors.  Raises OSError, or CheckpointError for wrong types."""
+    """Return the values that are not tensors.  Raises OSError, or CheckpointError for wrong types."""
     return typed.read(directory / ABOUT, About)
 
 
 def read_state(directory: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that all ranks wrote, one by one.
 
-    Raises OSError, ValueError or SafetensorError if files are missing or are not whole.
+    Raises OSError, ValueError or SafetensorError if files are missing or incomplete.
     """
     expected, files = read_about(directory)["files"], sorted(directory.glob("state*.safetensors"))
     if len(files) != expected:
@@ -64,7 +64,7 @@ def read_state(directory: Path) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def disk_errors() -> Iterator[None]:
-    """Raise the operating system's error, which safetensors reports only as text."""
+    """Convert safetensors' text of a system error to an OSError."""
     try:
         yield
     except SafetensorError as error:

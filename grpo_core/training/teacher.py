@@ -17,7 +17,7 @@ from grpo_core.training.passes import Passes
 
 
 class Teacher:
-    """A frozen model that scores what the policy sampled; its weights have the dtype of their products.
+    """A frozen model that scores the policy's tokens; its weights have the dtype of their products.
 
     Raises ModelError if it cannot be loaded.
     """
@@ -35,8 +35,8 @@ class Teacher:
     def logprobs(self, micro: MicroBatch, temperature: float) -> Tensor:
         """Return logprobs [N] of the sampled tokens.
 
-        The embeddings of models of a family are padded to different sizes: a token beyond the teacher's has
-        no probability, and its logprob is minus infinity.
+        The embeddings of a model family are padded to different sizes: a token beyond the teacher's embedding
+        has the logprob minus infinity.
         """
         size = self._scorer.vocabulary
         known = micro.targets < size

@@ -13,7 +13,7 @@ from grpo_core.training.ranks import Ranks
 
 
 class Totals:
-    """Reduces the per-token metrics of a step to one number each, which is read from the device once."""
+    """Reduces the per-token metrics of a step to one number each, with one read from the device."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
@@ -34,7 +34,7 @@ class Totals:
             self._counts[name] += values.numel()
 
     def count(self, name: str, n: int) -> None:
-        """Count something that should not happen; without an occurrence there is no metric."""
+        """Count an exceptional event; without one there is no metric."""
         if n:
             self._events[name] = self._events.get(name, 0) + n
 
@@ -70,19 +70,19 @@ _PUSHED, _WANTED = "signal/pushed", "signal/wanted"
 
 
 def signal(gradient: Tensor, advantages: Tensor, weights: Tensor) -> dict[str, Tensor]:
-    """Compute how much the gradient of each token's logprob pushes, and how much its advantage asks for.
+    """Compute the size of each token's logprob gradient, and the size that its advantage implies.
 
-    The metric ``signal`` is the sum over the tokens as a share of that of the plain policy gradient, - A log
-    policy, which corrects, clips and drops nothing.
+    The metric ``signal`` is the sum over the tokens as a share of the same sum for the plain policy gradient,
+    - A log policy, without corrections, clipping or dropped tokens.
     """
     return {_PUSHED: gradient.abs(), _WANTED: (advantages * weights).abs()}
 
 
 def off_policy(start: Tensor, generation: Tensor) -> dict[str, Tensor]:
-    """Compute how far the step's first weights are from the weights that generated.
+    """Compute the distance of the step's first weights from the weights that generated.
 
     ``mismatch_kl`` is KL(generation, start), estimated by k3 = r - 1 - log r, r = start / generation, on
-    tokens that the generation policy sampled; the ratios are those before any cap.
+    tokens that the generation policy sampled; the ratios are not capped.
     """
     log_ratio = start - generation
     ratio = log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()

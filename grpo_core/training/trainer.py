@@ -3,7 +3,7 @@
 ``TorchTrainer`` is synchronous and runs in a child process; ``ProcessTrainer`` is the protocol's
 ``Trainer`` in front of it.  A step is: rows -> updates (whole groups) -> micro-batches (padded little);
 logprobs before the first update, where the loss needs them; then for each update the loss summed over its
-micro-batches, weighted as ``loss.aggregation`` says, and one step of the optimizers.
+micro-batches, weighted by ``loss.aggregation``, and one step of the optimizers.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ from grpo_core.training.update import Update
 from grpo_core.weights.publishing import Writer, whole
 
 MAX_LOST_UPDATES = 3
-"""Updates in a row without a finite gradient after which the trainer gives up."""
+"""Number of consecutive updates without a finite gradient after which the trainer fails."""
 
 SWITCH = 5e-4
-"""Seconds that the thread which writes a checkpoint may hold the interpreter while training wants it."""
+"""Seconds that the checkpoint's writer thread may hold the interpreter while training waits for it."""
 
 
 def create(setup: TrainerSetup) -> TorchTrainer:
@@ -74,8 +74,8 @@ class TorchTrainer:
 
     Raises:
         ModelError: the model or the teacher cannot be loaded.
-        PluginError: the loss or the optimizer cannot be found or does not take its options.
-        CheckpointError: ``setup.resume_from`` cannot be continued.
+        PluginError: the loss or the optimizer cannot be found or does not accept its options.
+        CheckpointError: ``setup.resume_from`` cannot be resumed.
         ConfigError: torch cannot use the device, engines could not reach the trainer, a group of the
             optimizer has no parameter, or the teacher has another vocabulary.
     """
@@ -84,7 +84,7 @@ class TorchTrainer:
         self.setup, self._config = setup, setup.trainer
         self.device = self.place()
         if self.device.type == "cuda" and self.device.index is not None:
-            torch.cuda.set_device(self.device)  # otherwise some calls would take memory of the first GPU
+            torch.cuda.set_device(self.device)  # otherwise some calls would allocate on the first GPU
         host = PluginHost.discover(setup.plugins, setup.block)
         transport = find_transport(setup.transport, host)
         leaves = transport.remote and not is_loopback(setup.collective_host)
@@ -104,7 +104,7 @@ class TorchTrainer:
         passes = self.passes()
         dtype = compute_dtype(setup.model, self.device)
         slow = self._config.packing == "auto" and not packs_well(dtype, self.device)
-        if slow or setup.model.attention:  # packing brings its own
+        if slow or setup.model.attention:  # packing sets its own attention
             passes = evolve(passes, packing=False)
         try:
             self.model, self._teacher = self._models(resume, passes)
@@ -142,7 +142,7 @@ class TorchTrainer:
         )
         self._lost_updates = 0
         self._changed = False
-        """Whether the newest step has changed something that is saved."""
+        """Whether the newest step has changed the saved state."""
         torch.manual_seed(setup.seed)
         self.version = self._saving.resume(resume) if resume else 0
 
@@ -172,7 +172,7 @@ class TorchTrainer:
         return FullModel.build(source)
 
     def readable(self, tensor: Tensor) -> Tensor:
-        """Return a tensor that can be read for one of the model or of an optimizer's state."""
+        """Return a readable tensor for a tensor of the model or the optimizer's state."""
         return tensor
 
     # ------------------------------------------------------------------------------ the parts
@@ -212,8 +212,8 @@ class TorchTrainer:
     def step(self, batch: Batch) -> StepResult:
         """Train version ``batch.step`` into the next; a batch without rows only raises the version.
 
-        Rows whose loss is not finite are left out, and so is an update whose gradient is not; both are
-        counted.  Raises TrainerError if they are many, or if the batch is another version's.
+        Rows with a non-finite loss and updates with a non-finite gradient are skipped and counted.  Raises
+        TrainerError if there are too many, or if the batch is for another version.
         """
         (share,) = shares(batch, updates=self._config.updates_per_step, layout=self.layout)
         return self.train(share)
@@ -229,7 +229,7 @@ class TorchTrainer:
         return done
 
     def unchanged(self) -> bool:
-        """Return whether the last call of ``step`` or ``train`` has changed nothing that is saved."""
+        """Return whether the last call of ``step`` or ``train`` left the saved state unchanged."""
         return not self._changed
 
     def _train(self, share: Share) -> StepResult:
@@ -266,7 +266,7 @@ class TorchTrainer:
         return StepResult(version=self.version, metrics=metrics, digest=digest, parts=taken_parts())
 
     def _gpu_memory(self) -> dict[str, float]:
-        """Return the most memory that was allocated on this rank's GPU since the last call."""
+        """Return the peak of allocated memory on this rank's GPU since the last call."""
         if self.device.type != "cuda" or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return {}
         peak = torch.cuda.max_memory_allocated(self.device) / 2**20
@@ -276,7 +276,7 @@ class TorchTrainer:
     def _microbatches(self, share: Share, indices: Sequence[int]) -> list[MicroBatch]:
         """Divide this rank's rows of an update; a loss that needs "sequences" has a rollout's rows together.
 
-        All ranks have as many micro-batches, some perhaps without rows: what they exchange has to match.
+        All ranks have the same number of micro-batches, perhaps without rows, so that collectives match.
         """
         facts = [share.facts[index] for index in indices]
         weights = row_weights(
@@ -326,7 +326,7 @@ class TorchTrainer:
             rollout for rollout, mean in zip(errors, means.tolist(), strict=bool(errors)) if not mean <= limit
         }
         masked = set().union(*self._ranks.gathered(sorted(mine)))
-        if errors and len(finite := means[means.isfinite()]):  # the others are masked, and say nothing
+        if errors and len(finite := means[means.isfinite()]):  # the others are masked
             totals.add({"sequence_error_mean": finite, "sequence_error_max": finite})
         if mine:
             right = {share.facts[index].rollout for index in indices if share.facts[index].correct}
@@ -338,7 +338,7 @@ class TorchTrainer:
     def _scored(self, update: Sequence[MicroBatch], number: int, temperature: float) -> list[MicroBatch]:
         """Return the micro-batches with logprobs by the step's first weights, the reference and the teacher.
 
-        The first update needs no pass for the former: its own forward pass is made by these weights.
+        The first update needs no pass for the step's first weights: its forward pass uses them.
         """
         proximal, reference = number > 0 and self._config.proximal == "recompute", "reference" in self._needs
         return [
@@ -384,9 +384,9 @@ class TorchTrainer:
         return self._ranks.joined(torch.cat([each if micro.rows else each[:0] for micro, each in scored]))
 
     def _backward(self, about: Update, micro: MicroBatch, totals: Totals) -> Tensor:
-        """Add the gradient of one micro-batch, without the rows whose loss is not finite: these are returned.
+        """Add the gradient of one micro-batch without the rows of non-finite loss, which are returned.
 
-        The gradient is stopped at the model's outputs, so that what is not finite in one row reaches no
+        The gradient is stopped at the model's outputs, so that non-finite values in one row reach no
         parameter.
         """
         needs_entropy = "entropy" in self._needs
@@ -416,7 +416,7 @@ class TorchTrainer:
         with part("backward"):
             torch.autograd.backward(outputs, [gradient.where(kept, 0.0) for gradient in gradients])
         metrics = {"loss": loss, "entropy": entropy, **metrics}
-        if self._teacher is None:  # it is a signal besides the advantages
+        if self._teacher is None:  # it is a signal in addition to the advantages
             metrics |= signal(gradients[0], micro.advantages, micro.weights.to(per_token.dtype))
         totals.add({name: values.detach().where(kept, 0.0) for name, values in metrics.items()})
         return bad
@@ -438,7 +438,7 @@ class TorchTrainer:
             )
 
     def _gradient_is_finite(self, about: Update, norm: Tensor, totals: Totals) -> bool:
-        """Return whether the update can be made; raises TrainerError if several in a row could not."""
+        """Return whether the gradient is finite; raises TrainerError after several in a row that are not."""
         if norm.isfinite():
             self._lost_updates = 0
             return True
@@ -493,7 +493,7 @@ class TorchTrainer:
     # ------------------------------------------------------------------------------ weights and files
 
     def publish(self, canary: Sequence[tuple[int, ...]] = ()) -> Weights:
-        """Publish the current weights, where engines read them; what was published before is overwritten."""
+        """Publish the current weights where engines read them, over the version before."""
         dtype = published_dtype(self.setup.model, self.setup.engine_dtype, self.device)
         with part("publication"):
             weights = self._writer.write(self.version, self.model.published(), dtype=dtype)
@@ -501,11 +501,11 @@ class TorchTrainer:
             predicted = self.model.next_tokens(canary) if canary else ()  # ranks gather layers for it
             weights = evolve(weights, canary=predicted, base=self.model.base)
         if self.setup.shares_gpu:
-            torch.cuda.empty_cache()  # what the step used: an engine on the same GPU takes the weights now
+            torch.cuda.empty_cache()  # the step's memory, for an engine on the same GPU that loads now
         return weights
 
     def save(self, directory: Path) -> None:
-        """Copy all that is needed to continue; it is written into ``directory`` while training continues."""
+        """Copy the state needed to continue; it is written into ``directory`` while training continues."""
         self._saving.save(directory, self.version)
 
     def written(self) -> Future[None]:

@@ -1,4 +1,4 @@
-"""Holds what an optimizer update of a step knows about all of its rows."""
+"""Totals over the rows of an optimizer update."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Update:
     entropies: Tensor | None = None
     """Entropies of all of its tokens; None unless the loss needs them."""
     entropy_coefficient: float = 0.0
-    """Coefficient of an entropy bonus that is adapted; 0 unless the loss needs it."""
+    """Coefficient of an adaptive entropy bonus; 0 unless the loss needs it."""
 
     @classmethod
     def of(cls, share: Share, number: int, indices: Sequence[int]) -> Update:
