@@ -1,1 +1,1 @@
-"""Files of models: where they are, what they hold, and whether they fit together."""
+"""Files of models: their location, their contents, and their consistency."""

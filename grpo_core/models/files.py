@@ -11,7 +11,7 @@ from grpo_core.contracts.errors import ModelError
 
 _TEMPLATES = Path(__file__).parent / "chat_templates"
 ADAPTERS = "adapter_config.json"
-"""A file of peft, which is in every directory of adapters."""
+"""peft's file in every directory of adapters."""
 _PATTERNS = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py")
 
 
@@ -26,7 +26,7 @@ def local_directory(path: str) -> str:
 
 
 def directory_here(path: str) -> Path | None:
-    """Return the directory of a model path, or of a hub id that was downloaded before; ask no hub."""
+    """Return the directory of a model path, or of a downloaded hub id, without network access."""
     directory = Path(path).expanduser()
     if directory.is_dir():
         return directory
@@ -36,15 +36,15 @@ def directory_here(path: str) -> Path | None:
 
     try:
         return Path(snapshot_download(path, allow_patterns=list(_PATTERNS), local_files_only=True))
-    except Exception:  # it is not there, or only a part of it
+    except Exception:  # it is missing or incomplete
         return None
 
 
 def check_path(path: str, hint: str = "") -> None:
-    """Raise ModelError if ``path`` is neither a model's directory nor a possible hub id; ask no hub.
+    """Raise ModelError if ``path`` is neither a model's directory nor a possible hub id; no network access.
 
     Args:
-        hint: ends the message; by default, what the path names instead.
+        hint: end of the message; by default, a description of the path.
     """
     directory = Path(path).expanduser()
     if directory.is_dir():
@@ -66,7 +66,7 @@ def check_path(path: str, hint: str = "") -> None:
 
 
 def taken_elsewhere(argument: str) -> str:
-    """Return a hint at what a refused argument is, if another command takes it, or an empty string."""
+    """Return a hint if another command accepts a refused argument, or an empty string."""
     path = Path(argument)
     if path.suffix == ".toml":
         return f" It reads like a configuration, as `grpo-core train {argument}` takes it."
@@ -115,10 +115,10 @@ def _download(repository: str) -> str:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the files of a model's weights that transformers loads; others may hold them in another format.
+    """Return the weight files that transformers loads, without copies in other formats.
 
-    If they have other names than transformers gives, all safetensors files of the directory are returned.
-    Raises OSError if there are none, or if one is missing of those that the index names.
+    Without transformers' file names, these are all safetensors files of the directory.  Raises OSError if
+    there are none, or if a file of the index is missing.
     """
     whole, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     if whole.exists():
@@ -155,13 +155,13 @@ _EXPONENTS = {
     "F16": ("<u2", 0x7C00),
     "BF16": ("<u2", 0x7F80),
 }
-"""Words of the types of numbers, and the bits that are all set in an infinity and in NaN."""
+"""Integer types of floating-point dtypes, and the exponent bits that infinity and NaN set."""
 _AT_ONCE = 1 << 20
-"""Number of words that are looked at together."""
+"""Number of words that are checked together."""
 
 
 def not_finite(file: Path) -> str:
-    """Return the name of a tensor with a number that is not finite; "" if a file of safetensors has none."""
+    """Return the name of a tensor with a non-finite number in a safetensors file, or ""."""
     import numpy as np
 
     try:
@@ -182,11 +182,11 @@ def not_finite(file: Path) -> str:
 
 
 _SAMPLES, _SAMPLE = 64, 4096
-"""Number of the places in a file that are read, and bytes of each."""
+"""Number of places that are read in a file, and bytes at each."""
 
 
 def samples(path: Path, begin: int, size: int) -> list[bytes]:
-    """Return the bytes at places that are spread evenly over a part of a file.  Raises OSError."""
+    """Return the bytes at evenly spread places of a part of a file.  Raises OSError."""
     found = []
     with path.open("rb") as file:
         for place in (nth * size // _SAMPLES for nth in range(_SAMPLES)):
@@ -198,8 +198,8 @@ def samples(path: Path, begin: int, size: int) -> list[bytes]:
 def weights_digest(directory: Path) -> str:
     """Return a digest of a model's weight files: names, sizes, and bytes at 64 places of each.
 
-    Training changes numbers everywhere, so other weights have another digest, and that of a model of many GB
-    is there at once.  Raises OSError.
+    Training changes numbers everywhere, so other weights have another digest, and even a model of many GB
+    takes no time.  Raises OSError.
     """
     digest = hashlib.sha256()
     for path in weight_files(directory):
@@ -212,7 +212,7 @@ def weights_digest(directory: Path) -> str:
 _LONGEST_HEADER = 100_000_000
 """Bytes of a header that safetensors accepts."""
 UNKNOWN_SIZE = 2**31
-"""A size that the model's configuration does not give."""
+"""Stands for a size that the model's configuration does not give."""
 
 
 def size_of(directory: str, name: str) -> int:

@@ -1,7 +1,7 @@
-"""Whether the files of a model fit together; found without loading weights or a tokenizer.
+"""Checks that the files of a model are consistent, without loading weights or a tokenizer.
 
-A tokenizer whose ids the embedding lacks, or an end of sequence that no vocabulary has, is seldom an error of
-the libraries: the model is loaded, and something else is trained than was meant.
+Libraries seldom refuse a tokenizer with ids that the embedding lacks, or an end of sequence that no
+vocabulary has: the model is loaded, and training does something else than intended.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _EMBEDDING = re.compile(r"(.*\.|)(?:embed_tokens|wte|embed_in|word_embeddings|to
 _HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
 _LAYER = re.compile(r"(?:layers|h|blocks)\.(\d+)\.")
 _PLACEHOLDER = re.compile(r"(?:pad|mask|image|audio|video|vision|boi|eoi|boa|eoa)_token")
-"""Names of tokens that stand for padding, or for something else than text; some models lack their rows."""
+"""Names of tokens for padding or for other content than text; some models lack their rows."""
 _WRITTEN = re.compile(r"<[|\uff5c][^|\uff5c<>\s]+[|\uff5c]>|<(?:start|end)_of_turn>")
 """Special tokens in the text of a chat template."""
 
@@ -36,7 +36,7 @@ def check_files(directory: Path, template: str | None = None) -> list[str]:
         directory: of the model.
         template: text of the chat template, instead of the tokenizer's.
 
-    Raises ModelError, as wrong input, if they contradict each other, or one of them is not a JSON table.
+    Raises ModelError, as wrong input, if they are inconsistent, or one of them is not a JSON table.
     """
     files = ModelFiles(directory)
     files.check_adapters()
@@ -57,7 +57,7 @@ class Tensor:
     end: int
 
     def differs(self, other: Tensor) -> bool:
-        """Return whether it has another shape, or other bytes at some of many places."""
+        """Return whether its shape, or its bytes at some of many sampled places, differ."""
         if self.shape != other.shape or self.dtype != other.dtype:
             return self.shape != other.shape
         return self._sample() != other._sample()
@@ -101,7 +101,7 @@ class ModelFiles:
 
     @cached_property
     def rows(self) -> int:
-        """Number of the embedding's rows; 0 if it is not known."""
+        """Number of the embedding's rows; 0 if unknown."""
         if self.embedding:
             return self.tensors[self.embedding].shape[0]
         size = self.config.get("vocab_size")
@@ -109,7 +109,7 @@ class ModelFiles:
 
     @cached_property
     def tokens(self) -> dict[str, int]:
-        """Id of each token by its text; empty without a ``tokenizer.json`` in a form that is known."""
+        """Id of each token by its text; empty without a ``tokenizer.json`` in a known form."""
         try:
             vocabulary = self._table("tokenizer.json")["model"]["vocab"]
             if not isinstance(vocabulary, Mapping):  # of a Unigram model: texts with their scores
@@ -120,7 +120,7 @@ class ModelFiles:
 
     @cached_property
     def added(self) -> dict[str, int]:
-        """The tokens that are added to the vocabulary, the special ones among them."""
+        """The tokens that are added to the vocabulary, including special ones."""
         listed = self.tokenizer.get("added_tokens_decoder") or {}
         found = {each["content"]: each["id"] for each in self._table("tokenizer.json")["added_tokens"]}
         return {**{each["content"]: int(id) for id, each in listed.items()}, **found}
@@ -188,7 +188,7 @@ class ModelFiles:
             )
 
     def check_head(self) -> None:
-        """Raise ModelError if the weights have a head where config.json ties it to the embedding, or none."""
+        """Raise ModelError if the weights have a head although config.json ties it, or lack an untied one."""
         tied = self.config.get("tie_word_embeddings")
         head = next((name for name in _HEADS if name in self.tensors), "")
         if not self.embedding or not isinstance(tied, bool):
@@ -227,7 +227,7 @@ class ModelFiles:
             )
 
     def texts(self, template: str | None) -> Iterator[str]:
-        """Yield warnings about special tokens that the tokenizer does not have, or has as ordinary ones."""
+        """Yield warnings about special tokens that the tokenizer lacks or treats as ordinary ones."""
         if not self.tokens:
             return
         written = self._template(template)
@@ -264,7 +264,7 @@ class ModelFiles:
         return error
 
     def _placeholders(self) -> set[str]:
-        """Return the texts of tokens that no prompt has, unless the chat template writes them."""
+        """Return the texts of tokens that no prompt contains, unless the chat template writes them."""
         more = self.tokenizer.get("extra_special_tokens") or self.tokenizer.get(
             "model_specific_special_tokens"
         )

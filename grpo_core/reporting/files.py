@@ -1,9 +1,8 @@
-"""The tracker ``files``: writes the files of a run that every tool reads, as it goes.
+"""The tracker ``files``: writes the files of a run, which every tool reads, while it runs.
 
-Besides the events of the run, events.jsonl has two kinds of lines about the files themselves: ``Opened``,
-when a process begins to write (what came after its ``step``, and validations after the version ``measured``,
-are forgotten), and ``Recorded``, with the digest
-of a file of rollouts.
+In addition to the run's events, events.jsonl has two kinds of lines about the files themselves: ``Opened``,
+when a process begins to write (steps after its ``step``, and validations after the version ``measured``, are
+discarded), and ``Recorded``, with the digest of a file of rollouts.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ from grpo_core.storage.run_directory import (
 class FilesTracker(Tracker):
     """Writes the files that ``grpo-core verify``, ``report`` and every other tool reads.
 
-    The run ends if they cannot be written: nothing else says what was trained.
+    The run ends if they cannot be written: they are the only record of the training.
 
     Args:
         every: write the rollouts of every this many steps to ``rollouts/``; 0 writes none.  Rollouts of
-            validations are written to ``validation/`` in any case.
+            validations are always written, to ``validation/``.
         keep: number of newest steps, and of newest validations, whose rollouts stay on disk; 0 keeps all.
         compress: write the texts of rollouts with gzip.
         tokens: write the tokens of rollouts as well, with logprobs, versions and advantages: about 12 bytes
@@ -123,7 +122,7 @@ class FilesTracker(Tracker):
         self._events.close()
 
     def _write_rollouts(self, folder: str, step: int, groups: Sequence[Group]) -> None:
-        """Write the texts and the tokens of groups; remove what is too old then."""
+        """Write the texts and the tokens of groups; remove files that are too old."""
         name = f"{folder}/step-{step:06d}"
         texts = stored.texts(groups)
         removed = self._superfluous(folder, step) if self._keep else []
@@ -134,15 +133,15 @@ class FilesTracker(Tracker):
             removed,
         )
         if self._tokens:
-            with contextlib.suppress(DataPlaneError):  # it ends the run, and the events of the end follow
+            with contextlib.suppress(DataPlaneError):  # this ends the run, and the events of the end follow
                 self._write(step, f"{name}{stored.TOKENS}", stored.tokens(groups))
         for old in removed:
             (self._directory / old).unlink(missing_ok=True)
 
     def _write(self, step: int, name: str, data: bytes, removed: Sequence[str] = ()) -> None:
-        """Write a file under another name, record its digest, and give it its name.
+        """Write a file under a temporary name, record its digest, and rename it.
 
-        A process that is killed between leaves the other name, and a digest that fits it.
+        A process that is killed in between leaves the temporary file and its digest.
         """
         path = self._directory / name
         partial = path.with_name(path.name + PARTIAL)
@@ -153,7 +152,7 @@ class FilesTracker(Tracker):
         self._unsynced.append(path)
 
     def _superfluous(self, folder: str, new: int) -> list[str]:
-        """Return the files of a folder that are too old once there are those of a step, oldest first."""
+        """Return the files of a folder that are too old once step ``new`` is written, oldest first."""
         found = [path.name for path in (self._directory / folder).iterdir()]
         steps = {name: rollouts_step(name) for name in found if not name.endswith(PARTIAL)}
         kept = sorted({step for step in steps.values() if step is not None} | {new})[-self._keep :]
@@ -169,7 +168,7 @@ class FilesTracker(Tracker):
             self._events.write(as_json(event) + "\n")
 
     def _sync(self) -> None:
-        """Make everything durable: a checkpoint must not outlive what was written before it."""
+        """Make everything durable: records must not be lost while a later checkpoint survives."""
         for path in (*self._unsynced, self._directory / "metrics.jsonl", self._directory / "events.jsonl"):
             if path.exists():  # ``keep`` may have removed it
                 Disk().sync(path)
@@ -178,7 +177,7 @@ class FilesTracker(Tracker):
 
 @contextlib.contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Name the file in an error of writing to it, as errors of opening do."""
+    """Add the file's name to write errors, as in errors of opening."""
     try:
         yield
     except OSError as error:
@@ -186,7 +185,7 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def digest(data: bytes) -> str:
-    """Return the digest by which events.jsonl knows the contents of another file."""
+    """Return the digest of a file's contents that events.jsonl records."""
     return hashlib.sha256(data).hexdigest()
 
 
@@ -206,7 +205,7 @@ def metrics_line(step: int, time: float | None, values: Mapping[str, float]) -> 
 
 
 def plain(event: events.Event) -> dict[str, Any]:
-    """An event as events.jsonl holds it: slots and groups by what identifies them."""
+    """Convert an event to a line of events.jsonl, with slots and groups by their ids."""
     name = type(event).__name__
     match event:
         case events.Dispatched():
@@ -242,7 +241,7 @@ def _group(group: Group) -> dict[str, Any]:
 
 
 def _appending(path: Path) -> TextIO:
-    """Open for whole lines; the half line that a killed process left at the end is cut off."""
+    """Open for appending lines; an incomplete last line of a killed process is cut off."""
     if path.exists():
         os.truncate(path, whole_lines(path))
     return open(path, "a", encoding="utf-8", buffering=1)

@@ -14,13 +14,13 @@ from grpo_core.storage.run_directory import ROLLOUTS
 FEWEST_STEPS = 100
 """Number of further steps for which the disk should have room."""
 FIRST = 5
-"""Number of steps after which their files tell how fast the run grows."""
+"""Number of steps after which the growth of the run can be estimated."""
 
 
 class DiskRoom(Tracker):
     """Compares the growth of a run's files with the free bytes of its disk, at each step.
 
-    Checkpoints do not count: older ones make room for newer ones.
+    Checkpoints do not count: newer ones replace older ones.
 
     Args:
         directory: of the run.

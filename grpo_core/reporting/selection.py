@@ -11,7 +11,7 @@ from grpo_core.contracts.records import RunInfo
 from grpo_core.plugins.host import PluginHost
 
 REPORT = "report"
-"""A tracker that is selected by default, and that a plugin offers."""
+"""A plugin's tracker that is selected by default."""
 
 
 def selected(config: TrackingConfig, host: PluginHost) -> list[str]:
@@ -42,9 +42,9 @@ def check_trackers(config: TrackingConfig, host: PluginHost) -> None:
 
 
 def make_trackers(config: Config, host: PluginHost, run: Callable[[str], RunInfo]) -> dict[str, Tracker]:
-    """Make the selected trackers and the trackers of sections, by name; each gets ``run`` of its name.
+    """Make the selected trackers and the trackers of sections, by name; each gets ``run(name)``.
 
-    Raises PluginError if one cannot be made, after closing the trackers that were made before.
+    Raises PluginError if one cannot be made, after closing the others.
     """
     chosen = {name: config.tracking.options.get(name, {}) for name in selected(config.tracking, host)}
     own = {each.name: each.values for each in config.sections if host.offers("tracker", each.name)}

@@ -1,4 +1,4 @@
-"""Says in plain words what a run does at this moment, and which checkpoint is being written."""
+"""Describes a run's current activity, and the checkpoint that is being written."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from grpo_core.contracts import events
 from grpo_core.storage.run_directory import planned_steps
 
 WAITS = "wait for groups"
-"""The stage in which the number of ready groups is told."""
+"""The stage in which the number of ready groups is shown."""
 WORDS = {
     "start": "starting",
     "first weight sync": "giving the engine the weights of version {version}",
@@ -27,39 +27,39 @@ WORDS = {
 }
 """Stages as the loop names them (``timeline.stage``), in words; others are shown as they are."""
 BRIEF = ("account",)
-"""Stages that take no time that anybody would see."""
+"""Stages that are too short to show."""
 SHOWN_FROM = 2.0
-"""Seconds from which on it is said how long something takes."""
+"""Seconds after which the duration of an activity is shown."""
 
 
 @define
 class Now:
-    """Follows the events of a run, and says what it does at this moment."""
+    """Follows the events of a run, and describes its current activity."""
 
     steps: int = 0
-    """Number of steps of the run; 0 if it is not known."""
+    """Number of steps of the run; 0 if unknown."""
     clock: Callable[[], float] = time.monotonic
     _text: str = field(init=False, default="starting")
     _since: float = field(init=False, default=0.0)
-    """Begin of what it does now."""
+    """Start of the current activity."""
     _waits: bool = field(init=False, default=False)
     """Whether it waits for groups."""
     _ready: int = field(init=False, default=0)
     """Number of groups that wait to be trained."""
     _wanted: int = field(init=False, default=0)
-    """Number of groups of a step; 0 as long as it is not known."""
+    """Number of groups of a step; 0 while unknown."""
     _in_order: bool = field(init=False, default=False)
-    """Whether a step trains certain groups, and not the first that are ready."""
+    """Whether a step trains specific groups instead of the first ready ones."""
     _version: int = field(init=False, default=0)
     _saving: tuple[int, float] | None = field(init=False, default=None)
-    """Version of the checkpoint that is being written, and when it began."""
+    """Version of the checkpoint that is being written, and the time of its start."""
     _ended: bool = field(init=False, default=False)
 
     def __attrs_post_init__(self) -> None:
         self._since = self.clock()
 
     def receive(self, event: events.Event) -> None:
-        """Take down what an event changes."""
+        """Record the changes of an event."""
         match event:
             case events.StatusChanged():
                 self._is(event.message)
@@ -99,7 +99,7 @@ class Now:
                 self._is("")
 
     def text(self) -> str:
-        """Say what the run does; "" if it has ended."""
+        """Describe the current activity; "" if the run has ended."""
         seconds = self.clock() - self._since
         text = self._of_groups() if self._waits else self._text
         return text if self._ended or not text or seconds < SHOWN_FROM else f"{text} ({seconds:.0f} s)"

@@ -1,11 +1,11 @@
 """Rollouts as files: their texts as JSON lines, their tokens as arrays in safetensors, and both read back.
 
-A file of texts has a line for each rollout.  The file of tokens beside it has the arrays of
+A file of texts has a line for each rollout.  The file of tokens next to it has the arrays of
 ``grpo_core.loop.segments`` and these, where rollout r is line r of the texts:
 
     advantages         float64 [R]     advantage of each rollout; NaN if it is masked or was not trained
     trained            bool [R]        whether the step made rows of the rollout
-    token_advantages   float32 [K]     advantages of the sampled tokens of those rollouts whose tokens differ
+    token_advantages   float32 [K]     advantages of the sampled tokens of rollouts whose tokens differ
     token_rollouts     int32 [K]       the rollout of each of them
 """
 
@@ -38,9 +38,9 @@ GZIP_LEVEL = 4
 """Level of the compression; level 6 takes four times as long for a ninth of the size."""
 TEXTS, TOKENS = (".jsonl", ".jsonl.gz"), ".safetensors"
 LARGEST = 100_000
-"""Number of characters of JSON from which an answer, or a value of ``Prompt.info``, is not stored."""
+"""Number of JSON characters above which an answer, or a value of ``Prompt.info``, is not stored."""
 OF_ROLLOUT = {
-    each.name: "reply_answer" if each.name == "answer" else each.name  # "answer" is that of the prompt
+    each.name: "reply_answer" if each.name == "answer" else each.name  # "answer" is the prompt's answer
     for each in fields(Rollout)
     if each.name not in ("segments", "token_advantages")
 }
@@ -54,12 +54,12 @@ def texts(groups: Sequence[Group]) -> bytes:
         of_prompt = _of_prompt(group.prompt)
         for rollout in group.rollouts:
             lines.append(as_json(_line(place, group, rollout, of_prompt)) + "\n")
-            of_prompt = {"answer": of_prompt["answer"]}  # info may be large, and is there once
+            of_prompt = {"answer": of_prompt["answer"]}  # info may be large, and is stored once
     return "".join(lines).encode(errors="replace")
 
 
 def packed(data: bytes) -> bytes:
-    """Return bytes compressed, the same for the same bytes."""
+    """Compress bytes deterministically."""
     return gzip.compress(data, GZIP_LEVEL, mtime=0)
 
 
@@ -90,11 +90,11 @@ def as_json(value: Mapping[str, Any]) -> str:
 
 
 def stored_rollouts(run: Path | str, step: int, *, validation: bool = False) -> list[Group]:
-    """Read what a run has stored about the groups that trained version ``step``.
+    """Read the stored groups that trained version ``step``.
 
     The rollouts have their texts, rewards, advantages and, unless ``tracking.files.tokens`` was false, their
-    segments with the tokens as they were trained.  An answer, or a value of ``Prompt.info``, that JSON does
-    not have or that is very large is not stored: ``NotStored`` stands for it.
+    segments with the tokens as they were trained.  An answer, or a value of ``Prompt.info``, that is not
+    JSON-serializable or is very large is replaced by ``NotStored``.
 
     Args:
         run: directory of the run, or a directory that ``grpo-core validate`` made.
@@ -166,7 +166,7 @@ def files_of_texts(folder: Path) -> dict[int, Path]:
 
 @contextlib.contextmanager
 def _readable(file: Path) -> Iterator[None]:
-    """Raise ConfigError for what is wrong with a file that is read."""
+    """Convert errors of reading a file to ConfigError."""
     try:
         yield
     except FileNotFoundError:
@@ -211,7 +211,7 @@ def _line(place: int, group: Group, rollout: Rollout, of_prompt: Mapping[str, An
 
 
 def _of_prompt(prompt: Prompt) -> dict[str, Any]:
-    """Return the answer and the info of a prompt, and the names of what JSON does not give back."""
+    """Return the answer and the info of a prompt, and the names of values that JSON does not preserve."""
     info, lacks = {}, {}
     for name, value in prompt.info.items():
         if why := _not_json(value):
@@ -227,18 +227,18 @@ def _of_prompt(prompt: Prompt) -> dict[str, Any]:
 
 
 def _not_json(value: Any) -> str:
-    """Say why a value is not stored, or return an empty text."""
+    """Return why a value is not stored, or an empty text."""
     try:
         text = json.dumps(value)
         if json.loads(text) == value:
             return f"has {len(text):,} characters" if len(text) > LARGEST else ""
-    except Exception:  # JSON does not have it, or its own methods fail
+    except Exception:  # it is not JSON-serializable, or its methods fail
         pass
     return f"is of the type {type(value).__name__}, which JSON does not give back"
 
 
 def _token_advantages(rollouts: Sequence[Rollout]) -> Arrays:
-    """Return the advantages of single tokens, where those of a rollout differ."""
+    """Return the advantages of single tokens, for rollouts whose tokens differ."""
     import numpy as np
 
     differ = [(r, its) for r, each in enumerate(rollouts) if (its := each.token_advantages) is not None]
@@ -292,7 +292,7 @@ def _prompt(line: Mapping[str, Any]) -> Prompt:
 
 
 class NotStored:
-    """Stands for a value of a stored prompt that its file does not have; what computes with it is refused."""
+    """Placeholder for a value of a prompt that was not stored; any computation with it is an error."""
 
     def __init__(self, name: str, why: str) -> None:
         self._text = f"Prompt.{name} of a stored rollout {why}, so it is not stored"

@@ -1,4 +1,4 @@
-"""The tracker ``terminal``: shows a run as a live view, as lines, as JSON, or shows only what went wrong."""
+"""The tracker ``terminal``: shows a run as a live view, as lines, as JSON, or only its problems."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ _AS_JSON = (
     *(events.StatusChanged, events.RunStarted, events.StepEnded, events.Validated, events.Saved),
     *(events.WarningRaised, events.IncidentReported, events.ErrorRaised, events.RunEnded),
 )
-"""Events that are printed as JSON; the others are of single prompts and rollouts."""
+"""Events that are printed as JSON; the others are about single prompts and rollouts."""
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 32
 _SAMPLE_WIDTH, _PROMPT_WIDTH = 32, 16
 """Characters of the reply that is shown, and of the end of its prompt."""
 _TASK_WIDTH = 16
-"""Columns of the picture of a task, beside which its numbers are."""
+"""Columns of a task's picture, next to its numbers."""
 _WIDE = 80
-"""Columns of a terminal from which on there is room for a live view; a narrower one shows lines."""
+"""Smallest number of terminal columns for a live view; a narrower one shows lines."""
 _PACE = 20
-"""Number of steps that say how long the rest takes."""
+"""Number of steps from which the remaining time is estimated."""
 _RECENT = 10
 """Steps that shown rates are averaged over: groups are finished in bursts."""
 _PARTS = 3
-"""Number of the parts of a reward that are shown beside it."""
+"""Number of parts of a reward that are shown next to it."""
 _NAMED = 6
 """Number of tasks whose rewards the line of a step names."""
 
@@ -71,15 +71,14 @@ class TerminalTracker(Tracker):
     Args:
         view: "live" redraws a few lines, and prints lines where standard output is not a terminal of at least
             80 columns; "lines" prints a line for each step and each validation; "quiet" prints warnings and
-            what was survived; "json" prints events as ``events.jsonl`` has them, without those of single
-            prompts.
+            incidents; "json" prints the events of ``events.jsonl``, except events of single prompts.
     """
 
     def __init__(self, run: RunInfo, *, view: View = "live") -> None:
         self._view = view
         self.console = self.make_console()
         self._steps = planned_steps(run.config)
-        """Number of steps of the run; 0 as long as it is not known."""
+        """Number of steps of the run; 0 while unknown."""
         self._started = time.monotonic()
         self._now = Now(self._steps)
         self._ended = 0.0
@@ -90,13 +89,13 @@ class TerminalTracker(Tracker):
         """Seconds between the ends of the last steps, validations and checkpoints included."""
         self._recent: deque[Mapping[str, float]] = deque(maxlen=_RECENT)
         self._tasks = set(run.config.get("tasks", ()))
-        """Names of the tasks; there is no mean over several, which would move when their shares do."""
+        """Names of the tasks; no mean over several is shown, since it would move with their shares."""
         self._rewards: dict[str, list[float]] = {}
         """The rewards of each task so far."""
         self._validation: dict[str, list[float | None]] = {}
         """Values of the metric that represents each task, by task; None where a validation has none."""
         self._scores: dict[str, str] = {}
-        """The last of them as text."""
+        """The last value of each as text."""
         self._step = 0
         self._warned: set[str] = set()
         self._survived: Counter[str] = Counter()
@@ -116,7 +115,7 @@ class TerminalTracker(Tracker):
 
     @staticmethod
     def make_console() -> Console:
-        """Return the console that the view is drawn on."""
+        """Return the console for the view."""
         return Console(stderr=False)
 
     def close(self) -> None:
@@ -187,7 +186,7 @@ class TerminalTracker(Tracker):
                 self._rewards.setdefault(task, []).append(reward)
 
     def _line(self, text: str) -> None:
-        """Print what a live view shows by itself, and a quiet one does not show."""
+        """Print a line, except in a live or quiet view."""
         if not self._live and self._view != "quiet":
             self.say(text)
 
@@ -201,7 +200,7 @@ class TerminalTracker(Tracker):
         return weighed / (sum(times) or 1.0)
 
     def _share(self, name: str) -> float:
-        """Return the share of the last steps' time that a metric of seconds has."""
+        """Return a metric of seconds as a share of the last steps' time."""
         recent = list(self._recent)  # another thread draws
         times = sum(m.get("time/step", 0.0) for m in recent)
         return min(1.0, sum(m.get(name, 0.0) for m in recent) / (times or 1.0))
@@ -220,7 +219,7 @@ class TerminalTracker(Tracker):
         )
 
     def _left(self, *, since: float) -> str:
-        """Return about how long the rest of the run takes, by the mean of the last steps.
+        """Estimate the remaining time of the run from the mean of the last steps.
 
         Args:
             since: seconds since the last step ended.
@@ -301,7 +300,7 @@ class TerminalTracker(Tracker):
 
 
 def _beside(rows: Sequence[ViewRow]) -> RenderableType:
-    """Draw names, values and pictures beside each other; a value without a picture has all of the room."""
+    """Draw names, values and pictures side by side; a value without a picture uses all of the room."""
     names = max((cell_len(inert(name)) for name, _, _ in rows), default=0)
     values = max((cell_len(inert(value)) for _, value, picture in rows if picture), default=0)
     grid = Table.grid(padding=(0, 2))
@@ -348,7 +347,7 @@ def _beside_reward(task: str, metrics: Mapping[str, float]) -> dict[str, str]:
 
 
 def _rewards_of(metrics: Mapping[str, float], *, several: bool) -> str:
-    """Say the mean reward of a step's task, or those of its largest tasks with their numbers of groups."""
+    """Format the mean reward of a step's task, or of its largest tasks with their numbers of groups."""
     by_size = sorted(_tasks_of(metrics), key=lambda task: (-metrics[f"groups/{task}"], task))
     named, rest = sorted(by_size[:_NAMED]), by_size[_NAMED:]
     rewards = []

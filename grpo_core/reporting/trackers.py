@@ -32,15 +32,15 @@ TOKENS = 20_000_000
 PATIENCE = 30.0
 """Seconds that the end of a run waits for a tracker to finish."""
 AWAY = 600.0
-"""Seconds for which a tracker whose service is away is called again."""
+"""Seconds for which calls of a tracker whose service is unavailable are retried."""
 REQUIRED_PATIENCE = 300.0
-"""Seconds that a run waits for a tracker that it needs: for a disk that is slow, not for one that is gone."""
+"""Seconds that a run waits for a required tracker: enough for a slow disk."""
 
 log = logging.getLogger(__name__)
 
 OnFailure = Callable[[str, TrackingError, bool], None]
 Item = events.Event | Callable[[], None] | None
-"""An event, a function to call when all events before it were handled, or the end."""
+"""An event, a function to call after all events before it, or the end."""
 
 
 class Trackers:
@@ -56,7 +56,7 @@ class Trackers:
         self._error: TrackingError | None = None
         self.step = 0
         self.incidents = IncidentCounts(self._tell, time.monotonic)
-        """Counts what is reported to ``report``, and makes it events."""
+        """Counts the incidents of ``report``, and emits them as events."""
         self._threads: list[TrackerThread] = []
         self._metrics: dict[str, float] = {}
         self._reason = ""
@@ -72,7 +72,7 @@ class Trackers:
             self._threads.append(thread)
 
     def info(self, run: RunInfo, name: str) -> RunInfo:
-        """Return the run with what a tracker of this name may ask of it, from any thread."""
+        """Return the run with functions that a tracker of this name may call, on any thread."""
 
         def warn(text: str) -> None:
             warning = events.WarningRaised(step=self.step, cause=f"tracker {name!r}", message=str(text))
@@ -92,7 +92,7 @@ class Trackers:
         return self._metrics
 
     def on_stop(self, end: Callable[[str], None]) -> None:
-        """Call ``end`` with the reason when a tracker stops the run; at once if one has done so."""
+        """Call ``end`` with the reason when a tracker stops the run; at once if one already has."""
         self._end = end
         if self._reason:
             end(self._reason)
@@ -103,7 +103,7 @@ class Trackers:
             self._end(self._reason)
 
     def states(self) -> Callable[[], Awaitable[dict[str, Any]]]:
-        """Ask trackers for their states, as of all events until now; the returned function waits for them.
+        """Request the trackers' states after all events so far; the returned function waits for them.
 
         A state that does not come within ``PATIENCE`` is left out, with a warning.
         """
@@ -131,8 +131,8 @@ class Trackers:
     def emit(self, event: events.Event) -> None:
         """Send an event to all trackers; returns at once.
 
-        Only a tracker that the run needs is waited for when it is far behind.  Raises TrackingError if that
-        takes longer than ``REQUIRED_PATIENCE``; the others have the event then, and this one gets no more.
+        It waits only for a required tracker that is far behind.  Raises TrackingError if that takes longer
+        than ``REQUIRED_PATIENCE``; the others have the event then, and this one gets no more.
         """
         if isinstance(event, events.RunEnded):
             self.incidents.flush()
@@ -143,11 +143,11 @@ class Trackers:
             raise stuck[0]
 
     def status(self, message: str) -> None:
-        """Say what the run does now."""
+        """Emit the run's current activity."""
         self.emit(events.StatusChanged(step=self.step, message=message))
 
     def stage(self, stage: str) -> None:
-        """Say which stage of the loop begins."""
+        """Emit the stage of the loop that begins."""
         self.emit(events.StageBegan(step=self.step, stage=stage))
 
     def report(self, incident: Incident) -> None:
@@ -155,9 +155,9 @@ class Trackers:
         self.incidents.receive(incident)
 
     async def flush(self) -> None:
-        """Return when the required trackers that still work have handled every event until now.
+        """Return when the working required trackers have handled every event so far.
 
-        Raises TrackingError if one of them failed, or did not come to its end within ``REQUIRED_PATIENCE``.
+        Raises TrackingError if one of them failed, or did not finish within ``REQUIRED_PATIENCE``.
         """
         for thread in self._required():
             if thread.dropped:
@@ -225,7 +225,7 @@ class TrackerThread:
     Args:
         name: as the configuration calls the tracker.
         tracker: called on the thread, and only there.
-        on_failure: called once, with how messages call the tracker, the error, and ``tracker.required``.
+        on_failure: called once, with the tracker's name in messages, the error, and ``tracker.required``.
     """
 
     def __init__(self, name: str, tracker: Tracker, on_failure: OnFailure) -> None:
@@ -236,14 +236,14 @@ class TrackerThread:
         """Number of tokens of the rollouts in ``_waiting``."""
         self._change = threading.Condition()
         self.doing = "its start"
-        """The event, or the method, that it was called with last."""
+        """The event or method of its last call."""
         self.dropped = False
-        """Whether it has failed, so that it is called no more."""
+        """Whether it has failed, so that it is not called again."""
         self._thread = threading.Thread(target=self._run, name=self.who, daemon=True)
         self._thread.start()
 
     def put(self, item: Item) -> TrackingError | None:
-        """Add an item; a tracker that is too far behind is dropped, which is an error if the run needs it."""
+        """Add an item; a tracker that is too far behind is dropped, which is an error if it is required."""
         if isinstance(item, events.Event) and not self._hears(item):
             return None
         with self._change:
@@ -266,7 +266,7 @@ class TrackerThread:
         return not self._thread.is_alive()
 
     def is_stuck(self) -> TrackingError:
-        """The error of a required tracker that does not come to its end."""
+        """The error of a required tracker that does not finish."""
         return TrackingError(f"{self.who} has not returned from {self.doing} for {REQUIRED_PATIENCE:g} s")
 
     def join(self, until: float) -> None:
@@ -285,7 +285,7 @@ class TrackerThread:
         self.put(partial(self._call, "load_state_dict()", partial(self._tracker.load_state_dict, state)))
 
     def state(self) -> concurrent.futures.Future[Any]:
-        """Return the future state of the tracker after all events until now; None if it fails before."""
+        """Return a future of the tracker's state after all events so far; None if it fails before."""
         found: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
         def ask() -> None:
@@ -349,7 +349,7 @@ class TrackerThread:
             self._drop(failure)
 
     def _when_here(self, work: Callable[[], object]) -> None:
-        """Work; as long as an error says that a service is away, begin again."""
+        """Do the work; retry it while an error says that a service is unavailable."""
         outage = Outage(AWAY, JITTER.random)
         outage.answered(self.who, 0.0)
         while True:
@@ -360,7 +360,7 @@ class TrackerThread:
                 away = unavailable(error)
                 if away is None or self.dropped:
                     raise
-                away.timed_out = False  # there is nothing else to ask it
+                away.timed_out = False  # it has no other methods
                 outage.failed(self.who, away, time.monotonic())
                 if outage.over:
                     raise
@@ -392,7 +392,7 @@ def call(tracker: Tracker, event: events.Event) -> None:
 
 
 def _as_saved(state: Any) -> Any:
-    """Return a state as a checkpoint gives it back.  Raises TypeError or ValueError if it is not of JSON."""
+    """Return a state as read back from a checkpoint.  Raises TypeError or ValueError if it is not JSON."""
     saved = json.loads(json.dumps(state, allow_nan=False))
     if not isinstance(saved, dict) or saved != state:
         raise TypeError("state_dict() returned a value that JSON does not keep; return a dict of JSON values")
@@ -400,7 +400,7 @@ def _as_saved(state: Any) -> Any:
 
 
 def _long_texts(event: events.Event) -> dict[str, Any]:
-    """Return the texts of an error, shortened, if they are long: some carry all the data of a batch."""
+    """Return the long texts of an error, shortened: some contain all the data of a batch."""
     texts = {name: getattr(event, name, "") for name in ("error", "message")}
     found = {name: shortened(text) for name, text in texts.items() if text}
     traceback = getattr(event, "traceback", "")

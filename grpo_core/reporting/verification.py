@@ -1,7 +1,7 @@
-"""Reads the files of a run and says what does not fit: its events with the laws, its files with its events.
+"""Checks the files of a run: its events against the laws, its files against its events.
 
-The events are read once, line by line.  Each other file of the run is then compared with what the events say
-of it: rollouts and checkpoints by their digests, the lines of metrics.jsonl one after the other.
+The events are read once, line by line.  Each other file of the run is then compared with its events: rollouts
+and checkpoints by their digests, the lines of metrics.jsonl one after the other.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MOST = 50
 
 @frozen
 class Verification:
-    """Findings in the files of a run, and a summary of what they account for."""
+    """Findings in the files of a run, and a summary of what was compared."""
 
     findings: tuple[str, ...]
     summary: str
@@ -51,7 +51,7 @@ class Verification:
 
 
 def verified(path: Path) -> Verification:
-    """Check everything that the run in a directory has written.  Raises ConfigError if it has no events."""
+    """Check all files of the run in a directory.  Raises ConfigError if it has no events."""
     events = path / EVENTS
     if not events.is_file():
         hint = taken_elsewhere(str(path))
@@ -94,14 +94,14 @@ class _Expected:
     step: int
     digest: str
     optional: bool = False
-    """Whether it may be missing: a later life forgot it, or its process was killed before writing it."""
+    """Whether it may be missing: a resume discarded it, or its process was killed before writing it."""
     validation: bool = False
     """Whether it is the line of a validation."""
 
 
 @define
 class Files:
-    """Compares the other files of a run with what the events say of them."""
+    """Compares the other files of a run with its events."""
 
     path: Path
     _rollouts: dict[str, _Expected] = field(factory=dict)
@@ -111,7 +111,7 @@ class Files:
     _measured: dict[int, list[Mapping[str, float]]] = field(factory=dict)
     """Measured values by version; a version that was reached again is measured again."""
     _saving: int | None = None
-    """Step of a checkpoint that may be complete although no event says so: its process was killed."""
+    """Step of a checkpoint that may be complete without an event, because its process was killed."""
     _config: str | None = None
     _written: bool = True
     """Whether the newest line of metrics.jsonl is written: another event followed."""
@@ -127,7 +127,7 @@ class Files:
                 self._config = event["config"]
                 self._forget(event["step"], event["measured"])
             case "RunStarted":
-                if event["manifest"]:  # saved by a process that was killed before it could say so
+                if event["manifest"]:  # saved by a process that was killed before the event
                     self._saved(event["step"], event["manifest"])
             case "Recorded":
                 folder, _, name = event["file"].partition("/")
@@ -150,7 +150,7 @@ class Files:
                 self._saving = None
 
     def compare(self) -> list[str]:
-        """Return what does not fit."""
+        """Return the differences."""
         return [
             *self._compare_config(),
             *self._compare_metrics(),
@@ -170,7 +170,7 @@ class Files:
         return "as the run wrote them: " + ", ".join(f"{count:,} {what}" for count, what in counts)
 
     def _forget(self, step: int, measured: int) -> None:
-        """Expect nothing any more of what came after the step from which the run continues.
+        """Drop expectations after the step from which the run continues.
 
         A validation of a version after ``measured`` is made again.
         """
@@ -225,7 +225,7 @@ class Files:
             f"{folder}/{p.name}" for folder in (ROLLOUTS, VALIDATION) for p in (self.path / folder).glob("*")
         }
         for name, expected in self._rollouts.items():
-            path = self.path / (name if name in found else name + PARTIAL)  # killed between record and name
+            path = self.path / (name if name in found else name + PARTIAL)  # killed between record and rename
             if not path.is_file():
                 if not expected.optional:
                     yield f"{name} is missing"

@@ -1,4 +1,4 @@
-"""Compares the two halves of a model's conventions: how its template writes a reply, and how it is read.
+"""Checks that a model's response format can read what its chat template writes.
 
 A template that writes calls of tools as XML, with a format that reads JSON, would make every call fail.
 """
@@ -49,9 +49,9 @@ class Case:
     calls: int = 0
 
     def read_back(self, renderer: Renderer) -> str | None:
-        """Return the reply as the template writes it if it is read as another one.
+        """Return the reply as the template writes it if it is parsed as a different one.
 
-        None: it is read back, or the template does not write such a reply.
+        None: it round-trips, or the template does not write such a reply.
         """
         tools = [TOOL] if self.calls else []
         for key in THOUGHT_KEYS if self.thinks else [""]:
@@ -96,7 +96,7 @@ WITH_CALLS = (
 
 
 def misread(renderer: Renderer, cases: Sequence[Case]) -> str:
-    """Say which reply is not read back as the template writes it; "" if each is."""
+    """Describe the first reply that does not round-trip; "" if all do."""
     found = ((case.name, case.read_back(renderer)) for case in cases)
     name, written = next((each for each in found if each[1] is not None), ("", ""))
     if not name:
@@ -116,7 +116,7 @@ def _reads(renderer: Renderer, name: str, cases: Sequence[Case]) -> bool:
     try:
         other = renderer.reading(name)
         return all(case.read_back(other) is None for case in cases)
-    except ModelError:  # its tokens are not those of the tokenizer
+    except ModelError:  # its tokens differ from the tokenizer's
         return False
 
 

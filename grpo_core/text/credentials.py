@@ -45,14 +45,14 @@ def _names_secret(name: str) -> bool:
 
 
 SHORTEST = 6
-"""Characters of a value that is hidden at least: shorter ones, such as "true", are in ordinary texts."""
+"""Smallest number of characters of a hidden value: shorter ones, such as "true", occur in ordinary texts."""
 
 
 @frozen
 class Mask:
-    """Hides the values of environment variables in texts: ``$NAME`` stands there instead.
+    """Replaces the values of environment variables in texts by ``$NAME``.
 
-    A value is also found as URLs, JSON and Python's ``repr`` write it.
+    Values are also found in the escaped forms of URLs, JSON and Python's ``repr``.
 
     Args:
         values: the values by the names of their variables.
@@ -67,7 +67,7 @@ class Mask:
         return text
 
     def error(self, error: BaseException) -> BaseException:
-        """Return the error itself, or one that says the same without the values."""
+        """Return the error itself, or an equal one without the values."""
         said = message_of(error)
         if (hidden := self(said)) == said:
             return error
@@ -83,7 +83,7 @@ class Mask:
         return found
 
     def _shown(self) -> list[tuple[str, str]]:
-        """Return how texts show the values, with the variables' names; the longest ones are first."""
+        """Return the forms of the values with the variables' names, longest first."""
         found = {}
         for name, value in self.values.items():
             if len(value) >= SHORTEST:

@@ -1,4 +1,4 @@
-"""Messages in the one form that chat templates and environments get, wherever they come from.  Pure.
+"""Normalises messages to the form that chat templates and environments get.  Pure.
 
 Data, environments and agents write the same conversation in several ways.  Here it becomes::
 
@@ -9,8 +9,8 @@ Data, environments and agents write the same conversation in several ways.  Here
 
 The texts of a list of parts are joined, arguments that are JSON text are read, ``function_call`` is a call, a
 developer is the system, and arrays are lists.  A key whose value is null is left out, because tables such as
-Parquet cannot say whether a key of an object is null or absent; only in arguments that are JSON text a null
-is a null.  What no model could read is refused.
+Parquet cannot say whether a key of an object is null or absent; only in arguments that are JSON text nulls
+are kept.  Messages that no model could read are refused.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _OWN_FORM = ("role", "content", "tool_calls", "function_call", "tool_call_id")
 
 
 class MessageError(ValueError):
-    """Raised for a message that no model could read; its text says which, and why."""
+    """Raised for a message that no model could read; its text names the message and the reason."""
 
 
 class Arguments(dict[str, Any]):
@@ -49,8 +49,8 @@ def normalised(given: Any, *, sampled: bool = False) -> tuple[dict[str, Any], ..
 
     Args:
         given: a list of messages.
-        sampled: whether calls may be such as a model wrote them, which an agent sends back: arguments that
-            are no object stay what they are, and so do their nulls.
+        sampled: whether calls may be a model's own, sent back by an agent: arguments that are not an object
+            stay as they are, including nulls.
 
     Raises MessageError.
     """
@@ -70,7 +70,7 @@ def normalised(given: Any, *, sampled: bool = False) -> tuple[dict[str, Any], ..
 def prompt_messages(given: Any) -> tuple[dict[str, Any], ...]:
     """Return the messages of a prompt in the form of this module.
 
-    Raises MessageError also if a tool answers what nobody asked, or if the model's turn does not follow.
+    Raises MessageError also for a tool message without a call, or if the model's turn does not follow.
     """
     messages = normalised(given)
     if not messages:
@@ -94,7 +94,7 @@ def prompt_messages(given: Any) -> tuple[dict[str, Any], ...]:
 def readable(prompt: Prompt, who: str) -> Prompt:
     """Return a plugin's prompt with its messages in the form of this module.
 
-    Raises PluginError, with ``who`` has made it.
+    Raises PluginError, which names ``who``.
     """
     try:
         return evolve(prompt, messages=prompt_messages(prompt.messages))
@@ -103,7 +103,7 @@ def readable(prompt: Prompt, who: str) -> Prompt:
 
 
 def check_turn(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Raise MessageError if the last of some messages is the model's own: its next turn follows them."""
+    """Raise MessageError if the last message is the model's own: its next turn must follow another one."""
     if messages and messages[-1]["role"] == "assistant":
         raise MessageError(
             f"message {len(messages)} (assistant) is the last one, and the model would answer itself; leave "
@@ -122,7 +122,7 @@ def parsed(arguments: Any) -> Any:
 
 
 def _plain(value: Any, *, nulls: bool = False, deepest: int = DEEPEST) -> Any:
-    """Return a value as JSON has it, without the keys of objects that are null unless they are wanted.
+    """Convert a value to JSON values; keys that are null are dropped unless ``nulls``.
 
     Raises MessageError.
     """
@@ -178,7 +178,7 @@ def _message(given: Any, where: str, sampled: bool) -> dict[str, Any]:
 
 
 def _text(content: Any, where: str) -> str:
-    """Return the text of a message's content, of which parts are joined."""
+    """Return the text of a message's content, with its parts joined."""
     if content is None:
         return ""
     if isinstance(content, str):

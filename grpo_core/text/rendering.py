@@ -3,8 +3,8 @@
 A rollout of several turns is a row: the prompt, then the completions as they were sampled, and between them
 the template's text around the environment's messages.  This equals the template's rendering of the whole
 conversation only if the template appends: the rendering of n + 1 turns begins with the rendering of n turns.
-Many templates do not: they drop the reasoning of earlier turns once a user goes on.  Where that happens, the
-row ends, and the rollout goes on in a new segment that begins with the template's rendering.
+Many templates do not: they drop the reasoning of earlier turns after the next user message.  Where that
+happens, the row ends, and the rollout continues in a new segment that begins with the template's rendering.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ INLINE = 4000
 the interpreter from the event loop for 5 ms."""
 
 _TAIL = 64
-"""Tokens of a completion in which the text that ends its turn is looked for."""
+"""Number of last tokens of a completion that are searched for the end of its turn."""
 
 T = TypeVar("T")
 
 Tools = Sequence[Mapping[str, Any]]
 
 _PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
-"""Class names that transformers saves for a tokenizer that is completely defined by its tokenizer.json."""
+"""Class names that transformers saves for tokenizers that tokenizer.json defines completely."""
 
 
 class Renderer:
@@ -79,7 +79,7 @@ class Renderer:
         self._template = bool(getattr(tokenizer, "chat_template", None))
         self._rendered_lately = Rendered()
         self._tells_time = "strftime_now" in str(getattr(tokenizer, "chat_template", ""))
-        """Whether the template may render the same conversation in another way later."""
+        """Whether the template may render the same conversation differently later."""
         eos = tokenizer.eos_token_id
         self.stop_token_ids = tuple(sorted({*extra_stop, *([] if eos is None else [eos])}))
         self.context = context
@@ -135,7 +135,8 @@ class Renderer:
     async def run(self, work: Callable[[], T], size: int) -> T:
         """Return ``work()``, which renders or reads about ``size`` characters with this renderer.
 
-        Long work runs in a thread, and short work does meanwhile, since tokenizers need not be thread-safe.
+        Long work runs in a thread, and so does short work meanwhile, since tokenizers need not be
+        thread-safe.
         """
         if size <= INLINE and self._working.acquire(blocking=False):
             try:
@@ -160,7 +161,7 @@ class Renderer:
     def check_turns(self, *, tools: bool) -> None:
         """Check that the template can render several turns, with tools or without.
 
-        Raises ModelError if it refuses the roles, or leaves out what the assistant says.
+        Raises ModelError if it refuses the roles, or leaves out the assistant's text.
         """
         if not self._template or tools in self._checked:
             return
@@ -187,11 +188,11 @@ class Renderer:
         return self._template and self._text([_ASKED], generation=True, tools=tools) == asked
 
     def unstopped_end(self, stop: Sequence[str], *, call: bool = False) -> str:
-        """Return how the template ends a turn if no completion stops there, and otherwise an empty text.
+        """Return the template's end of a turn if no completion stops there, or else an empty text.
 
         Args:
             stop: texts at which a completion stops.
-            call: the turn ends with a tool call, and not with a text.
+            call: whether the turn ends with a tool call instead of a text.
         """
         if not self._template:
             return ""
@@ -250,8 +251,8 @@ class Renderer:
     ) -> tuple[int, ...] | None:
         """Encode the messages after a completion, up to the model's next turn.
 
-        Completions count for their structure only (whether they reason and call tools): however the template
-        would write what was sampled, the sampled tokens stay.
+        Only the structure of completions matters (whether they reason and call tools): the sampled tokens
+        stay, however the template would write them.
 
         Args:
             messages: the environment's messages.
@@ -262,8 +263,8 @@ class Renderer:
             sampled: tokens of the completion.  If they end with the template's end of a turn, which may be a
                 stop string, it is not written again.
 
-        Returns None if the template renders the conversation differently once it goes on: the next turn then
-        follows ``prompt_ids`` of all messages.
+        Returns None if the template renders the conversation differently once it continues: the next turn
+        then follows ``prompt_ids`` of all messages.
         """
         if not self._template:
             return self._encode(self._text(messages, generation=True))
@@ -280,7 +281,7 @@ class Renderer:
         forgotten = any(part in str(spoken) and part not in own for part in (thought, THOUGHT_ENDS))
         if not whole.startswith(start) or forgotten:
             return None
-        after = after if shown else own  # some templates leave out what is said beside a call
+        after = after if shown else own  # some templates leave out the text next to a call
         last = partial(self._text, [*history, spoken], generation=False, tools=tools)
         if not spoken.get("tool_calls"):
             answer = str(messages[0].get("content") or "") if messages else ""
@@ -292,7 +293,7 @@ class Renderer:
             )
         turn = last()
         if shown and len(own) > len(turn[len(start) :].partition(content)[0]):
-            return None  # the answer of the tool stands before what was said beside the call
+            return None  # the tool's answer comes before the text next to the call
         rest = whole[len(turn) :] if whole.startswith(turn) else None
         calls = after[: len(after) - len(rest or "")]
         return self._after_end(
@@ -305,13 +306,14 @@ class Renderer:
     def _after_end(
         self, text: str, end: int | None, *, in_turn: Callable[[str], bool], rest: Callable[[], str | None]
     ) -> tuple[int, ...] | None:
-        """Encode what follows the end of a completion; None if the template writes another end.
+        """Encode the text after the end of a completion; None if the template writes another end.
 
         Args:
-            text: what the template writes after a completion; it may begin with its tool calls.
+            text: the template's text after a completion; it may begin with its tool calls.
             end: as in ``continuation_ids``.
-            in_turn: whether a beginning of ``text`` is of the completion's turn, and not of a later message.
-            rest: what follows if no stop token ends the turn; None if that is not known.
+            in_turn: whether the beginning of ``text`` belongs to the completion's turn, not to a later
+                message.
+            rest: the text that follows if no stop token ends the turn; None if unknown.
         """
         ids = self._encode(text)
         ends = next((i for i, token in enumerate(ids) if token in self.stop_token_ids), None)
@@ -326,12 +328,12 @@ class Renderer:
         return None if following is None else self._encode(following)
 
     def _closes(self, text: str) -> bool:
-        """Return whether a special token is at the end of a text."""
+        """Return whether a text ends with a special token."""
         ids = self._encode(text.rstrip())
         return bool(ids) and ids[-1] in self._tokenizer.all_special_ids
 
     def _unsaid(self, text: str, last: str, sampled: Ids | None) -> str:
-        """Return what the template writes after a completion, without an end of the turn that it has already.
+        """Return the template's text after a completion, without the end of the turn that it already has.
 
         Args:
             text: what the template writes after a completion.
@@ -351,8 +353,8 @@ class Renderer:
     ) -> Message:
         """Convert a completion to an assistant message, with its ``tool_calls`` if it makes any.
 
-        The response format defines how reasoning and calls are read.  Without one it is the tokenizer's
-        response template, and without that, calls stand between <tool_call> and </tool_call>
+        The response format defines how reasoning and calls are read.  The default is the tokenizer's response
+        template, and without that, calls are between <tool_call> and </tool_call>
         (``grpo_core.text.tool_calls.parse_calls``).
 
         Args:
@@ -364,7 +366,7 @@ class Renderer:
         if self._read or getattr(self._tokenizer, "response_template", None):
             try:
                 said = (self._read or self._described)(token_ids, before, tools)
-            except Exception:  # a library fails in its own ways; a garbled call is reported to the model
+            except Exception:  # a library may raise anything; a garbled call is reported to the model
                 said = {"tool_calls": [None]}
             calls = read_calls(said.pop("tool_calls", None), text)
             message = {**said, "role": "assistant", "content": str(said.get("content") or "")}
@@ -454,7 +456,7 @@ def _load_tokenizer(directory: Path, trust_remote_code: bool) -> Any:
 
 
 def _end_tokens(directory: Path) -> list[int]:
-    """Return the tokens that end a completion besides the tokenizer's end-of-sequence token."""
+    """Return the tokens that end a completion, except the tokenizer's end-of-sequence token."""
     path = directory / "generation_config.json"
     given = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.exists() else None
     tokens = given if isinstance(given, list) else [] if given is None else [given]
@@ -464,12 +466,12 @@ def _end_tokens(directory: Path) -> list[int]:
 
 
 def _marks(place: int) -> tuple[str, str]:
-    """Return texts that stand for the reasoning and the content of the message at this place."""
+    """Return placeholder texts for the reasoning and the content of the message at this place."""
     return f"\N{ASTERISM}{place}a", f"\N{ASTERISM}{place}b"
 
 
 def _sketch(message: Message, place: int) -> Message:
-    """Return an assistant message of the same structure with marks for its texts; any other as it is."""
+    """Replace the texts of an assistant message by placeholders; other messages stay as they are."""
     if message["role"] != "assistant":
         return message
     thought, said = _marks(place)
@@ -492,7 +494,7 @@ def _sketch(message: Message, place: int) -> Message:
 
 
 class Rendered:
-    """Conversations that were rendered lately: the next turn of a rollout begins with one of them.
+    """Cache of rendered conversations: the next turn of a rollout begins with one of them.
 
     Messages are compared as objects, which rollouts keep from turn to turn.
     """
@@ -510,7 +512,7 @@ class Rendered:
         return text if same and list(shown) == list(tools) else None
 
     def keep(self, messages: Sequence[Message], tools: Tools, text: str) -> None:
-        """Remember a text, and forget the oldest ones if all are too long."""
+        """Keep a text, and drop the oldest ones if the total is too long."""
         self._drop(self._texts.pop(id(messages[-1]), None))
         self._texts[id(messages[-1])] = messages, tools, text
         self._size += len(text)

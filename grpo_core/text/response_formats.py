@@ -1,4 +1,4 @@
-"""Reads completions as models of a family write them: reasoning, content and tool calls.
+"""Parses completions in the formats of model families: reasoning, content and tool calls.
 
 The package ``renderers`` knows the formats; it is installed with ``grpo-core[formats]``.
 """
@@ -18,7 +18,7 @@ AUTO = "auto"
 """The format that the tokenizer itself describes."""
 
 _OTHER = {"auto", "custom", "default"}
-"""Names of the package that are no format."""
+"""Names in the package that are not formats."""
 
 ResponseReader = Callable[["Ids", "Ids", Sequence[Mapping[str, Any]]], dict[str, Any]]
 """Converts a completion, the tokens before it and the tools' schemas to the fields of a message.
@@ -28,7 +28,7 @@ ResponseReader = Callable[["Ids", "Ids", Sequence[Mapping[str, Any]]], dict[str,
 
 
 def check_response_format(name: str) -> None:
-    """Raises ConfigError if there is no format of this name, or the package is missing."""
+    """Raise ConfigError if there is no format of this name, or the package is missing."""
     if name == AUTO:
         return
     known = sorted(_formats())
@@ -40,7 +40,7 @@ def check_response_format(name: str) -> None:
 
 
 def known_formats() -> list[str]:
-    """Return the names of the formats besides "auto"; none without the package."""
+    """Return the names of the formats except "auto"; none without the package."""
     try:
         return sorted(_formats())
     except ConfigError:

@@ -1,7 +1,7 @@
-"""Parts the thinking of a reply from what it says.  Pure.
+"""Separates the thinking of a reply from its text.  Pure.
 
 Models write their thinking in the text of a reply, between ``<think>`` and ``</think>``.  Some chat templates
-write the first tag themselves, at the end of the prompt, so that a reply may have the second one alone.
+write the first tag themselves, at the end of the prompt, so that a reply may have only the second one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 THOUGHT_OPENS = "<think>"
 THOUGHT_ENDS = "</think>"
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
-"""Keys of a message with thinking that is parted already; templates, response formats and agents use them."""
+"""Keys of a message for separated thinking; templates, response formats and agents use them."""
 
 
 def split_thought(text: str, *, thinking: bool = False) -> tuple[str, str]:
@@ -33,7 +33,7 @@ def split_thought(text: str, *, thinking: bool = False) -> tuple[str, str]:
 
 
 def parted(message: Mapping[str, Any], *, thinking: bool = False) -> tuple[str, str]:
-    """Return the thinking of an assistant message, and what it says; see ``split_thought``."""
+    """Return the thinking and the text of an assistant message; see ``split_thought``."""
     content = str(message.get("content") or "")
     for key in THOUGHT_KEYS:
         if thought := message.get(key):

@@ -28,7 +28,7 @@ def parse_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
     a call without a name.
     """
     inner, outer, at = [], [], 0
-    # in one pass: a model that repeats the opening tag must not cost the square of its text
+    # in one pass: repeated opening tags must not cost quadratic time
     while (begin := text.find(_OPEN, at)) >= 0 and (end := text.find(_CLOSE, begin + len(_OPEN))) >= 0:
         outer.append(text[at:begin])
         inner.append(text[begin + len(_OPEN) : end])
@@ -52,7 +52,7 @@ def numbered(calls: Sequence[Mapping[str, Any]], first: int) -> list[dict[str, A
 
 
 def assistant_message(reply: str, *, tools: bool) -> dict[str, Any]:
-    """A reply as the model's message; with ``tools``, calls are read from its text."""
+    """Convert a reply to an assistant message; with ``tools``, calls are parsed from its text."""
     content, calls = parse_calls(reply) if tools else (reply, [])
     called = {"tool_calls": numbered(calls, 0)} if calls else {}
     return {"role": "assistant", "content": content, **called}
@@ -67,7 +67,7 @@ def _function(text: str) -> dict[str, Any]:
 
 def _checked(given: Any, text: str) -> dict[str, Any]:
     if isinstance(given, dict) and isinstance(given.get("name"), str):
-        with contextlib.suppress(ValueError):  # nested deeper than what can be sent to another process
+        with contextlib.suppress(ValueError):  # nested too deeply to send to another process
             name, arguments = well_formed([given["name"], given.get("arguments", {})])
             return {"name": name, "arguments": arguments}
     return {"name": "", "arguments": well_formed(text)}

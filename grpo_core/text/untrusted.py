@@ -1,4 +1,4 @@
-"""Reads what servers, agents and models wrote: whatever it is, no error but ValueError comes of it.  Pure."""
+"""Reads the output of servers, agents and models, and raises nothing but ValueError.  Pure."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ async def read_body(parts: AsyncIterable[bytes], headers: Mapping[str, str], lar
     A client asks for it with ``Accept-Encoding: identity``: a few compressed bytes can unfold to gigabytes.
 
     Args:
-        headers: of the answer, whose names have no case.
-        largest: number of bytes at most.
+        headers: of the answer, with case-insensitive names.
+        largest: largest number of bytes.
 
     Raises ValueError if it is compressed, or longer.
     """
