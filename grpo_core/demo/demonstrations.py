@@ -13,7 +13,7 @@ from grpo_core.text.tool_calls import assistant_message
 MOST = 5000
 """Largest number of prompts of all tasks together."""
 AT_ONCE = 256
-"""Number of rollouts that one environment plays at once."""
+"""Number of concurrent rollouts of one environment."""
 CONTEXT = 256
 """Number of positions of the tiny model, for which each character is a token."""
 
@@ -44,7 +44,7 @@ async def _played(environment: SolvingEnvironment, prompts: Sequence[Prompt]) ->
     starts = {f"solution {i}": prompt for i, prompt in enumerate(prompts)}
     said = {name: [_text(prompt.messages)] for name, prompt in starts.items()}
     talks = dict(starts)
-    several = environment.max_turns > 1 and not environment.runs_agents  # an agent asks as it likes
+    several = environment.max_turns > 1 and not environment.runs_agents  # an agent sends its own prompts
     try:
         tools = any(opened.tools for opened in await environment.open(starts)) if several else False
         for turn in range(environment.max_turns):

@@ -41,10 +41,10 @@ class TinyModel:
         return tomllib.loads((files(__package__) / "tiny.toml").read_text(encoding="utf-8"))
 
     def check(self) -> None:
-        """Accept: nothing can be missing."""
+        """Do nothing: the model needs no files."""
 
     def configuration(self) -> Mapping[str, Any]:
-        """Return the contents of config.json of the model that will be made."""
+        """Return the config.json of the model to be made."""
         from grpo_core.demo.tiny import tiny_config
 
         return tiny_config(width=self._width, layers=self._layers)
@@ -71,7 +71,7 @@ class TinyModel:
 
 @frozen(kw_only=True)
 class TinyRecipe:
-    """A recipe that makes the model; it is plain data, so that another process can call it."""
+    """A recipe that makes the model; plain data, so that another process can call it."""
 
     path: str
     demonstrations: tuple[Demonstration, ...]

@@ -1,8 +1,8 @@
 """A language model of 90,000 parameters, made on the spot: nothing is downloaded, and a step takes 0.1 s.
 
 A two-layer Llama with a character tokenizer in an ordinary transformers directory.  A short supervised
-warm start on an environment's own solutions lifts it from noise to a few percent of right answers: enough
-of a signal for reinforcement learning, and little enough to leave it the work.
+warm start on an environment's own solutions raises it from noise to a few percent of right answers: enough
+signal for reinforcement learning, with most of the task left to learn.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def make_tiny_model(
 ) -> None:
     """Write config, tokenizer and warm-started weights into ``directory``; it appears complete or not at all.
 
-    The weights are a function of the arguments.  Raises ConfigError if there is nothing to start from.
+    The weights are a function of the arguments.  Raises ConfigError without demonstrations.
     """
     if warm_start_steps and not demonstrations:
         raise ConfigError(
@@ -80,7 +80,7 @@ def make_tiny_model(
     warm_start(model, demonstrations, steps=warm_start_steps, seed=seed)
     directory.parent.mkdir(parents=True, exist_ok=True)
     beside = directory.with_name(f"{directory.name}.{os.getpid()}.part")
-    logging.disable_progress_bar()  # of a file that is written in a millisecond
+    logging.disable_progress_bar()  # about a file that is written in a millisecond
     model.save_pretrained(beside)
     write_tokenizer(beside)
     shutil.rmtree(directory, ignore_errors=True)
@@ -113,7 +113,7 @@ def encode(text: str) -> tuple[int, ...]:
 
 
 def warm_start(model: torch.nn.Module, demonstrations: Demonstrations, *, steps: int, seed: int) -> None:
-    """Take supervised steps on the replies and their ends, 128 demonstrations each, drawn by ``seed``."""
+    """Take supervised steps on replies and their ends, with 128 demonstrations each, drawn by ``seed``."""
     if not steps:
         return
     rows = [_row(*texts) for texts in demonstrations]
@@ -132,7 +132,7 @@ def warm_start(model: torch.nn.Module, demonstrations: Demonstrations, *, steps:
 
 
 def _row(prompt: str, *said: str) -> Row:
-    """Encode replies and answers in turn; replies are learnt, with the end of each."""
+    """Encode replies and answers in turn; replies are trained, with the end of each."""
     parts: list[Tokens] = []
     for place, text in enumerate(said):
         if place % 2:

@@ -23,7 +23,7 @@ class Commands:
 
     commands: dict[str, Command]
     plugins: list[Plugin] = field(factory=list)
-    """The plugins that offer commands, or would if they had no fault."""
+    """The plugins that offer commands, including broken ones."""
     offered: dict[str, Collection[str]] = field(factory=dict)
     """Names of a plugin's commands, by the plugin's name."""
 

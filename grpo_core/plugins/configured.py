@@ -22,15 +22,15 @@ def configured(
     *,
     stored: bool = False,
 ) -> tuple[Config, PluginHost]:
-    """Build the configuration from tables, later ones over earlier ones; return it and the plugins.
+    """Build the configuration from tables, where later ones override earlier ones, and its plugins.
 
     The plugins are those that the key ``plugins`` allows, and the files that the tables name.
 
     Args:
         layers: the tables.
         block: plugins that are not loaded.
-        offers: objects of the program that calls this.
-        stored: read the configuration of a run, whose plugins may not be installed any more.
+        offers: objects of the calling program.
+        stored: read the configuration of a run, whose plugins may have been uninstalled.
 
     Raises:
         ConfigError: a key is unknown, a value is wrong, or a plugin is not installed.
@@ -47,14 +47,14 @@ def configured(
 
 
 def changed(config: Config, changes: Mapping[str, Any], host: PluginHost) -> Config:
-    """Return a configuration with changes, which are a table; the options of a part that is replaced go."""
+    """Return a configuration with a table of changes; the options of a replaced part are dropped."""
     for name in _names(changes):
         host.load_file(name)
     return build([replace_parts(as_table(config), changes), changes], host.sections)
 
 
 def _names(table: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of what the tables choose, except environments, which are not loaded here."""
+    """Yield the names of chosen offers, except environments, which are not loaded here."""
     trackers = table.get("trackers")
     named = [table.get("name"), *(trackers if isinstance(trackers, list) else ())]
     yield from (name for name in named if isinstance(name, str))
@@ -71,12 +71,12 @@ class ModelSection(Protocol):
     """Keys that keep their values in all starts of a run, as ``"model.lora.rank"``."""
 
     def check(self, config: Config) -> None:
-        """Raise ConfigError if the run cannot have this section; before a process starts."""
+        """Raise ConfigError if the run cannot have this section; called before a process starts."""
         ...
 
 
 def model_section(config: WithSections) -> ModelSection | None:
-    """Return the section that says how the trainer holds its model; None: it trains all weights."""
+    """Return the section that defines how the trainer holds its model; None: it trains all weights."""
     for each in config.sections:
         if each.name.startswith("model.") and not each.kind.startswith(FILE_PREFIX):
             section = config.section(load_object(each.kind, who="section"))

@@ -1,4 +1,4 @@
-"""Which command installs a plugin that is known and was not found."""
+"""Commands that install known plugins which were not found."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ENVIRONMENTS = (
     *("code", "gym", "inspect", "math", "mcp", "nemo_gym", "openenv", "reasoning_gym"),
     *("textarena", "trl", "verifiers"),
 )
-"""Plugins of environments, each in a distribution of its name."""
+"""Plugins of environments, each in a distribution of the same name."""
 
 OFFERED: Mapping[str, Mapping[Kind, tuple[str, ...]]] = {
     "'grpo-core[ray]'": {"data_plane": ("ray",), "placement": ("ray",)},
@@ -37,7 +37,7 @@ OFFERED: Mapping[str, Mapping[Kind, tuple[str, ...]]] = {
     **{f"grpo-plugin-{name.replace('_', '-')}": {"environment": (name,)} for name in ENVIRONMENTS},
     "grpo-plugin-judge": {"environment": ("compose", "judge")},
 }
-"""Offers, or the plugins that have them, by what pip installs them with."""
+"""Offers, or their plugins, by pip's name of the distribution."""
 
 INSTALL: Mapping[tuple[Kind, str], str] = {
     (kind, name): f"pip install {distribution}"
@@ -56,7 +56,7 @@ KEYS: Mapping[str, str] = {
     "trainer.ranks": "grpo-plugin-scale",
     "trainer.weights": "grpo-plugin-scale",
 }
-"""Distributions of the keys and tables of the configuration that are ours and not the core's."""
+"""Our distributions of configuration keys and tables outside of the core."""
 
 COMMANDS: Mapping[str, str] = {
     command: f"grpo-plugin-{plugin}"
@@ -69,9 +69,9 @@ COMMANDS: Mapping[str, str] = {
     }.items()
     for command in commands
 }
-"""Distributions of the commands that are ours and not the core's."""
+"""Our distributions of commands outside of the core."""
 
 
 def install_command(kind: Kind, name: str) -> str:
-    """The command for ``name``, as ``vllm`` or ``math:sort``; empty if it is not known."""
+    """The command for ``name``, as ``vllm`` or ``math:sort``; empty if unknown."""
     return INSTALL.get((kind, name)) or INSTALL.get((kind, name.partition(":")[0]), "")

@@ -1,7 +1,7 @@
-"""Finds, checks and loads plugins; makes what they offer, by name.
+"""Finds, checks and loads plugins; makes their offers by name.
 
-A plugin that does not import, or that implements its hooks wrongly, is listed as broken and takes nobody
-down: it is fatal only if something that it offers is asked for.
+A plugin that cannot be imported, or that implements its hooks wrongly, is listed as broken: it is fatal only
+if one of its offers is used.
 
 How an offer is spelled (see ``grpo_core.contracts.hookspecs`` for what an offer is):
 
@@ -76,7 +76,7 @@ if TYPE_CHECKING:
 __all__ = ["BUILT_IN", "HOOKS", "Kind", "Plugin", "PluginHost", "listing"]
 
 BUILT_IN = "core"
-"""Name of the plugin that the core itself is; it is always there."""
+"""Name of the core as a plugin; it is always there."""
 
 SECTIONS = "grpo_config_sections"
 """The hook for sections of the configuration, which are classes and not offers."""
@@ -99,7 +99,7 @@ class PluginHost:
         self.left_out: dict[str, str] = {}
         """Installed plugins that were not imported, and why."""
         self.selection = PluginSelection()
-        """The selection of plugins, which other processes of the run load, too."""
+        """The selection of plugins for other processes of the run."""
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
         self._manager.add_hookspecs(hookspecs)
 
@@ -107,10 +107,10 @@ class PluginHost:
     def discover(
         cls, allow: Sequence[str] | None = None, block: Sequence[str] = (), *, elsewhere: bool = False
     ) -> PluginHost:
-        """Load the built-in plugin and those that are installed.
+        """Load the built-in plugin and the installed ones.
 
         Args:
-            allow: names of plugins or distributions that may be loaded; None: those of the environment
+            allow: names of plugins or distributions that may be loaded; None: the names in the environment
                 variable ``GRPO_PLUGINS`` (separated by commas, empty: none) or, without it, all.
             block: names of plugins or distributions that are not imported.
             elsewhere: see ``PluginSelection``.
@@ -154,11 +154,11 @@ class PluginHost:
 
     @classmethod
     def current(cls) -> PluginHost:
-        """The plugins that made what calls this from its factory; otherwise those that are installed."""
+        """The plugins of the host whose factory call is running; otherwise the installed ones."""
         return _making.get() or cls.discover()
 
     def variables(self) -> dict[str, str]:
-        """Environment variables of other processes, in which they load no installed plugins but these."""
+        """Environment variables that limit other processes to these installed plugins."""
         if self.selection.allow is None and not self.selection.block:
             return {}
         names = [each.name for each in self.plugins if each.version and each.name != BUILT_IN]
@@ -205,7 +205,7 @@ class PluginHost:
             return factory(*args, **with_paths(factory, options))
         except (ConfigError, ValueError, TypeError) as error:
             raise SelectionError(f"{selected}: cannot be made: {describe(error)}") from error
-        except (Exception, SystemExit) as error:  # code of others may call sys.exit
+        except (Exception, SystemExit) as error:  # a plugin's code may call sys.exit
             raise PluginError(f"{selected}: cannot be made: {describe(error)}") from error
         finally:
             _making.reset(making)
@@ -223,7 +223,7 @@ class PluginHost:
     def check_options(self, kind: Kind, name: str, options: Mapping[str, Any]) -> None:
         """Check a choice of the configuration without making anything.
 
-        Imports the module of the offer, and nothing that the factory would import when it is called.
+        Imports the module of the offer, but does not call the factory.
 
         Args:
             kind: of the offer.
@@ -246,10 +246,9 @@ class PluginHost:
             kind: of the offer.
             name: as the configuration spells it.
             options: as the configuration gives them.
-            known: other values that functions of this kind may check, too; each check gets those that it
-                names.
+            known: other values for checks of this kind; each check gets the ones among its parameters.
 
-        Raises PluginError with what the check says.
+        Raises PluginError with the message of the check.
         """
         selected = self.find(kind, name)
         if selected.offer.check is None:
@@ -294,7 +293,7 @@ class PluginHost:
         raise self._unknown(kind, name)
 
     def offers(self, kind: Kind, name: str) -> bool:
-        """Whether a plugin offers something as ``name``; unlike ``find``, no file is looked into."""
+        """Whether a plugin offers something as ``name``; unlike ``find``, it reads no file."""
         for plugin in self.plugins:
             offers = plugin.offers.get(kind, {})
             inner = name.removeprefix(f"{plugin.name}:")
@@ -312,7 +311,7 @@ class PluginHost:
     # ------------------------------------------------------------------------------ loading
 
     def load_file(self, name: str) -> Plugin | None:
-        """Load the file in which the offer of this name is; None if it is in no file."""
+        """Load the file of the offer with this name; None if it is not in a file."""
         if (place := in_file(name)) is None:
             return None
         module_file = place[0].resolve()
@@ -330,7 +329,7 @@ class PluginHost:
             self._register(plugin, module)
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # SystemExit, too, is no reason to end
+        except BaseException as error:  # SystemExit must not end the process either
             if module is not None and self._manager.get_name(module) == plugin.name:
                 self._manager.unregister(module)
             plugin.fault, plugin.offers, plugin.sections = error, {}, ()
@@ -451,7 +450,7 @@ def _more_options(selected: Selected) -> str:
 
 
 def _agent_of(module: ModuleType) -> type[Environment]:
-    """Make an environment of a file that defines ``run``, and perhaps other members of an environment."""
+    """Make an environment from a file that defines ``run`` and perhaps other members."""
     from grpo_core.contracts.protocols import Environment
 
     members = {name: value for name, value in vars(module).items() if hasattr(Environment, name)}
@@ -495,8 +494,8 @@ def _check_known(names: Iterable[str], known: set[str], source: str) -> None:
 
 
 def make_environment(name: str, /, **options: Any) -> Any:
-    """Make another environment by its name, for the factory of one that adds something to it.
+    """Make another environment by name, for the factory of an environment that wraps it.
 
-    Raises PluginError or ConfigError if there is none, or for its options.
+    Raises PluginError or ConfigError if there is none, or if its options are wrong.
     """
     return PluginHost.current().make("environment", name, **options)

@@ -19,7 +19,7 @@ from grpo_core.contracts.errors import PluginError
 from grpo_core.plugins.offers import Plugin
 
 FILE_PREFIX = "grpo_file_"
-"""Beginning of the name of a module that is imported from a single file."""
+"""Prefix of the name of a module that is imported from a single file."""
 importing_file: ContextVar[Path | None] = ContextVar("the file that is being imported", default=None)
 
 
@@ -34,7 +34,7 @@ class Installed:
 
     @property
     def names(self) -> set[str]:
-        """The names by which a list of plugins may select it."""
+        """Names that select it in a list of plugins."""
         return {self.plugin.name, self.entry.name, self.plugin.distribution}
 
 
@@ -65,7 +65,8 @@ def installed(reserved: Iterable[str]) -> list[Installed]:
 def in_file(name: str) -> tuple[Path, str] | None:
     """Split the name of an offer that is in a file, ``PATH.py`` or ``PATH.py:NAME``; None for any other.
 
-    What follows a word and a colon, as in ``agent:./file.py``, is for the plugin or the prefix of that name.
+    After a word and a colon, as in ``agent:./file.py``, the path belongs to the plugin or prefix of that
+    name.
     """
     if re.match(r"\w+:", name) or (match := re.fullmatch(r"(.+\.py)(?::(.*))?", name)) is None:
         return None
@@ -73,7 +74,7 @@ def in_file(name: str) -> tuple[Path, str] | None:
 
 
 def import_plugin(plugin: Installed) -> Any:
-    """Check the requirement on grpo-core, which an installation may have ignored, and import the module."""
+    """Check the plugin's requirement on grpo-core, which pip may have ignored, and import the module."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
@@ -89,7 +90,7 @@ def import_plugin(plugin: Installed) -> Any:
 def import_file(path: Path) -> Any:
     """Import a file that is not installed.
 
-    Its directory becomes the last place where modules are looked for: the file finds modules next to it,
+    Its directory is appended to the module search path: the file finds modules next to it,
     and nothing there can hide a module of the standard library or of an installed package.
     """
     from importlib.util import module_from_spec, spec_from_file_location

@@ -1,4 +1,4 @@
-"""Loads a Python object by its name, for plugins that take functions and classes of users."""
+"""Loads a Python object by its name, for plugins that accept users' functions and classes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from grpo_core.plugins.installed import import_file
 
 
 def load_object(name: str, *, who: str) -> Any:
-    """Return what ``module:attribute`` or ``path/file.py:attribute`` names.
+    """Return the object that ``module:attribute`` or ``path/file.py:attribute`` names.
 
-    Modules are those that are installed, and those of the working directory.
+    Modules may be installed or in the working directory.
 
     Args:
         name: the name.
-        who: name of the plugin that asks, for messages.
+        who: name of the calling plugin, for messages.
 
     Raises ConfigError.
     """

@@ -108,7 +108,7 @@ class Selected:
         return self.loaded(self.offer.factory)
 
     def loaded(self, function: Function) -> Factory:
-        """Return a function of the offer.  Raises PluginError if its module cannot be imported."""
+        """Load a function of the offer.  Raises PluginError if its module cannot be imported."""
         if not isinstance(function, str):
             return function
         module, _, attribute = function.partition(":")
@@ -140,7 +140,7 @@ class Bound(Generic[Argument, Returned]):
 
 
 def check_requirements(selected: Selected) -> None:
-    """Raises ConfigError if a module that the factory needs is not installed; imports none of them."""
+    """Raise ConfigError if a module that the factory needs is not installed; imports none of them."""
     for module, command in selected.offer.requires.items():
         if importlib.util.find_spec(module) is None:
             raise ConfigError(f"{selected}: {module} is not installed: {command}")
@@ -198,14 +198,14 @@ def check_options(
     """Check names and types of options against the signature, which may be that of an attrs class.
 
     Args:
-        selected: whose options they are, for messages.
-        factory: the callable that is going to receive the options.
-        options: what the user gave.
+        selected: the offer, for messages.
+        factory: the callable that will receive the options.
+        options: the user's options.
         given: positional arguments that come from the core; None: only keyword-only parameters are options.
         more: end of the message about an unknown option.
 
     Raises:
-        PluginError: an option is unknown, missing, or not of the type with which it is annotated.
+        PluginError: an option is unknown, missing, or not of its annotated type.
     """
     signature = signature_of(factory)
     if signature is None:
@@ -241,7 +241,7 @@ def check_options(
 
 
 def hint_of(factory: Factory, parameter: inspect.Parameter) -> Any:
-    """Return the parameter's annotation; Any if it has none, or one that only a type checker can read."""
+    """Return the parameter's annotation; Any without one, or if only a type checker can read it."""
     hint = parameter.annotation
     if hint is parameter.empty:
         return Any
@@ -259,7 +259,7 @@ _SCALARS: Mapping[Any, tuple[type, ...]] = {bool: (bool,), str: (str,), int: (in
 
 
 def _is_of(value: Any, kind: Any) -> bool:
-    """Whether an option can be of the type that its annotation names; True for types that are not known."""
+    """Whether an option can be of its annotated type; True for unknown types."""
     if kind is None or kind is type(None):
         return value is None
     if kind is Path:

@@ -1,8 +1,8 @@
 """Options of plugins that are paths: a factory annotates them as ``Path``, ``Path | None`` or a list of them.
 
 The process of a run makes them absolute when the run is made.  It does not import an environment that is
-offered as a string, or that has an interpreter of its own, since these may be loadable only in their own
-process.  Their annotations are read from the text of the module.
+offered as a string or has a separate interpreter, since these may be loadable only in their own process.
+Their annotations are read from the text of the module.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def with_paths(factory: Factory, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def args_with_paths(selected: Selected, factory: Factory) -> tuple[Any, ...]:
-    """Return what the name of an offer gives to its factory, with a ``Path`` if it expects one."""
+    """Return the factory's arguments from the name of an offer, with a ``Path`` if it expects one."""
     hint = next(iter(_hints(factory).values()), Any)
     return tuple(_mapped(hint, value, _path) for value in selected.args)
 
@@ -78,7 +78,7 @@ def _absolute(hints: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str,
 
 
 def _mapped(hint: Any, value: Any, change: Callable[[str], Any]) -> Any:
-    """Return the value with its paths changed, as the annotation says which parts of it are paths."""
+    """Return the value with its paths changed; the annotation defines which parts are paths."""
     arguments = typing.get_args(hint)
     if hint is Path and isinstance(value, (str, os.PathLike)):
         return change(os.fspath(value))
@@ -95,8 +95,8 @@ def _hints_of(selected: Selected) -> dict[str, Any]:
     if selected.kind == "environment" and isinstance(selected.offer.factory, str):
         module, _, attribute = selected.offer.factory.partition(":")
         try:
-            spec = importlib.util.find_spec(module)  # which imports only the packages above it
-        except Exception:  # it can be loaded in another process only
+            spec = importlib.util.find_spec(module)  # imports only its parent packages
+        except Exception:  # it can be loaded only in another process
             spec = None
         return _read_hints(Path(spec.origin) if spec and spec.origin else None, attribute)
     return _hints(selected.load())
@@ -110,11 +110,11 @@ def _hints(factory: Factory) -> dict[str, Any]:
 
 
 def _read_hints(file: Path | None, attribute: str) -> dict[str, Any]:
-    """Return the annotations of a factory's parameters as the text of its module has them."""
+    """Return the annotations of a factory's parameters from its module's source."""
     try:
         tree = ast.parse(file.read_bytes()) if file else ast.Module([], [])
     except (OSError, SyntaxError, ValueError):
-        return {}  # whoever imports it says what is wrong
+        return {}  # importing it reports the problem
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == attribute:
             return {name: _evaluated(hint) if hint else Any for name, hint in _annotations(node).items()}

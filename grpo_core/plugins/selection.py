@@ -14,7 +14,7 @@ class PluginSelection:
     block: tuple[str, ...] = ()
     """Names of plugins or distributions that are not imported."""
     elsewhere: bool = False
-    """Whether it was made for another interpreter, in which plugins that it names may not be installed."""
+    """Whether it was made for another interpreter, where its plugins may not be installed."""
 
 
 ALL_PLUGINS = PluginSelection()

@@ -1,4 +1,4 @@
-"""The built-in transport of weights, and how the processes of a run find any of them.  Needs no torch."""
+"""The built-in transport of weights, and the lookup of transports in a run's processes.  Needs no torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _found: dict[str, Transport] = {}
 
 def find_transport(name: str, plugins: PluginHost) -> Transport:
     """Return a transport by its name.  Raises PluginError or ConfigError if there is none."""
-    if ":" in name:  # engines find it by the beginning of a location
+    if ":" in name:  # engines find it by the prefix of a location
         raise ConfigError(f"engine.transport = {name!r}: expected a name without a colon")
     found: Transport = plugins.make("transport", name)
     _found[name] = found
@@ -28,7 +28,7 @@ def find_transport(name: str, plugins: PluginHost) -> Transport:
 def transport_of(location: str) -> Transport:
     """Return the transport of published weights: ``NAME:...`` names it, and a path is shared memory.
 
-    Raises PluginError if no plugin that the run allows offers it here.
+    Raises PluginError if no allowed plugin offers it here.
     """
     name, named, _ = location.partition(":")
     if not named or location.startswith("/"):

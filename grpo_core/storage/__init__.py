@@ -1,1 +1,1 @@
-"""What a run keeps on the disk, and where the tokens of finished groups are."""
+"""The files of a run, and the storage of finished groups' tokens."""

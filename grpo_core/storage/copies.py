@@ -1,8 +1,8 @@
 """Copies of published weights that outlive the trainer's next publication.
 
-The trainer's next ``publish`` overwrites the weights before.  Engines of a pool that are late, and workers on
-other machines, read a copy instead.  This module needs no torch.  A copy keeps the checksums of
-``grpo_core.weights.shm``, so an engine verifies it as it verifies the original.
+The trainer's next ``publish`` overwrites the weights before.  Late engines of a pool, and workers on other
+machines, read a copy instead.  This module needs no torch.  A copy keeps the checksums of
+``grpo_core.weights.shm``, so an engine verifies it like the original.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def anonymous_file(name: str) -> int:
     """Make a file in memory and return its descriptor; it has no name and vanishes with its process."""
     if hasattr(os, "memfd_create"):
         made = os.memfd_create(name)
-        os.fchmod(made, 0o600)  # the kernel lets its user alone open it through /proc; this says so, too
+        os.fchmod(made, 0o600)  # the kernel already lets only its user open it through /proc
         return made
     return os.dup(tempfile.TemporaryFile().fileno())  # pragma: no cover - not on Linux
 

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 REPLACED = ".replaced"
-"""Suffix of a directory while another one takes its place."""
+"""Suffix of a directory while another one replaces it."""
 
 
 class Disk:
@@ -55,7 +55,7 @@ class Disk:
         if directory.is_symlink() or directory.is_file():
             directory.unlink(missing_ok=True)
         while directory.is_dir():
-            with contextlib.suppress(FileNotFoundError):  # somebody else removes it, too
+            with contextlib.suppress(FileNotFoundError):  # another process removes it, too
                 shutil.rmtree(directory)
 
 

@@ -1,4 +1,4 @@
-"""Data planes: where the tokens of finished groups are until they are trained.
+"""Data planes: storage for the tokens of finished groups until they are trained.
 
     a group ends -> not filtered -> put(group) -> ready -> rows -> a rank fetches the tokens of its rows
                                         |                    \\-> the tracker that writes rollouts does, too
@@ -6,8 +6,8 @@
 
 A handle of tokens (``PlacedTokens``) knows their number, which of them were sampled, and by which weights;
 that of a prompt (``PlacedIds``) knows its length and its digest.  A plane keeps the tokens of a group until
-nobody holds one of its handles any more, whatever the reason: the group was trained and written, the run
-ends, or an error drops it.  So nothing has to be told that a step is over.
+its last handle is gone, for any reason: the group was trained and written, the run ends, or an error drops
+it.  So no part has to report the end of a step.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class MemoryPlane:
     remote = False
 
     def __init__(self, placement: Any) -> None:
-        """Every placement will do."""
+        """Any placement works."""
 
     async def started(self) -> None:
         return None
@@ -89,11 +89,11 @@ class RemotePlane(ABC):
 
     @abstractmethod
     def discard(self, keys: Sequence[str]) -> None:
-        """Forget these keys, also one whose ``keep`` was cancelled.  Returns at once and raises nothing."""
+        """Drop these keys, also one whose ``keep`` was cancelled.  Returns at once and raises nothing."""
 
     @abstractmethod
     async def forget(self) -> None:
-        """Forget everything, and end the plane; nothing is called after this."""
+        """Drop everything, and end the plane; no call follows."""
 
     async def aclose(self) -> None:
         self._closed = True
@@ -129,7 +129,7 @@ class RemotePlane(ABC):
         )
 
     def _release(self, key: str) -> None:
-        """The last handle has gone, on any thread."""
+        """Called on any thread when the last handle is gone."""
         self._released.append(key)
         if self._loop is not None and not self._closed:
             with suppress(RuntimeError):  # the loop is closed: so is the plane

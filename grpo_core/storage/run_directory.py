@@ -47,7 +47,7 @@ PARTIAL = ".partial"
 """Suffix of a file of rollouts while it is written."""
 LOCK, ENDED = ".lock", ".ended"
 PROVENANCE = "provenance.jsonl"
-"""The programs of each start, see grpo_core.app.provenance."""
+"""File of the programs of each start, see grpo_core.app.provenance."""
 ROLLOUTS, VALIDATION = "rollouts", "validation"
 """Directories of files of rollouts: of the steps, and of the validations."""
 WRITTEN = (
@@ -66,7 +66,7 @@ WRITTEN = (
 )
 """Names that a start writes."""
 _BLOCK = 65536
-"""Bytes that are read at once to find the last line of a file."""
+"""Number of bytes per read in the search for a file's last line."""
 
 
 class RunDirectory:
@@ -89,8 +89,8 @@ class RunDirectory:
     def create(cls, path: Path, config: Config) -> RunDirectory:
         """Make a run's directory, and lock it for this process.
 
-        What an earlier start left there that never trained a step is removed.  Raises ConfigError if the path
-        holds anything else.
+        Files of an earlier start that never trained a step are removed.  Raises ConfigError if the path holds
+        anything else.
         """
         run = cls(path)
         if path.exists() and not path.is_dir():
@@ -100,7 +100,7 @@ class RunDirectory:
             path.mkdir(parents=True, exist_ok=True)
             run.lock()
             run._check_free()  # another process may have been quicker
-            for left in path.iterdir():  # by a start that failed
+            for left in path.iterdir():  # from a failed start
                 if left.name in WRITTEN or re.fullmatch(r"config-\d+\.toml", left.name):
                     left.unlink() if left.is_file() else shutil.rmtree(left)
             (path / CONFIG).write_text(as_toml(config), encoding="utf-8")
@@ -150,19 +150,19 @@ class RunDirectory:
         return False
 
     def mark_ended(self, reason: str, step: int) -> None:
-        """Record that the run has ended, and that its trackers have written all they had to."""
+        """Record that the run has ended, and that its trackers have finished."""
         files = sorted(path.name for path in self.path.iterdir())
         ended = {"reason": reason, "step": step, "files": files}
         with suppress(OSError):  # the disk is full: a resume completes the end once more
             replace_file(Disk(), self.path / ENDED, json.dumps(ended).encode())
 
     def has_ended(self, reason: str, step: int) -> bool:
-        """Whether the run has ended for this reason at this step, and what it left is still there."""
+        """Whether the run has ended for this reason at this step, and its files are still there."""
         try:
             ended = json.loads((self.path / ENDED).read_text(encoding="utf-8"))
             there = {path.name for path in self.path.iterdir()}
             return (ended["reason"], ended["step"]) == (reason, step) and there.issuperset(ended["files"])
-        except (OSError, ValueError, KeyError, TypeError):  # it was never written, or by somebody else
+        except (OSError, ValueError, KeyError, TypeError):  # it was never written, or by another program
             return False
 
     def forget_end(self) -> None:
@@ -170,7 +170,7 @@ class RunDirectory:
         (self.path / ENDED).unlink(missing_ok=True)
 
     def _check_free(self) -> None:
-        """Raise ConfigError if the directory holds anything but the rest of a start that failed."""
+        """Raise ConfigError if the directory holds anything but the rest of a failed start."""
         found = {path.name for path in self.path.iterdir()} if self.path.exists() else set()
         if not found - {LOCK}:
             return
@@ -275,7 +275,7 @@ class RunDirectory:
         shutil.rmtree(self.model, ignore_errors=True)
 
     def replace_config(self, config: Config, disk: Disk | None = None) -> None:
-        """Write another configuration, and keep the present one under the next free number."""
+        """Write another configuration, and keep the current one under the next free number."""
         disk = disk or Disk()
         numbers = itertools.count(1)
         earlier = next(path for n in numbers if not (path := self.path / f"config-{n}.toml").exists())
@@ -284,16 +284,16 @@ class RunDirectory:
         self._earlier = earlier
 
     def take_back_config(self) -> None:
-        """Put the configuration back that ``replace_config`` has replaced, if it has."""
+        """Restore the configuration that ``replace_config`` replaced, if any."""
         if self._earlier is not None:
             self._earlier.replace(self.path / CONFIG)
             self._earlier = None
 
 
 def numbered_events(file: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """Yield the number of each whole line of ``events.jsonl``, and its event; None if it has none.
+    """Yield the number of each complete line of ``events.jsonl``, and its event, or None without one.
 
-    A killed process may have left half a line at the end.
+    A killed process may have left an incomplete last line.
     """
     with open(file, "rb") as lines:
         for number, line in enumerate(lines, 1):
@@ -319,7 +319,7 @@ def whole_lines(file: Path) -> int:
 
 
 def lost(steps: int, seconds: float) -> str:
-    """Say how much work is lost with some steps: "15 steps (14 minutes) are lost"."""
+    """Describe how much work is lost with some steps: "15 steps (14 minutes) are lost"."""
     time = f"{seconds / 60:.0f} minutes" if seconds >= 120.0 else f"{seconds:.0f} s"
     return f"{steps} steps ({time}) are lost" if steps > 1 else f"1 step ({time}) is lost"
 
@@ -328,7 +328,7 @@ def metrics_rows(file: Path, containing: bytes = b"") -> Iterator[dict[str, Any]
     """Yield the rows of ``metrics.jsonl``; the last line may be incomplete during a run.
 
     Args:
-        containing: bytes that are in each line that is read.
+        containing: bytes that a line must contain to be read.
 
     Raises ConfigError if a line is something else.
     """
@@ -340,7 +340,7 @@ def metrics_rows(file: Path, containing: bytes = b"") -> Iterator[dict[str, Any]
         try:
             row = json.loads(line)
             if not isinstance(row, dict) or {*map(type, row.values())} - {int, float, NoneType}:
-                checked(row, dict[str, float | None])  # which takes longer, and names the key
+                checked(row, dict[str, float | None])  # slower, but names the key
             checked(row.get("step"), Count, "step")
         except (ValueError, RecursionError) as error:
             raise ConfigError(
@@ -364,11 +364,11 @@ def validations(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def planned_steps(config: object, started: object = None) -> int:
-    """Return the number of steps of a whole run; 0 if it is not known.
+    """Return the number of steps of a whole run; 0 if unknown.
 
     Args:
-        config: the table of ``config.toml``, which does not have the number if ``trainer.epochs`` is set.
-        started: the configuration in the last event ``RunStarted``, which has it; or something else.
+        config: the table of ``config.toml``, which lacks the number if ``trainer.epochs`` is set.
+        started: the configuration in the last event ``RunStarted``, which has the number; or any other value.
     """
 
     def trainer(table: object) -> Mapping[str, Any]:

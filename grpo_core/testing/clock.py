@@ -2,8 +2,8 @@
 
     clock.run(story())           # an hour of asyncio.sleep passes in microseconds
 
-The clock jumps to the next timer whenever nothing can run.  If there is no timer either, nothing will ever
-run again: that is a deadlock, and it is raised with the tasks that wait and the line they wait at.
+The clock jumps to the next timer whenever nothing can run.  Without a timer nothing will ever run again: this
+deadlock is raised with the waiting tasks and their lines.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: Any, func: Callable[..., T], *args: Any
     ) -> asyncio.Future[T]:
-        """Run a function at once, as of ``asyncio.to_thread``: what a thread does takes no virtual time."""
+        """Run a function of ``asyncio.to_thread`` at once: threads take no virtual time."""
         future: asyncio.Future[T] = self.create_future()
         try:
             future.set_result(func(*args))

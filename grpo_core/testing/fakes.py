@@ -44,7 +44,7 @@ def prompts(n: int, task: str = "task") -> list[Prompt]:
 
 
 class MemoryLoader(TaskLoader):
-    """A loader in memory that remembers what it gave away."""
+    """A loader in memory that remembers the prompts it returned."""
 
     def __init__(self, task: str, n: int) -> None:
         offered = [Prompt(messages=f"{task} {i}", id=str(i), environment=task) for i in range(n)]
@@ -117,8 +117,8 @@ class FakeRenderer:
 class FakeEngine:
     """Answers each request with ``reply(request)`` after ``latency(rng)`` seconds.
 
-    What is said depends on the request's seed alone; each token carries the version that is held when its
-    turn comes.  ``fault(request)`` may return an exception to be raised.
+    The reply depends only on the request's seed; each token has the version held when it is sampled.
+    ``fault(request)`` may return an exception to be raised.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class FakeEngine:
 
 
 class FakeTrainer(Trainer):
-    """A trainer whose weights are a number that depends on everything that was trained, in order."""
+    """A trainer whose weights are a number that depends on all trained rows, in order."""
 
     def __init__(self, *, seconds: float = 1.0, version: int = 0) -> None:
         self.seconds = seconds
@@ -223,7 +223,7 @@ class FakeEnvironment:
         self.closed: list[str] = []
 
     async def start(self) -> None:
-        """Do nothing: it is there."""
+        """Do nothing: it exists already."""
 
     async def prompts(self, split: str) -> list[Prompt]:
         return prompts(4)

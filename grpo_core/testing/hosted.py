@@ -18,7 +18,7 @@ from grpo_core.environments.host import EnvironmentHost, Slotted, units
 T = TypeVar("T")
 
 _INTERRUPTED = 0.1
-"""Seconds after which a call that is cancelled and goes on is cancelled again."""
+"""Seconds after which a cancelled call that still runs is cancelled again."""
 
 
 def finished(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -40,11 +40,11 @@ class HostedEnvironment:
 
     As in a run, a batch that raises is evaluated again in its parts, and the episodes that still raise are
     unscored with an error; results of the wrong number or type raise PluginError.  No method ever waits, so
-    ``finished`` can run it without an event loop; an environment whose methods are async needs that, since it
-    runs in its own event loop.
+    ``finished`` can run it without an event loop; an environment with async methods needs that, since it runs
+    in its own event loop.
 
-    An environment with ``async def run`` is different: its agent asks the model, which is served by the event
-    loop that calls these methods, so that its code runs in a thread, one call after another.
+    The code of an environment with ``async def run`` runs in a thread, one call after another: its agent
+    calls the model, which the caller's event loop serves.
     """
 
     first_traceback = ""
@@ -76,11 +76,11 @@ class HostedEnvironment:
         return None if pickled is None else list(pickle.loads(pickled))
 
     async def solve(self, prompts: Sequence[Prompt]) -> list[str | None]:
-        """For each prompt a reply that gets the full reward, if the environment knows one."""
+        """Return for each prompt a reply with the full reward, if the environment knows one."""
         return self.host.solve(prompts)
 
     async def open(self, prompts: Mapping[str, Prompt]) -> list[SessionStart]:
-        """Begin a session for each prompt, in order, under the name that is its key."""
+        """Begin a session for each prompt, in order; its key is the session's name."""
         if not self._description["sessions"]:
             return [SessionStart(tools=self._description["tools"])] * len(prompts)
         return await self._called(lambda: self.host.open(list(prompts.items())))

@@ -1,4 +1,4 @@
-"""Rollouts, a small run and a validation with fakes, on the real pipeline; a canary's comparison."""
+"""Rollouts, a small run and a validation with fakes, on the real pipeline; a canary check."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ async def play_rollouts(
 
     Args:
         some: the prompts, one of each rollout.
-        engine: has its weights already.
-        environment: as a run has it; its ``player`` plays.
+        engine: with its weights loaded.
+        environment: as in a run; its ``player`` plays.
         deadline: seconds for each rollout.
-        first: seed of the first rollout, and the group of its requests; the others have the numbers after it.
+        first: seed of the first rollout, and the group of its requests; the others count up from it.
         limits: fields of ``rollout``, as ``max_tokens`` and ``max_turns``.
     """
     return await play(
@@ -129,7 +129,7 @@ async def measured_by(
     version: int = 0,
     **limits: Any,
 ) -> Results:
-    """Return what a validation strategy measures of a version with these prompts, by task.
+    """Return a validation strategy's results for a version with these prompts, by task.
 
     Args:
         limits: fields of ``rollout``, as ``max_tokens`` and ``max_turns``.
@@ -147,5 +147,5 @@ async def measured_by(
 
 
 async def check_canary(engine: Engine, weights: Weights, *, tolerance: float) -> None:
-    """Compare an engine with the canary of weights, as a run does.  Raises WeightSyncError."""
+    """Check an engine against the canary of weights, as a run does.  Raises WeightSyncError."""
     await canary.verify(engine, weights, tolerance=Tolerance(tolerance), deadline=None)

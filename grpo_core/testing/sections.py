@@ -1,4 +1,4 @@
-"""The contract of sections of the configuration as a test that their authors run.
+"""The contract of configuration sections, as a test for their authors.
 
 from grpo_core.testing import check_config_sections
 import grpo_plugin_mine
@@ -22,7 +22,7 @@ def check_config_sections(module: ModuleType) -> None:
 
     It holds that
 
-    * each name is that of a table, and no key is one of the core's;
+    * each name is a table's, and no key is one of the core's;
     * each key has a default that passes the section's own checks, also from a TOML file;
     * the class and each of its keys have a docstring, which ``grpo-core config`` prints.
     """

@@ -1,1 +1,1 @@
-"""Validation: strategies, estimates, and where they run."""
+"""Validation: strategies, estimates and engines."""

@@ -17,7 +17,7 @@ from grpo_core.validation.runner import Results
 
 
 class WeightsTrackingEngine(WrappedEngine):
-    """An engine, and the weights that it was sent last."""
+    """An engine that remembers the last weights that it was sent."""
 
     weights: Weights | None = None
 
@@ -30,11 +30,11 @@ class WeightsTrackingEngine(WrappedEngine):
 class DedicatedValidator:
     """Measures on an engine that training does not use.
 
-    Training waits until that engine holds the weights, and goes on while it generates.  One version is
-    measured after the other.
+    Training waits until that engine holds the weights, and continues while it generates.  Versions are
+    measured one after another.
 
-    Results are emitted as they come; those of ``last`` are returned, since nothing is left that could go on.
-    ``watch`` measures: it has to run beside the pipeline, and raises what goes wrong.
+    Results are emitted as they arrive; the results of ``last`` are returned, since training has ended.
+    ``watch`` measures: it has to run concurrently with the pipeline, and raises errors.
     """
 
     measure: Callable[[int], Awaitable[Results]]

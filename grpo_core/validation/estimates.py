@@ -17,7 +17,7 @@ def interval(
     """Return the ends of the percentile bootstrap interval of the mean (Efron 1979).
 
     The result depends on the values, not on their order, and on the seed.  Equal values give an interval of
-    zero width: these prompts are alike, which does not mean that all are.
+    zero width: these prompts are alike, but others may differ.
 
     Args:
         values: one value for each independent unit (a prompt, not a rollout); at least one.
@@ -47,8 +47,8 @@ def mean_with_interval(
 ) -> Mapping[str, float]:
     """Return ``{name: mean, name_low: ..., name_high: ...}``, or ``{}`` if there are no values.
 
-    Where scores are missing, the interval holds whatever they are, and there is no mean if they could move it
-    by more than ``limit``: what is missing has reasons, so that it is not like the rest.
+    If scores are missing, the interval holds for any values of them, and there is no mean if they could move
+    it by more than ``limit``: scores are not missing at random.
 
     Args:
         name: of the measurement.
@@ -57,7 +57,7 @@ def mean_with_interval(
         confidence: share of the resampled means inside the interval.
         lows: value of every unit, if each missing score is the worst; empty if none is missing.
         highs: value of every unit, if each missing score is the best.
-        limit: the most by which missing scores may move the mean.
+        limit: largest shift of the mean by missing scores.
     """
     if not (values or lows):
         return {}

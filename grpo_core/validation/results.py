@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from grpo_core.loop.metrics import headline, measured
 
 SHARES = ("accuracy", "pass@", "pass^", "maj@", "truncated", "unscored")
-"""Beginnings of the names of metrics that are shown in percent."""
+"""Prefixes of metrics that are shown in percent."""
 COUNTS = ("prompts", "errors", "rollouts")
 
 
@@ -48,18 +48,18 @@ def as_line(metrics: Mapping[str, float]) -> str:
 
 
 def score(metric: str, metrics: Mapping[str, float]) -> str:
-    """The value of a metric that stands for a task, or its interval, with the share that is unscored."""
+    """The value of a task's representative metric, or its interval, with the unscored share."""
     value, missing = metrics.get(metric), metrics.get("unscored")
     text = (interval(metric, metrics) or "no score") if value is None else shown(metric, value)
     return f"{text} ({missing:.0%} unscored)" if missing else text
 
 
 def progress(first: Mapping[str, float], last: Mapping[str, float]) -> str:
-    """The metric that stands for a task, in a first and in a last validation; empty if there is none.
+    """The representative metric of a task in a first and a last validation; empty without one.
 
-    A validation that is both stands there once.
+    A single validation is shown once.
 
-    A reward stands beside an accuracy: it may rise where the other one does not, which says what is paid.
+    A reward is shown next to an accuracy: if it rises without the accuracy, it pays for something else.
     """
     name = headline(last) or headline(first) or ""
     if not name and "unscored" not in {*first, *last}:

@@ -28,7 +28,7 @@ Results = Mapping[str, Mapping[str, float]]
 
 
 FEEDBACK_RETRIES = 2
-"""Number of times at most that a rollout is played again because its environment gave it no reward."""
+"""Largest number of times that a rollout is played again because its environment gave no reward."""
 
 
 @define(kw_only=True, eq=False)
@@ -44,13 +44,13 @@ class Context:
     deadline: float | None = None
     """Deadline in seconds for one call of ``rollout``."""
     retries: int = 0
-    """Number of times that a lost rollout is played again; one without a reward for another reason is played
-    again at most ``FEEDBACK_RETRIES`` times."""
+    """Number of times that a lost rollout is played again; a rollout without a reward for another reason is
+    played again at most ``FEEDBACK_RETRIES`` times."""
     seed: int = 0
     group_size: int = 1
     """Smallest size of a group where the environment compares rollouts."""
     places: Slots = field(factory=lambda: Slots(UNLIMITED))
-    """Limits how many rollouts are played at the same time, with those of training."""
+    """Limits the number of concurrent rollouts, including training's."""
     played: list[tuple[Prompt, Rollout]] = field(init=False, factory=list)
     """All rollouts so far, each with its prompt."""
     _asked: Counter[tuple[str, str]] = field(init=False, factory=Counter)
@@ -73,17 +73,17 @@ class Context:
         """Play ``n`` rollouts of each prompt; return them grouped by prompt.
 
         ``pipelined``: each at its own pace (or each group, where the environment compares them); the
-        environment's batching still merges what arrives together.  ``batched``: all in lockstep, with one
-        environment call a turn for all that are live.
+        environment's batching still merges calls that arrive together.  ``batched``: all in lockstep, with
+        one environment call a turn for all that are live.
 
-        ``top_p``, ``top_k`` and ``min_p`` cut the distribution; None takes those of ``sampling``.
+        ``top_p``, ``top_k`` and ``min_p`` truncate the distribution; None uses the values of ``sampling``.
 
         Where the environment compares the rollouts of a group, a prompt with fewer than ``group_size`` of
-        them gets companions, which are sampled as in training.  They are compared with, and not returned.
+        them gets companions, which are sampled as in training.  They are compared, but not returned.
 
-        Their seeds are a function of the run's seed, the prompt, and how many rollouts of it were asked for
-        before: the same for every version that is measured.  Raises WeightSyncError if a token was sampled
-        by another version, and PluginError for a prompt that no model could read.
+        Their seeds are a function of the run's seed, the prompt, and the number of its earlier rollouts: the
+        same for every version that is measured.  Raises WeightSyncError if a token was sampled by another
+        version, and PluginError for a prompt that no model could read.
         """
         measured = [self._requests(readable(prompt, "validation strategy"), n) for prompt in prompts]
         requests = [each for own in measured for each in (*own, *self._companions(own))]
@@ -96,7 +96,7 @@ class Context:
         sampling = evolve(
             self.sampling,
             temperature=temperature,
-            truncated="train",  # a validation measures them as well
+            truncated="train",  # validation measures them, too
             **{name: value for name, value in given.items() if value is not None},
         )
         batched = mode == "batched"
@@ -149,7 +149,7 @@ class Context:
         ]
 
     def _companions(self, own: Sequence[RolloutRequest]) -> list[RolloutRequest]:
-        """Return what completes a group that is compared, for the rollouts of one prompt."""
+        """Return the requests that complete a compared group, for the rollouts of one prompt."""
         if not own or not self.environments[own[0].prompt.environment].needs_group:
             return []
         return [
@@ -171,7 +171,7 @@ class Context:
     async def _play(
         self, requests: Sequence[RolloutRequest], sampling: SamplingParams, *, lockstep: bool
     ) -> list[Rollout]:
-        """Play rollouts when there is a place; play again what has no reward, within the deadline."""
+        """Play rollouts as places are free; play unscored ones again, within the deadline."""
         played: dict[int, Rollout] = {}
         wanted = list(range(len(requests)))
         async with self.places.take(len(requests)):
@@ -221,7 +221,7 @@ class Context:
 
 
 def played_groups(context: Context) -> tuple[Group, ...]:
-    """Return what a strategy has played, by prompt."""
+    """Return the rollouts that a strategy has played, by prompt."""
     found: dict[tuple[str, str], list[tuple[Prompt, Rollout]]] = {}
     for prompt, rollout in context.played:
         found.setdefault((prompt.environment, prompt.id), []).append((prompt, rollout))
@@ -242,7 +242,7 @@ async def run_strategy(
     """Run a strategy and check what it returns; unscored rollouts of each task are counted for it.
 
     Raises PluginError that names the strategy, the task and the metric, or says that no rollout of a task
-    received feedback: there is nothing to report then, least of all an accuracy of 0.  Raises
+    received feedback: nothing is reported then, in particular no accuracy of 0.  Raises
     DeadlineExceeded if the strategy neither plays rollouts nor returns.
     """
     context._limit = limit = Limit(context.patience)

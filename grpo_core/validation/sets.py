@@ -1,4 +1,4 @@
-"""The validation of a run: its tasks and its named sets, each with its own strategy and interval."""
+"""The validation of a run: its tasks and named sets, each with a strategy and an interval."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from grpo_core.validation.runner import Context, Results, played_groups, run_str
 
 
 def lacking(groups: Sequence[Group]) -> dict[str, str]:
-    """Return a message, by a cause, for each task of which many rollouts have no score."""
+    """Return a message, by cause, for each task with many unscored rollouts."""
     found: dict[str, list[Rollout]] = {}
     for group in groups:
         found.setdefault(group.prompt.environment, []).extend(group.rollouts)
@@ -45,16 +45,16 @@ class HeldOut:
     name: str = ""
     """Name of the set; empty for the tasks."""
     config: ValidationConfig
-    """The section as it is for them."""
+    """The section for these prompts."""
     prompts: Mapping[str, Sequence[Prompt]]
-    """By the name under which they are measured: a task's or the set's."""
+    """By the name of their task or set."""
     environments: Mapping[str, EnvironmentClient]
     """By the same names."""
 
 
 @frozen(kw_only=True, eq=False)
 class Measured:
-    """Held-out prompts with their strategy, and when it measures them."""
+    """Held-out prompts with their strategy and its schedule."""
 
     set: str
     """Name of the set; empty for the tasks."""
@@ -73,7 +73,7 @@ class Measured:
 
 @define(kw_only=True, eq=False)
 class Validation:
-    """Measures a version by everything that is due, at the same time."""
+    """Runs everything that is due for a version, concurrently."""
 
     parts: Sequence[Measured]
     last: int
@@ -81,7 +81,7 @@ class Validation:
     emit: Callable[[Event], None] = field(default=lambda event: None)
     """Receives the rollouts as an event, also if a strategy fails, but not if the validation is cancelled."""
     measured: int = -1
-    """The newest version that was measured by what was due."""
+    """The newest version for which everything due was measured."""
 
     async def __call__(self, version: int) -> Results:
         due = [part for part in self.parts if part.interval.due(version, last=self.last)]

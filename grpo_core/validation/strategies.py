@@ -29,31 +29,31 @@ Mode = Literal["batched", "pipelined"]
 class ScoringStrategy:
     """Plays ``n`` rollouts of each prompt, and returns the mean over prompts of ``scores``.
 
-    Metrics of each task: those of ``scores`` (``accuracy`` only where a success is declared), each with
+    Metrics of each task: the metrics of ``scores`` (``accuracy`` only where a success is declared), each with
     ``_low`` and ``_high``; ``feedback_PART`` for each metric that the environment returns;
-    ``completion_tokens``; ``truncated``, the share that a token limit cut off; ``accuracy_finished``, where
-    successes were cut off: the share of those that were not; ``prompts``, the number of
-    prompts that count; ``errors``, the number of unscored rollouts.
+    ``completion_tokens``; ``truncated``, the share that a token limit cut off; ``accuracy_finished``, if
+    successes were cut off: the share of successes that were not; ``prompts``, the number of prompts that
+    count; ``errors``, the number of unscored rollouts.
 
-    Unscored rollouts are not like the others: a judge that times out on long replies leaves out the long
-    ones.  So the interval of a share holds whatever their scores would have been, from all failures to all
-    successes.  If they could move it by more than 5%, the interval is all that is reported; a reward, whose
-    range nobody knows, is not reported then.
+    Unscored rollouts are not a random sample: a judge that times out on long replies drops the long ones.  So
+    the interval of a share covers all possible scores of them, from all failures to all successes.  If they
+    could move it by more than 5%, only the interval is reported; a reward, whose range is unknown, is not
+    reported then.
 
     Raises ConfigError if an option is out of its range.
 
     Args:
         n: number of rollouts of each prompt.
         temperature: sampling temperature; 0 is greedy decoding.
-        max_tokens: tokens of one completion at most.  None: as in training.
-        mode: ``"batched"`` plays all rollouts turn by turn, with one environment call a turn for those that
-            go on.  ``"pipelined"`` lets each rollout go on as soon as it can; the environment's batching
-            merges the calls that arrive together.
+        max_tokens: largest number of tokens of a completion.  None: as in training.
+        mode: ``"batched"`` plays all rollouts turn by turn, with one environment call a turn for the
+            unfinished ones.  ``"pipelined"`` lets each rollout continue as soon as it can; the environment's
+            batching merges calls that arrive together.
         confidence: probability that an interval covers the value, between 0 and 1.
     """
 
     needed: int = 1
-    """Smallest number of scored rollouts with which a prompt counts."""
+    """Smallest number of scored rollouts for a prompt to count."""
     needs_success: bool = False
     """Whether the strategy measures nothing for a task that declares no ``success``."""
 
@@ -134,11 +134,11 @@ class ScoringStrategy:
     def supposed(
         self, rollouts: Sequence[Rollout], scored: Sequence[Rollout], *, success: bool
     ) -> Sequence[Rollout]:
-        """Return the rollouts of a prompt as if each unscored one were a failure, or a success.
+        """Return the rollouts of a prompt with each unscored one as a failure, or as a success.
 
         Args:
             rollouts: of the prompt.
-            scored: all scored rollouts of the task, the worst or the best of which has its reward.
+            scored: all scored rollouts of the task, whose worst or best reward is used.
             success: whether they are successes.
         """
         end = (max if success else min)(scored, key=_reward)

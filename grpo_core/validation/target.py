@@ -1,4 +1,4 @@
-"""Models that a user names: what ``grpo-core validate`` measures, the start of a run, and a teacher."""
+"""Models that a user names: for ``grpo-core validate``, the start of a run, and a teacher."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class EvalTarget:
     """Weights, and the configuration that comes with them."""
 
     name: str
-    """As the user wrote it."""
+    """The user's spelling."""
     model: Path | None
-    """Directory of the model; None: the one that training would start from."""
+    """Directory of the model; None: the model that training would start from."""
     adapters: Path | None = None
     """Directory of adapters that belong to the model."""
     version: int
@@ -34,15 +34,15 @@ class EvalTarget:
 
 
 def find_target(target: str | None, allow: Any = None, block: Sequence[str] = ()) -> EvalTarget:
-    """A run (its newest complete checkpoint, or the model that it starts from), or a model.
+    """Find a run (its newest complete checkpoint, or the model that it starts from) or a model.
 
     Args:
         target: None is the model that training would start from, if the engine needs one.
-        allow: plugins that may be loaded, which may make a model of that name; None: all.
+        allow: plugins that may be loaded and make a model of that name; None: all.
         block: plugins that are not loaded.
 
     Raises ConfigError if ``target`` is neither, ModelError if a model lacks a part, CheckpointError if a run
-    has checkpoints and none of them holds.
+    has checkpoints and none is intact.
     """
     if target is None:
         return EvalTarget(name="the model", model=None, version=0, table={})
@@ -67,10 +67,10 @@ def find_target(target: str | None, allow: Any = None, block: Sequence[str] = ()
 def without_overridden(
     configured: Mapping[str, Any], changes: Mapping[str, Any], *, tasks: bool
 ) -> dict[str, Any]:
-    """Return a target's configuration without what belongs to things that ``changes`` replace.
+    """Return a target's configuration without the settings of parts that ``changes`` replace.
 
-    Those are the options of another strategy or engine, and its ``tasks`` and validation sets, if there are
-    other tasks.
+    They are the options of another strategy or engine, and ``tasks`` and validation sets, if there are other
+    tasks.
     """
     table = replace_parts(configured, changes)
     if tasks:
@@ -105,7 +105,7 @@ def _of_run(target: str, path: Path) -> EvalTarget:
 
 
 def teacher_model(path: str) -> str:
-    """Return the directory or hub id of a teacher; of a run it is the model of its newest checkpoint.
+    """Return the directory or hub id of a teacher; for a run, the model of its newest checkpoint.
 
     Raises ConfigError for a run without a checkpoint.
     """
@@ -137,7 +137,7 @@ def start_digest(directory: Path | None) -> str:
 
 
 def check_start(path: Path, before: str, directory: Path | None, why: str) -> None:
-    """Raise ConfigError if the weights that a run started from are others now."""
+    """Raise ConfigError if the weights that a run started from have changed."""
     now = start_digest(directory)
     if before and now and before != now:
         raise ConfigError(
@@ -147,6 +147,6 @@ def check_start(path: Path, before: str, directory: Path | None, why: str) -> No
 
 
 def check_adapters(path: Path, saved: Path, start: Path) -> None:
-    """Raise ConfigError if the adapters of a checkpoint belong to other weights than those in ``start``."""
+    """Raise ConfigError if the adapters of a checkpoint do not belong to the weights in ``start``."""
     before = checkpoint.read_pipeline(saved).get("run", {}).get("start", "")
     check_start(path, before, start, "to which its adapters belong")
