@@ -134,7 +134,7 @@ def prompts_of(rows: Sequence[Any], name: str) -> Sequence[Prompt]:
 
 
 class _InMemorySource(Source):
-    """Rows in memory, which become prompts as those of a file do."""
+    """Rows in memory, which become prompts like rows of a file."""
 
     def __init__(self, rows: Sequence[Any], name: str) -> None:
         super().__init__(name, "data", SourceConfig())

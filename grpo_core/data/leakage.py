@@ -20,7 +20,7 @@ def digest(prompt: Prompt) -> int:
 
 
 def leaked(train: Iterable[int], held_out: Iterable[int]) -> list[int]:
-    """Return the places of held-out prompts whose digest is among those that are trained on."""
+    """Return the indices of held-out prompts whose digest occurs among the training prompts."""
     indices: dict[int, list[int]] = {}
     for index, found in enumerate(held_out):
         indices.setdefault(found, []).append(index)

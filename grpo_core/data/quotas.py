@@ -64,7 +64,7 @@ class Quotas:
 
 
 def _mixed(counts: Mapping[str, int]) -> list[str]:
-    """Return each task as often as it is counted, so that every part of the list has about its share."""
+    """Return each task as often as counted, spread so that every part of the list has about its share."""
     ordered: Sequence[tuple[float, str]] = sorted(
         ((i + 0.5) / count, task) for task, count in counts.items() for i in range(count)
     )

@@ -311,7 +311,7 @@ class _WatchedLoader:
         self._passed_over.append((place, reason))
 
     def events(self, sampler: str) -> Iterator[PromptsPassedOver]:
-        """Yield what became of the prompts that were offered since the last call.
+        """Yield the decisions on the prompts that were offered since the last call.
 
         Raises PluginError unless each was returned, or passed over with a reason.
         """

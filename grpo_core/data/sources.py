@@ -91,7 +91,7 @@ class Source(Sequence[Prompt]):
         self._opened()
 
     def leave_out(self, indices: Collection[int]) -> None:
-        """Leave out the prompts at some indices; those behind them move up."""
+        """Leave out the prompts at some indices; later prompts move up."""
         left = [nth for nth in range(len(self)) if nth not in indices]
         kept = self._kept or range(len(self._opened()))
         self._kept = array("q", (kept[nth] for nth in left))

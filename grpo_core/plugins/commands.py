@@ -43,7 +43,7 @@ def find_commands(core: ModuleType) -> Commands:
             offered = offered_commands(entry.load())
             if twice := sorted(offered.keys() & found.commands.keys()):
                 raise PluginError(f"there is another command {twice[0]!r}")
-        except Exception as error:  # a broken plugin takes no other command down
+        except Exception as error:  # a broken plugin must not break other commands
             plugin.fault = error
         else:
             found.commands |= offered

@@ -319,7 +319,7 @@ def _said(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _numbers_of(task: str, metrics: Mapping[str, float]) -> str:
-    """Say the numbers of a task, besides its reward."""
+    """Format the numbers of a task, except its reward."""
     accuracy, filtered = metrics.get(f"accuracy/{task}"), metrics.get(f"filtered_fraction/{task}")
     numbers = [
         *([] if accuracy is None else [f"accuracy {accuracy:.0%}"]),

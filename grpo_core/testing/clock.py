@@ -89,7 +89,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             )
         ready = self._ready  # type: ignore[attr-defined]
         if self._random is not None and len(ready) > 1:
-            # plain callbacks keep asyncio's promise of order; only which task goes first is open
+            # plain callbacks keep asyncio's order; only the order of tasks is open
             indices = [
                 i
                 for i, h in enumerate(ready)

@@ -128,7 +128,7 @@ class Grids:
 
 
 def _divided(keys: Indices, shared: NDArray[np.bool_]) -> list[Indices]:
-    """Divide parts into grids: about as many keys, and either all behind a prompt or none."""
+    """Divide parts into grids with about equally many keys, where all follow a prompt or none do."""
     made = []
     for members in (np.flatnonzero(~shared), np.flatnonzero(shared)):
         if members.size:

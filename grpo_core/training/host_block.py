@@ -31,7 +31,7 @@ def room_for(tensors: Sequence[Tensor], *, pinned: bool) -> list[Tensor]:
         block.pin()
     made = []
     for tensor, offset in zip(tensors, offsets, strict=True):
-        like = torch.empty_like(tensor, device="meta")  # strides are kept, so that a copy is one of bytes
+        like = torch.empty_like(tensor, device="meta")  # strides are kept, so that a copy moves bytes only
         if block is None or not like.numel():
             made.append(torch.empty_like(like, device="cpu"))
             continue

@@ -133,12 +133,12 @@ def _fill(
 
 
 def _side_by_side(rows: Sequence[Row], width: int) -> list[tuple[int, int]]:
-    """Return the offsets of each row's prompt, and of what follows it, in the flattened ids."""
+    """Return the offsets of each row's prompt and of its continuation in the flattened ids."""
     return [(b * width, b * width + len(row.prompt_ids)) for b, row in enumerate(rows)]
 
 
 def _packed(rows: Sequence[Row], lengths: Sequence[int]) -> tuple[tuple[Part, ...], list[tuple[int, int]]]:
-    """Return the parts of packed rows, and the offsets of each row's prompt and of what follows it.
+    """Return the parts of packed rows, and the offsets of each row's prompt and continuation.
 
     A prompt that several rows share is one part.
     """

@@ -227,7 +227,7 @@ class FullModel:
         return self.policy.next_tokens(prompts)
 
     def published(self) -> list[tuple[str, Tensor]]:
-        """The views of the last call, unless a tensor of the module has moved in memory since."""
+        """The views, cached until a tensor of the module moves in memory."""
         addresses = [tensor.data_ptr() for tensor in module_tensors(self.policy.module).values()]
         if addresses != self._addresses:
             self._addresses, self._views = addresses, list(checkpoint_tensors(self.policy.module).items())

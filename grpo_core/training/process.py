@@ -105,7 +105,7 @@ class ProcessTrainer(Trainer):
         try:
             yield
         except Exception as error:
-            explained: Exception = error  # a disk's error is for those who wait for a checkpoint
+            explained: Exception = error  # the caller that waits for a checkpoint handles a disk error
             if isinstance(error, GrpoError):
                 explained = _gone(error)
             elif not isinstance(error, OSError):

@@ -28,7 +28,7 @@ _RNG, _RNG_CUDA = "rng", "rng_cuda"
 
 
 class Checkpointer:
-    """Saves all that a trainer needs to continue, and restores it.
+    """Saves everything that a trainer needs to continue, and restores it.
 
     Args:
         model: saved; a resumed trainer has loaded it already.

@@ -274,7 +274,7 @@ class TorchTrainer:
         return {"memory_gpu/trainer": peak}
 
     def _microbatches(self, share: Share, indices: Sequence[int]) -> list[MicroBatch]:
-        """Divide this rank's rows of an update; a loss that needs "sequences" has a rollout's rows together.
+        """Divide this rank's rows of an update; a loss that needs "sequences" gets a rollout's rows together.
 
         All ranks have the same number of micro-batches, perhaps without rows, so that collectives match.
         """
@@ -310,7 +310,7 @@ class TorchTrainer:
 
     @torch.no_grad()
     def _agreeing(self, share: Share, indices: Sequence[int], totals: Totals) -> list[int]:
-        """Return the rows of those rollouts on whose logprobs engine and trainer agree well enough."""
+        """Return the rows of rollouts whose logprobs agree well enough between engine and trainer."""
         rollout_of = {id(share.rows[i]): share.facts[i].rollout for i in indices if i in share.rows}
         errors: dict[int, list[Tensor]] = {}
         for micro in self._microbatches(share, indices):

@@ -32,8 +32,8 @@ class ScoringStrategy:
     Metrics of each task: the metrics of ``scores`` (``accuracy`` only where a success is declared), each with
     ``_low`` and ``_high``; ``feedback_PART`` for each metric that the environment returns;
     ``completion_tokens``; ``truncated``, the share that a token limit cut off; ``accuracy_finished``, if
-    successes were cut off: the share of successes that were not; ``prompts``, the number of prompts that
-    count; ``errors``, the number of unscored rollouts.
+    successes were cut off: the accuracy without them; ``prompts``, the number of prompts that count;
+    ``errors``, the number of unscored rollouts.
 
     Unscored rollouts are not a random sample: a judge that times out on long replies drops the long ones.  So
     the interval of a share covers all possible scores of them, from all failures to all successes.  If they
