@@ -236,7 +236,7 @@ def _finished(main: Coroutine[Any, Any, T], stop: Callable[[], None]) -> T:
     """Run a coroutine to its end, on a separate thread if an event loop is running on this one.
 
     Args:
-        stop: asks the coroutine to end soon; called for each signal meanwhile.
+        stop: requests the coroutine's end; called for each signal meanwhile.
     """
     try:
         asyncio.get_running_loop()

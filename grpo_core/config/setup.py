@@ -59,7 +59,7 @@ class TrainerSetup(WithSections):
     block: tuple[str, ...] = ()
     """Plugins that are not imported."""
     env_vars: Mapping[str, str] = field(factory=dict)
-    """Environment variables of the trainer's process, such as those that name its GPU."""
+    """Environment variables of the trainer's process, such as the ones that select its GPU."""
     shares_gpu: bool = False
     """Whether an engine computes on the trainer's GPU and needs the memory that is free between steps."""
     rank: int = 0

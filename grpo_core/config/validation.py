@@ -107,7 +107,7 @@ class ValidationConfig(PluginChoice):
     engine: EngineConfig | None = None
     """A separate engine for validation, with its own options; training does not wait for its results."""
     sets: dict[str, ValidationSetConfig] = field(factory=dict)
-    """Named sets of held-out prompts, in addition to those of the tasks, with metrics `validation/SET/NAME`.
+    """Named sets of held-out prompts, in addition to the tasks' own, with metrics `validation/SET/NAME`.
     A set cannot have the name of a task."""
 
     @property

@@ -5,7 +5,7 @@
     ├── PluginError          a plugin breaks its contract; names plugin, distribution, version, fault
     │   └── SelectionError   you: a name or an option that no plugin has
     ├── ModelError           a model or tokenizer cannot be loaded or used
-    ├── CheckpointError      a checkpoint cannot be written or is not what was written
+    ├── CheckpointError      a checkpoint cannot be written or is damaged
     ├── EngineError          an engine cannot generate; the rollouts it held are played again
     ├── WeightSyncError      an engine did not load the weights that it was sent
     ├── TrainerError         a training step failed
@@ -16,7 +16,7 @@
     ├── Unavailable          a service does not answer: its calls wait until it does, or until the run ends
     ├── SessionLost          a tool's session is gone: its rollout is unscored, and is played again
     ├── ChildDied            a child process ended before it answered
-    └── SlotError            the buffer was asked for a transition that its state does not allow
+    └── SlotError            a transition that the buffer's state does not allow
 
 Every message says who, where, what was given, what was expected, and what to do.  The command line
 prints the message alone, without a traceback, and exits with ``exit_status``: 1 if something failed, 2 if the

@@ -99,7 +99,7 @@ def reported_to(receive: Receive) -> Iterator[None]:
 
 @contextmanager
 def reported_as(component: str) -> Iterator[None]:
-    """Send the reports of this context under another name, such as that of the pool's member."""
+    """Send the reports of this context under another name, such as the pool member's."""
     receive = _receive.get()
     with reported_to(lambda incident: receive(evolve(incident, component=component))):
         yield

@@ -132,7 +132,7 @@ class Environment:
         """Called at the start of each rollout; its result is ``episode.session``.  May be ``async``.
 
         The public methods of an object, and the ``Tool`` records in its attribute ``tools``, are tools of its
-        rollout, in addition to those of the environment.
+        rollout, in addition to the environment's.
         """
         return None
 
@@ -214,7 +214,7 @@ class ValidationContext(Protocol):
     ) -> list[Rollout]:
         """Play ``n`` rollouts of each prompt; return ``len(prompts) * n``, grouped by prompt.
 
-        ``top_p``, ``top_k`` and ``min_p`` are those of ``GenerationRequest``; None takes the value of
+        ``top_p``, ``top_k`` and ``min_p`` are as in ``GenerationRequest``; None takes the value of
         ``[validation]``.
         """
         ...
@@ -285,7 +285,7 @@ class RestingEngine(Engine, Protocol):
 class TextEngine(Protocol):
     """Continues conversations without tokens, as a hosted model does: it can be validated, but not trained.
 
-    Its offer has ``gives="text"``; the factory is that of an ``Engine``, and ``setup.model`` is empty.
+    Its offer has ``gives="text"``; the factory is called as for an ``Engine``, and ``setup.model`` is empty.
     """
 
     async def chat(

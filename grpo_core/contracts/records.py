@@ -459,13 +459,13 @@ class EngineSetup(WithSections):
     threads: int = 1
     """Number of torch's threads, on a CPU."""
     seed: int = 0
-    """Seed of the run; each request has a seed of its own."""
+    """Seed of the run; each request has a separate seed."""
     log_directory: str | None = None
     """Directory for the engine's log files; None means standard error."""
     deadline: float = 600.0
     """Seconds for the start and for a weight update."""
     env_vars: Mapping[str, str] = field(factory=dict)
-    """Environment variables of the engine's process, such as those that name its GPUs."""
+    """Environment variables of the engine's process, such as the ones that select its GPUs."""
     shares_gpu: bool = False
     """Whether the trainer computes on the engine's GPU."""
     number: int = 0

@@ -70,14 +70,14 @@ def concatenated(parts: Sequence[Ids]) -> Ids:
 class Tokens:
     """A sequence of n tokens.  All arrays are read-only, contiguous and equally long.
 
-    The constructor takes any sequences; it copies what is not a read-only array of the right type.  Raises
-    ValueError if they differ in length, or hold what is not a number of the right kind.
+    The constructor takes any sequences; it copies all but read-only arrays of the right type.  Raises
+    ValueError if they differ in length, or hold values of another kind.
     """
 
     ids: Ids = field(converter=as_ids)
     """Token ids."""
     sampled: NDArray[np.bool_] = field(converter=_as_flags)
-    """Whether the engine sampled a token; what it did not sample is not trained."""
+    """Whether the engine sampled a token; only sampled tokens are trained."""
     logprobs: NDArray[np.float32] = field(converter=_as_logprobs)
     """Logprob of each token under the distribution that it was sampled from; 0 where not sampled."""
     versions: Ids = field(converter=as_ids)

@@ -381,7 +381,7 @@ def load_plugin_state(part: Any, who: str, state: Any) -> None:
 def checked_sample(
     sampler: Sampler, name: str, loaders: Mapping[str, Loader], request: SampleRequest
 ) -> list[Prompt]:
-    """Ask a sampler for prompts and check what it returns.
+    """Call a sampler and check the prompts that it returns.
 
     Args:
         sampler: the sampler, which is called once.

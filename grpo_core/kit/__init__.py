@@ -1,17 +1,17 @@
-"""The parts from which engines and placements are built, besides the protocols and records of ``grpo_core``.
+"""Parts for engines, placements and trainers, in addition to the protocols and records of ``grpo_core``.
 
 An engine:
 
-    ChildEngine            an engine in a child process of its own, which is replaced when it dies
+    ChildEngine            an engine in a child process, which is replaced when it dies
     DecodingServer         base class of the loop in that process: takes calls between decoding steps
     read_weights           returns the tensors of published weights of any transport
-    read_buckets           yields them some at a time, so that an engine needs no second copy
+    read_buckets           yields them in buckets, so that an engine needs no second copy
     check_request          refuses requests that do not fit the model
-    LocalEngine            the built-in engine, for those who extend it
+    LocalEngine            the built-in engine, to extend
     die_with               ends this process when another one ends
     scratch_directory      makes a directory for temporary files, which a killed process does not leave behind
-    report, reported_to    tell the run which faults were survived; a worker sends them on
-    Service, unavailable   let calls of a service wait while it is away; say whether an error means that
+    report, reported_to    report survived faults to the run; a worker forwards them
+    Service, unavailable   let calls wait while a service is unavailable; recognise its errors
 
 A placement, which runs engines and environments somewhere else (see ``grpo_plugin_ray``):
 
@@ -30,8 +30,8 @@ A trainer whose processes are somewhere else:
 The trainer ``torch`` with more (see ``grpo_plugin_scale``):
 
     TorchTrainer, Model, ModelSource, FullModel   its class and its model, which a subclass may replace
-    Ranks, plan                 what processes that train together exchange, and the part of a step of one
-    trainer_parts               the memory that it takes
+    Ranks, plan                 collectives of the training processes, and one process's part of a step
+    trainer_parts               its memory
     room_for, return_freed_memory                 memory of the machine for copies
 
 A trainer of another library (see ``examples/custom_trainer.py``):
@@ -53,7 +53,7 @@ A data plane, which keeps the tokens of finished rollouts outside of the run's p
 
 A source of models:
 
-    ModelRequest, StartModel    what it is asked for, and what it returns
+    ModelRequest, StartModel    its argument, and its result
     build, Renderer, chat_template    read its preset and its tokenizer
 
 An environment that is made of others:
@@ -76,11 +76,11 @@ A player (see ``grpo_plugin_agents``):
 
 A client or a server of others:
 
-    read_json, read_body    read what they wrote, within limits; they raise nothing but ValueError
+    read_json, read_body    read their data, within limits; raise nothing but ValueError
 
 A section of the configuration:
 
-    only_with       marks a key that does nothing unless another one is set: such a run is refused
+    only_with       marks a key that needs another one: without it the run is refused
     options_of      marks a key with the options of an offer that another key names
 
 A sampler, a validation strategy or a tracker with a state:
@@ -88,9 +88,9 @@ A sampler, a validation strategy or a tracker with a state:
     derive_seed       returns a number that depends on names and numbers alone
     checked, Count    check what was read from a checkpoint against a ``TypedDict``
 
-A command that plays environments, besides ``grpo_core.Run``:
+A command that plays environments, in addition to ``grpo_core.Run``:
 
-    configure, parse_settings, check_settings   read a configuration, with that of the command line
+    configure, parse_settings, check_settings   read a configuration, with the command line's settings
     Config, TaskConfig, check_task, tasks_of    check the environments that it names
     Tasks, LocalPlacement, EnvironmentClient    start the environments of a configuration
     sourced                                     one environment with the prompts of a source
@@ -105,19 +105,19 @@ A contract that ``grpo-core check`` tries (see ``grpo_plugin_devkit``):
 
     ModelConfig, checkpoint_tensors, encode, make_tiny_model    a small model for the contract of a trainer
     Dataloader, SourceConfig, states    the rows of a dataloader, and its state as a checkpoint holds it
-    checked_sample              asks a sampler for prompts, and checks what it returns
+    checked_sample              calls a sampler, and checks its prompts
     EnvironmentPool             merges the calls of rollouts, as in a run
     rows                        what an advantage function returns, and its check
     HOOKS, Kind                 hooks by the kind of their offers
 
-A command that shows runs, besides ``grpo_core.Run``:
+A command that shows runs, in addition to ``grpo_core.Run``:
 
     say, complain               print a result, and an error, with control characters escaped
     inert                       escapes them alone
     RunDirectory                locks the directory of a run
-    Retention                   names the checkpoints that stay
+    Retention                   names the checkpoints to keep
     planned_steps               returns the number of steps of a whole run
-    headline, progress, SHARES  choose the metric that stands for a task, and word it
+    headline, progress, SHARES  choose a task's representative metric, and format it
     thoughts                    keys of a message with its thoughts
 
 A command that computes steps of a run again, or reads settings:
@@ -137,7 +137,7 @@ A command that estimates a run before it starts (see ``grpo_plugin_doctor``):
     gpus, engine_dtype, find_transport, teacher_model    what a run will start on this machine
     directory_here, ModelFiles, size_of    read the files of a model
     Scorer, MicroBatch, Passes, for_training, packing    compute what training computes
-    token_budget, extra_bytes_on_gpu, state_bytes    count what it takes
+    token_budget, extra_bytes_on_gpu, state_bytes    compute its memory
 
 ``examples/custom_engine.py`` is a complete engine.  Check yours with ``grpo-core check ./file.py:MyEngine``.
 """

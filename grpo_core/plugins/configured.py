@@ -24,7 +24,7 @@ def configured(
 ) -> tuple[Config, PluginHost]:
     """Build the configuration from tables, where later ones override earlier ones, and its plugins.
 
-    The plugins are those that the key ``plugins`` allows, and the files that the tables name.
+    The plugins are the ones that the key ``plugins`` allows, and the files that the tables name.
 
     Args:
         layers: the tables.

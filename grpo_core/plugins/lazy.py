@@ -13,7 +13,7 @@ from typing import Any
 def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Make the functions ``__getattr__`` and ``__dir__`` and the list ``__all__`` of a package.
 
-    Its names are those that it imports below ``if TYPE_CHECKING``, so that they are written once.
+    Its names are its imports below ``if TYPE_CHECKING``, so that they are written once.
 
     Args:
         package: its ``__name__``.

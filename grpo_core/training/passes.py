@@ -39,7 +39,7 @@ class Passes:
 
     @staticmethod
     def layers_of(model: nn.Module) -> list[nn.Module]:
-        """Return the layers of a transformers model: those that a device holds as a whole."""
+        """Return the layers of a transformers model, each of which a device holds as a whole."""
         names = set(getattr(model, "_no_split_modules", None) or ())
         return [part for part in model.modules() if type(part).__name__ in names]
 

@@ -194,7 +194,7 @@ class TorchTrainer:
         model = self.build(source) if section is None else section.build_model(source)
         has_teacher = "teacher" in self._needs
         teacher = Teacher(self.setup.teacher, self.device, passes) if has_teacher else None
-        cpu.return_freed_memory()  # that of weights which have gone to a GPU
+        cpu.return_freed_memory()  # the memory of weights that have moved to a GPU
         return model, teacher
 
     def description(self) -> dict[str, Any]:
