@@ -72,14 +72,14 @@ def test_sampled_tokens_and_errors_are_counted_from_one_step_to_the_next():
             meter.count(task, each)
         with meter.generating():
             await asyncio.sleep(2.0)
-        await asyncio.sleep(6.0)  # the trainer computes, and the engine has nothing to do
-        found = read(meter)
+        await asyncio.sleep(8.0)  # the trainer computes, and the engine has nothing to do
+        found = read(meter, train=8.0)
         await asyncio.sleep(2.0)
         return found, read(meter)
 
     found, later = run(story())
-    assert found["tokens_per_second/generation"] == 8 / 8.0, "seconds of the step"
-    assert found["tokens_per_second/training"] == 40 / 8.0, "the same seconds"
+    assert found["tokens_per_second/generation"] == 8 / 2.0, "not the 8 s of training"
+    assert found["tokens_per_second/training"] == 40 / 8.0, "not the 2 s of generation"
     assert (found["errors/a"], found["errors/b"]) == (1.0, 1.0)
     assert later["tokens_per_second/generation"] == 0.0
     assert "errors/a" not in later

@@ -50,8 +50,8 @@ class Meter:
     ) -> dict[str, float]:
         """Return metrics since the last call.
 
-        ``overlap`` is the busier side's share of the step's time.  Generated and trained tokens are both
-        divided by the time of the step, so that they can be compared.
+        ``overlap`` is the busier side's share of the step's time.  Generated tokens are divided by the time
+        in which rollouts are played, trained tokens by the time in which the trainer computes.
         """
         now = self.now()
         elapsed = max(now - self._last, 1e-9)
@@ -63,8 +63,8 @@ class Meter:
             "time/step": elapsed,
             "time/wait_for_groups": waited,
             "time/generate": self._busy,
-            "tokens_per_second/generation": self._tokens / elapsed,
-            "tokens_per_second/training": trained.get("tokens/trained", 0.0) / elapsed,
+            "tokens_per_second/generation": self._tokens / self._busy if self._busy else 0.0,
+            "tokens_per_second/training": trained.get("tokens/trained", 0.0) / training if training else 0.0,
             "overlap": min(max(self._busy, training) / elapsed, 1.0),
             "buffer/in_flight": float(buffer.in_flight),
             "buffer/retrying": float(buffer.retrying),

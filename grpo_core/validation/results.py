@@ -64,7 +64,7 @@ def progress(first: Mapping[str, float], last: Mapping[str, float]) -> str:
     name = headline(last) or headline(first) or ""
     if not name and "unscored" not in {*first, *last}:
         return ""
-    if first == last:
+    if first is last:
         return f"{name} {score(name, last)}".strip()
     moved = f"{name} {score(headline(first) or name, first)} -> {score(name, last)}".strip()
     both = [each for each in (first, last) if "reward" in each]
