@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from size import code_lines, counted, sums
 
-LIMITS = {"core": 21_770, "built-in": 4_525, "all distributions": 51_830}
+LIMITS = {"core": 21_728, "built-in": 4_523, "all distributions": 51_783}
 
 
 @pytest.mark.parametrize("part", LIMITS)
