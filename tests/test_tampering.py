@@ -85,6 +85,11 @@ def test_nothing_is_found_in_what_the_run_wrote(finished):
     assert "as the run wrote them:" in str(found)
 
 
+def test_the_score_of_a_validation_may_be_saved_before_its_process_is_killed(run):
+    scored(lambda scores: scores.update({str(STEPS + 2): 0.0}))(run)
+    assert not verified(run).findings
+
+
 # ---------------------------------------------------------------------------------- changes
 
 

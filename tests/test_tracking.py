@@ -357,7 +357,9 @@ def test_a_reward_stands_beside_an_accuracy_where_they_differ():
 
 
 def test_a_run_with_one_validation_shows_its_result_once():
-    assert progress({"accuracy": 0.2, "reward": 0.3}, {"accuracy": 0.2, "reward": 0.3}) == "accuracy 20.0%"
+    only = {"accuracy": 0.2, "reward": 0.3}
+    assert progress(only, only) == "accuracy 20.0%"
+    assert progress(only, {**only}) == "accuracy 20.0% -> 20.0%, reward 0.3 -> 0.3"
 
 
 def test_of_many_tasks_the_largest_are_named_and_the_others_are_counted():
