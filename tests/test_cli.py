@@ -496,7 +496,7 @@ def start(cwd, *arguments):
 
 @pytest.fixture(autouse=True)
 def nothing_is_left():
-    """What a failed test leaves would fail the next one, when Python finds it."""
+    """A process that a failed test leaves would fail the next test, when Python collects it."""
     yield
     while STARTED:
         with STARTED.pop() as process:

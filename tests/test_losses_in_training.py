@@ -207,7 +207,7 @@ def test_a_ratio_of_sequences_sees_all_segments_of_a_rollout(model: str) -> None
 
 @attrs.frozen(eq=False)
 class Said:
-    """What the models say of the tokens of one rollout, whatever rows they are in."""
+    """The models' logprobs of the tokens of one rollout, whatever rows they are in."""
 
     advantage: float
     correct: bool
@@ -338,7 +338,7 @@ FORMULAS: dict[str, tuple[dict[str, Any], Formula]] = {
 
 
 def said(model: str, rows: Sequence[Row], policy: torch.nn.Module) -> list[Said]:
-    """What policy, reference and teacher say, by transformers alone, one row at a time."""
+    """Logprobs of policy, reference and teacher, by transformers alone, one row at a time."""
 
     def load(path: Path) -> torch.nn.Module:
         return transformers.AutoModelForCausalLM.from_pretrained(path).double()

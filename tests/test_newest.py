@@ -49,7 +49,7 @@ def requirements(project: str) -> Iterator[Requirement]:
 
 
 def test_the_lock_of_the_environment_for_gpus_has_versions_that_its_projects_take():
-    """Those of `constraints.txt` have no vLLM, and a setuptools that vLLM refuses."""
+    """The pins of `constraints.txt` have no vLLM, and a setuptools that vLLM refuses."""
     makefile = (ROOT / "Makefile").read_text().replace("\\\n", "")
     (projects,) = re.findall(r"^GPU_PROJECTS := (.*)$", makefile, re.MULTILINE)
     named = re.sub(

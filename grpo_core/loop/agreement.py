@@ -68,9 +68,9 @@ EXPLAINED: Mapping[str, Explained] = {
     "float16": Explained(typical=0.00125, mean=0.0125, largest=0.125, spared=1 / 12),
     "bfloat16": Explained(typical=0.01, mean=0.1, largest=1.0, spared=1 / 12),
 }
-"""By dtype.  In float32 engines and trainer differ by about 1e-5.  For bfloat16, published means are 0.01 to
-0.03, with single differences of 0.1 to 0.3, and larger for mixtures of experts.  float16 has three bits
-more."""
+"""Expected differences by dtype.  In float32 engines and trainer differ by about 1e-5.  For bfloat16,
+published means are 0.01 to 0.03, with single differences of 0.1 to 0.3, and larger for mixtures of experts.
+float16 has three bits more."""
 
 
 @frozen

@@ -11,8 +11,8 @@ from grpo_core.contracts.errors import ConfigError, did_you_mean
 from grpo_core.loop.metrics import AT_TIMES, COMPARED, lacks_scores
 
 PARTS = ("step", "cut", "save", "cut", "save")
-"""What a run may have to finish before it stops: a step with its publication, and two checkpoints with their
-cuts: the step's and the last one."""
+"""Parts that a run may have to finish before it stops: a step with its publication, and two checkpoints with
+their cuts, the step's and the last one."""
 
 MARGIN = 1.5
 """Steps and checkpoints may take this many times longer than the longest so far."""

@@ -35,7 +35,7 @@ _SCANS = 3
 _PAUSE = 0.1
 """Seconds between two scans."""
 _BECOMING = 1.0
-"""How long to wait for the variables of a new process to appear in /proc."""
+"""Seconds to wait for the variables of a new process to appear in /proc."""
 _PATIENCE = 60.0
 """Seconds until a watcher gives up: the kernel keeps a process that waits for a broken device."""
 

@@ -405,7 +405,7 @@ class Footprint:
     checkpoint: int
     """Bytes of a checkpoint: the parameters that the optimizer changes, and its state."""
     capacities: tuple[Capacity, ...]
-    """What it needs of each device whose memory is known."""
+    """The need of the run on each device whose memory is known."""
     microbatch: tuple[int, int]
     """Rows and tokens per row of the largest micro-batch."""
     missing: tuple[str, ...]

@@ -60,7 +60,7 @@ def test_experts_that_came_from_a_hub_are_refused_by_the_trainer_before_it_loads
 
 @pytest.mark.parametrize("settings", DIVIDED, ids=str)
 def test_experts_that_the_checkpoint_has_in_one_tensor_are_divided(tmp_path, settings):
-    """As those of gpt-oss, or of a model that was saved under the names of transformers' modules."""
+    """Models such as gpt-oss, and those saved under the names of transformers' modules, keep experts so."""
     checked(write_headers(tmp_path / "huge", ["model.layers.0.mlp.experts.gate_up_proj"]), *settings)
 
 
