@@ -13,7 +13,7 @@ from grpo_core.contracts.errors import PluginError
 from grpo_core.contracts.limits import Limits
 from grpo_core.contracts.records import Completion
 from grpo_core.testing import FakeRenderer
-from grpo_plugin_agents.recorder import Recorder, Talks
+from grpo_plugin_agents.recorder import Conversations, Recorder
 
 pytestmark = pytest.mark.long
 
@@ -383,8 +383,10 @@ def sampled(recorder, *conversation):
 
 
 def recorders(*groups):
-    talks = Talks()
-    return [Recorder(Limits(max_tokens=9, max_turns=9, context=999), group, talks) for group in groups]
+    conversations = Conversations()
+    return [
+        Recorder(Limits(max_tokens=9, max_turns=9, context=999), group, conversations) for group in groups
+    ]
 
 
 def test_a_conversation_of_another_prompts_rollout_is_refused_until_that_has_ended():

@@ -32,7 +32,7 @@ from grpo_core.contracts.records import (
 )
 from grpo_core.processes.aio import cancel
 from grpo_plugin_agents.dialects import CHAT
-from grpo_plugin_agents.recorder import Talks
+from grpo_plugin_agents.recorder import Conversations
 from grpo_plugin_agents.repeats import Attempt
 from grpo_plugin_agents.session import Refused, Reply, Session, attempt_digest, played
 
@@ -179,7 +179,7 @@ class SimulatedEndpoint(playing.Player):
     def __init__(self, ledger: AgentLedger) -> None:
         self._ledger = ledger
         self._keys = itertools.count()
-        self._talks = Talks()
+        self._conversations = Conversations()
         self.sessions: dict[str, tuple[Session, Play]] = {}
         """The open sessions, by key."""
 
@@ -198,7 +198,7 @@ class SimulatedEndpoint(playing.Player):
             client=AgentClient(base_url="", api_key=key, model="policy"),
             play=evolve(given, engine=overheard),
             ended=ended,
-            talks=self._talks,
+            conversations=self._conversations,
         )
         self.sessions[key] = session, play
         return session

@@ -1,4 +1,4 @@
-"""Agents that are programs: the environments ``agent:...``."""
+"""The environments ``agent:COMMAND``: each rollout is played by a program."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from grpo_core import AgentClient, ConfigError, Environment, Episode, Feedback, 
 from grpo_core.kit import PluginHost, import_file, orphans, read_json, shortened
 
 LAST_WORDS = 1 << 20
-"""Bytes at the end of a program's output that are read."""
+"""Number of bytes read from the end of a program's output."""
 LONGEST_PROMPT = 100_000
-"""Bytes of the messages up to which a program gets them in ``GRPO_PROMPT``; Linux allows about 128,000."""
+"""Largest size of ``GRPO_PROMPT`` in bytes; Linux allows about 128,000 in a variable."""
 
 
 class AgentProgram(Environment):
@@ -50,12 +50,12 @@ class AgentProgram(Environment):
         for name in ("success", "needs_group", "concurrency", "deadline"):
             if hasattr(self._judge, name):
                 setattr(self, name, getattr(self._judge, name))
-        turns = getattr(self._module, "max_turns", None)  # those of a judge are no limit for an agent
+        turns = getattr(self._module, "max_turns", None)  # the turns of the judge do not limit the agent
         if turns is not None:
             self.max_turns = turns
 
     def prompts(self, split: str) -> Sequence[Prompt]:
-        """Return the prompts of the file or of the environment that judges."""
+        """Return the prompts of the file, or of the environment that judges."""
         if not hasattr(self._judge, "prompts"):
             raise PluginError(
                 f"agent {self._command!r} offers no prompts: give its task a source (source.path), or set "
@@ -65,7 +65,7 @@ class AgentProgram(Environment):
         return prompts
 
     def evaluate(self, episodes: Sequence[Episode]) -> Any:
-        """Judge conversations with the file or with the environment that the option names."""
+        """Judge conversations with the file, or with the environment of the option ``reward``."""
         if not hasattr(self._judge, "evaluate"):
             raise PluginError(
                 f"agent {self._command!r} returned no reward; return a number, or set the option reward to "
@@ -74,7 +74,7 @@ class AgentProgram(Environment):
         return self._judge.evaluate(episodes)
 
     def solve(self, prompt: Prompt) -> str | None:
-        """Return what the judge knows of the prompt's first reply."""
+        """Return the judge's solution of the prompt."""
         solve = getattr(self._judge, "solve", super().solve)
         reply: str | None = solve(prompt)
         return reply
@@ -95,19 +95,19 @@ class AgentProgram(Environment):
         return found
 
     async def _output(self, prompt: Prompt, client: AgentClient) -> str:
-        """Run the program until it ends or this is cancelled; then kill all that it has started."""
+        """Run the program until it ends or this is cancelled; then kill all its descendants."""
         messages = json.dumps([dict(message) for message in prompt.messages], ensure_ascii=False)
         given = {"GRPO_PROMPT": messages} if len(messages.encode()) <= LONGEST_PROMPT else {}
         mark = secrets.token_hex(16)
         variables = {**client.env_vars(), "GRPO_MODEL": client.model, orphans.PROGRAM: mark, **given}
-        # files and not pipes: what the program leaves running would keep those open
-        with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as said:
+        # files instead of pipes: a process that the program leaves behind would keep a pipe open
+        with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout:
             last = prompt.messages[-1].get("content")
-            asked.write((last if isinstance(last, str) else json.dumps(last, ensure_ascii=False)).encode())
-            asked.seek(0)
-            # it stays in the group of this process: whoever kills that ends the programs, too
+            stdin.write((last if isinstance(last, str) else json.dumps(last, ensure_ascii=False)).encode())
+            stdin.seek(0)
+            # the program stays in this process group, so that killing the group ends it, too
             process = await asyncio.create_subprocess_exec(
-                *self._words, stdin=asked, stdout=said, env={**os.environ, **variables}
+                *self._words, stdin=stdin, stdout=stdout, env={**os.environ, **variables}
             )
             try:
                 await process.wait()
@@ -116,8 +116,8 @@ class AgentProgram(Environment):
                     process.kill()
                 await asyncio.to_thread(orphans.end_marked, mark, name=orphans.PROGRAM)
                 await process.wait()
-            said.seek(max(0, said.seek(0, os.SEEK_END) - LAST_WORDS))
-            output = said.read()
+            stdout.seek(max(0, stdout.seek(0, os.SEEK_END) - LAST_WORDS))
+            output = stdout.read()
         if process.returncode:
             raise RuntimeError(f"{self._command!r} ended with exit status {process.returncode}")
         return output.decode(errors="replace")

@@ -1,24 +1,24 @@
-"""Records what the model of an agent samples: a tree of completions, and the segments that they make.  Pure.
+"""Records the completions of an agent's rollout as a tree, and divides them into segments.  Pure.
 
-An agent sends the whole conversation with each request.  What it sends back is compared with what was
-sampled: the request continues the longest recorded conversation with which it begins, and only the messages
-after that are encoded.
+An agent sends the whole conversation with each request.  The recorder compares it with the recorded
+conversations: the request continues the longest one that is a prefix of it, and only the messages after this
+prefix are encoded.
 
     request   u1                     row   u1 | a1
-              u1 a1 u2                     u1 | a1 | u2 | a2                      the agent goes on
-              u1 a1 u3               new   u1 a1 u3 | a3                          it goes another way
-              u1' a1 u4              new   u1' a1 u4 | a4                         it edited its history
+              u1 a1 u2                     u1 | a1 | u2 | a2                      the agent continues
+              u1 a1 u3               new   u1 a1 u3 | a3                          the agent branches
+              u1' a1 u4              new   u1' a1 u4 | a4                         its history was edited
 
-A completion that continues the end of a row extends this row.  Any other begins a new one: the agent has
-asked twice, has returned to an earlier point, has shortened or edited its history, or the chat template
-rewrites it.  The new row begins with all that the model reads, so a row never trains what another one has
-sampled: each sampled token is in the row in which it was sampled, and in no other.
+A completion that continues the end of a row extends this row.  Any other begins a new row: the agent
+repeated a request, returned to an earlier point, shortened or edited its history, or the chat template
+rewrites it.  The prompt of the new row is the whole context of the model, so a row never trains tokens that
+were sampled in another row: each sampled token is trained in exactly one row.
 
-A completion is kept as a place in its row, and a conversation as what it adds to an earlier one: what a
-session keeps grows with what was said, and not with how often it was sent.
+A completion is stored as an index into its row, and a conversation as its difference to an earlier one.
+Memory grows with the length of the conversation, not with the number of requests that repeat it.
 
-Messages are compared by what they mean, because clients rewrite them: the parts of a text, the spaces around
-a reply, the order of a call's arguments, the ids of calls and a reply's reasoning make no difference.
+Messages are compared by meaning, because clients rewrite them: the comparison ignores how a text is split
+into parts, white space around a reply, the order of a call's arguments, ids of calls, and reasoning.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ Tools = Sequence[Mapping[str, Any]]
 
 @define(eq=False)
 class _Row:
-    """A segment that grows while the agent goes on."""
+    """A segment that grows while the agent continues its conversation."""
 
     prompt_ids: NDArray[np.int32]
     parts: list[Tokens]
     tip: Node | None = None
-    """The completion at its end."""
+    """The last completion of the row."""
     turn_tokens: list[int] = field(factory=list)
-    """Number of tokens of each of its completions."""
+    """Number of tokens of each completion."""
 
     def segment(self) -> Segment:
         return Segment(prompt_ids=self.prompt_ids, tokens=Tokens.concatenate(self.parts))
@@ -70,35 +70,35 @@ class Node:
     """A recorded completion."""
 
     parent: Node | None
-    """The completion that its request continued."""
+    """The completion that the request continued."""
     added: tuple[Message, ...]
-    """The messages after that, or all before it, as the agent wrote them."""
-    said: Message
-    """Its message."""
+    """The messages between ``parent`` and this completion (without a parent: all before it), as sent."""
+    message: Message
+    """The message of the completion, as the agent receives it."""
     row: _Row
-    place: int
-    """Its number among the parts of the row."""
+    index: int
+    """Index of the completion in ``row.parts``."""
     prompt_tokens: int
-    """Number of tokens that the model read."""
+    """Number of tokens of the context."""
     finish_reason: EndReason
 
     @property
     def tokens(self) -> Tokens:
-        """Its tokens, which were sampled."""
-        return self.row.parts[self.place]
+        """The sampled tokens."""
+        return self.row.parts[self.index]
 
     def conversation(self) -> tuple[Message, ...]:
-        """Return all messages up to its own."""
+        """Return all messages up to this completion, inclusive."""
         parts, node = [], self
         while True:
-            parts.append((*node.added, node.said))
+            parts.append((*node.added, node.message))
             if node.parent is None:
                 return tuple(message for part in reversed(parts) for message in part)
             node = node.parent
 
     def whole(self) -> NDArray[np.int32]:
-        """Return all tokens that the model read, and what was sampled."""
-        return np.concatenate([self.row.prompt_ids, *(part.ids for part in self.row.parts[: self.place + 1])])
+        """Return the context and the sampled tokens, as ids."""
+        return np.concatenate([self.row.prompt_ids, *(part.ids for part in self.row.parts[: self.index + 1])])
 
 
 @frozen(eq=False)
@@ -106,20 +106,20 @@ class Turn:
     """A request that is ready for the engine."""
 
     added: tuple[Message, ...]
-    """The messages after the completion that it continues, or all."""
+    """The messages after ``parent``, or all messages without one."""
     tools: Tools
     key: bytes
     context: NDArray[np.int32]
-    """Tokens that the model reads."""
+    """Tokens of the context."""
     parent: Node | None = None
-    """The completion that it continues."""
+    """The completion that the request continues."""
     new: NDArray[np.int32] | None = None
-    """Tokens between that completion and the next one."""
+    """Tokens between ``parent`` and the next completion."""
 
 
 @define(eq=False)
-class Talks:
-    """The conversations of the rollouts that play now: who has sampled their ends."""
+class Conversations:
+    """The conversations of all running rollouts, and the groups whose rollouts sampled their last reply."""
 
     _groups: dict[bytes, list[str]] = field(init=False, factory=dict)
 
@@ -132,91 +132,91 @@ class Talks:
             del self._groups[key]
 
     def is_of_others(self, key: bytes, group: str) -> bool:
-        """Whether only rollouts of other groups have sampled the end of a conversation."""
+        """Whether the last reply of a conversation was sampled by rollouts of other groups only."""
         groups = self._groups.get(key)
         return groups is not None and group not in groups
 
 
 @define(eq=False)
 class Recorder:
-    """The completions of one rollout of an agent.
+    """Records the completions of one rollout of an agent.
 
     Args:
-        group: that of the rollout.
-        talks: those of all rollouts.
+        group: identifier of the rollout's group.
+        conversations: the conversations of all running rollouts.
     """
 
     limits: Limits
     group: str = ""
-    talks: Talks = field(factory=Talks)
+    conversations: Conversations = field(factory=Conversations)
     turns: int = 0
     tool_calls: int = 0
     limit: EndReason | None = None
     """The limit that refused a turn."""
     _known: dict[bytes, list[Node]] = field(init=False, factory=dict)
-    """Completions by the conversation that ends with them."""
+    """Completions by the key of the conversation that they end."""
     _rows: list[_Row] = field(init=False, factory=list)
-    """In the order of their newest completions: the last turn of a recording is the last that was played."""
+    """Rows in the order of their newest completions, so that a recording ends with the turn played last."""
     _last: Node | None = field(init=False, default=None)
     _sent: dict[bytes, Message] = field(init=False, factory=dict)
-    """Messages of requests that continue nothing, by the conversation that ends with them."""
+    """Messages of requests without a parent, by the key of the conversation that they end."""
     _completed: set[bytes] = field(init=False, factory=set)
-    """Conversations after which it has sampled."""
-    _said: list[bytes] = field(init=False, factory=list)
-    """Conversations that end with what it has sampled, until it ends."""
+    """Keys of the conversations that were completed."""
+    _sampled: list[bytes] = field(init=False, factory=list)
+    """Keys of the conversations that end with a sampled reply, until the rollout ends."""
 
     def turn(self, messages: Sequence[Message], tools: Tools, renderer: Renderer) -> Turn:
         """Encode the new part of a request.
 
-        Raises ModelError if the chat template cannot render it, PluginError if it continues the conversation
-        of another prompt's rollout.
+        Raises ModelError if the chat template cannot render it, and PluginError if it continues the
+        conversation of another prompt's rollout.
         """
         conversation = tuple(messages)
-        # a digest of each beginning; the first is that of the tools alone
+        # a digest of each prefix; the first one covers the tools alone
         keys = [blake2b(_canonical(list(tools)).encode(), digest_size=16).digest()]
         for message in conversation:
             keys.append(_key(keys[-1], message))
-        self._check_talk(conversation, keys)
-        for place in range(len(conversation) - 1, 0, -1):
-            nodes = self._known.get(keys[place])
-            if nodes and _is_reply(conversation[place - 1]):
-                node = _nearest(nodes, conversation[place - 1])
-                if (turn := _continued(node, conversation[place:], tools, renderer)) is not None:
+        self._check_owner(conversation, keys)
+        for index in range(len(conversation) - 1, 0, -1):
+            nodes = self._known.get(keys[index])
+            if nodes and _is_reply(conversation[index - 1]):
+                node = _nearest(nodes, conversation[index - 1])
+                if (turn := _continued(node, conversation[index:], tools, renderer)) is not None:
                     return evolve(turn, key=keys[-1])
                 break
         ids = np.asarray(renderer.prompt_ids(conversation, tools), np.int32)
         added = tuple(map(self._once, keys[1:], conversation))
         return Turn(added=added, tools=tools, key=keys[-1], context=ids)
 
-    def _check_talk(self, conversation: Sequence[Message], keys: Sequence[bytes]) -> None:
-        """Raise PluginError if another prompt's rollout has sampled a reply in it.
+    def _check_owner(self, conversation: Sequence[Message], keys: Sequence[bytes]) -> None:
+        """Raise PluginError if the conversation has a reply that another prompt's rollout sampled.
 
-        One that has asked for a reply in the same place may have edited its own.
+        No error if this rollout sampled a reply at the same point: the agent may have edited it.
         """
-        for place in range(len(conversation), 0, -1):
-            if not _is_reply(conversation[place - 1]):
+        for index in range(len(conversation), 0, -1):
+            if not _is_reply(conversation[index - 1]):
                 continue
-            if keys[place] in self._known or keys[place - 1] in self._completed:
+            if keys[index] in self._known or keys[index - 1] in self._completed:
                 return
-            if self.talks.is_of_others(keys[place], self.group):
-                reply = errors.shortened(str(conversation[place - 1].get("content") or ""), 80)
+            if self.conversations.is_of_others(keys[index], self.group):
+                reply = errors.shortened(str(conversation[index - 1].get("content") or ""), 80)
                 raise PluginError(
                     "agents: a rollout goes on with a reply that another prompt's rollout has sampled: "
                     f"{reply!r}"
                 )
 
     def end(self) -> None:
-        """End the rollout: those of other prompts may say what it has said."""
-        while self._said:
-            self.talks.remove(self._said.pop(), self.group)
+        """End the rollout; rollouts of other prompts may continue its conversations from now on."""
+        while self._sampled:
+            self.conversations.remove(self._sampled.pop(), self.group)
 
     def _once(self, key: bytes, message: Message) -> Message:
-        """Return the object that is kept for a message, which may be sent with each request."""
+        """Return the stored object of an equal message, so that repeated messages are in memory once."""
         kept = self._sent.setdefault(key, message)
         return kept if kept == message else message
 
     def admit(self, turn: Turn, n: int = 1) -> EndReason | None:
-        """Return the limit that forbids ``n`` completions of this turn, or None; the turn then counts."""
+        """Return the limit that forbids ``n`` completions of this turn; None counts the turn as played."""
         tokens = len(turn.context)
         if not tokens:
             return None
@@ -228,14 +228,13 @@ class Recorder:
         return met
 
     def dismiss(self, n: int = 1) -> None:
-        """Take back turns that were admitted: the engine did not complete them."""
+        """Uncount admitted turns that the engine did not complete."""
         self.turns -= n
 
     def record(self, turn: Turn, completion: Completion, message: Message) -> Node:
-        """Add a completion of an admitted turn; the result has its message as the agent receives it."""
-        said = message
+        """Add a completion of an admitted turn; the node's message is the one that the agent receives."""
         if calls := message.get("tool_calls"):
-            said = {**message, "tool_calls": numbered(calls, self.tool_calls)}
+            message = {**message, "tool_calls": numbered(calls, self.tool_calls)}
             self.tool_calls += len(calls)
         row = self._row(turn)
         row.parts.append(completion.tokens)
@@ -245,22 +244,22 @@ class Recorder:
         node = Node(
             parent=turn.parent,
             added=turn.added,
-            said=said,
+            message=message,
             row=row,
-            place=len(row.parts) - 1,
+            index=len(row.parts) - 1,
             prompt_tokens=len(turn.context),
             finish_reason="tokens" if reason == "length" and room <= 0 else reason,
         )
         row.tip = self._last = node
-        key = _key(turn.key, said)
+        key = _key(turn.key, message)
         self._known.setdefault(key, []).append(node)
         self._completed.add(turn.key)
-        self._said.append(key)
-        self.talks.add(key, self.group)
+        self._sampled.append(key)
+        self.conversations.add(key, self.group)
         return node
 
     def _row(self, turn: Turn) -> _Row:
-        """Return the row that a completion extends; no completion is in two rows."""
+        """Return the row that a completion extends; a completion is in exactly one row."""
         parent = turn.parent
         if parent is not None and turn.new is not None and parent.row.tip is parent:
             parent.row.parts.append(Tokens.context(turn.new))
@@ -272,7 +271,7 @@ class Recorder:
         return row
 
     def recording(self, error: str | None = None) -> Recording:
-        """Return what was recorded so far."""
+        """Return the recording so far."""
         last = self._last
         return Recording(
             segments=tuple(row.segment() for row in self._rows),
@@ -290,12 +289,12 @@ def _is_reply(message: Message) -> bool:
 
 
 def _continued(node: Node, messages: Sequence[Message], tools: Tools, renderer: Renderer) -> Turn | None:
-    """Return the turn after a completion, or None if the template rewrites what was before."""
+    """Return the turn after a completion, or None if the template rewrites the history."""
     last = next(iter(node.tokens.ids[-1:].tolist()), None)
     new = renderer.continuation_ids(
         messages,
         before=node.conversation()[:-1],
-        said=node.said,
+        said=node.message,
         end=last if last in renderer.stop_token_ids else None,
         tools=tools,
         sampled=node.tokens.ids,
@@ -314,14 +313,14 @@ def _continued(node: Node, messages: Sequence[Message], tools: Tools, renderer: 
 
 
 def _nearest(nodes: Sequence[Node], sent: Message) -> Node:
-    """Return the completion that an agent continues, of several that mean the same.
+    """Return the completion that an agent continues, of several with the same meaning.
 
-    It is the newest, if possible one with the same text and thinking, and one that ends its row.
+    Prefers the same text and thinking, then the end of a row, then the newest.
     """
     return max(
         enumerate(nodes),
         key=lambda pair: (
-            thoughts.parted(pair[1].said) == thoughts.parted(sent),
+            thoughts.parted(pair[1].message) == thoughts.parted(sent),
             pair[1].row.tip is pair[1],
             pair[0],
         ),
@@ -336,7 +335,7 @@ def _key(before: bytes, message: Message) -> bytes:
 
 
 def meaning(message: Message) -> str:
-    """Return a text that is equal for messages that mean the same."""
+    """Return a canonical text, equal for messages with the same meaning."""
     role, content = message["role"], str(message.get("content") or "")
     if role != "assistant":
         return _canonical([role, content])

@@ -1,12 +1,12 @@
-"""Recognises requests that repeat one that was made already, so that a retry samples nothing anew.  Pure.
+"""Detects retries of requests, so that a retry does not sample again.  Pure.
 
 A request repeats an earlier one of its session if
 
 * both have the same ``Idempotency-Key`` (and the same body: it is an error otherwise), or
 * both have the same body, and the client says that it tries again (``x-stainless-retry-count`` above 0, as
   the clients of OpenAI and Anthropic do), or
-* both have the same body, the client says nothing about retries, and the earlier one has gone without its
-  reply.
+* both have the same body, the client says nothing about retries, and the client of the earlier one closed
+  its connection before the reply.
 
 Any other request with the same body wants another sample.
 """
@@ -21,13 +21,13 @@ from attrs import define, field, frozen
 T = TypeVar("T")
 
 
-class KeyReused(Exception):  # noqa: N818 - reads as what happened
-    """Raised for a request with another body than the one that had its ``Idempotency-Key``."""
+class KeyReused(Exception):  # noqa: N818 - named after the fault
+    """Raised for a request that reuses the ``Idempotency-Key`` of a request with another body."""
 
 
 @frozen(kw_only=True)
 class Attempt:
-    """The signs that distinguish a retry from a new request."""
+    """The properties that distinguish a retry from a new request."""
 
     body: bytes
     """Digest of the path and the body."""
@@ -45,7 +45,7 @@ class Call(Generic[T]):
 
     answer: T
     waiting: list[Attempt]
-    """Attempts that have no answer yet."""
+    """Attempts without an answer so far."""
     body: bytes
     """Digest of the path and the body."""
     delivered: bool = field(init=False, default=False)
@@ -55,7 +55,7 @@ class Call(Generic[T]):
 
     @property
     def abandoned(self) -> bool:
-        """Whether its answer was neither received nor is still awaited."""
+        """Whether no attempt received the answer or still waits for it."""
         return not self.delivered and all(attempt.gone() for attempt in self.waiting)
 
 
@@ -67,9 +67,9 @@ class Repeats(Generic[T]):
     _by_body: dict[bytes, list[Call[T]]] = field(init=False, factory=dict)
 
     def repeated(self, attempt: Attempt) -> Call[T] | None:
-        """Return the request that an attempt repeats, if it does; it then waits for its answer, too.
+        """Return the request that an attempt repeats, and add the attempt to it; None for a new request.
 
-        Raises KeyReused if it is another request with the key of an earlier one.
+        Raises KeyReused for the key of an earlier request with another body.
         """
         call = self._find(attempt)
         if call is not None:
@@ -87,12 +87,12 @@ class Repeats(Generic[T]):
         for call in calls:
             if call.abandoned and attempt.retries != 0:
                 return call
-        if attempt.retries and calls:  # the answer was sent, and did not arrive
+        if attempt.retries and calls:  # the answer was sent, but did not arrive
             return min(calls, key=lambda call: call.retried)
         return None
 
     def begin(self, attempt: Attempt, answer: T) -> Call[T]:
-        """Remember a new request with its answer."""
+        """Record a new request with its answer."""
         call = Call(answer, [attempt], attempt.body)
         if attempt.key:
             self._by_key[attempt.key] = call
@@ -100,7 +100,7 @@ class Repeats(Generic[T]):
         return call
 
     def forget(self, call: Call[T]) -> None:
-        """Forget a request that failed: a retry is a new one."""
+        """Forget a failed request, so that a retry counts as a new one."""
         for key in [key for key, each in self._by_key.items() if each is call]:
             del self._by_key[key]
         for calls in self._by_body.values():
@@ -108,6 +108,6 @@ class Repeats(Generic[T]):
                 calls.remove(call)
 
     def delivered(self, call: Call[T], attempt: Attempt) -> None:
-        """Remember that an attempt got its answer."""
+        """Record that an attempt received its answer."""
         call.delivered = True
         call.waiting.remove(attempt)

@@ -1,7 +1,7 @@
-"""Serves the models of rollouts to their agents, over HTTP, usually on the loopback address.
+"""Serves the model to agents over HTTP, usually on the loopback address.
 
-There is one server for a run.  Each rollout has a session with a key of its own, which is 256 random bits: a
-request without the key of a running session is refused with 401.  The server keeps no key, only its digest.
+There is one server for a run.  Each rollout has a session with a separate key of 256 random bits.  A request
+without the key of a running session is refused with 401.  The server stores digests of keys only.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from aiohttp.http_exceptions import HttpProcessingError
 from grpo_core import AgentClient, ConfigError, GrpoError, Play, Player, PlayerSetup, Recording
 from grpo_core.kit import new_key, report
 from grpo_plugin_agents.dialects import ANTHROPIC, CHAT, DIALECTS, Dialect
-from grpo_plugin_agents.recorder import Talks
+from grpo_plugin_agents.recorder import Conversations
 from grpo_plugin_agents.repeats import Attempt
 from grpo_plugin_agents.session import PING, Refused, Reply, Session, attempt_digest, played, refusal
 
 MODEL = "policy"
-"""Name of the model."""
+"""Name of the model in requests."""
 MAX_BODY = 32 * 2**20
 """Largest size of a request in bytes."""
 CLOSING = 1.0
-"""Seconds that open connections have when the server ends."""
+"""Seconds that open connections get when the server shuts down."""
 LOGGER = logging.getLogger(__name__)
 LOGGER.addFilter(lambda record: not isinstance((record.exc_info or [None] * 2)[1], HttpProcessingError))
-"""Says nothing about requests that are none, whose senders get the status 400."""
+"""Drops log messages about malformed requests, which are answered with status 400."""
 
 
 class AgentServer(Player):
     """The player ``agents``: an HTTP server on a free port of one address of this machine.
 
     Args:
-        ping: seconds between the comments with which a stream keeps its client while the engine works.
+        ping: seconds between the comments that keep a stream's connection alive while the engine works.
     """
 
     def __init__(self, setup: PlayerSetup, *, ping: float = PING) -> None:
@@ -55,14 +55,14 @@ class AgentServer(Player):
         self._host = setup.host
         self._ping = ping
         self._sessions: dict[bytes, Session] = {}
-        self._talks = Talks()
+        self._conversations = Conversations()
         self._runner: web.AppRunner | None = None
         self._url = ""
         self._warned: set[str] = set()
 
     @property
     def sessions(self) -> int:
-        """Number of sessions that are open."""
+        """Number of open sessions."""
         return len(self._sessions)
 
     async def start(self) -> None:
@@ -109,13 +109,13 @@ class AgentServer(Player):
             play=play,
             ended=lambda: self._sessions.pop(digest, None),
             ignored=self._ignored,
-            talks=self._talks,
+            conversations=self._conversations,
         )
         self._sessions[digest] = session
         return session
 
     def _ignored(self, names: Sequence[str]) -> None:
-        """Report fields of sampling that have no effect, each once."""
+        """Report sampling parameters that have no effect, each once."""
         new = sorted(set(names) - self._warned)
         self._warned.update(new)
         if new:
@@ -136,8 +136,8 @@ class AgentServer(Player):
             try:
                 body = await request.read()
             except web.HTTPRequestEntityTooLarge:
-                told = f"the body has more than {MAX_BODY} bytes"
-                return _json(dialect.error(413, told, "too_large"), 413)
+                message = f"the body has more than {MAX_BODY} bytes"
+                return _json(dialect.error(413, message, "too_large"), 413)
             attempt, wire = _attempt(request, body), _Wire(request)
             try:
                 call, reply = await session.reply(dialect, body, attempt, alive=wire.ping, every=self._ping)
@@ -166,7 +166,7 @@ class AgentServer(Player):
         )
 
     def _session(self, request: web.Request) -> Session | None:
-        """Return the session whose key the request has."""
+        """Return the session of the key in the request's headers, or None."""
         given = request.headers.get("Authorization", "")
         key = given[7:] if given[:7].lower() == "bearer " else request.headers.get("x-api-key", "")
         return self._sessions.get(_digest(key.strip()))
@@ -184,9 +184,9 @@ _MODEL = {"id": MODEL, "object": "model", "type": "model", "display_name": MODEL
 
 
 def _digest(key: str) -> bytes:
-    """Return what stands for a key.
+    """Return the digest of a key.
 
-    Looking it up takes a time that tells nothing about the keys that there are.
+    Looking up a digest instead of the key leaks nothing about valid keys by its timing.
     """
     return sha256(key.encode("utf-8", "surrogateescape")).digest()
 
@@ -194,7 +194,7 @@ def _digest(key: str) -> bytes:
 def _attempt(request: web.Request, body: bytes) -> Attempt:
     retries, protocol = request.headers.get("x-stainless-retry-count", ""), request.protocol
 
-    def gone() -> bool:  # a session keeps this as long as it runs, and not the request with its body
+    def gone() -> bool:  # the session stores this function; it must not keep the request and its body alive
         return protocol.transport is None or protocol.transport.is_closing()
 
     return Attempt(
@@ -206,14 +206,14 @@ def _attempt(request: web.Request, body: bytes) -> Attempt:
 
 
 class _Wire:
-    """The way back to a client; a stream begins before there is a reply."""
+    """The response to a client; a stream begins before the reply is complete."""
 
     def __init__(self, request: web.Request) -> None:
         self._request = request
         self._begun: web.StreamResponse | None = None
 
     async def ping(self) -> None:
-        """Send a comment, which clients skip, in a stream; the first one comes after the headers."""
+        """Send a comment in a stream, which clients skip; the first call sends the headers, too."""
         with contextlib.suppress(ConnectionError):
             if self._begun is None:
                 headers = {"Content-Type": _EVENTS, "Cache-Control": "no-cache"}
@@ -223,7 +223,7 @@ class _Wire:
             await self._begun.write(b": ping\n\n")
 
     async def send(self, reply: Reply) -> web.StreamResponse:
-        """Send a reply to its end, or find out that the client has gone."""
+        """Send the whole reply; stop silently if the client closed the connection."""
         if self._begun is not None:
             with contextlib.suppress(ConnectionError):
                 await self._begun.write_eof(reply.body if reply.status == 200 else reply.failure)
@@ -244,5 +244,5 @@ def _json(data: object, status: int = 200) -> web.Response:
 
 
 def _unknown(dialect: Dialect) -> web.Response:
-    told = "this key belongs to no rollout that is running"
-    return _json(dialect.error(401, told, "invalid_api_key"), 401)
+    message = "this key belongs to no rollout that is running"
+    return _json(dialect.error(401, message, "invalid_api_key"), 401)

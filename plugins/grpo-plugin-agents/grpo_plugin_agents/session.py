@@ -1,8 +1,8 @@
 """The session of a rollout: its requests on their way to the engine, and its recording.
 
-Long work on JSON, chat templates and tokens is done in the renderer's thread; the event loop waits for it and
-for the engine.  A request is answered to its end even if its client goes away meanwhile: what is sampled is
-recorded, and a retry gets it.
+Long work on JSON, chat templates and tokens runs in the renderer's thread; the event loop awaits it and the
+engine.  A request is completed even if its client disconnects: the completion is recorded, and a retry
+receives it.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from grpo_core import (
 )
 from grpo_core.kit import MIXED_UP_ADVICE, aio, read_json, thoughts
 from grpo_plugin_agents.dialects import Answer, BadRequest, ChatRequest, Dialect, encoded, event
-from grpo_plugin_agents.recorder import Node, Recorder, Talks, Turn
+from grpo_plugin_agents.recorder import Conversations, Node, Recorder, Turn
 from grpo_plugin_agents.repeats import Attempt, Call, KeyReused, Repeats
 
 MOST_COMPLETIONS = 64
 """Largest ``n`` of a request."""
 _TAIL = 16
-"""Tokens at the end of a prompt in which the tag that begins thinking is looked for."""
+"""Number of tokens at the end of a prompt that are searched for the opening tag of thinking."""
 PING = 2.0
-"""Seconds between the signs of life of a stream; clients have time-outs for silence."""
+"""Seconds between keep-alive comments in a stream; clients time out on silence."""
 
 
 @frozen(kw_only=True)
@@ -50,15 +50,15 @@ class Reply:
     status: int = 200
     stream: bool = False
     failure: bytes = b""
-    """The event that says the same as ``body``, for a stream that has begun before the request failed."""
+    """The error of ``body`` as an event, for a stream that began before the request failed."""
 
 
-class Refused(Exception):  # noqa: N818 - it is what it is
+class Refused(Exception):  # noqa: N818 - named after the outcome
     """Raised for a request without a completion.
 
     Attributes:
-        status: of the reply.
-        code: the reason, for programs.
+        status: HTTP status of the reply.
+        code: machine-readable reason.
     """
 
     def __init__(self, status: int, message: str, code: str) -> None:
@@ -67,52 +67,52 @@ class Refused(Exception):  # noqa: N818 - it is what it is
 
 
 @frozen(eq=False)
-class Asked:
-    """A request on its way to its reply."""
+class Pending:
+    """A request that is being answered."""
 
     task: asyncio.Task[Reply]
     streams: asyncio.Future[None]
-    """Done when the engine begins with the completions of a stream."""
+    """Done when the engine starts the completions of a stream."""
 
 
 @define(eq=False)
 class Session:
-    """A rollout of an agent while it is played.
+    """A running rollout of an agent.
 
     Args:
-        client: what the agent gets to know.
+        client: address, key and model name for the agent.
         ended: called once, when the session ends.
         ignored: called with the names of a request's fields that have no effect.
-        talks: the conversations of all sessions.
+        conversations: the conversations of all sessions.
     """
 
     client: AgentClient
     play: Play
     ended: Callable[[], object] = lambda: None
     ignored: Callable[[Sequence[str]], None] = lambda names: None
-    talks: Talks = field(factory=Talks)
+    conversations: Conversations = field(factory=Conversations)
     recorder: Recorder = field(init=False)
-    _repeats: Repeats[Asked] = field(init=False, factory=Repeats)
+    _repeats: Repeats[Pending] = field(init=False, factory=Repeats)
     _replies: dict[str, Node] = field(init=False, factory=dict)
     """Completions by the id of their reply."""
     _running: set[asyncio.Task[Reply]] = field(init=False, factory=set)
     _fault: asyncio.Event = field(init=False, factory=asyncio.Event)
     _why: Exception | None = field(init=False, default=None)
     _error: str | None = field(init=False, default=None)
-    """The engine's last error; None once it has completed a request after it."""
+    """The engine's last error; None after the next completed request."""
     _closed: bool = field(init=False, default=False)
 
     def __attrs_post_init__(self) -> None:
-        self.recorder = Recorder(self.play.limits, self.play.group, self.talks)
+        self.recorder = Recorder(self.play.limits, self.play.group, self.conversations)
 
     async def broken(self) -> Exception:
-        """Wait until a request fails by no fault of the agent, such as a broken engine; return the error."""
+        """Wait until a request fails for a reason outside of the agent, such as a bug; return the error."""
         await self._fault.wait()
         assert self._why is not None
         return self._why
 
     async def aclose(self) -> Recording:
-        """End the session, and the requests that still run; return what was sampled."""
+        """End the session and cancel its running requests; return the recording."""
         if not self._closed:
             self._closed = True
             self.ended()
@@ -130,20 +130,20 @@ class Session:
         *,
         alive: Callable[[], Awaitable[None]] | None = None,
         every: float = PING,
-    ) -> tuple[Call[Asked], Reply]:
-        """Answer a request, or give it the answer of the one that it repeats.
+    ) -> tuple[Call[Pending], Reply]:
+        """Answer a request; a retry receives the answer of the request that it repeats.
 
-        ``alive`` is called when the engine begins with a stream, and again after each ``every`` seconds.
-        Cancelling this does not cancel the request: a client that has gone may ask again.  Raises Refused if
-        the session has ended, or the client repeats the key of another request.
+        ``alive`` is called when the engine starts a stream, and then every ``every`` seconds.  Cancelling
+        this does not cancel the request: a disconnected client may retry.  Raises Refused if the session has
+        ended, or the client reuses the key of another request.
         """
         try:
             call = self._repeats.repeated(attempt)
         except KeyReused:
-            told = (
+            error = (
                 f"the Idempotency-Key {attempt.key[:80]!r} is that of another request; use a new key for each"
             )
-            raise Refused(422, told, "idempotency_key_reused") from None
+            raise Refused(422, error, "idempotency_key_reused") from None
         if call is None:
             if self._closed:
                 raise Refused(401, "this rollout has ended", "ended")
@@ -151,7 +151,7 @@ class Session:
             task = asyncio.create_task(self._answer(dialect, body, streams), name="request of an agent")
             self._running.add(task)
             task.add_done_callback(self._running.discard)
-            call = self._repeats.begin(attempt, Asked(task, streams))
+            call = self._repeats.begin(attempt, Pending(task, streams))
         task = call.answer.task
         if alive is not None:
             either: list[asyncio.Future[Any]] = [task, call.answer.streams]
@@ -167,12 +167,12 @@ class Session:
             self._repeats.forget(call)
         return call, reply
 
-    def delivered(self, call: Call[Asked], attempt: Attempt) -> None:
-        """Remember that a client got its reply."""
+    def delivered(self, call: Call[Pending], attempt: Attempt) -> None:
+        """Record that a client received its reply."""
         self._repeats.delivered(call, attempt)
 
     async def count_tokens(self, dialect: Dialect, body: bytes) -> Reply:
-        """Return the number of tokens of a request, as Anthropic's clients ask for it."""
+        """Return the number of tokens of a request, for Anthropic's ``count_tokens``."""
         try:
             _, turn = await self.play.renderer.run(lambda: self._read(dialect, body), len(body))
         except Refused as refused:
@@ -195,7 +195,7 @@ class Session:
             return refusal(dialect, Refused(500, errors.describe(error), "internal"))
 
     def _read(self, dialect: Dialect, body: bytes) -> tuple[ChatRequest, Turn]:
-        """Read a request and encode what is new in it.  Raises Refused, and PluginError as the recorder."""
+        """Parse a request and encode its new messages.  Raises Refused, and PluginError like the recorder."""
         try:
             request = dialect.read(read_json(body, dict), self._history)
             turn = self.recorder.turn(request.messages, request.tools, self.play.renderer)
@@ -220,7 +220,7 @@ class Session:
         n = request.n
         if (limit := self.recorder.admit(turn, n)) is not None:
             raise Refused(400, self._over(limit, len(turn.context)), _CODES.get(limit, f"max_{limit}"))
-        if request.stream:  # what is refused above has a status of its own, which a stream hides
+        if request.stream:  # only now: the refusals above need their HTTP status, which a stream would hide
             streams.set_result(None)
         completed = False
         try:
@@ -250,10 +250,10 @@ class Session:
     def _recorded(
         self, dialect: Dialect, request: ChatRequest, turn: Turn, completions: Sequence[Completion]
     ) -> Reply:
-        """Record completions, and write the reply."""
+        """Record completions, and encode the reply."""
         texts = self.play.renderer.texts([completion.token_ids.tolist() for completion in completions])
         (end,) = self.play.renderer.texts([turn.context[-_TAIL:].tolist()])
-        thinking = end.rstrip().endswith(thoughts.THOUGHT_OPENS)  # as some templates write it
+        thinking = end.rstrip().endswith(thoughts.THOUGHT_OPENS)  # some templates open the thinking block
         answers = []
         for completion, text in zip(completions, texts, strict=True):
             message = self._message(request, turn, completion, text)
@@ -262,7 +262,7 @@ class Session:
         return Reply(body=encoded(dialect, request, answers), stream=request.stream)
 
     def _message(self, request: ChatRequest, turn: Turn, completion: Completion, text: str) -> Message:
-        """Return the message of a completion; garbled calls are text, since no client could run them."""
+        """Parse a completion into a message; malformed tool calls stay text, as no client could run them."""
         message = self.play.renderer.message(
             text, token_ids=completion.token_ids, before=turn.context, tools=turn.tools
         )
@@ -279,7 +279,7 @@ class Session:
         id = f"{len(self._replies):08d}"
         answer = Answer(
             id=id,
-            message=node.said,
+            message=node.message,
             finish_reason=node.finish_reason,
             prompt_tokens=node.prompt_tokens,
             completion_tokens=len(node.tokens),
@@ -300,9 +300,9 @@ _NO_CALL = (
 
 
 async def played(session: Session) -> Recording:
-    """Let the environment's agent play a session to its end, and close it.
+    """Run the environment's agent until it ends, and close the session.
 
-    Raises what broke the session by no fault of the agent.
+    Raises the error of ``Session.broken``.
     """
     running = asyncio.ensure_future(session.play.run(session.client))
     broken = asyncio.create_task(session.broken())
@@ -325,12 +325,12 @@ _CODES = {"tokens": "context_length_exceeded"}
 
 
 def refusal(dialect: Dialect, refused: Refused) -> Reply:
-    """Return the reply that says why there is no completion."""
-    told = refused.status, str(refused), refused.code
-    body = json.dumps(dialect.error(*told), ensure_ascii=False).encode()
-    return Reply(body=body, status=refused.status, failure=event(*dialect.failure(*told)))
+    """Return the reply with the reason why there is no completion."""
+    fields = refused.status, str(refused), refused.code
+    body = json.dumps(dialect.error(*fields), ensure_ascii=False).encode()
+    return Reply(body=body, status=refused.status, failure=event(*dialect.failure(*fields)))
 
 
 def attempt_digest(path: str, body: bytes) -> bytes:
-    """Return a digest that is equal for requests with the same path and body."""
+    """Return a digest of path and body."""
     return blake2b(body, digest_size=16, person=path.encode()[-16:]).digest()

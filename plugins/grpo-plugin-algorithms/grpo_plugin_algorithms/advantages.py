@@ -1,4 +1,4 @@
-"""Advantage functions of published methods.  Pure; ``formulas`` has their formulas."""
+"""Advantage functions of published methods, on groups; ``formulas`` computes them on numbers.  Pure."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def check_scaled(*, scale: str = "group", **options: Any) -> None:
 
 
 def check_scaled_parts(*, scale: str = "group", **options: Any) -> None:
-    """Check as ``check_scaled``; the deviation over the step has a ``ddof``, too."""
+    """Check like ``check_scaled``; the standard deviation over the step has a ``ddof``, too."""
     check_numbers(scale=scale, **options)
     _refuse_idle(scale, {"epsilon"} & set(options))
 
 
 def check_by_turn(*, config: Config | None = None, **options: Any) -> None:
-    """Check as ``check_scaled``; groups with equal rewards teach, too, if those of their turns differ."""
+    """Check like ``check_scaled``; a group with equal rewards trains if the rewards of its turns differ."""
     check_scaled(**options)
     filters = () if config is None else config.filters
     keys = [f"[filters.{name}]" for name in filters if name.rpartition(":")[2] == "equal_rewards"]
@@ -76,14 +76,14 @@ def reinforce_plus_plus(
 ) -> Scores:
     """Normalise over the whole step (REINFORCE++); see ``formulas.reinforce_plus_plus``.
 
-    A group with equal rewards has advantages, too, if other groups differ: with ``baseline`` they are all the
-    same small number, and 0 with ``count="rollouts"``.
+    A group with equal rewards may have nonzero advantages if other groups differ: with ``baseline`` one small
+    number for the whole group, which is 0 with ``count="rollouts"``.
 
     Args:
         groups: the groups of a step.
         baseline: subtract the mean of the group first (REINFORCE++-baseline).
-        count: mean and variance of the step are those of its sampled tokens, or of its rollouts.
-        floor: the variance is at least this.
+        count: take mean and variance of the step over its sampled tokens, or over its rollouts.
+        floor: lower bound of the variance.
     """
     lengths = [[float(rollout.n_sampled) for rollout in each.rollouts] for each in groups]
     return formulas.reinforce_plus_plus(
@@ -106,18 +106,18 @@ def gdpo(
 ) -> Scores:
     """Normalise each part of the reward by itself, then their sum (GDPO); see ``formulas.gdpo``.
 
-    The parts are what the environment returns as ``Feedback.metrics``.  A rollout with a part that is no
-    finite number is not trained.
+    The parts are the environment's ``Feedback.metrics``.  A rollout with a part that is not finite is not
+    trained.
 
     Args:
         groups: the groups of a step.
         weights: weight of each part that counts.  Default: all metrics of the rollouts, with weight 1.
-        scale: divide a part by the standard deviation of the group's, or of the other rollouts'
+        scale: divide a part by its standard deviation in the group, or among the other rollouts
             (``"others"``), or not (``"none"``).
         leave_one_out: compare each part with the mean of the other rollouts of its group.
         ddof: the variances are the sum of squares over n - ``ddof``.
-        epsilon: is added to the standard deviation of a part in its group.
-        batch_epsilon: is added to the standard deviation of the sums over the step.
+        epsilon: added to the standard deviation of a part in its group.
+        batch_epsilon: added to the standard deviation of the sums over the step.
 
     Raises ValueError if a rollout lacks a part.
     """
@@ -135,7 +135,7 @@ def gdpo(
 
 def _parts(rollout: Rollout, its: Group, weights: Mapping[str, float] | None) -> Mapping[str, float]:
     if rollout.reward is None or rollout.left_out.keys() & (weights or rollout.left_out).keys():
-        return {}  # a part that is no number is a reward that is missing
+        return {}  # a part that is not finite counts as a missing reward
     missing = sorted(set(weights or ()) - set(rollout.metrics))
     if missing or not rollout.metrics:
         raise ValueError(
@@ -148,7 +148,7 @@ def _parts(rollout: Rollout, its: Group, weights: Mapping[str, float] | None) ->
 def max_rl(groups: Sequence[Group]) -> Scores:
     """Divide the differences from the group's mean by the mean (MaxRL); see ``formulas.max_rl``.
 
-    Rewards have to be at least 0.
+    Rewards must be at least 0.
 
     Args:
         groups: the groups of a step.
@@ -161,10 +161,10 @@ def pass_at_k(groups: Sequence[Group], *, k: int = 2, success: float | None = No
 
     Args:
         groups: the groups of a step.
-        k: rollouts that are given one reward together; at most ``rollout.group_size``.  In a group with
-            fewer rewards all of them.
-        success: a rollout with this reward or more is a success.  None: what the task declares as a success,
-            or a reward of 1 if it declares none.
+        k: number of rollouts that share a reward; at most ``rollout.group_size``.  A smaller group shares
+            one among all its rollouts.
+        success: reward from which a rollout is a success.  None: the task's own success, or a reward of 1 if
+            it declares none.
     """
 
     def of_group(each: Group) -> list[float | None]:
@@ -242,14 +242,14 @@ def _turn_rewards(its: Group) -> list[Sequence[float] | None]:
 
 
 def _states(rollout: Rollout) -> list[str | None]:
-    """Return the state in which each turn begins; "" is the prompt, None has no name."""
+    """Return the name of the state before each turn; "" is the prompt, None is unnamed."""
     count = max(1, len(rollout.turn_rewards))
     led_to = [state or None for state in rollout.turn_states] or [None] * count
     return ["", *led_to][:count]
 
 
 def _on_tokens(groups: Sequence[Group], scores: Sequence[Sequence[Sequence[float] | None]]) -> TokenScores:
-    """Give each sampled token the advantage of its turn."""
+    """Assign the advantage of each turn to its sampled tokens."""
     return [
         [
             None if its is None else np.repeat(its, rollout.turn_tokens or (rollout.n_sampled,))

@@ -1,4 +1,4 @@
-"""The loss ``grpo`` with the options that all losses share; with its own alone it is that of the core."""
+"""The core's loss ``grpo``, with the additional options that all losses of this plugin share."""
 
 from __future__ import annotations
 
@@ -81,36 +81,15 @@ def clipped_objective(
     dual_clip: float | None = None,
     ratio_cap: float | None = None,
 ) -> Objective:
-    """Compute the clipped objective with one of the ratios, and how often its clip removes the gradient."""
+    """Compute the clipped objective with one of the ratios, and the fractions of clipped tokens."""
     advantages = inputs.advantages
     r = policy_ratio(inputs.policy_logprobs, inputs.proximal_logprobs, inputs.sequences, ratio)
-    losses = clipped_loss(
-        r, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip, ratio_cap=ratio_cap
-    )
+    capped = r if ratio_cap is None else r.clamp(max=ratio_cap)
+    objective = (capped * advantages).minimum(r.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    if dual_clip is not None:
+        objective = objective.maximum(dual_clip * advantages).where(advantages < 0, objective)
     metrics = {
         "clip_fraction_low": ((r < 1 - clip_low) & (advantages < 0)).to(r.dtype),
         "clip_fraction_high": ((r > 1 + clip_high) & (advantages > 0)).to(r.dtype),
     }
-    return Objective(losses=weights * losses, ratio=r, metrics=metrics)
-
-
-def clipped_loss(
-    ratio: Tensor,
-    advantages: Tensor,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.28,
-    dual_clip: float | None = None,
-    ratio_cap: float | None = None,
-) -> Tensor:
-    """Compute - min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) (PPO, arXiv 1707.06347 eq. 7).
-
-    Different bounds are DAPO's clip-higher (arXiv 2503.14476).  ``dual_clip`` = c > 1 bounds the loss of a
-    negative advantage by - c A (arXiv 1912.09729).  ``ratio_cap`` = d bounds r by d in the unclipped branch:
-    the two-sided clip of INTELLECT-2 (arXiv 2505.07291), TRL's ``delta``.
-    """
-    capped = ratio if ratio_cap is None else ratio.clamp(max=ratio_cap)
-    objective = (capped * advantages).minimum(ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
-    if dual_clip is not None:
-        objective = objective.maximum(dual_clip * advantages).where(advantages < 0, objective)
-    return -objective
+    return Objective(losses=weights * -objective, ratio=r, metrics=metrics)

@@ -1,4 +1,4 @@
-"""Says which options of a loss are out of range, cannot be combined, or do nothing."""
+"""Checks for options of a loss that are out of range, cannot be combined, or have no effect."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from grpo_core.losses import IDLE_CLIP, LossSetting, Remark
 from grpo_plugin_algorithms.ranges import FINITE, Range
 
 Lack = Literal["ratio", "proximal"]
-"""A thing that an objective does not have: a ratio, or a use of the proximal logprobs besides its weights."""
+"""A missing part of an objective: a ratio, or a use of the proximal logprobs other than its weights."""
 
 
 @frozen(kw_only=True)
 class Declared:
-    """The declarations of a loss about its options."""
+    """Declarations of a loss about its options."""
 
     ranges: Mapping[str, Range]
-    """The numbers that options may be; the others may be all finite numbers."""
+    """Range of each option; other options may be any finite number."""
     only_with: Mapping[str, str]
-    """Options that do nothing unless another one is set."""
+    """Options without effect unless another option is set, with that option."""
     lacks: Collection[Lack]
 
 
 def problems(
     given: Mapping[str, Any], full: Mapping[str, Any], setting: LossSetting, declared: Declared
 ) -> Iterator[str | Remark]:
-    """Return the problems of the options, and remarks about them.
+    """Return the errors in the options, and remarks about them.
 
     Args:
         given: the options that the configuration gives.
-        full: all of them, with their defaults.
-        setting: the rest of the configuration that decides.
-        declared: what the loss declares.
+        full: all options, with their defaults.
+        setting: the relevant rest of the configuration.
+        declared: declarations of the loss.
     """
     for name, value in given.items():
         if isinstance(value, int | float) and not isinstance(value, bool):
@@ -66,7 +66,7 @@ def problems(
 
 
 def _remarks(full: Mapping[str, Any], setting: LossSetting, declared: Declared) -> Iterator[Remark]:
-    """Say where neither weight nor ratio corrects for older weights, and where a clip cannot act."""
+    """Yield remarks: neither weight nor ratio corrects for older weights, or a clip cannot act."""
     fixed = full["on_policy"] or setting.proximal == "recompute"
     weightless = full["correction"] == "off" or (setting.proximal == "generation" and not full["on_policy"])
     if setting.max_staleness and weightless and (fixed or "ratio" in declared.lacks):

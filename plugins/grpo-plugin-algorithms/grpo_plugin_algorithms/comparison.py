@@ -1,10 +1,10 @@
-"""Compares two versions on the same prompts, with statistics that may be looked at after every prompt.
+"""Compares two versions on the same prompts, with an interval that is valid after every prompt.
 
-The difference of a prompt is its score by one version minus its score by the other.  A *confidence sequence*
-is an interval for the mean difference that covers it at all times at once, with a given probability: whoever
-looks after each prompt and stops at will is wrong no more often than whoever looks once.  This one bets
-against each possible mean (Waudby-Smith and Ramdas 2024, "Estimating means of bounded random variables by
-betting", section 4.3): a mean is ruled out when a bet against it would have multiplied its stake by
+The difference of a prompt is its score with one version minus its score with the other.  A *confidence
+sequence* is a sequence of intervals that all cover the mean difference, at every sample size at once, with a
+given probability.  Stopping at any time is therefore valid.  This one is built from bets against each
+possible mean (Waudby-Smith and Ramdas 2024, "Estimating means of bounded random variables by betting",
+section 4.3): a mean is excluded when a bet against it would have multiplied its stake by
 1 / (1 - confidence).
 
 Pure.
@@ -19,22 +19,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 GRID = 401
-"""Number of means that are bet against: the interval is exact to half a percent of the range."""
+"""Number of candidate means: the interval is exact to half a percent of the range."""
 
 STAKE = 0.5
-"""Largest share of the money that one bet may lose, which keeps the money positive."""
+"""Largest fraction of the wealth that one bet may lose, which keeps the wealth positive."""
 
 Decision = Literal["better", "worse", "equal"]
 
 
 class Comparison:
-    """Collects the differences of prompts, in any order that does not depend on the scores.
+    """The confidence sequence of the mean difference; prompts come in an order independent of their scores.
 
     Args:
-        bound: no difference is larger than this in size; 1 for scores between 0 and 1.
-        confidence: probability that the interval covers the mean difference, at all times at once.
-        effect: a difference that matters, for which decisions are fastest.
-        margin: versions whose difference is certainly smaller than this are equal.  0: never.
+        bound: largest absolute difference of a prompt; 1 for scores between 0 and 1.
+        confidence: probability that all intervals cover the mean difference.
+        effect: size of a relevant difference, for which decisions are fastest.
+        margin: versions are equal if the interval is within this distance of 0.  0: never.
 
     Raises ValueError if a number is out of its range.
     """
@@ -48,18 +48,18 @@ class Comparison:
                 "bound > 0, 0 < confidence < 1, 0 < effect <= bound, margin >= 0"
             )
         self.bound, self.confidence, self.effect, self.margin = bound, confidence, effect, margin
-        self._limit = float(np.log(2 / (1 - confidence)))  # each of the two bettors has half of the stake
+        self._limit = float(np.log(2 / (1 - confidence)))  # half of the stake for each of the two sides
         self.n = 0
-        """Number of differences so far."""
+        """Number of differences added so far."""
         self._sum = self._squares = 0.0
         self._means: NDArray[np.float64] = np.linspace(0.0, 1.0, GRID)
         self._logs = np.zeros((2, GRID))
-        """Logarithm of the money of who bets that the mean is larger, and of who bets that it is smaller."""
+        """Log wealth of the bets that the mean is larger (row 0) and smaller (row 1) than each candidate."""
         self._out = np.zeros(GRID, bool)
-        """Means that were ruled out once; they stay out."""
+        """Whether each candidate mean was excluded; an excluded mean stays excluded."""
 
     def add(self, differences: Iterable[float]) -> None:
-        """Take more differences.  Raises ValueError if one exceeds the bound."""
+        """Add differences.  Raises ValueError if one exceeds the bound."""
         for difference in differences:
             x = (difference / self.bound + 1) / 2
             if not 0 <= x <= 1:
@@ -77,10 +77,10 @@ class Comparison:
             self._squares += (x - (0.5 + self._sum) / (self.n + 1)) ** 2
 
     def _bet(self) -> float:
-        """Return the size of the next bet, which may depend on earlier differences only.
+        """Return the size of the next bet, which depends on earlier differences only.
 
-        A bet of effect / variance multiplies the money fastest if the effect is the true difference.  Later
-        than a decision may be expected, bets become smaller, so that the interval goes on to shrink.
+        A bet of effect / variance maximises the growth of the wealth if the effect is the true difference.
+        After the expected time of a decision the bets become smaller, so that the interval keeps shrinking.
         """
         variance = (0.25 + self._squares) / (self.n + 1)
         effect = self.effect / self.bound / 2
@@ -89,14 +89,14 @@ class Comparison:
 
     @property
     def mean(self) -> float:
-        """Mean difference so far; 0 without any."""
+        """Mean difference so far; 0 without data."""
         return self.bound * (2 * self._sum / self.n - 1) if self.n else 0.0
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Smallest and largest mean difference that is not ruled out."""
+        """Smallest and largest mean difference that is not excluded."""
         left = self._means[~self._out]
-        if not left.size:  # fewer than 1 - confidence of all sequences come here
+        if not left.size:  # happens with probability below 1 - confidence
             return self.mean, self.mean
         step = 1 / (GRID - 1)
         low, high = max(left[0] - step, 0.0), min(left[-1] + step, 1.0)
@@ -104,12 +104,12 @@ class Comparison:
 
     @property
     def decision(self) -> Decision | None:
-        """Whether the one version is better or worse than the other, or equal; None is undecided."""
+        """The result for the first version: better, worse or equal; None while undecided."""
         return decided(self.interval, self.margin)
 
 
 def decided(interval: tuple[float, float], margin: float) -> Decision | None:
-    """Return the decision to which an interval of the difference, and a margin of equality, come."""
+    """Return the decision that follows from the interval of a difference and the margin of equality."""
     low, high = interval
     if margin and -margin < low and high < margin:
         return "equal"

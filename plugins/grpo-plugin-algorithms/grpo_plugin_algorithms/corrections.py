@@ -1,4 +1,4 @@
-"""Corrections for tokens that other weights, or another program, sampled."""
+"""Importance weights and masks for tokens sampled by older weights or by an engine with other numerics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Correction = Literal[
     "off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"
 ]
 BY_SEQUENCE = ("sequence_truncate", "sequence_mask", "geometric_mask")
-"""Corrections that need whole sequences."""
+"""Corrections that need all tokens of each sequence in the micro-batch."""
 
 
 def importance_weights(
@@ -40,8 +40,8 @@ def importance_weights(
     Args:
         proximal: logprobs [N] by the trainer.
         generation: logprobs [N] by the engine that sampled.
-        sequences: index [N] of each token's sequence; sequences have to be whole for the last three.
-        correction: as above.
+        sequences: index [N] of each token's sequence; the last three corrections need whole sequences.
+        correction: name of the correction, as above.
         low: lower bound.
         high: upper bound.
     """
@@ -65,7 +65,7 @@ def importance_weights(
 def off_policy_kept(
     policy: Tensor, generation: Tensor, advantages: Tensor, sequences: Tensor, *, limit: float
 ) -> Tensor:
-    """Whether each token is trained: its advantage is at least 0, or its sequence is near the policy.
+    """Return a mask [N] of the tokens with an advantage of at least 0 or a sequence near the policy.
 
     A sequence is near if the mean of generation - policy over its tokens is at most ``limit`` (nats per
     token): the off-policy sequence mask of DeepSeek-V3.2 (arXiv 2512.02556).

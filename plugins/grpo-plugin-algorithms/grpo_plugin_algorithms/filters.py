@@ -16,14 +16,14 @@ def check_pass_rate(*, group_size: int, low: float = 0.0, high: float = 1.0, **o
 def pass_rate(
     group: Group, *, low: float = 0.0, high: float = 1.0, success: float | None = None
 ) -> str | None:
-    """Filter a group whose share of successes is outside of a band.
+    """Drop a group whose success rate is outside of a band.
 
     Args:
         group: a finished group.
-        low: smallest share of successes that is trained.
-        high: largest share of successes that is trained.
-        success: a rollout with this reward or more is a success.  None: what the task declares as a success,
-            or a reward of 1 if it declares none.
+        low: smallest success rate that is trained.
+        high: largest success rate that is trained.
+        success: reward from which a rollout is a success.  None: the task's own success, or a reward of 1 if
+            it declares none.
     """
     done = group.successes(success)
     if not done:
@@ -43,12 +43,12 @@ def check_mean_length(*, group_size: int, shortest: float = 0.0, longest: float 
 
 
 def mean_length(group: Group, *, shortest: float = 0.0, longest: float = 0.0) -> str | None:
-    """Filter a group by the mean number of sampled tokens of its rollouts.
+    """Drop a group whose mean number of sampled tokens is outside of a range.
 
     Args:
         group: a finished group.
         shortest: smallest mean that is trained.
-        longest: largest mean that is trained; 0 is no limit.
+        longest: largest mean that is trained; 0 sets no limit.
     """
     mean = fmean(rollout.n_sampled for rollout in group.rollouts)
     if mean < shortest:

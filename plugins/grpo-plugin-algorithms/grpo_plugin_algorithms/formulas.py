@@ -1,4 +1,4 @@
-"""Formulas of advantages, of plain numbers, like ``grpo_core.advantages``.  Pure Python, in float64."""
+"""Advantages as functions of plain numbers, like ``grpo_core.advantages``.  Pure Python, in float64."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Literal
 from grpo_core import advantages
 
 Rewards = Sequence["float | None"]
-"""Rewards of one group, or numbers that stand for them."""
+"""Rewards of one group, or other scores of its rollouts; None is unscored."""
 Turns = Sequence["Sequence[float] | None"]
-"""Rewards of the turns of each rollout of a group; None is a rollout without a reward."""
+"""Rewards of the turns of each rollout of a group; None is an unscored rollout."""
 
 
 def max_rl(rewards: Sequence[float]) -> list[float]:
@@ -22,11 +22,11 @@ def max_rl(rewards: Sequence[float]) -> list[float]:
 
         advantage = (r - m) / m
 
-    Its expectation is the gradient of the log-likelihood of a success, to the order n of its series: a prompt
-    that is rarely solved counts more.  A mean of 0 gives 0.
+    Its expectation is the gradient of the log-likelihood of a success, truncated after n terms of its series,
+    so rarely solved prompts have a larger weight.  A mean of 0 gives advantages of 0.
 
     Args:
-        rewards: rewards of the rollouts of one group, at least 0 each.
+        rewards: rewards of the rollouts of one group, each at least 0.
 
     Raises ValueError for a reward that is negative or not finite.
     """
@@ -81,14 +81,14 @@ def reinforce_plus_plus(
         a = r - m
         advantage = (a - mean(a)) / sqrt(max(variance(a), floor))
 
-    Mean and variance (over n, not n - 1) are those of all tokens of the step: a rollout counts with its
-    length.
+    Mean and variance (over n, not n - 1) are taken over all tokens of the step, so a rollout is weighted by
+    its length.
 
     Args:
         rewards: rewards of each group.
         lengths: number of sampled tokens of each rollout; None counts each rollout once.
         baseline: subtract the mean of the group first.
-        floor: the variance is at least this.
+        floor: lower bound of the variance.
     """
     advantages.check_ranges(floor=floor)
     centred: Sequence[Rewards] = rewards
@@ -103,12 +103,12 @@ def reinforce_plus_plus(
 def whiten(
     values: Sequence[Rewards], *, weights: Sequence[Sequence[float]] | None = None, floor: float = 1e-8
 ) -> list[list[float | None]]:
-    """Shift and scale numbers to mean 0 and variance 1, over all of them; None stays None.
+    """Shift and scale numbers to mean 0 and variance 1 over all lists; None stays None.
 
     Args:
-        values: lists of numbers, such as one for each group, or the tokens of each rollout.
-        weights: weight of each number; None weighs them equally.
-        floor: the variance is at least this.
+        values: lists of numbers, for example one list for each group, or the tokens of each rollout.
+        weights: weight of each number; None weights them equally.
+        floor: lower bound of the variance.
     """
     weights = weights or [[1.0] * len(row) for row in values]
     pairs = [
@@ -125,7 +125,7 @@ def whiten(
         return [[None if value is None else 0.0 for value in row] for row in values]
     mean = fsum(value * weight for value, weight in pairs) / total
     if abs(mean) <= 1e-12 * max(map(abs, numbers)):
-        mean = 0.0  # so that what is 0 stays 0
+        mean = 0.0  # keeps zeros exactly 0
     variance = fsum((value - mean) ** 2 * weight for value, weight in pairs) / total
     divisor = sqrt(max(variance, floor))
     return [[None if value is None else (value - mean) / divisor for value in row] for row in values]
@@ -156,9 +156,9 @@ def gdpo(
         weights: weight of each part that counts; None takes all parts with weight 1.
         scale: what the differences are divided by; see ``Scale``.
         leave_one_out: compare each part with the mean of the other rollouts of its group.
-        ddof: both variances are the sum of squares over n - ``ddof``.
-        epsilon: is added to the standard deviation of a part in its group.
-        batch_epsilon: is added to the standard deviation of the sums.
+        ddof: both variances are the sum of squares divided by n - ``ddof``.
+        epsilon: added to the standard deviation of a part in its group.
+        batch_epsilon: added to the standard deviation of the sums.
     """
     advantages.check_ranges(ddof=ddof, epsilon=epsilon)
     weights = weights or dict.fromkeys(sorted({name for row in parts for each in row for name in each}), 1.0)
@@ -178,16 +178,16 @@ def gdpo(
         return [[None if value is None else 0.0 for value in row] for row in sums]
     mean, divisor = fsum(numbers) / len(numbers), advantages.deviation(numbers, ddof) + batch_epsilon
     if abs(mean) <= 1e-12 * max(map(abs, numbers)):
-        mean = 0.0  # so that equal rewards have advantage 0
+        mean = 0.0  # gives equal rewards an advantage of exactly 0
     return [[None if value is None else (value - mean) / divisor for value in row] for row in sums]
 
 
 def returns(rewards: Sequence[float], discount: float = 1.0) -> list[float]:
-    """Return for each turn the sum of its reward and those after it, each times ``discount`` ** distance.
+    """Return the discounted return of each turn: the sum over later rewards of reward * discount^distance.
 
     Args:
         rewards: reward of each turn.
-        discount: from 0, where only a turn's own reward counts, to 1.
+        discount: between 0 (only the turn's own reward) and 1.
     """
     sums: list[float] = []
     for reward in reversed(rewards):
@@ -209,8 +209,8 @@ def turns(
 
         advantage = (G - m) / (s + epsilon)
 
-    This is the process supervision of GRPO (arXiv 2402.03300, section 4.1.3) with the sum before the
-    normalisation instead of after it.  With one turn in each rollout it is ``group``.
+    This is GRPO with process supervision (arXiv 2402.03300, section 4.1.3), except that returns are summed
+    before the normalisation.  With one turn in each rollout it equals ``group``.
 
     Args:
         rewards: rewards of the turns of each rollout of each group.
@@ -249,7 +249,7 @@ def gigpo(
 
     Args:
         rewards: rewards of the turns of each rollout of each group.
-        states: name of the state in which each of these turns begins; None is compared with no other.
+        states: name of the state before each of these turns; a turn with None is not compared.
         weight: factor of the second term.
         discount: factor of a reward for each turn between it and the turn that is credited.
         scale: what the differences are divided by; see ``Scale``.
@@ -262,16 +262,16 @@ def gigpo(
     for row, its_states in zip(rewards, states, strict=True):
         whole = advantages.of_known(one, [None if its is None else fsum(its) for its in row])
         sums = [None if its is None else returns(its, discount) for its in row]
-        places: dict[str, list[tuple[int, int]]] = {}
+        turns_of: dict[str, list[tuple[int, int]]] = {}
         for i, (its, begun) in enumerate(zip(sums, its_states, strict=True)):
             for t, state in enumerate(begun if its is not None else ()):
                 if state is not None:
-                    places.setdefault(state, []).append((i, t))
+                    turns_of.setdefault(state, []).append((i, t))
         scores.append(
             [None if a is None else [a] * len(its or ()) for a, its in zip(whole, sums, strict=True)]
         )
-        for its_places in places.values():
-            compared = one([sums[i][t] for i, t in its_places])  # type: ignore[index]
-            for (i, t), value in zip(its_places, compared, strict=True):
+        for turns_in_state in turns_of.values():
+            compared = one([sums[i][t] for i, t in turns_in_state])  # type: ignore[index]
+            for (i, t), value in zip(turns_in_state, compared, strict=True):
                 scores[-1][i][t] += weight * value  # type: ignore[index]
     return scores

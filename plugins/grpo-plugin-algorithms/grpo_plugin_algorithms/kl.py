@@ -1,4 +1,4 @@
-"""Estimates of the KL divergence to a reference model, for each token."""
+"""Estimators of the KL divergence to a reference model, for each token."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def kl_estimate(
     Args:
         policy: logprobs [N].
         reference: logprobs [N] without gradient.
-        estimator: as above.
-        input_clamp: d is clamped to this on either side; a clamped token has no gradient, neither through d
-            nor through its weight.  Without it, d is limited to 20.
-        output_clamp: the weighted estimate is clamped to this on either side.
+        estimator: name of the estimator, as above.
+        input_clamp: bound of |d|; a clamped token has no gradient, neither through d nor through its weight.
+            Without it, d is at most 20.
+        output_clamp: bound of the weighted estimate's absolute value.
         weights: factor [N] of the estimate before its clamp, such as ``score_weights``.
     """
     difference = reference - policy
@@ -53,9 +53,9 @@ def kl_estimate(
 
 
 def score_weights(policy: Tensor) -> Tensor:
-    """Weights of 1 whose gradient is that of the logprobs: the straight-through correction.
+    """Return weights of value 1 with the gradient of the logprobs: the straight-through correction.
 
-    With them the gradient of an estimate is that of the divergence, because the score term of the expectation
-    is included (arXiv 2506.09477).
+    With these weights the gradient of an estimate is the gradient of the divergence, because the score term
+    of the expectation is included (arXiv 2506.09477).
     """
     return (policy - policy.detach()).exp()

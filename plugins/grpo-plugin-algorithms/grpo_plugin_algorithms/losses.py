@@ -22,7 +22,7 @@ def distillation(
 ) -> Objective:
     """On-policy distillation: the teacher's logprobs are the advantages of the policy's own tokens.
 
-    With r = policy / proximal and A = log teacher - log proximal, a token's loss is that of ``grpo``::
+    With r = policy / proximal and A = log teacher - log proximal, a token's loss is::
 
         - w min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
 
@@ -83,7 +83,7 @@ def cispo(
         weights: importance weights of the tokens.
         ratio: "token", or the geometric mean over the rollout ("sequence").
         clip_low: the ratio is clipped below 1 minus this.
-        clip_high: the ratio is clipped above 1 plus this; a cap of 5 is 4.
+        clip_high: the ratio is clipped above 1 plus this; 4 caps it at 5.
     """
     r = policy_ratio(inputs.policy_logprobs, inputs.proximal_logprobs, inputs.sequences, ratio)
     factor = r.clamp(1 - clip_low, 1 + clip_high).detach()
@@ -114,8 +114,7 @@ def sapo(
         inputs: the sampled tokens of one micro-batch.
         weights: importance weights of the tokens.
         ratio: "token", or the geometric mean over the rollout ("sequence").
-        temperature_positive: t of a token with a positive advantage; the higher it is, the narrower is the
-        gate.
+        temperature_positive: t of tokens with a positive advantage; a higher t makes the gate narrower.
         temperature_negative: t of the other tokens.
     """
     r = policy_ratio(inputs.policy_logprobs, inputs.proximal_logprobs, inputs.sequences, ratio)
@@ -133,7 +132,7 @@ def reinforce(inputs: grpo.LossInputs, weights: Tensor) -> Objective:
 
         - w A log policy
 
-    No ratio bounds how far a step moves: it makes one update (``trainer.updates_per_step = 1``).
+    There is no ratio that bounds the change of the policy: use one update (``trainer.updates_per_step = 1``).
 
     Args:
         inputs: the sampled tokens of one micro-batch.

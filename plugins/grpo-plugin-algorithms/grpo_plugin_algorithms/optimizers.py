@@ -1,4 +1,4 @@
-"""Optimizers that keep less than AdamW; torch is imported when one is made."""
+"""Optimizers with a smaller state than AdamW; torch is imported when one is constructed."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ State = Mapping[str, tuple[tuple[int, ...], str]]
 """Shape and dtype of each slot of a parameter's state; the dtype "int" is a plain number."""
 
 EMBEDDINGS = ("*embed*", "*lm_head*", "*wte*", "*wpe*")
-"""Names of the matrices that are no hidden layers, in the models of transformers."""
+"""Patterns of the names of embedding and output matrices in the models of transformers."""
 BLOCK = 256
-"""Numbers that share a scale in a state of 8 bits."""
+"""Number of elements that share a scale in an 8-bit state."""
 SMALLEST_8BIT = 4096
-"""Numbers of a parameter below which its state stays float32: bitsandbytes' default."""
+"""Number of elements below which a parameter's state stays float32: bitsandbytes' default."""
 
 
 def check_eps(*, eps: float = 1e-8, **options: Any) -> None:
@@ -50,9 +50,9 @@ def adamw_8bit_state(name: str, shape: tuple[int, ...], **options: Any) -> State
 
 
 def adamw_8bit(groups: Sequence[ParameterGroup], *, eps: float = 1e-8) -> list[Optimizer]:
-    """AdamW with moments of 8 bits in blocks of 256 numbers (arXiv 2110.02861), by bitsandbytes.
+    """AdamW with 8-bit moments in blocks of 256 elements (arXiv 2110.02861), by bitsandbytes.
 
-    Parameters with fewer than 4,096 numbers keep float32 moments.  ``pip install 'grpo-core[optimizers]'``.
+    Parameters with fewer than 4,096 elements keep float32 moments.  ``pip install 'grpo-core[optimizers]'``.
 
     Args:
         groups: parameters with their learning rates.
@@ -79,7 +79,7 @@ def adamw_torchao_state(name: str, shape: tuple[int, ...], **options: Any) -> St
 
 
 def adamw_torchao_restored(slot: str, parts: Mapping[str, Any]) -> Any:
-    """Make a moment of torchao again from its parts."""
+    """Rebuild a moment of torchao from its parts."""
     import torch
     from torchao.optim.subclass_8bit import OptimState8bit
 
@@ -88,10 +88,10 @@ def adamw_torchao_restored(slot: str, parts: Mapping[str, Any]) -> Any:
 
 
 def adamw_torchao(groups: Sequence[ParameterGroup], *, eps: float = 1e-8) -> list[Optimizer]:
-    """AdamW with moments of 8 bits in blocks of 256 numbers (arXiv 2110.02861), by torchao.
+    """AdamW with 8-bit moments in blocks of 256 elements (arXiv 2110.02861), by torchao.
 
-    Parameters with fewer than 4,096 numbers, or with a number that is not a multiple of 256, keep float32
-    moments.  On a GPU torch compiles the update of each shape.  ``pip install 'grpo-core[torchao]'``.
+    Parameters with fewer than 4,096 elements, or a number of elements that is not a multiple of 256, keep
+    float32 moments.  On a GPU torch compiles the update of each shape.  ``pip install 'grpo-core[torchao]'``.
 
     Args:
         groups: parameters with their learning rates.
@@ -104,7 +104,7 @@ def adamw_torchao(groups: Sequence[ParameterGroup], *, eps: float = 1e-8) -> lis
         @torch.no_grad()
         def step(self, closure: None = None) -> None:
             on_cpu = all(each.device.type == "cpu" for group in self.param_groups for each in group["params"])
-            # compiling takes a C++ compiler and 20 seconds for each shape, and gains little on a CPU
+            # on a CPU compiling needs a C++ compiler and 20 seconds for each shape, and gains little
             with torch.compiler.set_stance("force_eager") if on_cpu else nullcontext():
                 super().step()
 
@@ -141,18 +141,18 @@ def muon(
     adamw: Sequence[str] = EMBEDDINGS,
     eps: float = 1e-8,
 ) -> list[Optimizer]:
-    """Muon for the matrices of hidden layers: their momentum is made nearly orthogonal (arXiv 2502.16982).
+    """Muon for the matrices of hidden layers, which orthogonalises their momentum (arXiv 2502.16982).
 
-    AdamW trains what is not a matrix (gains, biases, the stacked experts of a mixture) and the embeddings.
+    AdamW trains the embeddings and all tensors that are not matrices (gains, biases, stacked experts).
 
     Args:
         groups: parameters with their learning rates.
-        momentum: share of the momentum that an update keeps.
-        nesterov: whether the momentum is Nesterov's.
-        ns_steps: steps of the Newton-Schulz iteration.
-        lr_scale: factor of the learning rate by a matrix's shape: "match_rms_adamw" makes updates as large
-            as AdamW's, so that its learning rates fit (Moonshot), "original" is Keller Jordan's.
-        adamw: patterns of names of matrices that AdamW trains.
+        momentum: decay of the momentum.
+        nesterov: whether to use Nesterov momentum.
+        ns_steps: number of Newton-Schulz iterations.
+        lr_scale: factor of the learning rate by a matrix's shape: "match_rms_adamw" matches the size of
+            AdamW's updates, so that its learning rates fit (Moonshot); "original" is Keller Jordan's.
+        adamw: patterns of the names of matrices that AdamW trains.
         eps: number that AdamW adds to the root of the second moment.
     """
     import torch

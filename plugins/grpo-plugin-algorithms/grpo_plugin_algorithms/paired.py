@@ -21,11 +21,11 @@ from grpo_plugin_algorithms.comparison import Comparison, Decision, decided
 from grpo_plugin_algorithms.strategies import Mode
 
 MANY = 0.05
-"""Share of missing scores above which a version is not a standard."""
+"""Largest share of missing scores of a standard."""
 Until = Literal["decided", "all"]
 
 Scores = Mapping[str, Mapping[str, float]]
-"""Scores by prompt, by name."""
+"""Scores of each prompt, by name."""
 
 SHARES = ("accuracy", "accuracy_low", "accuracy_high")
 OUTCOMES = {"better": 1.0, "equal": 0.0, "worse": -1.0}
@@ -50,31 +50,31 @@ class Scored:
     """Share of the rollouts that are unscored, of each prompt that lacks some."""
 
     def ends(self, prompt: str) -> tuple[float, float]:
-        """Return the lowest and the highest score that a prompt may have, whatever is missing."""
+        """Return the lowest and the highest possible score of a prompt, over all values of missing scores."""
         own, missing = self.scores.get(prompt), self.missing.get(prompt, 0.0)
         if not missing:
             assert own is not None
             return _score(own), _score(own)
-        if not any("accuracy" in each for each in self.scores.values()):  # nobody knows the range of a reward
+        if not any("accuracy" in each for each in self.scores.values()):  # the range of rewards is unknown
             return -inf, inf
         known = 0.0 if own is None else _score(own) * (1 - missing)
         return known, known + missing
 
     @property
     def share_missing(self) -> float:
-        """Share of all rollouts that is unscored."""
+        """Share of unscored rollouts."""
         return sum(self.missing.values()) / (len({*self.scores, *self.missing}) or 1)
 
 
 @define(eq=False)
 class Bounds:
-    """A comparison as if each missing score spoke against a version, and one as if each spoke for it."""
+    """Two comparisons that bound the effect of missing scores: worst case and best case for a version."""
 
     low: Comparison
     high: Comparison
 
     def add(self, one: Scored, other: Scored, prompts: Iterable[str]) -> None:
-        """Take the differences of more prompts.  Raises ValueError if one exceeds the bound."""
+        """Add the differences of prompts.  Raises ValueError if one exceeds the bound."""
         bound = self.low.bound
         for prompt in prompts:
             ends, its = one.ends(prompt), other.ends(prompt)
@@ -84,44 +84,43 @@ class Bounds:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Smallest and largest mean difference that is not ruled out, whatever is missing."""
+        """Smallest and largest mean difference that is not excluded, over all values of missing scores."""
         return self.low.interval[0], self.high.interval[1]
 
     @property
     def decision(self) -> Decision | None:
-        """Whether the one version is better or worse than the other, or equal; None is undecided."""
+        """The result for the first version: better, worse or equal; None while undecided."""
         return decided(self.interval, self.low.margin)
 
 
 class Paired(ScoringStrategy):
-    """Compares each version with the best one so far, and stops when the comparison is decided.
+    """Compares each version with the best one so far, and stops as soon as the comparison is decided.
 
-    The score of a prompt is its share of successes, or its mean reward where no success is declared.  The
-    first validation plays all prompts and is the first standard.  A later version is played on a growing part
-    of the prompts, in an order that is the same for all versions; as soon as it is certainly worse, or equal
-    within ``margin``, the rest is left out.  A version that is certainly better is played to the end, and is
-    the standard from then on, also after a resume.
+    The score of a prompt is its success rate, or its mean reward where no success is declared.  The first
+    validation plays all prompts and is the first standard.  A later version plays a growing part of the
+    prompts, in the same order for all versions.  Once it is significantly worse, or equal within ``margin``,
+    the remaining prompts are skipped.  A version that is significantly better plays all prompts and becomes
+    the standard, which a resume keeps.
 
-    Where prompts are left out, ``accuracy`` and ``reward`` are estimates for all prompts: the standard's
-    mean, plus the mean difference on the prompts that were played.  So they can be compared between versions,
-    which a mean over other prompts could not.  All other metrics are of the rollouts that were played.
+    Where prompts are skipped, ``accuracy`` and ``reward`` are estimates for all prompts: the standard's mean
+    plus the mean difference on the played prompts.  This makes versions comparable that played different
+    prompts.  All other metrics cover the played rollouts only.
 
-    A missing score speaks against a version for its lower end, and for it for the upper one.  A version that
-    lacks more than 5% of its scores is not a standard.
+    The lower end of an interval assumes the worst value of each missing score, the upper end the best.  A
+    version with more than 5% of missing scores does not become the standard.
 
-    Metrics of each task, besides those of any strategy: ``difference`` to the standard with
-    ``difference_low`` and ``difference_high``, an interval that may be looked at as often as one likes;
-    ``outcome``: 1 is better, 0 equal, -1 worse, absent if undecided; ``standard``, the version it was
-    compared with.
+    Additional metrics of each task: ``difference`` to the standard with ``difference_low`` and
+    ``difference_high``, an interval that is valid at every time; ``outcome``: 1 is better, 0 equal, -1 worse,
+    absent if undecided; ``standard``: the version of the standard.
 
     Raises ConfigError if an option is out of its range.
 
     Args:
-        until: ``"decided"`` leaves prompts out, ``"all"`` plays them all in any case.
-        batch: number of prompts that are played before the comparison is looked at again.
-        effect: a difference that matters; decisions about such a difference are fastest.
-        margin: versions are equal if their difference is certainly smaller than this.
-        bound: no two scores of a prompt differ by more than this.
+        until: ``"decided"`` may skip prompts, ``"all"`` plays all of them.
+        batch: number of prompts between two looks at the comparison.
+        effect: size of a relevant difference, for which decisions are fastest.
+        margin: versions are equal if the interval is within this distance of 0.
+        bound: largest difference of two scores of a prompt.
     """
 
     def __init__(
@@ -157,7 +156,7 @@ class Paired(ScoringStrategy):
         return {task: asdict(standard) for task, standard in self._standards.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the standards of a run."""
+        """Restore the standard of each task."""
         self._standards = {
             task: Scored(
                 one["version"], {id: dict(scores) for id, scores in one["scores"].items()}, one["missing"]
@@ -177,8 +176,8 @@ class Paired(ScoringStrategy):
                 part, n=self.n, temperature=self.temperature, max_tokens=self.max_tokens, mode=self.mode
             )
             played += rollouts
-            for place, prompt in enumerate(part):
-                own = rollouts[place * self.n : (place + 1) * self.n]
+            for index, prompt in enumerate(part):
+                own = rollouts[index * self.n : (index + 1) * self.n]
                 known = [rollout for rollout in own if rollout.reward is not None]
                 if known:
                     scored.scores[prompt.id] = dict(self.scores(known))
@@ -203,7 +202,7 @@ class Paired(ScoringStrategy):
         return summary | _described(comparison, standard.version)
 
     def _estimates(self, task: str, scored: Scored, standard: Scored) -> dict[str, float]:
-        """Estimate the means over all prompts from the scores of some of them, with their intervals."""
+        """Estimate means over all prompts from the scores of some of them, with confidence intervals."""
         seed = derive_seed("bootstrap", task)
         estimates: dict[str, float] = {}
         both = [(own, standard.scores[id]) for id, own in scored.scores.items() if id in standard.scores]
@@ -220,7 +219,7 @@ class Paired(ScoringStrategy):
 
 
 def _score(scores: Mapping[str, float]) -> float:
-    """Return the score by which versions are compared."""
+    """Return the score that versions are compared by."""
     return scores.get("accuracy", scores["reward"])
 
 
@@ -231,7 +230,7 @@ def _share(value: float) -> float:
 def _described(comparison: Bounds, version: int) -> dict[str, float]:
     low, high = comparison.interval
     mean = (comparison.low.mean + comparison.high.mean) / 2
-    told = {"difference": mean, "difference_low": low, "difference_high": high}
+    metrics = {"difference": mean, "difference_low": low, "difference_high": high}
     if comparison.decision is not None:
-        told["outcome"] = OUTCOMES[comparison.decision]
-    return told | {"standard": float(version)}
+        metrics["outcome"] = OUTCOMES[comparison.decision]
+    return metrics | {"standard": float(version)}

@@ -1,4 +1,4 @@
-"""The numbers that an option of a loss may be."""
+"""Ranges of the options of losses."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from attrs import frozen
 
 @frozen(kw_only=True)
 class Range:
-    """The numbers that an option may be: finite ones, between bounds."""
+    """The valid numbers of an option: finite, and between bounds."""
 
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
     infinite: bool = False
-    """Whether it may be infinite, as an upper bound that bounds nothing."""
+    """Whether infinity is valid, for an upper bound that is off."""
     why: str = ""
-    """The reason, as the end of a sentence."""
+    """Reason for the bounds, as the end of a sentence."""
 
     def problem(self, name: str, value: float) -> str | None:
-        """Return the problem of the option's value, or None."""
+        """Return the error in an option's value, or None."""
         if math.isnan(value) or not (self.infinite or math.isfinite(value)):
             return f"{name} = {value}: it has to be a finite number"
         if (

@@ -1,4 +1,4 @@
-"""Ratios of the policy to the policy that a step started from, for each token."""
+"""Ratios of policy to proximal probabilities, for each token."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def policy_ratio(policy: Tensor, proximal: Tensor, sequences: Tensor, level: Lev
     Args:
         policy: logprobs [N].
         proximal: logprobs [N] without gradient.
-        sequences: index [N] of each token's sequence; sequences have to be whole.
-        level: as above.
+        sequences: index [N] of each token's sequence; sequences must be whole.
+        level: name of the ratio, as above.
     """
     log_ratio = policy - proximal
     if level == "token":

@@ -1,4 +1,4 @@
-"""The section ``[shaping]``: what advantages compare instead of the rewards that the environment gave.
+"""The section ``[shaping]``: transforms rewards before advantages are computed.
 
 Metrics, filters, samplers and the recorded rollouts keep the original rewards.
 """
@@ -55,7 +55,7 @@ class ShapingConfig:
     """The whole penalty of an overlong rollout."""
 
     def reward_shaping(self, max_tokens: int) -> Shaping | None:
-        """Make the shaping of rewards, or None if this changes nothing.
+        """Return the shaping of rewards, or None if all keys are off.
 
         Raises ConfigError for keys that do not fit.
         """
@@ -78,7 +78,7 @@ class Shaping:
 
     keys: ShapingConfig
     max_tokens: int = 0
-    """Sampled tokens of a turn at which the overlong penalty is whole, without a limit of a rollout."""
+    """Limit of sampled tokens of a turn, from which the overlong limit follows if it is not set."""
 
     def __call__(self, groups: Sequence[Group]) -> list[Group]:
         """Return the groups with shaped rewards.  Raises PluginError if a rollout lacks a part."""
@@ -88,7 +88,7 @@ class Shaping:
         ]
 
     def checked(self, rollout: Rollout) -> Rollout:
-        """Return a rollout, unscored if a part that is paid is not a number: it is as good as a reward."""
+        """Return the rollout, or an unscored copy if a part with a weight is not finite."""
         bad = sorted(self.keys.weights.keys() & rollout.left_out.keys())
         if rollout.reward is None or not bad:
             return rollout
@@ -120,6 +120,6 @@ class Shaping:
                 length, limit=limit, buffer=keys.overlong_buffer, penalty=keys.overlong_penalty
             )
         turns = rollout.turn_rewards
-        if turns:  # what belongs to the whole rollout belongs to its end
+        if turns:  # the penalties of the whole rollout belong to its last turn
             turns = (*turns[:-1], turns[-1] + shaped - rollout.reward)
         return evolve(rollout, reward=shaped, turn_rewards=turns)

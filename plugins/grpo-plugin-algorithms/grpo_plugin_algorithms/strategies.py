@@ -1,4 +1,4 @@
-"""Validation strategies that play a prompt several times: pass@k and the vote of a majority."""
+"""Validation strategies that play each prompt several times: pass@k and majority vote."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Mode = Literal["batched", "pipelined"]
 class PassAtK(ScoringStrategy):
     """Measures ``pass@k``: how often at least one of ``k`` rollouts is a success (Chen et al. 2021).
 
-    The estimate has no bias.  A prompt with fewer than ``k`` scored rollouts does not count; an ``n`` above
-    ``k`` gives a smaller variance and some rollouts to spare.
+    The estimate is unbiased.  A prompt with fewer than ``k`` scored rollouts is left out; an ``n`` above
+    ``k`` reduces the variance and tolerates unscored rollouts.
 
     Args:
-        k: number of rollouts of which one has to be a success, or a list of such numbers.
+        k: number of rollouts of which at least one must be a success, or a list of such numbers.
         n: number of rollouts of each prompt.  None: the largest ``k``.
     """
 
@@ -53,11 +53,11 @@ class PassAtK(ScoringStrategy):
 
 
 class Majority(ScoringStrategy):
-    """Measures ``maj@n``: how often the answer that most of ``n`` rollouts give is right (Wang et al. 2022).
+    """Measures ``maj@n``: how often the most frequent answer of ``n`` rollouts is right (Wang et al. 2022).
 
     The environment reports the answers (``Feedback.answer``); replies without an answer abstain.  If no reply
-    to a prompt has an answer, whole replies are compared, ignoring case and white space.  Answers that share
-    the lead count with the mean of their scores.
+    to a prompt has an answer, whole replies are compared, ignoring case and white space.  Tied answers count
+    with the mean of their scores.
     """
 
     needs_success = True
@@ -81,14 +81,14 @@ class Majority(ScoringStrategy):
     def supposed(
         self, rollouts: Sequence[Rollout], scored: Sequence[Rollout], *, success: bool
     ) -> Sequence[Rollout]:
-        """Let each unscored rollout give the answer of most failures, or of most successes."""
+        """Assign the most frequent answer of failures, or of successes, to each unscored rollout."""
         named = any(each.answer is not None for each in scored)
-        said = [
+        answers = [
             str(each.answer) if named else _normalised(each)
             for each in rollouts
             if each.success is success and (each.answer is not None or not named)
         ]
-        answer = Counter(said).most_common(1)[0][0] if said else "an answer that nobody else gives"
+        answer = Counter(answers).most_common(1)[0][0] if answers else "an answer that nobody else gives"
         vote: dict[str, Any] = (
             {"answer": answer} if named else {"messages": ({"role": "assistant", "content": answer},)}
         )
@@ -100,7 +100,7 @@ class Majority(ScoringStrategy):
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Estimate the chance that at least one of ``k`` rollouts is correct, given ``correct`` of ``n``.
+    """Estimate the probability that at least one of ``k`` rollouts is correct, given ``correct`` of ``n``.
 
     ``1 - C(n - correct, k) / C(n, k)``, which is unbiased for every ``n >= k`` (Chen et al. 2021, "Evaluating
     large language models trained on code", equation 1); ``1 - (1 - correct / n) ** k`` is not.
@@ -113,10 +113,10 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 def majority_score(votes: Sequence[tuple[Hashable, float]]) -> float:
-    """The value of the answer with the most votes: the mean of its votes' values.
+    """Return the value of the answer with the most votes: the mean of its votes' values.
 
-    A tie has the mean value of the answers that share it, the expectation of a random choice among them (Wang
-    et al. 2022, "Self-consistency", leaves ties open).
+    A tie has the mean value of the tied answers: the expectation of a random choice among them (Wang et al.
+    2022, "Self-consistency", leaves ties open).
 
     Args:
         votes: ``(answer, value)`` for each rollout; at least one.
@@ -134,8 +134,8 @@ def _correct(rollout: Rollout) -> float:
 
 def _normalised(rollout: Rollout) -> str:
     """Return the last reply without case and extra white space."""
-    said = [m for m in rollout.messages if m.get("role") == "assistant"]
-    return " ".join(str(said[-1].get("content") or "").split()).casefold() if said else ""
+    answers = [m for m in rollout.messages if m.get("role") == "assistant"]
+    return " ".join(str(answers[-1].get("content") or "").split()).casefold() if answers else ""
 
 
 def _expect_variety(strategy: ScoringStrategy) -> None:

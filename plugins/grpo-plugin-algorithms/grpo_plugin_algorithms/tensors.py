@@ -1,4 +1,4 @@
-"""Helpers for tensors of one number for each token; torch is not imported."""
+"""Reductions over sequences of tensors with one number for each token; torch is not imported."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ if TYPE_CHECKING:
 
 
 def sums(values: Tensor, sequences: Tensor) -> Tensor:
-    """Sum over sequences; each token receives the sum [N] of its sequence."""
+    """Return the sum over each token's sequence, [N]."""
     n = int(sequences.max()) + 1 if sequences.numel() else 0
     return values.new_zeros(n).index_add(0, sequences, values)[sequences]
 
 
 def means(values: Tensor, sequences: Tensor) -> Tensor:
-    """Average over sequences; each token receives the mean [N] of its sequence."""
+    """Return the mean over each token's sequence, [N]."""
     return sums(values, sequences) / sums(values.new_ones(values.shape), sequences)

@@ -1,6 +1,6 @@
-"""The options that losses share: corrections, masks, KL, an entropy bonus, a term for right rollouts.
+"""The options that losses share: corrections, masks, KL, an entropy bonus, a likelihood term for successes.
 
-``composed`` makes a loss of an objective by adding these as options.
+``composed`` turns an objective into a loss by adding these options.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def _option(default: Any, meaning: str, within: Range = FINITE, *, only_with: str = "") -> Any:
-    """Declare an option; it does nothing unless ``only_with`` is set."""
+    """Declare an option, which has no effect unless the option ``only_with`` is set."""
     return field(default=default, metadata={"meaning": meaning, "within": within, "only_with": only_with})
 
 
@@ -140,14 +140,14 @@ class Objective:
     """The result of an objective."""
 
     losses: Tensor
-    """One loss for each token, with the importance weights."""
+    """Loss of each token, with the importance weights, [N]."""
     metrics: Mapping[str, Tensor]
     ratio: Tensor | None = None
-    """Ratio of the objective, with its gradient; None if it has none."""
+    """Ratio of the objective with its gradient, [N]; None without a ratio."""
 
 
 ObjectiveFunction = Callable[..., Objective]
-"""A function of (inputs, weights) and its own keyword options."""
+"""A function of (inputs, weights) and keyword options."""
 
 
 def composed(
@@ -156,14 +156,14 @@ def composed(
     within: Mapping[str, Range] | None = None,
     lacks: Collection[Lack] = (),
 ) -> Callable[[ObjectiveFunction], Callable[..., LossOutput]]:
-    """Make a loss of an objective, with the options of ``Terms`` in addition to its own.
+    """Return a decorator that turns an objective into a loss, with the options of ``Terms`` added.
 
     Args:
-        defaults: other defaults of shared options.
-        within: the numbers that the objective's own options may be; others may be all finite numbers.
-        lacks: "ratio" if the objective has no ratio of policy to proximal logprobs or another bound, so that
-            it trains one update for each step; "proximal" if only importance weights may depend on the
-            proximal logprobs.
+        defaults: defaults of shared options that differ from ``Terms``.
+        within: ranges of the objective's options; other options may be any finite number.
+        lacks: "ratio" if the objective has neither a ratio of policy to proximal logprobs nor another bound,
+            so that it trains one update for each step; "proximal" if only importance weights may depend on
+            the proximal logprobs.
     """
     shared = attrs.fields_dict(Terms)
     other = defaults or {}
@@ -198,7 +198,7 @@ def composed(
 
 
 def _declared(loss: Callable[..., LossOutput], declared: Declared) -> Callable[..., LossOutput]:
-    """Declare what the shared options need, and what cannot be combined."""
+    """Attach the requirements of the shared options to a loss, and the checks of their combinations."""
     parameters = inspect.signature(loss).parameters
     if "ratio" in parameters:
         loss = needs("sequences", when="ratio", values=("sequence", "sequence_token"))(loss)
@@ -268,7 +268,7 @@ def _with_terms(
 
 
 def _weighed(inputs: LossInputs, terms: Terms, metrics: dict[str, Tensor]) -> LossInputs:
-    """Weigh the advantages of rewards, and add those of the teacher."""
+    """Weight the advantages of rewards, and add the advantages of the teacher."""
     advantages = terms.reward_coefficient * inputs.advantages
     if terms.teacher_coefficient and terms.teacher_in == "advantage" and inputs.teacher_logprobs is not None:
         difference = inputs.teacher_logprobs - inputs.proximal_logprobs.detach()
@@ -287,7 +287,7 @@ def _kl_to_teacher(inputs: LossInputs, teacher: Tensor, terms: Terms) -> Tensor:
 def _kept(
     inputs: LossInputs, terms: Terms, highest: _HighEntropy | None, metrics: dict[str, Tensor]
 ) -> Tensor | None:
-    """Return whether the objective trains each token; None if it trains all."""
+    """Return a mask [N] of the tokens that the objective trains; None if it trains all."""
     kept: Tensor | None = None
     if terms.off_policy_limit is not None:
         kept = off_policy_kept(
@@ -308,25 +308,25 @@ class _HighEntropy:
     """The tokens of highest entropy."""
 
     here: Tensor
-    """Whether each token of the micro-batch is one of them."""
+    """Whether each token of the micro-batch is one of them, [N]."""
     count: Tensor
-    """Number of them in the update."""
+    """Number of these tokens in the update."""
 
 
 def _of_high_entropy(inputs: LossInputs, terms: Terms) -> _HighEntropy | None:
-    """Find the share ``top_entropy`` of the update's tokens that have the highest entropy; None is all."""
+    """Select the share ``top_entropy`` of the update's tokens with the highest entropy; None selects all."""
     if not terms.top_entropy or inputs.entropy is None:
         return None
     entropies = inputs.entropy if inputs.update_entropies is None else inputs.update_entropies
     ordered = entropies.detach().sort().values  # quantile() takes 16 million numbers at most
-    place = (1 - terms.top_entropy) * (len(ordered) - 1)
-    below, above = ordered[int(place)], ordered[min(int(place) + 1, len(ordered) - 1)]
-    threshold = below.lerp(above, place - int(place))
+    rank = (1 - terms.top_entropy) * (len(ordered) - 1)
+    below, above = ordered[int(rank)], ordered[min(int(rank) + 1, len(ordered) - 1)]
+    threshold = below.lerp(above, rank - int(rank))
     return _HighEntropy(inputs.entropy.detach() >= threshold, (ordered >= threshold).sum())
 
 
 def _mean_entropy(inputs: LossInputs, entropy: Tensor, highest: _HighEntropy | None) -> Tensor:
-    """The entropy of each token, such that the weighted sum is the mean over the tokens it acts on."""
+    """Return the entropy of each token, scaled so that the loss sums to the mean of the selected tokens."""
     if highest is None:
         return entropy / (inputs.weights * inputs.update_tokens)
     return entropy.where(highest.here, 0.0) / (inputs.weights * highest.count)
@@ -353,7 +353,7 @@ def _kl_of_loss(inputs: LossInputs, terms: Terms, ratio: Tensor | None) -> Tenso
 
 
 def _kl_of_reward(inputs: LossInputs, terms: Terms, metrics: dict[str, Tensor]) -> Tensor:
-    """Compute what the KL divergence takes from the advantage of each token, without gradient."""
+    """Return the KL penalty to subtract from the advantage of each token, [N], without gradient."""
     assert inputs.reference_logprobs is not None
     kl = kl_estimate(
         inputs.proximal_logprobs.detach(),

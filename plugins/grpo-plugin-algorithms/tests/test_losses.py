@@ -18,7 +18,7 @@ from grpo_core.config import build
 from grpo_core.contracts.errors import ConfigError
 from grpo_core.contracts.loss import LossInputs, LossSetting, needs_of, problems_of, remarks_of
 from grpo_plugin_algorithms import losses as further
-from grpo_plugin_algorithms.clipped import clipped_loss, grpo
+from grpo_plugin_algorithms.clipped import grpo
 from grpo_plugin_algorithms.corrections import off_policy_kept
 from grpo_plugin_algorithms.ranges import Range
 from grpo_plugin_algorithms.terms import Objective, composed
@@ -472,13 +472,6 @@ def test_tokens_left_out_as_off_policy_have_no_objective_and_are_counted() -> No
     per_token, metrics = further.reinforce(given, off_policy_limit=0.25)
     assert (per_token == 0).tolist() == [True, True, False, False]
     assert metrics["off_policy_masked"].tolist() == [1, 1, 0, 0]
-
-
-def test_an_objective_has_the_defaults_of_its_loss() -> None:
-    mine, shown = signature(clipped_loss).parameters, signature(grpo).parameters
-    options = [name for name, parameter in mine.items() if parameter.default is not parameter.empty]
-    assert options
-    assert {name: mine[name].default for name in options} == {name: shown[name].default for name in options}
 
 
 def test_the_docstring_of_a_loss_explains_all_of_its_options() -> None:

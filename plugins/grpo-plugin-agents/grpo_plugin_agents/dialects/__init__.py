@@ -1,7 +1,7 @@
-"""The languages of agents: OpenAI's chat completions and responses, and Anthropic's messages.  Pure.
+"""The HTTP dialects of agents: OpenAI's chat completions and responses, and Anthropic's messages.  Pure.
 
-A dialect reads a request's body into a ``ChatRequest``, whose messages are those of a chat template, and
-writes what was sampled as its own reply: as JSON, or as the events of a stream.
+A dialect parses a request's body into a ``ChatRequest`` with messages for a chat template, and encodes
+completions as its reply: as JSON, or as the events of a stream.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Anthropic's messages."""
+"""The dialect of Anthropic's Messages API."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class AnthropicMessages:
             "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": 0},
         }
         events: list[dict[str, Any]] = [{"type": "message_start", "message": begun}]
-        for place, block in enumerate(_blocks(answer)):
-            events += _block_events(place, block)
+        for index, block in enumerate(_blocks(answer)):
+            events += _block_events(index, block)
         end = {"stop_reason": _anthropic_reason(answer), "stop_sequence": None}
         usage = {"output_tokens": answer.completion_tokens}
         events += [{"type": "message_delta", "delta": end, "usage": usage}, {"type": "message_stop"}]
@@ -77,7 +77,7 @@ class AnthropicMessages:
 
 
 def _anthropic_messages(given: dict[str, Any]) -> Iterable[dict[str, Any]]:
-    """Return the messages that one of Anthropic's stands for: the results of tools are messages."""
+    """Convert a message of Anthropic's API; each tool result becomes a message."""
     role, content = given.get("role"), given.get("content")
     if role not in ("user", "assistant", "system"):
         raise BadRequest(f"a message has the role {reading.short(role)}; expected user or assistant")
@@ -116,16 +116,16 @@ def _blocks(answer: Answer) -> list[dict[str, Any]]:
     return blocks
 
 
-def _block_events(place: int, block: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _block_events(index: int, block: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if block["type"] == "text":
         empty: dict[str, Any] = {"text": ""}
         delta = {"type": "text_delta", "text": block["text"]}
     else:
         empty = {"input": {}}
         delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"], ensure_ascii=False)}
-    yield {"type": "content_block_start", "index": place, "content_block": {**block, **empty}}
-    yield {"type": "content_block_delta", "index": place, "delta": delta}
-    yield {"type": "content_block_stop", "index": place}
+    yield {"type": "content_block_start", "index": index, "content_block": {**block, **empty}}
+    yield {"type": "content_block_delta", "index": index, "delta": delta}
+    yield {"type": "content_block_stop", "index": index}
 
 
 def _anthropic_reason(answer: Answer) -> str:

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions."""
+"""The dialect of OpenAI's Chat Completions API."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class ChatCompletions:
     def stream(self, request: ChatRequest, answers: Sequence[Answer]) -> Iterator[tuple[str, Any]]:
         head = self._head("chat.completion.chunk", request, answers)
         for i, answer in enumerate(answers):
-            said = _chat_reply(answer)
-            for place, call in enumerate(said.get("tool_calls", ())):
-                call["index"] = place
-            for delta, reason in ((said, None), ({}, _chat_reason(answer))):
+            message = _chat_reply(answer)
+            for index, call in enumerate(message.get("tool_calls", ())):
+                call["index"] = index
+            for delta, reason in ((message, None), ({}, _chat_reason(answer))):
                 choice = {"index": i, "delta": delta, "finish_reason": reason, "logprobs": None}
                 yield "", {**head, "choices": [choice]}
         if request.wants_usage:
@@ -74,11 +74,11 @@ _KEPT: Mapping[str, tuple[str, ...]] = {
     "tool": ("tool_call_id", "name"),
     "function": ("name",),
 }
-"""Keys beside role and content that a model may read, by role; clients send others with them."""
+"""Keys that a model may read in addition to role and content, by role; other keys are dropped."""
 
 
 def message_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a model may read of a message of OpenAI's."""
+    """Return an OpenAI message without the keys that a model does not read."""
     kept = ("role", "content", *_KEPT.get(str(given.get("role")), ()))
     message = {key: given[key] for key in kept if given.get(key) is not None}
     return {
@@ -90,17 +90,17 @@ def message_of(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _chat_reply(answer: Answer) -> dict[str, Any]:
     thought, content = answer.parts
-    said: dict[str, Any] = {"role": "assistant", "content": content}
+    message: dict[str, Any] = {"role": "assistant", "content": content}
     if thought:
-        said["reasoning_content"] = thought
+        message["reasoning_content"] = thought
     if answer.calls:
-        said["content"] = content or None
-        said["tool_calls"] = [
+        message["content"] = content or None
+        message["tool_calls"] = [
             {"id": call["id"], "type": "function",
              "function": {"name": call["function"]["name"], "arguments": openai.arguments(call)}}
             for call in answer.calls
         ]  # fmt: skip
-    return said
+    return message
 
 
 def _chat_reason(answer: Answer) -> str:

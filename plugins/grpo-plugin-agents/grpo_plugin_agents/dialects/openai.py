@@ -1,4 +1,4 @@
-"""The parts that replies of OpenAI's dialects have in common."""
+"""Shared parts of the replies of OpenAI's dialects."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 CREATED = 0
-"""Time of every reply, in seconds: the same request has the same reply."""
+"""Timestamp of every reply, in seconds; constant, so that equal requests have equal replies."""
 
 
 def arguments(call: Mapping[str, Any]) -> str:

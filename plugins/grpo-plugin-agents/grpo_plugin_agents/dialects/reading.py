@@ -1,4 +1,4 @@
-"""The parts that requests of all dialects have in common, read and checked."""
+"""Parsing and checks that the requests of all dialects share."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from grpo_plugin_agents.dialects.requests import BadRequest
 
 _SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
                        "repetition_penalty", "seed", "logit_bias", "reasoning_effort"})  # fmt: skip
-"""Fields that would change what is sampled; the run's own sampling holds."""
+"""Sampling parameters of requests, which have no effect: the run's settings apply."""
 
 
 def number(body: Mapping[str, Any], *keys: str) -> int | None:
-    """Return the first of some fields that is given.  Raises BadRequest unless it is a positive number."""
+    """Return the first field that is present, or None.  Raises BadRequest unless it is a positive integer."""
     for key in keys:
         if (value := body.get(key)) is not None:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -43,7 +43,7 @@ def call(id: Any, name: Any, arguments: Any) -> dict[str, Any]:
 
 
 def tool(function: Any, schema: str = "parameters") -> dict[str, Any]:
-    """Return a tool as chat templates know it."""
+    """Convert a tool to the form of chat templates."""
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadRequest(f"{short(function)} is not a tool that the client runs; expected a function")
     return {
@@ -57,7 +57,7 @@ def tool(function: Any, schema: str = "parameters") -> dict[str, Any]:
 
 
 def ignored_fields(body: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the fields that have no effect.  Raises BadRequest for those that the reply could not obey."""
+    """Return the fields that have no effect.  Raises BadRequest for fields that the reply would violate."""
     _refuse(body)
     names = {key for key in _SAMPLING if body.get(key) is not None}
     if _kind(body.get("tool_choice")) not in (None, "auto", "none"):
@@ -73,7 +73,7 @@ def ignored_fields(body: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _refuse(body: Mapping[str, Any]) -> None:
-    """Raise BadRequest for a form of the answer that the run cannot give."""
+    """Raise BadRequest for a response format or logprobs, which the run does not offer."""
     text = body.get("text")
     formats = {"response_format": body.get("response_format")}
     if isinstance(text, dict):
@@ -85,18 +85,18 @@ def _refuse(body: Mapping[str, Any]) -> None:
                 "message, or offer a tool with these parameters"
             )
     included = body.get("include")
-    asked = isinstance(included, list) and any("logprobs" in str(each) for each in included)
-    if asked or body.get("logprobs") or body.get("top_logprobs"):
+    wants_logprobs = isinstance(included, list) and any("logprobs" in str(each) for each in included)
+    if wants_logprobs or body.get("logprobs") or body.get("top_logprobs"):
         raise BadRequest("logprobs are not sent to agents; the run records them. Leave the field out")
 
 
 def _kind(choice: Any) -> Any:
-    """Return what a field chooses, which says so itself or in its type."""
+    """Return the choice in a field: its ``type`` if it is an object, else its value."""
     return choice.get("type") if isinstance(choice, dict) else choice
 
 
 def checked(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
-    """Return messages as chat templates know them.  Raises BadRequest."""
+    """Convert messages to the form of chat templates.  Raises BadRequest."""
     if not messages:
         raise BadRequest("there are no messages")
     try:

@@ -1,4 +1,4 @@
-"""A request and its answers in no language of any agent, and what a dialect does with them."""
+"""Requests and answers independent of a dialect, and the interface of dialects."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from grpo_core import EndReason, Message
 from grpo_core.kit import thoughts
 
 
-class BadRequest(Exception):  # noqa: N818 - it is what it is
-    """Raised for a request that cannot be answered; its text says why."""
+class BadRequest(Exception):  # noqa: N818 - named after HTTP's status
+    """Raised for a request that cannot be answered; the text is the reason."""
 
 
 @frozen(kw_only=True)
@@ -30,7 +30,7 @@ class ChatRequest:
     ignored: tuple[str, ...] = ()
     """Fields of sampling that have no effect."""
     wants_usage: bool = False
-    """Whether the stream of a chat completion ends with the numbers of tokens."""
+    """Whether the stream of a chat completion ends with the token usage."""
 
 
 @frozen(kw_only=True)
@@ -43,7 +43,7 @@ class Answer:
     prompt_tokens: int
     completion_tokens: int
     thinking: bool = False
-    """Whether the prompt has begun the model's thinking, which did not end."""
+    """Whether the prompt opens a thinking block that the completion does not close."""
 
     @property
     def content(self) -> str:
@@ -51,7 +51,7 @@ class Answer:
 
     @property
     def parts(self) -> tuple[str, str]:
-        """The thinking, which may be empty, and the content without it."""
+        """The thinking (may be empty), and the content without it."""
         return thoughts.parted(self.message, thinking=self.thinking)
 
     @property
@@ -64,19 +64,19 @@ class Answer:
 
 
 History = Callable[[str], tuple[Message, ...] | None]
-"""Returns the conversation that ends with the reply of an id, or None if there is no such reply."""
+"""A function that returns the conversation up to the reply with this id, or None if the id is unknown."""
 
 
 class Dialect(Protocol):
-    """A language of agents."""
+    """An HTTP dialect of agents."""
 
     def read(self, body: Mapping[str, Any], history: History) -> ChatRequest:
-        """Read a request.  Raises BadRequest."""
+        """Parse the body of a request.  Raises BadRequest."""
         ...
 
     def reply(self, request: ChatRequest, answers: Sequence[Answer]) -> dict[str, Any]: ...
     def stream(self, request: ChatRequest, answers: Sequence[Answer]) -> Iterator[tuple[str, Any]]:
-        """Yield the name, which may be empty, and the data of each event."""
+        """Yield the name (may be empty) and the data of each event."""
         ...
 
     def error(self, status: int, message: str, code: str) -> dict[str, Any]: ...
@@ -86,13 +86,13 @@ class Dialect(Protocol):
 
 
 def encoded(dialect: Dialect, request: ChatRequest, answers: Sequence[Answer]) -> bytes:
-    """Return the bytes of a reply: JSON, or the events of a stream."""
+    """Encode a reply: as JSON, or as the events of a stream."""
     if not request.stream:
         return json.dumps(dialect.reply(request, answers), ensure_ascii=False).encode()
     return b"".join(event(name, data) for name, data in dialect.stream(request, answers))
 
 
 def event(name: str, data: Any) -> bytes:
-    """Return the bytes of an event, whose name may be empty."""
+    """Encode a server-sent event; the name may be empty."""
     text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
     return (f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n").encode()

@@ -1,4 +1,4 @@
-"""OpenAI's responses."""
+"""The dialect of OpenAI's Responses API."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ class Responses:
             {"type": "response.created", "response": begun},
             {"type": "response.in_progress", "response": begun},
         ]
-        for place, item in enumerate(whole["output"]):
-            events += _item_events(place, item)
+        for index, item in enumerate(whole["output"]):
+            events += _item_events(index, item)
         last = "response.incomplete" if answer.truncated else "response.completed"
         events.append({"type": last, "response": whole})
         for number, event in enumerate(events):
@@ -88,13 +88,13 @@ class Responses:
         return {"error": {"message": message, "type": openai.error_type(status), "param": None, "code": code}}
 
     def failure(self, status: int, message: str, code: str) -> tuple[str, Any]:
-        """Return an ``error`` event as it is documented, with the error that OpenAI's clients raise."""
-        told = {"type": "error", "code": code, "message": message, "param": None, "sequence_number": 0}
-        return "error", {**told, **self.error(status, message, code)}
+        """Return the documented ``error`` event, with the error that OpenAI's clients raise."""
+        event = {"type": "error", "code": code, "message": message, "param": None, "sequence_number": 0}
+        return "error", {**event, **self.error(status, message, code)}
 
 
 def _add_item(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
-    """Add an item of ``input``; the calls of one reply are one message."""
+    """Append an item of ``input``; all calls of a reply are in one message."""
     kind = item.get("type", "message")
     if kind == "message":
         if item.get("role") in ("tool", "function"):
@@ -108,13 +108,13 @@ def _add_item(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
     elif kind == "function_call_output":
         answer = {"role": "tool", "content": item.get("output"), "tool_call_id": item.get("call_id")}
         messages.append(answer)
-    elif kind != "reasoning":  # a reply's own tokens have it
+    elif kind != "reasoning":  # reasoning is recorded with the tokens of its reply
         raise BadRequest(f"an item has the type {reading.short(kind)}; expected message, function_call, "
                          "function_call_output or reasoning")  # fmt: skip
 
 
 def _items(answer: Answer) -> list[dict[str, Any]]:
-    """Return the output of a reply; its text comes first."""
+    """Return the output items of a reply, the text first."""
     status = "incomplete" if answer.truncated else "completed"
     items: list[dict[str, Any]] = []
     if answer.content or not answer.calls:
@@ -135,11 +135,11 @@ def _items(answer: Answer) -> list[dict[str, Any]]:
     return items
 
 
-def _item_events(place: int, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    at = {"output_index": place, "item_id": item["id"]}
+def _item_events(index: int, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    at = {"output_index": index, "item_id": item["id"]}
     empty: dict[str, Any] = {"content": []} if item["type"] == "message" else {"arguments": ""}
     begun = {**item, **empty, "status": "in_progress"}
-    yield {"type": "response.output_item.added", "output_index": place, "item": begun}
+    yield {"type": "response.output_item.added", "output_index": index, "item": begun}
     if item["type"] == "message":
         (part,) = item["content"]
         at |= {"content_index": 0}
@@ -152,4 +152,4 @@ def _item_events(place: int, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
         kind = "response.function_call_arguments"
         yield {"type": f"{kind}.delta", **at, "delta": item["arguments"]}
         yield {"type": f"{kind}.done", **at, "name": item["name"], "arguments": item["arguments"]}
-    yield {"type": "response.output_item.done", "output_index": place, "item": item}
+    yield {"type": "response.output_item.done", "output_index": index, "item": item}
