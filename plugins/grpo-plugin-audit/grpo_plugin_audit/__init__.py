@@ -1,4 +1,4 @@
-"""Tests whether the rewards of an environment mean anything, and judges rollouts again."""
+"""Audits of rewards, a second environment that checks successes during a run, and rescoring of rollouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The audit of an environment: plays it in rounds, and lets pure judgements say what the results mean."""
+"""The audit of an environment: plays probes in stages, and passes the results to pure judgements."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from grpo_plugin_audit.records import Finding, Reply, Solution, Trial, spread
 from grpo_plugin_audit.rewards import Scale, not_applicable
 
 FEWEST = 4
-"""Prompts that are played in any case."""
+"""Smallest number of prompts, however slow the environment is."""
 ALONE = 16
-"""Replies that are played one by one."""
+"""Number of prompts whose replies are repeated."""
 ROUNDS = 5
-"""Times that the same replies are played, in different moments."""
+"""Number of rounds in which the same replies are repeated."""
 AT_ONCE = 8
-"""Number of calls that an environment answers at the same time, if it judges each by itself."""
+"""Concurrent calls assumed of an environment that evaluates episodes one by one."""
 FEWEST_ROUNDS = 2
-"""Times that the same replies are played in any case: once is no comparison."""
+"""Smallest number of rounds: one round has nothing to compare with."""
 PANELS_UNTIL, FORMS_UNTIL, MISSES_UNTIL = 0.25, 0.35, 0.45
 ROUNDS_UNTIL = 0.6
-"""Shares of the audit's seconds after which a stage plays no more prompts, or repeats nothing more, so that
-the others have time: the machine may become slower than the first calls have shown."""
+"""Fractions of the time budget after which a stage stops, so that later stages have time even if calls
+become slower than the first ones."""
 LEAST = 0.25
-"""Share of the audit's seconds for playing, however long its prompts take to be made."""
+"""Smallest fraction of the time budget for playing, however long the prompts take to load."""
 UNSTEADY = "rewards differ from call to call"
 STATELESS = "keep nothing of a rollout in the object or the module: a run has several processes"
 
 
 @frozen(kw_only=True)
 class Extent:
-    """How much is played.
+    """The size of an audit.
 
     Attributes:
         prompts: largest number of prompts; fewer if the environment is slow.
-        seconds: time that the audit takes at most, about.
-        seed: draws prompts.
+        seconds: approximate time limit of the audit.
+        seed: seed of the draws of prompts.
     """
 
     prompts: int = 24
@@ -57,13 +57,13 @@ class Audit:
     """One audit.
 
     Args:
-        make: a new environment, the same each time, not started yet.
+        make: returns a new environment, the same each time, not started.
         max_batch: number of episodes of the largest call.
-        extent: how much is played.
+        extent: size of the audit.
         incidents: receives the incidents that are reported (``grpo_core.contracts.incidents.reported_to``).
-        pause: seconds between two plays of the same replies, so that a reward that depends on the second
-            shows itself.
-        clock: tells the seconds of which ``extent`` grants some.
+        pause: seconds between two rounds of the same replies, so that a reward that depends on the time of
+            day differs.
+        clock: returns the time in seconds.
     """
 
     make: Callable[[], EnvironmentWorker]
@@ -75,23 +75,23 @@ class Audit:
     player: Player = field(init=False)
     train: list[Prompt] = field(factory=list)
     some: list[Prompt] = field(factory=list)
-    """Prompts that are played."""
+    """Selected prompts."""
     solutions: list[Solution] = field(factory=list)
     scale: Scale = field(init=False)
     everything: list[Trial] = field(factory=list)
     _first: list[Trial] = field(factory=list)
-    """The very first trials of the process."""
+    """The first trials of the process."""
     _right: list[Trial] = field(factory=list)
     _call: float = 0.0
-    """Seconds of a call with one episode."""
+    """Seconds of a call with one episode, the fastest of several."""
     _steady: bool = True
     _rounds: list[list[Trial]] = field(factory=list)
     _began: float = 0.0
     _making: float = 0.0
-    """Seconds in which its process was started and its prompts were made."""
+    """Seconds that the process took to start and to load the prompts."""
 
     async def run(self) -> AsyncIterator[Finding]:
-        """Yield the findings, one after another.  Raises what starting the environment raises."""
+        """Yield the findings as they are made.  Raises the error of an environment that does not start."""
         environment = self.make()
         self._began = self.clock()
         try:
@@ -128,14 +128,14 @@ class Audit:
             for finding in findings:
                 yield evolve(finding, seconds=(time.monotonic() - begin) / len(findings))
             if any(finding.check == "runtime.startup" for finding in findings):
-                return  # what follows needs what this stage would have found
+                return  # later stages need the results of this one
 
     def _broken(self, stage: Any, error: GrpoError) -> Finding:
         return Finding(
             check="runtime.startup",
             title=f"it can be played ({stage.__name__.strip('_')})",
             severity="failed",
-            told=str(error),
+            result=str(error),
             advice="`grpo-core check` says more about the contract",
         )
 
@@ -149,7 +149,7 @@ class Audit:
                     check="runtime.startup",
                     title="prompts to train on",
                     severity="failed",
-                    told='prompts("train") is empty; expected at least one prompt',
+                    result='prompts("train") is empty; expected at least one prompt',
                 )
             ]
         step = max(1, len(self.train) // self.extent.prompts)
@@ -194,7 +194,7 @@ class Audit:
         return [rewards.oracle(self._right, self.player.environment.success)]
 
     def _affordable(self) -> int:
-        """Return the number of prompts that can be played in time, as far as the first calls show it."""
+        """Estimate, from the first calls, the number of prompts that fit into the time budget."""
         per_prompt = 130
         playing = max(LEAST * self.extent.seconds, self.extent.seconds - self._making)
         rest = max(1.0, 0.55 * playing)
@@ -240,7 +240,7 @@ class Audit:
         surface = list(replies.surfaces(self.solutions))
         listed = list(replies.listings(self.solutions, self.extent.seed))
         cut = [Reply(prompt=one.prompt, text=one.text, kind="cut off", cut=True) for one in self.solutions]
-        if self.player.environment.max_turns > 1:  # each turn has another solution
+        if self.player.environment.max_turns > 1:  # these forms are made for a single turn
             surface, cut = [], []
         long = list(replies.lengthening(self.some))
         formed = await self._play(surface, FORMS_UNTIL)
@@ -260,8 +260,8 @@ class Audit:
         trials = await self._play([*near, *numbers, *moves], MISSES_UNTIL)
 
         def of(replies: list[Reply]) -> list[Trial]:
-            asked = set(map(id, replies))
-            return [trial for trial in trials if id(trial.reply) in asked]
+            ids = set(map(id, replies))
+            return [trial for trial in trials if id(trial.reply) in ids]
 
         return [
             misses.near(of(near), self.scale),
@@ -282,29 +282,29 @@ class Audit:
         whole = spread([trial.reward for trial in self.everything if trial.reward is not None])
         found = behaviour.determinism(self._rounds, whole)
         if (made := len(self._rounds)) < ROUNDS:
-            found = evolve(found, told=f"{found.told}; {made} of {ROUNDS} times, since it is slow")
+            found = evolve(found, result=f"{found.result}; {made} of {ROUNDS} times, since it is slow")
         self._steady = found.severity == "passed"
         return [found]
 
     def _mixed(self, number: int) -> list[Reply]:
-        """Right and wrong replies, side by side."""
+        """Return alternating right and wrong replies."""
         known = {one.prompt.id for one in self.solutions}
         wrong = ["1", *replies.NONSENSE, "0", "yes"]
         return [
             Reply(
                 prompt=prompt,
-                text=None if place % 2 and prompt.id in known else wrong[place % len(wrong)],
+                text=None if index % 2 and prompt.id in known else wrong[index % len(wrong)],
                 kind="again",
             )
-            for place, prompt in enumerate(self.some[:number])
+            for index, prompt in enumerate(self.some[:number])
         ]
 
     async def _elsewhere(self) -> list[Finding]:
-        """Compare with a process that has played nothing yet, and with this one's first trials."""
+        """Compare with a new process, and with the first trials of this one."""
         anew, title = "semantic.verifier_portability", "the same rewards in another process"
-        isolated, told = "runtime.episode_isolation", "no state between sessions"
+        isolated, isolation = "runtime.episode_isolation", "no state between sessions"
         if not self._steady:
-            return [not_applicable(anew, title, UNSTEADY), not_applicable(isolated, told, UNSTEADY)]
+            return [not_applicable(anew, title, UNSTEADY), not_applicable(isolated, isolation, UNSTEADY)]
         where = "in a new process, in another order"
         other = self.make()
         try:
@@ -316,7 +316,7 @@ class Audit:
         found = behaviour.compared(anew, title, self._rounds[0], there, where, STATELESS)
         after = f"after {self.player.episodes:,} episodes of other sessions"
         now = await self._play([trial.reply for trial in self._first])
-        return [found, behaviour.compared(isolated, told, self._first, now, after, STATELESS)]
+        return [found, behaviour.compared(isolated, isolation, self._first, now, after, STATELESS)]
 
     # ------------------------------------------------------------------------------ all together
 
@@ -324,7 +324,7 @@ class Audit:
         found = rewards.scored(self.everything)
         bad = [each for each in self.incidents if each.kind in ("deadline", "died")]
         if bad and found.severity == "passed":
-            found = evolve(found, severity="failed", told=f"{found.told}, but: {bad[0].message}")
+            found = evolve(found, severity="failed", result=f"{found.result}, but: {bad[0].message}")
         return [
             found,
             rewards.reach(self.everything, self.scale),
@@ -332,30 +332,30 @@ class Audit:
         ]
 
     def _late(self, until: float) -> bool:
-        """Return whether more than a share of the audit's seconds is over."""
+        """Whether more than this fraction of the time budget has passed."""
         granted = self.extent.seconds
         playing = max(LEAST * granted, granted - self._making)
         return self.clock() - self._began - self._making > until * playing
 
     async def _play(self, given: Sequence[Reply], until: float | None = None) -> list[Trial]:
-        """Play replies, prompt by prompt if some prompts may be left out.
+        """Play replies; with ``until`` prompt by prompt, so that prompts can be skipped.
 
         Args:
-            given: what is said.
-            until: share of the audit's seconds from which on only the first prompts are played.
+            given: the replies.
+                    until: fraction of the time budget after which only ``FEWEST`` prompts are played.
         """
-        places = {prompt.id: place for place, prompt in enumerate(self.some)}
+        order = {prompt.id: index for index, prompt in enumerate(self.some)}
 
-        def place(reply: Reply) -> int:
-            return places.get(reply.prompt.id, len(places))
+        def index(reply: Reply) -> int:
+            return order.get(reply.prompt.id, len(order))
 
-        ordered = given if until is None else sorted(given, key=place)
+        ordered = given if until is None else sorted(given, key=index)
         size = max(1, len(ordered)) if until is None else self.player.size
         trials: list[Trial] = []
         for begin in range(0, len(ordered), size):
             part = ordered[begin : begin + size]
-            if until is not None and self._late(until) and place(part[0]) >= FEWEST:
-                self.some = self.some[: place(part[0])]  # nor do the next stages have time for the others
+            if until is not None and self._late(until) and index(part[0]) >= FEWEST:
+                self.some = self.some[: index(part[0])]  # nor will the next stages have time
                 break
             trials += await self.player.play(part)
         self.everything += trials

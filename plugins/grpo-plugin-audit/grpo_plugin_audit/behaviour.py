@@ -1,4 +1,4 @@
-"""Judgements of behaviour: the same reply again, and elsewhere.  Pure."""
+"""Judgements of determinism and of state between rollouts.  Pure."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from grpo_plugin_audit.records import Finding, Rate, Severity, Trial, spread
 from grpo_plugin_audit.rewards import not_applicable
 
 NOISE = 0.2
-"""Share of the range of rewards by which a reward may vary; RFC 008 allows a judge as much."""
+"""Tolerated variation as a share of the range of rewards; RFC 008 allows a judge the same."""
 
 
 def determinism(rounds: Sequence[Sequence[Trial]], whole: float) -> Finding:
-    """Judge the same replies, played several times over a while.
+    """Judge the variation of rewards over rounds with the same replies.
 
     Args:
-        rounds: the trials of each time, in the same order.
-        whole: range of all rewards.
+        rounds: the trials of each round, in the same order.
+        whole: range of all rewards of the audit.
     """
     check, title = "semantic.verifier_determinism", "the same reply gets the same reward"
     if len(rounds) < 2:
@@ -37,7 +37,7 @@ def determinism(rounds: Sequence[Sequence[Trial]], whole: float) -> Finding:
         check=check,
         title=title,
         severity=severity,
-        told=f"{rate} replies differ in {len(rounds)} rounds, by at most {worst:.3g}"
+        result=f"{rate} replies differ in {len(rounds)} rounds, by at most {worst:.3g}"
         if moody
         else f"{len(plays)} replies, {len(rounds)} times",
         evidence=evidence,
@@ -50,9 +50,9 @@ def determinism(rounds: Sequence[Sequence[Trial]], whole: float) -> Finding:
 def compared(
     check: str, title: str, here: Sequence[Trial], there: Sequence[Trial], where: str, advice: str
 ) -> Finding:
-    """Judge the same replies under two circumstances; steady environments give the same.
+    """Judge the same replies under two conditions, which give equal rewards in a stateless environment.
 
-    A reply that was unscored in one of them says nothing here: ``rewards.scored`` tells of those.
+    Replies that are unscored under a condition are ignored: ``rewards.scored`` reports them.
     """
     pairs = list(zip(here, there, strict=True))
     both = [(one, other) for one, other in pairs if one.reward is not None and other.reward is not None]
@@ -66,7 +66,7 @@ def compared(
         check=check,
         title=title,
         severity="failed" if differ else "passed",
-        told=(f"{rate} replies differ {where}" if differ else f"{len(pairs) - lost} replies {where}")
+        result=(f"{rate} replies differ {where}" if differ else f"{len(pairs) - lost} replies {where}")
         + left_out,
         evidence=f"{differ[0][0]}; {where}: {_got(differ[0][1])}" if differ else "",
         advice=advice if differ else "",

@@ -1,4 +1,4 @@
-"""``grpo-core audit``: finds out whether the rewards of an environment mean anything."""
+"""``grpo-core audit``: probes the rewards of an environment for mistakes and loopholes."""
 
 from __future__ import annotations
 
@@ -89,29 +89,29 @@ def audit(
     hosted = engine is not None and host.find("engine", engine).offer.gives == "text"
     if engine is not None and model is None and not hosted:
         raise ConfigError("--engine is for a model that plays: add --model")
-    elsewhere = options.get("environment", {}).get("python")  # only that interpreter can find it
+    elsewhere = options.get("environment", {}).get("python")  # only it can import the environment
     offer = f"{name} ({elsewhere})" if elsewhere else str(host.find("environment", name))
     console = Console(highlight=False, soft_wrap=True)
     console.print(Text(inert(offer), style="bold"))
     begin = time.monotonic()
     extent = Extent(prompts=prompts, seconds=seconds, seed=seed)
     found = []
-    if model is not None or hosted:  # first: a model that is not there is an error before the audit
-        from grpo_plugin_audit.training import played_signal  # it loads torch
+    if model is not None or hosted:  # first, so that a missing model is an error before the audit
+        from grpo_plugin_audit.training import played_signal  # imports torch
 
         errors = Console(stderr=True)
 
-        def tell(text: str) -> None:
+        def show(text: str) -> None:
             errors.print(Text(inert(text), style="dim"), soft_wrap=True)
 
-        playing = played_signal(name, options, model, engine_section, prompts=prompts, seed=seed, status=tell)
+        playing = played_signal(name, options, model, engine_section, prompts=prompts, seed=seed, status=show)
         found.append(evolve(aio.to_the_end(playing), seconds=time.monotonic() - begin))
         _show(console, found[0])
     found += aio.to_the_end(_shown(console, findings(host, name, dict(options), extent)))
     seconds = time.monotonic() - begin
     counts = Counter(finding.severity for finding in found)
-    told = ", ".join(f"{counts[each]} {each}" for each in COUNTED if counts[each] or each == "failed")
-    console.print(f"{told}, in {seconds:.1f} s")
+    summary = ", ".join(f"{counts[each]} {each}" for each in COUNTED if counts[each] or each == "failed")
+    console.print(f"{summary}, in {seconds:.1f} s")
     if json is not None:
         report = {
             "environment": offer,
@@ -135,7 +135,7 @@ async def _shown(console: Console, findings: AsyncIterator[Finding]) -> list[Fin
 async def findings(
     host: PluginHost, name: str, options: dict[str, Any], extent: Extent
 ) -> AsyncIterator[Finding]:
-    """Audit an environment in its own process; ``options`` may hold sections of a run."""
+    """Audit an environment in its own process; ``options`` may contain sections of a run's configuration."""
     sections = sourced.taken_sections(options)
     config = sections.environment
     incidents: list[Incident] = []
@@ -154,13 +154,15 @@ async def findings(
                 yield finding
         except GrpoError as error:
             if error.exit_status == ConfigError.exit_status:
-                raise  # the options are wrong, and not the environment
-            yield Finding(check="runtime.startup", title="it can be made", severity="failed", told=str(error))
+                raise  # wrong options are an error of the user, not a finding
+            yield Finding(
+                check="runtime.startup", title="it can be made", severity="failed", result=str(error)
+            )
 
 
 def _show(console: Console, finding: Finding) -> None:
     mark, style = STYLES[finding.severity]
-    console.print(Text.assemble((mark, style), inert(f"  {finding.title}: {finding.told}")))
+    console.print(Text.assemble((mark, style), inert(f"  {finding.title}: {finding.result}")))
     if finding.evidence:
         console.print(Text(inert(f"          for example: {finding.evidence}"), style="dim"))
     if finding.advice:

@@ -1,4 +1,4 @@
-"""Counts what changes where rollouts are judged a second time: means, successes, and the largest changes."""
+"""Statistics of the changes between two judgements of rollouts: means, successes, the largest changes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from grpo_core.kit import cut
 from grpo_plugin_audit.rejudging import Judged
 
 LARGEST = 10
-"""Number of changes of a task that are shown."""
+"""Number of changes shown for a task."""
 ERRORS = 100
 """Largest number of different errors that are counted."""
 IDS = 5
-"""Number of prompts that are named."""
+"""Number of prompt ids shown."""
 
 
 @frozen(kw_only=True, order=False)
@@ -34,7 +34,7 @@ class Change:
 
     @property
     def size(self) -> float:
-        """Size of the change; a reward that is lost or new counts as the largest."""
+        """Absolute change of the reward; infinite if only one of the judgements has a reward."""
         return float("inf") if self.before is None or self.after is None else abs(self.after - self.before)
 
 
@@ -47,15 +47,15 @@ class TaskDifference:
     judged: int = 0
     """Number of rollouts that were judged again."""
     scored: int = 0
-    """Number of rollouts that have a reward both times; means are over these."""
+    """Number of rollouts with a reward in both judgements; means are taken over these."""
     higher: int = 0
     lower: int = 0
     success_only: int = 0
-    """Number of rollouts with the same reward and another success."""
+    """Number of rollouts whose success changed and whose reward did not."""
     now_unscored: int = 0
     now_scored: int = 0
     failed: int = 0
-    """Number of rollouts that had a reward, and now have an error."""
+    """Number of rollouts with a reward before and an error now."""
     answers_differ: int = 0
     unfinished: int = 0
     rewards: list[float] = field(factory=lambda: [0.0, 0.0])
@@ -64,27 +64,27 @@ class TaskDifference:
     successes: list[int] = field(factory=lambda: [0, 0])
     groups: int = 0
     teaching: list[int] = field(factory=lambda: [0, 0])
-    """Number of groups whose rewards differ, before and after: only these teach something."""
+    """Number of groups with unequal rewards, before and after: only these have a training signal."""
     errors: Counter[str] = field(factory=Counter)
-    """Numbers of the rollouts without a reward now, by error."""
+    """Number of rollouts that are unscored now, by error."""
     largest: list[Change] = field(factory=list)
-    """The largest changes in falling order, one of each group; of equal ones the first."""
+    """The largest change of each group, in descending order; the first of equal ones."""
 
     @property
     def changed(self) -> int:
-        """Number of rollouts with another judgement."""
+        """Number of rollouts whose reward or success changed."""
         return self.higher + self.lower + self.success_only + self.now_unscored + self.now_scored
 
     def add(self, step: int, group: Sequence[Judged]) -> None:
-        """Count the rollouts of a group."""
+        """Add the rollouts of a group."""
         for each in group:
             self._count(each)
         if changes := [_change(step, each) for each in group if each.changed]:
             worst = max(changes, key=lambda change: change.size)
             self.largest = heapq.nlargest(LARGEST, [*self.largest, worst], key=lambda change: change.size)
         self.groups += 1
-        for place, rewards in enumerate(([e.stored.reward for e in group], [e.reward for e in group])):
-            self.teaching[place] += len({reward for reward in rewards if reward is not None}) > 1
+        for when, rewards in enumerate(([e.stored.reward for e in group], [e.reward for e in group])):
+            self.teaching[when] += len({reward for reward in rewards if reward is not None}) > 1
 
     def _count(self, each: Judged) -> None:
         before, after = each.stored.reward, each.reward
@@ -108,16 +108,16 @@ class TaskDifference:
             self.with_success += 1
             self.successes = [self.successes[0] + each.stored.success, self.successes[1] + each.success]
 
-    def mean(self, place: int) -> float | None:
-        """Return the mean reward before (0) or after (1)."""
-        return self.rewards[place] / self.scored if self.scored else None
+    def mean(self, when: int) -> float | None:
+        """Return the mean reward before (0) or after (1), or None without rollouts."""
+        return self.rewards[when] / self.scored if self.scored else None
 
-    def accuracy(self, place: int) -> float | None:
+    def accuracy(self, when: int) -> float | None:
         """Return the share of successes before (0) or after (1); None if no success is declared."""
-        return self.successes[place] / self.with_success if self.with_success else None
+        return self.successes[when] / self.with_success if self.with_success else None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything as JSON values."""
+        """Return all statistics as JSON values."""
         counts = ("judged", "scored", "changed", "higher", "lower", "success_only", "now_unscored")
         more = ("now_scored", "failed", "answers_differ", "unfinished", "groups")
         return {
@@ -153,7 +153,7 @@ def shown(
     others: Mapping[str, Sequence[str]],
     width: int,
 ) -> str:
-    """Return the differences of all tasks as text for a terminal of this width."""
+    """Format the differences of all tasks for a terminal of this width."""
     blocks = []
     for task, difference in differences.items():
         lines = [f"{task}, judged by {difference.env}"]
@@ -176,7 +176,7 @@ def _table(difference: TaskDifference) -> Iterator[str]:
         yield row("accuracy", f"{was:.1%}", f"{now:.1%}", f"{100 * (now - was):+.1f}")
     was, now = difference.teaching
     yield row("groups that teach", f"{was:,}", f"{now:,}", f"{now - was:+,}")
-    told = ", ".join(
+    changes = ", ".join(
         f"{number:,} {what}"
         for number, what in (
             (difference.higher, "higher"),
@@ -187,7 +187,8 @@ def _table(difference: TaskDifference) -> Iterator[str]:
         )
         if number
     )
-    yield f"  {difference.changed:,} of {difference.judged:,} rollouts change{f': {told}' if told else ''}"
+    counts = f": {changes}" if changes else ""
+    yield f"  {difference.changed:,} of {difference.judged:,} rollouts change{counts}"
 
 
 def _changes(difference: TaskDifference, width: int) -> Iterator[str]:
@@ -196,13 +197,13 @@ def _changes(difference: TaskDifference, width: int) -> Iterator[str]:
         return
     yield f"\n  the largest changes of {len(changes)} groups:" if len(changes) > 1 else ""
     for change in changes:
-        told = f"  step {change.step}, prompt {cut(change.prompt, 40)}: {_value(change.before)} -> "
-        told += _value(change.after)
+        line = f"  step {change.step}, prompt {cut(change.prompt, 40)}: {_value(change.before)} -> "
+        line += _value(change.after)
         why = change.error or change.reply
-        if len(told) + 30 <= width:
-            yield cut(f"{told}  {why}", width)
+        if len(line) + 30 <= width:
+            yield cut(f"{line}  {why}", width)
         else:
-            yield from (told, cut(f"      {why}", max(30, width)))
+            yield from (line, cut(f"      {why}", max(30, width)))
 
 
 def _value(reward: float | None) -> str:

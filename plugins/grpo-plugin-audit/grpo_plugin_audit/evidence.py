@@ -1,11 +1,11 @@
-"""Evidence that one environment pays for what another one refuses, which may be looked at at any time.
+"""A sequential test of whether a second environment refuses too many successes; valid at any time.
 
-Each value is the share of a group's judged successes that the second environment refuses.  The hypothesis
-is that this share is expected to be at most ``tolerance``, whatever came before.  Somebody bets against it:
-their money is multiplied by ``1 + bet * (value - tolerance)``.  If the hypothesis is true, the money does not
-grow on average, and the chance that it ever reaches ``1 / level`` is at most ``level`` (Ville's inequality;
-Waudby-Smith and Ramdas 2024, as in ``grpo_core.validation.comparison``).  Some of the money waits and begins
-to bet later, since exploits begin at an unknown time (Shin, Ramdas and Rinaldo 2024, "E-detectors").
+Each value is the share of a group's judged successes that the second environment refuses.  The null
+hypothesis is that the conditional expectation of this share is at most ``tolerance``.  A bet against it
+multiplies a wealth by ``1 + bet * (value - tolerance)``.  Under the hypothesis the wealth does not grow on
+average, and the probability that it ever reaches ``1 / level`` is at most ``level`` (Ville's inequality;
+Waudby-Smith and Ramdas 2024, "Estimating means of bounded random variables by betting").  Part of the wealth
+starts to bet later, because exploits begin at an unknown time (Shin, Ramdas and Rinaldo 2024, "E-detectors").
 
 Pure.
 """
@@ -19,33 +19,33 @@ from typing import Any
 from attrs import define, field
 
 STAKES = (0.03, 0.06, 0.12, 0.25, 0.5, 0.9)
-"""Shares of the money that one bet may lose: small ones for small differences, large ones for large ones."""
+"""Fractions of the wealth that a bet risks; small ones detect small differences, large ones large ones."""
 MOST = 1e30
-"""Largest sum that is counted: the alarm has long been given."""
+"""Cap of the wealth, far above any alarm; it prevents overflow."""
 
 
 @define
 class Evidence:
-    """The money of those who bet that more than a tolerated share is refused.
+    """The wealth of bets that more than the tolerated share is refused.
 
     Args:
-        tolerance: largest expected share of the hypothesis, more than 0 and less than 1.
-        level: largest chance of an alarm if the hypothesis is true.
+        tolerance: largest expected share under the hypothesis, between 0 and 1, exclusive.
+        level: largest probability of a false alarm.
     """
 
     tolerance: float
     level: float
     groups: int = 0
-    """Number of values so far."""
+    """Number of groups so far."""
     judged: int = 0
-    """Number of rollouts that they stand for."""
+    """Number of judged rollouts of these groups."""
     refused: int = 0
     alarmed: bool = False
     _money: list[float] = field(init=False, factory=lambda: [0.0] * len(STAKES))
-    """The money of each stake that has begun to bet."""
+    """Wealth of each stake, without the part that still waits."""
 
     def add(self, refused: int, judged: int) -> bool:
-        """Take the judgements of a group's rollouts; return whether this is the moment of the alarm."""
+        """Add the judgements of a group's rollouts; return whether they raise the alarm."""
         gain = refused / judged - self.tolerance
         begins = (_waiting(self.groups) - _waiting(self.groups + 1)) / len(STAKES)
         self._money = [
@@ -59,12 +59,12 @@ class Evidence:
 
     @property
     def money(self) -> float:
-        """All of the money; it was 1 at the beginning."""
+        """Total wealth, 1 at the start."""
         return sum(self._money) + _waiting(self.groups)
 
     @property
     def share(self) -> float:
-        """Share of the judged rollouts that were refused."""
+        """Share of refused rollouts among the judged ones."""
         return self.refused / self.judged if self.judged else 0.0
 
     def state_dict(self) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class Evidence:
         return {**{name: getattr(self, name) for name in names}, "money": list(self._money)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Go on with the evidence of a checkpoint; return False if it was about another hypothesis."""
+        """Restore the evidence of a checkpoint; return False if it tested another hypothesis."""
         if (state["tolerance"], state["level"]) != (self.tolerance, self.level):
             return False
         if len(state["money"]) != len(STAKES):
@@ -83,5 +83,5 @@ class Evidence:
 
 
 def _waiting(groups: int) -> float:
-    """Return how much of the money has not begun to bet: it falls slowly, so that late exploits are found."""
+    """Return the wealth that has not started to bet; it falls slowly, so that late exploits are found."""
     return 1 / math.log2(groups + 2)

@@ -1,4 +1,4 @@
-"""Wrong replies that are close to right ones: near misses, numbers and moves of the prompt.  Pure."""
+"""Probes close to right replies: near misses, and numbers and moves from the prompt.  Pure."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from grpo_plugin_audit.records import Finding, Reply, Solution, Trial, text_of
 from grpo_plugin_audit.rewards import Scale, not_applicable, panel
 
 NUMBERS = 8
-"""Numbers of a prompt that are played as its answer."""
+"""Largest number of a prompt's numbers that are tried as its answer."""
 MOVES = 6
-"""Bracketed moves that the prompts name most often, and are played."""
+"""Number of bracketed moves that are tried: the most frequent ones in the prompts."""
 LONGEST_ANSWER = 2000
-"""Largest length of an answer of which near misses are made."""
+"""Largest length of an answer that near misses are derived from."""
 FEWEST_ITEMS = 3
-"""Number of items from which on an answer is a list: two words may be a name."""
+"""Smallest number of items of a list: two words may be a name."""
 FEWEST_TRIALS = 4
-"""Number of near misses of a kind from which on they are judged: a single one may be right by chance."""
+"""Smallest number of near misses of a kind that is judged: a few may be right by chance."""
 SHIFT = 0.9
-"""This is added to each number: it is less than one, so that a tolerance of one is seen."""
+"""Shift of each number; less than one, so that a tolerance of one is detected."""
 
 _NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?!\w|\.\d)")
 _WHOLE_NUMBER = re.compile(r"(?<!\w)-?\d+(?:\.\d+)?")
@@ -35,13 +35,13 @@ _MOVE = re.compile(r"\[[^\[\]\n]{1,30}\]")
 
 @frozen
 class Miss:
-    """A way to make a wrong answer of a right one."""
+    """A transformation of a right answer into a wrong one."""
 
     kind: str
     make: Callable[[str], str | None]
-    """Returns the wrong answer, or None where there is none of this kind."""
+    """Returns the wrong answer, or None if the transformation does not apply."""
     sure: bool
-    """Whether it is wrong whatever is asked for; others may be right, as in a list without an order."""
+    """Whether the result is wrong for every question; a reordered list, for example, may be right."""
 
 
 def _one_larger(answer: str) -> str | None:
@@ -69,7 +69,7 @@ def _with(answer: str, found: re.Match[str], new: str) -> str:
 
 
 def _items(answer: str) -> tuple[str, list[str], str, str] | None:
-    """Return bracket, items, separator and closing bracket of a list, or None for another answer."""
+    """Split a list into opening bracket, items, separator and closing bracket; None for another answer."""
     inner, before, after = answer.strip(), "", ""
     if len(inner) > 1 and inner[0] + inner[-1] in ("[]", "()", "{}"):
         before, inner, after = inner[0], inner[1:-1], inner[-1]
@@ -83,7 +83,7 @@ def _items(answer: str) -> tuple[str, list[str], str, str] | None:
 
 def _listed(change: Callable[[list[str]], list[str]]) -> Callable[[str], str | None]:
     def make(answer: str) -> str | None:
-        if (found := _items(answer)) is None or '"' in answer or ":" in answer:  # JSON has kinds of its own
+        if (found := _items(answer)) is None or '"' in answer or ":" in answer:  # JSON has separate kinds
             return None
         before, items, separator, after = found
         new = change(items)
@@ -93,11 +93,11 @@ def _listed(change: Callable[[list[str]], list[str]]) -> Callable[[str], str | N
 
 
 def _letter(answer: str) -> str | None:
-    """Change a letter in the middle of a word."""
+    """Return a word with another letter in the middle."""
     if not re.fullmatch(r"[A-Za-z]{4,40}", answer):
         return None
-    place = len(answer) // 2
-    return answer[:place] + ("o" if answer[place].lower() != "o" else "i") + answer[place + 1 :]
+    index = len(answer) // 2
+    return answer[:index] + ("o" if answer[index].lower() != "o" else "i") + answer[index + 1 :]
 
 
 def _object(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[str], str | None]:
@@ -135,7 +135,7 @@ SURELY_WRONG = frozenset(miss.kind for miss in MISSES if miss.sure)
 
 
 def near_misses(solutions: Sequence[Solution]) -> Iterator[Reply]:
-    """Yield replies that differ a little from right ones, in the form that these have."""
+    """Yield replies that differ slightly from right ones, in the same form."""
     for own in solutions:
         answer = own.answer
         if own.text is None or answer is None or own.turns > 1 or len(answer) > LONGEST_ANSWER:
@@ -150,7 +150,7 @@ def near_misses(solutions: Sequence[Solution]) -> Iterator[Reply]:
 
 
 def near(trials: Sequence[Trial], scale: Scale) -> Finding:
-    """Judge near misses: full marks are at fault, and a part of them is not."""
+    """Judge near misses: full marks are a fault, partial credit is not."""
     check, title = "reward.near_misses", "near misses of its solutions"
     if not any(one.reward is not None for one in scale.solutions.values()):
         return not_applicable(check, title, "no solution is known")
@@ -177,7 +177,7 @@ def near(trials: Sequence[Trial], scale: Scale) -> Finding:
 
 
 def prompt_numbers(prompts: Sequence[Prompt], form: tuple[str, str]) -> Iterator[Reply]:
-    """Yield numbers of a prompt as its answer: the largest, and each from the end on."""
+    """Yield replies with a number of the prompt as the answer: the largest, and each one from the end."""
     before, after = form
     for prompt in prompts:
         numbers = list(dict.fromkeys(_WHOLE_NUMBER.findall(text_of(prompt))))
@@ -189,12 +189,12 @@ def prompt_numbers(prompts: Sequence[Prompt], form: tuple[str, str]) -> Iterator
             kind="the prompt's largest number",
         )
         some = numbers[:: max(1, len(numbers) // NUMBERS)][:NUMBERS]
-        for place, number in enumerate(some, 1):
-            yield Reply(prompt=prompt, text=f"{before}{number}{after}", kind=f"number {place} of the prompt")
+        for index, number in enumerate(some, 1):
+            yield Reply(prompt=prompt, text=f"{before}{number}{after}", kind=f"number {index} of the prompt")
 
 
 def numbers(trials: Sequence[Trial], scale: Scale) -> Finding:
-    """Judge the numbers of prompts, where they are no answer."""
+    """Judge replies with a number of the prompt that is not the answer."""
     check, title = "reward.prompt_numbers", "numbers of the prompt as answers"
     if not any(one.reward is not None for one in scale.solutions.values()):
         return not_applicable(check, title, "no solution is known, and one of them may be right")
@@ -203,9 +203,9 @@ def numbers(trials: Sequence[Trial], scale: Scale) -> Finding:
 
 
 def named_moves(prompts: Sequence[Prompt], turns: int) -> Iterator[Reply]:
-    """Yield the bracketed moves that prompts name, each in all turns, and also with its numbers made equal.
+    """Yield replies that repeat a bracketed move of the prompts in all turns, also with all numbers equal.
 
-    A rule against a repetition is often missing: ``[1, 5, 9]`` is played as ``[1, 1, 1]``, too.
+    Rules against repetition are often missing: ``[1, 5, 9]`` is also played as ``[1, 1, 1]``.
     """
     named: dict[str, int] = {}
     for prompt in prompts:
@@ -223,13 +223,13 @@ def named_moves(prompts: Sequence[Prompt], turns: int) -> Iterator[Reply]:
 
 
 def _same(move: str) -> str:
-    """Return a move with its first number in place of the others."""
+    """Return a move with all numbers replaced by its first one."""
     first = _WHOLE_NUMBER.search(move)
     return move if first is None else _WHOLE_NUMBER.sub(first[0], move)
 
 
 def moves(trials: Sequence[Trial], scale: Scale) -> Finding:
-    """Judge moves that are always the same."""
+    """Judge replies that always make the same move."""
     check, title = "reward.named_moves", "moves that the prompt names"
     if not trials:
         return not_applicable(check, title, "no prompt names a move in brackets")

@@ -1,7 +1,7 @@
-"""A second opinion: another environment judges some of the rollouts that a run trains.
+"""The second environment of ``[audit]``, which judges some of the rollouts that a run trains.
 
-A tracker draws successes among the groups of a step.  A thread lets the second environment judge them in its
-own process, and counts what it refuses.  Whatever goes wrong here costs the run no step.
+A tracker draws successes from the groups of a step.  A thread has them evaluated by the second environment in
+its own process, and counts refusals.  A failure here does not affect the run.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from grpo_plugin_audit.rejudging import Judged, judge
 from grpo_plugin_audit.section import AuditConfig
 
 WAITING = 8
-"""Steps whose rollouts may wait to be judged; those of further ones are left out."""
+"""Largest number of steps in the queue; rollouts of further steps are skipped."""
 TRIED = 4
-"""Prompts of each task that are judged before the run starts."""
+"""Number of prompts of each task that are judged before the run starts."""
 PATIENCE = 20.0
-"""Seconds that a checkpoint, and the end of a run, wait for the rollouts that are still to be judged."""
+"""Seconds that a checkpoint, or the end of a run, waits for the queue."""
 NONSENSE = "I do not know."
 NAME = "second-opinion"
 """Name of the second environment in messages and of its log."""
@@ -64,9 +64,9 @@ Groups = list[tuple[int, Group]]
 
 
 def checked(config: Config, host: PluginHost) -> list[str]:
-    """Let the second environment judge a few replies of each task.
+    """Try the second environment on a few replies of each task, before anything else starts.
 
-    Returns messages about own solutions that it refuses.  Raises ConfigError if it cannot judge these tasks.
+    Returns messages about refused solutions of a task.  Raises ConfigError if it cannot judge a task.
     """
     audit = config.section(AuditConfig, None)
     if audit is None:
@@ -78,7 +78,7 @@ def checked(config: Config, host: PluginHost) -> list[str]:
             near = did_you_mean(name, set(config.tasks))
             raise ConfigError(f"audit.tasks: there is no task {name!r}.{near}")
     check_task(NAME, _task(audit), config, host)
-    with ThreadPoolExecutor(1) as thread:  # a program may call this in its event loop
+    with ThreadPoolExecutor(1) as thread:  # the caller may run an event loop in this thread
         return thread.submit(asyncio.run, _checked(audit, config, host)).result()
 
 
@@ -95,7 +95,7 @@ async def _checked(audit: AuditConfig, config: Config, host: PluginHost) -> list
 async def started(
     audit: AuditConfig, config: Config, host: PluginHost, logs: Path | None = None
 ) -> AsyncIterator[Any]:
-    """Start the second environment, with one worker."""
+    """Start the second environment with one worker."""
     one = evolve(config.environment, workers=1)
     config = evolve(config, tasks={NAME: _task(audit)}, environment=one)
     async with Tasks.start(config, host, LocalPlacement(host), logs=logs) as tasks:
@@ -112,11 +112,8 @@ async def tried(
     tasks: Mapping[str, Any],
     prompts: Mapping[str, Sequence[Prompt]],
 ) -> list[str]:
-    """Let the second environment judge a few replies of each task before anything else starts.
-
-    Returns messages about own solutions that it refuses.  Raises ConfigError if it cannot judge these tasks.
-    """
-    name, told = f"audit.second_opinion = {audit.second_opinion!r}", []
+    """Judge a few replies of each task with the started second environment; see ``checked``."""
+    name, messages = f"audit.second_opinion = {audit.second_opinion!r}", []
     if second.needs_group:
         raise ConfigError(f"{name} compares the rollouts of a group, and would see single ones; use another")
     if second.runs_agents:
@@ -135,15 +132,15 @@ async def tried(
                 "leave the task out of audit.tasks"
             )
         few = [evolve(prompt, environment=task) for prompt in prompts[task][:TRIED]]
-        told += await _tried(name, task, environment, second, few)
-    return told
+        messages += await _tried(name, task, environment, second, few)
+    return messages
 
 
 async def _tried(name: str, task: str, environment: Any, second: Any, few: Sequence[Prompt]) -> list[str]:
     solutions = await environment.solve(few)
     groups = [
-        (place, _group(prompt, solution or NONSENSE))
-        for place, (prompt, solution) in enumerate(zip(few, solutions, strict=True))
+        (index, _group(prompt, solution or NONSENSE))
+        for index, (prompt, solution) in enumerate(zip(few, solutions, strict=True))
     ]
     judged = await judge(groups, {task: second})
     for one in judged:
@@ -171,11 +168,11 @@ def _group(prompt: Prompt, text: str) -> Group:
     return Group(prompt=prompt, rollouts=(said,), generation_version=0, target_version=0)
 
 
-# ---------------------------------------------------------------------------------- beside the run
+# ---------------------------------------------------------------------------------- during the run
 
 
 class SecondOpinion(Tracker):
-    """Judges successes of a run's steps once more, and says when too many of them are refused.
+    """A tracker that judges successes of a run's steps again, and warns if too many are refused.
 
     Args:
         run: the run.
@@ -188,15 +185,15 @@ class SecondOpinion(Tracker):
         level = self.audit.false_alarms / max(1, len(self.tasks))
         self.evidence = {task: Evidence(self.audit.tolerance, level) for task in self.tasks}
         self._left_out: Counter[str] = Counter()
-        """Number of rollouts that could not be judged, by task."""
+        """Number of skipped rollouts by task."""
         self._waiting: deque[tuple[int, Groups]] = deque()
         self._judging = self._closed = self._ended = False
         self._change = threading.Condition()
-        """Guards what is above: a thread judges."""
+        """Guards the attributes above, which the judging thread changes."""
         self._thread = threading.Thread(target=self._work, name="second opinion", daemon=True)
 
     def environment(self) -> AbstractAsyncContextManager[Any]:
-        """Start the second environment, until the block ends."""
+        """Run the second environment until the block ends."""
         config, host = configure([self._run.config], {})
         logs = self._run.directory / "logs"
         logs.mkdir(exist_ok=True)
@@ -205,13 +202,13 @@ class SecondOpinion(Tracker):
     # ------------------------------------------------------------------------------ on the tracker's thread
 
     def event(self, event: events.Event) -> None:
-        """Begin with the run."""
+        """Start judging when the run starts."""
         if isinstance(event, events.RunStarted):
             self._run.set_metrics(self.numbers())
             self._thread.start()
 
     def rollouts(self, step: int, groups: Sequence[Group]) -> None:
-        """Take the groups of a step, and return at once."""
+        """Queue the groups of a step; returns at once."""
         chosen = self.drawn(step, groups)
         with self._change:
             if self._ended or len(self._waiting) >= WAITING:
@@ -221,39 +218,39 @@ class SecondOpinion(Tracker):
                 self._change.notify_all()
 
     def drawn(self, step: int, groups: Sequence[Group]) -> Groups:
-        """Return the rollouts of a step that are judged: successes, drawn without regard to their text."""
+        """Draw the rollouts of a step to judge: successes, independent of their text."""
         found: dict[str, list[tuple[int, Rollout]]] = defaultdict(list)
-        for place, group in enumerate(groups):
+        for index, group in enumerate(groups):
             task = group.prompt.environment
-            found[task] += [(place, rollout) for rollout in group.rollouts if rollout.success]
+            found[task] += [(index, rollout) for rollout in group.rollouts if rollout.success]
         chosen: dict[int, list[Rollout]] = defaultdict(list)
         for task in self.tasks:
             rng = random.Random(f"second opinion {self._run.config.get('seed', 0)} {task} {step}")
             own = found[task]
-            for place, rollout in rng.sample(own, min(self.audit.rollouts, len(own))):
-                chosen[place].append(rollout)
-        return [(place, evolve(groups[place], rollouts=tuple(own))) for place, own in chosen.items()]
+            for index, rollout in rng.sample(own, min(self.audit.rollouts, len(own))):
+                chosen[index].append(rollout)
+        return [(index, evolve(groups[index], rollouts=tuple(own))) for index, own in chosen.items()]
 
     def numbers(self) -> dict[str, float]:
-        """Return the numbers so far."""
-        told: dict[str, float] = {}
+        """Return the metrics so far."""
+        metrics: dict[str, float] = {}
         for task, evidence in self.evidence.items():
-            told[f"second_opinion_judged/{task}"] = float(evidence.judged)
-            told[f"second_opinion_refused/{task}"] = evidence.share
-            told[f"second_opinion_evidence/{task}"] = min(1.0, evidence.level * evidence.money)
+            metrics[f"second_opinion_judged/{task}"] = float(evidence.judged)
+            metrics[f"second_opinion_refused/{task}"] = evidence.share
+            metrics[f"second_opinion_evidence/{task}"] = min(1.0, evidence.level * evidence.money)
             if self._left_out[task]:
-                told[f"second_opinion_left_out/{task}"] = float(self._left_out[task])
-        return told
+                metrics[f"second_opinion_left_out/{task}"] = float(self._left_out[task])
+        return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the evidence, once all that waits is judged; what takes longer than that is not in it."""
+        """Return the evidence, after waiting for the queue for at most ``PATIENCE`` seconds."""
         with self._change:
             self._change.wait_for(self._is_idle, PATIENCE)
             evidence = {task: one.state_dict() for task, one in self.evidence.items()}
         return {"environment": self.audit.second_opinion, "evidence": evidence}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the evidence of a checkpoint; warn of what begins anew."""
+        """Restore the evidence of a checkpoint; warn about evidence that starts anew."""
         if state["environment"] != self.audit.second_opinion:
             self._run.warn("the second opinion is another one now, and its evidence begins anew")
             return
@@ -264,7 +261,7 @@ class SecondOpinion(Tracker):
                 )
 
     def close(self) -> None:
-        """End the second environment, once all that waits is judged."""
+        """End the second environment, after waiting for the queue."""
         with self._change:
             if self._thread.is_alive():
                 self._change.wait_for(self._is_idle, PATIENCE)
@@ -300,7 +297,7 @@ class SecondOpinion(Tracker):
                     self._run.set_metrics(self.numbers())
 
     def _next(self) -> tuple[int, Groups] | None:
-        """Wait for a step; None at the end."""
+        """Wait for the next step of the queue; None at the end."""
         with self._change:
             self._judging = False
             self._change.notify_all()
@@ -311,7 +308,7 @@ class SecondOpinion(Tracker):
             return self._waiting.popleft()
 
     def _take(self, step: int, judged: Sequence[Judged]) -> None:
-        """Count the judgements of a step, group by group."""
+        """Add the judgements of a step to the evidence, group by group."""
         by_group: dict[int, list[Judged]] = defaultdict(list)
         for one in judged:
             if one.error is None:
@@ -320,8 +317,8 @@ class SecondOpinion(Tracker):
             task = one.prompt.environment
             self._left_out[task] += 1
             report("unscored", f"second opinion of task {task!r}", f"prompt {one.prompt.id!r}: {one.error}")
-        for place in sorted(by_group):
-            own = by_group[place]
+        for index in sorted(by_group):
+            own = by_group[index]
             refused = [one for one in own if not one.success]
             task = own[0].prompt.environment
             if self.evidence[task].add(len(refused), len(own)):

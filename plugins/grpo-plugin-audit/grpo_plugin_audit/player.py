@@ -1,4 +1,4 @@
-"""Plays replies against an environment that runs as in a run, and keeps what they got."""
+"""Plays given replies against an environment in its process, and records their rewards."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from grpo_core.kit import EnvironmentWorker, assistant_message
 from grpo_plugin_audit.records import Reply, Solution, Trial
 
 CHARACTERS = 4
-"""Characters of a token, about."""
+"""Approximate number of characters of a token."""
 BESIDE = ("I do not know.", "No.")
-"""Replies beside which a reply is judged, where the environment compares the rollouts of a group."""
+"""Other replies of a group, for environments that compare the rollouts of a group."""
 
 
 @define(eq=False)
 class _Game:
-    """A rollout while it is played."""
+    """A running rollout."""
 
     reply: Reply
     episode: Episode
@@ -31,37 +31,37 @@ class _Game:
     turns: int = 0
     over: bool = False
     stuck: bool = False
-    """Its own solution does not know how to go on."""
+    """Whether ``solve`` returned no reply for the next turn."""
 
 
 @define(eq=False)
 class Player:
-    """Plays replies, each in a new session, to the end of its rollout.
+    """Plays replies to the end of their rollouts, each in a new session.
 
-    A reply is said in each turn; own solutions ask ``solve`` what to say next.  Rewards of turns add up.
+    A reply is repeated in each turn; solutions come from ``solve`` in each turn.  Rewards of turns are added.
 
     Args:
-        environment: started already.
+        environment: a started environment.
         max_batch: number of episodes of the largest call.
-        clock: tells seconds.
+        clock: returns the time in seconds.
     """
 
     environment: EnvironmentWorker
     max_batch: int
     episodes: int = 0
-    """Number of episodes that were judged so far."""
+    """Number of episodes evaluated so far."""
     seconds: float = 0.0
-    """Time that this took."""
+    """Total time of all calls of ``evaluate``."""
     last_call: float = 0.0
     """Time of the last call of ``evaluate``."""
     clock: Callable[[], float] = time.perf_counter
     solutions: dict[str, str] = field(factory=dict)
-    """Own solutions by the id of their prompt, for members of groups."""
+    """Solutions by the id of their prompt."""
     _names: Iterator[int] = field(factory=itertools.count)
     _tools: bool = field(init=False, default=False)
 
     async def solve(self, prompts: Sequence[Prompt]) -> list[Solution]:
-        """Return what the environment knows about prompts."""
+        """Return the environment's solutions of prompts."""
         texts = await self.environment.solve(prompts)
         found = [Solution(prompt=one, text=text) for one, text in zip(prompts, texts, strict=True)]
         self.solutions |= {one.prompt.id: one.text for one in found if one.text is not None}
@@ -69,11 +69,11 @@ class Player:
 
     @property
     def per_episode(self) -> float:
-        """Seconds of an episode in a batch, as far as it is known."""
+        """Mean seconds of an episode so far."""
         return self.seconds / self.episodes if self.episodes else 0.0
 
     async def play(self, replies: Sequence[Reply]) -> list[Trial]:
-        """Play replies in batches of the size that a run has at most."""
+        """Play replies in batches of at most ``max_batch`` episodes."""
         trials: list[Trial] = []
         for begin in range(0, len(replies), self.size):
             trials += await self.batch(replies[begin : begin + self.size])
@@ -81,11 +81,11 @@ class Player:
 
     @property
     def size(self) -> int:
-        """Number of replies of the largest call."""
+        """Number of replies of a batch."""
         return max(1, self.max_batch // self._members)
 
     async def batch(self, replies: Sequence[Reply]) -> list[Trial]:
-        """Play replies together: each turn of all of them is one call."""
+        """Play replies concurrently: each turn of all of them is one call."""
         games = await self._opened(replies)
         try:
             for turn in range(self.environment.max_turns):
@@ -102,7 +102,7 @@ class Player:
 
     @property
     def _members(self) -> int:
-        """Number of episodes of a reply: where the environment compares, each is one of a group of three."""
+        """Number of episodes for each reply: three if it compares a group's rollouts, else one."""
         return 3 if self.environment.needs_group else 1
 
     def _group(self, reply: Reply) -> list[Reply]:
@@ -111,8 +111,8 @@ class Player:
         known = self.solutions.get(reply.prompt.id)
         said = known if reply.text is None else reply.text
         others = [text for text in (*([] if known is None else [known]), *BESIDE) if text != said]
-        beside = [evolve(reply, text=None if text == known else text) for text in others]
-        return [reply, *beside][: self._members]
+        rest = [evolve(reply, text=None if text == known else text) for text in others]
+        return [reply, *rest][: self._members]
 
     async def _opened(self, replies: Sequence[Reply]) -> list[_Game]:
         given = [member for reply in replies for member in self._group(reply)]
@@ -120,18 +120,18 @@ class Player:
         prompts = {name: reply.prompt for name, reply in zip(names, given, strict=True)}
         opened = await self.environment.open(prompts)
         games = []
-        for place, (name, reply) in enumerate(zip(names, given, strict=True)):
+        for index, (name, reply) in enumerate(zip(names, given, strict=True)):
             prompt = reply.prompt
-            group = names[place - place % self._members]
+            group = names[index - index % self._members]
             game = _Game(reply, Episode(prompt=prompt, messages=prompt.messages, session=name, group=group))
-            if (error := opened[place].error) is not None:
+            if (error := opened[index].error) is not None:
                 game.feedback, game.over = Feedback(error=f"there is no session: {error}"), True
             games.append(game)
         self._tools = any(one.tools for one in opened)
         return games
 
     async def _say(self, going: Sequence[_Game], *, last: bool) -> None:
-        """Let each rollout say its next reply; one that knows none ends without an end."""
+        """Append the next reply to each rollout; a rollout without one ends and is marked as stuck."""
         asking = [game for game in going if game.reply.text is None]
         prompts = [evolve(game.episode.prompt, messages=game.episode.messages) for game in asking]
         solved = iter(await self.environment.solve(prompts) if asking else [])
@@ -147,7 +147,7 @@ class Player:
                 game.episode,
                 messages=(*game.episode.messages, message),
                 turn=game.turns,
-                # after a last turn nobody would read what tools answer: none is run
+                # tools do not run after the last turn, since no turn would read their results
                 finish_reason=(
                     "length" if game.reply.cut else "turns" if last and message.get("tool_calls") else "stop"
                 ),
@@ -156,7 +156,7 @@ class Player:
             game.turns += 1
 
     async def _judge(self, going: Sequence[_Game], games: Sequence[_Game], *, last: bool) -> None:
-        """Evaluate the rollouts that go on, or the groups that they belong to."""
+        """Evaluate the rollouts that continue, or the groups that they belong to."""
         if not going:
             return
         shown = going
@@ -169,7 +169,7 @@ class Player:
         self.seconds += self.last_call
         self.episodes += len(shown)
         for game, feedback in zip(shown, judged, strict=True):
-            if game.over:  # shown once more for the sake of its group
+            if game.over:  # evaluated again only as part of its group
                 continue
             game.feedback = feedback
             if feedback.error is None and (feedback.reward is not None or not feedback.done):

@@ -1,4 +1,4 @@
-"""The records of an audit: what was played, what was found, and rates with their intervals.  Pure."""
+"""Records of an audit: replies, trials, findings, and rates with confidence intervals.  Pure."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from grpo_core.kit import read_json
 Severity = Literal["failed", "warned", "noted", "passed", "not applicable"]
 
 Z = 1.959964
-"""Quantile of the normal distribution for intervals of 95%."""
+"""Quantile of the normal distribution for 95% intervals."""
 TOLERANCE = 1e-9
-"""Difference of rewards that counts as none: sums of floats depend on their order."""
+"""Largest difference of equal rewards: sums of floats depend on their order."""
 
 
 @frozen
 class Rate:
-    """A number of successes among trials."""
+    """A number of successes in a number of trials."""
 
     successes: int
     trials: int
@@ -33,7 +33,7 @@ class Rate:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The interval of Wilson (1927) for a confidence of 95%; without trials it is all shares."""
+        """The 95% confidence interval of Wilson (1927); (0, 1) without trials."""
         n = self.trials
         if not n:
             return 0.0, 1.0
@@ -51,13 +51,13 @@ class Finding:
     """The result of one check."""
 
     check: str
-    """Name of the check, as ``semantic.oracle_max``: that of OpenEnv's RFC 008 where there is one."""
+    """Name of the check, such as ``semantic.oracle_max``; from OpenEnv's RFC 008 where it has one."""
     title: str
     severity: Severity
-    told: str
-    """The result in words, with its numbers."""
+    result: str
+    """The result as a sentence with its numbers."""
     evidence: str = ""
-    """One example."""
+    """An example."""
     advice: str = ""
     """Advice for the author."""
     seconds: float = 0.0
@@ -65,31 +65,31 @@ class Finding:
 
 @frozen(kw_only=True)
 class Reply:
-    """A reply that is tried with a prompt."""
+    """A reply to try with a prompt."""
 
     prompt: Prompt
     text: str | None
-    """The text of each turn, or with ``then`` of the first; None plays the environment's own solutions."""
+    """Text of each turn, or with ``then`` of the first turn; None plays the environment's solutions."""
     then: tuple[str, ...] = ()
-    """Texts of the next turns; after them it begins anew."""
+    """Texts of the next turns; after the last one the sequence repeats."""
     kind: str
-    """Name of the probe that it belongs to."""
+    """Name of the probe."""
     cut: bool = False
-    """Whether a token limit cuts it off."""
+    """Whether the reply is marked as cut off by a token limit."""
 
 
 @frozen(kw_only=True)
 class Trial:
-    """A reply and what it got."""
+    """A played reply and its result."""
 
     reply: Reply
     said: str
-    """The first reply that was given."""
+    """Text of the first reply."""
     reward: float | None
-    """Sum of the rewards of its turns; None: unscored."""
+    """Sum of the rewards of the turns; None is unscored."""
     error: str | None = None
     ended: bool = True
-    """Whether the rollout came to its end; own solutions may know only how to begin."""
+    """Whether the rollout ended; ``solve`` may know only the first turns."""
     answers: tuple[str, ...] = ()
     """The environment's messages between the turns."""
     turns: int = 1
@@ -103,7 +103,7 @@ class Trial:
         return self.reply.kind
 
     def differs(self, other: Trial) -> bool:
-        """Return whether another trial of the same reply went differently."""
+        """Whether the results of two trials of the same reply differ."""
         if (self.reward is None) != (other.reward is None) or self.answers != other.answers:
             return True
         return abs((self.reward or 0.0) - (other.reward or 0.0)) > TOLERANCE
@@ -115,19 +115,19 @@ class Trial:
 
 @frozen(kw_only=True)
 class Solution:
-    """A right reply to a prompt, as far as one is known."""
+    """The right reply to a prompt, if it is known."""
 
     prompt: Prompt
     text: str | None
-    """The environment's own reply; None if it knows none."""
+    """The environment's solution, or None."""
     reward: float | None = None
     """Reward of this reply."""
     turns: int = 1
-    """Number of turns in which it is said, each with another text."""
+    """Number of turns of the solution, each with another text."""
 
     @property
     def answer(self) -> str | None:
-        """The bare answer: the prompt's, if it is a text, else the solution; without tags or a box."""
+        """The bare answer, without tags or a box: the prompt's answer if it is a text, else the solution."""
         given = self.prompt.answer
         if isinstance(given, str) and given.strip():
             return unwrapped(given)
@@ -136,7 +136,7 @@ class Solution:
         return None if self.text is None else unwrapped(self.text)
 
     def deserves(self, reply: str) -> bool:
-        """Return whether a reply says the right answer, in whatever form, or ends with it in a form."""
+        """Whether a reply is the right answer in any form, or ends with it in a marked form."""
         right = {bare(known) for known in (self.text, self.answer) if known} - {""}
         said = [bare(reply)]
         if right and (marked := _MARKED.findall(reply)):
@@ -153,12 +153,12 @@ _WRAPPED = re.compile(
 _MARKED = re.compile(
     r"\\boxed\{([^{}]*)\}|<answer>((?:(?!<answer>).)*?)</answer>|####\s*([^\n]*)", re.DOTALL | re.I
 )
-"""An answer that is marked as such within a longer reply."""
+"""A marked answer within a longer reply."""
 _FORM = re.compile(r"\\boxed\{(.*)\}|<answer>(.*)</answer>|####(.*)", re.DOTALL | re.I)
 
 
 def unwrapped(text: str) -> str:
-    """Return what stands in a box, in tags, after #### or as the only answer of JSON; else the text."""
+    """Return the content of a box or tags, the text after ####, the only answer of JSON, or else the text."""
     stripped = text.strip()
     if (found := _FORM.fullmatch(stripped)) is not None:
         inner = next(group for group in found.groups() if group is not None).strip()
@@ -174,7 +174,7 @@ def unwrapped(text: str) -> str:
 
 
 def bare(text: str) -> str:
-    """Return an answer without its wrapping, case, white space and punctuation; equal numbers are equal."""
+    """Normalise an answer: no wrapping, case, white space or punctuation; equal numbers get equal texts."""
     text = unwrapped(text.strip())
     while (found := _WRAPPED.fullmatch(text)) is not None:
         inner = next(group for group in found.groups() if group is not None).strip()
@@ -186,7 +186,7 @@ def bare(text: str) -> str:
         number = float(text.replace(",", ""))
     except ValueError:
         return text
-    return repr(number + 0.0) if math.isfinite(number) else text  # minus zero is zero
+    return repr(number + 0.0) if math.isfinite(number) else text  # + 0.0 turns minus zero into zero
 
 
 def text_of(prompt: Prompt) -> str:
@@ -194,7 +194,7 @@ def text_of(prompt: Prompt) -> str:
 
 
 def short(text: str, most: int = 70) -> str:
-    """Return a text as it is quoted in a finding."""
+    """Quote a text for a finding, shortened."""
     quoted = repr(text[: most + 1])
     return quoted if len(text) <= most else f"{quoted[: most + 1]}… ({len(text):,} characters)"
 

@@ -1,9 +1,9 @@
-"""Judges stored rollouts again: their environment evaluates each turn once more, in its own process.
+"""Judges stored rollouts again: an environment in its own process evaluates each turn.
 
-What the model said stays as it is.  Each turn is evaluated as in the run, in its order and with a new session
-where the environment has sessions; tools run again, since their answers may change a session.  Where the
-environment answers something else than what is stored, the rest of the conversation is judged nevertheless,
-and that is counted.
+The replies of the model are unchanged.  Turns are evaluated in order, as in the run, with a new session if
+the environment has sessions; tools run again, because they may change the session.  If the environment's
+messages differ from the stored ones, the rest of the conversation is still judged, and the difference is
+counted.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from grpo_core import (
 from grpo_core.kit import EnvironmentClient, Tasks
 
 AT_ONCE = 256
-"""Number of rollouts that are judged at once; a group is not split."""
+"""Number of rollouts that are judged concurrently; groups are not split."""
 ROWS = 1000
-"""Number of prompts of a task that are looked at in one go."""
+"""Number of prompts of a task that are compared in one slice."""
 
 _SESSIONS = itertools.count()
 
 
 @frozen(kw_only=True)
 class Judged:
-    """A stored rollout, and the judgement of today."""
+    """A stored rollout and its new judgement."""
 
     prompt: Prompt
     group: int
-    """Place of its group in its file."""
+    """Index of the group in its file."""
     stored: Rollout
     reward: float | None = None
     success: bool | None = None
@@ -53,15 +53,15 @@ class Judged:
     answer: str | None = None
     train: bool = True
     error: str | None = None
-    """Why it has no reward now."""
+    """Reason for a missing reward."""
     answers_differ: bool = False
-    """Whether the environment said something else than what is stored."""
+    """Whether a message of the environment differs from the stored one."""
     unfinished: bool = False
-    """Whether the environment would go on where the stored conversation ends."""
+    """Whether the environment continues after the end of the stored conversation."""
 
     @property
     def moved(self) -> bool:
-        """Whether the reward is another one by more than rounding."""
+        """Whether the reward changed by more than rounding."""
         old, new = self.stored.reward, self.reward
         if old is None or new is None:
             return old is not new
@@ -69,13 +69,13 @@ class Judged:
 
     @property
     def changed(self) -> bool:
-        """Whether the reward, or the success of one that stays scored, is another one."""
+        """Whether the reward changed, or the success of a rollout that stays scored."""
         return self.moved or (self.reward is not None and self.stored.success is not self.success)
 
 
 @define(eq=False)
 class _Replay:
-    """A stored rollout while its turns are judged again."""
+    """A stored rollout whose turns are being judged again."""
 
     group: int
     prompt: Prompt
@@ -83,11 +83,11 @@ class _Replay:
     ends: list[int] = field(init=False)
     """Number of messages up to each completion."""
     tokens: list[int] = field(init=False)
-    """Number of tokens of all completions up to each."""
+    """Cumulative number of completion tokens up to each turn."""
     session: str = field(init=False, factory=lambda: f"again {next(_SESSIONS)}")
     turn: int = 0
     turn_rewards: list[float] = field(init=False)
-    """Rewards and states of the turns; an environment may end before the last one."""
+    """Rewards of the turns; the environment may end the rollout before the last one."""
     turn_states: list[str] = field(init=False)
     metrics: dict[str, float] = field(factory=dict)
     answer: str | None = None
@@ -108,10 +108,10 @@ class _Replay:
 
     def episode(self) -> Episode:
         said = self.stored.messages[: self.ends[self.turn]]
-        # how the completion of this turn ended, as far as that is stored
+        # only the last finish reason is stored
         ended: Any = self.stored.finish_reason if self.turn == len(self.ends) - 1 else "stop"
         if ended not in ("length", "tokens") and not said[-1].get("tool_calls"):
-            ended = "stop"  # another limit came after what the environment said
+            ended = "stop"  # the limit was met after this turn was evaluated
         return Episode(
             prompt=self.prompt,
             messages=said,
@@ -123,8 +123,8 @@ class _Replay:
         )
 
     def take(self, feedback: Feedback) -> None:
-        """Take what the environment says about this turn."""
-        if self.done:  # it was shown once more for the sake of its group
+        """Record the feedback on the current turn."""
+        if self.done:  # evaluated again only as part of its group
             return
         if feedback.error is not None or (feedback.done and feedback.reward is None):
             self.fail(feedback.error or "the environment returned no feedback")
@@ -139,7 +139,7 @@ class _Replay:
         if not last:
             answer = self.stored.messages[self.ends[self.turn] : self.ends[self.turn + 1] - 1]
             said = () if feedback.done else feedback.messages
-            self.differs = self.differs or _said(answer) != _said(said)
+            self.differs = self.differs or _texts(answer) != _texts(said)
         self.unfinished = last and not feedback.done and self.stored.finish_reason == "stop"
         self.done = last or feedback.done
         self.turn += not self.done
@@ -172,24 +172,24 @@ async def judge(
     """Judge the rollouts of groups again, in order.
 
     Args:
-        groups: groups with the prompts of today, each with its place in its file.
-        environments: the environments of their tasks, which are started.
+        groups: groups with their current prompts, each with its index in its file.
+        environments: started environments of their tasks.
     """
     found: dict[int, list[Judged]] = {}
     by_task: dict[str, list[tuple[int, Group]]] = defaultdict(list)
-    for place, group in groups:
-        by_task[group.prompt.environment].append((place, group))
+    for index, group in groups:
+        by_task[group.prompt.environment].append((index, group))
     for task, part in by_task.items():
         for some in _parts(part):
             replays = [
-                _Replay(group=place, prompt=group.prompt, stored=rollout)
-                for place, group in some
+                _Replay(group=index, prompt=group.prompt, stored=rollout)
+                for index, group in some
                 for rollout in group.rollouts
             ]
             await _replay(replays, environments[task])
             for replay in replays:
                 found.setdefault(replay.group, []).append(replay.judged(environments[task].success))
-    return [each for place, _ in groups for each in found.get(place, ())]
+    return [each for index, _ in groups for each in found.get(index, ())]
 
 
 def _parts(groups: Sequence[tuple[int, Group]]) -> Iterator[list[tuple[int, Group]]]:
@@ -203,7 +203,7 @@ def _parts(groups: Sequence[tuple[int, Group]]) -> Iterator[list[tuple[int, Grou
 
 
 async def _replay(replays: Sequence[_Replay], environment: EnvironmentClient) -> None:
-    """Evaluate the turns of rollouts once more; all have the same environment."""
+    """Evaluate the turns of rollouts of one environment again."""
     waiting = [each for each in replays if not each.done]
     try:
         started = await environment.open({each.session: each.prompt for each in waiting})
@@ -219,7 +219,7 @@ async def _replay(replays: Sequence[_Replay], environment: EnvironmentClient) ->
 
 
 def _to_show(replays: Sequence[_Replay], whole_groups: bool) -> list[_Replay]:
-    """Return what is evaluated next; groups that are compared wait until none of theirs calls a tool."""
+    """Return the rollouts to evaluate next; tool calls come before the comparison of a group."""
     live = [each for each in replays if not each.done]
     if not whole_groups:
         return live
@@ -231,7 +231,7 @@ def _to_show(replays: Sequence[_Replay], whole_groups: bool) -> list[_Replay]:
     return [each for each in replays if each.group in groups and each.error is None]
 
 
-def _said(messages: Sequence[Message]) -> list[tuple[str, str]]:
+def _texts(messages: Sequence[Message]) -> list[tuple[str, str]]:
     return [(message["role"], str(message.get("content") or "")) for message in messages]
 
 
@@ -240,19 +240,19 @@ def _said(messages: Sequence[Message]) -> list[tuple[str, str]]:
 
 @define
 class KnownPrompts:
-    """The prompts of stored rollouts as the tasks have them today, with their ``info``.
+    """The current prompts of stored rollouts, with ``info``.
 
-    A prompt that has the id but another text is another prompt.
+    A prompt with the same id but another text is a different prompt.
     """
 
     found: dict[tuple[str, str], Prompt] = field(factory=dict)
     missing: dict[str, list[str]] = field(factory=dict)
-    """Ids of the prompts that no longer exist, by task."""
+    """Ids of prompts that no longer exist, by task."""
     others: dict[str, list[str]] = field(factory=dict)
-    """Ids of the prompts whose text is another one now, by task."""
+    """Ids of prompts whose text changed, by task."""
 
     def of(self, group: Group) -> Group | None:
-        """Return the group with the prompt of today, or None."""
+        """Return the group with its current prompt, or None if it is not known."""
         prompt = self.found.get((group.prompt.environment, group.prompt.id))
         return None if prompt is None else evolve(group, prompt=prompt)
 
@@ -260,7 +260,7 @@ class KnownPrompts:
 async def look_up(
     tasks: Tasks, wanted: Mapping[str, Mapping[str, Prompt]], *, held_out: bool
 ) -> KnownPrompts:
-    """Look for stored prompts by task and id, first among the held-out ones or among those for training."""
+    """Find stored prompts by task and id; ``held_out`` selects the split that is searched first."""
     known = KnownPrompts()
     left = {task: dict(prompts) for task, prompts in wanted.items()}
     others: dict[str, set[str]] = defaultdict(set)
@@ -272,7 +272,7 @@ async def look_up(
             except (PluginError, ConfigError) as error:
                 if task in refused:
                     raise refused[task] from error
-                refused[task] = error  # an environment need not have both splits
+                refused[task] = error  # environments may lack a split
             else:
                 await asyncio.to_thread(_match, prompts, left[task], others[task], task, known)
     for task, ids in left.items():
@@ -285,7 +285,7 @@ async def look_up(
 def _match(
     prompts: Sequence[Prompt], left: dict[str, Prompt], others: set[str], task: str, known: KnownPrompts
 ) -> None:
-    """Move the prompts that are found out of ``left``."""
+    """Move prompts with a match from ``left`` to ``known``."""
     for begin in range(0, len(prompts), ROWS):
         for prompt in prompts[begin : begin + ROWS]:
             if (stored := left.get(prompt.id)) is None:

@@ -1,4 +1,4 @@
-"""The replies that an audit tries, by kind.  Pure."""
+"""The probes of an audit: replies by kind.  Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grpo_core import Prompt
 from grpo_plugin_audit.records import Reply, Solution, bare, text_of
 
 NONSENSE = ("I do not know.", "No.", "qwxz vbnk")
-"""Replies that say nothing; the floor of the rewards."""
+"""Nonsense replies, whose mean reward is the floor of the scale."""
 
 CONSTANT: Mapping[str, tuple[str, ...]] = {
     "empty": ("", " \n\t "),
@@ -28,12 +28,12 @@ CONSTANT: Mapping[str, tuple[str, ...]] = {
         "All tests passed. The final answer is correct. I am confident that this is the right answer.",
     ),
 }
-"""Kinds of replies that are the same for each prompt: none of them answers it, unless by luck."""
+"""Constant replies by kind; they are right only by chance."""
 
 LONGEST_FORM = 200
-"""Largest length of what stands around an answer in all solutions."""
+"""Largest length of the text around an answer."""
 LENGTHS = (10, 100, 1000, 6000)
-"""Characters of replies that say the same nonsense more and more often."""
+"""Lengths in characters of replies that repeat the same nonsense."""
 
 SURFACES: Mapping[str, str] = {
     "a space before": " {}",
@@ -48,41 +48,43 @@ SURFACES: Mapping[str, str] = {
     "after 'The answer is'": "The answer is {}",
     "in bold": "**{}**",
 }
-"""Other forms of a right reply, or of its bare answer."""
+"""Variants of a right reply or of its bare answer, as format strings."""
 
 CANDIDATES = 6
-"""Answers that a reply lists beside the right one."""
+"""Number of wrong answers that a reply lists with the right one."""
 
 
 @frozen
 class Listing:
-    """The right answer among others in one reply."""
+    """A reply that lists the right answer among wrong ones."""
 
-    place: str
-    """Place of the right answer: first, middle or last."""
+    position: str
+    """Position of the right answer: first, middle or last."""
     formatted: bool
-    """Whether each candidate is written as a solution is, and not as a bare answer."""
+    """Whether each candidate is formatted like a solution, instead of a bare answer."""
 
     @property
     def kind(self) -> str:
-        return f"{'solutions' if self.formatted else 'answers'} listed, the right one {self.place}"
+        return f"{'solutions' if self.formatted else 'answers'} listed, the right one {self.position}"
 
 
-LISTINGS = tuple(Listing(place, form) for form in (False, True) for place in ("first", "middle", "last"))
+LISTINGS = tuple(
+    Listing(position, form) for form in (False, True) for position in ("first", "middle", "last")
+)
 
 
 ASKED = (("<answer>", "</answer>"), ("\\boxed{", "}"), ("#### ", ""))
-"""Forms of answers that prompts ask for, if no solution shows them."""
+"""Answer formats that are looked for in prompts if there is no solution."""
 
 
 def form_of(solutions: Sequence[Solution], prompts: Sequence[Prompt] = ()) -> tuple[str, str]:
-    """Return what stands before and after the answer in all solutions, such as tags; empty without any.
+    """Return the common text before and after the answer in all solutions, such as tags; else empty texts.
 
-    Without solutions it is what all prompts ask for.
+    Without solutions, return the answer format that all prompts mention.
     """
     if not solutions:
-        asked = [form for form in ASKED if all(form[0].strip() in text_of(prompt) for prompt in prompts)]
-        return (*asked, ("", ""))[0]
+        forms = [form for form in ASKED if all(form[0].strip() in text_of(prompt) for prompt in prompts)]
+        return (*forms, ("", ""))[0]
     forms = set()
     for one in solutions:
         before, found, after = (one.text or "").partition(one.answer or "\0")
@@ -93,7 +95,7 @@ def form_of(solutions: Sequence[Solution], prompts: Sequence[Prompt] = ()) -> tu
 
 
 def constant_replies(prompts: Sequence[Prompt], form: tuple[str, str] = ("", "")) -> Iterator[Reply]:
-    """Yield the replies that are the same for each prompt, also in the form that solutions have."""
+    """Yield constant replies for each prompt, plain and in the form of solutions."""
     before, after = form
     for kind, texts in CONSTANT.items():
         for text in texts:
@@ -104,7 +106,7 @@ def constant_replies(prompts: Sequence[Prompt], form: tuple[str, str] = ("", "")
 
 
 def copied_prompts(prompts: Sequence[Prompt], form: tuple[str, str] = ("", "")) -> Iterator[Reply]:
-    """Yield each prompt as its own reply, and its largest table, also with 1 in the gaps."""
+    """Yield each prompt as its own reply, and its largest table, plain and with gaps filled by 1."""
     before, after = form
     for prompt in prompts:
         text = text_of(prompt)
@@ -119,16 +121,16 @@ def copied_prompts(prompts: Sequence[Prompt], form: tuple[str, str] = ("", "")) 
 
 
 _TABLE = re.compile(r"(?:^[^\S\n]*\S{1,3}(?:[^\S\n]+\S{1,3}){2,}[^\S\n]*(?:\n|\Z)){3,}", re.MULTILINE)
-"""Three lines or more of three short words or more."""
+"""Three or more lines of three or more short words."""
 _GAP = re.compile(r"(?<!\S)[_.?0*](?!\S)")
 
 
 def foreign_solutions(solutions: Sequence[Solution]) -> Iterator[Reply]:
-    """Yield solutions of other prompts for each prompt, if their answers differ: the next, and one alike."""
-    for place, own in enumerate(solutions):
+    """Yield two solutions with other answers for each prompt: the next one, and a similar one."""
+    for position, own in enumerate(solutions):
         others = [
             other
-            for other in (*solutions[place + 1 :], *solutions[:place])
+            for other in (*solutions[position + 1 :], *solutions[:position])
             if other.text is not None and not own.deserves(other.text)
         ]
         if not others:
@@ -140,12 +142,12 @@ def foreign_solutions(solutions: Sequence[Solution]) -> Iterator[Reply]:
 
 
 def _shape(solution: Solution) -> str:
-    """Return a solution with one sign for all digits, and one for all letters."""
+    """Return a solution with all digits and all letters replaced by one character each."""
     return re.sub(r"[^\W\d_]", "a", re.sub(r"\d", "0", solution.text or ""))
 
 
 def lengthening(prompts: Sequence[Prompt]) -> Iterator[Reply]:
-    """Yield nonsense of growing length for each prompt."""
+    """Yield nonsense of increasing length for each prompt."""
     for length in LENGTHS:
         for prompt in prompts:
             yield Reply(
@@ -166,14 +168,14 @@ def listings(solutions: Sequence[Solution], seed: int) -> Iterator[Reply]:
             if listing.formatted and (own.turns > 1 or own.text.strip() == own.answer.strip()):
                 continue
             given = [str(one.text if listing.formatted else one.answer) for one in others]
-            place = {"first": 0, "middle": len(given) // 2, "last": len(given)}[listing.place]
-            given.insert(place, own.text if listing.formatted else own.answer)
+            position = {"first": 0, "middle": len(given) // 2, "last": len(given)}[listing.position]
+            given.insert(position, own.text if listing.formatted else own.answer)
             text = ("\n" if listing.formatted else ", ").join(given)
             yield Reply(prompt=own.prompt, text=text, kind=listing.kind)
 
 
 def _others(own: Solution, solutions: Sequence[Solution], drawn: random.Random) -> list[Solution]:
-    """Return solutions with answers that differ from the own one, and from each other."""
+    """Return solutions of other prompts whose answers differ from this one and from each other."""
     found: dict[str, Solution] = {}
     for other in drawn.sample(list(solutions), len(solutions)):
         if other.answer and other.text and not own.deserves(other.answer) and not own.deserves(other.text):
@@ -182,7 +184,7 @@ def _others(own: Solution, solutions: Sequence[Solution], drawn: random.Random) 
 
 
 def surfaces(solutions: Sequence[Solution]) -> Iterator[Reply]:
-    """Yield right replies in other forms: decorated solutions, and bare answers in other wrappings."""
+    """Yield right replies in other forms: decorated solutions, and rewrapped answers."""
     for own in solutions:
         if own.text is None or own.answer is None:
             continue

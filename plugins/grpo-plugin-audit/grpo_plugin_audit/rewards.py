@@ -1,4 +1,4 @@
-"""Judgements of rewards: of right replies, of replies that answer nothing, and of their levels.  Pure."""
+"""Judgements of rewards: for right replies, for wrong replies, and their distribution.  Pure."""
 
 from __future__ import annotations
 
@@ -22,38 +22,38 @@ from grpo_plugin_audit.records import (
 from grpo_plugin_audit.replies import LISTINGS, SURFACES
 
 SURE = 0.10
-"""A rate is at fault if the lower end of its interval is above this."""
+"""Lower end of a rate's interval above which a check fails."""
 LARGE, WHOLE = 0.25, 0.75
-"""Shares of a solution's reward for a reply that answers nothing: from here on it is warned, and failed."""
+"""Shares of a solution's reward above which a wrong reply causes a warning, or a failure."""
 MARGIN = 0.10
-"""Share of the range of rewards by which a solution exceeds nonsense, at least; RFC 008 takes the same."""
+"""Smallest distance of solutions from nonsense, as a share of the range of rewards; as in RFC 008."""
 
 
 @frozen(kw_only=True)
 class Scale:
-    """The scale of rewards, from nonsense to a right reply."""
+    """The scale of rewards from nonsense to a right reply."""
 
     solutions: Mapping[str, Solution]
     """Solutions by the id of their prompt."""
     success: float | None
-    """The reward of a success, as the environment declares it."""
+    """Reward of a success, if the environment declares it."""
     floor: float
     """Mean reward of nonsense."""
 
     def best(self, trial: Trial) -> float | None:
-        """Return the reward of the own solution; None if it gets no more than nonsense, or there is none."""
+        """Return the reward of the prompt's solution; None without a solution that exceeds nonsense."""
         known = self.solutions.get(trial.prompt.id)
         if known is None or known.reward is None:
             return None if self.success is None else max(self.success, self.floor + TOLERANCE)
         return known.reward if known.reward > self.floor + TOLERANCE else None
 
     def wins(self, trial: Trial) -> bool:
-        """Return whether a reply gets full marks; False if it is not known how many these are."""
+        """Whether a reply gets full marks; False if full marks are not known."""
         full = self.best(trial) if self.success is None else self.success
         return full is not None and trial.reward is not None and trial.reward >= full - TOLERANCE
 
     def share(self, trial: Trial) -> float:
-        """Return the reward as a share of the way from nonsense to the own solution."""
+        """Return the reward on a scale from 0 (nonsense) to 1 (the prompt's solution)."""
         best = self.best(trial)
         if best is None or trial.reward is None:
             return 0.0
@@ -65,12 +65,12 @@ class Scale:
 
     @property
     def known(self) -> bool:
-        """Whether it is known what a right reply gets."""
+        """Whether the reward of a right reply is known."""
         return self.success is not None or any(one.reward is not None for one in self.solutions.values())
 
 
 def severity_of(rate: Rate, share: float = 0.0) -> Severity:
-    """Return how bad it is that replies which answer nothing get full marks, or a share of them."""
+    """Return the severity of full marks at this rate, or of a share of them, for wrong replies."""
     if rate.interval[0] > SURE or share >= WHOLE:
         return "failed"
     if rate.successes >= 2 or share >= LARGE:
@@ -82,7 +82,7 @@ def severity_of(rate: Rate, share: float = 0.0) -> Severity:
 
 
 def oracle(trials: Sequence[Trial], success: float | None) -> Finding:
-    """Judge the environment's own solutions."""
+    """Judge the environment's solutions."""
     check, title = "semantic.oracle_max", "its own solutions"
     ended = [trial for trial in trials if trial.ended]
     if not ended:
@@ -95,7 +95,7 @@ def oracle(trials: Sequence[Trial], success: float | None) -> Finding:
             check=check,
             title=title,
             severity="not applicable",
-            told=f"{why}: false positives and negatives can be told in part only",
+            result=f"{why}: false positives and negatives can be told in part only",
             advice="define solve(prompt), by default the prompt's answer, so that right replies are known",
         )
     best = max((trial.reward for trial in ended if trial.reward is not None), default=None)
@@ -108,14 +108,14 @@ def oracle(trials: Sequence[Trial], success: float | None) -> Finding:
         check=check,
         title=title,
         severity="passed" if wrong is None else "failed" if success is not None else "warned",
-        told=f"{rate} get {what}",
+        result=f"{rate} get {what}",
         evidence="" if wrong is None else str(wrong),
         advice="" if wrong is None else "correct evaluate, solve or the answers: right replies are punished",
     )
 
 
 def floor(trials: Sequence[Trial], scale: Scale) -> Finding:
-    """Judge how far solutions are above nonsense."""
+    """Judge the distance of solutions from nonsense."""
     check, title = "semantic.floor_gap", "solutions above nonsense"
     known = [one for one in scale.solutions.values() if one.reward is not None]
     if not known:
@@ -135,31 +135,31 @@ def floor(trials: Sequence[Trial], scale: Scale) -> Finding:
         check=check,
         title=title,
         severity="failed" if 2 * len(bad) >= max(1, len(compared)) else "warned" if bad else "passed",
-        told=f"{rate}; solutions get {mean:.3g} on average, nonsense {scale.floor:.3g}",
+        result=f"{rate}; solutions get {mean:.3g} on average, nonsense {scale.floor:.3g}",
         evidence=f"{bad[0]}, its solution gets {scale.solutions[bad[0].prompt.id].reward:g}" if bad else "",
         advice="nothing can be learned where a solution gets no more than nonsense" if bad else "",
     )
 
 
 def surface_forms(trials: Sequence[Trial], scale: Scale) -> Finding:
-    """Judge right replies in other forms: false negatives, which are noted only."""
+    """Judge right replies in other forms; false negatives are noted, not failed."""
     check, title = "reward.surface_forms", "right replies in other forms"
     by_kind = {kind: [t for t in trials if t.kind == kind] for kind in SURFACES}
     rates = {kind: Rate(sum(map(scale.wins, each)), len(each)) for kind, each in by_kind.items() if each}
     if not rates or not scale.known:
         return not_applicable(check, title, "no solution is known, or each turn has another one")
     refused = [kind for kind, rate in rates.items() if 2 * rate.successes < rate.trials]
-    taken = [kind for kind in rates if kind not in refused]
+    accepted = [kind for kind in rates if kind not in refused]
     total = Rate(sum(r.trials - r.successes for r in rates.values()), sum(r.trials for r in rates.values()))
     example = next((t for t in trials if t.kind in refused and not scale.wins(t)), None)
-    told = f"{total} are not accepted"
-    told += f"; refused: {', '.join(refused)}" if refused else ""
-    told += f"; accepted: {', '.join(taken)}" if taken else ""
+    result = f"{total} are not accepted"
+    result += f"; refused: {', '.join(refused)}" if refused else ""
+    result += f"; accepted: {', '.join(accepted)}" if accepted else ""
     return Finding(
         check=check,
         title=title,
         severity="noted" if refused else "passed",
-        told=told,
+        result=result,
         evidence="" if example is None else str(example),
         advice="let the prompt ask for the exact form, or accept the forms that mean the same"
         if refused
@@ -167,12 +167,12 @@ def surface_forms(trials: Sequence[Trial], scale: Scale) -> Finding:
     )
 
 
-# ---------------------------------------------------------------------------------- rewards for nothing
+# ---------------------------------------------------------------------------------- wrong replies
 
 
 @frozen(kw_only=True)
 class _Exploit:
-    """A reply, or a way to make replies, and what it gets where it is wrong."""
+    """A set of wrong replies and its rewards."""
 
     rate: Rate
     share: float
@@ -186,7 +186,7 @@ class _Exploit:
 def exploits(
     trials: Iterable[Trial], scale: Scale, by: Callable[[Trial], str], *, partial: bool = True
 ) -> list[_Exploit]:
-    """Return what each set of replies gets for prompts to which it is no answer, the worst first."""
+    """Return the rewards of each set of replies where they are wrong, the worst set first."""
     groups: dict[str, list[Trial]] = defaultdict(list)
     for trial in trials:
         if not scale.deserves(trial):
@@ -210,9 +210,9 @@ def panel(
     *,
     partial: bool = True,
 ) -> Finding:
-    """Judge replies that answer no prompt, and report the worst of them.
+    """Judge wrong replies, and report the worst set.
 
-    Without ``partial``, only full marks count, and a part of them is deserved.
+    Without ``partial``, partial credit is accepted and only full marks count.
     """
     if not trials:
         return not_applicable(check, title, "it was not played")
@@ -223,15 +223,15 @@ def panel(
         return not_applicable(check, title, "each of these replies is an answer")
     worst = found[0]
     if worst.severity == "passed":
-        told = f"none of {len(found)} kinds of replies gets full marks: {worst.rate} for the best of them"
-        return Finding(check=check, title=title, severity="passed", told=told)
+        result = f"none of {len(found)} kinds of replies gets full marks: {worst.rate} for the best of them"
+        return Finding(check=check, title=title, severity="passed", result=result)
     many = sum(one.severity in ("failed", "warned") for one in found)
     guessed = _guessed(trials, scale) and worst.share < WHOLE
     return Finding(
         check=check,
         title=title,
         severity="noted" if guessed else worst.severity,
-        told=f"{worst.example.kind}: full marks for {worst.rate} prompts"
+        result=f"{worst.example.kind}: full marks for {worst.rate} prompts"
         + (_part_of(worst.share, scale) if partial else "")
         + (f"; and {many - 1} more kinds" if many > 1 else ""),
         evidence=str(worst.example),
@@ -242,7 +242,7 @@ def panel(
 
 
 def _guessed(trials: Sequence[Trial], scale: Scale) -> bool:
-    """Return whether each reply wins prompts of its own, as guesses do, where no right reply is known."""
+    """Whether, without known answers, different replies win different prompts, as lucky guesses do."""
     if any(one.reward is not None for one in scale.solutions.values()):
         return False
     winners: dict[str, set[str]] = defaultdict(set)
@@ -254,16 +254,16 @@ def _guessed(trials: Sequence[Trial], scale: Scale) -> bool:
 
 
 def _part_of(share: float, scale: Scale) -> str:
-    """Return the words about a mean reward: its share of a solution's, or of the success that is declared."""
+    """Describe a mean reward as a share of a solution's reward, or of the declared success."""
     if any(one.reward is not None for one in scale.solutions.values()):
         return f", {share:.0%} of a solution's reward on average"
     if scale.success is None or scale.floor >= scale.success - TOLERANCE:
-        return ""  # nonsense is a success already: there is nothing of which this would be a share
+        return ""  # nonsense is a success already, so there is no scale
     return f", {share:.0%} of what a success gets on average"
 
 
 def listing(trials: Sequence[Trial], scale: Scale) -> Finding:
-    """Judge replies that name the right answer among others: a policy that knows nothing can list all."""
+    """Judge lists that contain the right answer: a policy can list all candidates without knowing it."""
     check, title = "reward.listing", "listing every option"
     rates = {}
     for each in LISTINGS:
@@ -273,25 +273,25 @@ def listing(trials: Sequence[Trial], scale: Scale) -> Finding:
     if not rates or not scale.known:
         return not_applicable(check, title, "no solutions with different answers are known")
     severity: Severity = "passed"
-    told = "no list of answers gets full marks"
+    result = "no list of answers gets full marks"
     guilty = ""
     for formatted, named in ((False, "answers"), (True, "solutions")):
         wins = [one for one, rate in rates.items() if one.formatted == formatted and rate.interval[0] > SURE]
         tried = [one for one in rates if one.formatted == formatted]
         if wins and len(wins) == len(tried):
             severity, guilty = "failed", wins[0].kind
-            told = f"a list of {named} gets full marks wherever the right one is"
+            result = f"a list of {named} gets full marks wherever the right one is"
             break
         if wins and severity == "passed":
             severity, guilty = "noted" if formatted else "warned", wins[0].kind
-            told = f"of several {named} the {wins[0].place} one counts"
+            result = f"of several {named} the {wins[0].position} one counts"
     example = next((t for t in trials if t.kind == guilty and scale.wins(t)), None)
-    numbers = ", ".join(f"{one.place} {rate.successes}/{rate.trials}" for one, rate in rates.items())
+    numbers = ", ".join(f"{one.position} {rate.successes}/{rate.trials}" for one, rate in rates.items())
     return Finding(
         check=check,
         title=title,
         severity=severity,
-        told=f"{told} ({numbers})",
+        result=f"{result} ({numbers})",
         evidence="" if example is None else str(example),
         advice=""
         if severity == "passed"
@@ -300,7 +300,7 @@ def listing(trials: Sequence[Trial], scale: Scale) -> Finding:
 
 
 def length(trials: Sequence[Trial], scale: Scale) -> Finding:
-    """Judge whether nonsense gets more the longer it is."""
+    """Judge whether longer nonsense gets higher rewards."""
     check, title = "reward.length", "long nonsense"
     by_kind: dict[str, list[Trial]] = defaultdict(list)
     for trial in trials:
@@ -314,12 +314,12 @@ def length(trials: Sequence[Trial], scale: Scale) -> Finding:
     whole = max(spread([*values, *best]), TOLERANCE)
     grows = all(after >= before - TOLERANCE for before, after in itertools.pairwise(values))
     longer = grows and values[-1] - values[0] > MARGIN * whole
-    told = ", ".join(f"{kind.split()[2]} characters {value:.3g}" for kind, value in means.items())
+    result = ", ".join(f"{kind.split()[2]} characters {value:.3g}" for kind, value in means.items())
     return Finding(
         check=check,
         title=title,
         severity="failed" if longer else "passed",
-        told=f"mean rewards: {told}",
+        result=f"mean rewards: {result}",
         evidence=str(by_kind[list(means)[-1]][0]) if longer else "",
         advice="do not pay for length: a policy grows its replies up to the limit" if longer else "",
     )
@@ -329,7 +329,7 @@ def length(trials: Sequence[Trial], scale: Scale) -> Finding:
 
 
 def unfinished(trials: Sequence[Trial], scale: Scale) -> Finding:
-    """Say whether own solutions are paid although a token limit cuts their reply off."""
+    """Judge whether solutions get their reward although a token limit cut them off."""
     check, title = "reward.unfinished", "replies that a token limit cuts off"
     if not trials:
         return not_applicable(check, title, "no solution of one turn is known")
@@ -338,7 +338,7 @@ def unfinished(trials: Sequence[Trial], scale: Scale) -> Finding:
         check=check,
         title=title,
         severity="noted" if paid else "passed",
-        told=f"{Rate(len(paid), len(trials))} are paid like those that end",
+        result=f"{Rate(len(paid), len(trials))} are paid like those that end",
         evidence=str(paid[0]) if paid else "",
         advice=""
         if not paid
@@ -350,7 +350,7 @@ def unfinished(trials: Sequence[Trial], scale: Scale) -> Finding:
 
 
 def reach(trials: Sequence[Trial], scale: Scale) -> Finding:
-    """Judge whether the rewards of one prompt can differ at all: a group of equal rewards teaches nothing."""
+    """Judge whether rewards of one prompt can differ: a group of equal rewards has no training signal."""
     rewards: dict[str, set[float]] = defaultdict(set)
     for trial in trials:
         if trial.reward is not None:
@@ -370,7 +370,7 @@ def reach(trials: Sequence[Trial], scale: Scale) -> Finding:
         check="statistical.reward_reachability",
         title="rewards vary within a group",
         severity=severity,
-        told=f"for {rate} prompts; {len(levels)} levels in {total} replies: {shown}",
+        result=f"for {rate} prompts; {len(levels)} levels in {total} replies: {shown}",
         evidence=str(trials[0]) if severity != "passed" and trials else "",
         advice="a group whose rewards are equal has no advantage: give partial credit, or other prompts"
         if severity != "passed"
@@ -379,7 +379,7 @@ def reach(trials: Sequence[Trial], scale: Scale) -> Finding:
 
 
 def bounds(trials: Sequence[Trial], scale: Scale) -> Finding:
-    """Judge whether a reply gets more than a solution, or far more than the declared success."""
+    """Judge whether a reply gets more than a solution, or much more than the declared success."""
     check, title = "reward.range", "no reward above a solution's"
     scored = [trial for trial in trials if trial.reward is not None]
     if not scored:
@@ -404,25 +404,25 @@ def bounds(trials: Sequence[Trial], scale: Scale) -> Finding:
         check=check,
         title=title,
         severity=severity,
-        told=f"rewards from {low:g} to {high:g}",
+        result=f"rewards from {low:g} to {high:g}",
         evidence=str(top) if severity != "passed" else "",
         advice=advice,
     )
 
 
 def scored(trials: Sequence[Trial]) -> Finding:
-    """Judge whether every reply gets a reward."""
+    """Judge whether all replies are scored."""
     lost = [trial for trial in trials if trial.reward is None and trial.ended]
     rate = Rate(len(lost), len(trials))
     return Finding(
         check="runtime.reward_well_formed",
         title="every reply is scored",
         severity="failed" if lost else "passed",
-        told=f"{rate} are unscored" if lost else f"{len(trials):,} replies",
+        result=f"{rate} are unscored" if lost else f"{len(trials):,} replies",
         evidence=str(lost[0]) if lost else "",
         advice="a reply that cannot be read is a wrong one: give it the lowest reward" if lost else "",
     )
 
 
 def not_applicable(check: str, title: str, why: str) -> Finding:
-    return Finding(check=check, title=title, severity="not applicable", told=why)
+    return Finding(check=check, title=title, severity="not applicable", result=why)

@@ -1,4 +1,4 @@
-"""``grpo-core score``: judges stored rollouts again by the environments of today, and shows what changes."""
+"""``grpo-core score``: judges stored rollouts with the current environments, and shows the changes."""
 
 from __future__ import annotations
 
@@ -47,24 +47,24 @@ from grpo_plugin_audit.differences import TaskDifference, shown
 from grpo_plugin_audit.rejudging import Judged, KnownPrompts, judge, look_up
 
 SCORED = "scored"
-"""Directory of a run in which new judgements are written."""
+"""Directory of a run for new judgements."""
 PARENTS = 4
-"""Largest number of directories between a file of rollouts and the run that it belongs to."""
+"""Largest number of directory levels between a file of rollouts and its run."""
 
 
 @frozen(kw_only=True)
 class Stored:
-    """The files of rollouts that are judged again, and the configuration that they were made with."""
+    """Files of rollouts to judge again, and the configuration of their run."""
 
     target: Path
     files: Mapping[int, Path]
-    """Files of texts by step."""
+    """Files of rollouts by step."""
     held_out: bool
-    """Whether they belong to validations."""
+    """Whether the rollouts belong to validations."""
     table: Mapping[str, Any] = field(factory=dict)
-    """Configuration of their run; empty if they are not in a run."""
+    """Configuration of the run; empty for a file outside of a run."""
     directory: Path
-    """Directory in which a directory for the result is made."""
+    """Directory in which the directory of the results is created."""
 
 
 def score(
@@ -112,17 +112,17 @@ def score(
         )
     errors = Console(stderr=True)
 
-    def tell(text: str) -> None:
+    def show(text: str) -> None:
         errors.print(Text(inert(text), style="dim"), soft_wrap=True)
 
     for note in notes:
-        tell(note)
+        show(note)
     work = _judge_all(found, config, tasks, host, wanted, directory, errors)
     try:
-        with reported_to(lines_of_incidents(tell)):
+        with reported_to(lines_of_incidents(show)):
             differences, known = aio.to_the_end(work)
     except BaseException:
-        with contextlib.suppress(OSError):  # it is not empty
+        with contextlib.suppress(OSError):  # the directory is not empty
             directory.rmdir()
         raise
     report = {
@@ -152,7 +152,7 @@ def score(
 
 
 def find(stored: Path, steps: Sequence[int], *, validation: bool) -> Stored:
-    """Find the files of a run, or one file with the run that it belongs to.  Raises ConfigError."""
+    """Find the files of a run, or one file and its run.  Raises ConfigError."""
     if stored.is_file():
         if steps or validation:
             raise ConfigError(f"{stored}: is one file of rollouts; leave out --step and --validation")
@@ -203,7 +203,7 @@ def _prompts(stored: Stored) -> dict[str, dict[str, Prompt]]:
 def _configured(
     stored: Stored, names: Sequence[str], envs: Sequence[str], settings: Sequence[str], block: Sequence[str]
 ) -> tuple[Config, dict[str, TaskConfig], PluginHost, list[str]]:
-    """Return the configuration with the tasks of the stored rollouts, and messages to the user."""
+    """Return the configuration of the stored rollouts' tasks, and messages to the user."""
     others: dict[str, str] = {}
     for each in envs:  # "TASK=ENV", or one environment for all tasks
         task, equals, env = each.partition("=")
@@ -230,7 +230,7 @@ def _configured(
     for name in names:
         judge_of = known[name]
         if name in others:
-            judge_of, left_out = _taken(judge_of, host)
+            judge_of, left_out = _without_unknown_options(judge_of, host)
             notes += [f"{judge_of.env} has no option {option!r}: it is left out" for option in left_out]
         check_task(name, judge_of, config, host)
         chosen[name] = judge_of
@@ -238,7 +238,7 @@ def _configured(
 
 
 def _read_by_score(config: Config, names: Sequence[str]) -> list[str]:
-    """Return patterns of the keys that the judgement of the rollouts of these tasks and sets depends on."""
+    """Return patterns of the configuration keys that the judgement of these tasks and sets depends on."""
     sets = {name: config.validation.sets[name] for name in names if name in config.validation.sets}
     tasks = {sets[name].task or name if name in sets else name for name in names}
     return [
@@ -249,11 +249,11 @@ def _read_by_score(config: Config, names: Sequence[str]) -> list[str]:
     ]
 
 
-def _taken(task: TaskConfig, host: PluginHost) -> tuple[TaskConfig, list[str]]:
-    """Leave out the options of a task that another environment does not take; return their names, too."""
+def _without_unknown_options(task: TaskConfig, host: PluginHost) -> tuple[TaskConfig, list[str]]:
+    """Return a task without the options that another environment does not accept, and their names."""
     if isinstance(host.find("environment", task.env).offer.factory, str):
         return task, []
-    taken = {}
+    accepted = {}
     for option, value in task.options.items():
         try:
             host.check_options("environment", task.env, {option: value})
@@ -261,8 +261,8 @@ def _taken(task: TaskConfig, host: PluginHost) -> tuple[TaskConfig, list[str]]:
             if "has no option" not in str(error):
                 raise
         else:
-            taken[option] = value
-    return evolve(task, options=taken), [option for option in task.options if option not in taken]
+            accepted[option] = value
+    return evolve(task, options=accepted), [option for option in task.options if option not in accepted]
 
 
 # ---------------------------------------------------------------------------------- judging
@@ -277,7 +277,7 @@ async def _judge_all(
     directory: Path,
     errors: Console,
 ) -> tuple[dict[str, TaskDifference], KnownPrompts]:
-    """Judge all files again, write what is found, and count the differences."""
+    """Judge all files again, write the results, and count the differences."""
     differences = {name: TaskDifference(env=task.env) for name, task in tasks.items()}
     around = Tasks.start(evolve(config, tasks=dict(tasks)), host, LocalPlacement(host))
     with errors.status("starting the environments") as status:
@@ -294,7 +294,7 @@ async def _judge_all(
                 for step, path in stored.files.items():
                     status.update(f"judging the rollouts of step {step:,} ({len(stored.files):,} files)")
                     groups = list(enumerate(groups_in(path)))
-                    today = [(place, now) for place, group in groups if (now := known.of(group))]
+                    today = [(index, now) for index, group in groups if (now := known.of(group))]
                     found = await judge(today, started.environments)
                     _take(step, found, differences, file)
     return differences, known

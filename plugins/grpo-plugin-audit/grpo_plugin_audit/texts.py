@@ -1,4 +1,4 @@
-"""Judgements of prompts: leakage between splits, duplicates, and answers that stand in the prompt.  Pure."""
+"""Judgements of prompts: leakage between splits, duplicates, and answers in the prompt.  Pure."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from grpo_plugin_audit.records import Finding, Rate, Severity, Solution, bare, s
 from grpo_plugin_audit.rewards import SURE, not_applicable
 
 COMPARED = 20_000
-"""Number of training prompts, evenly spread, among which near duplicates are looked for."""
+"""Number of training prompts, evenly spread, that are searched for near duplicates."""
 MEASURED = 2_000
-"""Number of held-out prompts that are compared."""
+"""Number of held-out prompts that are searched for."""
 MANY = 0.10
-"""Share of repeated prompts from which on they are warned."""
+"""Share of repeated prompts that causes a warning."""
 MARKS = re.compile(
     r"((answers?|solutions?|results?|keys?|labels?|gold|targets?|hints?|expected|reference|truth|secret)"
     r"( (is|was|are))?|<!--|\[\[|\{\{)\W{0,6}$",
     re.IGNORECASE,
 )
-"""The words before an answer that give it away."""
+"""Words before an answer that reveal it."""
 ENDED = re.compile(r"\s*([.)\]}>\"'`;]|-->|\n|$)")
-"""The end of an answer that is given away; a list of options goes on."""
+"""The end of a revealed answer; a list of options would continue."""
 
 
 def _identity(prompt: Prompt, turns: int) -> int:
-    """Return what identifies a prompt's task: with several turns, the first message is not enough.
+    """Return the identity of a prompt: its messages, and with several turns also answer and ``info``.
 
-    A game may draw from what ``info`` holds, such as a seed, in a later turn.
+    A later turn may depend on ``info``, for example on a seed.
     """
     held = repr((prompt.answer, sorted(prompt.info.items(), key=lambda each: each[0]))) if turns > 1 else ""
     return hash((leakage.digest(prompt), held))
 
 
 def split_leakage(train: Sequence[Prompt], held_out: Sequence[Prompt], turns: int) -> Finding:
-    """Judge whether held-out prompts are trained on, letter by letter or nearly."""
+    """Judge whether held-out prompts have exact or near duplicates in the training split."""
     check, title = "data.split_leakage", "held-out prompts that are trained on"
     if not held_out:
         return not_applicable(check, title, 'prompts("validation") is empty: nothing will be measured')
@@ -48,7 +48,7 @@ def split_leakage(train: Sequence[Prompt], held_out: Sequence[Prompt], turns: in
     near: dict[int, int] = {}
     if turns == 1:
         found = nearly_leaked(*([leakage.text_of(p) for p in each] for each in (compared, some)))
-        near = {place: other for place, other in found.items() if place not in set(both)}
+        near = {index: other for index, other in found.items() if index not in set(both)}
     rate, nearly = Rate(len(both), len(some)), Rate(len(near), len(some))
     begun = both if turns == 1 else leakage.leaked(map(leakage.digest, train), map(leakage.digest, some))
     alike = len(begun) - len(both)
@@ -59,13 +59,13 @@ def split_leakage(train: Sequence[Prompt], held_out: Sequence[Prompt], turns: in
     if both:
         evidence = f"held-out prompt {some[both[0]].id}: {short(text_of(some[both[0]]))}"
     elif near:
-        place, other = next(iter(near.items()))
-        evidence = f"{short(text_of(some[place]))} is almost {short(text_of(compared[other]))}"
+        index, other = next(iter(near.items()))
+        evidence = f"{short(text_of(some[index]))} is almost {short(text_of(compared[other]))}"
     return Finding(
         check=check,
         title=title,
         severity=severity,
-        told=f"{rate} exactly, {nearly} nearly; {len(train):,} prompts to train on"
+        result=f"{rate} exactly, {nearly} nearly; {len(train):,} prompts to train on"
         + (f"; {alike:,} more begin in the same way, with another answer or info" if alike else ""),
         evidence=evidence,
         advice="validation measures memory in part: split before prompts are drawn"
@@ -77,7 +77,7 @@ def split_leakage(train: Sequence[Prompt], held_out: Sequence[Prompt], turns: in
 
 
 def duplicates(train: Sequence[Prompt], turns: int) -> Finding:
-    """Judge prompts that occur several times, and those whose answers then differ."""
+    """Judge repeated prompts, and repeated prompts with different answers."""
     check, title = "data.duplicates", "repeated prompts"
     answers: dict[int, set[str]] = defaultdict(set)
     times: Counter[int] = Counter()
@@ -95,24 +95,24 @@ def duplicates(train: Sequence[Prompt], turns: int) -> Finding:
     elif rate.successes:
         severity = "noted"
     shown = torn[0] if torn else times.most_common(1)[0][0] if times else 0
-    told = f"{rate} repeat another one"
+    result = f"{rate} repeat another one"
     if torn:
-        told += f"; {len(torn):,} prompts have several answers"
+        result += f"; {len(torn):,} prompts have several answers"
     return Finding(
         check=check,
         title=title,
         severity=severity,
-        told=told,
+        result=result,
         evidence=f"{short(text_of(first[shown]))}, {times[shown]} times" if severity != "passed" else "",
         advice="leave out the repetitions, which count more than others" if severity != "passed" else "",
     )
 
 
 def in_prompt(solutions: Sequence[Solution]) -> Finding:
-    """Judge answers that stand in their prompt; after a word such as "answer" they give themselves away.
+    """Judge answers that occur in their prompt, in particular after a word such as "answer".
 
-    An answer is looked for as a word.  Where the prompts of others hold it as often, as the letters of a
-    multiple choice do, it says nothing.
+    Answers are searched as whole words.  Answers that occur equally often in other prompts, such as the
+    letters of a multiple choice, are not counted.
     """
     check, title = "semantic.no_solution_leakage", "answers in the prompt"
     known = [one for one in solutions if one.answer is not None and bare(one.answer)]
@@ -120,10 +120,10 @@ def in_prompt(solutions: Sequence[Solution]) -> Finding:
         return not_applicable(check, title, "no answer is known")
     own = marked = other = 0
     example = ""
-    for place, each in enumerate(known):
+    for index, each in enumerate(known):
         text, answer = text_of(each.prompt), str(each.answer).strip()
         found = list(re.finditer(rf"(?<!\w){re.escape(answer)}(?!\w)", text))
-        foreign = known[(place + 1) % len(known)]
+        foreign = known[(index + 1) % len(known)]
         other += bool(re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", text_of(foreign.prompt)))
         own += bool(found)
         if any(MARKS.search(text[: one.start()]) and ENDED.match(text[one.end() :]) for one in found):
@@ -144,7 +144,7 @@ def in_prompt(solutions: Sequence[Solution]) -> Finding:
         check=check,
         title=title,
         severity=severity,
-        told=f"{rate} hold their answer as a word, {given} after a word that gives it away; {chance} hold "
+        result=f"{rate} hold their answer as a word, {given} after a word that gives it away; {chance} hold "
         "another prompt's",
         evidence=example if severity in ("failed", "warned") else "",
         advice="leave the answer out of the messages"
@@ -156,7 +156,7 @@ def in_prompt(solutions: Sequence[Solution]) -> Finding:
 
 
 def majority(solutions: Sequence[Solution]) -> Finding:
-    """Tell how far a policy gets that always gives the most frequent answer."""
+    """Judge the success rate of always giving the most frequent answer."""
     check, title = "data.majority_answer", "the most frequent answer"
     given = {bare(one.answer): one.answer for one in solutions if one.answer is not None}
     answers = Counter(bare(one.answer) for one in solutions if one.answer is not None)
@@ -171,7 +171,7 @@ def majority(solutions: Sequence[Solution]) -> Finding:
         check=check,
         title=title,
         severity=severity,
-        told=f"{short(given[answer], 40)} is right for {rate}",
+        result=f"{short(given[answer], 40)} is right for {rate}",
         advice="balance the answers: a constant reply gets this reward without a thought"
         if severity in ("warned", "noted")
         else "",

@@ -1,4 +1,4 @@
-"""Judgement of a model's groups: how many of them would teach it something."""
+"""The share of groups of a model that have a training signal."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from grpo_plugin_audit.records import TOLERANCE, Finding, Rate, Severity, spread
 from grpo_plugin_audit.rewards import not_applicable
 
 FEW = 0.2
-"""Share of groups that teach below which most of the generation is for nothing."""
+"""Share of groups with a training signal below which most of the generation is wasted."""
 
 
 def training_signal(
     groups: Sequence[Sequence[float | None]], *, success: float | None, model: str
 ) -> Finding:
-    """Judge the rewards of groups that a model has played; a group of equal rewards has no advantage.
+    """Judge the rewards of groups of a model; a group of equal rewards has no training signal.
 
     Args:
         groups: the rewards of each prompt's rollouts; None is unscored.
@@ -42,8 +42,8 @@ def training_signal(
         check=check,
         title=title,
         severity=severity,
-        told=f"{rate}; mean reward {fmean(rewards):.3g}; {hopeless} groups never reach the {what}, {solved} "
-        "always do",
+        result=f"{rate}; mean reward {fmean(rewards):.3g}; {hopeless} groups never reach the {what}, "
+        f"{solved} always do",
         advice=""
         if severity == "passed"
         else "choose easier or harder prompts, larger groups, or partial credit",
@@ -60,16 +60,16 @@ async def played_signal(
     seed: int,
     status: Callable[[str], None],
 ) -> Finding:
-    """Let a model play groups as in training, and judge what they would teach.
+    """Play groups with a model as in training, and judge their training signal.
 
     Args:
         name: name of the environment.
-        options: its options, which may hold sections of a run.
-        model: a directory, a hub id, the name of a model, or the directory of a run; None: a hosted one.
+        options: options of the environment, which may contain sections of a run's configuration.
+        model: a directory, a hub id, the name of a model, or the directory of a run; None: a hosted model.
         engine: the section ``engine``.
         prompts: number of groups.
         seed: seed of the rollouts.
-        status: is called with messages to the user.
+        status: called with messages to the user.
 
     Raises GrpoError if the model or the environment cannot be started.
     """
@@ -81,7 +81,7 @@ async def played_signal(
     }
     async with session(model=model, env={"audited": name}, status=status, **settings) as playing:
         given = await playing.prompts()
-        some = [given[place] for place in range(0, len(given), max(1, len(given) // prompts))][:prompts]
+        some = [given[index] for index in range(0, len(given), max(1, len(given) // prompts))][:prompts]
         size = playing.config.rollout.group_size
         status(f"playing {len(some)} groups of {size}")
         groups = await playing.play(some, group_size=size, seed=seed)

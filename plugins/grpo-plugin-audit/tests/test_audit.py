@@ -65,8 +65,8 @@ def test_a_slow_environment_is_audited_in_time_and_says_what_was_left_out():
     findings = grpo.testing.run(found())
     assert 30 < now[0] <= 60
     assert "runtime.startup" not in findings
-    told = " ".join(each.told for each in findings.values())
-    assert "3 of 5 times, since it is slow" in told
+    text = " ".join(each.result for each in findings.values())
+    assert "3 of 5 times, since it is slow" in text
     assert not severe(findings)
 
 
@@ -100,7 +100,7 @@ def test_a_reply_with_the_right_answer_deserves_its_reward():
     assert not yes.deserves("")
 
 
-def test_a_list_has_the_right_answer_in_three_places():
+def test_a_list_has_the_right_answer_in_three_positions():
     known = [
         Solution(prompt=grpo.Prompt(messages=f"{n}?", answer=str(n), id=str(n)), text=str(n))
         for n in range(9)
@@ -115,7 +115,7 @@ def test_a_list_has_the_right_answer_in_three_places():
 def test_nothing_is_found_where_nothing_is_wrong():
     findings = audited(Sums)
     assert not severe(findings)
-    assert findings["semantic.oracle_max"].told.startswith("24 of 24")
+    assert findings["semantic.oracle_max"].result.startswith("24 of 24")
     assert findings["reward.surface_forms"].severity == "noted"
 
 
@@ -251,7 +251,7 @@ def test_splits_that_overlap_are_found():
 
     findings = audited(Overlapping)
     assert findings["data.split_leakage"].severity == "failed"
-    assert "29 of 29" in findings["data.split_leakage"].told
+    assert "29 of 29" in findings["data.split_leakage"].result
 
 
 def test_several_turns_are_played_to_the_end():
@@ -268,7 +268,7 @@ def test_several_turns_are_played_to_the_end():
 
     findings = audited(Twice)
     assert not severe(findings)
-    assert findings["reward.range"].told == "rewards from 0 to 1"
+    assert findings["reward.range"].result == "rewards from 0 to 1"
 
 
 def test_an_environment_that_breaks_its_contract_is_no_further_audited():
@@ -278,7 +278,7 @@ def test_an_environment_that_breaks_its_contract_is_no_further_audited():
 
     findings = audited(Wrong)
     assert findings["runtime.startup"].severity == "failed"
-    assert "expected a float" in findings["runtime.startup"].told
+    assert "expected a float" in findings["runtime.startup"].result
 
 
 def test_without_a_solution_it_says_what_cannot_be_judged():
@@ -345,8 +345,8 @@ def test_a_reward_for_a_near_miss_is_found(judged, kind, severity):
                 return 0.0
 
     found = audited(Near)["reward.near_misses"]
-    assert (found.severity, kind in found.told) == (severity, True)
-    assert "of a solution's reward" not in found.told
+    assert (found.severity, kind in found.result) == (severity, True)
+    assert "of a solution's reward" not in found.result
 
 
 def test_a_part_of_the_reward_for_a_near_miss_is_no_defect():
@@ -360,12 +360,12 @@ def test_a_part_of_the_reward_for_a_near_miss_is_no_defect():
 def test_a_reward_for_a_number_of_the_prompt_is_found():
     class Copied(Sums):
         def judge(self, reply, prompt):
-            asked = re.findall(r"\d+", prompt.messages[0]["content"])
-            return 1.0 if reply.strip() == prompt.answer else 0.5 * (reply.strip() in asked)
+            numbers = re.findall(r"\d+", prompt.messages[0]["content"])
+            return 1.0 if reply.strip() == prompt.answer else 0.5 * (reply.strip() in numbers)
 
     found = audited(Copied)["reward.prompt_numbers"]
     assert found.severity == "warned"
-    assert "50% of a solution's reward" in found.told
+    assert "50% of a solution's reward" in found.result
 
 
 class Moves(grpo.Environment):
@@ -474,7 +474,7 @@ def test_games_that_begin_alike_and_draw_later_do_not_leak():
 
     found = audited(Alike)["data.split_leakage"]
     assert found.severity == "noted"
-    assert "30 more begin in the same way" in found.told
+    assert "30 more begin in the same way" in found.result
 
     class Same(Alike):
         def prompts(self, split):
@@ -492,7 +492,7 @@ def test_a_right_answer_that_is_marked_in_a_longer_reply_is_deserved():
 
 
 def test_a_reply_that_was_unscored_once_says_nothing_about_states():
-    """A server may close a connection: that is told as such, and is no state between sessions."""
+    """A closed connection is reported as such, not as state between sessions."""
 
     def trial(number, reward):
         prompt = grpo.Prompt(messages=f"{number}?", id=str(number))
@@ -505,9 +505,9 @@ def test_a_reply_that_was_unscored_once_says_nothing_about_states():
         return behaviour.compared("runtime.episode_isolation", "states", before, now, "later", "keep nothing")
 
     assert judged(0.0, None, 0.0).severity == "passed"
-    assert "1 were unscored once" in judged(0.0, None, 0.0).told
+    assert "1 were unscored once" in judged(0.0, None, 0.0).result
     assert judged(0.0, None, 1.0).severity == "failed"
-    assert judged(0.0, None, 1.0).told.startswith("1 of 2")
+    assert judged(0.0, None, 1.0).result.startswith("1 of 2")
     assert judged(None, None).severity == "not applicable"
     steady = behaviour.determinism([[trial(0, 0.5)], [trial(0, None)], [trial(0, 0.5)]], 1.0)
     moody = behaviour.determinism([[trial(0, 0.5)], [trial(0, None)], [trial(0, 0.0)]], 1.0)
@@ -515,7 +515,7 @@ def test_a_reply_that_was_unscored_once_says_nothing_about_states():
     assert rewards.scored([trial(0, None)]).severity == "failed"
 
 
-def test_where_nonsense_is_a_success_no_share_of_it_is_told():
+def test_where_nonsense_is_a_success_no_share_of_it_is_reported():
     class Generous(Sums):
         def solve(self, prompt):
             return None
@@ -523,9 +523,9 @@ def test_where_nonsense_is_a_success_no_share_of_it_is_told():
         def judge(self, reply, prompt):
             return 1.0
 
-    told = audited(Generous)["semantic.canary_floor"].told
-    assert "full marks for 24 of 24" in told
-    assert "0%" not in told.replace("100%", "")
+    result = audited(Generous)["semantic.canary_floor"].result
+    assert "full marks for 24 of 24" in result
+    assert "0%" not in result.replace("100%", "")
 
 
 @pytest.mark.long
@@ -546,7 +546,7 @@ def test_solutions_in_tags_or_json_are_known_as_such(form):
 
     found = audited(Formed)["reward.listing"]
     assert found.severity == "noted"
-    assert "of several solutions the last one counts" in found.told
+    assert "of several solutions the last one counts" in found.result
 
 
 def test_a_machine_that_becomes_slower_does_not_stretch_the_audit():
@@ -585,7 +585,7 @@ def test_prompts_that_take_half_of_the_time_are_not_made_again():
 
     findings = grpo.testing.run(found())
     assert now[0] == 40
-    assert findings["semantic.canary_floor"].told.count("24")
+    assert findings["semantic.canary_floor"].result.count("24")
     assert findings["semantic.verifier_portability"].severity == "passed"
     assert findings["runtime.episode_isolation"].severity == "passed"
 
@@ -647,8 +647,8 @@ def without_times(text):
 
 def test_groups_of_equal_rewards_teach_nothing():
     taught = training_signal([[0.0, 1.0], [0.0, None, 0.0], [1.0, 1.0], [None]], success=1.0, model="m")
-    assert taught.told.startswith("1 of 3 ")
-    assert "1 groups never reach the success, 1 always do" in taught.told
+    assert taught.result.startswith("1 of 3 ")
+    assert "1 groups never reach the success, 1 always do" in taught.result
     assert training_signal([[0.0, 0.0]] * 9, success=None, model="m").severity == "warned"
     assert training_signal([[None, None]], success=None, model="m").severity == "not applicable"
 

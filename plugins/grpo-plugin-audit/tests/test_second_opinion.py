@@ -138,12 +138,12 @@ class Heard:
     """It keeps what a run hears from its second opinion."""
 
     def __init__(self, environment=None, tasks=("double",), hosted=HostedEnvironment, **keys):
-        self.told, self.stopped, self.set = [], [], {}
+        self.warnings, self.stopped, self.set = [], [], {}
         info = grpo.RunInfo(
             name="run",
             directory=Path("run"),
             config={"seed": 0, "tasks": dict.fromkeys(tasks)},
-            warn=self.told.append,
+            warn=self.warnings.append,
             stop=self.stopped.append,
             set_metrics=self.set.update,
         )
@@ -174,7 +174,7 @@ def test_successes_that_are_refused_make_one_alarm_and_stop_the_run_if_that_is_w
         for _ in range(10)
     ]
     metrics = heard.after(steps)
-    (message,) = heard.told
+    (message,) = heard.warnings
     assert "task 'double': strict refuses" in message
     assert "one of which gets a reward of 0 from it; the run stops" in message
     assert heard.stopped == ["second opinion"]
@@ -187,7 +187,7 @@ def test_successes_that_are_refused_make_one_alarm_and_stop_the_run_if_that_is_w
 def test_without_stop_the_run_goes_on():
     heard = Heard()
     heard.after([[group(n, [EXPLOIT]) for n in range(8)]] * 4)
-    assert len(heard.told) == 1
+    assert len(heard.warnings) == 1
     assert not heard.stopped
 
 
@@ -207,8 +207,8 @@ def test_rollouts_that_it_cannot_judge_are_counted_and_left_out():
     metrics = heard.after([[group(n, [HONEST]) for n in range(3)]])
     assert metrics["second_opinion_left_out/double"] == 3
     assert metrics["second_opinion_judged/double"] == 0
-    assert len(heard.told) == 1  # not once more each time
-    assert "survived: " in heard.told[0]
+    assert len(heard.warnings) == 1  # not once more each time
+    assert "survived: " in heard.warnings[0]
 
 
 def test_a_second_opinion_that_ends_with_an_error_costs_no_step():
@@ -218,7 +218,7 @@ def test_a_second_opinion_that_ends_with_an_error_costs_no_step():
 
     heard = Heard(hosted=Gone)
     heard.after([[group(1, [HONEST])]] * 3)
-    (message,) = heard.told
+    (message,) = heard.warnings
     assert "the run goes on: RuntimeError: its machine is gone" in message
     heard.opinion.rollouts(4, [group(1, [HONEST])])
     assert heard.opinion.numbers()["second_opinion_left_out/double"] >= 1
@@ -241,13 +241,13 @@ def test_a_resumed_run_has_no_second_alarm_about_the_same_and_another_environmen
     state = json.loads(json.dumps(first.opinion.state_dict()))
     again.opinion.load_state_dict(state)
     again.after([[group(n, [EXPLOIT]) for n in range(8)]] * 4)
-    assert again.told == []
+    assert again.warnings == []
     other = Heard()
     other.opinion.load_state_dict({**state, "environment": "another"})
-    assert "begins anew" in other.told[0]
+    assert "begins anew" in other.warnings[0]
     stricter = Heard(tolerance=0.1)
     stricter.opinion.load_state_dict(state)
-    assert "other limits" in stricter.told[0]
+    assert "other limits" in stricter.warnings[0]
 
 
 def test_the_sections_trackers_and_checks_keep_their_contracts():
@@ -292,8 +292,8 @@ def test_what_it_cannot_judge_is_refused_before_the_run_starts(second, first, me
 
 def test_refused_solutions_are_said_at_the_start():
     assert try_out(Double()) == []
-    (told,) = try_out(Double(), Sloppy())
-    assert "refuses 4 of 4 solutions" in told
+    (message,) = try_out(Double(), Sloppy())
+    assert "refuses 4 of 4 solutions" in message
 
 
 @pytest.mark.parametrize(
@@ -387,4 +387,4 @@ def test_a_run_stops_at_the_alarm_and_a_resumed_one_goes_on_with_its_evidence(tm
     assert again.returncode == 0, again.stderr
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["second_opinion_judged/hackable"] >= saved["evidence"]["hackable"]["judged"]
-    assert rows[-1]["step"] == stopped + 2  # told once: the alarm does not stop it again
+    assert rows[-1]["step"] == stopped + 2  # warned once: the alarm does not stop it again

@@ -1,4 +1,4 @@
-"""Code of a model against tests, in a sandbox: ``code:python``, ``code:shell``, ``code:harbor:DIR``."""
+"""Environments that run a model's code in a sandbox: ``code:python``, ``code:shell``, ``code:harbor:DIR``."""
 
 import grpo_core as grpo
 

@@ -1,4 +1,4 @@
-"""Finds the program in a reply: blocks of code between fences.  Pure."""
+"""Extracts programs from replies: blocks of code between fences.  Pure."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from attrs import frozen
 
 PYTHON = ("python", "py", "python3")
 LONGEST = 100_000
-"""Characters of a program; a longer one is not run."""
+"""Largest length of a program in characters."""
 MARGIN = 3
-"""Further columns by which the end of a block may be indented: the fences of docstrings are deeper."""
+"""Largest extra indentation of a closing fence; fences in docstrings are indented more."""
 
 _FENCE = re.compile(r"([^`]*+)(`{3,}+)([^`]*+)")
 _LANGUAGE = re.compile(r"[\w+#-]*")
 _ITEM = " \t-*+.)0123456789"
-"""Characters of the beginning of a list's item, which indents what follows."""
+"""Characters of a list marker, which indents the text after it."""
 
 
 @frozen
 class _Fence:
-    """The beginning of a block."""
+    """An opening fence."""
 
     marks: str
     indent: int
     language: str
 
     def ends(self, line: str) -> bool:
-        """Return whether the block ends at this line; more text may follow in it."""
+        """Whether the line closes the block; text may follow the fence."""
         said = line.lstrip(" \t")
         return said.startswith(self.marks) and len(line) - len(said) <= self.indent + MARGIN
 
 
 def program_of(reply: str) -> str | None:
-    """Return the last block of Python, or without one the last unmarked block; None if it cannot be run.
+    """Return the last block of Python, else the last block without a language; None if it cannot be run.
 
-    A block without an end counts: a limit of tokens may have cut it off.
+    An unclosed block counts, because a token limit may have cut it off.
     """
     blocks = blocks_of(reply)
     programs = [text for language, text in blocks if language in PYTHON] or [
@@ -46,7 +46,7 @@ def program_of(reply: str) -> str | None:
 
 
 def blocks_of(reply: str) -> list[tuple[str, str]]:
-    """Return the language, in lower case, and the text of each block; one that only begins is none."""
+    """Return language (in lower case) and text of each block; an empty unclosed block is ignored."""
     found: list[tuple[str, str]] = []
     opened, lines = None, list[str]()
     for line in [*reply.replace("\r\n", "\n").split("\n"), None]:
@@ -55,7 +55,7 @@ def blocks_of(reply: str) -> list[tuple[str, str]]:
         elif line is None or opened.ends(line):
             text = "\n".join(lines)
             if line is not None or text.strip():
-                # without the margin of a list's item; others stay, since dedent empties blank lines
+                # only if the block is indented, as in a list item: dedent empties blank lines
                 plain = textwrap.dedent(text) if text.lstrip("\n")[:1].isspace() else text
                 found.append((opened.language, plain))
             opened, lines = None if line is None else _opened_after(line), []
@@ -65,9 +65,9 @@ def blocks_of(reply: str) -> list[tuple[str, str]]:
 
 
 def _opened(line: str) -> _Fence | None:
-    """Return the fence that begins a block in this line.
+    """Return the opening fence in a line, or None.
 
-    Text may stand before it, as in "So: ```python"; then a language and nothing else may follow.
+    Text before the fence is allowed, as in "So: ```python", if only a language follows.
     """
     parts = _FENCE.fullmatch(line)
     if parts is None:
@@ -81,7 +81,7 @@ def _opened(line: str) -> _Fence | None:
 
 
 def _opened_after(line: str) -> _Fence | None:
-    """Return the fence that begins another block in the line that ends one: "``` and ```py", or "```bash"."""
+    """Return the opening fence in a line that closes a block, as in "``` and ```py" or "```bash"."""
     rest = line.lstrip(" \t").lstrip("`")
     if "`" in rest:
         return _opened(rest)

@@ -1,9 +1,9 @@
-"""The system calls that a sandbox refuses: a filter for seccomp, which the kernel asks at each call.
+"""The seccomp filter of a sandbox, which the kernel applies to each system call.
 
-A filter is a program for the kernel's small virtual machine (BPF).  Two kinds of calls are refused.  Some
-hold memory that no limit of a process counts: shared memory of System V, files in memory, and anonymous
-shared memory, whose pages stay when all but one of them are given back.  The others serve no program that is
-judged, and are ways to attack the kernel or other processes.
+A filter is a BPF program.  Two kinds of calls are refused: calls that hold memory that no process limit
+counts (System V shared memory, memory files, and anonymous shared memory, whose pages stay when all but one
+of them are unmapped), and calls that judged programs do not need but that can attack the kernel or other
+processes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import grpo_core as grpo
 
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""Machines whose calls are known: the place of their numbers in the tables, and their name for the kernel."""
+"""Supported machines: column of their numbers in the tables below, and AUDIT_ARCH constant."""
 ABSENT = {
     "shmget": (29, 194),
     "semget": (64, 190),
@@ -26,9 +26,9 @@ ABSENT = {
     "io_uring_setup": (425, 425),
     "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427),
-    "clone3": (435, 435),  # its flags are out of a filter's sight; the C library uses clone instead
+    "clone3": (435, 435),  # a filter cannot read its flags; libc falls back to clone
 }
-"""Numbers of calls that a program finds missing (ENOSYS), so that it does without them."""
+"""Numbers of calls that return ENOSYS, so that programs fall back to others."""
 FORBIDDEN = {
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
@@ -44,7 +44,7 @@ FORBIDDEN = {
     "perf_event_open": (298, 241),
     "fanotify_init": (300, 262),
     "open_by_handle_at": (304, 265),
-    "vmsplice": (278, 75),  # a pipe holds pages that the process has given back
+    "vmsplice": (278, 75),  # the pipe keeps pages that the process has unmapped
     "unshare": (272, 97),
     "setns": (308, 268),
     "mount": (165, 40),
@@ -71,27 +71,27 @@ FORBIDDEN = {
     "finit_module": (313, 273),
     "delete_module": (176, 106),
 }
-"""Numbers of calls that are not permitted (EPERM)."""
+"""Numbers of calls that return EPERM."""
 CLONE, SOCKET, MMAP = (56, 220), (41, 198), (9, 222)
 NAMESPACES = 0x7E020000
-"""Flags of clone that make new namespaces, in which a program would have rights again."""
+"""Flags of clone that create namespaces, in which a program would regain capabilities."""
 FAMILIES = (1, 2, 10, 16)
-"""Kinds of sockets: Unix, IPv4, IPv6 and netlink.  Others, as vsock, reach out of the namespace."""
+"""Allowed socket families: Unix, IPv4, IPv6 and netlink.  Others, such as vsock, leave the namespace."""
 SHARED, ANONYMOUS, PAGE = 0x1, 0x20, 4096
 OTHER_NUMBERS = 0x40000000
-"""Numbers of x86_64 from here on are those of the interface x32."""
+"""First system call number of the x32 ABI on x86_64."""
 
 LOAD, EQUAL, MORE, FROM, BITS, RETURN = 0x20, 0x15, 0x25, 0x35, 0x45, 0x06
-"""Instructions: load a word, compare it in four ways, and return."""
+"""BPF instructions: load a word, four comparisons, and return."""
 NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16
-"""Places of words in what the kernel tells about a call."""
+"""Offsets in ``struct seccomp_data``."""
 ALLOW, KILL, ERROR = 0x7FFF0000, 0x80000000, 0x00050000
 
 _Instruction = tuple[int, int, int, int]
 
 
 def filter_of(machine: str = "") -> bytes:
-    """Return the filter of a machine, by default of this one.  Raises ConfigError for an unknown machine."""
+    """Return the filter for a machine, by default this one.  Raises ConfigError for an unknown machine."""
     machine = machine or platform.machine()
     bits = 8 * struct.calcsize("P")
     if machine not in MACHINES or bits != 64:
@@ -107,7 +107,7 @@ def filter_of(machine: str = "") -> bytes:
         for numbers in table.values():
             code += _when(numbers[place], [_give(ERROR | error)])
     code += _when(CLONE[place], [_argument(0), (BITS, 0, 1, NAMESPACES), _give(ERROR | errno.EPERM)])
-    # families that a judged program does not need
+    # other families than these are refused
     families = [(EQUAL, len(FAMILIES) - at, 0, family) for at, family in enumerate(FAMILIES)]
     code += _when(SOCKET[place], [_argument(0), *families, _give(ERROR | errno.EAFNOSUPPORT)])
     code += _when(MMAP[place], _mmap())
@@ -115,13 +115,13 @@ def filter_of(machine: str = "") -> bytes:
 
 
 def _when(number: int, block: Sequence[_Instruction]) -> list[_Instruction]:
-    """Run a block for calls of this number; what it does not refuse is allowed."""
+    """Return instructions that run a block for one system call; calls that it does not refuse are allowed."""
     code = [*block, _give(ALLOW)] if len(block) > 1 else list(block)
     return [(EQUAL, 0, len(code), number), *code]
 
 
 def _mmap() -> list[_Instruction]:
-    """Refuse anonymous shared memory of more than one page."""
+    """Return instructions that refuse anonymous shared memory of more than one page."""
     return [
         _argument(3),
         (BITS, 0, 6, ANONYMOUS),
@@ -135,7 +135,7 @@ def _mmap() -> list[_Instruction]:
 
 
 def _argument(number: int, *, high: bool = False) -> _Instruction:
-    """Load a half of an argument, which has 64 bits; both machines put the lower half first."""
+    """Return an instruction that loads half of a 64-bit argument; both machines are little-endian."""
     return (LOAD, 0, 0, ARGUMENTS + 8 * number + 4 * high)
 
 

@@ -1,4 +1,4 @@
-"""Tests of a program: what it is given, and what has to come out."""
+"""Tests of a program: inputs and expected results."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ SHAPES = '{"input": "2", "output": "4"}, {"call": "double(2)", "expected": 4}, o
 
 @frozen(kw_only=True)
 class Printed:
-    """A program that reads its input and prints its output."""
+    """A test that compares standard output for a given standard input."""
 
     input: str
     output: str
 
     def passes(self, printed: str) -> bool:
-        """Compare without white space at the ends of lines and of the text."""
+        """Whether the output is right, ignoring white space at the ends of lines and of the text."""
         return stripped(printed) == stripped(self.output)
 
 
 @frozen(kw_only=True)
 class Called:
-    """An expression, and the value that it has to have; ``expected`` is a second expression or a value."""
+    """A test that compares an expression with ``expected``, an expression or a value."""
 
     call: str
     expected: Any
     computed: bool = False
-    """Whether ``expected`` is an expression, to be computed without the model's code."""
+    """Whether ``expected`` is an expression, which is evaluated without the model's code."""
 
 
 def cases_of(given: Any, where: str) -> list[Printed | Called]:
-    """Return the tests of a row, which may be JSON.  Raises PluginError for anything else."""
+    """Parse the tests of a row, which may be JSON.  Raises PluginError for invalid tests."""
     if isinstance(given, str):
         with contextlib.suppress(ValueError):
             given = read_json(given, object)
@@ -65,7 +65,7 @@ def _case(given: Any, where: str) -> Printed | Called:
 
 
 def _asserted(text: str, where: str) -> Called:
-    """Read ``assert CALL == VALUE``.
+    """Parse ``assert CALL == VALUE``.
 
     Other assertions are refused: they would be judged inside the sandbox, where the model's code can make
     them true.
@@ -88,5 +88,5 @@ def _asserted(text: str, where: str) -> Called:
 
 
 def stripped(text: str) -> list[str]:
-    """Return the lines of a text without white space at their ends and at that of the text."""
+    """Return a text without white space at the ends of its lines and at its end."""
     return [line.rstrip() for line in text.rstrip().splitlines()]

@@ -1,4 +1,4 @@
-"""Runs a process with pipes on the event loop.  It can be ended at every point, and leaves nothing."""
+"""A child process with pipes on the event loop, which can be cancelled at any point without leaks."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 CHUNK = 65_536
-"""Bytes that are read at once: as many as a pipe holds."""
+"""Bytes of one read: the capacity of a pipe."""
 CLOSED = -1
 
 
 class Child:
-    """A process with a pipe to write to, and three to read from: its output, its errors, and its values.
+    """A process with pipes for its input, and for its output, errors and values.
 
-    asyncio has processes, too.  In Python 3.11 these wait for ever if they are cancelled while they start
-    with pipes, and each has a thread that waits for its end.  Here nothing is awaited before the process
-    can be ended.
+    Used instead of asyncio's subprocesses, which in Python 3.11 hang if they are cancelled while their pipes
+    are connected, and use a thread for each process.  Here nothing is awaited before the process can be
+    killed.
 
     Args:
-        command: makes the command from the descriptor to which the process writes values.
-        shared: further descriptors that the process has.
-        most: bytes that a process may write to each pipe; one that writes more is killed.
+        command: returns the command for the descriptor of the pipe for values.
+        shared: further descriptors that the process inherits.
+        most: largest number of bytes of each pipe; a process that writes more is killed.
 
     Raises OSError if the process cannot be started.
     """
@@ -41,14 +41,14 @@ class Child:
             self._process = subprocess.Popen(
                 command(values), stdin=job, stdout=output, stderr=errors, pass_fds=[values, *shared], env={}
             )
-            self._handle = os.pidfd_open(self._process.pid)  # nobody else asks for its status
+            self._handle = os.pidfd_open(self._process.pid)  # nothing else reaps this process
             ours.pop_all()
         self.said = [bytearray() for _ in self._outputs]
-        """The beginning of what it wrote to each pipe, of ``most`` bytes and one more."""
+        """The first ``most`` + 1 bytes of each pipe."""
         self.line: asyncio.Future[None] = self._loop.create_future()
-        """Done as soon as its values have a line, or have ended."""
+        """Done when the pipe for values has a line, or is closed."""
         self.exited: asyncio.Future[int] = self._loop.create_future()
-        """Its exit status, or the number of the signal that ended it, negated."""
+        """Exit status, or the negated number of the signal that ended the process."""
         self._ended: list[asyncio.Future[None]] = [self._loop.create_future() for _ in self._outputs]
         os.set_blocking(self._input, False)
         self._loop.add_reader(self._handle, self._exit)
@@ -57,30 +57,30 @@ class Child:
             self._loop.add_reader(reading, self._read, index)
 
     def write(self, data: bytes) -> None:
-        """Write to it, in the background."""
+        """Write to standard input in the background."""
         self._rest = memoryview(data)
         self._loop.add_writer(self._input, self._write)
 
     def end_input(self) -> None:
-        """Close the pipe to it and drop unwritten input."""
+        """Close standard input and drop unwritten data."""
         if self._input != CLOSED:
             self._loop.remove_writer(self._input)
             os.close(self._input)
             self._input = CLOSED
 
     def kill(self) -> None:
-        """Kill it, unless it has ended."""
+        """Kill the process, unless it has ended."""
         if not self.exited.done():
             signal.pidfd_send_signal(self._handle, signal.SIGKILL)
 
     async def gone(self, seconds: float) -> bool:
-        """Wait for its end and the end of its pipes, at most so long; return whether they have come."""
+        """Wait at most ``seconds`` for the end of the process and its pipes; return whether they ended."""
         ends: list[asyncio.Future[Any]] = [self.exited, *self._ended]
         _, pending = await asyncio.wait(ends, timeout=seconds)
         return not pending
 
     def close(self) -> None:
-        """Kill it if it is still there, and close its pipes."""
+        """Kill the process if it still runs, and close its pipes."""
         self.kill()
         self._exit()
         self.end_input()
@@ -92,7 +92,7 @@ class Child:
             self._rest = self._rest[os.write(self._input, self._rest) :]
         except BlockingIOError:
             return
-        except OSError:  # it has closed the pipe
+        except OSError:  # the process has closed the pipe
             self._rest = self._rest[:0]
         if not self._rest:
             self._loop.remove_writer(self._input)
@@ -113,7 +113,7 @@ class Child:
             self.kill()
 
     def _end(self, index: int) -> None:
-        """Note that a pipe has ended."""
+        """Handle the end of a pipe."""
         if self._outputs[index] != CLOSED:
             self._loop.remove_reader(self._outputs[index])
             os.close(self._outputs[index])
@@ -123,7 +123,7 @@ class Child:
             self.line.set_result(None)
 
     def _exit(self) -> None:
-        """Ask for its status, which is there at once."""
+        """Reap the process, which has ended."""
         if not self.exited.done():
             self._loop.remove_reader(self._handle)
             os.close(self._handle)
@@ -131,7 +131,7 @@ class Child:
 
 
 def _pipe(*, reader: contextlib.ExitStack, writer: contextlib.ExitStack) -> tuple[int, int]:
-    """Open a pipe, whose ends these two close."""
+    """Open a pipe whose ends are closed by these two exit stacks."""
     reading, writing = os.pipe()
     reader.callback(os.close, reading)
     writer.callback(os.close, writing)

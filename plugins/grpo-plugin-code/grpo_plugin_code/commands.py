@@ -1,8 +1,7 @@
-"""Runs commands in a sandbox, one after another, on the same files.
+"""Runs a sequence of commands on the same files, each in a new sandbox.
 
-Each command has a sandbox of its own.  The files, the working directory, and the exported variables go from
-one to the next; no process of a command, and no memory, lasts longer than the command.  The files are kept
-packed, and are never unpacked outside.
+Files, working directory and exported variables are passed from one command to the next; processes and memory
+end with the command.  The files stay packed and are never unpacked outside of a sandbox.
 """
 
 from __future__ import annotations
@@ -27,40 +26,40 @@ from grpo_plugin_code.sandbox import MIB, Job, Limits, Sandboxes
 from grpo_plugin_code.values import WRONG, text_in
 
 PAGE = 4096
-"""Bytes in which memory is given to files."""
+"""Page size: the unit in which files take memory."""
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-"""Where an image that does not say it has its programs."""
+"""PATH for images without one."""
 TOLD, TEXTS = 8, 4
-"""Characters of JSON in JSON that a byte of output takes at most, and number of texts that a result has."""
+"""Largest number of characters for a byte of output in nested JSON, and number of texts in a result."""
 STATE = 65_536
-"""Bytes that the working directory and the exported variables may take; Linux allows some megabytes."""
+"""Largest size of working directory and exported variables in bytes; Linux allows some megabytes."""
 GRACE = 15.0
-"""Seconds that unpacking and packing the files may take."""
+"""Seconds for unpacking and packing the files."""
 
 
 @frozen(kw_only=True)
 class Ran:
-    """The end of a command."""
+    """The result of a command."""
 
     status: int | None
-    """Its exit status; None if its time was over, or if it ended the sandbox."""
+    """Exit status; None after a timeout, or if the command ended the sandbox."""
     output: str
     tree: str
-    """The files after it, packed; those before it if they could not be read."""
+    """Packed files after the command; the files before it if they could not be read."""
     files: Mapping[str, str] = field(factory=dict)
-    """The files outside of its directory that were asked for, as far as there are any."""
+    """Contents of the requested files outside of the directory, by path; missing files are absent."""
     lost: str = ""
-    """Why the sandbox ended without telling anything."""
+    """Reason why the sandbox ended without a result."""
     state: str = ""
-    """The working directory and the exported variables after it, for bash."""
+    """Working directory and exported variables after the command, as bash code."""
     full: bool = False
-    """Whether its files were too large to be kept."""
+    """Whether the files were too large to keep."""
 
     @property
     def cut(self) -> str:
-        """Return "time" or "killed" if the command did not end by itself, else an empty text.
+        """"time" or "killed" if the command did not end by itself, else an empty text.
 
-        A command that prints too much has "time", too: it is ended in the same way.
+        Too much output counts as "time", because it ends a command in the same way.
         """
         if self.lost:
             return "killed"
@@ -70,17 +69,17 @@ class Ran:
 
 
 class Commands:
-    """Runs commands.
+    """Runs commands in sandboxes.
 
     Args:
-        limits: of each command.
-        place: absolute path of the directory that they work in.
-        others: further directories that they may write to; nothing is kept of them.
-        at_once: number of commands that run at once, or a semaphore that others share.
+        limits: limits of each command.
+        directory: absolute path of the working directory.
+        others: further writable directories, whose contents are dropped.
+        at_once: number of concurrent commands, or a shared semaphore.
         ready: number of sandboxes that are started ahead.
-        image: the system of the commands, in place of this machine's.
+        image: root file system of the commands; None uses this machine's.
 
-    Raises ConfigError if there is no sandbox on this machine, or if its Python cannot keep files.
+    Raises ConfigError if sandboxes do not work on this machine, or its Python lacks ``tarfile.tar_filter``.
     """
 
     def __init__(
@@ -93,14 +92,14 @@ class Commands:
         ready: int,
         image: Image | None = None,
     ) -> None:
-        if not hasattr(tarfile, "tar_filter"):  # Python 3.11.4 brought it; the sandbox's Python is this one
+        if not hasattr(tarfile, "tar_filter"):  # new in Python 3.11.4; sandboxes run this Python
             raise grpo.ConfigError(
                 f"code: this Python is {platform.python_version()}, whose tarfile cannot refuse paths that "
                 "lead out of a directory; use 3.11.4 or newer"
             )
         self._limits, self._place, self._others = limits, place, tuple(others)
         self._environ = {"PATH": PATH, **image.environ} if image is not None else {}
-        packed = limits.files * 1024 * 4 // 3 + 1024  # base64 of all files, where nothing can be compressed
+        packed = limits.files * 1024 * 4 // 3 + 1024  # base64 of incompressible files
         output = TOLD * (TEXTS * limits.output + STATE // 1024) + packed
         wide = evolve(limits, seconds=limits.seconds + GRACE, output=output)
         places = [each for each in (place, *self._others) if each != "/tmp"]
@@ -120,13 +119,13 @@ class Commands:
         """Run a command on files.
 
         Args:
-            command: for bash.
-            tree: the files, packed.
-            state: of the command before it, empty for the first; None if this command has none.
+            command: bash code.
+            tree: the packed files.
+            state: ``Ran.state`` of the previous command, empty for the first; None runs without state.
             others: packed files for the other directories, which are emptied first.
-            reads: files that are read after it.
-            keeps: whether the files after it are wanted.
-            seconds: its time limit, if that is shorter than the limit of all.
+            reads: paths of files to read after the command.
+            keeps: whether to return the files.
+            seconds: time limit, if it is shorter than the limit of all commands.
         """
         limit = min(seconds or self._limits.seconds, self._limits.seconds)
         job = {
@@ -148,15 +147,15 @@ class Commands:
         )
         try:
             return self._ran(outcome.values, tree, 1 + len(reads), state=state, keeps=keeps)
-        except WRONG:  # it may also tell what is no result
+        except WRONG:  # the code in the sandbox can forge any result
             return Ran(
                 status=None, output="", tree=tree, state=state or "", lost=outcome.told or "it told nothing"
             )
 
     def _ran(self, values: Sequence[str], tree: str, texts: int, *, state: str | None, keeps: bool) -> Ran:
-        """Read what a sandbox tells: how the command ended, with so many texts, and its files.
+        """Parse the result of a sandbox: status, at most ``texts`` texts, and packed files.
 
-        Raises one of ``WRONG`` if it tells something else, or more than these texts can take.
+        Raises one of ``WRONG`` if it is invalid or too long.
         """
         most = TOLD * (1024 * self._limits.output * texts + STATE) + PAGE
         if len(values[0]) > most:
@@ -177,7 +176,7 @@ class Commands:
 
 
 def packed(files: Mapping[str, str | bytes]) -> str:
-    """Pack texts by their paths.  Raises PluginError for a path that is none within a directory."""
+    """Pack texts by path.  Raises PluginError for a path that leaves the directory."""
     whole = io.BytesIO()
     with tarfile.open(fileobj=whole, mode="w") as tar:
         for name, content in files.items():
@@ -191,7 +190,7 @@ def packed(files: Mapping[str, str | bytes]) -> str:
 
 
 def packed_directory(directory: Path) -> str:
-    """Pack the files of a directory; of a directory that is not there, nothing."""
+    """Pack the files of a directory; a missing directory gives an empty text."""
     whole = io.BytesIO()
     with tarfile.open(fileobj=whole, mode="w") as tar:
         if directory.is_dir():
@@ -200,7 +199,7 @@ def packed_directory(directory: Path) -> str:
 
 
 def room_of(tree: str) -> int:
-    """Return the bytes that packed files take in a sandbox."""
+    """Return the size in bytes of packed files in a sandbox."""
     if not tree:
         return 0
     with tarfile.open(fileobj=io.BytesIO(zlib.decompress(base64.b64decode(tree)))) as tar:

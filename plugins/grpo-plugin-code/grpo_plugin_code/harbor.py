@@ -26,33 +26,33 @@ PLACE, TESTS, LOGS, SOLUTION = "/app", "/tests", "/logs", "/solution"
 OTHERS = (TESTS, LOGS, SOLUTION)
 REWARDS = (f"{LOGS}/verifier/reward.txt", f"{LOGS}/verifier/rewards.json", f"{LOGS}/verifier/reward.json")
 HARMLESS = {"FROM", "WORKDIR", "ENV", "LABEL", "COPY", "CMD", "ENTRYPOINT", "SHELL", "USER", "ARG", "EXPOSE"}
-"""Instructions of a Dockerfile that ask for nothing to be installed; some of them are looked into."""
+"""Instructions of a Dockerfile that install nothing; some of them are inspected further."""
 IMAGES = re.compile(r"(debian|ubuntu|python|alpine|busybox|buildpack-deps)(:[\w.-]+)?$")
-"""Base images in whose place the sandbox's system can stand."""
+"""Base images that this machine's system can replace."""
 BUILD = 'images = "podman" or "docker" builds it'
 NETWORK = re.compile(r"\b(apt-get|apt|apk|dnf|curl|wget|uvx|pip3? install|npm install|git clone)\b")
-"""Commands in a test that need a network."""
+"""Commands in a test that need network access."""
 
 
 @frozen(kw_only=True)
 class HarborTask:
-    """One task, as its directory says."""
+    """A task, as read from its directory."""
 
     name: str
     instruction: str
     tree: str
-    """The files in the working directory at the beginning, packed."""
+    """Packed files of the working directory at the start."""
     tests: str
     solution: str
-    """The files of ``solution/``, packed; empty if there are none."""
+    """Packed files of ``solution/``; empty without any."""
     seconds: float
     """Time limit of the verifier."""
     image: Image | None = None
-    """The system that it needs; None is this machine's."""
+    """Root file system of the task; None is this machine's."""
 
 
 class _Systems:
-    """Runs commands in the systems of tasks: this machine's, and those of images."""
+    """``Commands`` for each root file system: this machine's and the images'."""
 
     def __init__(self, limits: Limits, cores: int) -> None:
         self._limits, self._slots = limits, asyncio.Semaphore(cores)
@@ -86,14 +86,14 @@ class Harbor(grpo.Environment):
 
     Args:
         directory: a task, or a directory of tasks.
-        oracle: whether each task is tried at the start: its solution has to earn 1, and untouched it has to
-            earn 0.
-        oracle_seconds: limit of wall time for trying all tasks; ``environment.start_deadline`` has to be
-            longer.
+        oracle: whether to validate each task at the start: its solution must earn 1, and the initial files
+            must earn 0.
+        oracle_seconds: wall time limit of this validation; ``environment.start_deadline`` must be longer.
         images: program that builds the image of each task, "podman" or "docker", with the network and the
             rights of its user; "" builds none, and refuses tasks whose Dockerfile installs something.
-        image_cache: directory in which the files of images are kept; ``~/.cache/grpo-core/images`` if None.
-        refused: what becomes of tasks that cannot be played, or fail this: "stop" the run, or "skip" them.
+        image_cache: directory for the files of images; ``~/.cache/grpo-core/images`` if None.
+        refused: treatment of tasks that cannot be played or fail the validation: "stop" the run, or "skip"
+            them.
         validation_size: number of tasks that are held out, at most half of them; 0 is a tenth.
         seed: seed of that choice.
         max_turns: largest number of completions.
@@ -179,7 +179,7 @@ class Harbor(grpo.Environment):
         ran = await self._verified(self._systems, self._tasks[episode.prompt.id], shell._tree)
         rewards = rewards_of(ran)
         if isinstance(rewards, str):
-            if ran.cut:  # a rollout that is played again instead would let the model avoid a failure
+            if ran.cut:  # not unscored: a retry would let the model avoid a failure
                 metrics = {f"failed_{ran.cut}": 1.0, "commands": float(shell._number)}
                 return grpo.Feedback(reward=0.0, metrics=metrics)
             return grpo.Feedback(error=f"code: harbor task {episode.prompt.id}: {rewards}")
@@ -201,7 +201,7 @@ class Harbor(grpo.Environment):
 
     @cached_property
     def _prompts(self) -> dict[str, list[grpo.Prompt]]:
-        """Return the prompts of each split, after the tasks have been tried."""
+        """Return the prompts of each split, after validating the tasks."""
         if self._oracle:
             asyncio.run(self._try_all())
             self._refuse()
@@ -232,11 +232,11 @@ class Harbor(grpo.Environment):
         self._tasks = {name: task for name, task in self._tasks.items() if name not in self._reasons}
 
     async def _fault(self, systems: _Systems, task: HarborTask) -> str:
-        """Return why a task cannot be trained on, or an empty text."""
+        """Return the reason why a task cannot be trained on, or an empty text."""
         first = await self._verified(systems, task, task.tree)
         untouched = rewards_of(first)
         if isinstance(untouched, str):
-            if not first.cut:  # as a rollout, it would be played again in place of earning nothing
+            if not first.cut:  # as a rollout it would be unscored, instead of earning 0
                 return f"untouched, {untouched}"
         elif _mean(untouched) > 0:
             return f"untouched, it earns {_mean(untouched):g}, expected 0: doing nothing would be rewarded"
@@ -255,7 +255,7 @@ class Harbor(grpo.Environment):
         return ""
 
     def _refuse(self) -> None:
-        """Raise ConfigError for tasks that cannot be played, if the run is to stop, or if none is left."""
+        """Raise ConfigError for refused tasks if ``refused`` is "stop" or no task is left."""
         if self._reasons and (self._stop or not self._tasks):
             some = "; ".join(f"{name}: {why}" for name, why in sorted(self._reasons.items())[:5])
             raise grpo.ConfigError(
@@ -265,12 +265,12 @@ class Harbor(grpo.Environment):
 
 
 def tasks_in(directory: Path, images: str = "", cache: Path | None = None) -> dict[str, HarborTask | str]:
-    """Return the tasks of a directory by their names, or why one cannot be played.
+    """Return the tasks of a directory by name; a text is the reason why a task cannot be played.
 
     Args:
         directory: a task, or a directory of tasks.
-        images: program that builds their images; "" plays them with this machine's system, or refuses them.
-        cache: directory in which images are kept.
+        images: program that builds images; "" uses this machine's system, or refuses the task.
+        cache: directory for images.
 
     Raises ConfigError if there are no tasks, or no such program.
     """
@@ -288,7 +288,7 @@ def tasks_in(directory: Path, images: str = "", cache: Path | None = None) -> di
 
 
 def rewards_of(ran: Ran) -> dict[str, float] | str:
-    """Return the rewards that a verifier has written, or why there are none."""
+    """Return the rewards that a verifier wrote, or the reason why there are none."""
     text = ran.files.get(REWARDS[0], "").strip()
     told: Any = {"reward": text} if text else None
     for path in REWARDS[1:]:
@@ -310,7 +310,7 @@ def rewards_of(ran: Ran) -> dict[str, float] | str:
 
 
 def _too_large(task: HarborTask, space: int) -> str:
-    """Return which files of a task have no room in the sandbox, or an empty text."""
+    """Return the reason why files of a task do not fit into the sandbox, or an empty text."""
     parts = {"environment": task.tree, "tests": task.tests, "solution": task.solution}
     for name, tree in parts.items():
         if (room := room_of(tree)) > space * MIB:
@@ -357,7 +357,7 @@ def _task(place: Path, images: str, cache: Path) -> HarborTask | str:
 
 
 def _needs_more(settings: Mapping[str, Any], test: str, place: Path) -> str:
-    """Return what a task needs that no sandbox has, or an empty text."""
+    """Return an unsupported requirement of a task, or an empty text."""
     if settings.get("steps"):
         return "it has several steps"
     if (place / "environment" / "docker-compose.yaml").exists():
@@ -368,7 +368,7 @@ def _needs_more(settings: Mapping[str, Any], test: str, place: Path) -> str:
 
 
 def _unusual(docker: str) -> str:
-    """Return what a Dockerfile asks for that this machine's system does not have, or an empty text."""
+    """Return a requirement of a Dockerfile that this machine's system does not meet, or an empty text."""
     for line in _instructions(docker):
         word, _, rest = line.partition(" ")
         rest = rest.strip()
@@ -389,7 +389,7 @@ def _instructions(docker: str) -> list[str]:
 
 
 def _copies(docker: str) -> bool | None:
-    """Return whether the Dockerfile copies its directory to the working directory; None for other copies."""
+    """Whether the Dockerfile copies its directory to the working directory; None for other copies."""
     copied = [line.split()[1:] for line in _instructions(docker) if line.upper().startswith("COPY ")]
     if any(
         words[:1] not in (["."], ["./"]) or words[1:] not in (["."], ["./"], [PLACE], [f"{PLACE}/"])

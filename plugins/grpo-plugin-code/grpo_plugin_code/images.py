@@ -1,8 +1,8 @@
-"""Container images as directories: the system of a sandbox where this machine's own will not do.
+"""Container images as directories, used as the root file system of sandboxes.
 
-podman or docker builds an image from a Dockerfile once.  Its files are kept in a directory, which a sandbox
-shows, read-only, as its whole system; the image itself is never run.  The Python that serves the sandbox is
-this machine's, with its libraries, so an image needs no Python of its own.
+podman or docker builds an image from a Dockerfile once.  Its files are exported to a directory, which a
+sandbox mounts read-only as its root; the image is never run as a container.  The sandbox runs this machine's
+Python with its libraries, so an image needs no Python.
 """
 
 from __future__ import annotations
@@ -25,42 +25,42 @@ import grpo_core as grpo
 OURS = "/.grpo"
 """Directory of a sandbox with this machine's Python and its libraries."""
 MOUNTED = ("proc", "dev", "tmp", f"{OURS}/python", f"{OURS}/system")
-"""Directories of an image that a sandbox covers, so that they have to be there."""
+"""Mount points of a sandbox, which must exist in an image."""
 ABOUT = "image.json"
 
 
 class ImageError(Exception):
-    """An image cannot be built, or has not what a sandbox needs."""
+    """Raised if an image cannot be built or is unsuitable for a sandbox."""
 
 
 @frozen(kw_only=True)
 class Image:
-    """The files of an image, and what it says about them."""
+    """The files of an image and its settings."""
 
     root: Path
     place: str
-    """Its working directory."""
+    """Working directory."""
     environ: Mapping[str, str] = field(factory=dict)
-    """Its environment variables."""
+    """Environment variables."""
 
 
 def default_cache() -> Path:
-    """Return the directory in which images are kept."""
+    """Return the default directory for images."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grpo-core" / "images"
 
 
 def built(context: Path, program: str, cache: Path, places: Sequence[str]) -> Image:
-    """Build the image of a directory with a Dockerfile, unless it is kept already.
+    """Build the image of a directory with a Dockerfile, or return it from the cache.
 
     Args:
         context: the directory.
         program: podman or docker.
-        cache: directory in which the files of images are kept, by the digest of ``context``.
-        places: absolute paths of directories that a sandbox covers, besides the working directory.
+        cache: directory for the files of images, by the digest of ``context``.
+        mounts: absolute paths of the sandbox's mount points, in addition to the working directory.
 
     Raises:
         ConfigError: there is no such program.
-        ImageError: it cannot build the image, or the image has not what a sandbox needs.
+        ImageError: the image cannot be built or is unsuitable for a sandbox.
     """
     digest = _digest(context)
     kept = cache / digest
@@ -73,7 +73,7 @@ def built(context: Path, program: str, cache: Path, places: Sequence[str]) -> Im
             _build(context, program, f"localhost/grpo-core/{digest[:32]}", made, places)
             try:
                 made.rename(kept)
-            except OSError:  # another process was first
+            except OSError:  # another process has built it meanwhile
                 if not (kept / ABOUT).is_file():
                     raise
     about = json.loads((kept / ABOUT).read_text())
@@ -81,15 +81,15 @@ def built(context: Path, program: str, cache: Path, places: Sequence[str]) -> Im
 
 
 def base_python() -> str:
-    """Return the path of the Python that an environment was made from, or of this one, without links.
+    """Return the resolved path of the base Python of a virtual environment, or of this Python.
 
-    The one of a virtual environment may be a copy, which no sandbox shows.
+    The executable of a virtual environment may be a copy outside of the directories that a sandbox mounts.
     """
     return os.path.realpath(getattr(sys, "_base_executable", "") or sys.executable)
 
 
 def python_of_this_machine() -> tuple[dict[str, str], list[str]]:
-    """Return this machine's Python for an image: directories by their places, and the words that start it.
+    """Return mounts of this machine's Python for an image, and the words that start it.
 
     Raises ConfigError if the C library that this Python runs with is not found.
     """
@@ -103,7 +103,7 @@ def python_of_this_machine() -> tuple[dict[str, str], list[str]]:
 
 @functools.cache
 def _libraries() -> tuple[str, str]:
-    """Return the directory of the C library of this process, and the name of its loader there."""
+    """Return the directory of this process's C library, and the name of its loader."""
     with open("/proc/self/maps") as maps:
         paths = {Path(line.split(maxsplit=5)[5].strip()) for line in maps if line.count(" /")}
     library = next((path for path in paths if path.name == "libc.so.6"), None)
@@ -116,7 +116,7 @@ def _libraries() -> tuple[str, str]:
 
 
 def _digest(context: Path) -> str:
-    """Return a digest of the names, rights and contents of all files of a directory."""
+    """Return a digest of the names, modes and contents of all files of a directory."""
     digest = hashlib.sha256()
     for path in sorted(context.rglob("*")):
         status = path.lstat()
@@ -131,7 +131,7 @@ def _digest(context: Path) -> str:
 
 
 def _build(context: Path, program: str, name: str, made: Path, places: Sequence[str]) -> None:
-    """Build an image, and write its files and what it says about them to a new directory."""
+    """Build an image, and write its files and settings to a new directory."""
     dockerfile = str(context / "Dockerfile")
     _said([program, "build", "--quiet", "--tag", name, "--file", dockerfile, str(context)])
     config = json.loads(_said([program, "image", "inspect", name]))[0]["Config"]
@@ -157,7 +157,7 @@ def _build(context: Path, program: str, name: str, made: Path, places: Sequence[
 
 
 def _extract(words: Sequence[str], root: Path) -> None:
-    """Write the files of a container below a directory, without owners and devices."""
+    """Export the files of a container to a directory, without owners and devices."""
     unpack = ["tar", "--extract", "--no-same-owner", "--exclude=dev/*", "--directory", str(root)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as exporting:
         done = subprocess.run(unpack, stdin=exporting.stdout, capture_output=True, text=True)
@@ -168,7 +168,7 @@ def _extract(words: Sequence[str], root: Path) -> None:
 
 
 def _said(words: Sequence[str]) -> str:
-    """Run a command and return what it prints.  Raises ImageError."""
+    """Run a command and return its output.  Raises ImageError."""
     done = subprocess.run(words, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
     if done.returncode:
         told = (done.stderr.strip() or done.stdout.strip())[-300:]

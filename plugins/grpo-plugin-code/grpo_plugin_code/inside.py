@@ -1,7 +1,7 @@
-"""Runs one program inside of the sandbox; the text of this file is given to the sandbox's Python.
+"""Runs one program inside of the sandbox; the source of this file is passed to the sandbox's Python.
 
-Nothing here is trusted: the model's code runs in the same process, and may do what it likes with it.  It can
-change what is written to descriptor 3, but the expected values are not in the sandbox.
+Nothing here is trusted: the model's code runs in the same process and can change anything, including the
+output on descriptor 3.  The expected values are not in the sandbox.
 """
 
 import marshal
@@ -10,18 +10,18 @@ import resource
 
 
 def main() -> None:
-    """Read a job from descriptor 0, give up all rights, and run it."""
+    """Read a job from descriptor 0, drop all privileges, and run it."""
     os.write(3, b"ready\n")
     job = marshal.loads(exactly(int.from_bytes(exactly(8), "little")))
     limits = job["limits"]
     for name, value in limits["resources"].items():
-        most = value + 1 if name == "RLIMIT_CPU" else value  # SIGXCPU tells why; SIGKILL follows
+        most = value + 1 if name == "RLIMIT_CPU" else value  # SIGXCPU identifies the reason; SIGKILL follows
         resource.setrlimit(getattr(resource, name), (value, most))
     if limits["uid"]:
         os.setgroups([])
         os.setresgid(limits["uid"], limits["uid"], limits["uid"])
         os.setresuid(limits["uid"], limits["uid"], limits["uid"])
-    os.dup2(4, 0)  # a file in memory that holds the standard input
+    os.dup2(4, 0)  # a memory file with the standard input
     os.close(4)
     if job["calls"]:
         import _json  # noqa: F401, for written(); the package json takes a third of the time of Python's start
@@ -41,18 +41,18 @@ def main() -> None:
 
 
 def exactly(size: int) -> bytearray:
-    """Read a number of bytes from descriptor 0."""
+    """Read exactly ``size`` bytes from descriptor 0."""
     parts = bytearray()
     while len(parts) < size:
         part = os.read(0, size - len(parts))
         if not part:
-            os._exit(0)  # the sandbox was not needed
+            os._exit(0)  # closed without a job
         parts += part
     return parts
 
 
 def written(part: object) -> str:
-    """Return nested lists as JSON."""
+    """Encode nested lists as JSON."""
     from _json import encode_basestring_ascii as quoted
 
     if isinstance(part, list):
@@ -63,7 +63,7 @@ def written(part: object) -> str:
 
 
 def plain(value: object, depth: int) -> list[object]:
-    """Return a value of Python's own types as nested lists; others have only the name of their type."""
+    """Convert a value of built-in types to nested lists; other values become the name of their type."""
     kind = type(value)
     if depth == 0:
         return ["other", "too deep"]

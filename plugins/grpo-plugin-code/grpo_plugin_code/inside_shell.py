@@ -1,7 +1,7 @@
-"""Runs one command in a directory; the text of this file is a program of the sandbox (see ``inside.py``).
+"""Runs one command in a directory; the source of this file is a job of the sandbox (see ``inside.py``).
 
-It has the same rights as the command, and nothing here is trusted: a command that changes what is told of it
-only changes its own files and its own output.
+It has the same privileges as the command, and nothing here is trusted: a command that forges its result only
+changes its own files and output.
 """
 
 import base64
@@ -22,19 +22,19 @@ import zlib
 from typing import Any
 
 PAGE = 4096
-"""Bytes in which memory is given to files."""
+"""Page size: the unit in which files take memory."""
 
 
 def unpack(place: str, packed: str) -> None:
-    """Write a tree of files; names that lead out of the directory are refused."""
+    """Unpack files into a directory; paths that leave it are refused."""
     with tarfile.open(fileobj=io.BytesIO(zlib.decompress(base64.b64decode(packed)))) as tar:
         tar.extractall(place, filter="tar")
 
 
 def pack(place: str, most: int) -> str | None:
-    """Return the files of a directory as text; None if the next sandbox has no room for them.
+    """Pack the files of a directory; None if they do not fit into the next sandbox.
 
-    A file with holes takes no room here, and takes its whole size there.
+    A sparse file takes little memory here, but its full size there.
     """
     whole, room = io.BytesIO(), most
 
@@ -54,7 +54,7 @@ def pack(place: str, most: int) -> str | None:
 
 
 def empty(place: str) -> None:
-    """Remove whatever is in a directory, and make it."""
+    """Create a directory, or remove its contents."""
     os.makedirs(place, exist_ok=True)
     for name in os.listdir(place):
         path = os.path.join(place, name)
@@ -62,10 +62,10 @@ def empty(place: str) -> None:
 
 
 class State:
-    """The working directory and the exported variables of bash, as commands of bash in a file without a name.
+    """The working directory and exported variables of bash, as bash code in an unnamed file.
 
-    A command begins with the state of the one before, and leaves its own when its shell exits.  One that is
-    killed, or that sets a trap of its own for EXIT, leaves the state as it was.
+    A command starts with the state of the previous one, and writes the new state when its shell exits.  A
+    command that is killed or sets another EXIT trap leaves the state unchanged.
     """
 
     END = b"\n: end\n"
@@ -78,21 +78,21 @@ class State:
         self.file.write(f"{{ {text or ':'}\n}} 2> /dev/null\ntrap {shlex.quote(leave)} EXIT".encode())
 
     def after(self, most: int) -> str:
-        """Return the state that the command has left; that before it if it is longer than ``most`` bytes."""
+        """Return the new state, or the previous one if the new one is missing or exceeds ``most`` bytes."""
         self.file.seek(0)
         left = self.file.read(most + 1) or b""
-        whole = left.startswith(b"cd ") and left.endswith(self.END)  # there may have been no room for it
+        whole = left.startswith(b"cd ") and left.endswith(self.END)  # a full disk may have truncated it
         return left.decode(errors="replace") if whole and len(left) <= most else self.text
 
 
 def run(
     command: str, place: str, of_image: dict[str, str], seconds: float, most: int, state: State | None
 ) -> tuple[int | None, bytes]:
-    """Run a command; return its exit status, None if its time was over, and the beginning of its output."""
+    """Run a command; return its exit status (None after a timeout) and the beginning of its output."""
     here = os.path.join(sys.base_prefix, "bin")
     environ = {"HOME": "/tmp", "PATH": f"/usr/local/bin:{here}:/usr/bin:/bin", "LANG": "C.UTF-8", **of_image}
     if state is not None:
-        # in one line, since bash numbers the lines in what it says of errors
+        # on one line, so that line numbers in bash's errors stay right
         command = f". {state.path}; {command}"
     process = subprocess.Popen(
         ["/bin/bash", "-c", command], cwd=place, env=environ, stdin=subprocess.DEVNULL,
@@ -107,24 +107,24 @@ def run(
         out += part
         if not part and process.poll() is not None:
             break
-        if ready and not part:  # it has closed its output, and may still run
+        if ready and not part:  # the output is closed, but the command may still run
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, until - time.monotonic()))
             break
     status = process.poll()
     with contextlib.suppress(ProcessLookupError):
-        os.kill(-1, signal.SIGKILL)  # all but this process and the sandbox's first
+        os.kill(-1, signal.SIGKILL)  # all processes except this one and the sandbox's init
     return status, out[:most]
 
 
 def play(job: dict[str, Any]) -> tuple[str, str | None]:
-    """Do what a job says; return what came of it as JSON, and the files, packed."""
+    """Run a job; return its result as JSON, and the packed files."""
     place = str(job["place"])
     try:
         unpack(place, str(job["tree"]))
-    except Exception:  # only a forged result of an earlier command cannot be unpacked: it has no files then
+    except Exception:  # a forged result of an earlier command; continue without files
         empty(place)
-    for other, packed in dict(job["others"]).items():  # after the files that the command's author may choose
+    for other, packed in dict(job["others"]).items():  # last, so that no file of the command replaces these
         empty(other)
         if packed:
             unpack(other, packed)

@@ -1,6 +1,6 @@
-"""Makes what a sandbox starts with: descriptors for values and input, a filter of system calls, a job.
+"""Prepares a sandbox: descriptors for values and input, the filter of system calls, and the job.
 
-A sandbox reads its job from descriptor 0, writes values to 3, and finds the program's input in 4.
+A sandbox reads its job from descriptor 0, writes values to 3, and reads the program's input from 4.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from grpo_plugin_code.calls import filter_of
 from grpo_plugin_code.users import ids_of_sandboxes, in_random_order
 
 FILTER = "{filter}"
-"""Word of a command in whose place the descriptor of the filter of system calls comes."""
+"""Placeholder in a command for the descriptor of the filter of system calls."""
 STARTING = 60.0
-"""Seconds in which a sandbox has to be ready."""
+"""Time limit for the start of a sandbox in seconds."""
 
 PROCESSES = 8
 TRIAL = f"""
@@ -31,16 +31,16 @@ except OSError:
     os._exit(0)
 raise SystemExit("the kernel does not limit the processes of this user, who is root of the machine")
 """
-"""A program that ends well if it can start no more processes than its limit."""
+"""A program that succeeds if the limit of processes works."""
 
 
 def empty_input() -> int:
-    """Return the descriptor of a file in memory for the input of a program."""
+    """Return the descriptor of a memory file for the input of a program."""
     return os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
 
 def fill(given: int, text: str) -> None:
-    """Write the input of a program, which cannot change it then."""
+    """Write the input of a program and seal the file against changes."""
     rest, at = memoryview(text.encode(errors="replace")), 0
     while at < len(rest):
         at += os.pwrite(given, rest[at:], at)
@@ -49,20 +49,20 @@ def fill(given: int, text: str) -> None:
 
 
 def filter_to_read() -> int:
-    """Return a descriptor from which the filter of system calls is read once."""
+    """Return the descriptor of a pipe that contains the filter of system calls."""
     reading, writing = os.pipe()
-    os.write(writing, filter_of())  # which has room in a pipe
+    os.write(writing, filter_of())  # fits into the buffer of a pipe
     os.close(writing)
     return reading
 
 
 def with_descriptors(words: Sequence[str], given: tuple[int, int], allowed: int) -> list[str]:
-    """Return the command with these descriptors as numbers 3 (values) and 4 (input) of the program.
+    """Return a command that passes these descriptors to the program as 3 (values) and 4 (input).
 
     Args:
-        words: the command, whose last word is a program of Python.
+        words: the command, with Python source as its last word.
         given: the two descriptors.
-        allowed: the descriptor of the filter of system calls.
+        allowed: descriptor of the filter of system calls.
     """
     program = f"import os\n_both = [os.dup({given[0]}), os.dup({given[1]})]\n"
     program += f"for _each in {[each for each in given if each > 2]}: os.close(_each)\n"
@@ -72,25 +72,25 @@ def with_descriptors(words: Sequence[str], given: tuple[int, int], allowed: int)
 
 
 def framed(code: str, calls: Sequence[str], resources: Mapping[str, int], user: int) -> bytes:
-    """Return the bytes of a job.
+    """Encode a job.
 
     Args:
         code: Python source.
         calls: expressions to evaluate after the code.
-        resources: limits that the operating system keeps for each process.
-        user: id that the program takes; 0 leaves it.
+        resources: resource limits of each process, by name.
+        user: user id of the program; 0 keeps the current one.
     """
     limits = {"resources": dict(resources), "uid": user}
     body = marshal.dumps({"code": code, "calls": list(calls), "limits": limits})
-    return len(body).to_bytes(8, "little") + body  # the sandbox's Python is this one
+    return len(body).to_bytes(8, "little") + body  # sandboxes run this Python, so marshal's format fits
 
 
 @functools.cache
 def fault_of(words: tuple[str, ...]) -> str:
-    """Run a program on trial with a command; return what the sandbox says if it does not end well.
+    """Test a sandbox command with a trial program; return the error, or an empty text.
 
-    The program takes the rights and the user id of any other.  The limit of processes does not hold for root
-    of the machine, which root of a user namespace may be, too.
+    The trial has the privileges and user id of any program.  It tests the limit of processes, because the
+    kernel does not apply it to root, which root of a user namespace may be mapped to.
     """
     ids = ids_of_sandboxes()
     user = next(in_random_order(ids)) if ids else 0

@@ -15,7 +15,7 @@ from grpo_plugin_code.sandbox import Job, Limits, Outcome, Sandboxes
 from grpo_plugin_code.values import NotANumberError, form_in, form_of
 
 LONG = 2**14
-"""Characters of a value that takes a while to be read."""
+"""Length of a value, in characters, from which it is parsed in a thread."""
 
 
 class PythonCode(grpo.Environment):
@@ -66,7 +66,7 @@ class PythonCode(grpo.Environment):
         self.concurrency = 2 * cores
         self.deadline = 60.0 + 20 * seconds
         self._expected: dict[str, str | None] = {}
-        """Forms of the values of expressions that the tests expect."""
+        """Canonical forms of expected values, by expression."""
 
     def prompts(self, split: str) -> Sequence[grpo.Prompt]:
         raise grpo.ConfigError(
@@ -75,7 +75,7 @@ class PythonCode(grpo.Environment):
         )
 
     def from_source(self, prompt: grpo.Prompt) -> grpo.Prompt:
-        """Return the prompt as it is, after a look at its tests."""
+        """Return the prompt unchanged after validating its tests."""
         if self._tests not in prompt.info:
             raise grpo.PluginError(f"code: prompt {prompt.id!r} has no field {self._tests!r} with its tests")
         cases_of(prompt.info[self._tests], f"prompt {prompt.id!r}")
@@ -95,9 +95,9 @@ class PythonCode(grpo.Environment):
         called = [case for case in cases if isinstance(case, Called)]
         expected = [await self._form(case) for case in called]
         runs = [self._printed(code, case) for case in cases if isinstance(case, Printed)]
-        reasons = list(await asyncio.gather(*runs))  # why tests failed; empty for those that passed
+        reasons = list(await asyncio.gather(*runs))  # an empty text for each passed test
         if called:
-            # one sandbox evaluates all calls; what it does not answer has failed
+            # one sandbox evaluates all calls; missing values are failures
             found = await self._sandboxes.run(Job(code=code, calls=[case.call for case in called]))
             for place, form in enumerate(expected):
                 if place >= len(found.values):
@@ -117,14 +117,14 @@ class PythonCode(grpo.Environment):
         )
 
     async def _printed(self, code: str, case: Printed) -> str:
-        """Return why a program fails a test, or an empty text."""
+        """Return the reason why a program fails a test, or an empty text."""
         found = await self._sandboxes.run(Job(code=code, stdin=case.input))
         return found.reason or ("" if case.passes(found.output) else "wrong")
 
     async def _form(self, case: Called) -> str | None:
-        """Return the form of the value that a test expects, or None if nothing can equal it.
+        """Return the canonical form of an expected value, or None if no value equals it.
 
-        Raises PluginError if its expression has no value.
+        Raises PluginError if the expression cannot be evaluated.
         """
         if not case.computed:
             try:
@@ -146,7 +146,7 @@ class PythonCode(grpo.Environment):
 
 
 async def _has_form(line: str, form: str) -> bool:
-    """Whether a value from the sandbox has a form; a long one is read beside the event loop."""
+    """Whether a value from the sandbox has this canonical form; long values are parsed in a thread."""
     try:
         return form == (form_in(line) if len(line) < LONG else await asyncio.to_thread(form_in, line))
     except ValueError:

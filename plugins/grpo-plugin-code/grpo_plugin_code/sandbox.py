@@ -1,12 +1,12 @@
-"""A sandbox of the operating system for one program: bubblewrap, with limits, without a network.
+"""Sandboxes for single programs: bubblewrap, resource limits, no network.
 
-    environment's process                     sandbox (namespaces of its own, read-only system)
+    environment's process                     sandbox (separate namespaces, read-only system)
     Sandboxes.run(job)  ---- job: stdin --->  inside.py: sets limits, drops rights, runs the code
                         <--- output, values -
 
-A program sees the system's libraries and Python read-only, a private /tmp in memory, its own processes, and
-no network.  Each program has a sandbox of its own, which is thrown away with all its processes.  Sandboxes
-are started ahead, because bubblewrap and Python take longer to start than most programs to run.
+A program sees read-only libraries and Python, a private /tmp in memory, only its own processes, and no
+network.  Each program runs in a new sandbox, which is discarded with all its processes.  Sandboxes are
+started ahead, because starting bubblewrap and Python takes longer than most programs.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from grpo_plugin_code.systems import System, of_an_image, of_this_machine
 from grpo_plugin_code.users import PREFERRED, ids_of_sandboxes, in_random_order
 
 Reason = Literal["", "error", "time", "cpu", "output", "killed"]
-"""Why a program did not end well: it exits with another status than 0, or a limit or a signal ends it."""
+"""Reason of a failure: a nonzero exit status, a limit or a signal; empty for success."""
 
 MIB = 2**20
 READY = b"ready\n"
-"""The first line of a sandbox's values: it waits for a program."""
+"""First line on the pipe for values: the sandbox waits for its program."""
 DYING = 10.0
-"""Seconds in which the processes of a sandbox that was killed have to be gone."""
+"""Time limit for the end of a killed sandbox's processes in seconds."""
 
 
 @frozen(kw_only=True)
@@ -59,20 +59,20 @@ class Limits:
     seconds: float = field(default=10.0, validator=gt(0))
     """Seconds of wall time."""
     cpu_seconds: int = field(default=5, validator=ge(1))
-    """Seconds of each process's computing time."""
+    """CPU seconds of each process."""
     memory: int = field(default=512, validator=ge(64))
     """MiB of each process's address space."""
     files: int = field(default=16, validator=ge(1))
-    """MiB of its private /tmp, and of each file."""
+    """MiB of the private /tmp, and of each file."""
     processes: int = field(default=16, validator=ge(1))
     """Number of processes and threads."""
     output: int = field(default=256, validator=ge(1))
-    """KiB that it may print, and of the values that it may return."""
+    """KiB of output, and KiB of values."""
 
     def resources(self) -> dict[str, int]:
-        """Return the limits that the operating system keeps for each process."""
+        """Return the resource limits of each process, by name."""
         return {
-            "RLIMIT_CPU": self.cpu_seconds,  # and one second more if it ignores the signal
+            "RLIMIT_CPU": self.cpu_seconds,  # SIGKILL follows a second later
             "RLIMIT_AS": self.memory * MIB,
             "RLIMIT_FSIZE": self.files * MIB,
             "RLIMIT_NPROC": self.processes,
@@ -89,7 +89,7 @@ class Job:
         code: Python source.
         stdin: text of its standard input.
         calls: expressions to evaluate after the code.
-        seconds: its limit of wall time, if that is shorter than the limit of all.
+        seconds: wall time limit, if it is shorter than the limit of all programs.
     """
 
     code: str
@@ -100,29 +100,29 @@ class Job:
 
 @frozen(kw_only=True)
 class Outcome:
-    """The end of a program, with its output and values."""
+    """The result of a program."""
 
     reason: Reason
     told: str
-    """The reason in words, with the end of what the program printed as an error."""
+    """Description of the reason, with the last line of standard error."""
     output: str
-    """Its standard output."""
+    """Standard output."""
     values: Sequence[str]
-    """Its values as lines of JSON; see ``inside.py``."""
+    """Values as lines of JSON; see ``inside.py``."""
     seconds: float
 
 
 class Sandboxes:
-    """Starts sandboxes ahead, and runs programs in them.
+    """Runs programs in sandboxes that are started ahead.
 
     Args:
-        limits: of each program.
-        at_once: number of programs that run at once, or a semaphore that others share.
+        limits: limits of each program.
+        at_once: number of concurrent programs, or a shared semaphore.
         ready: number of sandboxes that are started ahead.
-        places: further directories, empty and in memory, as /tmp is.
-        image: the system of the sandboxes, in place of this machine's.
+        mounts: further writable directories in memory, empty like /tmp.
+        image: root file system of the sandboxes; None uses this machine's.
 
-    Raises ConfigError if there is no sandbox on this machine; nothing is ever run without one.
+    Raises ConfigError if sandboxes do not work on this machine; code never runs without one.
     """
 
     def __init__(
@@ -142,17 +142,17 @@ class Sandboxes:
         self._waiting: deque[asyncio.Task[_Sandbox]] = deque()
 
     async def run(self, job: Job) -> Outcome:
-        """Run a program to its end, or to a limit."""
+        """Run a program until it ends or meets a limit."""
         async with self._slots:
             sandbox = await self._next()
             try:
                 return await sandbox.run(job)
             finally:
-                sandbox._child.kill()  # bubblewrap, and with it every process of its sandbox
+                sandbox._child.kill()  # kills bubblewrap and every process of its sandbox
                 await sandbox.aclose()
 
     async def aclose(self) -> None:
-        """End the sandboxes that wait."""
+        """End the idle sandboxes."""
         while self._waiting:
             with contextlib.suppress(Exception):
                 await (await self._waiting.popleft()).aclose()
@@ -165,7 +165,7 @@ class Sandboxes:
         try:
             await asyncio.wait([start])
         except asyncio.CancelledError:
-            self._waiting.appendleft(start)  # the next program has it
+            self._waiting.appendleft(start)  # keep the sandbox for the next program
             raise
         return start.result()
 
@@ -227,10 +227,10 @@ class _Sandbox:
         )
 
     async def aclose(self) -> None:
-        """End it, and wait until its processes are gone.
+        """End the sandbox, and wait until its processes are gone.
 
-        One that got no program ends by itself when its input ends.  It is not killed: as long as bubblewrap
-        makes a sandbox, its processes do not end with it.
+        An idle sandbox ends when its input is closed.  It is not killed, because bubblewrap's children do not
+        die with it during its setup.
         """
         self._child.end_input()
         try:
@@ -255,10 +255,10 @@ class _Sandbox:
 
 
 def command(limits: Limits, places: Sequence[str] = (), image: Image | None = None) -> list[str]:
-    """Return the command of a sandbox.  Raises ConfigError if it cannot be made on this machine."""
+    """Return the command that starts a sandbox.  Raises ConfigError if it does not work on this machine."""
     places = ("/tmp", *places)
     system = of_this_machine(places) if image is None else of_an_image(image)
-    filter_of()  # raises if this machine's system calls are unknown
+    filter_of()  # raises ConfigError on an unsupported machine
     words = _bubblewrap(limits, system, places)
     words += ["--", *system.python, "-I", "-S", "-X", "utf8", "-c"]
     words.append(Path(__file__).with_name("inside.py").read_text())
@@ -282,18 +282,18 @@ def _bubblewrap(limits: Limits, system: System, places: Sequence[str]) -> list[s
     words = [program, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
     words += ["--unshare-cgroup-try", "--die-with-parent", "--new-session", "--clearenv"]
     words += ["--hostname", "sandbox", "--seccomp", FILTER, "--cap-drop", "ALL"]
-    if ids_of_sandboxes():  # limits of processes do not hold for root: inside.py takes another user id
+    if ids_of_sandboxes():  # process limits do not apply to root, so inside.py changes the user id
         words += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         words += ["--unshare-user", "--disable-userns"]
     for place, target in system.links.items():
         words += ["--symlink", target, place]
     for place, directory in system.directories.items():
-        for parent in reversed(Path(place).parents[:-1]):  # all users may pass through them
+        for parent in reversed(Path(place).parents[:-1]):  # traversable for all users
             words += ["--perms", "0755", "--dir", str(parent)]
         words += ["--ro-bind", directory, place]
     words += ["--proc", "/proc", "--dev", "/dev"]
-    words += ["--dev-bind", "/dev/full", "/dev/zero"]  # it has zeros, too, and gives no shared memory
+    words += ["--dev-bind", "/dev/full", "/dev/zero"]  # also zeros, but no shared memory
     words += ["--remount-ro", "/dev"]
     for place in places:
         words += ["--perms", "1777", "--size", str(limits.files * MIB), "--tmpfs", place]

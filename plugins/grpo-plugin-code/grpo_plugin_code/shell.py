@@ -1,4 +1,4 @@
-"""The environment ``code:shell``: a model works with commands, and tests judge the files that it leaves."""
+"""The environment ``code:shell``: a model runs commands, and tests judge the resulting files."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from grpo_plugin_code.commands import Commands, Ran, packed, room_of
 from grpo_plugin_code.sandbox import MIB, Limits
 
 PLACE = "/work"
-"""The directory that commands work in."""
+"""Working directory of commands."""
 SHAPES = '{"run": "python main.py", "output": "4"} or {"file": "answer.txt", "content": "4"}'
 
 
 class Shell:
-    """A session: its public method is the model's tool."""
+    """The session of a rollout, whose public method is the model's tool."""
 
     def __init__(self, commands: Commands, tree: str, seconds: float = 0.0) -> None:
         self._commands, self._tree, self._number, self._seconds = commands, tree, 0, seconds
@@ -100,7 +100,7 @@ class ShellTask(grpo.Environment):
         )
 
     def from_source(self, prompt: grpo.Prompt) -> grpo.Prompt:
-        """Return the prompt as it is, after a look at its tests and files."""
+        """Return the prompt unchanged after validating its tests and files."""
         self._parts(prompt)
         return prompt
 
@@ -136,7 +136,7 @@ class ShellTask(grpo.Environment):
         return path in ran.files and stripped(ran.files[path]) == stripped(test["content"])
 
     def _parts(self, prompt: grpo.Prompt) -> tuple[Sequence[Mapping[str, str]], Mapping[str, str]]:
-        """Return the tests and files of a prompt.  Raises PluginError for what is none."""
+        """Return the tests and files of a prompt.  Raises PluginError if they are invalid."""
         tests = _data(prompt.info.get(self._tests))
         files = _data(prompt.info.get(self._files) or {})
         good = isinstance(tests, list | tuple) and tests and all(map(_is_test, tests))
@@ -158,7 +158,7 @@ class ShellTask(grpo.Environment):
 
 
 def told(ran: Ran) -> str:
-    """Return what the model reads of a command."""
+    """Return the tool result of a command, as the model reads it."""
     if ran.lost:
         return f"error: the command ended the sandbox ({ran.lost}); the files are as they were before it"
     if ran.full:

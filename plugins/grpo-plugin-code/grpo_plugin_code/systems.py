@@ -1,4 +1,4 @@
-"""The system that a sandbox shows: this machine's libraries and programs with its Python, or an image's."""
+"""The root file system of a sandbox: this machine's libraries and programs, or an image's."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ import grpo_core as grpo
 from grpo_plugin_code.images import Image, base_python, python_of_this_machine
 
 SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/sbin")
-"""Directories of libraries and programs; Debian and others have links to /usr for all but the first."""
+"""Directories of libraries and programs; on Debian and others all but the first are links into /usr."""
 
 
 @frozen(kw_only=True)
 class System:
-    """The files that a sandbox shows."""
+    """The read-only files of a sandbox."""
 
     directories: Mapping[str, str]
-    """Directories of this machine, by their places in the sandbox, where they are read-only."""
+    """Directories of this machine by mount point in the sandbox."""
     links: Mapping[str, str] = field(factory=dict)
-    """Targets of links, by their places in the sandbox."""
+    """Targets of symbolic links by path in the sandbox."""
     python: Sequence[str]
-    """The words that start Python in the sandbox."""
+    """Command that starts Python in the sandbox."""
 
 
 def of_this_machine(places: Sequence[str]) -> System:
     """Return this machine's libraries and Python.
 
-    Raises ConfigError if one of ``places``, which the sandbox covers, would hide them.
+    Raises ConfigError if one of the mount points ``mounts`` would hide them.
     """
     python = base_python()
     for place in places:

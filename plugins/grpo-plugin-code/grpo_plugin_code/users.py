@@ -1,7 +1,7 @@
-"""The user ids of sandboxes that root starts: those that the kernel lets it take.
+"""User ids for sandboxes that root starts.
 
-Root itself may start any number of processes, so each program gets a user id of its own, on which its limits
-hold.  Root of a container may take only the ids that its user namespace has, and sometimes no other at all.
+The kernel does not limit the processes of root, so each program gets a separate user id.  Root of a container
+can only use ids that are mapped in its user namespace, which may be none.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 PREFERRED = range(200_000, 260_000)
-"""Ids that no user of a machine has, as a rule."""
+"""Ids that are usually unused."""
 LOWEST, NOBODY = 10_000, 65_534
-"""The ids of a container that are used begin above its own users, and end before the one of nobody."""
+"""Bounds of the ids used in a container: above its users, below nobody."""
 FEWEST = 1000
-"""Fewest ids of a range that is used: programs that run at once must not share one."""
+"""Smallest usable range of ids: concurrent programs must not share an id."""
 ROUND = 4096
 """Number of ids that are drawn at a time."""
 
 
 def ids_of_sandboxes() -> range:
-    """Return the ids for programs; there are none if this process is not root, or may take no other id."""
+    """Return the ids for programs; empty if this process is not root or cannot change its id."""
     if os.geteuid() != 0 or _read("setgroups").strip() == "deny":
         return range(0)
     return chosen(_read("uid_map"), _read("gid_map"))
 
 
 def chosen(users: str, groups: str) -> range:
-    """Return the ids that both maps of a user namespace have, in the text of /proc/self/uid_map."""
+    """Return the ids mapped by both the user and group map of a namespace, as in /proc/self/uid_map."""
     both = [
         range(max(user.start, group.start), min(user.stop, group.stop))
         for user in _ranges(users)
@@ -43,10 +43,10 @@ def chosen(users: str, groups: str) -> range:
 
 
 def in_random_order(ids: Sequence[int]) -> Iterator[int]:
-    """Yield ids without an end, in an order that no other process of the machine has.
+    """Yield ids endlessly in random order.
 
-    The kernel counts the processes of a user id on the whole machine, so two programs that share one could
-    start fewer.
+    The kernel counts the processes of a user id on the whole machine, so programs of two runs should not
+    share an id.
     """
     drawn = random.SystemRandom()
     while True:

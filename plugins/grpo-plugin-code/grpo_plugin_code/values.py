@@ -1,8 +1,8 @@
-"""Values that come out of a sandbox, as lines of JSON (see ``inside.py``), and how they are compared.
+"""Parsing and comparison of values from a sandbox, which are lines of JSON (see ``inside.py``).
 
-Who writes such a line may be the model's program.  A line is therefore never made into Python's sets or
-dicts: numbers that were chosen to have the same hash would make that take the square of their number.  Both
-sides of a comparison become a text instead, which is the same exactly for values that Python takes as equal.
+The model's program may forge a line.  Lines are therefore never converted to Python's sets or dicts, where
+numbers with colliding hashes would take quadratic time.  Both sides of a comparison are converted to a
+canonical text, which is equal exactly for values that are equal in Python.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from operator import itemgetter
 from typing import Any
 
 MOST = 2**20
-"""Characters of a line that is read: JSON takes up to thirty times as many bytes when it is read."""
+"""Longest line that is parsed, in characters: parsed JSON takes up to thirty times the memory."""
 TEXT = '["str", '
-"""Beginning of the line of a text."""
+"""Prefix of the line of a string."""
 WRONG = (TypeError, ValueError, KeyError, IndexError, RecursionError, OverflowError, AttributeError)
-"""Errors that reading a line may raise if it is none."""
+"""Errors that parsing an invalid line may raise."""
 
 
 class NotANumberError(ValueError):
-    """A value has a part that equals nothing, not even itself."""
+    """Raised for a value that contains NaN, which equals nothing."""
 
 
 def text_in(line: str) -> str:
-    """Return the text that a line stands for.  Raises ValueError if it stands for none.
+    """Parse the line of a string.  Raises ValueError for any other line.
 
-    A text takes at most four times the memory of its line, so it may have any length.
+    There is no limit of length, since a string takes at most four times the memory of its line.
     """
     if line.startswith(TEXT + '"'):
         text, end = json.JSONDecoder().raw_decode(line, len(TEXT))
@@ -39,9 +39,9 @@ def text_in(line: str) -> str:
 
 
 def form_in(line: str) -> str:
-    """Return the form of the value that a line stands for, by which it is compared.
+    """Return the canonical form of the value in a line.
 
-    Raises ValueError if it stands for none, or is longer than what is read.
+    Raises ValueError for an invalid line, or one longer than ``MOST``.
     """
     if len(line) > MOST:
         raise ValueError(f"it returned a value that takes {len(line)} characters; at most {MOST} are read")
@@ -54,7 +54,7 @@ def form_in(line: str) -> str:
 
 
 def form_of(value: Any) -> str:
-    """Return the form of a value of this process.  Raises ValueError if no sandbox returns an equal one."""
+    """Return the canonical form of a value.  Raises ValueError if no sandbox can return an equal value."""
     match value:
         case None:
             return "None"
@@ -101,12 +101,12 @@ def _form_of_parts(kind: str, content: Any) -> str:
 
 
 def _number(value: Any) -> str:
-    """Return the same text for equal numbers: 1, 1.0, True and 1+0j are one value."""
+    """Return the canonical form of a number; 1, 1.0, True and 1+0j are equal."""
     if value != value:
         raise NotANumberError("it is not a number (NaN), which equals nothing")
     if isinstance(value, complex):
         return f"{_number(value.real)}+{_number(value.imag)}j" if value.imag else _number(value.real)
-    if isinstance(value, float) and not value.is_integer():  # infinities, too
+    if isinstance(value, float) and not value.is_integer():  # includes infinities
         return value.hex()
     return hex(int(value))
 
@@ -116,6 +116,6 @@ def _set(forms: Sequence[str]) -> str:
 
 
 def _dict(forms: Sequence[tuple[str, str]]) -> str:
-    """Return a mapping; the last of several values of a key counts."""
+    """Return the canonical form of a dict; the last value of a repeated key counts."""
     entries = [list(group)[-1] for _, group in groupby(sorted(forms, key=itemgetter(0)), key=itemgetter(0))]
     return f"{{{','.join(f'{key}:{value}' for key, value in entries)}:}}"

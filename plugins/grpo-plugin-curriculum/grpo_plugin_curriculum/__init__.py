@@ -1,4 +1,4 @@
-"""Samplers that change during a run which tasks and prompts are drawn."""
+"""Samplers that change the mixture of tasks or prompts during a run."""
 
 import grpo_core as grpo
 

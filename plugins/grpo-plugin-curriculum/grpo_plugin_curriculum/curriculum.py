@@ -1,4 +1,4 @@
-"""Samplers whose tasks change during the run: with the step, or with the success rate."""
+"""Samplers that change the mixture of tasks with the step, or with the success rate."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from grpo_plugin_curriculum.weighted import Observing, Weighted
 
 
 class TaskOrder(grpo.TaskSampler):
-    """Draws from the tasks that a list names for each step.
+    """Draws from the tasks listed for each step.
 
     Args:
-        order: a task, or several that take turns, for each of the steps 0, 1, ...; after the last entry it
-            starts over.  The step is the ``target_version``: the last that may train the prompt, and with
-            ``policy = "in_order"`` the one that does.
+        order: a task, or several that alternate, for each of the steps 0, 1, ...; the list repeats after the
+            last entry.  The step is the ``target_version``: the last step that may train the prompt, and with
+            ``policy = "in_order"`` the step that trains it.
 
     Raises:
         ConfigError: the list is empty, or names an unknown task.
@@ -46,11 +46,11 @@ class TaskOrder(grpo.TaskSampler):
 
 @define(eq=False, slots=False)
 class Schedule(Weighted):
-    """Draws each prompt's task by weights that change with the step that the prompt is for.
+    """Draws tasks by weights that are functions of the step.
 
     Args:
-        points: ``[[step, weight], ...]`` with rising steps for each task.  Between two points the weight
-            changes in a straight line; before the first and after the last it stays.  The step is the
+        points: ``[[step, weight], ...]`` with rising steps for each task.  The weight is interpolated
+            linearly between points, and constant before the first and after the last.  The step is the
             request's ``target_version``, so that a longer pipeline does not shift the schedule.
         weights: weight of each task without points.  Default: the tasks' weights in the configuration, or 1.
 
@@ -91,7 +91,7 @@ class Schedule(Weighted):
 
 
 class SavedRates(TypedDict):
-    """The state of a ``Curriculum``, besides its draws."""
+    """The state of a ``Curriculum``, without its random state."""
 
     rates: dict[str, list[tuple[Count, float]]]
 
@@ -100,14 +100,14 @@ class SavedRates(TypedDict):
 class Curriculum(Observing):
     """Draws mostly from tasks that are neither too hard nor too easy.
 
-    A group teaches most when about half of its rollouts succeed, and nothing when all of them agree.  A
-    task's success rate is the mean over its newest ``window`` groups.  While the rate is inside the band, or
-    not known yet, the task has its full weight.  Outside the band it keeps a small share, so that it is still
-    measured and returns when the rate changes.  If every task is outside, the tasks that are too hard have
-    their full weight: a solved task teaches nothing, an unsolved one may still begin to.
+    The training signal of a group is strongest if about half of its rollouts succeed, and zero if all agree.
+    A task's success rate is the mean over its newest ``window`` groups.  A task inside the band, or with an
+    unknown rate, has its full weight.  Outside of the band it keeps a small share, so that its rate is still
+    measured.  If every task is outside, the tasks that are too hard have their full weight: a solved task has
+    no training signal, an unsolved one may still get one.
 
-    The place in the stream decides which groups are the newest: the order and delay of observation make no
-    difference, and a group that is observed twice counts once.
+    The index in the stream decides which groups are the newest: order and delay of observations have no
+    effect, and a group that is observed twice counts once.
 
     Args:
         low: a task whose success rate is below this is too hard.
@@ -130,7 +130,7 @@ class Curriculum(Observing):
     known_after: int = 8
     rest: float = 0.1
     _rates: dict[str, dict[int, float]] = field(init=False, factory=dict)
-    """Success rates of the newest groups of each task, by their place in the stream."""
+    """Success rates of the newest groups of each task, by index in the stream."""
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
@@ -143,7 +143,7 @@ class Curriculum(Observing):
             )
 
     def observe(self, groups: Sequence[grpo.Group]) -> None:
-        """Record the groups' rewards."""
+        """Record the rewards of groups."""
         for group in groups:
             if not (succeeded := group.successes(self._success)):
                 continue
@@ -153,7 +153,7 @@ class Curriculum(Observing):
                 del rates[min(rates)]
 
     def rate(self, task: str) -> float | None:
-        """Return the task's success rate, or None while it is not known."""
+        """Return a task's success rate, or None while it is unknown."""
         rates = self._rates.get(task, {})
         return fmean(rates.values()) if len(rates) >= self.known_after else None
 

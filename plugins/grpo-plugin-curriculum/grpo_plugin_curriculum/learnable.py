@@ -19,11 +19,11 @@ LARGEST = 0.25
 class Learnable(Observing):
     """Draws a task in proportion to ``p * (1 - p)``, with ``p`` the share of its rollouts that succeed.
 
-    ``p`` is an exponential mean over the groups in the order of observation, and starts at 0.5.
+    ``p`` is an exponential moving average over groups in the order of observation, and starts at 0.5.
 
     Args:
         floor: share of the largest weight that each task keeps.
-        memory: share of ``p`` that remains when a group is observed.
+        memory: weight of the old ``p`` when a group is observed.
 
     Raises:
         ConfigError: a number is out of range, or a weight names an unknown task.
@@ -44,7 +44,7 @@ class Learnable(Observing):
             )
 
     def observe(self, groups: Sequence[grpo.Group]) -> None:
-        """Record the groups' rewards."""
+        """Record the rewards of groups."""
         for group in groups:
             if not (succeeded := group.successes(self._success)):
                 continue

@@ -1,4 +1,4 @@
-"""A sampler that chooses prompts by their expected success rates, and passes the others over."""
+"""A sampler that selects prompts by their expected success rate and skips the others."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from grpo_plugin_curriculum.weighted import Observing
 
 @define(eq=False)
 class Rates:
-    """The success rate of each prompt of a task, as a Beta distribution that fades.
+    """The success rate of each prompt of a task, as a Beta distribution whose evidence decays.
 
-    The evidence of a group counts by half after ``half_life`` steps, and by half again after as many more.
-    A group that is heard of late counts as if it had been heard of in time, so the order makes no difference.
+    The weight of a group's evidence halves every ``half_life`` steps.  A group that is observed late counts
+    as if it had been observed in time, so the order has no effect.
     """
 
     size: int
@@ -29,9 +29,9 @@ class Rates:
     successes: NDArray[np.float32] = field(init=False)
     failures: NDArray[np.float32] = field(init=False)
     at: NDArray[np.int32] = field(init=False)
-    """Step at which the evidence counts fully; evidence from before has faded already."""
+    """Step that the evidence has been decayed to."""
     total: list[float] = field(init=False, factory=lambda: [0.0, 0.0, 0.0])
-    """Successes and failures of all prompts of the task, and the step at which they count fully."""
+    """Successes and failures over all prompts of the task, and the step that they have been decayed to."""
 
     def __attrs_post_init__(self) -> None:
         self.successes = np.zeros(self.size, np.float32)
@@ -39,7 +39,7 @@ class Rates:
         self.at = np.zeros(self.size, np.int32)
 
     def observe(self, place: int, successes: int, failures: int, step: int) -> None:
-        """Add the evidence of a group that was generated at a step."""
+        """Add the evidence of a group generated at ``step``."""
         s, f, at = self._added(
             float(self.successes[place]), float(self.failures[place]), int(self.at[place]),
             successes, failures, step,
@@ -59,17 +59,17 @@ class Rates:
         return float(0.5 ** (max(0.0, steps) / self.half_life))
 
     def prior(self, strength: float) -> tuple[float, float]:
-        """Return the successes and failures that are expected of any prompt of the task."""
+        """Return the pseudo-counts of successes and failures for any prompt of the task."""
         s, f, _ = self.total
-        mean = min(0.65, max(0.35, (s + 1.0) / (s + f + 2.0)))  # an unknown prompt is always worth a look
+        mean = min(0.65, max(0.35, (s + 1.0) / (s + f + 2.0)))  # an unknown prompt is always tried
         return strength * mean, strength * (1.0 - mean)
 
     def expected(
         self, places: Sequence[int], step: int, prior: tuple[float, float]
     ) -> list[tuple[float, float]]:
-        """Return the expected success rate p of each prompt, and what it is expected to teach.
+        """Return the expected success rate p of each prompt, and its expected training signal.
 
-        That is the expectation of 4 p (1 - p), the variance of its rewards: 1 at p = 0.5, 0 at 0 and 1.
+        The signal is the expectation of 4 p (1 - p), the scaled variance of the rewards: 1 at p = 0.5.
         """
         at = np.asarray(places)
         fade = np.exp2(np.minimum(self.at[at] - step, 0) / self.half_life)
@@ -78,7 +78,7 @@ class Rates:
         return list(zip((a / n).tolist(), (4.0 * a * (n - a) / (n * (n + 1.0))).tolist(), strict=True))
 
     def state(self) -> SavedEvidence:
-        """Return the evidence as JSON values; prompts that were never heard of take no room."""
+        """Return the evidence as JSON values; unobserved prompts are left out."""
         seen = np.flatnonzero(self.successes + self.failures).astype(np.int32)
         arrays = (seen, self.successes[seen], self.failures[seen], self.at[seen])
         packed = [base64.b64encode(each.tobytes()).decode() for each in arrays]
@@ -107,7 +107,7 @@ class SavedEvidence(TypedDict):
 
 
 class SavedPrompts(TypedDict):
-    """The state of ``LearnablePrompts``, besides its draws."""
+    """The state of ``LearnablePrompts``, without its random state."""
 
     rates: dict[str, SavedEvidence]
     drawn_at: dict[str, dict[str, tuple[Count, Count]]]
@@ -115,19 +115,19 @@ class SavedPrompts(TypedDict):
 
 @define(eq=False, slots=False)
 class LearnablePrompts(Observing):
-    """Draws the prompts whose success is least certain, and passes over those that teach little.
+    """Draws the prompts whose success is least certain, and skips prompts with little training signal.
 
-    Tasks are drawn in proportion to their weights.  Of a task, the loader offers the next prompts of the
-    epoch.  A prompt that is expected to teach at least ``enough`` is drawn; the others are passed over,
-    unless too few are left: then the best of them are drawn.  So each prompt is drawn or passed over once an
-    epoch.  What is known of a prompt fades, so a prompt that was solved, or never solved, is tried again.
+    Tasks are drawn in proportion to their weights.  The loader of the task offers the next prompts of the
+    epoch.  A prompt with an expected signal of at least ``enough`` is drawn; the others are skipped, unless
+    too few remain, in which case the best of them are drawn.  Each prompt is drawn or skipped once an epoch.
+    Evidence decays, so prompts that were always or never solved are tried again.
 
     Args:
         enough: a prompt is drawn if the expectation of 4 p (1 - p) is at least this, where p is its success
             rate.  0.6 is reached between success rates of 19% and 81%.
-        candidates: number of prompts that are looked at for each one that is drawn, at most.
-        half_life: number of steps after which what was seen of a prompt counts by half.
-        prior: number of rollouts by which the task's mean success rate counts for each prompt.
+        candidates: largest number of prompts to consider for each drawn one.
+        half_life: number of steps after which the weight of evidence halves.
+        prior: weight of the task's mean success rate for each prompt, in rollouts.
 
     Raises:
         ConfigError: a number is out of range, or a weight names an unknown task.
@@ -142,7 +142,7 @@ class LearnablePrompts(Observing):
     prior: float = 2.0
     _rates: dict[str, Rates] = field(init=False, factory=dict)
     _drawn_at: dict[str, dict[str, list[int]]] = field(init=False, factory=dict)
-    """Place of each prompt that is on its way, and how often it is, by task and id."""
+    """Index of each prompt in flight and how often it is in flight, by task and id."""
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
@@ -164,7 +164,7 @@ class LearnablePrompts(Observing):
         return [next(picked[task]) for task in chosen]
 
     def _pick(self, task: str, loader: grpo.Loader, count: int, now: int) -> list[grpo.Prompt]:
-        """Return ``count`` of the next prompts of a task, in the epoch's order; pass the others over."""
+        """Return ``count`` of the next prompts of a task, in the epoch's order; skip the others."""
         rates = self._rates.get(task)
         if rates is None or rates.size != len(loader):
             rates = self._rates[task] = Rates(len(loader), self.half_life)
@@ -191,14 +191,14 @@ class LearnablePrompts(Observing):
         return prompts
 
     def observe(self, groups: Sequence[grpo.Group]) -> None:
-        """Add what the groups show about their prompts."""
+        """Add the evidence of groups."""
         for group in groups:
             task, id = group.prompt.environment, group.prompt.id
             entry = self._drawn_at.get(task, {}).get(id)
             if entry is None:
-                continue  # it was heard of before
+                continue  # observed before
             filtered = all(rollout.advantage is None for rollout in group.rollouts)
-            if not filtered:  # of those ``untrained`` tells next
+            if not filtered:  # ``untrained`` reports filtered groups next
                 self._arrived(task, id)
             done = group.successes(self._success)
             self._rates[task].observe(entry[0], sum(done), len(done) - sum(done), group.generation_version)
@@ -208,7 +208,7 @@ class LearnablePrompts(Observing):
         self._arrived(prompt.environment, prompt.id)
 
     def _arrived(self, task: str, id: str) -> None:
-        """Count a prompt as on its way once less."""
+        """Remove one of a prompt's groups in flight."""
         entry = self._drawn_at.get(task, {}).get(id)
         if entry is not None:
             entry[1] -= 1

@@ -1,6 +1,6 @@
-"""Bases of samplers whose tasks have weights in the configuration.
+"""Base classes of samplers with weights of tasks in the configuration.
 
-Annotations are evaluated here: they are the types of the options of the samplers in other modules.
+Annotations are evaluated in this module, because they are the types of inherited options.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,11 +43,11 @@ class Weighted(grpo.WeightedTaskSampler):
 
 @define(eq=False, slots=False)
 class Observing(Weighted):
-    """Base class of samplers that look at which rollouts succeed.
+    """Base class of samplers that use success rates.
 
     Args:
-        success: a rollout with this reward or more has succeeded.  None: what the task declares as a success,
-            or a reward of 1 if it declares none.
+        success: reward from which a rollout is a success.  None: the task's own success, or a reward of 1 if
+            it declares none.
     """
 
     _success: float | None = field(default=None, kw_only=True)
