@@ -73,7 +73,7 @@ LISTINGS = tuple(
 )
 
 
-ASKED = (("<answer>", "</answer>"), ("\\boxed{", "}"), ("#### ", ""))
+FORMS = (("<answer>", "</answer>"), ("\\boxed{", "}"), ("#### ", ""))
 """Answer formats that are looked for in prompts if there is no solution."""
 
 
@@ -83,8 +83,8 @@ def form_of(solutions: Sequence[Solution], prompts: Sequence[Prompt] = ()) -> tu
     Without solutions, return the answer format that all prompts mention.
     """
     if not solutions:
-        forms = [form for form in ASKED if all(form[0].strip() in text_of(prompt) for prompt in prompts)]
-        return (*forms, ("", ""))[0]
+        mentioned = [form for form in FORMS if all(form[0].strip() in text_of(prompt) for prompt in prompts)]
+        return (*mentioned, ("", ""))[0]
     forms = set()
     for one in solutions:
         before, found, after = (one.text or "").partition(one.answer or "\0")

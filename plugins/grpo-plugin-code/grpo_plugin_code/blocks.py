@@ -29,8 +29,8 @@ class _Fence:
 
     def ends(self, line: str) -> bool:
         """Whether the line closes the block; text may follow the fence."""
-        said = line.lstrip(" \t")
-        return said.startswith(self.marks) and len(line) - len(said) <= self.indent + MARGIN
+        text = line.lstrip(" \t")
+        return text.startswith(self.marks) and len(line) - len(text) <= self.indent + MARGIN
 
 
 def program_of(reply: str) -> str | None:
@@ -72,10 +72,10 @@ def _opened(line: str) -> _Fence | None:
     parts = _FENCE.fullmatch(line)
     if parts is None:
         return None
-    before, marks, told = parts.groups()
-    if before.strip() and re.search(r"\s\S", told):
+    before, marks, after = parts.groups()
+    if before.strip() and re.search(r"\s\S", after):
         return None
-    language = _LANGUAGE.match(told.strip())
+    language = _LANGUAGE.match(after.strip())
     indent = len(before) - len(before.lstrip(_ITEM))
     return _Fence(marks, indent, language[0].lower() if language else "")
 

@@ -100,17 +100,17 @@ def filter_of(machine: str = "") -> bytes:
             f"system calls of {' and '.join(MACHINES)} with 64 bits only. Code of a model is never "
             "run without the filter of system calls: use such a machine"
         )
-    place, name = MACHINES[machine]
+    column, name = MACHINES[machine]
     code = [(LOAD, 0, 0, ARCHITECTURE), (EQUAL, 1, 0, name), _give(KILL), (LOAD, 0, 0, NUMBER)]
     code += [(FROM, 0, 1, OTHER_NUMBERS), _give(KILL)]
     for table, error in ((ABSENT, errno.ENOSYS), (FORBIDDEN, errno.EPERM)):
         for numbers in table.values():
-            code += _when(numbers[place], [_give(ERROR | error)])
-    code += _when(CLONE[place], [_argument(0), (BITS, 0, 1, NAMESPACES), _give(ERROR | errno.EPERM)])
+            code += _when(numbers[column], [_give(ERROR | error)])
+    code += _when(CLONE[column], [_argument(0), (BITS, 0, 1, NAMESPACES), _give(ERROR | errno.EPERM)])
     # other families than these are refused
     families = [(EQUAL, len(FAMILIES) - at, 0, family) for at, family in enumerate(FAMILIES)]
-    code += _when(SOCKET[place], [_argument(0), *families, _give(ERROR | errno.EAFNOSUPPORT)])
-    code += _when(MMAP[place], _mmap())
+    code += _when(SOCKET[column], [_argument(0), *families, _give(ERROR | errno.EAFNOSUPPORT)])
+    code += _when(MMAP[column], _mmap())
     return b"".join(struct.pack("=HBBI", *each) for each in [*code, _give(ALLOW)])
 
 

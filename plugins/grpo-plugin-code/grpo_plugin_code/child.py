@@ -43,7 +43,7 @@ class Child:
             )
             self._handle = os.pidfd_open(self._process.pid)  # nothing else reaps this process
             ours.pop_all()
-        self.said = [bytearray() for _ in self._outputs]
+        self.received = [bytearray() for _ in self._outputs]
         """The first ``most`` + 1 bytes of each pipe."""
         self.line: asyncio.Future[None] = self._loop.create_future()
         """Done when the pipe for values has a line, or is closed."""
@@ -105,11 +105,11 @@ class Child:
         if not part:
             self._end(index)
             return
-        said = self.said[index]
-        said += part[: self._most + 1 - len(said)]
-        if index == len(self.said) - 1 and b"\n" in said and not self.line.done():
+        received = self.received[index]
+        received += part[: self._most + 1 - len(received)]
+        if index == len(self.received) - 1 and b"\n" in received and not self.line.done():
             self.line.set_result(None)
-        if len(said) > self._most:
+        if len(received) > self._most:
             self.kill()
 
     def _end(self, index: int) -> None:
@@ -119,7 +119,7 @@ class Child:
             os.close(self._outputs[index])
             self._outputs[index] = CLOSED
             self._ended[index].set_result(None)
-        if index == len(self.said) - 1 and not self.line.done():
+        if index == len(self.received) - 1 and not self.line.done():
             self.line.set_result(None)
 
     def _exit(self) -> None:

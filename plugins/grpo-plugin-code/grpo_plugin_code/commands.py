@@ -29,7 +29,7 @@ PAGE = 4096
 """Page size: the unit in which files take memory."""
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 """PATH for images without one."""
-TOLD, TEXTS = 8, 4
+ESCAPED, TEXTS = 8, 4
 """Largest number of characters for a byte of output in nested JSON, and number of texts in a result."""
 STATE = 65_536
 """Largest size of working directory and exported variables in bytes; Linux allows some megabytes."""
@@ -57,7 +57,7 @@ class Ran:
 
     @property
     def cut(self) -> str:
-        """"time" or "killed" if the command did not end by itself, else an empty text.
+        """The text "time" or "killed" if the command did not end by itself, else an empty text.
 
         Too much output counts as "time", because it ends a command in the same way.
         """
@@ -86,7 +86,7 @@ class Commands:
         self,
         limits: Limits,
         *,
-        place: str,
+        directory: str,
         others: Sequence[str] = (),
         at_once: int | asyncio.Semaphore,
         ready: int,
@@ -97,13 +97,13 @@ class Commands:
                 f"code: this Python is {platform.python_version()}, whose tarfile cannot refuse paths that "
                 "lead out of a directory; use 3.11.4 or newer"
             )
-        self._limits, self._place, self._others = limits, place, tuple(others)
+        self._limits, self._directory, self._others = limits, directory, tuple(others)
         self._environ = {"PATH": PATH, **image.environ} if image is not None else {}
         packed = limits.files * 1024 * 4 // 3 + 1024  # base64 of incompressible files
-        output = TOLD * (TEXTS * limits.output + STATE // 1024) + packed
+        output = ESCAPED * (TEXTS * limits.output + STATE // 1024) + packed
         wide = evolve(limits, seconds=limits.seconds + GRACE, output=output)
-        places = [each for each in (place, *self._others) if each != "/tmp"]
-        self._sandboxes = Sandboxes(wide, at_once=at_once, ready=ready, places=places, image=image)
+        mounts = [each for each in (directory, *self._others) if each != "/tmp"]
+        self._sandboxes = Sandboxes(wide, at_once=at_once, ready=ready, mounts=mounts, image=image)
 
     async def run(
         self,
@@ -130,12 +130,12 @@ class Commands:
         limit = min(seconds or self._limits.seconds, self._limits.seconds)
         job = {
             "command": command,
-            "place": self._place,
+            "directory": self._directory,
             "environ": self._environ,
             "tree": tree,
             "state": state,
             "state_size": STATE,
-            "others": {place: (others or {}).get(place, "") for place in self._others},
+            "others": {directory: (others or {}).get(directory, "") for directory in self._others},
             "reads": list(reads),
             "keeps": keeps,
             "seconds": limit,
@@ -143,13 +143,17 @@ class Commands:
             "output": self._limits.output * 1024,
         }
         outcome = await self._sandboxes.run(
-            Job(code=_program(), stdin=json.dumps(job), calls=["told", "tree"], seconds=limit + GRACE)
+            Job(code=_program(), stdin=json.dumps(job), calls=["result", "tree"], seconds=limit + GRACE)
         )
         try:
             return self._ran(outcome.values, tree, 1 + len(reads), state=state, keeps=keeps)
         except WRONG:  # the code in the sandbox can forge any result
             return Ran(
-                status=None, output="", tree=tree, state=state or "", lost=outcome.told or "it told nothing"
+                status=None,
+                output="",
+                tree=tree,
+                state=state or "",
+                lost=outcome.message or "it told nothing",
             )
 
     def _ran(self, values: Sequence[str], tree: str, texts: int, *, state: str | None, keeps: bool) -> Ran:
@@ -157,7 +161,7 @@ class Commands:
 
         Raises one of ``WRONG`` if it is invalid or too long.
         """
-        most = TOLD * (1024 * self._limits.output * texts + STATE) + PAGE
+        most = ESCAPED * (1024 * self._limits.output * texts + STATE) + PAGE
         if len(values[0]) > most:
             raise ValueError(f"it told {len(values[0])} characters; at most {most} are read")
         found = json.loads(text_in(values[0]))

@@ -63,7 +63,7 @@ class _Systems:
         if root not in self._commands:
             self._commands[root] = Commands(
                 self._limits,
-                place=task.image.place if task.image is not None else PLACE,
+                directory=task.image.directory if task.image is not None else PLACE,
                 others=OTHERS,
                 at_once=self._slots,
                 ready=1 if root is None else 0,  # there may be hundreds of images
@@ -276,9 +276,9 @@ def tasks_in(directory: Path, images: str = "", cache: Path | None = None) -> di
     """
     if not directory.is_dir():
         raise grpo.ConfigError(f"code: there is no directory {directory}")
-    places = [directory] if (directory / "task.toml").exists() else sorted(directory.iterdir())
-    places = [place for place in places if (place / "task.toml").exists()]
-    found = {place.name: _task(place, images, cache or default_cache()) for place in places}
+    directories = [directory] if (directory / "task.toml").exists() else sorted(directory.iterdir())
+    directories = [each for each in directories if (each / "task.toml").exists()]
+    found = {each.name: _task(each, images, cache or default_cache()) for each in directories}
     if not found:
         raise grpo.ConfigError(
             f"code: {directory} holds no task of Harbor: a task is a directory with task.toml, "
@@ -290,22 +290,22 @@ def tasks_in(directory: Path, images: str = "", cache: Path | None = None) -> di
 def rewards_of(ran: Ran) -> dict[str, float] | str:
     """Return the rewards that a verifier wrote, or the reason why there are none."""
     text = ran.files.get(REWARDS[0], "").strip()
-    told: Any = {"reward": text} if text else None
+    result: Any = {"reward": text} if text else None
     for path in REWARDS[1:]:
-        if told is None and path in ran.files:
+        if result is None and path in ran.files:
             try:
-                told = read_json(ran.files[path], object)
+                result = read_json(ran.files[path], object)
             except ValueError:
                 return f"the tests wrote {ran.files[path]!r:.100} as rewards"
-    if told is None:
+    if result is None:
         why = ran.lost or ("their time was over" if ran.status is None else f"exit status {ran.status}")
         return f"the tests wrote no reward ({why}): {ran.output.strip()[-200:]}"
     try:
-        rewards = {str(name): float(value) for name, value in dict(told).items()}
+        rewards = {str(name): float(value) for name, value in dict(result).items()}
     except (TypeError, ValueError, OverflowError):
-        return f"the tests wrote {told!r:.100} as rewards"
+        return f"the tests wrote {result!r:.100} as rewards"
     if not rewards or not all(map(math.isfinite, rewards.values())):
-        return f"the tests wrote {told!r:.100} as rewards"
+        return f"the tests wrote {result!r:.100} as rewards"
     return rewards
 
 
@@ -322,19 +322,19 @@ def _mean(rewards: Mapping[str, float]) -> float:
     return sum(rewards.values()) / len(rewards)
 
 
-def _task(place: Path, images: str, cache: Path) -> HarborTask | str:
-    source = place / "environment"
+def _task(path: Path, images: str, cache: Path) -> HarborTask | str:
+    source = path / "environment"
     try:
-        settings = tomllib.loads((place / "task.toml").read_text())
-        instruction = (place / "instruction.md").read_text().strip()
-        test = (place / "tests" / "test.sh").read_text()
+        settings = tomllib.loads((path / "task.toml").read_text())
+        instruction = (path / "instruction.md").read_text().strip()
+        test = (path / "tests" / "test.sh").read_text()
         has_image = (source / "Dockerfile").exists()
         docker = (source / "Dockerfile").read_text() if has_image else "FROM debian"
         seconds = float(settings.get("verifier", {}).get("timeout_sec", 600))
     except (OSError, ValueError, TypeError, AttributeError) as error:
         return f"it cannot be read: {error}"
     image = None
-    if why := _needs_more(settings, test, place) or ("" if images and has_image else _unusual(docker)):
+    if why := _needs_more(settings, test, path) or ("" if images and has_image else _unusual(docker)):
         return why
     if not instruction:
         return "its instruction.md is empty"
@@ -344,23 +344,23 @@ def _task(place: Path, images: str, cache: Path) -> HarborTask | str:
             image = built(source, images, cache, OTHERS)
         except ImageError as error:
             return str(error)
-        files = image.root / image.place.lstrip("/")
+        files = image.root / image.directory.lstrip("/")
     return HarborTask(
-        name=place.name,
+        name=path.name,
         instruction=instruction,
         tree=packed_directory(files),
-        tests=packed_directory(place / "tests"),
-        solution=packed_directory(place / "solution") if (place / "solution" / "solve.sh").exists() else "",
+        tests=packed_directory(path / "tests"),
+        solution=packed_directory(path / "solution") if (path / "solution" / "solve.sh").exists() else "",
         seconds=seconds,
         image=image,
     )
 
 
-def _needs_more(settings: Mapping[str, Any], test: str, place: Path) -> str:
+def _needs_more(settings: Mapping[str, Any], test: str, path: Path) -> str:
     """Return an unsupported requirement of a task, or an empty text."""
     if settings.get("steps"):
         return "it has several steps"
-    if (place / "environment" / "docker-compose.yaml").exists():
+    if (path / "environment" / "docker-compose.yaml").exists():
         return "it needs several containers (docker-compose.yaml)"
     if wanted := NETWORK.search(test):
         return f"its tests need a network ({wanted[0]})"

@@ -38,7 +38,7 @@ class Image:
     """The files of an image and its settings."""
 
     root: Path
-    place: str
+    directory: str
     """Working directory."""
     environ: Mapping[str, str] = field(factory=dict)
     """Environment variables."""
@@ -49,7 +49,7 @@ def default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grpo-core" / "images"
 
 
-def built(context: Path, program: str, cache: Path, places: Sequence[str]) -> Image:
+def built(context: Path, program: str, cache: Path, mounts: Sequence[str]) -> Image:
     """Build the image of a directory with a Dockerfile, or return it from the cache.
 
     Args:
@@ -70,14 +70,14 @@ def built(context: Path, program: str, cache: Path, places: Sequence[str]) -> Im
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache, prefix=".building-") as scratch:
             made = Path(scratch) / "image"
-            _build(context, program, f"localhost/grpo-core/{digest[:32]}", made, places)
+            _build(context, program, f"localhost/grpo-core/{digest[:32]}", made, mounts)
             try:
                 made.rename(kept)
             except OSError:  # another process has built it meanwhile
                 if not (kept / ABOUT).is_file():
                     raise
     about = json.loads((kept / ABOUT).read_text())
-    return Image(root=kept / "root", place=about["place"], environ=about["environ"])
+    return Image(root=kept / "root", directory=about["place"], environ=about["environ"])
 
 
 def base_python() -> str:
@@ -130,30 +130,30 @@ def _digest(context: Path) -> str:
     return digest.hexdigest()
 
 
-def _build(context: Path, program: str, name: str, made: Path, places: Sequence[str]) -> None:
+def _build(context: Path, program: str, name: str, made: Path, mounts: Sequence[str]) -> None:
     """Build an image, and write its files and settings to a new directory."""
     dockerfile = str(context / "Dockerfile")
-    _said([program, "build", "--quiet", "--tag", name, "--file", dockerfile, str(context)])
-    config = json.loads(_said([program, "image", "inspect", name]))[0]["Config"]
-    place = os.path.normpath(config.get("WorkingDir") or "/")
-    if place == "/":
+    _output([program, "build", "--quiet", "--tag", name, "--file", dockerfile, str(context)])
+    config = json.loads(_output([program, "image", "inspect", name]))[0]["Config"]
+    directory = os.path.normpath(config.get("WorkingDir") or "/")
+    if directory == "/":
         raise ImageError("its image works in /, and a sandbox needs a directory of its own (WORKDIR)")
     root = made / "root"
     root.mkdir(parents=True)
-    container = _said([program, "create", name, "true"]).split()[-1]
+    container = _output([program, "create", name, "true"]).split()[-1]
     try:
         _extract([program, "export", container], root)
     finally:
-        _said([program, "rm", container])
+        _output([program, "rm", container])
     if not any(os.path.lexists(root / path) for path in ("bin/bash", "usr/bin/bash")):
         raise ImageError("its image has no bash, with which commands are run")
-    for each in (*MOUNTED, *places, place):
+    for each in (*MOUNTED, *mounts, directory):
         inside = root / each.lstrip("/")
         if not inside.resolve().is_relative_to(root.resolve()):
             raise ImageError(f"its image has a link in place of {each}, which leads out of it")
         inside.mkdir(parents=True, exist_ok=True)
     environ = dict(entry.split("=", 1) for entry in config.get("Env") or () if "=" in entry)
-    (made / ABOUT).write_text(json.dumps({"place": place, "environ": environ}))
+    (made / ABOUT).write_text(json.dumps({"place": directory, "environ": environ}))
 
 
 def _extract(words: Sequence[str], root: Path) -> None:
@@ -167,10 +167,10 @@ def _extract(words: Sequence[str], root: Path) -> None:
         raise ImageError(f"the files of its image cannot be read: {done.stderr.strip()[-300:]}")
 
 
-def _said(words: Sequence[str]) -> str:
+def _output(words: Sequence[str]) -> str:
     """Run a command and return its output.  Raises ImageError."""
     done = subprocess.run(words, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
     if done.returncode:
-        told = (done.stderr.strip() or done.stdout.strip())[-300:]
-        raise ImageError(f"its image cannot be built ({' '.join(words[:2])}): {told}")
+        error = (done.stderr.strip() or done.stdout.strip())[-300:]
+        raise ImageError(f"its image cannot be built ({' '.join(words[:2])}): {error}")
     return done.stdout

@@ -25,13 +25,13 @@ PAGE = 4096
 """Page size: the unit in which files take memory."""
 
 
-def unpack(place: str, packed: str) -> None:
+def unpack(directory: str, packed: str) -> None:
     """Unpack files into a directory; paths that leave it are refused."""
     with tarfile.open(fileobj=io.BytesIO(zlib.decompress(base64.b64decode(packed)))) as tar:
-        tar.extractall(place, filter="tar")
+        tar.extractall(directory, filter="tar")
 
 
-def pack(place: str, most: int) -> str | None:
+def pack(directory: str, most: int) -> str | None:
     """Pack the files of a directory; None if they do not fit into the next sandbox.
 
     A sparse file takes little memory here, but its full size there.
@@ -47,17 +47,17 @@ def pack(place: str, most: int) -> str | None:
 
     try:
         with tarfile.open(fileobj=whole, mode="w") as tar:
-            tar.add(place, arcname=".", filter=measured)
+            tar.add(directory, arcname=".", filter=measured)
     except OverflowError:
         return None
     return base64.b64encode(zlib.compress(whole.getvalue(), 1)).decode()
 
 
-def empty(place: str) -> None:
+def empty(directory: str) -> None:
     """Create a directory, or remove its contents."""
-    os.makedirs(place, exist_ok=True)
-    for name in os.listdir(place):
-        path = os.path.join(place, name)
+    os.makedirs(directory, exist_ok=True)
+    for name in os.listdir(directory):
+        path = os.path.join(directory, name)
         shutil.rmtree(path) if os.path.isdir(path) and not os.path.islink(path) else os.unlink(path)
 
 
@@ -86,7 +86,7 @@ class State:
 
 
 def run(
-    command: str, place: str, of_image: dict[str, str], seconds: float, most: int, state: State | None
+    command: str, directory: str, of_image: dict[str, str], seconds: float, most: int, state: State | None
 ) -> tuple[int | None, bytes]:
     """Run a command; return its exit status (None after a timeout) and the beginning of its output."""
     here = os.path.join(sys.base_prefix, "bin")
@@ -95,7 +95,7 @@ def run(
         # on one line, so that line numbers in bash's errors stay right
         command = f". {state.path}; {command}"
     process = subprocess.Popen(
-        ["/bin/bash", "-c", command], cwd=place, env=environ, stdin=subprocess.DEVNULL,
+        ["/bin/bash", "-c", command], cwd=directory, env=environ, stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
         pass_fds=[state.file.fileno()] if state is not None else [],
     )  # fmt: skip
@@ -119,27 +119,29 @@ def run(
 
 def play(job: dict[str, Any]) -> tuple[str, str | None]:
     """Run a job; return its result as JSON, and the packed files."""
-    place = str(job["place"])
+    directory = str(job["directory"])
     try:
-        unpack(place, str(job["tree"]))
+        unpack(directory, str(job["tree"]))
     except Exception:  # a forged result of an earlier command; continue without files
-        empty(place)
+        empty(directory)
     for other, packed in dict(job["others"]).items():  # last, so that no file of the command replaces these
         empty(other)
         if packed:
             unpack(other, packed)
     most, state = int(job["output"]), None if job["state"] is None else State(str(job["state"]))
-    status, out = run(str(job["command"]), place, dict(job["environ"]), float(job["seconds"]), most, state)
+    status, out = run(
+        str(job["command"]), directory, dict(job["environ"]), float(job["seconds"]), most, state
+    )
     files = {}
     for path in list(job["reads"]):
         if os.path.isfile(path) and not os.path.islink(path):
             with open(path, "rb") as file:
                 files[path] = file.read(most).decode(errors="replace")
-    tree = pack(place, int(job["space"])) if job["keeps"] else ""
-    told = {"status": status, "output": out.decode(errors="replace"), "files": files, "full": tree is None}
+    tree = pack(directory, int(job["space"])) if job["keeps"] else ""
+    result = {"status": status, "output": out.decode(errors="replace"), "files": files, "full": tree is None}
     if state is not None:
-        told["state"] = state.after(int(job["state_size"]))
-    return json.dumps(told), tree
+        result["state"] = state.after(int(job["state_size"]))
+    return json.dumps(result), tree
 
 
-told, tree = play(json.loads(sys.stdin.read()))
+result, tree = play(json.loads(sys.stdin.read()))

@@ -111,5 +111,5 @@ def fault_of(words: tuple[str, ...]) -> str:
         os.close(allowed)
     if tried.returncode == 0:
         return ""
-    said = tried.stderr.decode(errors="replace").strip()[-300:]
-    return said or f"it ends with exit status {tried.returncode}"
+    errors = tried.stderr.decode(errors="replace").strip()[-300:]
+    return errors or f"it ends with exit status {tried.returncode}"

@@ -99,11 +99,11 @@ class PythonCode(grpo.Environment):
         if called:
             # one sandbox evaluates all calls; missing values are failures
             found = await self._sandboxes.run(Job(code=code, calls=[case.call for case in called]))
-            for place, form in enumerate(expected):
-                if place >= len(found.values):
+            for index, form in enumerate(expected):
+                if index >= len(found.values):
                     reasons.append(found.reason or "missing")
                     continue
-                passed = form is not None and await _has_form(found.values[place], form)
+                passed = form is not None and await _has_form(found.values[index], form)
                 reasons.append("" if passed else "wrong")
         share = reasons.count("") / len(reasons)
         failed = Counter(filter(None, reasons))
@@ -140,7 +140,7 @@ class PythonCode(grpo.Environment):
             except (IndexError, ValueError) as error:
                 raise grpo.PluginError(
                     f"code: the expected value {case.expected!r:.100} cannot be computed: "
-                    f"{found.told or error}"
+                    f"{found.message or error}"
                 ) from error
         return self._expected[case.expected]
 

@@ -103,7 +103,7 @@ class Outcome:
     """The result of a program."""
 
     reason: Reason
-    told: str
+    message: str
     """Description of the reason, with the last line of standard error."""
     output: str
     """Standard output."""
@@ -131,11 +131,11 @@ class Sandboxes:
         *,
         at_once: int | asyncio.Semaphore,
         ready: int,
-        places: Sequence[str] = (),
+        mounts: Sequence[str] = (),
         image: Image | None = None,
     ) -> None:
         self._limits, self._ready = limits, ready
-        self._command = command(limits, places, image)
+        self._command = command(limits, mounts, image)
         ids = ids_of_sandboxes()
         self._ids: Iterator[int] | None = in_random_order(ids) if ids else None
         self._slots = asyncio.Semaphore(at_once) if isinstance(at_once, int) else at_once
@@ -195,14 +195,14 @@ class _Sandbox:
         child = sandbox._child
         try:
             await asyncio.wait([child.line], timeout=STARTING)
-            if child.said[2] == READY:
+            if child.received[2] == READY:
                 return sandbox
         except BaseException:
             await sandbox.aclose()
             raise
         await sandbox.aclose()
-        told = child.said[1].decode(errors="replace").strip()
-        raise grpo.PluginError(f"code: a sandbox does not start: {told[-300:] or 'it says nothing'}")
+        errors = child.received[1].decode(errors="replace").strip()
+        raise grpo.PluginError(f"code: a sandbox does not start: {errors[-300:] or 'it says nothing'}")
 
     async def run(self, job: Job) -> Outcome:
         begin, child = time.monotonic(), self._child
@@ -214,13 +214,13 @@ class _Sandbox:
         if not await child.gone(DYING):
             raise TimeoutError(f"code: the processes of a sandbox are still there {DYING:g} s after its end")
         code = child.exited.result()
-        out, err, values = (bytes(said) for said in child.said)
+        out, err, values = (bytes(data) for data in child.received)
         values = values.removeprefix(READY)
         lines = values.decode(errors="replace").split("\n", len(job.calls))[: len(job.calls)]
         reason = _reason(code, (out, err, values), self._most) if ended else "time"
         return Outcome(
             reason=reason,
-            told=self._told(reason, code, err) if ended else f"it took longer than {seconds:g} s",
+            message=self._message(reason, code, err) if ended else f"it took longer than {seconds:g} s",
             output=out.decode(errors="replace"),
             values=lines if lines and lines[-1] else lines[:-1],
             seconds=time.monotonic() - begin,
@@ -239,7 +239,7 @@ class _Sandbox:
             self._child.close()
             os.close(self._given)
 
-    def _told(self, reason: Reason, code: int, err: bytes) -> str:
+    def _message(self, reason: Reason, code: int, err: bytes) -> str:
         limits = self._limits
         match reason:
             case "":
@@ -254,12 +254,12 @@ class _Sandbox:
         return last[0][:300]
 
 
-def command(limits: Limits, places: Sequence[str] = (), image: Image | None = None) -> list[str]:
+def command(limits: Limits, mounts: Sequence[str] = (), image: Image | None = None) -> list[str]:
     """Return the command that starts a sandbox.  Raises ConfigError if it does not work on this machine."""
-    places = ("/tmp", *places)
-    system = of_this_machine(places) if image is None else of_an_image(image)
+    mounts = ("/tmp", *mounts)
+    system = of_this_machine(mounts) if image is None else of_an_image(image)
     filter_of()  # raises ConfigError on an unsupported machine
-    words = _bubblewrap(limits, system, places)
+    words = _bubblewrap(limits, system, mounts)
     words += ["--", *system.python, "-I", "-S", "-X", "utf8", "-c"]
     words.append(Path(__file__).with_name("inside.py").read_text())
     if fault := fault_of(tuple(words)):
@@ -272,7 +272,7 @@ def command(limits: Limits, places: Sequence[str] = (), image: Image | None = No
     return words
 
 
-def _bubblewrap(limits: Limits, system: System, places: Sequence[str]) -> list[str]:
+def _bubblewrap(limits: Limits, system: System, mounts: Sequence[str]) -> list[str]:
     program = shutil.which("bwrap")
     if program is None:
         raise grpo.ConfigError(
@@ -286,17 +286,17 @@ def _bubblewrap(limits: Limits, system: System, places: Sequence[str]) -> list[s
         words += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         words += ["--unshare-user", "--disable-userns"]
-    for place, target in system.links.items():
-        words += ["--symlink", target, place]
-    for place, directory in system.directories.items():
-        for parent in reversed(Path(place).parents[:-1]):  # traversable for all users
+    for path, target in system.links.items():
+        words += ["--symlink", target, path]
+    for path, directory in system.directories.items():
+        for parent in reversed(Path(path).parents[:-1]):  # traversable for all users
             words += ["--perms", "0755", "--dir", str(parent)]
-        words += ["--ro-bind", directory, place]
+        words += ["--ro-bind", directory, path]
     words += ["--proc", "/proc", "--dev", "/dev"]
     words += ["--dev-bind", "/dev/full", "/dev/zero"]  # also zeros, but no shared memory
     words += ["--remount-ro", "/dev"]
-    for place in places:
-        words += ["--perms", "1777", "--size", str(limits.files * MIB), "--tmpfs", place]
+    for path in mounts:
+        words += ["--perms", "1777", "--size", str(limits.files * MIB), "--tmpfs", path]
     words += ["--chdir", "/tmp", "--setenv", "HOME", "/tmp", "--setenv", "PATH", "/usr/bin:/bin"]
     return [*words, "--remount-ro", "/"]
 

@@ -36,7 +36,7 @@ class Shell:
         """
         ran = await self._commands.run(command, self._tree, state=self._state, seconds=self._seconds)
         self._tree, self._state, self._number = ran.tree, ran.state, self._number + 1
-        return told(ran)
+        return tool_result(ran)
 
 
 class ShellTask(grpo.Environment):
@@ -88,7 +88,7 @@ class ShellTask(grpo.Environment):
             output=output,
         )
         cores = at_once or len(os.sched_getaffinity(0))
-        self._commands = Commands(limits, place=PLACE, at_once=cores, ready=ready)
+        self._commands = Commands(limits, directory=PLACE, at_once=cores, ready=ready)
         self._tests, self._files, self._share, self._space = tests, files, reward == "share", space
         self.max_turns = max_turns
         self.concurrency, self.deadline = 2 * cores, 120.0 + 20 * seconds
@@ -157,7 +157,7 @@ class ShellTask(grpo.Environment):
         return tests, files
 
 
-def told(ran: Ran) -> str:
+def tool_result(ran: Ran) -> str:
     """Return the tool result of a command, as the model reads it."""
     if ran.lost:
         return f"error: the command ended the sandbox ({ran.lost}); the files are as they were before it"

@@ -28,20 +28,20 @@ class System:
     """Command that starts Python in the sandbox."""
 
 
-def of_this_machine(places: Sequence[str]) -> System:
+def of_this_machine(mounts: Sequence[str]) -> System:
     """Return this machine's libraries and Python.
 
     Raises ConfigError if one of the mount points ``mounts`` would hide them.
     """
     python = base_python()
-    for place in places:
-        if any(Path(os.path.realpath(part)).is_relative_to(place) for part in (python, sys.base_prefix)):
+    for path in mounts:
+        if any(Path(os.path.realpath(part)).is_relative_to(path) for part in (python, sys.base_prefix)):
             raise grpo.ConfigError(
-                f"code: this Python is {python}, and the sandbox has a directory of its own at {place}, "
+                f"code: this Python is {python}, and the sandbox has a directory of its own at {path}, "
                 "which hides it; use a Python that is installed elsewhere"
             )
-    links = {place: os.readlink(place) for place in SYSTEM if os.path.islink(place)}
-    directories = {place: place for place in SYSTEM if place not in links and os.path.isdir(place)}
+    links = {path: os.readlink(path) for path in SYSTEM if os.path.islink(path)}
+    directories = {path: path for path in SYSTEM if path not in links and os.path.isdir(path)}
     base = os.path.realpath(sys.base_prefix)
     if not Path(base).is_relative_to("/usr"):
         directories[base] = base

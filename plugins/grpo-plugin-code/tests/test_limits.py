@@ -71,7 +71,7 @@ def test_the_input_of_a_program_cannot_be_changed_and_may_be_larger_than_its_fil
     code = "import os, sys\nprint(len(sys.stdin.read()))\nos.pwrite(0, b'x', 0)"
     (end,) = ended(Job(code=code, stdin="é" * 2**20), files=1)
     assert (end.output, end.reason) == (f"{2**20}\n", "error")
-    assert "Operation not permitted" in end.told
+    assert "Operation not permitted" in end.message
 
 
 # ---------------------------------------------------------------------------------- honest programs
@@ -120,8 +120,8 @@ HONEST = {
 @in_a_sandbox
 def test_honest_programs_run():
     ends = ended(*(Job(code=code) for code in HONEST.values()))
-    told = {name: (end.output, end.told) for name, end in zip(HONEST, ends, strict=True)}
-    assert told == dict.fromkeys(HONEST, ("6\n", ""))
+    results = {name: (end.output, end.message) for name, end in zip(HONEST, ends, strict=True)}
+    assert results == dict.fromkeys(HONEST, ("6\n", ""))
 
 
 UNDER_THE_FILTER = """
@@ -282,7 +282,7 @@ async def main():
     sandboxes = Sandboxes(Limits(), at_once=1, ready=0)
     for _ in range(3):
         end = await sandboxes.run(Job(code="import os; print(os.getuid(), os.getgid())"))
-        print(end.output.strip(), end.told)
+        print(end.output.strip(), end.message)
     await sandboxes.aclose()
 
 asyncio.run(main())
@@ -463,7 +463,7 @@ def test_a_command_that_forges_its_result_takes_little_memory(monkeypatch):
 
     async def story():
         limits = Limits(memory=512, files=8, output=4, seconds=20.0, processes=32)
-        running = commands.Commands(limits, place="/work", at_once=1, ready=0)
+        running = commands.Commands(limits, directory="/work", at_once=1, ready=0)
         try:
             return await running.run("true", "the files before")
         finally:

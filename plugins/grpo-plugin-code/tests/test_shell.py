@@ -39,10 +39,10 @@ def worked(*commands, tests=TESTS, files=None, **options):
         prompt = grpo.Prompt(messages="Work.", id="1", info={"tests": tests, "files": files or {}})
         try:
             session = environment.open(environment.from_source(prompt))
-            told = [await session.run(command) for command in commands]
+            outputs = [await session.run(command) for command in commands]
             said = [*prompt.messages, {"role": "assistant", "content": "Done."}]
             episode = grpo.Episode(prompt=prompt, messages=said, session=session)
-            return told, (await environment.evaluate([episode]))[0]
+            return outputs, (await environment.evaluate([episode]))[0]
         finally:
             await environment.aclose()
 
@@ -54,15 +54,15 @@ def worked(*commands, tests=TESTS, files=None, **options):
 
 @pytest.mark.long
 def test_files_last_from_command_to_command_and_are_tested_at_the_end():
-    told, feedback = worked("cat data/in.txt", *RIGHT, "ls", files={"data/in.txt": "one\n"}, seconds=10.0)
-    assert told == ["one\n", "", "", "data\ndouble.sh\nnote.txt\n"]
+    outputs, feedback = worked("cat data/in.txt", *RIGHT, "ls", files={"data/in.txt": "one\n"}, seconds=10.0)
+    assert outputs == ["one\n", "", "", "data\ndouble.sh\nnote.txt\n"]
     assert feedback.reward == 1.0
     assert feedback.metrics == {"passed": 1.0, "commands": 4.0}
 
 
 @pytest.mark.long
 def test_the_current_directory_and_exported_variables_last_from_command_to_command():
-    told, _ = worked(
+    outputs, _ = worked(
         "mkdir -p 'a b' && cd 'a b' && export GREETING=\"it's\nme\"; other=1; exit 4",
         'pwd; echo "$GREETING$other"',
         "cd ..; unset GREETING",
@@ -70,7 +70,7 @@ def test_the_current_directory_and_exported_variables_last_from_command_to_comma
         "pwd",
         seconds=10.0,
     )
-    assert told == ["exit status 4", "/work/a b\nit's\nme\n", "", "/work\n[]\n", "/work\n"]
+    assert outputs == ["exit status 4", "/work/a b\nit's\nme\n", "", "/work\n[]\n", "/work\n"]
 
 
 @pytest.mark.long
@@ -89,14 +89,14 @@ def test_the_current_directory_and_exported_variables_last_from_command_to_comma
     ],
 )
 def test_a_shell_that_does_not_exit_by_itself_leaves_the_directory_as_it_was(command, after):
-    told, _ = worked(command, "pwd", files={"a/in.txt": ""}, seconds=2.0)
-    assert told[1] == f"{after}\n"
+    outputs, _ = worked(command, "pwd", files={"a/in.txt": ""}, seconds=2.0)
+    assert outputs[1] == f"{after}\n"
 
 
 @pytest.mark.long
 def test_errors_name_the_line_of_the_command():
-    told, _ = worked("true\nnosuchprogram")
-    assert "line 2: nosuchprogram: command not found" in told[0]
+    outputs, _ = worked("true\nnosuchprogram")
+    assert "line 2: nosuchprogram: command not found" in outputs[0]
 
 
 @pytest.mark.long
@@ -115,22 +115,22 @@ def test_a_part_of_the_tests_is_a_part_of_the_reward_if_it_is_wanted():
 
 @pytest.mark.long
 def test_a_command_tells_its_output_and_how_it_ended():
-    told, _ = worked("echo out; echo err >&2; exit 3", "sleep 60", "yes", "kill -9 -1")
-    assert told[0] == "out\nerr\n\nexit status 3"
-    assert told[1] == "error: the command was ended: it took too long, or printed too much"
-    assert told[2].endswith("printed too much")
-    assert len(told[2]) < 5000
-    assert "the files are as they were before it" in told[3]
+    outputs, _ = worked("echo out; echo err >&2; exit 3", "sleep 60", "yes", "kill -9 -1")
+    assert outputs[0] == "out\nerr\n\nexit status 3"
+    assert outputs[1] == "error: the command was ended: it took too long, or printed too much"
+    assert outputs[2].endswith("printed too much")
+    assert len(outputs[2]) < 5000
+    assert "the files are as they were before it" in outputs[3]
 
 
 @pytest.mark.long
 def test_files_up_to_the_limit_last_and_larger_ones_leave_them_as_they_were():
     full = "head -c 6000000 /dev/urandom > a; echo left > note.txt; echo made"
     holes = "truncate -s 5M b; truncate -s 5M c; echo wide"  # take no room until they are packed
-    told, _ = worked(full, holes, "ls; wc -c < a; cat note.txt", seconds=10.0)
-    assert told[0] == "made\n"
-    assert "wide\n\nerror: the files have become too large" in told[1]
-    assert told[2] == "a\nnote.txt\n6000000\nleft\n"
+    outputs, _ = worked(full, holes, "ls; wc -c < a; cat note.txt", seconds=10.0)
+    assert outputs[0] == "made\n"
+    assert "wide\n\nerror: the files have become too large" in outputs[1]
+    assert outputs[2] == "a\nnote.txt\n6000000\nleft\n"
 
 
 def test_files_of_a_row_that_have_no_room_are_refused():
@@ -162,9 +162,9 @@ HOSTILE = {
 @pytest.mark.long
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_command_earns_nothing_and_does_not_last(name):
-    told, feedback = worked(HOSTILE[name], "ls -A /proc | grep -c '^[0-9]'; cat /tmp/* 2>/dev/null")
+    outputs, feedback = worked(HOSTILE[name], "ls -A /proc | grep -c '^[0-9]'; cat /tmp/* 2>/dev/null")
     assert (feedback.reward, feedback.error) == (0.0, None)
-    assert int(told[1].split()[0]) <= 6, "the first process, the program, and those of the command"
+    assert int(outputs[1].split()[0]) <= 6, "the first process, the program, and those of the command"
 
 
 @pytest.mark.parametrize(

@@ -70,10 +70,10 @@ class Schedule(Weighted):
     def weights(self, tasks: Sequence[str], request: grpo.SampleRequest) -> list[float]:
         self.known(self._points, tasks, "schedule")
         weights = super().weights(tasks, request)
-        for place, task in enumerate(tasks):
+        for index, task in enumerate(tasks):
             if task in self._points:
                 steps, values = np.array(self._points[task]).T
-                weights[place] = float(np.interp(request.target_version, steps, values))
+                weights[index] = float(np.interp(request.target_version, steps, values))
         return weights
 
     def _checked_points(self, task: str, given: Any) -> list[tuple[float, float]]:

@@ -38,13 +38,13 @@ class Rates:
         self.failures = np.zeros(self.size, np.float32)
         self.at = np.zeros(self.size, np.int32)
 
-    def observe(self, place: int, successes: int, failures: int, step: int) -> None:
+    def observe(self, index: int, successes: int, failures: int, step: int) -> None:
         """Add the evidence of a group generated at ``step``."""
         s, f, at = self._added(
-            float(self.successes[place]), float(self.failures[place]), int(self.at[place]),
+            float(self.successes[index]), float(self.failures[index]), int(self.at[index]),
             successes, failures, step,
         )  # fmt: skip
-        self.successes[place], self.failures[place], self.at[place] = s, f, at
+        self.successes[index], self.failures[index], self.at[index] = s, f, at
         before = self.total
         self.total = list(self._added(before[0], before[1], int(before[2]), successes, failures, step))
 
@@ -65,13 +65,13 @@ class Rates:
         return strength * mean, strength * (1.0 - mean)
 
     def expected(
-        self, places: Sequence[int], step: int, prior: tuple[float, float]
+        self, indices: Sequence[int], step: int, prior: tuple[float, float]
     ) -> list[tuple[float, float]]:
         """Return the expected success rate p of each prompt, and its expected training signal.
 
         The signal is the expectation of 4 p (1 - p), the scaled variance of the rewards: 1 at p = 0.5.
         """
-        at = np.asarray(places)
+        at = np.asarray(indices)
         fade = np.exp2(np.minimum(self.at[at] - step, 0) / self.half_life)
         a = prior[0] + self.successes[at] * fade
         n = a + prior[1] + self.failures[at] * fade
@@ -134,7 +134,7 @@ class LearnablePrompts(Observing):
     """
 
     name = "learnable_prompts"
-    needs_places = True
+    needs_indices = True
 
     enough: float = 0.6
     candidates: int = 4
@@ -173,21 +173,21 @@ class LearnablePrompts(Observing):
         expected: list[tuple[float, float]] = []
         good = 0
         while good < count and len(offered) < count * self.candidates:
-            places = loader.offer(min(count - good, count * self.candidates - len(offered)))
-            offered += places
-            found = rates.expected(places, now, prior)
+            indices = loader.offer(min(count - good, count * self.candidates - len(offered)))
+            offered += indices
+            found = rates.expected(indices, now, prior)
             expected += found
             good += sum(value >= self.enough for _, value in found)
         best = sorted(range(len(offered)), key=lambda i: -expected[i][1])[:count]
-        taken = set(best)
-        for i, place in enumerate(offered):
-            if i not in taken:
-                loader.pass_over(place, f"success rate {expected[i][0]:.2f}")
-        places = [offered[i] for i in sorted(best)]
-        prompts = loader.prompts_at(places)
+        chosen = set(best)
+        for i, index in enumerate(offered):
+            if i not in chosen:
+                loader.pass_over(index, f"success rate {expected[i][0]:.2f}")
+        indices = [offered[i] for i in sorted(best)]
+        prompts = loader.prompts_at(indices)
         on_their_way = self._drawn_at.setdefault(task, {})
-        for place, prompt in zip(places, prompts, strict=True):
-            on_their_way.setdefault(prompt.id, [place, 0])[1] += 1
+        for index, prompt in zip(indices, prompts, strict=True):
+            on_their_way.setdefault(prompt.id, [index, 0])[1] += 1
         return prompts
 
     def observe(self, groups: Sequence[grpo.Group]) -> None:
