@@ -310,7 +310,7 @@ def test_what_a_configuration_counts_has_the_mean_0_and_the_variance_1(count: st
     """The tokens of a step, or its rollouts, whatever else is chosen."""
     given = {"name": "reinforce_plus_plus", "options": {"count": count, "baseline": baseline}}
     function = Parts(build([{"advantage": given}]), PluginHost.discover(["algorithms"])).advantages()
-    step = [a_group([1.0, 0.0, 0.5, 0.0]), a_group([0.0, 0.0, 1.0, 1.0], place=1)]
+    step = [a_group([1.0, 0.0, 0.5, 0.0]), a_group([0.0, 0.0, 1.0, 1.0], index=1)]
     found = [np.array(own, float) for own in function(step)]
     lengths = [[rollout.n_sampled if count == "tokens" else 1 for rollout in each.rollouts] for each in step]
     counted = np.repeat(np.concatenate(found), np.concatenate(lengths))

@@ -234,7 +234,7 @@ def findings(make):
 
 
 def failed(make):
-    return {name: finding.told for name, finding in findings(make).items() if finding.outcome == "failed"}
+    return {name: finding.result for name, finding in findings(make).items() if finding.outcome == "failed"}
 
 
 # ---------------------------------------------------------------------------------- environments
@@ -244,7 +244,7 @@ def failed(make):
     "kept", [Words, NotANumber, RelativeInGroups, Sessions, TwoTurns, SameBeginning, Ranked, Points]
 )
 def test_an_environment_that_keeps_its_contract_passes_every_check(kept):
-    assert {name: (f.outcome, f.told) for name, f in findings(kept).items() if f.outcome != "passed"} == {}
+    assert {name: (f.outcome, f.result) for name, f in findings(kept).items() if f.outcome != "passed"} == {}
     assert set(Sessions.live.values()) <= {0}, "each session is closed, and once"
 
 
@@ -298,7 +298,7 @@ def test_a_judge_may_be_moody_which_is_noted():
 
 def test_a_solution_that_ends_too_early_is_noted():
     finding = findings(Speechless)["a solution gets full marks"]
-    assert (finding.outcome, finding.told) == (
+    assert (finding.outcome, finding.result) == (
         "noted",
         "solve(prompt) knows how to begin, but not how to end",
     )
@@ -309,7 +309,7 @@ def test_held_out_prompts_that_are_trained_on_are_noted():
         def prompts(self, split):
             return super().prompts("train")
 
-    assert "40 of 40 are trained on as well" in findings(Same)["held-out prompts"].told
+    assert "40 of 40 are trained on as well" in findings(Same)["held-out prompts"].result
 
 
 # ---------------------------------------------------------------------------------- by name
@@ -417,7 +417,7 @@ def test_every_kind_that_has_a_hook_can_be_checked():
 
 def test_a_clause_that_had_nothing_to_check_is_noted_and_not_passed():
     found = finding_of("its canary", lambda: "there is none")
-    assert (found.outcome, found.told) == ("noted", "there is none")
+    assert (found.outcome, found.result) == ("noted", "there is none")
 
 
 LOSSES = """
@@ -838,7 +838,7 @@ class Constant:
 def test_an_engine_is_checked_for_its_contract_and_its_results():
     host = PluginHost.discover()
     found = list(check.findings(host, check.find(host, "local"), {"max_rows": 64}))
-    assert [(f.check, f.told) for f in found if f.outcome != "passed"] == []
+    assert [(f.check, f.result) for f in found if f.outcome != "passed"] == []
     assert len(found) > 8
 
 
@@ -847,7 +847,7 @@ def test_a_broken_engine_is_reported_with_the_place():
     host = PluginHost.discover()
     offer = check.find(host, f"{__file__}:Constant")
     assert offer.kind == "engine"
-    failed = {f.check: f.told for f in check.findings(host, offer, {}) if f.outcome == "failed"}
+    failed = {f.check: f.result for f in check.findings(host, offer, {}) if f.outcome == "failed"}
     assert {"it keeps its contract", "logprobs are those of the model"} <= failed.keys()
     assert all(failed.values()), "each says what is wrong"
 
@@ -966,7 +966,7 @@ class Deaf(Constant):
 def test_an_engine_that_takes_no_weights_is_a_finding_and_not_asked_for_more():
     host = PluginHost.discover()
     found = list(check.findings(host, check.find(host, f"{__file__}:Deaf"), {}))
-    assert {f.check: f.told for f in found}["it takes weights"].startswith(
+    assert {f.check: f.result for f in found}["it takes weights"].startswith(
         "RuntimeError: no room (test_check"
     )
     assert [f.outcome for f in found] == ["passed", "failed", "failed", "passed"]

@@ -1,1 +1,1 @@
-"""Commands for those who write plugins of grpo-core: ``new`` and ``try``."""
+"""Tools for authors of plugins: the commands ``new``, ``check`` and ``try``, and contracts as tests."""

@@ -1,4 +1,4 @@
-"""Plays an agent against a model that always says the same, to find out what it does."""
+"""Plays an environment's agent against a model with fixed replies."""
 
 from __future__ import annotations
 
@@ -18,45 +18,45 @@ SECONDS = 60.0
 TURNS = 20
 """Largest number of completions of a rollout."""
 PATIENCE = 3.0
-"""Seconds for which a reply waits for the requests of other rollouts."""
+"""Seconds that a reply waits for requests of the other rollouts."""
 
 Plays = Sequence[tuple[Prompt, str]]
-"""Prompts, each with what the model says to everything that its rollout asks."""
+"""Prompts, each with the model's reply to all requests of its rollout."""
 
 
 async def play_agent(environment: EnvironmentWorker, plays: Plays) -> list[Rollout]:
-    """Let an agent play prompts, one after another.
+    """Let an agent play prompts one after another.
 
     A token is a character.
     """
     async with _served(environment, plays) as engine:
-        return [await _rollout(environment, engine, prompt, place) for place, (prompt, _) in enumerate(plays)]
+        return [await _rollout(environment, engine, prompt, index) for index, (prompt, _) in enumerate(plays)]
 
 
 async def play_side_by_side(environment: EnvironmentWorker, plays: Plays) -> tuple[list[Rollout], int]:
-    """Let an agent play prompts at the same time: none has a reply before each has asked, or ended.
+    """Let an agent play prompts concurrently: replies wait until each rollout has sent a request or ended.
 
-    Returns the rollouts, and the largest number of them that have asked before one had a reply.
+    Returns the rollouts, and the largest number of requests that waited at the same time.
     """
     async with _served(environment, plays) as engine:
-        steps = _InStep(engine, {str(place) for place in range(len(plays))})
+        steps = _InStep(engine, {str(index) for index in range(len(plays))})
 
-        async def one(place: int, prompt: Prompt) -> Rollout:
+        async def one(index: int, prompt: Prompt) -> Rollout:
             try:
-                return await _rollout(environment, steps, prompt, place)
+                return await _rollout(environment, steps, prompt, index)
             finally:
-                steps.ended(str(place))
+                steps.ended(str(index))
 
-        rollouts = await asyncio.gather(*(one(place, prompt) for place, (prompt, _) in enumerate(plays)))
+        rollouts = await asyncio.gather(*(one(index, prompt) for index, (prompt, _) in enumerate(plays)))
         return rollouts, steps.most
 
 
 @contextlib.asynccontextmanager
 async def _served(environment: EnvironmentWorker, plays: Plays) -> AsyncIterator[FakeEngine]:
-    """Serve a model that says what the plays say; the group of a request is the place of its play."""
-    replies: Mapping[str, str] = {str(place): reply for place, (_, reply) in enumerate(plays)}
+    """Serve a model with the replies of the plays; the group of a request is the index of its play."""
+    replies: Mapping[str, str] = {str(index): reply for index, (_, reply) in enumerate(plays)}
 
-    def says(request: GenerationRequest, rng: Random) -> str:
+    def reply_of(request: GenerationRequest, rng: Random) -> str:
         return replies[request.group]
 
     setup = PlayerSetup(tasks={"check": True})
@@ -64,7 +64,7 @@ async def _served(environment: EnvironmentWorker, plays: Plays) -> AsyncIterator
     await player.start()
     environment.player = player
     try:
-        engine = FakeEngine(reply=says, latency=lambda rng: 0.0, update_seconds=0.0)
+        engine = FakeEngine(reply=reply_of, latency=lambda rng: 0.0, update_seconds=0.0)
         await engine.update_weights(Weights(version=0, location="", nbytes=0, tensors=()))
         yield engine
     finally:
@@ -72,13 +72,13 @@ async def _served(environment: EnvironmentWorker, plays: Plays) -> AsyncIterator
         await player.aclose()
 
 
-async def _rollout(environment: EnvironmentWorker, engine: Engine, prompt: Prompt, place: int) -> Rollout:
+async def _rollout(environment: EnvironmentWorker, engine: Engine, prompt: Prompt, index: int) -> Rollout:
     (rollout,) = await play_rollouts(
         [prompt],
         engine=engine,
         environment=environment,
         deadline=SECONDS,
-        first=place,
+        first=index,
         max_tokens=100_000,
         max_turns=TURNS,
     )
@@ -87,15 +87,16 @@ async def _rollout(environment: EnvironmentWorker, engine: Engine, prompt: Promp
 
 @define(eq=False)
 class _InStep:
-    """An engine that replies when each rollout that plays has asked, or after ``PATIENCE``.
+    """An engine that replies when all running rollouts have sent a request, or after ``PATIENCE``.
 
-    If one waits in vain, they play one after another, and nothing waits any more.
+    After the first timeout with a single request, rollouts are assumed to run one after another, and replies
+    no longer wait.
     """
 
     engine: FakeEngine
     playing: set[str]
     most: int = field(init=False, default=0)
-    """Largest number of rollouts that have waited at the same time."""
+    """Largest number of rollouts that waited at the same time."""
     _waiting: set[str] = field(init=False, factory=set)
     _go: asyncio.Event = field(init=False, factory=asyncio.Event)
     _patience: float = field(init=False, default=PATIENCE)

@@ -1,4 +1,4 @@
-"""``grpo-core check``: finds out whether an offer of a plugin keeps its contract."""
+"""``grpo-core check``: tests whether an offer of a plugin satisfies its contract."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from grpo_core.kit import (
     parse_settings,
     sourced,
 )
-from grpo_plugin_devkit.conformance import Finding, finding_of, told_by
+from grpo_plugin_devkit.conformance import Finding, finding_of, message_of
 from grpo_plugin_devkit.contracts import Contract
 from grpo_plugin_devkit.environments import findings_by_name
 
@@ -107,13 +107,13 @@ def check(
     section = options.get("environment")
     python = section.get("python") if isinstance(section, Mapping) else None
     console = Console(highlight=False, soft_wrap=True)
-    if python:  # only another interpreter can find it
+    if python:  # only the other interpreter can import it
         title = f"environment {name!r} of another interpreter, {python}"
         found = findings_by_name(name, options, host.selection)
     else:
         offer = find(host, name, kind)
         sections = sourced.taken_sections(options) if offer.kind == "dataloader" else sourced.Sections()
-        if offer.kind != "environment":  # an environment may be loadable only in its own process
+        if offer.kind != "environment":  # environments are loaded in their own process only
             host.check_options(offer.kind, offer.name, options)
         title, found = str(offer), findings(host, offer, options, task or [], sections)
     console.print(Text(inert(title), style="bold"))
@@ -122,7 +122,7 @@ def check(
         mark, style = STYLES[finding.outcome]
         console.print(
             Text.assemble(
-                (mark, style), inert(f"  {finding.check}"), finding.told and inert(f": {finding.told}")
+                (mark, style), inert(f"  {finding.check}"), finding.result and inert(f": {finding.result}")
             )
         )
         counts[finding.outcome] += 1
@@ -148,7 +148,7 @@ def find(host: PluginHost, name: str, kind: str | None = None) -> Selected:
                 missing[each] = error
     if len(found) > 1:
         found = {each: offer for each, offer in found.items() if _is_a(each, offer)}
-    if len(found) > 1:  # a placement often has the name of the engines that it is for
+    if len(found) > 1:  # a placement often shares its name with its engines
         found.pop("placement", None)
     if len(found) == 1:
         return next(iter(found.values()))
@@ -159,7 +159,7 @@ def find(host: PluginHost, name: str, kind: str | None = None) -> Selected:
 
 
 def _is_a(kind: Kind, offer: Selected) -> bool:
-    """Return whether a hook offers it as this kind, or it looks like one (see ``CHECKED``)."""
+    """Whether a hook offers it as this kind, or its signature fits (see ``CHECKED``)."""
     factory = offer.load()
     if offer.offer in offer.plugin.offers.get(kind, {}).values():
         return True
@@ -178,7 +178,7 @@ def findings(
     tasks: Sequence[str] = (),
     sections: sourced.Sections | None = None,
 ) -> Iterator[Finding]:
-    """Run the checks of the offer's kind; ``sections`` are those of a run for dataloaders."""
+    """Run the checks of the offer's kind; ``sections`` are sections of a run's configuration."""
     match offer.kind:
         case "environment":
             yield from findings_by_name(offer.name, options, host.selection)
@@ -201,7 +201,7 @@ def findings(
 def _contract(
     host: PluginHost, offer: Selected, options: Mapping[str, Any], sections: sourced.Sections
 ) -> Contract:
-    """Return the contract of an offer's kind."""
+    """Return the contract for an offer's kind."""
     kind, name = offer.kind, offer.name
     make = functools.partial(host.make, kind, name, **options)
     text = kind == "engine" and offer.offer.gives == "text"
@@ -238,7 +238,7 @@ def _sampler(
     except ImportError as error:
         raise ConfigError(str(error)) from None
 
-    def make() -> Any:  # as in a run, which fills in these options
+    def make() -> Any:  # a run fills in these options
         takes = inspect.signature(host.factory("sampler", name)).parameters
         known: dict[str, Any] = {"seed": 0, "weights": {}}
         return host.make("sampler", name, **{**{key: known[key] for key in known if key in takes}, **options})
@@ -251,12 +251,12 @@ def _sampler(
         check_sampler(make, tasks=sizes)
     except ConfigError as error:
         yield Finding("its options", "failed", f"{error}{advice}")
-    except Exception as error:  # of the contract, or of the sampler, which may raise anything
+    except Exception as error:  # the contract or the sampler may raise any error
         calls = [line for note in getattr(error, "__notes__", ()) for line in note.splitlines()]
         yield Finding(
             "its contract",
             "failed",
-            "\n".join([f"{told_by(error)}{advice}", *(f"        {c}" for c in calls)]),
+            "\n".join([f"{message_of(error)}{advice}", *(f"        {c}" for c in calls)]),
         )
     else:
         yield Finding(

@@ -1,4 +1,4 @@
-"""Checks of an environment: the properties without which training on it means nothing.
+"""Checks of an environment: the properties that training relies on.
 
 grpo-core check shout                                  # in its own process, as in a run
 grpo_plugin_devkit.environments.check_environment(Shout)   # in a test, in this process
@@ -28,15 +28,15 @@ Outcome = Literal["passed", "failed", "noted"]
 PROMPTS = 32
 """Number of prompts that are tried for each environment."""
 FEW = 8
-"""Prompts that are tried with replies that no prompt asks for."""
+"""Number of prompts that are tried with each reply of ``RUBBISH``."""
 AGENT = 4
-"""Prompts that an agent plays."""
+"""Number of prompts that an agent plays."""
 ESSENTIAL = ("prompts to train on", "a reply is scored", "its agent plays a rollout")
-"""Checks without which there is nothing more to find."""
+"""Checks whose failure ends the series."""
 MAX_BATCH = EnvironmentConfig().max_batch
-"""Episodes of the largest batch."""
+"""Number of episodes of the largest batch."""
 NONSENSE = ("I do not know.", "No.")
-"""Replies next to which a solution is judged, in its group or by themselves."""
+"""Replies that a solution is compared with, in its group or in separate episodes."""
 RUBBISH = (
     "",
     " \n\t ",
@@ -55,7 +55,7 @@ RUBBISH = (
     "9" * 5000,
     "a b " * 3000,
 )
-"""Replies that no prompt asks for: an environment gives none of them full marks most of the time."""
+"""Arbitrary replies, none of which should get full marks for most prompts."""
 
 
 @frozen
@@ -64,21 +64,21 @@ class Finding:
 
     check: str
     outcome: Outcome
-    told: str
-    """The result in words, with advice if the check failed."""
+    result: str
+    """The result as a sentence, with advice if the check failed."""
 
 
-def finding_of(check: str, ask: Callable[[], object]) -> Finding:
-    """Ask a clause.  A text that it returns says why there was nothing to check."""
+def finding_of(check: str, clause: Callable[[], object]) -> Finding:
+    """Run a clause.  A text that it returns is the reason why there was nothing to check."""
     try:
-        note = ask()
-    except Exception as error:  # of the contract, or of what is checked, which may raise anything
-        return Finding(check, "failed", told_by(error))
+        note = clause()
+    except Exception as error:  # the contract or the checked code may raise any error
+        return Finding(check, "failed", message_of(error))
     return Finding(check, "noted", note) if isinstance(note, str) else Finding(check, "passed", "")
 
 
-def told_by(error: Exception) -> str:
-    """Return an error's message; if the checked code raised it, also the line."""
+def message_of(error: Exception) -> str:
+    """Return the message of an error, with the line if the checked code raised it."""
     where = traceback.extract_tb(error.__traceback__)[-1]
     if isinstance(error, AssertionError | GrpoError):
         return str(error) or f"this does not hold: {where.line}"
@@ -86,33 +86,33 @@ def told_by(error: Exception) -> str:
 
 
 class Broken(Exception):  # noqa: N818
-    """A check that failed, with what to do."""
+    """Raised by a check that failed; the text contains advice."""
 
 
 class Noted(Exception):  # noqa: N818 - not an error
-    """A check that cannot be made, or that finds something allowed but worth knowing."""
+    """Raised by a check that does not apply, or that finds something allowed but notable."""
 
 
 Reply = tuple[Prompt, str]
-"""A prompt and the reply that it is given."""
+"""A prompt and a reply to it."""
 
 
 class Wait(Protocol):
-    """Runs a coroutine to its end."""
+    """A function that runs a coroutine to its end."""
 
     def __call__(self, coroutine: Coroutine[Any, Any, T], /) -> T: ...
 
 
 @define(eq=False)
 class Conformance:
-    """The checks of an environment, in their order; each may use what those before it have found.
+    """The checks of an environment in order; later checks use the results of earlier ones.
 
     Args:
-        make: a new environment, the same each time, not started yet.
+        make: returns a new environment, the same each time, not started.
         wait: runs a coroutine of the environment to its end, for example ``asyncio.Runner().run``.
         max_batch: number of episodes of the largest call.
         incidents: receives the incidents that are reported (``grpo_core.contracts.incidents.reported_to``).
-        side_by_side: whether rollouts of an agent can play at the same time.
+        side_by_side: whether an agent can play rollouts concurrently.
     """
 
     make: Callable[[], EnvironmentWorker]
@@ -125,20 +125,20 @@ class Conformance:
     """Some of the prompts to train on."""
     solved: list[Reply] = field(factory=list)
     worth: dict[str, float] = field(factory=dict)
-    """Reward of each prompt's solution, by the id of the prompt."""
+    """Reward of each prompt's solution, by prompt id."""
     steady: bool = True
-    """The same replies get the same rewards."""
+    """Whether equal replies got equal rewards so far."""
     _plays: list[Reply] = field(factory=list)
-    """Replies to an agent."""
+    """Prompts with the model's replies for an agent."""
     _played: list[Rollout] = field(factory=list)
-    """Rollouts of an agent with these replies."""
+    """Rollouts of the agent with these replies."""
     _train: list[Prompt] = field(factory=list)
     _judgements: list[tuple[Reply, Feedback]] = field(factory=list)
-    """On replies that no prompt asks for, those of a reply side by side."""
+    """Feedback on ``RUBBISH``, in the order of the replies."""
     _names: Iterator[int] = field(factory=itertools.count)
 
     def start(self) -> None:
-        """Make the environment.  Raises what that raises."""
+        """Make and start the environment.  Raises the errors of doing so."""
         self.environment = self.make()
         try:
             self.wait(self.environment.start())
@@ -151,7 +151,7 @@ class Conformance:
         self.wait(self.environment.aclose())
 
     def run(self) -> Iterator[Finding]:
-        """The findings about an environment that was started, one after another."""
+        """Yield the findings about the started environment."""
         for name, check in self._checks().items():
             try:
                 finding = Finding(name, "passed", check())
@@ -182,7 +182,7 @@ class Conformance:
             "every reply is scored": self._every_feedback,
             "rubbish does not get full marks": self._rubbish,
             "the same reply gets the same reward": self._steadiness,
-            "the place in the batch makes no difference": self._places,
+            "the place in the batch makes no difference": self._independent_of_order,
             "a full batch is evaluated at once": self._full_batch,
         }
 
@@ -208,14 +208,14 @@ class Conformance:
         return f"{len(held_out):,}, none of which is trained on"
 
     def _task_of(self, prompt: Prompt) -> str:
-        """Return what identifies a prompt's task: with several turns, the first message is not enough."""
+        """Return the identity of a prompt: its messages, and with several turns also the answer."""
         return repr((prompt.messages, prompt.answer if self.environment.max_turns > 1 else None))
 
     def _same_prompts(self) -> str:
         self.end()
         self.start()
         again = self.wait(self.environment.prompts("train"))
-        # as text, too: a number that is none, nan, does not equal itself
+        # also as text, because NaN does not equal itself
         pairs = zip(self._train, again, strict=False)
         differ = sum(one != other and repr(one) != repr(other) for one, other in pairs)
         _expect(
@@ -233,8 +233,8 @@ class Conformance:
         self.solved = [(p, reply) for p, reply in zip(self.some, replies, strict=True) if reply is not None]
         prompt, reply = self.solved[0] if self.solved else (self.some[0], "")
         (feedback,) = self._judged([(prompt, reply)])
-        _expect(not _is_none(feedback), f"{_said(prompt, reply)}: {_given(feedback)}")
-        return f"{_said(prompt, reply)}: {_given(feedback)}"
+        _expect(not _is_none(feedback), f"{_case(prompt, reply)}: {_given(feedback)}")
+        return f"{_case(prompt, reply)}: {_given(feedback)}"
 
     def _solutions(self) -> str:
         if not self.solved:
@@ -247,24 +247,24 @@ class Conformance:
         success = self.environment.success
         for (prompt, reply), group in ended:
             _expect_numbers(prompt, reply, group[0])
-            reward, said = group[0].reward, f"{_said(prompt, reply)}, its own solution: {_given(group[0])}"
+            reward, said = group[0].reward, f"{_case(prompt, reply)}, its own solution: {_given(group[0])}"
             _expect(
                 reward is not None and (success is None or reward >= success),
                 f"{said}, expected at least {success}, which the environment declares as success. {advice}, "
                 "or success",
             )
-            for nonsense, feedback in zip(NONSENSE, self._beside(prompt, reply, group), strict=False):
+            for nonsense, feedback in zip(NONSENSE, self._nonsense(prompt, reply, group), strict=False):
                 _expect(
                     (reward or 0.0) > (feedback.reward or 0.0),
                     f"{said}, expected more than for {nonsense!r}{self._in_its_group}: {_given(feedback)}. "
                     f"{advice}",
                 )
             self.worth[prompt.id] = reward or 0.0
-        told = "" if success is None else f", each with a reward of at least {success:g}"
-        return f"{len(ended)} of {len(ended)}{told}, and more than nonsense{self._in_its_group}"
+        threshold = "" if success is None else f", each with a reward of at least {success:g}"
+        return f"{len(ended)} of {len(ended)}{threshold}, and more than nonsense{self._in_its_group}"
 
-    def _beside(self, prompt: Prompt, reply: str, group: Sequence[Feedback]) -> Sequence[Feedback]:
-        """Return the feedback on nonsense, with which a solution is compared."""
+    def _nonsense(self, prompt: Prompt, reply: str, group: Sequence[Feedback]) -> Sequence[Feedback]:
+        """Return the feedback on nonsense that a solution is compared with."""
         if self.environment.needs_group:
             return group[1:]
         return self._judged([(prompt, nonsense) for nonsense in NONSENSE if nonsense != reply])
@@ -276,7 +276,7 @@ class Conformance:
         for (prompt, reply), feedback in self._judgements:
             _expect(
                 not _is_none(feedback),
-                f"{_said(prompt, reply)}: {_given(feedback)}. A model says such things: a reply that cannot "
+                f"{_case(prompt, reply)}: {_given(feedback)}. A model says such things: a reply that cannot "
                 "be read is a wrong one, with a reward as low as others get",
             )
             _expect_numbers(prompt, reply, feedback)
@@ -297,13 +297,13 @@ class Conformance:
             ]
             _expect(
                 2 * len(full) <= few,
-                f"{_said(*full[0]) if full else ''}: full marks, as for {len(full)} of {few} prompts that "
+                f"{_case(*full[0]) if full else ''}: full marks, as for {len(full)} of {few} prompts that "
                 "got this reply. A model will find it: compare with the prompt's answer",
             )
         return f"{len(RUBBISH) + 1} replies to each of {few} prompts"
 
     def _full(self, prompt: Prompt) -> float:
-        """Return the reward of a right reply."""
+        """Return the reward of a right reply to a prompt."""
         success = self.environment.success
         return self.worth.get(prompt.id, math.inf) if success is None else success
 
@@ -315,7 +315,7 @@ class Conformance:
             raise Noted("rewards differ from call to call: if that is not a judge's chance, look for state")
         return f"{len(plays)} episodes, evaluated twice"
 
-    def _places(self) -> str:
+    def _independent_of_order(self) -> str:
         if not self.steady:
             raise Noted("cannot be told, since rewards differ from call to call")
         plays = self._mixed()
@@ -325,7 +325,7 @@ class Conformance:
             for (prompt, reply), one, other in zip(plays, alone, rewards, strict=True):
                 _expect(
                     one == other,
-                    f"{_said(prompt, reply)}: reward {one} {self._alone}, {other} {how} with "
+                    f"{_case(prompt, reply)}: reward {one} {self._alone}, {other} {how} with "
                     f"{len(plays) - 1} others. Batches are put together by chance: judge each "
                     f"{'group' if self.environment.needs_group else 'episode'} by itself",
                 )
@@ -338,7 +338,7 @@ class Conformance:
         judged = self._judged(plays)
         seconds = time.perf_counter() - begin
         for (prompt, reply), feedback in zip(plays, judged, strict=True):
-            _expect(feedback.error is None, f"{_said(prompt, reply)}: {_given(feedback)}, among {len(plays)}")
+            _expect(feedback.error is None, f"{_case(prompt, reply)}: {_given(feedback)}, among {len(plays)}")
         for incident in self.incidents:
             _expect(incident.kind != "batch_failed", incident.message)
         return f"{size * self._members} episodes (environment.max_batch) in {seconds * 1000:,.0f} ms"
@@ -365,18 +365,18 @@ class Conformance:
         for (prompt, reply), rollout in zip(self._plays, self._played, strict=True):
             _expect(
                 rollout.reward is not None,
-                f"{_said(prompt, reply)}, to everything that it asks: {rollout.error}",
+                f"{_case(prompt, reply)}, to everything that it asks: {rollout.error}",
             )
             _expect_numbers(prompt, reply, rollout)
-        asked = sorted({rollout.turns for rollout in self._played})
+        turns = sorted({rollout.turns for rollout in self._played})
         rows = sorted({len(rollout.segments) for rollout in self._played})
         return (
-            f"{len(self._played)} of {len(self._played)}, each with {' or '.join(map(str, asked))} "
+            f"{len(self._played)} of {len(self._played)}, each with {' or '.join(map(str, turns))} "
             f"completions in {' or '.join(map(str, rows))} segments"
         )
 
     def _rollouts_apart(self) -> str:
-        """Play all at the same time, each call after the same number of calls of the others."""
+        """Check that concurrent rollouts of an agent do not mix; requests are answered in lockstep."""
         if len(self._plays) < 2:
             raise Noted("there is only one prompt")
         if not self.side_by_side:
@@ -390,9 +390,9 @@ class Conformance:
                 continue
             (again,) = self._rollouts([play])
             if _talks(again) != alone:
-                raise Noted(f"{_said(*play)}: cannot be told, since it asks something else each time")
+                raise Noted(f"{_case(*play)}: cannot be told, since it asks something else each time")
             raise Broken(
-                f"{_said(*play)}: alone a conversation ends with {_end(alone - others)}, and next to "
+                f"{_case(*play)}: alone a conversation ends with {_end(alone - others)}, and next to "
                 f"{most - 1} others with {_end(others - alone)}. {other.error or MIXED_UP_ADVICE}"
             )
         return f"{len(together)} rollouts"
@@ -402,7 +402,7 @@ class Conformance:
         for (prompt, reply), one, other in zip(self._plays, self._played, again, strict=True):
             if one.reward != other.reward:
                 raise Noted(
-                    f"{_said(prompt, reply)}: reward {one.reward}, then {other.reward}: if that is not the "
+                    f"{_case(prompt, reply)}: reward {one.reward}, then {other.reward}: if that is not the "
                     "chance of a judge, look for state that rollouts share"
                 )
         return f"{len(again)} rollouts, played twice"
@@ -415,7 +415,7 @@ class Conformance:
         wrong = self._rollouts([(prompt, NONSENSE[0]) for prompt, _ in solved])
         for play, one, other in zip(solved, right, wrong, strict=True):
             if (one.reward or 0.0) <= (other.reward or 0.0):
-                raise Noted(f"{_said(*play)}: reward {one.reward}; for {NONSENSE[0]!r} it is {other.reward}")
+                raise Noted(f"{_case(*play)}: reward {one.reward}; for {NONSENSE[0]!r} it is {other.reward}")
         return f"{len(solved)} of {len(solved)}"
 
     def _rollouts(self, plays: Sequence[Reply]) -> list[Rollout]:
@@ -425,7 +425,7 @@ class Conformance:
 
     @property
     def _members(self) -> int:
-        """Number of episodes of a play: where the environment compares, each is one of a group of three."""
+        """Number of episodes for each play: three if it compares a group's rollouts, else one."""
         return 3 if self.environment.needs_group else 1
 
     @property
@@ -437,32 +437,32 @@ class Conformance:
         return "as a group" if self.environment.needs_group else "alone"
 
     def _mixed(self) -> list[Reply]:
-        """Right and wrong replies, side by side."""
+        """Return alternating right and wrong replies."""
         wrong = itertools.cycle(RUBBISH[2:8])
         right = {prompt.id: reply for prompt, reply in self.solved}
         return [
-            (prompt, right.get(prompt.id, next(wrong)) if place % 2 else next(wrong))
-            for place, prompt in enumerate(self.some)
+            (prompt, right.get(prompt.id, next(wrong)) if index % 2 else next(wrong))
+            for index, prompt in enumerate(self.some)
         ]
 
     def _rewards(self, plays: Sequence[Reply]) -> list[float | None]:
         return [feedback.reward for feedback in self._judged(plays)]
 
     def _judged(self, plays: Sequence[Reply]) -> list[Feedback]:
-        """Return the feedback on the first turn of each."""
+        """Return the feedback on the first turn of each play."""
         return [group[0] for group in self._groups(plays)]
 
     def _group_of(self, play: Reply) -> list[Reply]:
-        """Return a play with those beside it, where the environment compares: a solution, and nonsense."""
+        """Return a play and the other members of its group, if any: a solution, and nonsense."""
         prompt, reply = play
         beside = (*(solution for solved, solution in self.solved if solved.id == prompt.id), *NONSENSE)
         others = [(prompt, other) for other in beside if other != reply]
         return [play, *others[: self._members - 1]]
 
     def _groups(self, plays: Sequence[Reply], *, to_the_end: bool = False) -> list[list[Feedback]]:
-        """Return the feedback on the first turn of each, and on those in its group.
+        """Return the feedback on the first turn of each play and of the other members of its group.
 
-        ``to_the_end``: on all turns, as far as ``solve`` knows what to say next.
+        ``to_the_end``: play further turns with the replies of ``solve``.
         """
         members = self._members
         names = [f"check {next(self._names)}" for _ in range(members * len(plays))]
@@ -471,16 +471,16 @@ class Conformance:
             prompts = {name: prompt for name, (prompt, _) in zip(names, given, strict=True)}
             opened = self.wait(self.environment.open(prompts))
             for (prompt, reply), one in zip(given, opened, strict=True):
-                _expect(one.error is None, f"{_said(prompt, reply)}: there is no session: {one.error}")
+                _expect(one.error is None, f"{_case(prompt, reply)}: there is no session: {one.error}")
             tools = any(one.tools for one in opened)
             episodes = [
                 Episode(
                     prompt=prompt,
                     messages=(*prompt.messages, assistant_message(reply, tools=tools)),
                     session=name,
-                    group=names[place - place % members],
+                    group=names[index - index % members],
                 )
-                for place, (name, (prompt, reply)) in enumerate(zip(names, given, strict=True))
+                for index, (name, (prompt, reply)) in enumerate(zip(names, given, strict=True))
             ]
             feedback = self.wait(self.environment.evaluate(episodes))
             for _ in range(1, self.environment.max_turns if to_the_end else 1):
@@ -490,29 +490,29 @@ class Conformance:
         return [feedback[begin : begin + members] for begin in range(0, len(feedback), members)]
 
     def _next_turn(self, episodes: list[Episode], feedback: list[Feedback], tools: bool) -> None:
-        """Play the next turn of unfinished episodes with the replies of ``solve``; rewards add up."""
-        going = [place for place, v in enumerate(feedback) if not v.done and v.error is None]
-        talks = [(*episodes[place].messages, *feedback[place].messages) for place in going]
-        asked = [
-            evolve(episodes[place].prompt, messages=talk) for place, talk in zip(going, talks, strict=True)
+        """Play the next turn of unfinished episodes with the replies of ``solve``; rewards are added."""
+        going = [index for index, v in enumerate(feedback) if not v.done and v.error is None]
+        talks = [(*episodes[index].messages, *feedback[index].messages) for index in going]
+        requests = [
+            evolve(episodes[index].prompt, messages=talk) for index, talk in zip(going, talks, strict=True)
         ]
-        solved = self.wait(self.environment.solve(asked))
-        said_before = [episodes[place].reply for place in going]
+        solved = self.wait(self.environment.solve(requests))
+        earlier = [episodes[index].reply for index in going]
         replies = [
-            before if before in NONSENSE else reply for before, reply in zip(said_before, solved, strict=True)
+            before if before in NONSENSE else reply for before, reply in zip(earlier, solved, strict=True)
         ]
-        going = [place for place, reply in zip(going, replies, strict=True) if reply is not None]
+        going = [index for index, reply in zip(going, replies, strict=True) if reply is not None]
         said = [(talk, reply) for talk, reply in zip(talks, replies, strict=True) if reply is not None]
-        for place, (talk, reply) in zip(going, said, strict=True):
-            now = episodes[place]
-            episodes[place] = evolve(
+        for index, (talk, reply) in zip(going, said, strict=True):
+            now = episodes[index]
+            episodes[index] = evolve(
                 now, messages=(*talk, assistant_message(reply, tools=tools)), turn=now.turn + 1
             )
-        again = [episodes[place] for place in going]
+        again = [episodes[index] for index in going]
         judged = self.wait(self.environment.evaluate(again)) if going else []
-        for place, last in zip(going, judged, strict=True):
-            rewards = [r for r in (feedback[place].reward, last.reward) if r is not None]
-            feedback[place] = evolve(last, reward=sum(rewards) if rewards else None)
+        for index, last in zip(going, judged, strict=True):
+            rewards = [r for r in (feedback[index].reward, last.reward) if r is not None]
+            feedback[index] = evolve(last, reward=sum(rewards) if rewards else None)
 
 
 def _expect(holds: object, otherwise: str) -> None:
@@ -523,13 +523,13 @@ def _expect(holds: object, otherwise: str) -> None:
 def _expect_numbers(prompt: Prompt, reply: str, judged: Feedback | Rollout) -> None:
     for name, value in judged.left_out.items():
         raise Broken(
-            f"{_said(prompt, reply)}: the metric {name!r} is {value}, expected a finite number. A run leaves "
+            f"{_case(prompt, reply)}: the metric {name!r} is {value}, expected a finite number. A run leaves "
             "it out; give a number, or no such metric"
         )
 
 
 def _is_none(feedback: Feedback) -> bool:
-    """It ends the rollout, and without a reward."""
+    """Whether the feedback ends the rollout without a reward."""
     return feedback.error is not None or (feedback.done and feedback.reward is None)
 
 
@@ -537,12 +537,12 @@ def _text(prompt: Prompt) -> str:
     return "\n".join(str(message.get("content") or "") for message in prompt.messages)
 
 
-def _said(prompt: Prompt, reply: str) -> str:
+def _case(prompt: Prompt, reply: str) -> str:
     return f"prompt {_text(prompt)!r:.80}, reply {reply!r:.80}"
 
 
 def _talks(rollout: Rollout) -> Counter[str]:
-    """Return the conversations of a rollout with an engine whose tokens are characters."""
+    """Return the conversations of a rollout, decoded from tokens that are characters."""
     pieces = ([*segment.prompt_ids.tolist(), *segment.tokens.ids.tolist()] for segment in rollout.segments)
     return Counter("".join(map(chr, ids)) for ids in pieces)
 

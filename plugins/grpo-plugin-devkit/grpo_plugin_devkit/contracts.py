@@ -1,4 +1,4 @@
-"""The base of contracts: clauses that are tried in their order, and a time limit for what they wait for."""
+"""The base class of contracts, which are sequences of clauses, and a time limit for awaited calls."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ T = TypeVar("T")
 
 
 class Contract:
-    """A contract iterates over its clauses, which are its public methods, in the order of their definition.
+    """A sequence of clauses: the public methods of a subclass, in the order of their definition.
 
-    A clause raises AssertionError if it is broken, and may return a text for what is only noted.  A contract
-    is a context manager that ends what its clauses started.
+    A clause raises AssertionError if it is violated, and may return a text that is only noted.  A contract is
+    a context manager that closes everything that its clauses started.
     """
 
     begun = True
-    """Whether further clauses have something to ask: a contract whose first clause starts it begins with
-    False."""
+    """Whether later clauses can run; False initially in a contract whose first clause starts the part."""
 
     def __iter__(self) -> Iterator[Callable[[], str | None]]:
         for name, clause in vars(type(self)).items():
@@ -29,7 +28,7 @@ class Contract:
                     return
 
     def check(self) -> None:
-        """Try all clauses.  Raises AssertionError."""
+        """Run all clauses.  Raises AssertionError."""
         with self:
             for clause in self:
                 clause()
@@ -38,11 +37,11 @@ class Contract:
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        """End nothing."""
+        """Close nothing; subclasses override this."""
 
 
 async def within(seconds: float, awaitable: Awaitable[T], what: str) -> T:
-    """Return what an awaitable returns.  Raises AssertionError if it takes more than ``seconds``."""
+    """Return the result of an awaitable.  Raises AssertionError if it takes more than ``seconds``."""
     try:
         async with asyncio.timeout(seconds):
             return await awaitable

@@ -1,4 +1,4 @@
-"""The contract of dataloaders as a test that their authors run.
+"""The contract of dataloaders, as a test for authors.
 
 from grpo_plugin_devkit.dataloaders import check_dataloader
 from grpo_plugin_mine.dataloader import Mine
@@ -21,9 +21,9 @@ from grpo_core.kit import Dataloader, SourceConfig, states, structured
 from grpo_plugin_devkit.contracts import Contract
 
 READ = 24
-"""Number of prompts that are read."""
+"""Number of prompts to read."""
 PLACES = (1, 2, 7, 16)
-"""Numbers of prompts after which it is resumed."""
+"""Numbers of prompts after which the dataloader is resumed."""
 DEADLINE = 60.0
 _TASK = "checked"
 
@@ -35,20 +35,20 @@ def check_dataloader(
     name: str = "",
     **options: Any,
 ) -> None:
-    """Raise AssertionError or GrpoError if a dataloader breaks its contract.
+    """Raise AssertionError or GrpoError if a dataloader violates its contract.
 
-    It holds that
+    The contract:
 
-    * its factory returns something that can be read and resumed;
-    * its rows are prompts, or mappings whose fields ``source`` names;
-    * it can be made again, and then gives the same prompts;
-    * a resumed one gives the prompts that the uninterrupted one gives, wherever it was saved;
-    * its state is read without an effect on it.
+    * the factory returns an object that can be iterated and resumed;
+    * its rows are prompts, or mappings with the fields that ``source`` names;
+    * a second object yields the same prompts;
+    * a resumed object yields the prompts of the uninterrupted one, wherever it was saved;
+    * ``state_dict`` has no side effects.
 
     Args:
         factory: called with the split and the options.
         source: keys of ``tasks.NAME.source`` that name the fields of a row.
-        name: name in messages; default: that of the factory.
+        name: name in messages; default: the name of the factory.
     """
     name = name or getattr(factory, "__name__", type(factory).__name__)
     fields = structured(SourceConfig, source, where="source")
@@ -56,7 +56,7 @@ def check_dataloader(
 
 
 class DataloaderContract(Contract):
-    """The clauses of ``check_dataloader``, in an order in which each one builds on those before."""
+    """The clauses of ``check_dataloader``; each one relies on the earlier ones."""
 
     begun = False
 
@@ -80,17 +80,17 @@ class DataloaderContract(Contract):
             _compare(self._prompts, dataloader.take(READ), "made a second time")
 
     def resumed_it_continues_where_it_was(self) -> None:
-        for place in PLACES:
+        for index in PLACES:
             with self._started() as dataloader:
-                dataloader.take(place)
+                dataloader.take(index)
                 saved = _through_files(dataloader.state_dict())
             with self._started() as resumed:
                 resumed.load_state_dict(saved)
                 again = _through_files(resumed.state_dict())
-                _compare(self._prompts[place:], resumed.take(READ - place), f"resumed after {place}")
+                _compare(self._prompts[index:], resumed.take(READ - index), f"resumed after {index}")
             with self._started() as twice:
                 twice.load_state_dict(again)
-                _compare(self._prompts[place:], twice.take(READ - place), f"resumed after {place}, twice")
+                _compare(self._prompts[index:], twice.take(READ - index), f"resumed after {index}, twice")
 
     def its_state_can_be_asked_for_at_any_time(self) -> None:
         with self._started() as dataloader:
@@ -120,7 +120,7 @@ class DataloaderContract(Contract):
 
 
 def _through_files(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state as a checkpoint gives it back."""
+    """Return a state after a round trip through a checkpoint's files."""
     plain, arrays = states.packed(state)
     text = json.dumps(plain, allow_nan=False)
     kept = states.from_safetensors(states.to_safetensors(arrays))

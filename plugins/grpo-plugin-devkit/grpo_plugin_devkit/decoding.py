@@ -1,4 +1,4 @@
-"""The laws of decoding: results that every engine must compute, tested on one running engine.
+"""The laws of decoding: results that every engine must produce, tested on a running engine.
 
     @pytest.fixture(scope="module")
     def engine(tmp_path_factory):
@@ -13,8 +13,8 @@
         runner, under_test = engine
         runner.run(ENGINE_LAWS[law](under_test))
 
-What an engine says is compared with transformers' forward pass of the same weights, in float32.  How it
-behaves as a part of a run is the contract of ``grpo_plugin_devkit.engines``.
+Logprobs are compared with transformers' forward pass of the same weights, in float32.  The behaviour as a
+part of a run is tested by the contract in ``grpo_plugin_devkit.engines``.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ CONTEXT = 256
 """Positions of the test model."""
 
 PATIENCE = 60.0
-"""Seconds after which what should have been answered is lost."""
+"""Seconds after which a missing answer is a failure."""
 
 REFUSED = "expected EngineError, see check_request of grpo_core.kit"
 
@@ -57,7 +57,7 @@ SMALL = GenerationRequest(prompt_ids=(5, 6, 7), max_tokens=5, seed=3)
 
 
 def load_test_model(path: Path) -> torch.nn.Module:
-    """Return the module of a small model on the CPU."""
+    """Load the small model on the CPU."""
     from transformers import AutoModelForCausalLM
 
     module: torch.nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -67,34 +67,34 @@ def load_test_model(path: Path) -> torch.nn.Module:
 def make_test_model(directory: Path, *, width: int = 128) -> Path:
     """Write a random model with 256 positions, 4 heads and tied embeddings, and its tokenizer.
 
-    Returns its directory, which is inside of ``directory``.
+    Returns the path of the model, a directory inside of ``directory``.
     """
     make_tiny_model(directory / "m", (), width=width, layers=2, warm_start_steps=0)
     return directory / "m"
 
 
 async def start_engine(factory: Callable[..., Engine], model: Path, **options: Any) -> Engine:
-    """As the core does: an engine is made while its event loop runs."""
+    """Make an engine inside of its running event loop, as the core does."""
     setup = EngineSetup(model=str(model), log_directory=str(model.parent), deadline=120.0)
     return factory(setup, **options)
 
 
 @define(kw_only=True)
 class EngineUnderTest:
-    """An engine, and what it is compared with."""
+    """An engine and its reference model."""
 
     engine: Engine
     model: Path
     tolerance: float = 1e-4
     """Tolerance of logprobs."""
     recomputes: bool = False
-    """After an update, running requests see all their tokens through the new weights."""
+    """Whether running requests recompute all their tokens with the new weights after an update."""
     crowd: int = 3000
-    """Requests that are given up at once."""
+    """Number of requests that are cancelled at once."""
     kill: Callable[[], None] | None = None
-    """Ends the process that decodes, as an accident would; None: there is none."""
+    """Kills the decoding process; None without a separate process."""
     patience: float = PATIENCE
-    """Seconds for an answer.  An engine that has died is replaced in this time."""
+    """Seconds for an answer; a dead engine must be replaced within this time."""
     version: int = 0
     writer: publishing.Writer = field(factory=SharedMemoryWriter)
     _module: Any = field(default=None, init=False)
@@ -106,11 +106,11 @@ class EngineUnderTest:
         return self._module
 
     def tensors(self, version: int) -> list[tuple[str, torch.Tensor]]:
-        """The tensors of a version, under the names of the model's checkpoint."""
+        """Return the tensors of a version, by their names in the model's checkpoint."""
         return list(_scaled(checkpoint_tensors(self.module), version).items())
 
     def publish(self, version: int, *, without: str = "") -> Weights:
-        """With a canary; ``without`` the tensor of that name."""
+        """Publish weights with a canary, except the tensor named ``without``."""
         weights = self.writer.write(version, [item for item in self.tensors(version) if item[0] != without])
         logprobs = self.logprobs((5, 6, 7), version)[-1].topk(5)
         known = Canary(
@@ -130,18 +130,18 @@ class EngineUnderTest:
                 return await self.engine.generate(requests)
         except TimeoutError:
             longest = max(request.max_tokens for request in requests)
-            asked = f"{len(requests)} requests for at most {longest} tokens each"
-            raise AssertionError(f"{asked} took longer than {self.patience:g} s") from None
+            call = f"{len(requests)} requests for at most {longest} tokens each"
+            raise AssertionError(f"{call} took longer than {self.patience:g} s") from None
 
     @torch.no_grad()
     def logprobs(self, ids: Sequence[int], version: int, temperature: float = 1.0) -> torch.Tensor:
-        """By transformers, of the token after each of ``ids``, under the weights of ``version``: [T, V]."""
+        """Return transformers' logprobs [T, V] of the token after each of ``ids`` with these weights."""
         weights = _scaled(dict(self.module.named_parameters()), version)
         logits = torch.func.functional_call(self.module, weights, (torch.tensor([ids]),)).logits[0]
         return torch.log_softmax(logits.float() / (temperature or 1), -1)
 
     def difference(self, request: GenerationRequest, completion: Completion, version: int) -> torch.Tensor:
-        """|engine - transformers| of each token's logprob under the weights of ``version``: [T]."""
+        """Return |engine - transformers| of each token's logprob with a version's weights, [T]."""
         n, tokens = len(request.prompt_ids), completion.token_ids.tolist()
         logprobs = self.logprobs([*request.prompt_ids.tolist(), *tokens], version, request.temperature)
         scores, found = logprobs[n - 1 : -1], torch.tensor(completion.logprobs)
@@ -151,7 +151,7 @@ class EngineUnderTest:
 
 
 _SHIFTS = (0.0, -1e-4, 1e-4)
-"""Shares by which top_p and min_p are shifted, since rounding decides about a token at their border."""
+"""Relative shifts of top_p and min_p, because rounding decides about a token at the threshold."""
 
 
 def _is_cut(request: GenerationRequest) -> bool:
@@ -159,7 +159,7 @@ def _is_cut(request: GenerationRequest) -> bool:
 
 
 def _cut(logprobs: torch.Tensor, request: GenerationRequest, shift: float) -> torch.Tensor:
-    """Cut distributions [T, V] by transformers' warpers, with their border shifted by a share."""
+    """Truncate distributions [T, V] with transformers' warpers, with shifted thresholds."""
     from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     if not _is_cut(request):
@@ -177,7 +177,7 @@ def _cut(logprobs: torch.Tensor, request: GenerationRequest, shift: float) -> to
 
 
 def _scaled(tensors: Mapping[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
-    """Versions lie far apart: the logprobs of two differ by whole units."""
+    """Return the weights of a version, scaled so that logprobs of two versions differ by whole units."""
     factor = 1.5 + 0.75 * (version % 3) + 0.01 * version
     return {
         name: tensor if isinstance(tensor, torch.nn.Buffer) else tensor * factor
@@ -186,7 +186,7 @@ def _scaled(tensors: Mapping[str, torch.Tensor], version: int) -> dict[str, torc
 
 
 def mixed(n: int) -> list[GenerationRequest]:
-    """Groups of four: ragged prompts, lengths and temperatures, greedy ones among them."""
+    """Return ``n`` requests in groups of four; prompts, lengths and temperatures differ, some are greedy."""
     rng = random.Random(0)
     made = []
     for i in range(n):
@@ -220,7 +220,7 @@ def exact(
     version: int | None = None,
     part: slice = slice(None),
 ) -> None:
-    """Compare the logprobs of a part of the tokens with transformers'."""
+    """Compare the logprobs of some tokens with transformers'."""
     named = tried.version if version is None else version
     off = tried.difference(request, completion, named)[part]
     assert not len(off) or off.max() <= tried.tolerance, (
@@ -268,18 +268,18 @@ CUTS: Sequence[Mapping[str, Any]] = (
     {"min_p": 0.3},
     {"top_k": 20, "top_p": 0.8},
 )
-"""Cuts of the distribution.  Not top_p with min_p: engines differ in which of them comes first."""
+"""Truncations of the distribution.  Not top_p with min_p: engines differ in their order."""
 
 
 async def top_k_top_p_and_min_p_cut_the_distribution(tried: EngineUnderTest) -> None:
     for changes in CUTS:
-        told = ", ".join(f"{name}={value}" for name, value in changes.items())
+        cuts = ", ".join(f"{name}={value}" for name, value in changes.items())
         requests = [evolve(SMALL, seed=seed, max_tokens=12, temperature=0.7, **changes) for seed in range(8)]
         for request, completion in zip(requests, await tried.ask(*requests), strict=True):
             off = tried.difference(request, completion, tried.version)
             assert off.max() <= tried.tolerance, (
-                f"with {told} the logprob of a token differs from that of transformers' warpers by "
-                f"{off.max():.3g}, expected at most {tried.tolerance:g}: the engine ignores {told}, or cuts "
+                f"with {cuts} the logprob of a token differs from that of transformers' warpers by "
+                f"{off.max():.3g}, expected at most {tried.tolerance:g}: the engine ignores {cuts}, or cuts "
                 "the distribution in another way. A token's logprob is that of what is left"
             )
     cut, whole = await tried.ask(*(evolve(SMALL, temperature=0.0, top_k=k) for k in (5, 0)))
@@ -331,7 +331,7 @@ async def each_token_is_of_the_version_that_it_names(tried: EngineUnderTest) -> 
     old, new = tried.version, tried.version + 1
     requests, weights = endless(64), tried.publish(new)
     running = asyncio.ensure_future(tried.ask(*requests))
-    await tried.ask(evolve(SMALL, max_tokens=60))  # sixty tokens later the others have some, too
+    await tried.ask(evolve(SMALL, max_tokens=60))  # sixty tokens later the other requests have some as well
     await tried.engine.update_weights(weights)
     tried.version = new
     completions = await running
@@ -341,9 +341,9 @@ async def each_token_is_of_the_version_that_it_names(tried: EngineUnderTest) -> 
     )
     for request, completion in list(zip(requests, completions, strict=True))[::8]:
         versions = completion.versions.tolist()
-        told = f"a completion's tokens have the versions {versions}, expected {old} and then {new}"
-        assert versions == sorted(versions), told
-        assert set(versions) <= {old, new}, told
+        message = f"a completion's tokens have the versions {versions}, expected {old} and then {new}"
+        assert versions == sorted(versions), message
+        assert set(versions) <= {old, new}, message
         before = versions.count(old)
         exact(tried, request, completion, old, slice(before))
         if tried.recomputes:
@@ -351,7 +351,7 @@ async def each_token_is_of_the_version_that_it_names(tried: EngineUnderTest) -> 
 
 
 async def nothing_of_older_weights_is_left(tried: EngineUnderTest) -> None:
-    """Long prompts twice, so that a prefix cache has them; an odd number of updates, so that none returns."""
+    """Send long prompts twice to fill a prefix cache, with an odd number of updates, so that none repeats."""
     request = GenerationRequest(prompt_ids=tuple(range(5, 85)) * 2, max_tokens=8)
     for _ in range(3):
         await tried.update()
@@ -379,11 +379,11 @@ async def weights_of_another_model_are_refused_and_change_nothing(tried: EngineU
 
 async def a_cancelled_generate_frees_its_rows(tried: EngineUnderTest) -> None:
     task = asyncio.ensure_future(tried.engine.generate(endless(tried.crowd)))
-    await tried.ask(evolve(SMALL, max_tokens=1))  # the engine has the others by now
+    await tried.ask(evolve(SMALL, max_tokens=1))  # the engine has received the other requests by now
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert task.cancelled()
-    async with asyncio.timeout(PATIENCE / 4):  # in time only if those before it are gone
+    async with asyncio.timeout(PATIENCE / 4):  # in time only if the cancelled requests are gone
         assert len((await tried.ask(evolve(SMALL, max_tokens=40)))[0].token_ids) == 40
 
 
@@ -420,13 +420,13 @@ ENGINE_LAWS: Mapping[str, Law] = {
         a_dead_engine_is_replaced_and_holds_the_last_weights,
     )
 }
-"""Each law by its name, in the order in which they are to be tried."""
+"""Laws by name, in the order of the tests."""
 
 
 def check_decoding(factory: Callable[..., Engine], **options: Any) -> None:
-    """Check an engine with a small random model: ``check_engine``, and then each of ``ENGINE_LAWS``.
+    """Check an engine with a small random model: first ``check_engine``, then each of ``ENGINE_LAWS``.
 
-    Raises AssertionError with what is violated first.
+    Raises AssertionError for the first violation.
     """
     DecodingContract(lambda setup: factory(setup, **options)).check()
 

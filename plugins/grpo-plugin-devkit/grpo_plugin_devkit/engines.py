@@ -1,8 +1,8 @@
-"""The contract of ``grpo_core.Engine`` as a story that any engine has to go through.
+"""The contract of ``grpo_core.Engine`` as a sequence of calls.
 
     asyncio.run(check_engine(MyEngine(setup), publish, prompt_ids=(5, 8, 2)))
 
-An engine in a pool, in a Ray worker or behind HTTP is held to it as it is.
+It applies to engines in pools, in Ray workers and behind HTTP without changes.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ async def check_engine(
     tolerance: float = 1e-3,
     seeded: bool = True,
 ) -> None:
-    """Raises AssertionError that says what the engine violates; closes the engine at the end.
+    """Check an engine and close it.  Raises AssertionError for a violation.
 
     Args:
-        engine: has not been given weights yet.
-        publish: the weights of a version, each with a canary that says something else; what was published
-            before may be overwritten.
-        prompt_ids: of a prompt that the model goes on from for ``max_tokens`` tokens, mostly.
-        tolerance: of the canary.
-        seeded: a request's seed decides what is sampled.
+        engine: an engine without weights.
+        publish: publishes the weights of a version, each with a different canary; earlier weights may be
+            overwritten.
+        prompt_ids: token ids of a prompt whose completions usually have ``max_tokens`` tokens.
+        tolerance: tolerance of the canary.
+        seeded: whether sampling is a function of the request's seed.
     """
     story = _Story(engine, publish, prompt_ids, max_tokens, tolerance)
     clauses: list[tuple[str, Callable[[], Awaitable[None]]]] = [
@@ -59,16 +59,16 @@ async def check_engine(
         ("update_weights with a damaged tensor", story.keeps_what_it_has_when_new_weights_are_spoilt),
     ]
     try:
-        for asked, clause in clauses:
-            await _asked(asked, clause)
+        for call, clause in clauses:
+            await _checked(call, clause)
     finally:
-        await _asked("aclose", engine.aclose)
-    await _asked("aclose for the second time", engine.aclose)
-    await _asked("generate after aclose", story.is_closed)
+        await _checked("aclose", engine.aclose)
+    await _checked("aclose for the second time", engine.aclose)
+    await _checked("generate after aclose", story.is_closed)
 
 
-async def _asked(what: str, clause: Callable[[], Awaitable[None]]) -> None:
-    """Await a clause.  Raises AssertionError that says what the engine was asked, for any error of its."""
+async def _checked(what: str, clause: Callable[[], Awaitable[None]]) -> None:
+    """Await a clause.  Any error becomes an AssertionError that names the call."""
     try:
         await clause()
     except AssertionError as error:
@@ -86,10 +86,10 @@ class _Story:
     tolerance: float
     version: int = -1
     said: dict[tuple[int, ...], Canary] = field(factory=dict)
-    """The canary of the version before, by context."""
+    """The canary of the previous version, by context."""
 
     def requests(self, n: int = GROUP, *, seed: int = 0, temperature: float = 1.0) -> list[GenerationRequest]:
-        """A group's, no two of the same length."""
+        """Return the requests of a group, all with different lengths."""
         return [
             GenerationRequest(
                 prompt_ids=self.prompt_ids,
@@ -118,7 +118,7 @@ class _Story:
         self.version, self.said = version, {each.prompt_ids: each for each in weights.canary}
 
     def _moved(self, canary: Canary) -> float:
-        """Return the difference of a context's logprobs from those of the version before."""
+        """Return the largest change of a context's logprobs since the previous version."""
         before = self.said.get(canary.prompt_ids, canary)
         known = dict(zip(canary.token_ids, canary.logprobs, strict=True))
         return abs(known.get(before.token_ids[0], min(canary.logprobs)) - before.logprobs[0])
@@ -188,7 +188,7 @@ class _Story:
 
 
 def ids_of(completions: Sequence[Completion]) -> list[list[int]]:
-    """The token ids of completions as lists, which ``==`` compares as a whole."""
+    """Return the token ids of completions as lists, which ``==`` can compare."""
     return [completion.token_ids.tolist() for completion in completions]
 
 

@@ -1,4 +1,4 @@
-"""The contract of environments, as checks that anybody may run on theirs; no library is needed for them.
+"""The contract of environments, as checks for authors; they need no further library.
 
 from grpo_plugin_devkit.environments import EnvironmentContract
 
@@ -23,18 +23,18 @@ from grpo_plugin_devkit.conformance import Conformance, Finding
 
 
 class EnvironmentContract:
-    """A test class for pytest: a subclass names its environment in attributes."""
+    """A test class for pytest; a subclass sets its environment in attributes."""
 
     environment: ClassVar[Any] = None
-    """A class or function that makes the environment, or its name as in a configuration."""
+    """Factory of the environment, or its name as in a configuration."""
     options: ClassVar[Mapping[str, Any]] = {}
     """Options of the environment."""
     source: ClassVar[Mapping[str, Any]] = {}
-    """Where its prompts come from, as ``source`` of a task: ``{"path": "train.jsonl"}``.  With a source the
-    environment runs in a process of its own."""
+    """Source of the prompts, as in ``tasks.NAME.source``: ``{"path": "train.jsonl"}``.  With a source the
+    environment runs in a separate process."""
 
     def test_the_environment_keeps_its_contract(self) -> None:
-        """Check everything; the test fails with all that is broken."""
+        """Run all checks; the test fails with a list of all violations."""
         environment = inspect.getattr_static(type(self), "environment")
         given = environment.__func__ if isinstance(environment, staticmethod) else environment
         assert given is not None, (
@@ -50,25 +50,25 @@ class EnvironmentContract:
 
 
 def check_environment(make: Callable[[], Any]) -> None:
-    """Runs ``grpo_plugin_devkit.conformance``; the test fails with all that is broken.
+    """Run the checks of ``conformance``; fails with a list of all violations.
 
     Args:
-        make: a new environment, the same each time; a class will do.  With ``async def run`` it plays its
-            rollouts in a thread of this process; ``check_agent`` ends also if that blocks for ever.
+        make: returns a new environment, the same each time, such as a class.  An agent (``async def run``)
+            runs in a thread of this process; ``check_agent`` also ends if it blocks forever.
     """
     _assert_all(environment_findings(make))
 
 
 def check_agent(agent: type, **options: Any) -> None:
-    """Check an environment with ``async def run``, a class of a module, in a child process.
+    """Check an environment with ``async def run`` in a child process; ``agent`` is a class of a module.
 
-    The test fails with all that is broken.
+    Fails with a list of all violations.
     """
     _assert_all(findings_by_name(name_of(agent), options))
 
 
 def name_of(environment: Any) -> str:
-    """Return the name by which another process finds a class or function of a module."""
+    """Return the name by which another process can import a class or function of a module."""
     return f"{inspect.getfile(environment)}:{environment.__qualname__}"
 
 
@@ -77,7 +77,7 @@ def environment_findings(make: Callable[[], Any]) -> list[Finding]:
     incidents: list[Incident] = []
     with reported_to(incidents.append), contextlib.closing(asyncio.Runner()) as runner:
 
-        def wait(coroutine: Coroutine[Any, Any, Any]) -> Any:  # an agent asks a server, which needs a loop
+        def wait(coroutine: Coroutine[Any, Any, Any]) -> Any:  # the server for the agent needs a running loop
             return runner.run(coroutine) if conformance.environment.runs_agents else finished(coroutine)
 
         conformance = Conformance(
@@ -93,12 +93,12 @@ def environment_findings(make: Callable[[], Any]) -> list[Finding]:
 def findings_by_name(
     name: str, options: Mapping[str, Any], plugins: PluginSelection | None = None
 ) -> Iterator[Finding]:
-    """Yield the findings about an environment in a child process, as a run starts it: it may hang or exit.
+    """Yield the findings about an environment in a child process, where it may hang or exit.
 
     Args:
-        name: as in a configuration.
-        options: of the environment; the tables ``environment`` and ``source`` are those of a run.
-        plugins: that the child loads.
+        name: name of the environment, as in a configuration.
+        options: options of the environment, with the tables ``environment`` and ``source`` of a run.
+        plugins: plugins that the child loads.
 
     Raises ConfigError if the options are wrong, or its source cannot be read.
     """
@@ -121,7 +121,7 @@ def findings_by_name(
             conformance.start()
         except GrpoError as error:
             if error.exit_status == ConfigError.exit_status:
-                raise  # the options are wrong, and not the environment
+                raise  # wrong options are an error of the user, not a finding
             yield Finding("it can be made", "failed", str(error))
             return
         try:
@@ -132,8 +132,8 @@ def findings_by_name(
 
 
 def broken(findings: Iterable[Finding]) -> list[str]:
-    """Return a line for each check that failed."""
-    return [f"{each.check}: {each.told}" for each in findings if each.outcome == "failed"]
+    """Return a line for each failed check."""
+    return [f"{each.check}: {each.result}" for each in findings if each.outcome == "failed"]
 
 
 def _assert_all(findings: Iterable[Finding]) -> None:

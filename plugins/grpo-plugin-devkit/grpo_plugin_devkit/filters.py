@@ -1,4 +1,4 @@
-"""The contract of filters of groups, as checks that anybody may run on theirs.
+"""The contract of filters of groups, as checks for authors.
 
     def test_mine_keeps_the_contract():
         check_filter(my_filter, threshold=0.5)
@@ -27,20 +27,20 @@ REWARDS: tuple[tuple[float | None, ...], ...] = (
     (0.0, 0.0, 0.0, 0.0),
     (-3.0, 2.0, 0.5, 0.5),
 )
-"""Rewards of groups, from hopeless to solved."""
+"""Rewards of groups, from all failures to all successes."""
 UNSCORED: tuple[tuple[float | None, ...], ...] = ((None, 1.0, 0.0, 1.0), (None, None, None, None))
-"""With ``rollout.truncated = "unscored"``, rollouts that a token limit cut off have no reward."""
+"""Rewards of groups with truncated rollouts, under ``rollout.truncated = "unscored"``."""
 LENGTHS = ((3, 6, 2, 9), (40, 30, 55, 61), (700, 400, 812, 90), (5000, 6000, 4000, 7000))
 """Sampled tokens of the rollouts of a group."""
 
 
 def check_filter(function: Callable[..., Any], **options: Any) -> None:
-    """Check all of a filter's contract.  Raises AssertionError."""
+    """Check a filter's contract.  Raises AssertionError."""
     FilterContract(lambda group: function(group, **options)).check()
 
 
 class FilterContract(Contract):
-    """The contract of a filter, without which a run ends or trains nothing.
+    """The contract of a filter.
 
     Args:
         rejects: the filter with its options filled in.
@@ -98,12 +98,12 @@ class FilterContract(Contract):
 
 
 def groups() -> list[Group]:
-    """Return groups of four scored rollouts with all rewards and lengths."""
+    """Return groups of four scored rollouts with all combinations of rewards and lengths."""
     return [_group(rewards, lengths) for lengths, rewards in itertools.product(LENGTHS, REWARDS)]
 
 
 class _Parts(dict[str, float]):
-    """Feedback that has a part of any name: filters may look at those of their environment."""
+    """Metrics that contain every name, because a filter may use the metrics of a specific environment."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -117,25 +117,25 @@ class _Parts(dict[str, float]):
 
 
 def _group(rewards: Sequence[float | None], lengths: Sequence[int] = LENGTHS[0]) -> Group:
-    """A group with these rewards; rollouts have messages, and are successes from a reward of 1."""
+    """Return a group with these rewards; a reward of 1 is a success."""
     made = a_group([reward or 0.0 for reward in rewards], lengths=lengths)
 
-    def rollout(place: int, given: Rollout, reward: float | None) -> Rollout:
+    def rollout(index: int, given: Rollout, reward: float | None) -> Rollout:
         return evolve(
             given,
             reward=reward,
             success=None if reward is None else reward >= 1.0,
             finish_reason="length" if reward is None else given.finish_reason,
-            messages=({"role": "user", "content": "x"}, {"role": "assistant", "content": f"reply {place}"}),
-            metrics=_Parts((place % 4) / 3),
+            messages=({"role": "user", "content": "x"}, {"role": "assistant", "content": f"reply {index}"}),
+            metrics=_Parts((index % 4) / 3),
         )
 
     both = zip(made.rollouts, rewards, strict=True)
-    return evolve(made, rollouts=tuple(rollout(place, *each) for place, each in enumerate(both)))
+    return evolve(made, rollouts=tuple(rollout(index, *each) for index, each in enumerate(both)))
 
 
 def _seen(group: Group) -> list[Any]:
-    """Return what a filter could change of a group."""
+    """Return the parts of a group that a filter could modify."""
     return [
         (dict(rollout.metrics), [dict(message) for message in rollout.messages], rollout.reward)
         for rollout in group.rollouts

@@ -1,10 +1,10 @@
-"""The contract of sources of models, as checks that anybody may run on theirs.
+"""The contract of model sources, as checks for authors.
 
     def test_mine_keeps_the_contract():
         check_model_source(MySource, size="small")
 
-Each check raises AssertionError.  The source makes its model for a small environment, and the model must be
-one that engines and trainers can load.
+Each check raises AssertionError.  The source makes a model for a small environment; engines and trainers must
+be able to load it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ TASK = "task"
 
 
 def check_model_source(make: Callable[..., Any], **options: Any) -> None:
-    """Check all of the contract of a source of models.  Raises AssertionError."""
+    """Check a model source's contract.  Raises AssertionError."""
     ModelSourceContract(lambda: make(**options)).check()
 
 
 class ModelSourceContract(Contract):
-    """The contract of a source of models, without which a run starts from something else.
+    """The contract of a model source.
 
     Args:
         make: the factory with its options filled in.
@@ -57,12 +57,12 @@ class ModelSourceContract(Contract):
 
     def it_is_checked_without_making_anything(self) -> None:
         before = set(self._directory.rglob("*"))
-        told = self._make().check()
-        assert told is None, f"check() returned {told!r}; it raises ModelError, or returns nothing"
+        returned = self._make().check()
+        assert returned is None, f"check() returned {returned!r}; it raises ModelError, or returns nothing"
         assert set(self._directory.rglob("*")) == before, "check() has written files"
 
     def it_makes_a_model_that_can_be_loaded(self) -> None:
-        """``prepare`` is sent to the process of the trainer, so it is plain data."""
+        """Check that ``prepare`` is plain data, since it is sent to the trainer's process."""
         self.begun = False
         found = self._start("first")
         path = Path(found.path)
@@ -81,12 +81,12 @@ class ModelSourceContract(Contract):
             )
 
     def its_configuration_is_that_of_the_model(self) -> None:
-        """``configuration`` is optional; the estimate of memory reads it."""
-        tell = getattr(self._make(), "configuration", None)
-        if tell is None:
+        """Check ``configuration``, which is optional and used by the memory estimate."""
+        configuration = getattr(self._make(), "configuration", None)
+        if configuration is None:
             return
         config = _config(self._there())
-        for key, value in tell().items():
+        for key, value in configuration().items():
             assert config.get(key, value) == value, (
                 f"configuration() says {key} = {value!r}, and config.json of the model {config[key]!r}"
             )
@@ -151,7 +151,7 @@ class ModelSourceContract(Contract):
 
 
 class _Solved:
-    """An environment that knows a reply to each prompt."""
+    """An environment with a solution of each prompt."""
 
     max_turns = 1
 

@@ -1,4 +1,4 @@
-"""The contracts of what a plugin's module offers besides parts, as tests that authors run.
+"""The contracts of commands and preflight checks, as tests for authors.
 
 from grpo_plugin_devkit.modules import check_commands, check_preflight
 
@@ -25,17 +25,17 @@ from grpo_core.kit import Config, PluginHost, as_table
 from grpo_plugin_devkit.contracts import Contract
 
 LARGE = ("torch", "transformers", "numpy", "ray", "vllm")
-"""Libraries that take long to import, and that the line in ``grpo-core --help`` does not need."""
+"""Libraries with a long import time, which ``grpo-core --help`` must not import."""
 
 
 def check_commands(module: ModuleType) -> None:
-    """Raise AssertionError if the commands of a module break their contract.
+    """Raise AssertionError if the commands of a module violate their contract.
 
-    It holds that
+    The contract:
 
-    * importing the module loads no large library, and no module of a command;
+    * importing the module imports no large library, and no module of a command;
     * each command exists, returns an exit status, and documents its parameters;
-    * ``help`` is the sentence with which its documentation begins.
+    * ``help`` is the first sentence of its documentation.
     """
     commands: dict[str, Command] = dict(module.grpo_commands())
     homes = {command.target.partition(":")[0] for command in commands.values()}
@@ -53,7 +53,7 @@ def check_commands(module: ModuleType) -> None:
             f"{name}: its documentation begins with {begin!r}, help is {command.help!r}"
         )
         if inspect.isfunction(target):
-            typing.get_type_hints(target)  # as the command line reads them
+            typing.get_type_hints(target)  # resolved by the command line as well
             signature = inspect.signature(target)
             assert signature.return_annotation in (int, "int"), (
                 f"{name}: {command.target} does not return an int"
@@ -63,10 +63,10 @@ def check_commands(module: ModuleType) -> None:
 
 
 def check_preflight(module: ModuleType) -> None:
-    """Raise AssertionError if the functions that a module offers by ``grpo_preflight`` break their contract.
+    """Raise AssertionError if the checks of a module's ``grpo_preflight`` violate their contract.
 
-    It holds that each takes a configuration and the plugins, changes no configuration, and returns texts or
-    raises ConfigError.
+    Each takes a configuration and the plugins, does not modify the configuration, and returns texts or raises
+    ConfigError.
     """
     for name, offered in module.grpo_preflight().items():
         function = load_object(offered, who=name) if isinstance(offered, str) else offered

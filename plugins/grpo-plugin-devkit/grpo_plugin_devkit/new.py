@@ -1,4 +1,4 @@
-"""``grpo-core new``: writes a working plugin as a distribution.
+"""``grpo-core new``: generates a working plugin as a distribution.
 
 The files come from ``templates``.  They are templates of ``string.Template``.
 """
@@ -23,19 +23,19 @@ from grpo_core.kit import HOOKS, Flag, Kind, PluginHost, inert
 
 TEMPLATES = Path(__file__).parent / "templates"
 LONGEST_NAME = 32
-"""Number of characters of a name; longer ones would make the lines of the files too long."""
+"""Largest length of a name, limited by the line length of the generated files."""
 
 
 @frozen(kw_only=True)
 class Sort:
-    """Something that a plugin offers.
+    """A kind of plugin to generate.
 
     Attributes:
-        kind: the kind of the offer.
-        contract: module and function that test it.
+        kind: kind of the offer.
+        contract: module and function of its contract.
         trains: options of ``grpo-core train`` that use the plugin NAME.
-        a_class: whether it is a class; otherwise it is a function.
-        needs: distributions that it imports.
+        a_class: whether the offer is a class, not a function.
+        needs: distributions that the plugin imports.
     """
 
     kind: Kind
@@ -102,7 +102,7 @@ SORTS: Mapping[str, Sort] = {
     ),
 }
 VARIANTS: Mapping[str, tuple[str, ...]] = {"multi_turn": (), "tools": (), "judge": ("aiohttp>=3.10",)}
-"""Variants of an environment, with the distributions that they import."""
+"""Variants of environments, with the distributions that they import."""
 
 
 def new(
@@ -152,9 +152,9 @@ def new(
 
 
 def write(sort: str, name: str, variants: list[str], where: Path) -> Path:
-    """Write ``grpo-plugin-NAME``, whole or not at all; return it.
+    """Write ``grpo-plugin-NAME`` atomically; return its path.
 
-    Raises ConfigError for a name that cannot be used, and if the directory exists.
+    Raises ConfigError for an invalid name, or if the directory exists.
     """
     if variants and (sort != "environment" or len(variants) > 1):
         given = ", ".join(f"--{variant.replace('_', '-')}" for variant in variants)
@@ -187,9 +187,9 @@ def _check_name(name: str, kind: Kind) -> None:
     if keyword.iskeyword(name) or keyword.issoftkeyword(name):
         raise ConfigError(f"{name!r} is a word of Python's; give another name")
     host = PluginHost.discover()
-    taken = {plugin.name.rpartition("/")[2]: plugin for plugin in host.plugins}
-    if name in taken or name in host.left_out:
-        whose = f": {taken[name]}" if name in taken else ""
+    installed = {plugin.name.rpartition("/")[2]: plugin for plugin in host.plugins}
+    if name in installed or name in host.left_out:
+        whose = f": {installed[name]}" if name in installed else ""
         raise ConfigError(f"a plugin {name!r} is installed already{whose}; give another name")
     for plugin in host.plugins:
         if name in plugin.offers.get(kind, {}):
@@ -199,7 +199,7 @@ def _check_name(name: str, kind: Kind) -> None:
 
 
 def _files(sort: str, name: str, variant: str) -> dict[str, str]:
-    """Return the text of each file by its path in the distribution."""
+    """Return the contents of each file, by path in the distribution."""
     chosen, package = SORTS[sort], _package(name)
     symbol = "".join(part.capitalize() for part in name.split("_")) if chosen.a_class else name
     source = _read(f"{sort}_{variant}.py" if variant else f"{sort}.py")
@@ -236,7 +236,7 @@ def _files(sort: str, name: str, variant: str) -> dict[str, str]:
 
 
 def _names(source: str) -> set[str]:
-    """Return every name that a module uses or defines, but for attributes."""
+    """Return all names that a module uses or defines, except attributes."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         match node:

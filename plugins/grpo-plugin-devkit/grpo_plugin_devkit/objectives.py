@@ -1,4 +1,4 @@
-"""The contracts of losses and advantage functions, as checks that anybody may run on theirs.
+"""The contracts of losses and advantage functions, as checks for authors.
 
     def test_mine_keep_their_contracts():
         check_loss(my_loss, kl_coefficient=0.1)
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     LossOutput = tuple[Tensor, dict[str, Tensor]]
 
 LENGTHS = (5, 1, 9, 3)
-"""Sampled tokens of each row of a loss's inputs."""
+"""Number of sampled tokens of each row of a loss's inputs."""
 REWARDS = ((0.0, 1.0, 1.0, 0.25), (1.0, 1.0, 1.0, 1.0), (-3.0, 2.0, 0.5, 0.5), (0.0, 0.0, 0.0, 1.0))
-"""Rewards of some groups."""
+"""Rewards of groups."""
 
 
 def check_loss(function: Callable[..., Any], **options: Any) -> None:
-    """Check all of a loss's contract.  Raises AssertionError."""
+    """Check a loss's contract.  Raises AssertionError."""
     LossContract(lambda inputs: function(inputs, **options), needs_of(function, options)).check()
 
 
 def check_advantage(function: Callable[..., Any], **options: Any) -> None:
-    """Check all of an advantage function's contract.  Raises AssertionError or PluginError."""
+    """Check an advantage function's contract.  Raises AssertionError or PluginError."""
     AdvantageContract(lambda groups: function(groups, **options)).check()
 
 
@@ -44,11 +44,11 @@ def check_advantage(function: Callable[..., Any], **options: Any) -> None:
 
 
 class LossContract(Contract):
-    """The contract of a loss, without which a step has no meaning.
+    """The contract of a loss.
 
     Args:
         loss: the loss with its options filled in.
-        needs: what it declares to need.
+        needs: its declared needs.
     """
 
     def __init__(self, loss: Callable[[LossInputs], LossOutput], needs: frozenset[str]) -> None:
@@ -71,7 +71,7 @@ class LossContract(Contract):
             assert values.shape == shape, f"metric {name!r} has shape {found}, expected {tuple(shape)}"
 
     def it_trains_the_policy(self) -> None:
-        """The gradient reaches ``policy_logprobs`` or ``entropy``; the core gives no other input one."""
+        """Check that the gradient reaches ``policy_logprobs`` or ``entropy``, the differentiable inputs."""
         import torch
 
         inputs = self._inputs()
@@ -84,7 +84,7 @@ class LossContract(Contract):
         assert any(gradient.any() for gradient in gradients), "the gradient is 0 for every token"
 
     def extreme_inputs_have_finite_losses_and_gradients(self) -> None:
-        """Logprobs down to -1e4, advantages up to 1e3: a row that is not finite is left out of its update."""
+        """Check logprobs down to -1e4 and advantages up to 1e3; a row that is not finite would be dropped."""
         import torch
 
         extremes = [0.0, -1e-7, -1.0, -50.0, -1e4]
@@ -108,19 +108,19 @@ class LossContract(Contract):
         import torch
 
         inputs = self._inputs()
-        order = [2, 0, 3, 1]  # row i of the others is row order[i] of these
-        places = torch.cat([(inputs.rows == row).nonzero()[:, 0] for row in order])
-        others = _picked(inputs, places)
-        self._same(self._loss(inputs)[0][places], self._loss(others)[0], "rows in another order")
+        order = [2, 0, 3, 1]  # row i of the reordered inputs is row order[i] of the original ones
+        indices = torch.cat([(inputs.rows == row).nonzero()[:, 0] for row in order])
+        others = _picked(inputs, indices)
+        self._same(self._loss(inputs)[0][indices], self._loss(others)[0], "rows in another order")
 
     def it_does_not_matter_how_rows_are_split(self) -> None:
-        """Rows come in micro-batches as memory allows."""
+        """Check that micro-batches do not change the result, since their size depends on memory."""
         inputs = self._inputs()
         whole, _ = self._loss(inputs)
         for first in (0, 2):
-            places = (inputs.rows // 2 == first // 2).nonzero()[:, 0]
-            part, _ = self._loss(_picked(inputs, places))
-            self._same(whole[places], part, f"rows {first} and {first + 1} in a micro-batch of their own")
+            indices = (inputs.rows // 2 == first // 2).nonzero()[:, 0]
+            part, _ = self._loss(_picked(inputs, indices))
+            self._same(whole[indices], part, f"rows {first} and {first + 1} in a micro-batch of their own")
 
     def it_returns_the_same_each_time_and_changes_no_input(self) -> None:
         inputs, untouched = self._inputs(), self._inputs()
@@ -135,7 +135,7 @@ class LossContract(Contract):
         assert off < 1e-9, f"{what}: the losses differ by {off:.3g}"
 
     def _inputs(self, *, dtype: Any = None) -> LossInputs:
-        """Random inputs, the same each time; without what the loss does not need."""
+        """Return deterministic random inputs, without those that the loss does not need."""
         import torch
 
         chance = torch.Generator().manual_seed(0)
@@ -182,11 +182,11 @@ def _rows() -> Tensor:
     return torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
 
 
-def _picked(inputs: LossInputs, places: Tensor) -> LossInputs:
-    """The tokens at these places, whose rows are whole; rows are numbered anew, in order of appearance."""
+def _picked(inputs: LossInputs, indices: Tensor) -> LossInputs:
+    """Return the inputs of these tokens, which form whole rows; rows are renumbered by first appearance."""
     import torch
 
-    picked: dict[str, Any] = {name: tensor[places] for name, tensor in _tensors(inputs).items()}
+    picked: dict[str, Any] = {name: tensor[indices] for name, tensor in _tensors(inputs).items()}
     seen = list(dict.fromkeys(picked["rows"].tolist()))
     picked["rows"] = torch.tensor([seen.index(row) for row in picked["rows"].tolist()])
     picked["sequences"] = picked["rows"]
@@ -194,7 +194,7 @@ def _picked(inputs: LossInputs, places: Tensor) -> LossInputs:
 
 
 def _tensors(inputs: LossInputs) -> Mapping[str, Tensor]:
-    """The inputs that have a number for each token."""
+    """Return the inputs with one number for each token."""
     given = {each.name: getattr(inputs, each.name) for each in fields(LossInputs)}
     return {
         name: value
@@ -207,7 +207,7 @@ def _tensors(inputs: LossInputs) -> Mapping[str, Tensor]:
 
 
 class AdvantageContract(Contract):
-    """The contract of an advantage function, without which a batch cannot be made.
+    """The contract of an advantage function.
 
     Args:
         advantages: the function with its options filled in.
@@ -219,21 +219,21 @@ class AdvantageContract(Contract):
     def it_returns_a_finite_number_or_none_for_each_rollout(self) -> None:
         for sizes in ((4, 4, 4, 4), (2,), (3, 2, 8)):
             rewards = [[float(i % 3) for i in range(size)] for size in sizes]
-            self._scores([a_group(each, place) for place, each in enumerate(rewards)])
+            self._scores([a_group(each, index) for index, each in enumerate(rewards)])
 
     def extreme_rewards_have_finite_advantages(self) -> None:
         for rewards in ((1e30, -1e30, 0.0), (1e-200, 0.0, 0.0), (1.0, 1.0 + 1e-15, 1.0), (-1e9, -1e9, 1e-9)):
             self._scores([a_group(rewards)])
 
     def equal_rewards_are_worth_nothing(self) -> None:
-        """Check groups that are alone in their step; lengths are equal too, so all rollouts are alike."""
+        """Check single groups with equal rewards and equal lengths."""
         for value in (0.0, 1.0, 0.3, -5.0):
             scores = self._scores([a_group([value] * 4, lengths=(6, 6, 6, 6))])[0]
-            told = f"four rewards of {value} have advantages {scores}; expected 0 or None"
-            assert all(abs(number) < 1e-9 for score in scores for number in _numbers(score)), told
+            message = f"four rewards of {value} have advantages {scores}; expected 0 or None"
+            assert all(abs(number) < 1e-9 for score in scores for number in _numbers(score)), message
 
     def the_order_within_a_group_does_not_matter(self) -> None:
-        groups = [a_group(rewards, place) for place, rewards in enumerate(REWARDS)]
+        groups = [a_group(rewards, index) for index, rewards in enumerate(REWARDS)]
         order = [2, 0, 3, 1]
         turned = [evolve(group, rollouts=tuple(group.rollouts[i] for i in order)) for group in groups]
         for group, straight, other in zip(groups, self._scores(groups), self._scores(turned), strict=True):
@@ -243,7 +243,7 @@ class AdvantageContract(Contract):
             )
 
     def it_returns_the_same_each_time(self) -> None:
-        groups = [a_group(rewards, place) for place, rewards in enumerate(REWARDS)]
+        groups = [a_group(rewards, index) for index, rewards in enumerate(REWARDS)]
         first, second = self._scores(groups), self._scores(groups)
         same = all(_close(one, other, off=0.0) for one, other in zip(first, second, strict=True))
         assert same, f"it returned {first}, and then {second} for the same groups"
@@ -252,8 +252,8 @@ class AdvantageContract(Contract):
         return rows.checked_scores(self._advantages(groups), groups, "it")
 
 
-def a_group(rewards: Sequence[float], place: int = 0, lengths: Sequence[int] = (3, 6, 2, 9)) -> Group:
-    """A group with these rewards; its rollouts have different lengths."""
+def a_group(rewards: Sequence[float], index: int = 0, lengths: Sequence[int] = (3, 6, 2, 9)) -> Group:
+    """Return a group with these rewards and lengths."""
 
     def rollout(reward: float, length: int) -> Rollout:
         tokens = Tokens.generated([5] * length, [-1.0] * length, [0] * length)
@@ -265,16 +265,16 @@ def a_group(rewards: Sequence[float], place: int = 0, lengths: Sequence[int] = (
         )
 
     return Group(
-        prompt=Prompt(messages="x", id=f"prompt {place}", environment="task"),
+        prompt=Prompt(messages="x", id=f"prompt {index}", environment="task"),
         rollouts=tuple(rollout(reward, lengths[i % len(lengths)]) for i, reward in enumerate(rewards)),
         generation_version=0,
         target_version=0,
-        slot=place,
+        slot=index,
     )
 
 
 def _close(a: Sequence[Any], b: Sequence[Any], off: float = 1e-9) -> bool:
-    """Whether floats, arrays and None are the same, up to rounding."""
+    """Whether floats, arrays and None are equal up to rounding."""
 
     def same(x: Any, y: Any) -> bool:
         if x is None or y is None:
@@ -288,7 +288,7 @@ def _close(a: Sequence[Any], b: Sequence[Any], off: float = 1e-9) -> bool:
 
 
 def _numbers(score: Any) -> list[float]:
-    """The advantages of a rollout: of all its tokens, or of each; none if it is masked."""
+    """Return the advantages of a rollout: one for all tokens or one for each; none if it is masked."""
     if score is None:
         return []
     return [score] if isinstance(score, float) else list(map(float, score))

@@ -1,10 +1,10 @@
-"""The contract of optimizers, as checks that anybody may run on theirs.
+"""The contract of optimizers, as checks for authors.
 
     def test_mine_keeps_the_contract():
         check_optimizer(my_optimizer, momentum=0.9)
 
-Each check raises AssertionError, or PluginError where the core itself would.  The optimizer trains a small
-regression, through the code of the trainer that sets learning rates and writes checkpoints.
+Each check raises AssertionError, or PluginError where the core does.  The optimizer trains a small regression
+with the trainer's code for learning rates and checkpoints.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ BETAS = (0.9, 0.95)
 
 
 def check_optimizer(function: OptimizerFunction | Offer, **options: Any) -> None:
-    """Check all of an optimizer's contract.  Raises AssertionError or PluginError."""
+    """Check an optimizer's contract.  Raises AssertionError or PluginError."""
     OptimizerContract(function, options).check()
 
 
 class OptimizerContract(Contract):
-    """The contract of an optimizer, without which checkpoints or schedules are wrong.
+    """The contract of an optimizer.
 
     Args:
         function: the function that makes optimizers from groups of parameters, or its offer.
@@ -43,7 +43,7 @@ class OptimizerContract(Contract):
         self._made = bound("optimizer", function, options)
 
     def it_trains_each_parameter_once(self) -> None:
-        """Also in groups of one parameter, and in a group without a matrix."""
+        """Check groups of one parameter, and a group without a matrix."""
         _Regression(self._made)
         _Regression(self._made, lrs={"bias": 2 * LR})
 
@@ -58,7 +58,7 @@ class OptimizerContract(Contract):
         )
 
     def it_follows_the_learning_rate_of_each_group(self) -> None:
-        """The trainer multiplies them by the factor of its schedule, which may be 0."""
+        """Check scheduled learning rates, which may be 0."""
         task = _Regression(self._made, lrs={"second": 0.0})
         before = task.weights()
         task.train(2)
@@ -77,7 +77,7 @@ class OptimizerContract(Contract):
             )
 
     def it_decays_only_what_has_a_weight_decay(self) -> None:
-        """The decay is independent of the gradient, which is 0 here."""
+        """Check weight decay with zero gradients, since it is decoupled from the gradient."""
         task = _Regression(self._made, decays={"first": 0.5})
         before = task.weights()
         task.train(3, gradient=0.0)
@@ -95,7 +95,7 @@ class OptimizerContract(Contract):
         _same(one, other, "two runs of the same updates")
 
     def it_keeps_the_state_that_it_declares(self) -> None:
-        """An optimizer whose offer has no ``state`` declares nothing."""
+        """Check the declared ``state``; an offer without one declares nothing."""
         task = _Regression(self._made)
         task.train(1)
         for name, parameter in task.parameters.items():
@@ -112,7 +112,7 @@ class OptimizerContract(Contract):
             )
 
     def it_continues_exactly_from_its_saved_state(self) -> None:
-        """A checkpoint holds the state of each parameter by slot: tensors, and numbers."""
+        """Check that the state, tensors and numbers by parameter and slot, is restored exactly."""
         went_on = _Regression(self._made)
         went_on.train(3)
         tensors, about = went_on.optimization.saved()
@@ -125,13 +125,13 @@ class OptimizerContract(Contract):
 
 
 class _Regression:
-    """Three layers that learn a fixed function, the middle one large enough for states in 8 bits.
+    """A regression with three layers, the middle one large enough for 8-bit states.
 
     Args:
-        made: makes optimizers of groups of parameters.
-        lrs: learning rates of parameters, by the beginning of their names; the others have ``LR``.
-        decays: weight decays; the others have none.
-        weights: values of the parameters to start with.
+        made: returns an optimizer for groups of parameters.
+        lrs: learning rates by the parameter's name; ``LR`` for others.
+        decays: weight decays by the parameter's name; 0 for others.
+        weights: initial values of the parameters.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class _Regression:
         return nn.functional.mse_loss(hidden @ self.parameters["third"].T, self._targets)
 
     def train(self, steps: int, *, factor: float = 1.0, gradient: float = 1.0) -> None:
-        """Make some updates; ``gradient`` is a factor of the gradients."""
+        """Make updates; ``gradient`` is a factor of the gradients."""
         for _ in range(steps):
             torch.autograd.backward(gradient * self.loss())
             self.optimization.step(factor)

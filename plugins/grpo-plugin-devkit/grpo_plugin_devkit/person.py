@@ -1,4 +1,4 @@
-"""A person as an engine: the replies are typed, or are the lines of standard input."""
+"""A person as an engine: replies are typed, or are lines of standard input."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ HELP = """\
 
 
 class InputEnded(Exception):  # noqa: N818 - nothing is wrong
-    """Nobody says anything more."""
+    """Raised at the end of the input."""
 
 
 class Person(TextEngine):
     """A ``TextEngine`` that asks for each reply.
 
     Args:
-        ask: returns the next reply, or None if it shall be the solution; raises InputEnded when there is
-            none.
-        solve: returns the reply that the environment knows, or None.
+        ask: returns the next reply, or None to use the solution; raises InputEnded at the end.
+        solve: returns the environment's solution, or None.
         say: prints a line to the person.
     """
 
@@ -58,7 +57,7 @@ class Replies:
     Args:
         source: standard input.
         say: prints a line to the person.
-        tools: whether there are tools now.
+        tools: whether the current rollout has tools.
     """
 
     def __init__(
@@ -66,12 +65,12 @@ class Replies:
     ) -> None:
         self._source, self._say, self._tools = source, say, tools
         self.typed = source.isatty()
-        """Whether somebody types, who sees what is typed."""
+        """Whether the source is a terminal, which echoes the input."""
         if self.typed:
             import readline  # noqa: F401 - gives input() a line that can be edited
 
     def __call__(self) -> str | None:
-        """Return the next reply, or None if the person wants the solution.  Raises InputEnded."""
+        """Return the next reply, or None for the solution.  Raises InputEnded."""
         while True:
             line = self._lines()
             command, _, rest = line.partition(" ")
@@ -105,7 +104,7 @@ class Replies:
             if not line:
                 raise InputEnded("the input has ended")
             return line.rstrip("\r\n")
-        with interrupts.received(interrupts.raise_interrupt):  # the event loop waits for input()
+        with interrupts.received(interrupts.raise_interrupt):  # input() blocks the event loop
             try:
                 return input(prompt)
             except EOFError:
@@ -113,7 +112,7 @@ class Replies:
 
 
 def _call(text: str) -> str | None:
-    """Return a tool call as a model writes it, from a name and arguments; None if it cannot be read."""
+    """Format a tool call like a model's, from a name and arguments; None if it cannot be parsed."""
     name, _, rest = text.strip().partition(" ")
     rest = rest.strip()
     arguments: Mapping[str, Any] = {}

@@ -1,10 +1,10 @@
-"""The contract of placements, as checks that anybody may run on theirs.
+"""The contract of placements, as checks for authors.
 
     def test_mine_keeps_the_contract():
         check_placement(MyPlacement)
 
-Each check raises AssertionError.  An environment and the engine "local" with a small random model are started
-where the placement puts them, and asked as a run asks them.
+Each check raises AssertionError.  The placement starts an environment, and the engine "local" with a small
+random model, which are then used as in a run.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from grpo_plugin_devkit.decoding import load_test_model, make_test_model
 T = TypeVar("T")
 
 PATIENCE = 120.0
-"""Seconds that a call of a worker may take."""
+"""Time limit of a worker's call in seconds."""
 METHODS = ("check", "connected", "devices", "engine", "retain", "environment")
 WORKERS = 2
-"""Number of workers of the run that the placement is connected for."""
+"""Number of workers of the simulated run."""
 
 ENVIRONMENT = '''\
 import grpo_core as grpo
@@ -67,12 +67,12 @@ class Counting(grpo.Environment):
 
 
 def check_placement(make: Callable[..., Any], **options: Any) -> None:
-    """Check all of a placement's contract; ``make`` is its factory.  Raises AssertionError."""
+    """Check a placement's contract; ``make`` is its factory.  Raises AssertionError."""
     PlacementContract(lambda plugins: make(plugins, **options)).check()
 
 
 class PlacementContract(Contract):
-    """The contract of a placement, without which engines and environments are lost.
+    """The contract of a placement.
 
     Args:
         make: the factory with its options filled in.
@@ -142,7 +142,7 @@ class PlacementContract(Contract):
         self._with_environment(story)
 
     def weights_that_are_retained_outlive_the_next_publication(self) -> None:
-        """Engines that are late read them when the trainer has published others."""
+        """Check retained weights, which late engines read after newer ones were published."""
 
         async def story() -> None:
             writer, retain = SharedMemoryWriter(), self._placement.retain()
@@ -152,7 +152,7 @@ class PlacementContract(Contract):
                 writer.write(version, [(name, tensor + version) for name, tensor in first])
             assert lease.weights.version == 0, f"the lease is of version {lease.weights.version}, expected 0"
             if not lease.weights.location.startswith("/"):
-                return  # they are read where the workers are
+                return  # not available in this process; workers read them
             try:
                 found = read_weights(lease.weights)
             except Exception as error:

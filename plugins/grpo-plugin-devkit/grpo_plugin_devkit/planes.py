@@ -1,10 +1,10 @@
-"""The contract of data planes, as checks that anybody may run on theirs.
+"""The contract of data planes, as checks for authors.
 
     def test_mine_keeps_the_contract(tmp_path):
         check_data_plane(MyPlane, directory=str(tmp_path))
 
-Each check raises AssertionError.  Groups of several rollouts and segments are put there, and read as the
-ranks of a trainer and the files of a run read them.
+Each check raises AssertionError.  Groups of several rollouts and segments are stored, and read like the ranks
+of a trainer and the files of a run read them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from grpo_plugin_devkit.contracts import Contract, within
 T = TypeVar("T")
 
 PATIENCE = 60.0
-"""Seconds that a call of a data plane may take."""
+"""Time limit of a data plane's call in seconds."""
 
 
 def check_data_plane(make: Callable[..., Any], *, placement: Any = None, **options: Any) -> None:
-    """Check all of a data plane's contract; ``make`` is its factory.  Raises AssertionError.
+    """Check a data plane's contract; ``make`` is its factory.  Raises AssertionError.
 
     Args:
         make: the factory.
@@ -40,7 +40,7 @@ def check_data_plane(make: Callable[..., Any], *, placement: Any = None, **optio
 
 
 class DataPlaneContract(Contract):
-    """The contract of a data plane, without which a step trains other tokens.
+    """The contract of a data plane.
 
     Args:
         make: the factory with its arguments filled in.
@@ -97,7 +97,7 @@ class DataPlaneContract(Contract):
             _same(group, there)
 
     def other_processes_read_it(self) -> None:
-        """The ranks of a trainer get the handles, and fetch the tokens by themselves."""
+        """Check that other processes can fetch tokens by their handles, like the ranks of a trainer."""
         group = _group(3)
         there = self._run(within(PATIENCE, self._plane.put(group), "put()"))
         try:
@@ -111,7 +111,7 @@ class DataPlaneContract(Contract):
         assert found == _read(_segments(group)), "another process reads other tokens than were put there"
 
     def groups_that_nobody_holds_make_room_for_others(self) -> None:
-        """A group that is still held stays readable when others are gone."""
+        """Check that discarding a group frees memory and keeps other groups readable."""
 
         async def story() -> tuple[Group, Group]:
             kept = _group(5)
@@ -119,7 +119,7 @@ class DataPlaneContract(Contract):
             for seed in range(20):
                 await within(PATIENCE, self._plane.put(_group(seed)), "put()")
             gc.collect()
-            await asyncio.sleep(0)  # what nobody holds is discarded here
+            await asyncio.sleep(0)  # groups without references are discarded here
             return kept, there
 
         kept, there = self._run(story())
@@ -130,7 +130,7 @@ class DataPlaneContract(Contract):
 
 
 def _group(seed: int) -> Group:
-    """Return a group of three rollouts: of one segment, of two, and without any token."""
+    """Return a group of three rollouts: with one segment, with two, and without tokens."""
     chance = np.random.default_rng(seed)
 
     def tokens(n: int) -> Tokens:
@@ -175,7 +175,7 @@ def _same(expected: Group, there: Group) -> None:
 
 
 def _read(segments: Sequence[Segment]) -> list[tuple[list[int], list[int], list[float]]]:
-    """Return prompt, ids and logprobs of each segment, read all at once."""
+    """Return prompt, ids and logprobs of each segment, fetched in one call."""
     prompts = fetched([segment.prompt_ids for segment in segments])
     tokens = fetched([segment.tokens for segment in segments])
     return [

@@ -1,4 +1,4 @@
-"""The contract of players, as checks that anybody may run on theirs.
+"""The contract of players, as checks for authors.
 
     def test_mine_keeps_the_contract():
         check_player(MyPlayer, length=3)
@@ -28,13 +28,13 @@ from grpo_core.testing import FakeEngine, FakeEnvironment, play_rollouts, run
 from grpo_plugin_devkit.contracts import Contract
 
 DEADLINE = 1000.0
-"""Seconds of virtual time in which a rollout has to end."""
+"""Deadline of a rollout in seconds of virtual time."""
 TURNS, TOKENS = 4, 12
-"""Limits of the rollouts that are played."""
+"""Limits of the rollouts."""
 
 
 def check_player(make: Callable[..., Player | None], **options: Any) -> None:
-    """Check all of a player's contract.  Raises AssertionError.
+    """Check a player's contract.  Raises AssertionError.
 
     Args:
         make: the factory: a class, or a function of ``PlayerSetup``.
@@ -48,8 +48,8 @@ class PlayerContract(Contract):
     """The contract of a player."""
 
     make: Callable[[PlayerSetup], Player | None]
-    said: list[Completion] = field(init=False, factory=list)
-    """Completions of the last play."""
+    completions: list[Completion] = field(init=False, factory=list)
+    """Completions of the last rollout."""
 
     def its_rollouts_get_a_reward(self) -> None:
         for rollout in self._played(4):
@@ -67,13 +67,13 @@ class PlayerContract(Contract):
             )
             if sampled
         ]
-        said = [
+        completions = [
             (int(token), float(logprob))
-            for completion in self.said
+            for completion in self.completions
             for token, logprob in zip(completion.token_ids, completion.logprobs, strict=True)
         ]
-        assert sorted(trained) == sorted(said), (
-            f"the engine sampled {len(said)} tokens, and the recordings have {len(trained)}; put "
+        assert sorted(trained) == sorted(completions), (
+            f"the engine sampled {len(completions)} tokens, and the recordings have {len(trained)}; put "
             "Completion.tokens of each completion into one segment, as they are"
         )
 
@@ -100,7 +100,7 @@ class PlayerContract(Contract):
             assert rollout.finish_reason == "deadline", f"{rollout.finish_reason}: {rollout.error}"
 
     def _played(self, n: int, *, first: int = 0, deadline: float = DEADLINE, **limits: int) -> list[Rollout]:
-        self.said.clear()
+        self.completions.clear()
         return run(self._play(range(first, first + n), deadline, limits))
 
     async def _play(self, seeds: Sequence[int], deadline: float, limits: Mapping[str, Any]) -> list[Rollout]:
@@ -113,7 +113,7 @@ class PlayerContract(Contract):
         if player is not None:
             await player.start()
         try:
-            engine = _Overheard(self.said)
+            engine = _Overheard(self.completions)
             await engine.update_weights(Weights(version=0, location="", nbytes=0, tensors=()))
             return await play_rollouts(
                 [Prompt(messages="?", id=f"{seed}", environment="task") for seed in seeds],
@@ -130,15 +130,15 @@ class PlayerContract(Contract):
 
 
 class _Overheard(FakeEngine):
-    """An engine that takes a second, and keeps what it says."""
+    """An engine that takes a second and records its completions."""
 
-    def __init__(self, said: list[Completion]) -> None:
+    def __init__(self, completions: list[Completion]) -> None:
         super().__init__(reply=_reply, latency=lambda rng: 1.0, update_seconds=0.0)
-        self._said = said
+        self._completions = completions
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         completions = await super().generate(requests)
-        self._said += completions
+        self._completions += completions
         return completions
 
 

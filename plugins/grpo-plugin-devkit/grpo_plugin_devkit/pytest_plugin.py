@@ -1,6 +1,7 @@
-"""The pytest plugin: ``pytest --grpo-environment NAME`` checks an environment as a test.
+"""A pytest plugin: ``pytest --grpo-environment NAME`` checks an environment as a test.
 
-pytest loads this module where grpo-plugin-devkit is installed, so it imports nothing until one is named.
+pytest loads this module wherever grpo-plugin-devkit is installed, so it imports nothing before the option is
+used.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def pytest_collection_modifyitems(
 
 
 class EnvironmentItem(pytest.Item):
-    """The contract of one environment, as a test."""
+    """A test of one environment's contract."""
 
     def __init__(self, *, options: dict[str, Any], **given: Any) -> None:
         super().__init__(**given)
@@ -57,13 +58,13 @@ class EnvironmentItem(pytest.Item):
         from grpo_plugin_devkit.environments import broken, findings_by_name
 
         findings = list(findings_by_name(self.name, self._options))
-        lines = "\n".join(f"{e.outcome}: {e.check}{f': {e.told}' if e.told else ''}" for e in findings)
+        lines = "\n".join(f"{e.outcome}: {e.check}{f': {e.result}' if e.result else ''}" for e in findings)
         self.add_report_section("call", "checks of the environment", lines)
         if failed := broken(findings):
             raise Broken("\n".join(failed))
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], *given: Any, **more: Any) -> Any:
-        """Return the message alone for what grpo-core says on purpose."""
+        """Return only the message for errors of grpo-core, without a traceback."""
         from grpo_core import GrpoError
 
         if isinstance(excinfo.value, Broken | GrpoError):
@@ -75,4 +76,4 @@ class EnvironmentItem(pytest.Item):
 
 
 class Broken(Exception):  # noqa: N818
-    """An environment breaks its contract."""
+    """Raised for an environment that violates its contract."""

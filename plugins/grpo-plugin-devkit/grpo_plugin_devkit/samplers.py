@@ -1,12 +1,12 @@
-"""The contract of samplers as a test that their authors run.
+"""The contract of samplers, as a test for authors.
 
     from grpo_plugin_devkit.samplers import check_sampler
 
     def test_mine_keeps_the_contract():
         check_sampler(Mine)
 
-Needs Hypothesis (``pip install 'grpo-core[testing]'``).  What breaks a contract is shown as the shortest
-sequence of calls that was found.
+Needs Hypothesis (``pip install 'grpo-core[testing]'``), which reports the shortest sequence of calls that
+violates the contract.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from grpo_core.kit import checked_sample
 from grpo_core.testing import MemoryLoader
 
 SMALL = 100_000
-"""Largest number of bytes of a sampler's state as JSON: it is part of each checkpoint."""
+"""Largest size in bytes of a sampler's state as JSON, which is part of each checkpoint."""
 
 
 class SamplerContract(RuleBasedStateMachine):
-    """A run as a sampler sees it.
+    """A state machine that calls a sampler like a run.
 
-    The sampler is asked for any number of prompts at any version, sees groups late, out of order, twice
-    or never, and is saved and resumed at any moment.
+    It requests any number of prompts at any version, reports groups late, out of order, twice or never, and
+    saves and resumes the sampler at any time.
 
-    It holds that
+    The contract:
 
-    * exactly as many prompts are returned as were asked for;
-    * the prompts that it just took from the loaders are among them, each once; it may make the others;
-    * the state is JSON, and small;
-    * a resumed sampler draws like the uninterrupted one, and two that are resumed from one state agree.
+    * the sampler returns exactly the requested number of prompts;
+    * they contain each prompt that it took from the loaders once; it may generate the others;
+    * the state is small JSON;
+    * a resumed sampler draws like the uninterrupted one, and like another one resumed from the same state.
 
     ``make`` and ``tasks`` are set by ``check_sampler``.
     """
@@ -80,11 +80,11 @@ class SamplerContract(RuleBasedStateMachine):
 
     @precondition(lambda self: self.returned)
     @rule(
-        places=st.lists(st.integers(0, 39), min_size=1, max_size=20),
+        indices=st.lists(st.integers(0, 39), min_size=1, max_size=20),
         rewards=st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=2, max_size=4),
     )
-    def hear_of_groups(self, places: list[int], rewards: list[float]) -> None:
-        slots = [place % len(self.returned) for place in places]
+    def hear_of_groups(self, indices: list[int], rewards: list[float]) -> None:
+        slots = [index % len(self.returned) for index in indices]
         groups = [
             Group(
                 prompt=self.returned[slot],
@@ -100,10 +100,10 @@ class SamplerContract(RuleBasedStateMachine):
                 sampler.observe(groups)
 
     @precondition(lambda self: self.returned)
-    @rule(place=st.integers(0, 39))
-    def lose_a_prompt(self, place: int) -> None:
-        """It is filtered or skipped."""
-        prompt = self.returned[place % len(self.returned)]
+    @rule(index=st.integers(0, 39))
+    def lose_a_prompt(self, index: int) -> None:
+        """Report a prompt that was filtered or skipped."""
+        prompt = self.returned[index % len(self.returned)]
         for sampler in (self.sampler, self.uninterrupted):
             if hasattr(sampler, "untrained"):
                 sampler.untrained(prompt, self.version)
@@ -135,13 +135,13 @@ class SamplerContract(RuleBasedStateMachine):
 
 
 def _draw(sampler: Sampler, loaders: Mapping[str, MemoryLoader], request: SampleRequest) -> list[Prompt]:
-    """Draw prompts; check that the sampler returns each prompt that it took once, as a run does."""
+    """Draw prompts with the checks of a run: each prompt from the loaders is returned once."""
     before = {task: len(loader.given) for task, loader in loaders.items()}
     prompts = checked_sample(sampler, type(sampler).__name__, loaders, request)
-    taken = _ids(prompt for task, loader in loaders.items() for prompt in loader.given[before[task] :])
+    loaded = _ids(prompt for task, loader in loaders.items() for prompt in loader.given[before[task] :])
     returned = _ids(prompts)
-    twice = sorted(prompt for prompt in taken if returned[prompt] > taken[prompt])
-    assert not taken - returned, f"taken from the loaders and not returned: {sorted(taken - returned)}"
+    twice = sorted(prompt for prompt in loaded if returned[prompt] > loaded[prompt])
+    assert not loaded - returned, f"taken from the loaders and not returned: {sorted(loaded - returned)}"
     assert not twice, f"returned more often than taken: {twice}"
     return prompts
 
@@ -151,7 +151,7 @@ def _ids(prompts: Iterable[Prompt]) -> Counter[tuple[str, str]]:
 
 
 def _state_of(sampler: Sampler) -> str | None:
-    """Return the state as it is read from a checkpoint."""
+    """Return the state as JSON, as in a checkpoint."""
     if not hasattr(sampler, "state_dict"):
         return None
     state = json.dumps(sampler.state_dict(), allow_nan=False)
@@ -162,12 +162,12 @@ def _state_of(sampler: Sampler) -> str | None:
 def check_sampler(
     make: Callable[[], Sampler], *, tasks: Mapping[str, int] | None = None, examples: int = 100
 ) -> None:
-    """Runs ``SamplerContract``; the test fails where the contract is broken.
+    """Run ``SamplerContract``; the test fails if the contract is violated.
 
     Args:
-        make: a new sampler, the same each time; a class will do.
-        tasks: number of prompts of each task that the sampler is to work with.
-        examples: runs that are tried.
+        make: returns a new sampler, the same each time, such as a class.
+        tasks: number of prompts of each task.
+        examples: number of generated runs.
     """
     machine = type(
         "Contract",

@@ -1,12 +1,12 @@
-"""The contract of validation strategies as a test that their authors run.
+"""The contract of validation strategies, as a test for authors.
 
     from grpo_plugin_devkit.strategies import check_validation_strategy
 
     def test_mine_keeps_the_contract():
         check_validation_strategy(Mine)
 
-Everything runs under the virtual clock, on fakes: an engine that knows all answers, one that knows no answer,
-one that guesses, and two tasks, of one turn and of two.
+Everything runs under the virtual clock with fakes: an engine that is always right, one that is always wrong,
+one that guesses, and two tasks, with one turn and with two.
 """
 
 from __future__ import annotations
@@ -37,30 +37,30 @@ MAX_TOKENS = 32
 
 
 def oracle(request: GenerationRequest, rng: random.Random) -> str:
-    """Says the answer."""
+    """Return the answer."""
     found = re.search(r"answer (\d+)", "".join(map(chr, request.prompt_ids)))
     assert found is not None, "a prompt that the context does not have"
     return found[1]
 
 
 def garbage(request: GenerationRequest, rng: random.Random) -> str:
-    """Says something else."""
+    """Return a wrong answer."""
     return rng.choice(["", "?", "no idea"])
 
 
 def guesses(request: GenerationRequest, rng: random.Random) -> str:
-    """Is right every other time."""
+    """Return the answer half of the time."""
     return rng.choice([oracle, garbage])(request, rng)
 
 
 @define(eq=False)
 class World:
-    """Two tasks, an engine, and a judge for each; answers take a second, feedback a tenth."""
+    """Two tasks with environments, and an engine; completions take a second, feedback a tenth."""
 
     policy: Policy = oracle
     max_batch: int = MAX_BATCH
     silent: Callable[[Episode], bool] = lambda episode: False
-    """Whether an episode gets unscored."""
+    """Whether an episode is unscored."""
     prompts: dict[str, list[Prompt]] = field(init=False)
     engine: FakeEngine = field(init=False)
     fakes: dict[str, FakeEnvironment] = field(init=False)
@@ -85,13 +85,13 @@ class World:
         return Feedback(reward=float(episode.reply == episode.prompt.answer), answer=episode.reply or None)
 
     async def start(self) -> None:
-        """Begin with version 0."""
+        """Load version 0."""
         config = EnvironmentConfig(max_batch=self.max_batch, max_wait=0.01)
         self.environments = {task: EnvironmentPool([fake], config) for task, fake in self.fakes.items()}
         await self.engine.update_weights(Weights(version=0, location="", nbytes=0, tensors=()))
 
     async def measured(self, strategy: ValidationStrategy, version: int = 0) -> Results:
-        """Measure a version."""
+        """Return the metrics of a version."""
         return await measured_by(
             strategy,
             self.prompts,
@@ -104,13 +104,13 @@ class World:
 
 @define(eq=False)
 class ValidationContract(Contract):
-    """The contract of a strategy.
+    """The contract of a validation strategy.
 
     Args:
-        make: a new strategy, the same each time; a class will do.
-        score: the metric that is 1 when all is right and 0 when nothing is; None: ``accuracy``, or else the
-            first.
-        rounds: calls of ``context.rollout`` for a task that wait for one another.
+        make: returns a new strategy, the same each time, such as a class.
+        score: metric that is 1 if everything is right and 0 if nothing is; None: ``accuracy``, or else the
+            first metric.
+        rounds: largest number of sequential calls of ``context.rollout`` for a task.
     """
 
     make: Callable[[], ValidationStrategy]
@@ -129,7 +129,7 @@ class ValidationContract(Contract):
         results = self._results(World(silent=lambda episode: int(episode.prompt.id) % 4 == 0))
         for task, metrics in results.items():
             name = self.score or headline(metrics)
-            score = metrics.get(f"{name}", metrics.get(f"{name}_high", 1.0))  # an interval says what is known
+            score = metrics.get(f"{name}", metrics.get(f"{name}_high", 1.0))  # or an interval
             assert math.isclose(score, 1.0, abs_tol=1e-6), (
                 f"task {task!r}: right wherever there is feedback, and the score is {score}: a rollout "
                 "whose reward is None must not count as wrong"
@@ -162,16 +162,16 @@ class ValidationContract(Contract):
                 assert not open_still, f"cancelled at {seconds:g} s: sessions of {task!r} stay open"
 
     def what_it_remembers_survives_a_resume(self) -> None:
-        """One that is resumed from its state as JSON measures a later version like one that was not."""
+        """Check that a strategy resumed from JSON measures a later version like an uninterrupted one."""
         uninterrupted, resumed = self.make(), self.make()
         self._results(World(guesses), strategy=uninterrupted)
         if hasattr(uninterrupted, "state_dict") and hasattr(resumed, "load_state_dict"):
             resumed.load_state_dict(json.loads(json.dumps(uninterrupted.state_dict(), allow_nan=False)))
-        told = [self._results(World(oracle), strategy=one) for one in (uninterrupted, resumed)]
-        assert told[0] == told[1], f"resumed, it measures {told[1]}; uninterrupted, {told[0]}"
+        metrics = [self._results(World(oracle), strategy=one) for one in (uninterrupted, resumed)]
+        assert metrics[0] == metrics[1], f"resumed, it measures {metrics[1]}; uninterrupted, {metrics[0]}"
 
     def training_goes_on_as_if_it_were_not_there(self) -> None:
-        """The same batches of the same prompts, the same weights."""
+        """Check that batches and weights of a run do not depend on the validation."""
         with_, without = (_trained(self.make, validate) for validate in (True, False))
         assert with_ == without, "training with validation is not training without it"
 
@@ -211,14 +211,14 @@ class ValidationContract(Contract):
         assert ended or validating.cancelled(), f"cancelled at {seconds:g} s, it went on to its end"
         assert not world.engine.running, f"cancelled at {seconds:g} s, and the engine still generates"
         left = asyncio.all_tasks() - {asyncio.current_task()}
-        left = {task for task in left if task.get_name() != "batched call"}  # a call goes on for others
+        left = {task for task in left if task.get_name() != "batched call"}  # a call may be shared
         assert not left, f"cancelled at {seconds:g} s, and these go on: {left}"
 
 
 def check_validation_strategy(
     make: Callable[[], ValidationStrategy], *, score: str | None = None, rounds: int = 1
 ) -> None:
-    """Checks all clauses of ``ValidationContract``, whose arguments these are."""
+    """Check all clauses of ``ValidationContract``, with the same arguments."""
     ValidationContract(make, score, rounds).check()
 
 
@@ -226,7 +226,7 @@ def check_validation_strategy(
 
 
 def _trained(make: Callable[[], ValidationStrategy], validates: bool) -> Any:
-    """Weights and batches of a run that validates, or does not, and the prompts that it did not draw."""
+    """Return weights, batches and remaining prompts of a run with or without validation."""
     world, trainer = World(guesses), FakeTrainer()
     stream = iter([prompt for both in zip(*world.prompts.values(), strict=True) for prompt in both])
 

@@ -1,4 +1,4 @@
-"""The contract of engines that give text; what is asked costs what the service takes for it."""
+"""The contract of engines that return text.  Its requests cost money at a paid service."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CALL = {"type": "function", "id": "call00000", "function": {"name": "add", "arg
 
 
 class TextEngineContract(Contract):
-    """Clauses of engines with ``gives="text"``.
+    """The contract of engines with ``gives="text"``.
 
     Args:
         make: factory of the engine.
@@ -57,8 +57,8 @@ class TextEngineContract(Contract):
         self._runner.run(self._reply(*conversation, tools=True))
 
     def a_reply_of_one_token_is_cut_off(self) -> str | None:
-        asked: Message = {"role": "user", "content": "Count to one hundred."}
-        completion = self._runner.run(self._reply(asked, max_tokens=1))
+        message: Message = {"role": "user", "content": "Count to one hundred."}
+        completion = self._runner.run(self._reply(message, max_tokens=1))
         if completion.finish_reason == "length":
             return None
         return "its finish_reason should be 'length'"

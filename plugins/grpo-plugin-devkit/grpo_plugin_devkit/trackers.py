@@ -1,10 +1,10 @@
-"""The contract of trackers, as checks that anybody may run on theirs.
+"""The contract of trackers, as checks for authors.
 
     def test_mine_keeps_the_contract():
         check_tracker(MyTracker, columns=["loss"])
 
-Each check raises AssertionError.  A tracker is called as in a run: on a thread of its own, with the events of
-a small run of the real pipeline.
+Each check raises AssertionError.  A tracker is called as in a run: on a separate thread, with the events of a
+small run of the real pipeline.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from grpo_core.testing import a_run
 from grpo_plugin_devkit.contracts import Contract
 
 PATIENCE = 30.0
-"""Seconds that a tracker may take for all events of a small run."""
+"""Time limit in seconds for all events of a small run."""
 METHODS = ("metrics", "rollouts", "event", "close")
 HOSTILE = "\x1b[31m <script>alert(1)</script> \ud800 \u202e\n" + "x" * 5000
-"""A text as models write it."""
+"""A text with control characters, markup and invalid Unicode, as models generate."""
 
 
 def check_tracker(make: Callable[..., Any], **options: Any) -> None:
-    """Check all of a tracker's contract; ``make`` is its factory.  Raises AssertionError."""
+    """Check a tracker's contract; ``make`` is its factory.  Raises AssertionError."""
     TrackerContract(lambda run: make(run, **options)).check()
 
 
 class TrackerContract(Contract):
-    """The contract of a tracker, without which it stops in the middle of a run.
+    """The contract of a tracker.
 
     Args:
         make: the factory with its options filled in.
@@ -56,38 +56,38 @@ class TrackerContract(Contract):
             assert isinstance(made, Tracker), f"its factory returned {type(made).__name__}; {expected}"
             waiting = [name for name in METHODS if inspect.iscoroutinefunction(getattr(made, name))]
             if "close" not in waiting:
-                with contextlib.suppress(Exception):  # the next checks find it, and say where
+                with contextlib.suppress(Exception):  # the next checks report the error and its line
                     made.close()
-            told = ", ".join(waiting)
-            assert not waiting, f"{told} is async, and nobody awaits it; it may block, on its own thread"
+            names = ", ".join(waiting)
+            assert not waiting, f"{names} is async, and nobody awaits it; it may block, on its own thread"
             self.begun = True
 
     def it_takes_every_event_of_a_run_on_a_thread_of_its_own(self) -> None:
         with tempfile.TemporaryDirectory() as directory:
-            self._tell(Path(directory), [*_started(), *a_run(), events.RunEnded(step=3, reason="finished")])
+            self._send(Path(directory), [*_started(), *a_run(), events.RunEnded(step=3, reason="finished")])
 
     def it_takes_numbers_and_texts_of_any_kind(self) -> None:
         with tempfile.TemporaryDirectory() as directory:
-            self._tell(Path(directory), [*_started(), *_rare(), events.RunEnded(step=2, reason="finished")])
+            self._send(Path(directory), [*_started(), *_rare(), events.RunEnded(step=2, reason="finished")])
 
     def it_takes_a_run_that_fails_at_once(self) -> None:
         failed = [events.ErrorRaised(message="the model cannot be read"), events.RunEnded(reason="failed")]
         for story in ([], failed, [*_started(), *failed]):
             with tempfile.TemporaryDirectory() as directory:
-                self._tell(Path(directory), story)
+                self._send(Path(directory), story)
 
     def it_goes_on_where_a_resumed_run_does(self) -> None:
-        """Check that what it has written in the run's directory is still there."""
+        """Check that files written before a resume are still there."""
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory)
-            self._tell(path, [*_started(), *a_run(), events.RunEnded(step=3, reason="interrupted")])
+            self._send(path, [*_started(), *a_run(), events.RunEnded(step=3, reason="interrupted")])
             files = (file for file in path.rglob("*") if file.is_file() and not file.is_symlink())
-            before = {file: file.stat().st_size for file in files}  # a link may lead elsewhere
+            before = {file: file.stat().st_size for file in files}  # links may lead elsewhere
             again = [
                 events.RunStarted(step=3, directory="", config=as_table(Config()), resumed=True),
                 events.RunEnded(step=3, reason="finished"),
             ]
-            self._tell(path, again, resumed_from=3)
+            self._send(path, again, resumed_from=3)
             for file, size in before.items():
                 name = file.relative_to(path)
                 assert file.exists(), f"{name} is gone after the run was resumed (run.resumed_from is 3)"
@@ -101,33 +101,33 @@ class TrackerContract(Contract):
         story = [*_started(), *a_run(), *_rare(), events.RunEnded(step=3, reason="finished")]
         before = [repr(event) for event in story]
         with tempfile.TemporaryDirectory() as directory:
-            self._tell(Path(directory), story)
+            self._send(Path(directory), story)
         for event, was in zip(story, before, strict=True):
             assert repr(event) == was, (
                 f"it changed a {type(event).__name__}, which other trackers receive, too"
             )
 
     def its_state_survives_a_checkpoint(self) -> None:
-        """Check that a state is of JSON, and that what has read it has the same one."""
+        """Check that the state is JSON and is restored exactly."""
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory)
-            state = self._tell(path, [*_started(), *a_run(), events.RunEnded(step=3, reason="interrupted")])
+            state = self._send(path, [*_started(), *a_run(), events.RunEnded(step=3, reason="interrupted")])
             if state is None:
                 return
-            again = self._tell(path, [], resumed_from=3, state=state)
+            again = self._send(path, [], resumed_from=3, state=state)
             assert again == state, (
                 f"state_dict() returns {_short(again)} after load_state_dict() of {_short(state)}; "
                 "expected the same: a resumed run continues from it"
             )
 
-    def _tell(
+    def _send(
         self,
         directory: Path,
         story: Sequence[events.Event],
         resumed_from: int | None = None,
         state: Any = None,
     ) -> Any:
-        """Send events to a new tracker, as a run does; return its state after them, None if it has none."""
+        """Send events to a new tracker like a run; return its state, or None if it has none."""
         failures: list[errors.TrackingError] = []
         tracker = self._make(_info(directory, resumed_from))
         thread = TrackerThread("checked", tracker, lambda name, error, required: failures.append(error))
@@ -153,14 +153,14 @@ def _short(state: Any) -> str:
 
 
 def _where(error: errors.TrackingError) -> str:
-    """Return what a tracker raised, with the line that did."""
+    """Describe the error of a tracker, with its line."""
     cause = error.__cause__
     if cause is None:
         return str(error)
     where = traceback.extract_tb(cause.__traceback__)[-1]
-    told = str(error).partition(": ")[0].removeprefix("tracker 'checked' ")
+    message = str(error).partition(": ")[0].removeprefix("tracker 'checked' ")
     line = f"{Path(where.filename).name}, line {where.lineno}: {where.line}"
-    return f"it {told}: {type(cause).__name__}: {errors.one_line(cause)} ({line})"
+    return f"it {message}: {type(cause).__name__}: {errors.one_line(cause)} ({line})"
 
 
 def _info(directory: Path, resumed_from: int | None = None) -> RunInfo:
@@ -176,7 +176,7 @@ def _started() -> list[events.Event]:
 
 
 def _rare() -> list[events.Event]:
-    """Return events as bad days have them: numbers that are none, names that come and go, hostile texts."""
+    """Return unusual events: NaN, metrics that appear and disappear, hostile texts."""
     groups = next(event.groups for event in a_run() if isinstance(event, events.GroupsReady))
     return [
         events.GroupsReady(step=0, groups=tuple(map(_odd, groups))),
@@ -191,7 +191,7 @@ def _rare() -> list[events.Event]:
 
 
 def _odd(group: Group) -> Group:
-    """Return a group with an unscored rollout, and replies that no file takes as they are."""
+    """Return a group with an unscored rollout, and with replies that are not valid UTF-8."""
     first, *others = group.rollouts
     said = ({"role": "user", "content": HOSTILE}, {"role": "assistant", "content": HOSTILE})
     return evolve(

@@ -1,11 +1,11 @@
-"""The contract of trainers, as checks that anybody may run on theirs.
+"""The contract of trainers, as checks for authors.
 
     def test_mine_keeps_the_contract():
         check_trainer(MyTrainer)
 
-Each check raises AssertionError.  The trainer gets a small random model, and is called as in a run; what it
-publishes is compared with transformers' forward pass of the same weights.  The checks go on with one trainer,
-in their order, and end with a second one that continues from what the first one saved.
+Each check raises AssertionError.  The trainer gets a small random model and is called as in a run.  Published
+weights are compared with transformers' forward pass.  The checks use one trainer, in order, and at the end a
+second one that continues from the first one's checkpoint.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from grpo_plugin_devkit.decoding import load_test_model
 T = TypeVar("T")
 
 PATIENCE = 120.0
-"""Seconds that a call of a trainer may take."""
+"""Time limit of a trainer's call in seconds."""
 METHODS = ("started", "step", "publish", "save", "watch", "aclose")
 PROMPT = "ab="
 GOOD, BAD = "good", "evil"
-"""Replies that the steps make likelier and rarer."""
+"""Replies with positive and negative advantage."""
 TOLERANCE = 1e-3
 """Tolerance of logprobs in float32."""
 CONTINUED = 1e-6
-"""Largest difference of a weight between a trainer that went on and one that continued."""
+"""Largest difference of a weight between an uninterrupted and a resumed trainer."""
 
 
 def check_trainer(make: Callable[..., Any], **options: Any) -> None:
-    """Check all of a trainer's contract; ``make`` is its factory.  Raises AssertionError."""
+    """Check a trainer's contract; ``make`` is its factory.  Raises AssertionError."""
     TrainerContract(lambda setup: make(setup, **options)).check()
 
 
 class TrainerContract(Contract):
-    """The contract of a trainer, without which a run trains something else.
+    """The contract of a trainer.
 
     Args:
         make: the factory with its options filled in.
@@ -67,13 +67,13 @@ class TrainerContract(Contract):
         self._runner = asyncio.Runner()
         self._directory = tempfile.TemporaryDirectory(
             prefix="grpo-core-check-",
-            ignore_cleanup_errors=True,  # a broken trainer may still write
+            ignore_cleanup_errors=True,  # a broken trainer may still write files
         )
         self._path = Path(self._directory.name)
         self._trainer: Trainer | None = None
         self._version = 0
         self._went_on: dict[str, torch.Tensor] = {}
-        """Weights of the first trainer, a step after it was saved."""
+        """Weights of the first trainer one step after its checkpoint."""
 
     def __exit__(self, *raised: Any) -> None:
         trainer, self._trainer = self._trainer, None
@@ -87,7 +87,7 @@ class TrainerContract(Contract):
     # -------------------------------------------------------------------------- clauses
 
     def it_starts_and_makes_the_model(self) -> None:
-        """``started`` calls ``setup.prepare`` once, before the model is loaded."""
+        """Check that ``started`` calls ``setup.prepare`` once, before the model is loaded."""
         trainer = self._started(self._setup())
         assert (self._path / "m" / "config.json").is_file(), (
             "started() returned, and the model was not made: it calls setup.prepare, if there is one"
@@ -108,7 +108,7 @@ class TrainerContract(Contract):
             assert close, f"{name} is not that of the model at setup.model.path"
 
     def its_canary_is_what_its_weights_say(self) -> str | None:
-        """Without a canary the engine is not compared, which is allowed, and said."""
+        """Check the canary's logprobs; weights without a canary are allowed, and noted."""
         prompts = (tuple(encode("ab=")), tuple(encode("cdef=")))
         weights = self._publish(prompts)
         if not weights.canary:
@@ -142,7 +142,7 @@ class TrainerContract(Contract):
         )
 
     def its_canary_follows_its_weights(self) -> str | None:
-        """After three steps it is of other weights."""
+        """Check that the canary changes with the weights over three steps."""
         return self.its_canary_is_what_its_weights_say()
 
     def a_batch_without_rows_only_raises_the_version(self) -> None:
@@ -168,7 +168,7 @@ class TrainerContract(Contract):
         self._went_on = self._weights()
 
     def another_one_continues_exactly_from_what_was_saved(self) -> None:
-        """The optimizer and random numbers are a part of what it saves."""
+        """Check that a checkpoint includes the optimizer and random state."""
         assert self._went_on, "nothing was saved"
         self._run(self._there().aclose(), "aclose()")
         self._trainer, went_on, self._version = None, self._version, self._version - 1
@@ -214,7 +214,7 @@ class TrainerContract(Contract):
 
     def _started(self, setup: TrainerSetup) -> Trainer:
         async def story() -> Any:
-            made = self._make(setup)  # in a running event loop, as in a run
+            made = self._make(setup)  # inside of a running event loop, as in a run
             assert not inspect.isawaitable(made), "its factory is async; it must return the trainer at once"
             for method in METHODS:
                 assert callable(getattr(made, method, None)), (
@@ -258,7 +258,7 @@ class TrainerContract(Contract):
 
     @torch.no_grad()
     def _logprobs(self, weights: Weights, ids: tuple[int, ...]) -> torch.Tensor:
-        """Return the logprobs after each token of ``ids`` under published weights, by transformers."""
+        """Return transformers' logprobs after each token of ``ids`` with published weights."""
         module = load_test_model(self._path / "m")
         own = checkpoint_tensors(module)
         for name, tensor in read_weights(weights).items():
@@ -267,7 +267,7 @@ class TrainerContract(Contract):
         return logprobs
 
     def _preference(self, weights: Weights) -> float:
-        """Return how much likelier the good reply is than the bad one."""
+        """Return the difference of the logprobs of the good and the bad reply."""
         prompt = tuple(encode(PROMPT))
         totals = []
         for reply in (GOOD, BAD):

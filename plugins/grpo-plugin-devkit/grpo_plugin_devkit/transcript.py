@@ -1,4 +1,4 @@
-"""Shows a rollout while it is played: each message, tool call and reward, as its environment sees them."""
+"""Prints a rollout while it runs: each message, tool call and reward, as the environment sees them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ STYLES = {"user": "cyan", "system": "magenta", "tool": "yellow", "assistant": "g
 
 
 class Transcript:
-    """Prints what happens in a rollout.
+    """Prints the events of a rollout.
 
     Args:
-        console: where it is printed.
-        echo: whether the replies of the model are printed; a person sees what is typed.
+        console: console to print to.
+        echo: whether to print replies; typed replies are visible already.
     """
 
     def __init__(self, console: Console, *, echo: bool) -> None:
@@ -61,7 +61,7 @@ class Transcript:
             self._block(f"{function.get('name')}({named})  {about}".rstrip())
 
     def feedback(self, feedback: Feedback) -> None:
-        """Print what the environment says to a turn that does not end the rollout."""
+        """Print the feedback on a turn that does not end the rollout."""
         if feedback.reward:
             metrics = "".join(f", {name} {value:.4g}" for name, value in feedback.metrics.items())
             self.line(f"reward of this turn: {feedback.reward:.4g}{metrics}", "dim")
@@ -69,7 +69,7 @@ class Transcript:
             self.message(message)
 
     def end(self, rollout: Rollout) -> None:
-        """Print the reward with its parts, and how the rollout ended."""
+        """Print the reward with its parts, and the reason for the end."""
         reward = "unscored" if rollout.reward is None else f"reward {rollout.reward:.4g}"
         success = {True: ", a success", False: ", no success", None: ""}[rollout.success]
         good = rollout.success if rollout.success is not None else bool(rollout.reward)
@@ -119,7 +119,7 @@ def _spelled(call: Mapping[str, Any]) -> str:
 
 
 class ShownEnvironment(EnvironmentClient):
-    """An environment whose rollout, one at a time, is printed while it is played."""
+    """An environment that prints its rollouts while they run, one at a time."""
 
     def __init__(self, environment: EnvironmentClient, transcript: Transcript) -> None:
         self._environment, self._transcript = environment, transcript

@@ -1,9 +1,9 @@
-"""The contract of transports of weights, as checks that anybody may run on theirs.
+"""The contract of weight transports, as checks for authors.
 
     def test_mine_keeps_the_contract():
         check_transport("mine")
 
-The transport has to be installed.  Each check raises AssertionError.
+The transport must be installed.  Each check raises AssertionError.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def check_transport(name: str) -> None:
-    """Check all of a transport's contract, in this process.  Raises AssertionError."""
+    """Check a transport's contract in this process.  Raises AssertionError."""
     TransportContract(name).check()
 
 

@@ -38,23 +38,23 @@ from grpo_plugin_devkit.person import InputEnded, Person, Replies
 from grpo_plugin_devkit.transcript import ShownEnvironment, Transcript
 
 BY_HAND = {"max_tokens": 1_000_000, "deadline": 1e9}
-"""Limits of a person's replies: there are none."""
+"""Settings that remove the limits for a person's replies."""
 NAMED = 5
-"""Number of ids that an error names."""
+"""Number of ids in an error message."""
 
 
 @frozen(kw_only=True)
 class Choice:
-    """The prompts that are played, and how a model plays them."""
+    """The prompts to play, and the sampling settings."""
 
     split: str
     prompt: str | None = None
-    """Id of the prompt; None: the first ones."""
+    """Id of the prompt; None plays the first ones."""
     prompts: int = 1
-    """Number of prompts that are played in turn."""
+    """Number of prompts to play."""
     seed: int = 0
     temperature: float | None = None
-    """Sampling temperature of a model; None: as in training."""
+    """Sampling temperature of a model; None uses the one of training."""
 
 
 def try_(
@@ -127,11 +127,11 @@ async def _by_hand(name: str, options: dict[str, Any], choice: Choice, block: Se
         check_task(task, config.tasks[task], config, host)
     transcript = Transcript(Console(highlight=False), echo=not sys.stdin.isatty())
 
-    def tell(text: str) -> None:
+    def show(text: str) -> None:
         transcript.line(text, "dim")
 
     around = Tasks.start(config, host, LocalPlacement(host))
-    with reported_to(lines_of_incidents(tell)):
+    with reported_to(lines_of_incidents(show)):
         async with around as tasks:
             environment = tasks.environments[task]
             if environment.runs_agents:
@@ -147,13 +147,13 @@ async def _by_hand(name: str, options: dict[str, Any], choice: Choice, block: Se
                 (solution,) = await environment.solve([evolve(shown.prompt, messages=shown.conversation)])
                 return solution
 
-            replies = Replies(sys.stdin, tell, lambda: shown.has_tools)
+            replies = Replies(sys.stdin, show, lambda: shown.has_tools)
             if replies.typed:
-                tell("/help lists the commands, /quit ends")
+                show("/help lists the commands, /quit ends")
             renderer = TextRenderer()
             session = Session(
                 config=config,
-                engine=PlayingText(Person(replies, solve, tell), renderer),
+                engine=PlayingText(Person(replies, solve, show), renderer),
                 renderer=renderer,
                 environments=tasks.environments,
                 tasks=tasks,
@@ -161,7 +161,7 @@ async def _by_hand(name: str, options: dict[str, Any], choice: Choice, block: Se
             try:
                 await _play(session, task, choice, shown, transcript)
             except InputEnded as end:
-                tell(f"{end}: this rollout has no reward")
+                show(f"{end}: this rollout has no reward")
 
 
 async def _by_model(
@@ -183,19 +183,19 @@ async def _by_model(
     transcript = Transcript(Console(highlight=False), echo=True)
     errors = Console(stderr=True)
 
-    def tell(text: str) -> None:
+    def show(text: str) -> None:
         errors.print(text, style="dim", markup=False, soft_wrap=True)
 
-    async with start_session(config, host, found, tell) as session:
+    async with start_session(config, host, found, show) as session:
         shown = ShownEnvironment(session.environments[task], transcript)
         await _play(session, task, choice, shown, transcript)
 
 
 def _changes(of_run: Mapping[str, Any], task: str, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration's table for one task: an environment, or a task of a run.
+    """Return the configuration of one task: an environment, or a task of a run.
 
     Args:
-        options: options of the environment, with the section ``environment``, and ``source`` of the task.
+        options: options of the environment, with the section ``environment``, and the task's ``source``.
     """
     of_task = {"source"} if sourced.has_source(options) else set()
     sections = {
@@ -210,7 +210,7 @@ def _changes(of_run: Mapping[str, Any], task: str, name: str, options: Mapping[s
 async def _play(
     session: Session, task: str, choice: Choice, shown: ShownEnvironment, transcript: Transcript
 ) -> None:
-    """Play some prompts one after another."""
+    """Play prompts one after another."""
     chosen = _chosen(await session.prompts(task, split=choice.split), choice, task)
     for number, prompt in enumerate(chosen):
         if number:
@@ -228,15 +228,15 @@ async def _play(
 
 
 def _chosen(prompts: Sequence[Prompt], choice: Choice, task: str) -> Sequence[Prompt]:
-    """Return the prompts that are played.  Raises ConfigError if there is no such prompt."""
+    """Return the prompts to play.  Raises ConfigError for an unknown prompt."""
     if not len(prompts):
         raise ConfigError(f"{task} has no prompts of the split {choice.split!r}")
     if choice.prompt is None:
-        return [prompts[place] for place in range(min(choice.prompts, len(prompts)))]
-    for place in range(len(prompts)):
-        if (prompt := prompts[place]).id == choice.prompt:
+        return [prompts[index] for index in range(min(choice.prompts, len(prompts)))]
+    for index in range(len(prompts)):
+        if (prompt := prompts[index]).id == choice.prompt:
             return [prompt]
-    some = ", ".join(prompts[place].id for place in range(min(NAMED, len(prompts))))
+    some = ", ".join(prompts[index].id for index in range(min(NAMED, len(prompts))))
     raise ConfigError(
         f"--prompt {choice.prompt}: {task} has no such prompt in the split {choice.split!r}; the ids begin "
         f"with {some}"

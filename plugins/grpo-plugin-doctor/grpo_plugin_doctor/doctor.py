@@ -291,15 +291,15 @@ def _of_memory(
         with scratch_directory() as scratch:
             directory = _model_directory(config, host, Path(scratch))
             if directory is None:
-                told = f"model {config.model.path!r} is made by a plugin that does not tell its size"
-                return None, [Check(name="run's memory", found=f"unknown: {told}")]
+                reason = f"model {config.model.path!r} is made by a plugin that does not tell its size"
+                return None, [Check(name="run's memory", found=f"unknown: {reason}")]
             found = memory.footprint(config, host, directory, gpus, python)
     except Exception as error:  # a plugin's function or the model's own code may raise anything
-        told = errors.describe(error) if isinstance(error, GrpoError) else errors.one_line(error)
-        return None, [Check(name="run's memory", found=f"unknown: {told}", status="warning")]
+        reason = errors.describe(error) if isinstance(error, GrpoError) else errors.one_line(error)
+        return None, [Check(name="run's memory", found=f"unknown: {reason}", status="warning")]
     missing = [
-        Check(name="run's memory", found=f"a part is unknown: {told}", status="warning")
-        for told in found.missing
+        Check(name="run's memory", found=f"a part is unknown: {reason}", status="warning")
+        for reason in found.missing
     ]
     disk = _of_checkpoints(found.checkpoint, config)
     return found, [*_of_capacities(found, config.section(Health).max_memory), *missing, disk]

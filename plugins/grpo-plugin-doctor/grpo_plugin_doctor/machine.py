@@ -117,8 +117,8 @@ def gpus() -> list[Gpu]:
     rows = [line.split(", ") for line in _nvidia_smi().splitlines() if line.count(", ") == QUERY.count(",")]
     found = {}
     for index, uuid, name, total, free, driver in rows:
-        told = total.isdigit() and free.isdigit()
-        memory = Memory(total=int(total) << 20, available=int(free) << 20) if told else None
+        known = total.isdigit() and free.isdigit()
+        memory = Memory(total=int(total) << 20, available=int(free) << 20) if known else None
         found[index, uuid] = Gpu(name=name, memory=memory, driver=driver)
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     if shown is None or not found:

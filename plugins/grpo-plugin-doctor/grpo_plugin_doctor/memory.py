@@ -198,7 +198,7 @@ def checked(config: Config, host: PluginHost) -> list[str]:
             fits = "" if capacity.device == HOST else smallest_change(case)
             raise ConfigError(refusal(capacity, processes) + fits)
     return [
-        f"memory is tight: {told(capacity)}; grpo-core doctor CONFIG estimates the other parts, too"
+        f"memory is tight: {need(capacity)}; grpo-core doctor CONFIG estimates the other parts, too"
         for capacity in found
         if capacity.certain > TIGHT * capacity.memory.available
     ]
@@ -441,7 +441,7 @@ def footprint(
     processes = certain_parts(case)
     remote = case.parts.placement().remote
     elsewhere = ["engine"] * remote + ["trainer"] * (case.parts.trainer_here is None)
-    missing = _not_told(config, processes, elsewhere)
+    missing = _undeclared(config, processes, elsewhere)
     found = [ProcessMemory(name="main", parts=(_base(main), *_copies(config, processes)))]
     processes, work, unknown = with_passes(case, processes)
     for process in processes:
@@ -510,13 +510,13 @@ def _checkpoint_bytes(case: Case) -> int:
     return weights + (2 * weights if kept is None else kept)
 
 
-def _not_told(config: Config, processes: Sequence[ProcessMemory], elsewhere: Collection[str]) -> list[str]:
+def _undeclared(config: Config, processes: Sequence[ProcessMemory], elsewhere: Collection[str]) -> list[str]:
     """Return a sentence for each part of this machine that does not tell its memory."""
-    told = {process.name for process in processes}.union(elsewhere)
+    declared = {process.name for process in processes}.union(elsewhere)
     return [
         f"the {each} {name!r} does not tell what memory it takes"
         for each, name in (("trainer", config.trainer.name), ("engine", config.engine.name))
-        if each not in told
+        if each not in declared
     ]
 
 
@@ -552,7 +552,7 @@ def _copies(config: Config, processes: Sequence[ProcessMemory]) -> Iterator[Memo
 # ---------------------------------------------------------------------------------- messages
 
 
-def told(capacity: Capacity) -> str:
+def need(capacity: Capacity) -> str:
     """Say in one clause what a run needs of a device and what the device has."""
     memory = capacity.memory
     limit = f", the limit in {memory.limit}" if memory.limit else ""
@@ -571,7 +571,7 @@ def refusal(capacity: Capacity, processes: Sequence[ProcessMemory]) -> str:
         for process, part in there
     )
     return (
-        f"{told(capacity)}: {parts}. What makes it smaller: {changes(processes, capacity.device)}; {TURN_OFF}"
+        f"{need(capacity)}: {parts}. What makes it smaller: {changes(processes, capacity.device)}; {TURN_OFF}"
     )
 
 
