@@ -1,4 +1,4 @@
-"""Says whether a machine can do a run, and how much memory it takes; refuses a run that cannot fit."""
+"""Checks whether a run fits on a machine, and estimates its memory; refuses a run that cannot fit."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Computes the activation memory of a model without its weights and without computing anything.
+"""Computes the activation memory of a model without weights and without arithmetic.
 
-The trainer's forward and backward pass runs on fake tensors, which have shapes and no contents, while every
-storage that comes and goes is counted.  So the figure follows the model's own code, the attention that torch
-chooses, and the chunks of the head, whatever the architecture.
+The trainer's forward and backward pass runs on fake tensors, which have shapes but no contents, and counts
+every allocation.  The result therefore reflects the model's code, the attention kernel that torch selects,
+and the chunks of the head, for any architecture.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from grpo_core.kit import (
 
 @frozen(kw_only=True)
 class Shapes:
-    """The figures of a model that its configuration determines."""
+    """The sizes of a model, as determined by its configuration."""
 
     parameters: int
     """Number of parameters; tied ones count once."""
@@ -55,12 +55,12 @@ class Pass:
     dtype: str
     passes: Passes = field(factory=Passes)
     offloads: bool = False
-    """Whether what the forward pass keeps is in the memory of another device until it is needed."""
+    """Whether saved activations are offloaded to another device."""
     again: bool = True
-    """Whether gradients of another micro-batch are there already."""
+    """Whether gradients of an earlier micro-batch are allocated already."""
 
     def microbatch(self) -> MicroBatch:
-        """Make the micro-batch, in the mode of fake tensors."""
+        """Return the micro-batch; call this in fake tensor mode."""
         n = self.rows * min(self.sampled, self.tokens)
         places, numbers = torch.zeros(n, dtype=torch.int64), torch.zeros(n)
         shape = (1, self.rows * self.tokens) if self.passes.packing else (self.rows, self.tokens)
@@ -80,7 +80,7 @@ class Pass:
 
 
 class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of storages that operations make, until they are freed."""
+    """Counts the bytes of storages that operations allocate, until they are freed."""
 
     def __init__(self, known: set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -108,7 +108,7 @@ class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _moved() -> AbstractContextManager[Any]:
-    """Forget the contents of what a pass keeps, which fake tensors do not have, until it is needed."""
+    """Replace saved tensors by empty ones until the backward pass; fake tensors have no contents to keep."""
     hooks: Any = torch.autograd.graph.saved_tensors_hooks
     return hooks(  # type: ignore[no-any-return]
         lambda tensor: (tensor.shape, tensor.dtype),
@@ -117,7 +117,7 @@ def _moved() -> AbstractContextManager[Any]:
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """The products of experts with their tokens, without numbers: who gets which token changes no size."""
+    """A stand-in for the grouped matrix product of experts: the routing does not change any size."""
 
     @staticmethod
     @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.bfloat16)  # type: ignore[untyped-decorator]
@@ -133,9 +133,9 @@ class _GroupedProduct(torch.autograd.Function):
 
 @contextmanager
 def _fake_experts() -> Iterator[None]:
-    """Let transformers' mixtures of experts run on fake tensors, whose contents its kernels would look at.
+    """Patch transformers' mixtures of experts to run on fake tensors, without data-dependent kernels.
 
-    Its function is private: without it, such a model is one whose code looks at numbers.
+    The patched function is private; if it is missing, the estimate fails for such models.
     """
     from transformers.integrations import moe
 
@@ -152,9 +152,9 @@ def _fake_experts() -> Iterator[None]:
 
 
 def model_shapes(path: str, *, trust_remote_code: bool = False) -> Shapes:
-    """Return the figures of the model in a directory or of a hub id, from its configuration.
+    """Return the sizes of the model in a directory or of a hub id, from its configuration.
 
-    Raises ModelError if transformers cannot make such a model.
+    Raises ModelError if transformers cannot construct the model.
     """
     with torch.device("meta"):
         module = _make(path, trust_remote_code)
@@ -177,7 +177,7 @@ def trained_pass(
     on_gpu: bool,
     copies: bool,
 ) -> Pass:
-    """Return the largest micro-batch of a trainer whose updates have so many rows.
+    """Return the largest micro-batch of a trainer with updates of ``rows`` rows.
 
     ``copies``: see ``Passes.copies``.
     """
@@ -195,19 +195,19 @@ def trained_pass(
 
 
 def pass_bytes(path: str, work: Pass, *, vocabulary: int, on_gpu: bool, trust_remote_code: bool) -> int:
-    """Return what a pass takes besides weights and gradients.  Raises ModelError if that is not known."""
+    """Return the bytes of a pass in addition to weights and gradients.  Raises ModelError if unknown."""
     extra = extra_bytes_on_gpu(work.rows * work.sampled, vocabulary) if on_gpu else 0
     return activation_bytes(path, work, trust_remote_code=trust_remote_code) + extra
 
 
 def activation_bytes(path: str, work: Pass, *, trust_remote_code: bool = False) -> int:
-    """Return the peak of everything that a forward and backward pass adds to weights and gradients.
+    """Return the peak bytes that a forward and backward pass adds to weights and gradients.
 
     Raises ModelError if the model's code depends on the contents of tensors.
     """
     from torch._subclasses import fake_tensor
 
-    log = logging.getLogger(fake_tensor.__name__)  # it prints errors that are raised as well
+    log = logging.getLogger(fake_tensor.__name__)  # it logs errors that it also raises
     before, log.disabled = log.disabled, True
     try:
         with fake_tensor.FakeTensorMode(), _fake_experts():
@@ -248,7 +248,7 @@ def _make(path: str, trust_remote_code: bool, dtype: torch.dtype = torch.float32
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-    except Exception as error:  # code of the model, too
+    except Exception as error:  # the model's code may raise any error
         raise ModelError(
             f"model {str(path)!r}: there is no configuration of a causal language model "
             f"({type(error).__name__}: {errors.one_line(error)})"
@@ -256,7 +256,7 @@ def _make(path: str, trust_remote_code: bool, dtype: torch.dtype = torch.float32
 
 
 def _looks_plain(module: Any) -> bool:
-    """Guess, without computing logits, whether ``Scorer`` finds a plain head."""
+    """Predict, without computing logits, whether ``Scorer`` finds a plain head."""
     config = module.config.get_text_config()
     scaled = any(getattr(config, name, None) for name in ("final_logit_softcapping", "logit_scale"))
     return isinstance(module.get_output_embeddings(), torch.nn.Linear) and not scaled

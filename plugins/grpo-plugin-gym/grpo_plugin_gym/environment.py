@@ -14,7 +14,7 @@ import grpo_core as grpo
 
 @define(eq=False)
 class Game:
-    """An environment of gymnasium that a rollout plays."""
+    """The session of a rollout: an environment of gymnasium."""
 
     _environment: Any
 
@@ -22,22 +22,22 @@ class Game:
 class Gym(grpo.Environment):
     """Plays an environment of gymnasium.
 
-    A prompt is a seed: it begins with what the environment shows after ``reset(seed=...)``.  Each reply is an
-    action, and the rewards of the steps are added.
+    A prompt is a seed and shows the observation of ``reset(seed=...)``.  Each reply is an action, and the
+    rewards of the steps are added.
 
     Args:
         name: an id of gymnasium such as ``FrozenLake-v1``, or ``module:Class`` or ``./file.py:Class``.
         arguments: arguments of the environment.
         instruction: text before the first observation.
-        actions: names of the actions of a discrete space, in order; without them actions are numbers.
+        actions: names of the actions of a discrete space, in order; without names actions are numbers.
         pattern: regular expression that finds the action in a reply; the last match counts.
-        show: "ansi" shows what the environment draws as text, "observation" what it returns; "auto" draws if
-            the environment can.
+        show: "ansi" shows the environment's text rendering, "observation" its observations; "auto" prefers
+            rendering.
         max_turns: largest number of steps of a rollout.
         prompts: number of seeds for training; validation has a fourth as many others.
         seed: the first seed.
-        wrong_action: reward of a reply that is not an action; the model sees why, and goes on.
-        success: reward from which a rollout is a success; None claims no accuracy.
+        wrong_action: reward of a reply that is not an action; the model gets the error and continues.
+        success: reward from which a rollout is a success; None declares no success.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Gym(grpo.Environment):
             return grpo.Feedback(done=False, reward=self._wrong, messages=said, metrics={"wrong_action": 1.0})
         try:
             return self._step(environment, action)
-        except Exception as error:  # raised further, it would let the other games of the batch step twice
+        except Exception as error:  # if it propagated, the other games of the batch would step twice
             return grpo.Feedback(
                 error=f"gym: {self._name}: step({action!r:.100}) failed: {type(error).__name__}: {error}"[
                     :1000
@@ -155,7 +155,7 @@ class Gym(grpo.Environment):
     # ------------------------------------------------------------------------------ making it
 
     def _factory(self) -> Any:
-        """Return what makes an environment.  Raises ConfigError."""
+        """Return a factory of environments.  Raises ConfigError."""
         import gymnasium
 
         if ":" in self._name:
@@ -176,13 +176,13 @@ class Gym(grpo.Environment):
         arguments = {"render_mode": "ansi", **self._arguments} if self._draws else self._arguments
         try:
             return self._make(**arguments)
-        except Exception as error:  # what an environment raises may be of any class
+        except Exception as error:  # an environment may raise any error
             raise grpo.ConfigError(
                 f"gym: {self._name} cannot be made with {arguments}: {type(error).__name__}: {error}"
             ) from error
 
     def _can_draw(self) -> bool:
-        """Return whether the environment says that it can draw text."""
+        """Whether the environment declares a text rendering."""
         import gymnasium
 
         if ":" in self._name:
@@ -197,4 +197,4 @@ class Gym(grpo.Environment):
 
 
 _COLOUR = re.compile(r"\x1b\[(?P<codes>[0-9;]*)m(?P<text>[^\x1b]*)\x1b\[0m")
-"""Coloured text on a terminal, as gymnasium's toy texts draw the place of the player."""
+"""ANSI colours, with which gymnasium's toy texts mark the player's position."""

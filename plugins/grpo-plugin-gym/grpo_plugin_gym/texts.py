@@ -17,19 +17,19 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
 
 
 PATTERN_SECONDS = 1.0
-"""Seconds of a search: some patterns take centuries for a few lines."""
+"""Time limit of a search in seconds; some patterns backtrack exponentially."""
 
 
 class Actions:
-    """Reads actions of a space from replies.
+    """Parses actions of a space from replies.
 
     Args:
         space: the space of actions.
-        names: names of the actions of a discrete space, in order; without them actions are numbers.
-        pattern: finds the action in a reply by its last group that matched; without it the last name or
+        names: names of the actions of a discrete space, in order; without names actions are numbers.
+        pattern: regular expression whose last matching group is the action; without it the last name or
             number in a reply counts.
 
-    Raises ValueError for a space whose actions are no single array, and for names that do not fit.
+    Raises ValueError for a space whose actions are not a single array, and for names that do not fit.
     """
 
     def __init__(self, space: Any, names: Sequence[str] = (), pattern: str = "") -> None:
@@ -39,7 +39,7 @@ class Actions:
         self._pattern = regex.compile(pattern) if pattern else None
 
     def instruction(self) -> str:
-        """Return how an action is written."""
+        """Return the instruction how to write an action."""
         space = self._space
         if isinstance(space, spaces.Text):
             return ""
@@ -51,7 +51,7 @@ class Actions:
         return f"Reply with an action: a JSON list of numbers of the shape {list(shape or ())}."
 
     def of(self, reply: str) -> Any:
-        """Return the action of a reply.  Raises ValueError if it is none."""
+        """Return the action of a reply.  Raises ValueError for an invalid action."""
         if self._pattern is not None:
             try:
                 matches = self._pattern.finditer(reply, timeout=PATTERN_SECONDS)
@@ -100,7 +100,7 @@ class Actions:
 
 
 def _check(space: Any, names: Sequence[str]) -> None:
-    """Raise ValueError if no reply can be an action of the space, or if the names do not fit to it."""
+    """Raise ValueError if actions of the space cannot be written as text, or the names do not fit."""
     one_array = getattr(space, "shape", None) is not None and getattr(space, "dtype", None) is not None
     if not isinstance(space, spaces.Text) and not one_array:
         raise ValueError(f"its actions are of the space {space!s:.100}, and not a text, a number or an array")
@@ -120,14 +120,14 @@ def _plain_name(name: str) -> str:
 
 
 def _one_of(names: Sequence[str]) -> re.Pattern[str]:
-    """Return what finds names as whole words, the longest one first: "left" is also in "turn left"."""
+    """Return a pattern of names as whole words, longest first, because "left" is also in "turn left"."""
     longest_first = sorted(names, key=len, reverse=True)
     found = "|".join(r"\s+".join(map(re.escape, name.split())) for name in longest_first)
     return re.compile(rf"(?<!\w)(?:{found})(?!\w)")
 
 
 def shown(observation: Any) -> str:
-    """Return an observation as text: text as it is, arrays and tuples as JSON."""
+    """Return an observation as text: texts unchanged, arrays and tuples as JSON."""
     if isinstance(observation, str):
         return observation
     return json.dumps(_plain(observation), ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""The environment of a task: its samples as prompts, its solvers as turns, its scorers as reward."""
+"""The environment ``inspect:TASK``: samples become prompts, solvers turns, and scorers the reward."""
 
 from __future__ import annotations
 
@@ -23,32 +23,31 @@ SOLVED_BY = {
     "answer": "ANSWER: {}",
     "choice": "ANSWER: {}",
 }
-"""Inspect's own scorers for which a sample's target says what a full score gets."""
+"""Scorers of Inspect whose full score follows from a sample's target, with the solution's format."""
 
 
 class InspectTask(grpo.Environment):
     """A task of Inspect: its solvers make the prompts, and its scorers the rewards.
 
-    The reward is the mean of the scorers' values, as Inspect's metrics count them ("C" is 1, "P" is 0.5); for
-    a score of several values their mean.  Each scorer's value is a metric.  A reply is unscored if a scorer
-    raises, returns ``None`` or ``Score.unscored()``, or says that the grader failed.
+    The reward is the mean of the scorers' values, converted like in Inspect's metrics ("C" is 1, "P" is 0.5);
+    several values of a score are averaged.  Each scorer's value is a metric.  A reply is unscored if a scorer
+    raises, returns ``None`` or ``Score.unscored()``, or reports a failed grader.
 
     Args:
         name: ``module@task``, ``./file.py@task``, or the name of a registered task.
         arguments: arguments of the task.
-        weights: weight of each scorer by its name; 1 if it is not named.  A scorer with the weight 0 is only
-            a metric.
-        validation_size: number of samples that are held out; at most half of them, and a tenth if it is 0.
-        seed: seed of the choice of the samples that are held out.
-        grader: name of a model of Inspect, as ``openai/gpt-5``, for scorers that ask for one without naming
-            it.
-        max_turns: largest number of completions of a rollout, for solvers that ask for several.  A rollout
-            that comes to it is scored as it is.
-        at_once: number of replies that are scored at once, for scorers that wait for a model.
-        seconds: time limit of scoring a reply; it is then unscored.
+        weights: weight of each scorer by name; default 1.  A scorer with weight 0 is only a metric.
+        validation_size: number of held-out samples, at most half of them; 0 holds out a tenth.
+        seed: seed of the choice of held-out samples.
+        grader: name of a model of Inspect, such as ``openai/gpt-5``, for scorers that use a model without
+            naming it.
+        max_turns: largest number of completions of a rollout, for solvers with several.  A rollout at the
+            limit is scored as it is.
+        at_once: number of replies that are scored concurrently, for scorers that wait for a model.
+        seconds: time limit for scoring a reply, which is then unscored.
 
     Raises:
-        ConfigError: there is no such task, it cannot be made, or it needs what is not supported here: tools,
+        ConfigError: the task does not exist, cannot be created, or needs unsupported features: tools,
             sandboxes, images.
     """
 
@@ -173,9 +172,9 @@ class InspectTask(grpo.Environment):
 
 
 def _digest(sample: Any) -> str:
-    """Return a digest of what decides how a reply to a sample is scored."""
+    """Return a digest of everything that affects the score of a reply to a sample."""
     said = sample.input
-    if not isinstance(said, str):  # the ids of messages are others in each process
+    if not isinstance(said, str):  # message ids differ between processes
         said = [(message.role, message.text) for message in said]
     plain = json.dumps([said, sample.choices, sample.target])
     return hashlib.sha256(plain.encode()).hexdigest()[:16]
@@ -187,11 +186,11 @@ def _replies(episode: grpo.Episode) -> list[Reply]:
     texts = [str(message.get("content") or "") for message in new if message.get("role") == "assistant"]
     last = len(texts) - 1
     return [
-        Reply(text=text, truncated=episode.truncated and place == last) for place, text in enumerate(texts)
+        Reply(text=text, truncated=episode.truncated and index == last) for index, text in enumerate(texts)
     ]
 
 
 def _plain(message: Mapping[str, Any]) -> tuple[str, str]:
-    """Return what has to be equal in two conversations: thinking may be left out of the history."""
+    """Return a message without thinking, which a chat template may drop from the history."""
     text = str(message.get("content") or "")
     return str(message.get("role")), text.rpartition("</think>")[2].strip()

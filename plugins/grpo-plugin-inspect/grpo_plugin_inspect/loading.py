@@ -1,4 +1,4 @@
-"""Loads a task of Inspect by its name, and refuses what needs more than a model's replies."""
+"""Loads tasks of Inspect by name, and refuses tasks that need more than a model's replies."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def library() -> Any:
 
 
 def load_task(name: str, arguments: Mapping[str, Any]) -> Any:
-    """Return the task with a name: ``module@task``, ``./file.py@task``, or that of a registered task.
+    """Return a task by name: ``module@task``, ``./file.py@task``, or the name of a registered task.
 
-    Raises ConfigError if there is none, if it cannot be made, or if it is refused.
+    Raises ConfigError if it does not exist, cannot be created, or is refused.
     """
     library()
     home, at, task_name = name.rpartition("@")
@@ -40,7 +40,7 @@ def load_task(name: str, arguments: Mapping[str, Any]) -> Any:
         task = _made(home, task_name, arguments) if at else _registered(name, arguments)
     except grpo.ConfigError:
         raise
-    except Exception as error:  # anything may go wrong in a user's module, or on the way to its data
+    except Exception as error:  # the user's module, or loading its data, may raise any error
         raise grpo.ConfigError(
             f"inspect: {name} cannot be made: {type(error).__name__}: {error}"[:1000]
         ) from error
@@ -57,7 +57,7 @@ def _made(home: str, task_name: str, arguments: Mapping[str, Any]) -> Any:
             [f"{path}@{task_name}"], dict(arguments)
         )
         return tasks[0]
-    if not {"", str(Path.cwd())} & set(sys.path):  # last, so that it hides nothing
+    if not {"", str(Path.cwd())} & set(sys.path):  # last, so that it shadows nothing
         sys.path.append(str(Path.cwd()))
     module = importlib.import_module(home)
     factory = getattr(module, task_name, None)

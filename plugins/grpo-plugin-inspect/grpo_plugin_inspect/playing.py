@@ -1,8 +1,8 @@
-"""Plays a sample through its task's solvers, with given replies in the place of the model's.
+"""Runs a sample through its task's solvers with given replies in place of a model.
 
-A solver is a program that asks for completions in its middle, and cannot be kept between the turns of a
-rollout.  So each turn plays it from its beginning, with the replies so far: solvers make the same messages
-from the same replies, and one that does not is found by that.
+A solver awaits completions in the middle of its code, and cannot be suspended between the turns of a rollout.
+So each turn runs it from the start with the replies so far.  Solvers must be deterministic; different
+messages for the same replies are an error.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from attrs import field, frozen
 import grpo_core as grpo
 
 MODEL = "none/none"
-"""The model that a task sees if it asks for one by itself: Inspect's model that refuses to be called."""
+"""Active model of a task: Inspect's model that refuses calls."""
 
 
 @frozen(kw_only=True)
 class Reply:
-    """A completion of the model that is trained."""
+    """A completion of the trained model."""
 
     text: str
     truncated: bool = False
@@ -30,27 +30,27 @@ class Reply:
 
 @frozen(kw_only=True)
 class Played:
-    """A sample, as far as it came with the replies that there are."""
+    """The state of a sample after the given replies."""
 
     state: Any
     """Inspect's ``TaskState``."""
     waits: bool
-    """Whether a solver asks for another reply."""
+    """Whether a solver awaits another reply."""
     messages: tuple[dict[str, Any], ...] = field(default=())
-    """The conversation that it asks to go on with, if it waits."""
+    """The conversation to continue, if it waits."""
 
 
 class _Waits(BaseException):
-    """Leaves the solvers where the next reply is wanted; no solver catches it with ``except Exception``."""
+    """Raised where a solver awaits the next reply; a BaseException, so that solvers do not catch it."""
 
 
 class Player:
-    """Plays the samples of a task.
+    """Runs the samples of a task.
 
     Args:
-        name: of the task, for errors.
+        name: name of the task, for messages.
         task: an ``inspect_ai.Task``.
-        grader: name of the model that scorers and solvers get when they ask Inspect for one.
+        grader: name of the model that scorers and solvers get from Inspect.
     """
 
     def __init__(self, name: str, task: Any, grader: str) -> None:
@@ -58,18 +58,18 @@ class Player:
         self._parts = _Parts()
         self._model = self._parts.model.get_model(grader or MODEL)
         self.scorers: list[str] = []
-        """Names of the task's scorers."""
+        """Names of the scorers of the task."""
         for scorer in task.scorer:
             self.scorers.append(self._parts.scorer.unique_scorer_name(scorer, self.scorers))
 
     async def play(self, sample: Any, replies: Sequence[Reply]) -> Played:
-        """Play a sample as far as the replies reach.
+        """Run a sample until it needs a further reply, or ends.
 
-        Raises PluginError if its solvers want what a rollout here cannot give.
+        Raises PluginError if a solver needs an unsupported feature.
         """
         state = self._begun(sample)
         left = list(replies)
-        asked: list[dict[str, Any]] = []
+        conversation: list[dict[str, Any]] = []
 
         async def generate(state: Any, tool_calls: str = "loop", **_: Any) -> Any:
             if state.tools:
@@ -78,7 +78,7 @@ class Player:
                     "supported"
                 )
             if not left:
-                asked.extend(self._plain(state))
+                conversation.extend(self._plain(state))
                 raise _Waits
             state.output = self._output(left.pop(0))
             state.messages.append(state.output.message)
@@ -90,11 +90,11 @@ class Player:
                 if state.completed:
                     break
         except _Waits:
-            return Played(state=state, waits=True, messages=tuple(asked))
+            return Played(state=state, waits=True, messages=tuple(conversation))
         return Played(state=state, waits=False)
 
     async def score(self, state: Any) -> dict[str, Any]:
-        """Return the score of each scorer of the task by its name; None where it gives no score."""
+        """Return the score of each scorer by name; None for a missing score."""
         state.completed = True
         return {
             name: await scorer(state, state.target)
@@ -102,7 +102,7 @@ class Player:
         }
 
     def _begun(self, sample: Any) -> Any:
-        """Return the state that Inspect begins a sample with, and set the context that its parts look at."""
+        """Return Inspect's initial state of a sample, and set the context variables that solvers read."""
         parts, sample = self._parts, copy.deepcopy(sample)
         state = parts.solver.TaskState(
             sample_id=sample.id or 0,
@@ -127,7 +127,7 @@ class Player:
         return [*setup, self._task.solver]
 
     def _output(self, reply: Reply) -> Any:
-        """Return a reply as Inspect's providers of open models do, with the thinking apart."""
+        """Convert a reply to Inspect's model output, with separate reasoning."""
         text, thought = self._parts.reasoning.parse_content_with_reasoning(reply.text)
         model = self._parts.model
         content: Any = reply.text
@@ -137,9 +137,9 @@ class Player:
         return model.ModelOutput.from_content(str(self._model), content, stop)
 
     def _plain(self, state: Any) -> list[dict[str, Any]]:
-        """Return the messages of a state as plain data.  Raises PluginError for one that is not a text."""
+        """Convert the messages of a state to plain data.  Raises PluginError for content other than text."""
         system = self._task.config.system_message
-        told = [{"role": "system", "content": system}] if system else []
+        messages = [{"role": "system", "content": system}] if system else []
         for message in state.messages:
             if not isinstance(message.content, str) and any(
                 part.type not in ("text", "reasoning") for part in message.content
@@ -151,12 +151,12 @@ class Player:
                 raise grpo.PluginError(
                     f"inspect: {self._name} is refused: sample {state.sample_id!r} has calls of tools"
                 )
-            told.append({"role": message.role, "content": message.text})
-        return told
+            messages.append({"role": message.role, "content": message.text})
+        return messages
 
 
 class _Parts:
-    """The modules of Inspect that play and score a sample; some of them are not public."""
+    """The modules of Inspect that run and score a sample; some are private."""
 
     def __init__(self) -> None:
         load = importlib.import_module

@@ -1,4 +1,4 @@
-"""Turns scores of Inspect into a reward."""
+"""Conversion of Inspect's scores to a reward."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from typing import Any
 from attrs import frozen
 
 NOT_MEASURED = ("grader_failed", "scoring_failed")
-"""Reasons that Inspect gives for a score when the instrument failed, and not the model."""
+"""Reasons of Inspect's scores that mean a failure of the grader, not of the model."""
 _TELLING = {"yes", "true", "no", "false"}
 
 
 @frozen(kw_only=True)
 class Judged:
-    """The values that the scorers of a task give a reply, and the reward that they make."""
+    """The scorers' values of a reply, and the reward."""
 
     reward: float | None
     metrics: Mapping[str, float]
     why: str = ""
-    """Why there is no reward."""
+    """Reason for a missing reward."""
 
 
 def judged(scores: Mapping[str, Any], weights: Mapping[str, float]) -> Judged:
-    """Return the mean of the scorers' values, weighted.
+    """Return the weighted mean of the scorers' values.
 
-    A scorer without a weight counts 1, one with the weight 0 is a metric only.  If a scorer that counts gives
-    no value, there is no reward: a mean of the others would be another scale than that of other replies.
+    The default weight is 1; a scorer with weight 0 is only a metric.  If a scorer with a weight has no value,
+    there is no reward: a mean of the others would be on a different scale.
     """
     metrics: dict[str, float] = {}
     total = of = 0.0
@@ -50,12 +50,12 @@ def judged(scores: Mapping[str, Any], weights: Mapping[str, float]) -> Judged:
 
 
 def _value(score: Any) -> tuple[float | None, str]:
-    """Return the value of a score as a number, or why it has none."""
+    """Return the value of a score as a number, or the reason why it has none."""
     if score is None:
         return None, "it returned None"
-    told = str(score.explanation or "")[:200]
+    reasons = str(score.explanation or "")[:200]
     if score.reason in NOT_MEASURED:
-        return None, f"{score.reason}. {told}".strip()
+        return None, f"{score.reason}. {reasons}".strip()
     given = score.value
     parts = list(given.values()) if isinstance(given, Mapping) else given
     if isinstance(parts, list | tuple):
@@ -66,12 +66,12 @@ def _value(score: Any) -> tuple[float | None, str]:
         return sum(known) / len(known), ""
     number = _number(given)
     if number is None:
-        return None, f"its value is {given!r:.100}. {told}".strip()
+        return None, f"its value is {given!r:.100}. {reasons}".strip()
     return number, ""
 
 
 def _number(value: Any) -> float | None:
-    """Return a value as Inspect's metrics do, or None for what they only warn about."""
+    """Convert a value like Inspect's metrics; None where they only warn."""
     scorers = importlib.import_module("inspect_ai.scorer")
     named = (scorers.CORRECT, scorers.INCORRECT, scorers.PARTIAL, scorers.NOANSWER)
     if isinstance(value, str) and value not in named and value.lower() not in _TELLING:

@@ -1,4 +1,4 @@
-"""Rewards from language models that judge by a rubric, and from several environments together."""
+"""Rewards from language models that judge by a rubric, and from combinations of environments."""
 
 import grpo_core as grpo
 

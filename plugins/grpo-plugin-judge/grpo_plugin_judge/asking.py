@@ -1,4 +1,4 @@
-"""Asks one judge over HTTP, with the retries, limits and cache that it needs."""
+"""An HTTP client for one judge, with retries, rate limit and cache."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ KEYS = ("model", "url", "key_variable", "parameters", "name")
 
 @frozen(kw_only=True)
 class JudgeModel:
-    """A model at an address.
+    """A judge model and its address.
 
     Attributes:
         url: base address of an API like OpenAI's, such as ``http://127.0.0.1:8000/v1``.
-        key_variable: environment variable with the key; if it is not set, no key is sent.
+        key_variable: environment variable with the key; if it is unset, no key is sent.
         parameters: further fields of each request, such as ``temperature``.
     """
 
@@ -35,7 +35,7 @@ class JudgeModel:
 
     @classmethod
     def of(cls, given: Mapping[str, Any], default: Mapping[str, Any]) -> JudgeModel:
-        """Make one from a table; what it leaves out is as for the first.  Raises ConfigError."""
+        """Return the model of a table; missing keys take the defaults.  Raises ConfigError."""
         if unknown := sorted(set(given) - set(KEYS)):
             near = grpo.did_you_mean(unknown[0], set(KEYS))
             raise grpo.ConfigError(
@@ -49,7 +49,7 @@ class JudgeModel:
 
 
 class Pace:
-    """Lets requests begin no faster than a number a minute; 0 is no limit."""
+    """Limits the number of requests that start in a minute; 0 is unlimited."""
 
     def __init__(self, requests_per_minute: float) -> None:
         self._interval = 60.0 / requests_per_minute if requests_per_minute else 0.0
@@ -64,23 +64,23 @@ class Pace:
 
 
 LARGEST = 4 << 20
-"""Bytes of a judge's answer; one of 100,000 tokens has half a million."""
+"""Largest size of an answer in bytes; 100,000 tokens take half a million."""
 
 
-class NoScore(Exception):  # noqa: N818 - it says what happened
-    """Raised if a judge did not answer after all retries, or if its answer has no score."""
+class NoScore(Exception):  # noqa: N818 - named after the outcome
+    """Raised if a judge did not answer after all retries, or its answer has no score."""
 
 
 class Asker:
     """The client of one judge.
 
-    Retries are those of the ``openai`` package and happen nowhere else: for timeouts, lost connections, and
-    the statuses 408, 409, 429 and 500 to 599, with growing waits, or those that the server asks for.
+    Only the ``openai`` package retries: timeouts, lost connections, and the statuses 408, 409, 429 and 500 to
+    599, with exponential backoff or the delay that the server requests.
 
     Args:
         judge: the model and its address.
-        cache: answers with a score, which are not asked for again.
-        pace: limits how many requests begin, those that are tried again included.
+        cache: cache of answers with a score.
+        pace: rate limit of requests, including retries.
         timeout: seconds for each attempt.
         retries: number of attempts after the first.
     """
@@ -93,16 +93,16 @@ class Asker:
     async def score(
         self, messages: Sequence[Mapping[str, str]], vote: int, read: Callable[[str], float | None]
     ) -> tuple[float, bool]:
-        """Return a score, and whether the cache had the answer.  Raises NoScore."""
+        """Return a score, and whether the answer came from the cache.  Raises NoScore."""
         judge = self.judge
         question: dict[str, Any] = {"messages": list(messages), "model": judge.model, **judge.parameters}
-        if vote:  # a server would otherwise be free to give the same answer
+        if vote:  # otherwise a server may return the same answer
             question.setdefault("seed", vote)
         key = key_of(url=judge.url, vote=vote, **question)
         text = self._cache.get(key)
         if text is not None and (known := await self._read(text, read)) is not None:
             return known, True
-        text = await self._asked(question)
+        text = await self._completed(question)
         if (score := await self._read(text, read)) is None:
             raise NoScore(f"{judge.model} gave no score: {text[-200:]!r}")
         self._cache.put(key, text)
@@ -118,7 +118,7 @@ class Asker:
         if self._client is not None:
             await self._client.close()
 
-    async def _asked(self, question: Mapping[str, Any]) -> str:
+    async def _completed(self, question: Mapping[str, Any]) -> str:
         import openai
 
         if self._client is None:
@@ -134,14 +134,14 @@ class Asker:
             text = found.choices[0].message.content
             if not isinstance(text, str):
                 raise ValueError(f"expected a text, got {text!r:.80}")
-        except Exception as error:  # the client fails in many ways at what is no answer
-            told = f"{type(error).__name__}: {error.__cause__ or error}"
-            raise NoScore(f"{self.judge.model} did not answer: {told:.1000}") from error
+        except Exception as error:  # the client raises various errors for malformed answers
+            reason = f"{type(error).__name__}: {error.__cause__ or error}"
+            raise NoScore(f"{self.judge.model} did not answer: {reason:.1000}") from error
         return str(well_formed(text))
 
 
 def away_by(error: BaseException) -> grpo.Unavailable | None:
-    """Return what an error says about the judge; one that answers with too much is here."""
+    """Describe an error as an outage of the judge; too long an answer is not an outage."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ValueError):
@@ -151,21 +151,21 @@ def away_by(error: BaseException) -> grpo.Unavailable | None:
 
 
 def _http_client(pace: Pace, timeout: float) -> Any:
-    """Return a client that keeps to the pace, follows no redirect, and reads short answers in time.
+    """Return a client with rate limit, without redirects, and with limits of size and time of an answer.
 
-    A redirect could name another machine.  The ``openai`` package tries again above this client, so that
-    each try waits here.
+    A redirect could lead to another machine.  The ``openai`` package retries on top of this client, so each
+    attempt counts against the rate limit.
     """
     import openai
 
     kind: Any = openai.DefaultAsyncHttpxClient
-    http: Any = import_module(kind.__mro__[1].__module__.partition(".")[0])  # httpx or its successor
+    http: Any = import_module(kind.__mro__[1].__module__.partition(".")[0])  # httpx or httpx2
 
     class Bounded(kind):  # type: ignore[misc]
         async def send(self, request: Any, **given: Any) -> Any:
             await pace.wait()
             try:
-                async with asyncio.timeout(timeout):  # its own holds for each part of an answer
+                async with asyncio.timeout(timeout):  # httpx limits each read only
                     return await super().send(request, **given)
             except TimeoutError as error:
                 raise http.ReadTimeout(f"no answer within {timeout:g} s") from error

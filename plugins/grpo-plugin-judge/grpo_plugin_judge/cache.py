@@ -1,4 +1,4 @@
-"""Answers of judges on disk, so that the same question costs nothing the second time."""
+"""A cache of judges' answers on disk."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from typing import Any
 import grpo_core as grpo
 
 WAIT = 30.0
-"""Seconds to wait for another process while the file is opened."""
+"""Lock timeout in seconds while the file is opened."""
 LATER_WAIT = 0.1
-"""Seconds to wait afterwards: all judging waits as well, and an answer is written in less than 0.001 s."""
+"""Later lock timeout in seconds; it blocks all judging, and writing an answer takes less than 0.001 s."""
 
 
 class Cache:
-    """A table of answers in an SQLite file, which several processes share; without a path it is empty.
+    """A table of answers in an SQLite file, shared between processes; without a path it stays empty.
 
-    An answer that cannot be read or written now, because of a lock, a full disk or a damaged file, is asked
-    for again.
+    If reading or writing fails because of a lock, a full disk or a damaged file, the judge is called again.
 
     Raises ConfigError if the file cannot be opened.
     """
@@ -34,7 +33,7 @@ class Cache:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._connection = sqlite3.connect(path, timeout=WAIT, isolation_level=None)
             self._connection.execute("PRAGMA journal_mode=WAL")
-            self._connection.execute("PRAGMA synchronous=OFF")  # what a crash loses is asked again
+            self._connection.execute("PRAGMA synchronous=OFF")  # answers lost in a crash are requested again
             self._connection.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, text TEXT)")
             self._connection.execute(f"PRAGMA busy_timeout={int(1000 * LATER_WAIT)}")
         except (OSError, sqlite3.Error) as error:
@@ -60,5 +59,5 @@ class Cache:
 
 
 def key_of(**question: Any) -> str:
-    """Return the name of a question: a digest of all that the answer depends on."""
+    """Return the key of a question: a digest of everything that the answer depends on."""
     return hashlib.sha256(json.dumps(question, sort_keys=True, default=str).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""The environment ``compose``: the rewards of several environments, combined by the configuration.
+"""The environment ``compose``: combines the rewards of several environments.
 
     [tasks.math]
     env = "compose"
@@ -7,9 +7,9 @@
     right = { env = "math:gsm8k" }
     short = { env = "./short.py:Short", weight = 0.2, requires = { right = 1.0 } }
 
-The first part has the prompts, and turns, tools and sessions if there are any.  The others judge the
-conversation when it has ended.  A part with ``requires`` is asked only where the rewards of these earlier
-parts are high enough, and is worth 0 elsewhere.
+The first part provides prompts, turns, tools and sessions.  The others evaluate the finished conversation.
+A part with ``requires`` is evaluated only if the rewards of these earlier parts are high enough, and counts
+as 0 otherwise.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ KEYS = ("env", "options", "weight", "requires")
 """Keys of a part."""
 
 _Questions = list[tuple["Part", list[int]]]
-"""Parts that are asked at the same time, each with the places of its episodes."""
+"""Parts that are evaluated concurrently, with the indices of their episodes."""
 
 
 @frozen(eq=False)
 class Part:
-    """One of the environments.
+    """One of the combined environments.
 
     Attributes:
-        requires: rewards of earlier parts from which it counts.
+        requires: smallest rewards of earlier parts for which this part is evaluated.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Part:
 
     @property
     def limit(self) -> int | None:
-        """Number of calls that may run at once, if it declares one."""
+        """Largest number of concurrent calls, if the environment declares it."""
         number: int | None = getattr(self.environment, "concurrency", None)
         return number
 
@@ -75,8 +75,8 @@ class Compose:
     """Combines the rewards of several environments.
 
     Args:
-        parts: the environments by name: ``env``, and maybe ``options``, ``weight`` and ``requires``.
-        formula: the reward is the "sum" of the rewards, each times its weight, or their "product".
+        parts: the environments by name: ``env``, and optionally ``options``, ``weight`` and ``requires``.
+        formula: "sum" is the weighted sum of the rewards, "product" their product.
     """
 
     def __init__(self, *, parts: Mapping[str, Any], formula: Literal["sum", "product"] = "sum") -> None:
@@ -91,7 +91,7 @@ class Compose:
         self.success = None
         self.concurrency = self._most_at_once()
         self._gates: dict[str, asyncio.Semaphore] = {}
-        """Keep the calls of a part within its own limit."""
+        """Semaphores for the limits of parts."""
         rounds = [math.ceil((self.concurrency or 0) / (part.limit or math.inf)) or 1 for part in self._parts]
         deadlines = [getattr(each, "deadline", None) for each in environments]
         self.deadline = (
@@ -99,7 +99,7 @@ class Compose:
             if any(deadlines) or max(rounds) > 1
             else None
         )
-        for name in ("from_source", "open", "close"):  # what it does not define, the host must not find here
+        for name in ("from_source", "open", "close"):  # hide what the first part does not define
             if first.defines(name):
                 setattr(self, name, getattr(first.environment, name))
         self._stages = _stages(first, self._parts[1:])
@@ -107,7 +107,7 @@ class Compose:
         self.evaluate = self._later if self._is_async else self._now
 
     def _most_at_once(self) -> int | None:
-        """Return the largest limit, or that of a first part whose sessions and tools it limits, too."""
+        """Return the largest limit, or the limit of a first part that also limits its sessions and tools."""
         first = self._parts[0]
         limits = [part.limit for part in self._parts if part.limit is not None]
         if first.limit is not None and (
@@ -121,7 +121,7 @@ class Compose:
         return prompts
 
     def solve(self, prompt: Prompt) -> str | None:
-        """Return the first part's solution; the other parts may give it less than they could."""
+        """Return the first part's solution; it may not be optimal for the other parts."""
         solve = getattr(self._parts[0].environment, "solve", None)
         return solve(prompt) if solve else None
 
@@ -151,7 +151,7 @@ class Compose:
     # ------------------------------------------------------------------------------ evaluation
 
     def _now(self, episodes: Sequence[Episode]) -> list[Feedback]:
-        """Evaluate where no part is async: nothing is awaited, so the coroutine ends where it begins."""
+        """Evaluate without async parts: the coroutine awaits nothing, so one step completes it."""
         running = self._later(episodes)
         try:
             running.send(None)
@@ -161,10 +161,10 @@ class Compose:
         raise AssertionError("a part that is not async was awaited")
 
     async def _later(self, episodes: Sequence[Episode]) -> list[Feedback]:
-        """Ask the first part, then the others stage by stage, and combine what they say."""
+        """Evaluate the first part, then the others stage by stage, and combine the feedback."""
         found: list[dict[str, Feedback]] = [{} for _ in episodes]
         first = self._parts[0]
-        await self._ask([(first, list(range(len(episodes))))], episodes, found)
+        await self._evaluate_parts([(first, list(range(len(episodes))))], episodes, found)
         ended = [
             i
             for i, episode in enumerate(episodes)
@@ -172,26 +172,28 @@ class Compose:
         ]
         for stage in self._stages:
             questions = [(part, [i for i in ended if _counts(part, found[i])]) for part in stage]
-            await self._ask([(part, places) for part, places in questions if places], episodes, found)
+            await self._evaluate_parts(
+                [(part, indices) for part, indices in questions if indices], episodes, found
+            )
         over = set(ended)
         return [self._combined(parts, ended=i in over) for i, parts in enumerate(found)]
 
-    async def _ask(
+    async def _evaluate_parts(
         self, questions: _Questions, episodes: Sequence[Episode], found: list[dict[str, Feedback]]
     ) -> None:
-        """Ask parts at the same time, and keep their answers."""
-        answers = [self._asked(part, [episodes[i] for i in places]) for part, places in questions]
+        """Evaluate parts concurrently, and store their feedback."""
+        answers = [self._feedback(part, [episodes[i] for i in indices]) for part, indices in questions]
         if self._is_async:
             waiting = {i: answer for i, answer in enumerate(answers) if inspect.isawaitable(answer)}
             for i, answer in zip(waiting, await asyncio.gather(*waiting.values()), strict=True):
                 answers[i] = answer
-        for (part, places), answer in zip(questions, answers, strict=True):
-            feedback = as_feedback(answer, len(places), _who(part))
-            for place, each in zip(places, feedback, strict=True):
-                found[place][part.name] = each
+        for (part, indices), answer in zip(questions, answers, strict=True):
+            feedback = as_feedback(answer, len(indices), _who(part))
+            for index, each in zip(indices, feedback, strict=True):
+                found[index][part.name] = each
 
-    def _asked(self, part: Part, episodes: list[Episode]) -> Any:
-        """Return what a part answers, or what to await for that."""
+    def _feedback(self, part: Part, episodes: list[Episode]) -> Any:
+        """Return a part's feedback, or an awaitable of it."""
         if not part.is_async or not part.limit:
             return part.environment.evaluate(episodes)
         return self._within_its_limit(part, part.limit, episodes)
@@ -211,15 +213,15 @@ class Compose:
         return [feedback for each in found for feedback in each]
 
     def _combined(self, found: Mapping[str, Feedback], *, ended: bool) -> Feedback:
-        """Return the feedback on an episode from that of its parts; those that were not asked are missing."""
+        """Combine the feedback of parts on an episode; parts that were not evaluated are absent."""
         first = self._parts[0]
         own = found[first.name]
         lost = [(name, each) for name, each in found.items() if each.reward is None and each.done]
         if lost:
             name, feedback = lost[0]
             away = next((each.unavailable for _, each in lost if each.unavailable is not None), None)
-            told = f"{name}: {feedback.error or 'unscored'}"
-            return Feedback(error=told, unavailable=away, metrics=self._metrics(found))
+            error = f"{name}: {feedback.error or 'unscored'}"
+            return Feedback(error=error, unavailable=away, metrics=self._metrics(found))
         worth = {
             part.name: part.weight * (found[part.name].reward or 0.0) if part.name in found else 0.0
             for part in self._parts
@@ -256,13 +258,13 @@ def _who(part: Part) -> str:
 
 
 def _counts(part: Part, found: Mapping[str, Feedback]) -> bool:
-    """Return whether a part is asked: every reward that it requires is there and high enough."""
+    """Whether a part is evaluated: all required rewards exist and are high enough."""
     rewards = {name: found[name].reward if name in found else None for name in part.requires}
     return all(reward is not None and reward >= part.requires[name] for name, reward in rewards.items())
 
 
 def _stages(first: Part, others: Sequence[Part]) -> list[list[Part]]:
-    """Order the parts so that each comes after those that it requires."""
+    """Group the parts into stages; each part comes after the parts that it requires."""
     depth = {first.name: 0}
     stages: dict[int, list[Part]] = {}
     for part in others:
@@ -272,7 +274,7 @@ def _stages(first: Part, others: Sequence[Part]) -> list[list[Part]]:
 
 
 def _made(parts: Mapping[str, Any]) -> list[Part]:
-    """Make the environments.  Raises ConfigError, PluginError."""
+    """Create the environments.  Raises ConfigError, PluginError."""
     if not parts:
         raise ConfigError("compose: there are no parts; name environments in options.parts")
     host = PluginHost.current()

@@ -1,4 +1,4 @@
-"""The environment ``judge:openai``: one or several language models judge each reply by a rubric."""
+"""The environment ``judge:openai``: language models score each reply by a rubric."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from grpo_plugin_judge.cache import Cache
 from grpo_plugin_judge.rubric import PATTERN, TEMPLATE, Rubric
 
 AGREES = 0.1
-"""Two judges agree about a reply if their scores, from 0 to 1, differ by no more than this."""
+"""Largest difference of scores, from 0 to 1, that counts as agreement of two judges."""
 SPARE = 10.0
-"""Seconds of a call beyond those of its requests."""
+"""Margin of a call's time limit over its requests, in seconds."""
 LONGEST_WAIT = 8.0
-"""Seconds that the client waits at most before a retry, unless the server asks for more."""
+"""Longest wait before a retry in seconds, unless the server requests more."""
 
 _COMBINED: Mapping[str, Callable[[Sequence[float]], float]] = {"mean": fmean, "median": median, "min": min}
 
 
 class Judge(grpo.Environment):
-    """Lets language models score each reply; the reward is the combined score, from 0 to 1.
+    """Scores each reply with language models; the reward is the combined score, from 0 to 1.
 
-    A reply that too few judges score is unscored, with the reason; an outage never counts as a reward of 0.
+    A reply with too few scores is unscored, with the reason; an outage never counts as a reward of 0.
 
     Args:
         model: name of the model.
         url: base address of an API like OpenAI's, such as ``"http://127.0.0.1:8000/v1"``.
-        key_variable: environment variable that holds the key; the key itself belongs in no configuration.
+        key_variable: environment variable with the key; configurations must not contain the key.
         parameters: further fields of each request, such as ``temperature`` or ``reasoning_effort``.
         judges: several judges instead of one: tables of ``model``, ``url``, ``key_variable``, ``parameters``
-            and ``name``; what a table leaves out is as above.
-        votes: number of answers of each judge; its score is their mean.
-        combine: how scores of judges become one: "mean", "median" or "min".
-        quorum: number of scores, of all judges and votes, that a reward needs; 0 needs all.
-        rubric: what the judges look at.
+            and ``name``; missing keys default to the options above.
+        votes: number of answers of each judge, which are averaged.
+        combine: combination of the judges' scores: "mean", "median" or "min".
+        quorum: number of scores, over all judges and votes, that a reward needs; 0 needs all.
+        rubric: criteria for the judges.
         template: Jinja template of the question, instead of the built-in one.
         pattern: regular expression with one group, which finds the score; the last match counts.
         scale: lowest and highest score that judges give.
-        cache: SQLite file for answers; without it, none are kept.
-        requests_per_minute: limit of each judge in each worker, all tries included; 0 is no limit.
-        requests_at_once: number of replies that are judged at once.
+        cache: SQLite file for a cache of answers; empty for none.
+        requests_per_minute: limit of each judge in each worker, including retries; 0 is unlimited.
+        requests_at_once: number of replies that are judged concurrently.
         timeout: seconds for each attempt of a request.
         retries: number of attempts after the first.
     """
@@ -119,15 +119,15 @@ class Judge(grpo.Environment):
 
     async def _judge(self, episode: grpo.Episode) -> grpo.Feedback:
         messages = self._rubric.messages(episode)
-        asked = [(asker, vote) for asker in self._askers for vote in range(self._votes)]
+        calls = [(asker, vote) for asker in self._askers for vote in range(self._votes)]
         answers = await asyncio.gather(
-            *(asker.score(messages, vote, self._rubric.score) for asker, vote in asked),
+            *(asker.score(messages, vote, self._rubric.score) for asker, vote in calls),
             return_exceptions=True,
         )
         scores: list[list[float]] = [[] for _ in self._askers]
         failures: list[Exception] = []
         cached = 0
-        for (asker, _), answer in zip(asked, answers, strict=True):
+        for (asker, _), answer in zip(calls, answers, strict=True):
             if isinstance(answer, Exception):
                 failures.append(answer)
             elif isinstance(answer, BaseException):
@@ -135,17 +135,17 @@ class Judge(grpo.Environment):
             else:
                 scores[self._askers.index(asker)].append(answer[0])
                 cached += answer[1]
-        known = len(asked) - len(failures)
-        metrics = {"cached": cached / len(asked), "failed_answers": float(len(failures))}
+        known = len(calls) - len(failures)
+        metrics = {"cached": cached / len(calls), "failed_answers": float(len(failures))}
         if known < self._quorum:
-            told = f"{known} of {len(asked)} answers have a score, {self._quorum} are needed: {failures[0]}"
+            error = f"{known} of {len(calls)} answers have a score, {self._quorum} are needed: {failures[0]}"
             away = next(filter(None, map(away_by, failures)), None)
-            return grpo.Feedback(error=told, unavailable=away, metrics=metrics)
+            return grpo.Feedback(error=error, unavailable=away, metrics=metrics)
         reward = _COMBINED[self._combine]([fmean(votes) for votes in scores if votes])
         return grpo.Feedback(reward=float(reward), metrics={**metrics, **self._spread(scores)})
 
     def _spread(self, scores: Sequence[Sequence[float]]) -> dict[str, float]:
-        """Return how far judges are apart, and how far the votes of one judge are."""
+        """Return the spread between judges, and between the votes of a judge, as metrics."""
         found: dict[str, float] = {}
         means = {name: fmean(votes) for name, votes in zip(self._names, scores, strict=True) if votes}
         if len(self._askers) > 1:

@@ -1,4 +1,4 @@
-"""The question that a judge is asked, and the reading of its answer."""
+"""The messages for a judge, and the parsing of its answer."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ Explain your judgement in a few sentences. Then write, as the last line, "Score:
 """
 
 PATTERN = r"Score:[\s*]*(-?\d+(?:\.\d+)?)"
-"""Finds scores; the last one counts, because a judge may quote others before."""
+"""Pattern of a score; the last match counts, because a judge may quote others before."""
 PATTERN_SECONDS = 1.0
-"""Seconds of a search: some patterns take centuries for a few lines."""
+"""Time limit of a search in seconds; some patterns backtrack exponentially."""
 
 
 class Rubric:
-    """Writes the messages for a judge, and reads its score.
+    """Formats the messages for a judge, and parses its score.
 
     Args:
-        rubric: what is judged.
+        rubric: criteria.
         template: Jinja template of the message; the names in it are ``rubric``, ``prompt`` (messages),
             ``reply``, ``answer``, ``info``, ``lowest`` and ``highest``.
         pattern: regular expression with one group, the score.
         scale: the lowest and the highest score.
 
-    Raises ConfigError for what cannot be.
+    Raises ConfigError for invalid options.
     """
 
     def __init__(self, rubric: str, template: str, pattern: str, scale: Sequence[float]) -> None:
@@ -93,14 +93,14 @@ class Rubric:
         }
         try:
             text = self._template.render(names)
-        except Exception as error:  # what a template raises may be of any class
+        except Exception as error:  # a template may raise any error
             raise grpo.PluginError(f"judge: the template cannot be filled in: {error}") from error
         return [{"role": "user", "content": text}]
 
     def score(self, text: str) -> float | None:
         """Return the score from 0 to 1, or None if there is no score on the scale.
 
-        Other threads run meanwhile.  Raises TimeoutError.
+        The search releases the GIL.  Raises TimeoutError.
         """
         try:
             found = self._pattern.findall(text, timeout=PATTERN_SECONDS, concurrent=True)
@@ -118,14 +118,14 @@ class Rubric:
 
 
 def _written(value: Any) -> Any:
-    """Return a value that is written into the message.  Raises ValueError for an answer that there is not."""
+    """Finalise a value of the template.  Raises ValueError for a missing answer."""
     if value is None:
         raise ValueError("a value is None; write another text for it, as in {{ answer or 'unknown' }}")
     return value
 
 
 def _spoken(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return one reply as its text, and several turns with their roles."""
+    """Return the text of a single reply, or several turns with their roles."""
     if len(messages) == 1:
         return str(messages[0].get("content") or "")
     return "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in messages)

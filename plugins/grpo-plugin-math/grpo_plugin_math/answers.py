@@ -1,9 +1,9 @@
 """Compares the answer in a reply with the reference answer.
 
-Answers are compared as strings without the decoration of numbers, and if they differ, with math-verify.
-A reply must give its answer in ``\\boxed{}`` or after ``####``: prose is not searched for numbers.  An answer
-must be worked out: ``2+2`` is not accepted for ``4``, nor is a sum, an integral or a product that has this
-value, since a reply that only repeats its question as a formula would be paid for what math-verify computes.
+Answers are compared as strings after normalising numbers, and if they differ, by math-verify.  A reply must
+give its answer in ``\\boxed{}`` or after ``####``: prose is not searched for numbers.  An answer must be
+evaluated: ``2+2`` is not accepted for ``4``, nor is a sum, an integral or a product with this value, since a
+reply that repeats the question as a formula would be rewarded for math-verify's computation.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import threading
 from decimal import Decimal
 
 LONGEST = 200
-"""Largest length of an answer that is parsed; a longer one must equal the reference letter by letter."""
+"""Largest length of a parsed answer; longer ones must equal the reference exactly."""
 
 DEEPEST = 10
-"""Largest depth of brackets of an answer that is parsed: each one more makes a parser's search longer."""
+"""Largest depth of brackets in a parsed answer; parsing time grows with the depth."""
 
 SECONDS = 2
-"""Time limit for each of math-verify's two halves."""
+"""Time limit in seconds for each of math-verify's two stages."""
 
 DIGITS = 12
 """Number of decimal places in which a decimal number must agree with a fraction or a root."""
@@ -54,7 +54,7 @@ def equal(given: str, reference: str) -> bool:
     left, equals, right = plain.rpartition("=")
     if equals and "=" not in wanted:
         if not _NAME.fullmatch(left):
-            return False  # of 2x=18 and 9=18 math-verify reads the 18
+            return False  # of 2x=18 and 9=18 math-verify parses only the 18
         plain = right
     if plain == wanted:
         return bool(wanted)
@@ -69,7 +69,7 @@ _DECIMAL = re.compile(r"-?\d+(\.\d+)?", re.ASCII)
 _COUNTING = "hundred|thousand|million|billion|dozen|half|squared|cubed|plus|minus|times"
 _COMMANDS = r"\\(?!pi|text|mathrm|left|right)[a-z]+"
 _OPERATORS = re.compile(rf"[-+*/^!|:]|_(?=\{{?\d)|\[(?=.*,)|[\w)}}]\(|{_COMMANDS}|{_COUNTING}")
-"""Operations, and what turns a number into another thing: the base of 3_4, and the interval [5, 5]."""
+"""Operators, and notation that changes the meaning of a number: the base of 3_4, the interval [5, 5]."""
 _NAME = re.compile(r"\\?[a-z][\w{}()\\]*")
 _SPELLINGS = {":": "/", "\\frac": "/", "\\dfrac": "/", "\\tfrac": "/", "\\cdot": "*", "\\times": "*"}
 _SIGN = re.compile(r"(?<![\w)}])-")
@@ -80,7 +80,7 @@ def _is_decimal(text: str) -> bool:
 
 
 def _depth(text: str) -> int:
-    """Return how deep brackets of any kind are nested, closed or not."""
+    """Return the nesting depth of brackets of any kind, closed or not."""
     deepest = depth = 0
     for character in text:
         depth = max(depth + (character in "([{") - (character in ")]}"), 0)
@@ -89,12 +89,12 @@ def _depth(text: str) -> int:
 
 
 def _operations(plain: str) -> set[str]:
-    """Return the operations that an answer leaves undone; one sign does not count."""
+    """Return the unevaluated operations in an answer; a leading sign does not count."""
     return {_SPELLINGS.get(found, found) for found in _OPERATORS.findall(_SIGN.sub("", plain, count=1))}
 
 
 def _accepted(wanted: str) -> set[str]:
-    """Return the operations that an answer may leave: the reference's, and those of other spellings of it."""
+    """Return the operations that an answer may contain: the reference's and equivalent ones."""
     accepted = _operations(wanted)
     if "." in wanted:
         accepted.add("/")  # 0.5 is 1/2
@@ -146,7 +146,7 @@ def _readable(answer: str) -> str:
 
 
 def _verified(given: str, reference: str) -> bool:
-    """Ask math-verify.  Its timeouts are signals, which Python delivers to the main thread only."""
+    """Compare with math-verify.  Its timeouts are signals, which Python delivers to the main thread only."""
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("math-verify needs the main thread: its timeouts are signals")
     from math_verify import LatexExtractionConfig, parse, verify

@@ -45,7 +45,7 @@ class Calculator(grpo.Environment):
         return [grpo.Prompt(messages=f"{a}*{b}=", answer=str(a * b)) for a, b in self._pairs[split]]
 
     def evaluate(self, episodes: Sequence[grpo.Episode]) -> list[grpo.Feedback]:
-        """Score the last messages, which call no tool: the calculator has answered already."""
+        """Score the last messages; tool calls were answered before."""
         return [
             grpo.Feedback(
                 reward=float(episode.reply.strip() == episode.prompt.answer),
@@ -55,7 +55,7 @@ class Calculator(grpo.Environment):
         ]
 
     def solve(self, prompt: grpo.Prompt) -> str:
-        """Ask the calculator, and repeat its answer."""
+        """Call the calculator, then repeat its answer."""
         last = prompt.messages[-1]
         if last["role"] == "tool":
             return str(last["content"])

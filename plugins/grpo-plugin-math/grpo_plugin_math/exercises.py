@@ -1,7 +1,7 @@
 """Exercises with a short prompt and one exact answer.
 
-Exercises are numbered: each number below ``size`` has its own prompt.  A split is a set of numbers, so
-training and validation share no prompt, and prompts are made when they are read.
+Exercises are numbered from 0 to ``size`` - 1.  A split is a set of numbers, so training and validation share
+no prompt, and prompts are generated when they are read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import grpo_core as grpo
 
 DIGITS = "0123456789"
 LARGEST = 2**62
-"""Largest number of exercises of one kind: their numbers are drawn as machine integers."""
+"""Largest number of exercises of one kind; numbers are drawn as machine integers."""
 
 
 class Exercises(grpo.Environment):
@@ -60,7 +60,7 @@ class Exercises(grpo.Environment):
 
 
 class _Prompts(Sequence[grpo.Prompt]):
-    """A sequence of prompts that are made when they are read."""
+    """A sequence of prompts that are generated on access."""
 
     def __init__(self, exercise: Callable[[int], tuple[str, str]], numbers: list[int]) -> None:
         self._exercise = exercise
@@ -103,8 +103,8 @@ def _strings(
     def numbered(number: int) -> tuple[str, str]:
         characters = []
         for _ in range(length):
-            number, place = divmod(number, len(alphabet))
-            characters.append(alphabet[place])
+            number, index = divmod(number, len(alphabet))
+            characters.append(alphabet[index])
         return exercise("".join(characters))
 
     return Exercises(len(alphabet) ** length, numbered, train=train, validation=validation, seed=seed)
@@ -146,7 +146,7 @@ def _numbers(
     validation: int,
     seed: int,
 ) -> Exercises:
-    """Make an exercise with one number from each range."""
+    """Return exercises with one number from each range."""
     sizes = [operand.stop - operand.start for operand in operands]
 
     def numbered(number: int) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""GSM8K, or other questions in its format, with the final answer in a box."""
+"""GSM8K, or other questions in its format, with boxed final answers."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class GSM8K(grpo.Environment):
                 "source.answer names the field of the answer"
             )
         *before, last = prompt.messages
-        asked = {**last, "content": self._question(str(last["content"]))}
+        question = {**last, "content": self._question(str(last["content"]))}
         info = {**prompt.info, "solution": prompt.answer}
-        return grpo.Prompt(messages=(*before, asked), answer=reference, info=info)
+        return grpo.Prompt(messages=(*before, question), answer=reference, info=info)
 
     def evaluate(self, episodes: Sequence[grpo.Episode]) -> list[grpo.Feedback]:
         return [_environment(episode) for episode in episodes]

@@ -1,4 +1,4 @@
-"""The environment ``mcp:COMMAND``: another environment, whose model may call the tools of an MCP server."""
+"""The environment ``mcp:COMMAND``: adds the tools of an MCP server to another environment."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ import grpo_core as grpo
 from grpo_plugin_mcp.server import Server
 
 SPARE = 10.0
-"""Seconds of a call beyond that of the server."""
+"""Margin of a call's time limit over the server's, in seconds."""
 
 
 DEADLINE = 30.0
-"""Seconds of a call of an environment that declares none, as in grpo-core."""
+"""Time limit of calls of an environment that declares none, as in grpo-core."""
 
 
 @define(eq=False)
 class Session:
-    """The tools of a rollout, the server that has them, and the session of the other environment."""
+    """The session of a rollout: its tools, their server, and the session of the other environment."""
 
     server: Server
     own: Any = None
@@ -36,22 +36,22 @@ class Session:
 
 
 class ToolsOfServer(grpo.Environment):
-    """Gives another environment the tools of an MCP server.
+    """Adds the tools of an MCP server to another environment.
 
-    Prompts, rewards and turns are those of the other environment, and so are its sessions and its tools.
+    Prompts, rewards, turns, sessions and further tools come from the other environment.
 
     Args:
         command: the server's command line, such as ``python server.py``.  It talks over standard input and
             output.
-        env: name of the environment that has the prompts and judges.
+        env: name of the environment with the prompts and rewards.
         options: options of that environment.
         tools: names of the tools that the model may call; empty allows all.
         server: "rollout" starts a server for each rollout; "worker" starts one that all rollouts share, for
-            tools that remember nothing.
-        variables: names of environment variables that the server gets, besides ``PATH``, ``HOME`` and such.
+            stateless tools.
+        variables: names of environment variables for the server, in addition to ``PATH``, ``HOME`` and such.
         max_turns: largest number of completions of a rollout.
         timeout: seconds for the server's start, and for each answer.
-        calls_at_once: number of calls of each worker at once.
+        calls_at_once: number of concurrent calls of each worker.
     """
 
     def __init__(
@@ -94,9 +94,9 @@ class ToolsOfServer(grpo.Environment):
             self.evaluate = self._judged_later  # type: ignore[method-assign]
 
     def _limit(self, calls_at_once: int) -> None:
-        """Set the number of calls at once, and the seconds of each.
+        """Set the number of concurrent calls, and their time limit.
 
-        A limit of the other environment holds for its tools and sessions, too, which are called directly.
+        A limit of the other environment also applies to its tools and sessions, which are called directly.
         """
         inner = self._environment
         own = getattr(inner, "concurrency", None) or 0
@@ -126,11 +126,11 @@ class ToolsOfServer(grpo.Environment):
         return self._environment.evaluate(_inner(episodes))
 
     async def _judged_later(self, episodes: Sequence[grpo.Episode]) -> Any:
-        async with self._judging:  # the calls of tools have another limit
+        async with self._judging:  # calls of tools have a separate limit
             return await self._environment.evaluate(_inner(episodes))
 
     def open(self, prompt: grpo.Prompt) -> Awaitable[Session]:
-        """Open the other environment's session, here if its code is not async, and then the server."""
+        """Open the other environment's session, in this thread if it is not async, and then the server."""
         own = self._environment.open(prompt) if self._has_sessions else None
         return self._opened(own)
 
@@ -151,11 +151,11 @@ class ToolsOfServer(grpo.Environment):
         return session
 
     def close(self, session: Session) -> Awaitable[None]:
-        """Close the other environment's session, here if its code is not async, and then the server."""
+        """Close the other environment's session, in this thread if it is not async, and then the server."""
         server = None if self._shares else session.server
         try:
             closing = self._closing(session.own)
-        except Exception as error:  # the server is closed all the same
+        except Exception as error:  # the server must be closed in any case
             closing = _raised(error)
         return self._closed(server, closing)
 
@@ -181,7 +181,7 @@ class ToolsOfServer(grpo.Environment):
     # ------------------------------------------------------------------------------ the server
 
     async def _server(self) -> Server:
-        """Return the server of a new rollout; one that all share is started again after it has ended."""
+        """Return the server of a new rollout; a shared one is restarted after it has ended."""
         if not self._shares:
             return await self._started()
         async with self._starting:
@@ -207,7 +207,7 @@ class ToolsOfServer(grpo.Environment):
         return [tool for tool in server.listed if not self._allowed or tool.name in self._allowed]
 
     def _check_tools(self) -> None:
-        """Start a server once to see whether it has the tools that are named.  Raises PluginError."""
+        """Start a server once to check the names in ``tools``.  Raises PluginError."""
         if self._checked:
             return
 

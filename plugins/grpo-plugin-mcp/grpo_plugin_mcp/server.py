@@ -9,18 +9,18 @@ from typing import Any
 import grpo_core as grpo
 
 PAGES = 100
-"""Pages of a list of tools at most: a server that always names a next one would never be ready."""
+"""Largest number of pages of a list of tools, against endless lists."""
 
 
 class Server:
-    """Runs a command and asks it by MCP over its standard input and output.
+    """An MCP client of a command, over its standard input and output.
 
-    The library wants its connection to be entered and left by one task, while rollouts open and close from
-    several: the task here does both.
+    The library requires that one task enters and leaves its connection, but rollouts open and close from
+    several tasks.  So a dedicated task does both.
 
     Args:
         command: the program and its arguments.
-        variables: environment variables that it gets besides ``PATH``, ``HOME`` and the like.
+        variables: environment variables in addition to ``PATH``, ``HOME`` and such.
         timeout: seconds for the start, and for each answer.
     """
 
@@ -41,7 +41,7 @@ class Server:
                 await asyncio.shield(ready)
         except BaseException as error:
             await self.close()
-            if not isinstance(error, Exception):  # who cancels this learns that it is cancelled
+            if not isinstance(error, Exception):  # propagate cancellation
                 raise
             raise grpo.Unavailable(self._message("did not start", error)) from error
 
@@ -60,7 +60,7 @@ class Server:
                 result = await self._client.call_tool(name, dict(arguments))
         except MCPError as error:
             if self._gone(error):
-                self._end.set()  # its task waits for this, and notices nothing of the server's end
+                self._end.set()  # the task waits for this event and does not notice the end of the server
                 raise grpo.SessionLost(self._message(f"ended during the call of {name!r}", error)) from error
             raise ToolFailed(str(error)) from error
         except Exception as error:
@@ -76,10 +76,10 @@ class Server:
         if self._task is None:
             return
         if self._ready is not None and not self._ready.done():
-            self._task.cancel()  # a server that hangs while it starts would never look at the end
+            self._task.cancel()  # a server that hangs during its start would not react to the event
         await asyncio.wait([self._task])
         if not self._task.cancelled():
-            self._task.exception()  # it is known, or does not matter after the end
+            self._task.exception()  # reported already, or irrelevant after the end
 
     async def _run(self, ready: asyncio.Future[None]) -> None:
         from mcp import Client, StdioServerParameters
@@ -97,7 +97,7 @@ class Server:
                 raise
             first = _first(error)
             ready.set_exception(first if isinstance(first, Exception) else ConnectionError("it was ended"))
-            ready.exception()  # nobody may wait for it any more
+            ready.exception()  # there may be no waiter left
 
     async def _all_tools(self) -> list[Any]:
         tools, cursor = [], None
@@ -112,7 +112,7 @@ class Server:
     def _gone(self, error: Any) -> bool:
         from mcp.types import CONNECTION_CLOSED
 
-        # servers use this number for errors of their own, too
+        # servers may use this code for other errors as well
         lost = error.code == CONNECTION_CLOSED and error.message == "Connection closed"
         return lost or self.ended
 
@@ -124,15 +124,15 @@ class Server:
         return f"mcp: the server {' '.join(self._command)!r} {what}"
 
 
-class ToolFailed(Exception):  # noqa: N818 - it says what happened
-    """A tool answered with an error, which the model reads."""
+class ToolFailed(Exception):  # noqa: N818 - named after the outcome
+    """Raised for a tool's error, which becomes a message for the model."""
 
     def __repr__(self) -> str:
         return str(self)
 
 
 def _first(error: BaseException) -> BaseException:
-    """Return the error itself where a task group has wrapped it."""
+    """Unwrap an error from the exception groups of task groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
@@ -145,4 +145,4 @@ def _text(part: Any) -> str:
         return str(getattr(part.resource, "text", f"[{part.resource.uri}]"))
     if part.type == "resource_link":
         return f"[{part.uri}]"
-    return f"[{part.type}]"  # a model of text cannot read images and sounds
+    return f"[{part.type}]"  # images and sounds are not supported

@@ -1,4 +1,4 @@
-"""HTTP to a resources server: one place tries again, and cookies belong to a rollout."""
+"""HTTP client of a resources server, with retries, and cookies for each rollout."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ import grpo_core as grpo
 from grpo_core.kit import read_body, read_json
 
 BUSY = frozenset({429, 503})
-"""Statuses that say "later": the request has done nothing."""
+"""Statuses that ask to retry later: the request had no effect."""
 
 LARGEST = 1 << 24
-"""Bytes of an answer at most: /verify returns the whole rollout."""
+"""Largest size of an answer in bytes; /verify returns the whole rollout."""
 
 
-class _Unsent(Exception):  # noqa: N818 - internal: the server has not begun
-    """The request did nothing: trying again is always safe."""
+class _Unsent(Exception):  # noqa: N818 - internal: the server did not process the request
+    """Raised if a request had no effect, so that a retry is safe."""
 
 
 class Refused(grpo.GrpoError):
-    """The server answered with a status that says "no"."""
+    """Raised for an answer with an error status."""
 
 
 @define
 class Session:
-    """The cookies by which a server remembers a rollout, and the headers for its MCP tools."""
+    """The cookies of a rollout, and the headers for its MCP tools."""
 
     cookies: dict[str, str] = field(factory=dict)
     mcp_path: str = ""
@@ -39,12 +39,12 @@ class Session:
 class Client:
     """A client of one resources server.
 
-    A request is repeated if it has certainly done nothing: there was no connection, or the server said
-    "later".  Anything else may have changed a session, so its rollout is played again from the start.
+    A request is retried only if it certainly had no effect: there was no connection, or the status asks to
+    retry.  Any other failure may have changed the session, so the rollout is played again from the start.
 
     Args:
-        url: of the server.
-        key: is sent as a bearer token, if it is not empty; it stands in no message.
+        url: address of the server.
+        key: sent as a bearer token unless empty; never part of a message.
         timeout: seconds for each attempt.
         retries: number of attempts after the first.
     """
@@ -74,7 +74,7 @@ class Client:
     async def answer(
         self, path: str, body: Any, session: Session, headers: Mapping[str, str] | None = None
     ) -> tuple[int, str]:
-        """Return status and text of the answer, whatever the status.  Raises Unavailable, SessionLost."""
+        """Return status and text of the answer for any status.  Raises Unavailable, SessionLost."""
         what = f"nemo_gym: POST {self._url}{path}"
         try:
             attempts = stamina.retry_context(
@@ -87,7 +87,7 @@ class Client:
             raise grpo.Unavailable(f"{what}: {error} ({self._retries + 1} attempts)") from error
         except TimeoutError as error:
             raise grpo.SessionLost(f"{what}: no answer within {self._timeout.total:g} s") from error
-        except (aiohttp.ClientError, ValueError) as error:  # headers of its own that cannot be sent, say
+        except (aiohttp.ClientError, ValueError) as error:  # for example invalid headers
             raise grpo.SessionLost(f"{what}: {type(error).__name__}: {error}") from error
         raise AssertionError("a retry that ends without a result raises")
 
@@ -99,7 +99,7 @@ class Client:
     async def _once(
         self, path: str, body: Any, session: Session, headers: Mapping[str, str]
     ) -> tuple[int, str]:
-        if self._http is None:  # the jar would mix the cookies of all rollouts
+        if self._http is None:  # a shared cookie jar would mix rollouts
             self._http = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0),
                 cookie_jar=aiohttp.DummyCookieJar(),
@@ -117,7 +117,7 @@ class Client:
                     )
                 except ValueError as error:
                     raise aiohttp.ClientPayloadError(str(error)) from error
-                if self._key:  # a server may repeat what it was sent, and messages are written to files
+                if self._key:  # a server may echo the key, and messages are written to files
                     text = text.replace(self._key, "[key]")
                 if response.status in BUSY:
                     raise _Unsent(f"status {response.status}: {text[:300]}")

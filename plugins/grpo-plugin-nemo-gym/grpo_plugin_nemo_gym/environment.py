@@ -1,4 +1,4 @@
-"""The environment ``nemo_gym:URL``: a resources server of NeMo Gym has the tools and judges the rollouts."""
+"""The environment ``nemo_gym:URL``: a resources server of NeMo Gym provides tools and rewards."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from grpo_plugin_nemo_gym.client import Client, Refused, Session
 from grpo_plugin_nemo_gym.responses import items_of, messages_of, response_of, tools_of
 
 SPARE = 10.0
-"""Seconds of a call beyond those of its requests."""
+"""Margin of a call's time limit over its requests, in seconds."""
 LONGEST_WAIT = 8.0
-"""Seconds before a retry at most."""
+"""Longest wait before a retry in seconds."""
 ABSENT = frozenset({502, 504})
-"""Statuses with which something before the server says that it is not there."""
+"""Statuses of a proxy whose server is unavailable."""
 RISK = "It sees all prompts and replies, and decides all rewards."
 
 Row = Mapping[str, Any]
@@ -30,7 +30,7 @@ Row = Mapping[str, Any]
 
 @define(eq=False)
 class Rollout:
-    """A session of the server; its tools come from the row and from the server's MCP endpoint."""
+    """The session of a rollout, with tools from the row and from the server's MCP endpoint."""
 
     session: Session = field(factory=Session)
     tools: list[grpo.Tool] = field(factory=list)
@@ -40,23 +40,23 @@ class Rollout:
 class NeMoGym(grpo.Environment):
     """Rows, tools and rewards of a resources server of NeMo Gym.
 
-    The rows are those of its files ``data/*.jsonl`` or of the task's ``source``.  A server with ``/verify``
-    judges a finished rollout; one with ``/reset`` and ``/step`` answers each completion.  An outage never
-    counts as a reward of 0: its rollout is unscored.
+    Rows come from the server's files ``data/*.jsonl`` or from the task's ``source``.  A server with
+    ``/verify`` judges finished rollouts; one with ``/reset`` and ``/step`` answers each completion.  After an
+    outage a rollout is unscored; it never counts as a reward of 0.
 
     Args:
         url: address of the server, such as ``http://127.0.0.1:8000``.
         path: file of rows for training, as in the server's directory ``data``.
         validation_path: file of rows for validation; without it a tenth of ``path`` is held out.
-        answer: field of a row that gets a prompt's answer, if the rows are those of a ``source``.
+        answer: field of a row that receives a prompt's answer, for rows of a ``source``.
         max_turns: largest number of completions of a rollout.
-        reasoning_ends: text that ends reasoning; what is before it becomes a reasoning item of the response.
-            Empty sends all text as it is.
+        reasoning_ends: text that ends reasoning; the text before it becomes a reasoning item of the response.
+            Empty sends replies unchanged.
         remote: allow a server on another machine.
         key_variable: environment variable with a key, which is sent as a bearer token.
         timeout: seconds for each attempt of a request.
         retries: number of attempts after the first.
-        requests_at_once: number of requests of each worker at once.
+        requests_at_once: number of concurrent requests of each worker.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class NeMoGym(grpo.Environment):
         return prompts
 
     async def from_source(self, prompt: grpo.Prompt) -> grpo.Prompt:
-        """Take a row of NeMo Gym as it is, and make one of any other row."""
+        """Keep a row of NeMo Gym, or convert any other row to one."""
         row = dict(prompt.info)
         if prompt.answer is not None:
             row[self._answer] = prompt.answer
@@ -165,33 +165,33 @@ class NeMoGym(grpo.Environment):
         )
         where = "/step" if self._steps else "/verify"
         try:
-            told = await self._client.post(where, {**row, "response": response}, rollout.session)
+            answer = await self._client.post(where, {**row, "response": response}, rollout.session)
         except grpo.Unavailable as error:
             return grpo.Feedback(unavailable=error)
         except (grpo.SessionLost, Refused) as error:
             return grpo.Feedback(error=str(error))
-        reward = told.get("reward")
+        reward = answer.get("reward")
         if isinstance(reward, bool) or not isinstance(reward, int | float):
             return grpo.Feedback(error=f"nemo_gym: {self._url}{where} gave the reward {reward!r:.100}")
         if not self._steps:
-            return grpo.Feedback(reward=reward, metrics=_metrics(told, row))
+            return grpo.Feedback(reward=reward, metrics=_metrics(answer, row))
         try:
-            return self._stepped(told, reward)
+            return self._stepped(answer, reward)
         except Refused as error:
             return grpo.Feedback(error=str(error))
 
-    def _stepped(self, told: Mapping[str, Any], reward: float) -> grpo.Feedback:
-        """Return the feedback on a completion: tools of such a server answer through ``/step``, too."""
-        if told.get("terminated") or told.get("truncated"):
+    def _stepped(self, answer: Mapping[str, Any], reward: float) -> grpo.Feedback:
+        """Return the feedback of ``/step`` on a completion, including results of tools."""
+        if answer.get("terminated") or answer.get("truncated"):
             return grpo.Feedback(reward=reward)
-        info = told.get("info")
+        info = answer.get("info")
         given = info.get("tool_outputs", []) if isinstance(info, Mapping) else []
         outputs = self._part(given, list[dict[str, Any]], "/step")
         answers = [
             {"role": "tool", "tool_call_id": str(each.get("call_id", "")), "content": str(each.get("output"))}
             for each in outputs
         ]
-        observation = told.get("observation")
+        observation = answer.get("observation")
         said = [{"role": "user", "content": str(observation)}] if observation else []
         return grpo.Feedback(done=False, reward=reward, messages=[*answers, *said])
 
@@ -199,7 +199,7 @@ class NeMoGym(grpo.Environment):
 
     def _route(self, tool: Mapping[str, Any], rollout: Rollout) -> grpo.Tool:
         async def call(arguments: Mapping[str, Any]) -> str:
-            # another status is an answer: the model may have called the tool wrongly
+            # any other status is an answer, since the model may have misused the tool
             path = f"/{tool['name']}"
             status, text = await self._client.answer(path, dict(arguments), rollout.session)
             if status in ABSENT:
@@ -219,13 +219,13 @@ class NeMoGym(grpo.Environment):
     async def _rpc(
         self, method: str, params: Mapping[str, Any], session: Session, key: str
     ) -> list[dict[str, Any]]:
-        """Ask the server's MCP endpoint, which keeps no connection; return a list of its result."""
+        """Call the server's stateless MCP endpoint; return a list from its result."""
         body = {"jsonrpc": "2.0", "id": 1, "method": method, "params": params}
         headers = {**session.mcp_headers, "Accept": "application/json, text/event-stream"}
         status, text = await self._client.answer(session.mcp_path, body, session, headers)
         try:
-            told = read_json(text, dict) if status == 200 else {}
-            found: list[dict[str, Any]] = checked(told["result"].get(key, []), list[dict[str, Any]])
+            answer = read_json(text, dict) if status == 200 else {}
+            found: list[dict[str, Any]] = checked(answer["result"].get(key, []), list[dict[str, Any]])
             return found
         except (ValueError, KeyError, AttributeError) as error:
             raise grpo.SessionLost(
@@ -233,7 +233,7 @@ class NeMoGym(grpo.Environment):
             ) from error
 
     def _part(self, value: Any, kind: Any, path: str) -> Any:
-        """Return a part of an answer.  Raises Refused if it is of another type."""
+        """Return a part of an answer.  Raises Refused if it has another type."""
         try:
             return checked(value, kind)
         except ValueError as error:
@@ -242,11 +242,11 @@ class NeMoGym(grpo.Environment):
     # ------------------------------------------------------------------------------ the start
 
     def _begun(self, rows: Sequence[Row]) -> list[str]:
-        """Return what ``/reset`` begins with for each row; nothing at a server that judges by ``/verify``."""
+        """Return the first messages of ``/reset`` for each row; empty for a server with ``/verify``."""
         if not self._steps:
             return [""] * len(rows)
 
-        async def asked() -> list[str]:
+        async def collected() -> list[str]:
             client, gate = Client(*self._to_server), asyncio.Semaphore(self.concurrency or 1)
 
             async def one(row: Row) -> str:
@@ -258,10 +258,10 @@ class NeMoGym(grpo.Environment):
             finally:
                 await client.aclose()
 
-        return asyncio.run(asked())
+        return asyncio.run(collected())
 
     def _answers_steps(self) -> bool:
-        """Return whether the server has ``/step`` instead of ``/verify``.  Raises ConfigError."""
+        """Whether the server has ``/step`` instead of ``/verify``.  Raises ConfigError."""
         try:
             described = grpo.fetch_json(f"{self._url}/openapi.json", headers=self._client.headers)
         except grpo.Unavailable as error:
@@ -286,17 +286,17 @@ def _tool(name: str, description: Any, parameters: Any, call: Any) -> grpo.Tool:
     return grpo.Tool(name=str(name), description=str(description or ""), parameters=given, call=call)
 
 
-def _metrics(told: Mapping[str, Any], row: Row) -> dict[str, float]:
-    """Return the numbers that the server adds to what it was sent."""
+def _metrics(answer: Mapping[str, Any], row: Row) -> dict[str, float]:
+    """Return the numbers in an answer that were not part of the request."""
     return {
         name.replace("/", "_"): value
-        for name, value in told.items()
+        for name, value in answer.items()
         if name not in row and name != "reward" and isinstance(value, int | float)
     }
 
 
 async def _begins(client: Client, row: Row) -> str:
-    """Return what ``/reset`` begins with, in a session that ends here."""
+    """Return the first messages of ``/reset``, from a temporary session."""
     return _observation(await client.post("/reset", row, Session()))
 
 
@@ -315,7 +315,7 @@ def _prompt(row: Row, observation: str = "") -> grpo.Prompt:
 
 
 def _files(path: Path | None, validation_path: Path | None) -> dict[str, list[Row]]:
-    """Return the rows of the splits that are known; every tenth is held out where there is one file."""
+    """Return the rows of the splits in files; a single file has every tenth row held out."""
     if path is None:
         if validation_path is not None:
             raise grpo.ConfigError("nemo_gym: validation_path belongs to path; give path, too")

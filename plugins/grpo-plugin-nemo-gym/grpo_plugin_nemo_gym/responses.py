@@ -1,4 +1,4 @@
-"""Conversations in OpenAI's two formats: messages, and the items of the Responses API that NeMo Gym uses."""
+"""Conversion between messages and the items of OpenAI's Responses API, which NeMo Gym uses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import grpo_core as grpo
 
 
 def messages_of(params: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return ``responses_create_params`` as messages.  Raises ConfigError for other parts than texts."""
+    """Convert ``responses_create_params`` to messages.  Raises ConfigError for parts other than text."""
     given = params.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not all(isinstance(item, Mapping) for item in items) or not items:
@@ -24,7 +24,7 @@ def messages_of(params: Mapping[str, Any]) -> list[dict[str, Any]]:
         kind = item.get("type") or "message"
         if kind == "message":
             messages.append({"role": str(item.get("role")), "content": _text(item.get("content"))})
-        elif kind == "function_call":  # the calls of one reply are one message
+        elif kind == "function_call":  # all calls of a reply are in one message
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
@@ -33,7 +33,7 @@ def messages_of(params: Mapping[str, Any]) -> list[dict[str, Any]]:
         elif kind == "function_call_output":
             call_id, text = item.get("call_id", ""), _text(item.get("output"))
             messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
-        elif kind != "reasoning":  # reasoning of earlier turns is not a part of a prompt
+        elif kind != "reasoning":  # reasoning of earlier turns is not part of a prompt
             raise grpo.ConfigError(
                 f"nemo_gym: the prompt has an item of the type {kind!r}, which is not a text"
             )
@@ -41,7 +41,7 @@ def messages_of(params: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def items_of(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages of a prompt as items."""
+    """Convert the messages of a prompt to items."""
     return [item for number, message in enumerate(messages) for item in _items(message, str(number), "")]
 
 
@@ -65,14 +65,14 @@ def tools_of(params: Mapping[str, Any]) -> list[dict[str, Any]]:
 def response_of(
     said: Sequence[Mapping[str, Any]], params: Mapping[str, Any], *, id: str, truncated: bool, thought: str
 ) -> dict[str, Any]:
-    """Return the messages that followed the prompt as a response.
+    """Convert the messages after the prompt to a response.
 
     Args:
         said: messages after the prompt.
         params: the row's ``responses_create_params``.
-        id: of the response.
+        id: id of the response.
         truncated: whether a token limit cut the last completion off.
-        thought: text that ends reasoning, which becomes an item of its own; empty: there is none.
+        thought: text that ends reasoning, which becomes a separate item; empty for none.
     """
     output = [
         item for number, message in enumerate(said) for item in _items(message, f"{id}_{number}", thought)

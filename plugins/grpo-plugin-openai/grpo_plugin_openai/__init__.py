@@ -1,4 +1,4 @@
-"""A hosted model as an engine: it plays environments by OpenAI's chat API, and cannot be trained."""
+"""The engine ``openai``: a hosted model behind OpenAI's chat API, for validation only."""
 
 from __future__ import annotations
 

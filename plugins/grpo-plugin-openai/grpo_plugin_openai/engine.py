@@ -29,19 +29,19 @@ from grpo_plugin_openai.progress import Progress
 from grpo_plugin_openai.replies import Replies, digest
 
 SENT = ("role", "content", "tool_calls", "tool_call_id", "name")
-"""Keys of a message that the API knows."""
+"""Keys of a message that the API accepts."""
 THOUGHTS = ("reasoning_content", "reasoning")
 """Keys under which servers return the reasoning of a model."""
 LARGEST = 32 << 20
-"""Bytes of a server's answer at most."""
+"""Largest size of an answer in bytes."""
 LONGEST = 300
-"""Number of characters of a server's answer that a message repeats."""
+"""Largest number of characters of an answer in a message."""
 LOCAL = ("http://127.0.0.1", "http://localhost", "http://[::1]")
-"""Beginnings of the addresses of servers of this machine, which need no key."""
+"""Prefixes of the addresses of servers on this machine, which need no key."""
 
 
 def check(*, model: str = "", key: str = "OPENAI_API_KEY", base_url: str = "", **_: Any) -> None:
-    """Raise ConfigError if no model is named, or if its key is not there."""
+    """Raise ConfigError if the model or its key is missing."""
     if not model:
         raise ConfigError('engine.options.model is missing; name the hosted model, as in "gpt-5-mini"')
     if not base_url.startswith(LOCAL) and not os.environ.get(key):
@@ -52,21 +52,21 @@ def check(*, model: str = "", key: str = "OPENAI_API_KEY", base_url: str = "", *
 
 
 class OpenAIEngine(TextEngine):
-    """A ``TextEngine`` that asks a server with OpenAI's chat API.
+    """A ``TextEngine`` that calls a server with OpenAI's chat API.
 
     Args:
         model: name of the model, as the server knows it.
         base_url: address of the server, as "http://127.0.0.1:8000/v1"; empty: OpenAI's own.
-        key: name of the environment variable that holds the key.
-        concurrency: largest number of requests at the same time.
-        unavailable_for: seconds for which the service may be away.  After 408, 409, 429, 5xx and lost
-            connections all requests wait, for the time that the server names or for growing pauses, and one
-            of them asks; the measurement ends if there is no answer for so long.
+        key: name of the environment variable with the key.
+        concurrency: largest number of concurrent requests.
+        unavailable_for: longest tolerated outage in seconds.  After 408, 409, 429, 5xx and lost connections
+            all requests wait, for the time that the server requests or with exponential backoff, while one of
+            them retries; after this time without an answer the measurement ends.
         timeout: seconds for one request.
-        leave_out: fields of a request that the server does not take, such as "temperature" or "seed".
+        leave_out: fields that the server does not accept, such as "temperature" or "seed".
         extra: further fields of each request, such as ``{reasoning_effort = "low"}``.
-        replies: directory of the replies of a measurement that is interrupted; the next one with the same
-            model does not ask for them again.  Empty: they are not kept.
+        replies: directory for the replies of an interrupted measurement, which the next one with the same
+            model reuses.  Empty stores none.
     """
 
     def __init__(
@@ -101,18 +101,18 @@ class OpenAIEngine(TextEngine):
     async def chat(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], request: GenerationRequest
     ) -> Reply:
-        asked = self._request(messages, tools, request)
-        if (known := self._replies.get(asked)) is not None:
+        body = self._request(messages, tools, request)
+        if (known := self._replies.get(body)) is not None:
             return known
-        self._progress.asked()
+        self._progress.requested()
         try:
             async with self._slots:
-                reply, prompt_tokens, retries = await self._answer(asked)
+                reply, prompt_tokens, retries = await self._answer(body)
         except BaseException:
-            self._replies.miss(asked)
+            self._replies.miss(body)
             raise
         self._progress.answered(prompt_tokens, reply.completion_tokens, retries)
-        self._replies.keep(asked, reply)
+        self._replies.keep(body, reply)
         return reply
 
     async def aclose(self) -> None:
@@ -144,17 +144,17 @@ class OpenAIEngine(TextEngine):
         return kept | self._extra
 
     async def _answer(self, body: Mapping[str, Any]) -> tuple[Reply, int, int]:
-        """Ask the server; return the reply, the number of tokens of its prompt and of repeated requests."""
+        """Request a completion; return the reply, the number of its prompt's tokens, and of retries."""
         retries, final = -1, False
         while not final:
             retries += 1
-            found, final = await self._service.once(digest(body), lambda: self._asked(body), _absence)
-        if isinstance(found, Unavailable):  # it answers others
+            found, final = await self._service.once(digest(body), lambda: self._once(body), _absence)
+        if isinstance(found, Unavailable):  # the service is available to others
             raise EngineError(str(found))
         return *_read(found, self._url), retries
 
-    async def _asked(self, body: Mapping[str, Any]) -> Any:
-        """Send a request once; return the answer, or the error of a service that is away."""
+    async def _once(self, body: Mapping[str, Any]) -> Any:
+        """Send a request once; return the answer, or the error of an outage."""
         fields = {name: value for name, value in body.items() if name not in ("model", "messages")}
         try:
             async with self._client.chat.completions.with_streaming_response.create(
@@ -169,7 +169,7 @@ class OpenAIEngine(TextEngine):
             raise PluginError(f"{said}{_remedy(error.status_code)}") from None
         except ValueError as error:
             raise EngineError(f"{self._url}: the answer cannot be read: {cut(str(error), LONGEST)}") from None
-        except Exception as error:  # the SDK raises errors of httpx or of httpx2 while the body comes
+        except Exception as error:  # while reading the body the SDK raises errors of httpx or httpx2
             if (away := unavailable(error)) is None:
                 raise EngineError(f"{self._url}: {cut(str(error), LONGEST)}") from error
             return away
@@ -180,7 +180,7 @@ def _absence(found: Any) -> Unavailable | None:
 
 
 def _sent(message: Message) -> dict[str, Any]:
-    """Return a message as the API takes it: the arguments of calls are JSON text."""
+    """Convert a message for the API: arguments of calls become JSON text."""
     sent = {name: message[name] for name in SENT if name in message}
     if calls := message.get("tool_calls"):
         sent["tool_calls"] = [
@@ -195,7 +195,7 @@ def _as_text(arguments: Any) -> str:
 
 
 def _read(answer: Any, url: str) -> tuple[Reply, int]:
-    """Return the reply in a server's answer, and the number of tokens of its prompt.  Raises EngineError."""
+    """Return the reply in an answer, and the number of its prompt's tokens.  Raises EngineError."""
     try:
         (choice, *_) = answer["choices"]
         given, usage = choice["message"], answer.get("usage") or {}

@@ -1,4 +1,4 @@
-"""Shows the progress and the cost of a measurement of a hosted model, on standard error."""
+"""Progress and token usage of a measurement, on standard error."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ class Progress:
     """Counts replies, tokens and retries; a terminal shows a bar.
 
     Args:
-        again: number of replies of an interrupted measurement, which are used again.
+        again: number of reused replies of an interrupted measurement.
     """
 
     def __init__(self, console: Console, model: str, *, again: int) -> None:
         self._console, self._model, self._again = console, model, again
-        self._asked = self._answered = self._prompt = self._completion = self._retries = 0
+        self._requested = self._answered = self._prompt = self._completion = self._retries = 0
         self._bar = progress.Progress(
             progress.TextColumn("{task.description}"),
             progress.BarColumn(),
@@ -29,15 +29,15 @@ class Progress:
         )
         self._task = self._bar.add_task(model, total=0, cost="")
 
-    def asked(self) -> None:
+    def requested(self) -> None:
         """Count a request."""
-        if not self._asked:
+        if not self._requested:
             self._bar.start()
-        self._asked += 1
-        self._bar.update(self._task, total=self._asked)
+        self._requested += 1
+        self._bar.update(self._task, total=self._requested)
 
     def answered(self, prompt_tokens: int, completion_tokens: int, retries: int) -> None:
-        """Count a reply, with what it has cost."""
+        """Count a reply and its tokens and retries."""
         self._answered += 1
         self._prompt += prompt_tokens
         self._completion += completion_tokens
@@ -45,9 +45,9 @@ class Progress:
         self._bar.update(self._task, advance=1, cost=self._cost())
 
     def end(self, kept: Path | None) -> None:
-        """Print the sums, and where the replies of an incomplete measurement are."""
+        """Print the totals, and the file with the replies of an incomplete measurement."""
         self._bar.stop()
-        if not self._asked and not self._again:
+        if not self._requested and not self._again:
             return
         again = f" and {self._again} of an interrupted measurement" if self._again else ""
         left = f"; the replies so far are in {kept}, and the same command continues" if kept else ""

@@ -1,4 +1,4 @@
-"""Replies that were paid for: a measurement that is interrupted does not ask for them again."""
+"""A file of paid replies, which a restarted measurement reuses."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ class Replies:
     """The replies of one measurement, by request, in a file until it is complete.
 
     Args:
-        path: file of JSON lines; None keeps them in memory alone.
+        path: file of JSON lines; None keeps them in memory only.
     """
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._known: dict[str, Reply] = {}
         self._missing: set[str] = set()
-        """Requests that have failed or were cancelled, and have no reply yet: the file stays."""
+        """Failed or cancelled requests without a reply; the file is kept while there are any."""
         with contextlib.suppress(FileNotFoundError):
             for line in path.read_text(encoding="utf-8").splitlines() if path else ():
-                with contextlib.suppress(ValueError, KeyError, TypeError):  # the last one may be cut
+                with contextlib.suppress(ValueError, KeyError, TypeError):  # the last line may be incomplete
                     kept = json.loads(line)
-                    asked = kept.pop("request")
-                    self._known[asked] = Reply(**kept)
+                    key = kept.pop("request")
+                    self._known[key] = Reply(**kept)
 
     def __len__(self) -> int:
         return len(self._known)
 
     def get(self, request: Mapping[str, Any]) -> Reply | None:
-        """Return the reply to a request that was sent before."""
+        """Return the stored reply to an equal request, or None."""
         return self._known.get(digest(request))
 
     def keep(self, request: Mapping[str, Any], reply: Reply) -> None:
-        """Remember the reply to a request."""
-        asked = digest(request)
-        self._known[asked] = reply
-        self._missing.discard(asked)
+        """Store the reply to a request."""
+        key = digest(request)
+        self._known[key] = reply
+        self._missing.discard(key)
         if self._path is None:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
         line = {
-            "request": asked,
+            "request": key,
             "message": reply.message,
             "finish_reason": reply.finish_reason,
             "completion_tokens": reply.completion_tokens,
@@ -56,21 +56,21 @@ class Replies:
             file.write(json.dumps(line) + "\n")
 
     def miss(self, request: Mapping[str, Any]) -> None:
-        """Remember that a request has no reply."""
+        """Record that a request has no reply."""
         self._missing.add(digest(request))
 
     def close(self) -> Path | None:
-        """Remove the file of a complete measurement; return that of an incomplete one."""
+        """Remove the file of a complete measurement; return the file of an incomplete one."""
         if self._path is None or not self._path.exists():
             return None
         if self._missing:
             return self._path
         self._path.unlink()
-        with contextlib.suppress(OSError):  # others have files there
+        with contextlib.suppress(OSError):  # the directory is not empty
             self._path.parent.rmdir()
         return None
 
 
 def digest(request: Mapping[str, Any]) -> str:
-    """Return a name of a request that is equal for equal ones."""
+    """Return a digest of a request."""
     return blake2b(json.dumps(request, sort_keys=True).encode(), digest_size=16).hexdigest()

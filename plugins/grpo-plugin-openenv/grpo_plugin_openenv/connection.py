@@ -1,4 +1,4 @@
-"""A session of an OpenEnv server: one WebSocket, whose messages are answered one by one."""
+"""A session of an OpenEnv server: a WebSocket with one answer for each message."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ import grpo_core as grpo
 from grpo_core.kit import read_json
 
 LARGEST = 1 << 24
-"""Bytes of an answer at most."""
+"""Largest size of an answer in bytes."""
 
 FULL = "CAPACITY_REACHED"
-"""Code of the server's error if it has no room for another session."""
+"""Error code for a server without capacity for another session."""
 
 WRONG_ACTION = "VALIDATION_ERROR"
-"""Code of the server's error for an action that is none."""
+"""Error code for an invalid action."""
 
 RAISED = "EXECUTION_ERROR"
-"""Code of the server's error for anything that its environment raises, be it a wrong move or an outage."""
+"""Error code for any exception of the environment, whether a wrong move or an outage."""
 
 
-class Rejected(Exception):  # noqa: N818 - it says what happened
-    """The server did not take a message."""
+class Rejected(Exception):  # noqa: N818 - named after the outcome
+    """Raised if the server rejects a message."""
 
     def __init__(self, code: str, text: str) -> None:
         super().__init__(f"{text} ({code})" if code else text)
@@ -48,17 +48,17 @@ class Connection:
     _lock: asyncio.Lock = field(factory=asyncio.Lock, init=False)
 
     async def ask(self, kind: str, data: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return the data of the answer.  Raises Rejected; Unavailable if the server is silent or gone."""
+        """Return the data of the answer.  Raises Rejected; Unavailable if the server does not answer."""
         message = {"type": kind} if data is None else {"type": kind, "data": dict(data)}
         async with self._lock:
             try:
-                # a server that refuses a session says why and closes: the reason waits to be read
+                # a server that refuses a session sends the reason and closes, so try to read it
                 with contextlib.suppress(ConnectionError):
                     await self.socket.send_str(json.dumps(message, ensure_ascii=False))
                 async with asyncio.timeout(self.timeout):
                     got = await self.socket.receive()
             except TimeoutError as error:
-                await self.socket.close()  # a late answer would be taken for that to the next message
+                await self.socket.close()  # a late answer would be attributed to the next message
                 raise grpo.Unavailable(f"openenv: no answer to {kind!r} within {self.timeout:g} s") from error
             except aiohttp.ClientError as error:
                 raise grpo.Unavailable(f"openenv: {kind!r}: {type(error).__name__}: {error}") from error

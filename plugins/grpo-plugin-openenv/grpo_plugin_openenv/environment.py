@@ -19,33 +19,33 @@ from grpo_plugin_openenv.actions import Actions
 from grpo_plugin_openenv.connection import FULL, LARGEST, RAISED, WRONG_ACTION, Connection, Rejected
 
 SPARE = 10.0
-"""Seconds of a call beyond those of its messages."""
+"""Margin of a call's time limit over its messages, in seconds."""
 LONGEST_WAIT = 8.0
-"""Seconds before a retry at most."""
+"""Longest wait before a retry in seconds."""
 RISK = "It sees all replies, and decides all rewards."
 STARTS_AT_ONCE = 8
-"""Sessions that are opened at once to see how their prompts begin: a server may have room for few."""
+"""Number of concurrent sessions for loading prompts; a server may have a small capacity."""
 HIDDEN = ("done", "reward", "metadata")
 """Fields of an observation that the model does not see."""
 
 
 class Schema(TypedDict, total=False):
-    """The JSON schema of actions, as far as it is read."""
+    """The relevant part of the JSON schema of actions."""
 
     properties: dict[str, dict[str, Any]]
     required: list[str]
 
 
 class _Unsent(Exception):  # noqa: N818 - internal: there is no session yet
-    """There is no connection, or no room for a session: trying again is always safe."""
+    """Raised without a connection or without capacity for a session, so that a retry is safe."""
 
 
 @define(eq=False)
 class Session:
-    """The session of a rollout; it has no public methods, since these would be tools.
+    """The session of a rollout; public methods would be tools, so it has none.
 
     Attributes:
-        rewarded: whether the server has rewarded a step.
+        rewarded: whether a step had a reward.
     """
 
     connection: Connection
@@ -53,30 +53,30 @@ class Session:
 
 
 class OpenEnv(grpo.Environment):
-    """Sessions of a server of OpenEnv.
+    """An environment whose rollouts are sessions of an OpenEnv server.
 
-    A rollout begins with ``reset``, each reply is a ``step``, and the rewards of the steps are added.  A
-    prompt is a seed: it begins with the observation of ``reset(seed=...)``.  With a ``source``, a prompt is
-    a row, whose columns are the arguments of ``reset``.
+    A rollout starts with ``reset``, each reply is a ``step``, and the rewards of the steps are added.  A
+    prompt is a seed and shows the observation of ``reset(seed=...)``.  With a ``source``, a prompt is a row,
+    whose columns are the arguments of ``reset``.
 
     Args:
         url: address of the server, such as ``http://127.0.0.1:8000``.
         instruction: text before the first observation.
-        action: field of an action that gets the reply; empty takes the only text that is required, or reads
-            actions as JSON.
-        observation: field of an observation that the model sees; empty takes the only field, or shows all.
+        action: field of an action that receives the reply; empty uses the only required text field, or
+            parses actions as JSON.
+        observation: field of an observation to show; empty shows the only field, or all.
         reset: further arguments of each ``reset``.
         max_turns: largest number of steps of a rollout.
         prompts: number of seeds for training; validation has a fourth as many others.
         seed: the first seed.
-        wrong_action: reward of a reply that the server refuses as an action; the model sees why, and goes on.
-        raises_are_wrong: take whatever the environment raises in a step for a wrong action.  The server says
-            the same of a wrong move and of an outage, so a rollout is unscored then if this is False.
+        wrong_action: reward of a rejected action; the model gets the error and continues.
+        raises_are_wrong: treat any exception of the environment in a step as a wrong action.  The server
+            reports wrong moves and outages in the same way; False leaves such rollouts unscored.
         remote: allow a server on another machine.
         key_variable: environment variable with a key, which is sent as a bearer token.
         timeout: seconds for each answer.
         retries: number of attempts to connect after the first.
-        requests_at_once: number of messages of each worker that wait for an answer at once.
+        requests_at_once: number of concurrent messages of each worker.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class OpenEnv(grpo.Environment):
         ]
 
     async def from_source(self, prompt: grpo.Prompt) -> grpo.Prompt:
-        """Take the columns of the row as arguments of ``reset``, and append what it returns to the prompt."""
+        """Use the row's columns as arguments of ``reset``, and append its observation to the prompt."""
         reset = {**self._reset, **prompt.info}
         async with self._starting:
             said = await self._begins(self._session_client(), reset)
@@ -167,7 +167,7 @@ class OpenEnv(grpo.Environment):
     async def _stepped(self, episode: grpo.Episode) -> grpo.Feedback:
         session: Session = episode.session
         try:
-            told = await session.connection.ask("step", self._actions.of(episode.reply))
+            answer = await session.connection.ask("step", self._actions.of(episode.reply))
         except grpo.Unavailable as error:
             return grpo.Feedback(error=str(error))
         except (Rejected, ValueError) as error:
@@ -176,24 +176,24 @@ class OpenEnv(grpo.Environment):
             return grpo.Feedback(
                 done=False, reward=self._wrong, messages=f"error: {error}", metrics={"wrong_action": 1.0}
             )
-        reward = told.get("reward")
+        reward = answer.get("reward")
         if isinstance(reward, bool) or not isinstance(reward, int | float | None):
             return grpo.Feedback(error=f"openenv: step gave the reward {reward!r:.100}")
         session.rewarded |= reward is not None
         metrics = {"wrong_action": 0.0}
-        if not told.get("done"):
+        if not answer.get("done"):
             return grpo.Feedback(
-                done=False, reward=reward, messages=self._shown(told) or "ok", metrics=metrics
+                done=False, reward=reward, messages=self._shown(answer) or "ok", metrics=metrics
             )
         if not session.rewarded:
             return grpo.Feedback(
                 error="openenv: the episode ended, and no step gave a reward", metrics=metrics
             )
-        return grpo.Feedback(reward=reward or 0.0, metrics=metrics)  # a last step without one adds nothing
+        return grpo.Feedback(reward=reward or 0.0, metrics=metrics)  # a last step may have none
 
-    def _shown(self, told: Mapping[str, Any]) -> str:
-        """Return an observation as text for the model."""
-        observation = told.get("observation")
+    def _shown(self, answer: Mapping[str, Any]) -> str:
+        """Format an observation for the model."""
+        observation = answer.get("observation")
         if not isinstance(observation, Mapping):
             return "" if observation is None else str(observation)
         fields = {name: value for name, value in observation.items() if name not in HIDDEN}
@@ -217,7 +217,7 @@ class OpenEnv(grpo.Environment):
         return grpo.Prompt(messages=text or "Begin.", info={"reset": dict(reset), "observation": said})
 
     async def _begun(self, resets: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Return what the environment begins with for each of these arguments."""
+        """Return the initial observation for each of these arguments."""
         gate = asyncio.Semaphore(STARTS_AT_ONCE)
         async with self._client() as http:
 
@@ -235,7 +235,7 @@ class OpenEnv(grpo.Environment):
     async def _connected(
         self, http: aiohttp.ClientSession, reset: Mapping[str, Any]
     ) -> tuple[Connection, str]:
-        """Return a session that has been reset, and what it begins with.  Raises Unavailable, PluginError."""
+        """Open and reset a session; return it and its observation.  Raises Unavailable, PluginError."""
         number = self._retries + 1
         try:
             async for attempt in stamina.retry_context(
@@ -270,21 +270,21 @@ class OpenEnv(grpo.Environment):
             raise
 
     def _session_client(self) -> aiohttp.ClientSession:
-        """Return the client of the event loop in which rollouts are played."""
+        """Return the HTTP client of the running event loop."""
         if self._http is None:
             self._http = self._client()
         return self._http
 
     def _client(self) -> aiohttp.ClientSession:
         watch = aiohttp.TraceConfig()
-        watch.on_request_redirect.append(self._redirected)  # a WebSocket has no option against them
+        watch.on_request_redirect.append(self._redirected)  # ws_connect has no option for it
         return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), trace_configs=[watch])
 
-    async def _redirected(self, _: Any, __: Any, told: aiohttp.TraceRequestRedirectParams) -> None:
-        """Follow no redirect: it could name another machine, which would see and reward the replies."""
-        told.response.close()
+    async def _redirected(self, _: Any, __: Any, answer: aiohttp.TraceRequestRedirectParams) -> None:
+        """Refuse a redirect, since another machine would receive and reward the replies."""
+        answer.response.close()
         raise grpo.PluginError(
-            f"openenv: {self._url} answers with a redirect (status {told.response.status}), and redirects "
+            f"openenv: {self._url} answers with a redirect (status {answer.response.status}), and redirects "
             "are not followed: write the server's own address"
         )
 

@@ -1,9 +1,9 @@
-"""Engines, environments and a trainer in Ray workers: actors on a cluster's machines, or on this one alone.
+"""Engines, environments and a trainer in Ray actors, on a cluster or on this machine alone.
 
 Tokens of finished rollouts can be in Ray's object store.
 
-Nothing here decides who gets what: the pools of the core do.  Ray itself is imported when a run connects:
-with this plugin installed, grpo-core starts as fast as without.
+Scheduling is left to the pools of the core.  Ray is imported when a run connects, so that the plugin does not
+slow down the start of grpo-core.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The cluster, and what a worker must have in common with the driver."""
+"""The connection to a cluster, and the comparison of a worker's software with the driver's."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from grpo_core import ChildDied, ConfigError, EngineError, GrpoError, PluginErro
 from grpo_core.kit import Incident, RemoteTraceback, Selected, report
 
 ENVIRON = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-"""Environment variables that choose Ray's coming defaults, about which it warns."""
+"""Environment variables that select Ray's future defaults, to avoid its warnings."""
 ENVIRON_ALONE = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    # the name is Ray's: without clusters it listens on the loopback address only, on Linux too
+    # Ray's name; without clusters Ray listens on the loopback address only, on Linux as well
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
 }
-"""Environment variables of a local cluster; Ray reads them when it is imported."""
+"""Environment variables of a local cluster, which Ray reads during its import."""
 REACH = 10.0
-"""Seconds for a cluster to answer at all."""
+"""Time limit in seconds for the first answer of a cluster."""
 
 
 @contextlib.contextmanager
 def connected(address: str, *, cpus: int) -> Iterator[None]:
-    """A Ray cluster for as long as this lasts.
+    """Connect to a Ray cluster for the duration of the block.
 
     Args:
-        address: of a running cluster, as Ray writes it ("auto", "host:6379", "ray://host:10001"); empty:
-            one of this machine alone is started, which no other machine can reach, and ended.
-        cpus: that a cluster of this machine alone says it has.
+        address: address of a running cluster ("auto", "host:6379", "ray://host:10001"); empty starts a
+            cluster on this machine, unreachable for others, for the duration of the block.
+        cpus: number of CPUs that a local cluster declares.
 
     Raises ConfigError if Ray is not installed, or there is no such cluster.
     """
@@ -54,7 +54,7 @@ def connected(address: str, *, cpus: int) -> Iterator[None]:
     if alone:
         chosen = {"address": "local", "num_cpus": cpus, "include_dashboard": False}
     try:
-        # Ray itself tries for more than a minute if nobody answers there
+        # Ray would retry for more than a minute
         if (spelled := re.fullmatch(r"(?:ray://)?([\w.-]+):(\d+)", address)) is not None:
             socket.create_connection((spelled[1], int(spelled[2])), timeout=REACH).close()
         with _signals_of_the_run():
@@ -72,10 +72,10 @@ def connected(address: str, *, cpus: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals_of_the_run() -> Iterator[None]:
-    """Start Ray so that the run saves its work: Ray's processes get no SIGHUP, and the run gets SIGTERM.
+    """Protect the run's signal handling while Ray starts.
 
-    A closed terminal sends SIGHUP to all processes of the run's group.  For SIGTERM, Ray sets a handler that
-    exits at once.
+    Ray's processes ignore SIGHUP, which a closed terminal sends to the whole process group, so that the run
+    can save its work.  Ray's handler for SIGTERM, which exits at once, is replaced by the previous one.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
     handler = signal.getsignal(signal.SIGTERM)
@@ -88,7 +88,7 @@ def _signals_of_the_run() -> Iterator[None]:
 
 
 def load() -> Any:
-    """Ray itself.  Raises ConfigError if it is not installed."""
+    """Import Ray.  Raises ConfigError if it is not installed."""
     try:
         return importlib.import_module("ray")
     except ImportError as error:
@@ -100,12 +100,12 @@ def load() -> Any:
 
 @frozen(kw_only=True)
 class PluginRequirement:
-    """The driver's side of a plugin, for comparison with the worker's."""
+    """Versions of a plugin and its dependencies on the driver, to compare with a worker's."""
 
     name: str
-    """Name of the offer, as a worker finds it."""
+    """Name of the offer on a worker."""
     allow: tuple[str, ...] | None
-    """Plugins that the worker loads: the one that is needed."""
+    """Plugins that the worker loads."""
     versions: Mapping[str, str] = field(factory=dict)
 
     @classmethod
@@ -117,17 +117,17 @@ class PluginRequirement:
 
     @classmethod
     def elsewhere(cls, name: str) -> PluginRequirement:
-        """Return the requirement for an offer that only another interpreter of the worker can find."""
+        """Return the requirement for an offer that only another interpreter on the worker can import."""
         return evolve(cls.software(), name=absolute(name))
 
     @classmethod
     def software(cls, *distributions: str) -> PluginRequirement:
-        """Return the requirement of Python, grpo-core and other distributions, and of no plugin."""
+        """Return the requirement of Python, grpo-core and other distributions, without a plugin."""
         versions = {"python": _python(), **{name: _version(name) for name in ("grpo-core", *distributions)}}
         return cls(name="", allow=None, versions=versions)
 
     def check(self, who: str) -> None:
-        """Raise PluginError that lists the differences to this process."""
+        """Raise PluginError with the differences to this process, if any."""
         here = {name: _python() if name == "python" else _version(name) for name in self.versions}
         differences = [
             f"{name} {here[name]} (the driver has {theirs})"
@@ -155,13 +155,13 @@ def _python() -> str:
 
 
 def absolute(name: str) -> str:
-    """``./file.py:Class`` as a worker finds it, which has another working directory."""
+    """Return ``./file.py:Class`` with an absolute path, since workers have another working directory."""
     spelled = re.fullmatch(r"(.+\.py)((?::.*)?)", name)
     return f"{Path(spelled[1]).expanduser().resolve()}{spelled[2]}" if spelled else name
 
 
 def where() -> str:
-    """Name this machine and process, for messages."""
+    """Return the name of this machine and process, for messages."""
     return f"{platform.node()}, process {os.getpid()}"
 
 
@@ -171,42 +171,42 @@ def where() -> str:
 async def call(worker: Any, method: str, *args: Any, who: str) -> Any:
     """Await a method of an actor.
 
-    Raises what it raised, an error that is none of ours as an EngineError; ChildDied if the actor is gone.
+    Raises the method's GrpoError, EngineError for any other error, or ChildDied if the actor is gone.
     """
     return await answer_of(getattr(worker, method).remote(*args), who=who)
 
 
 async def answer_of(reference: Any, *, who: str, kept: type[Exception] = GrpoError) -> Any:
-    """Await the answer of a call that an actor has been sent; raises as ``call`` does.
+    """Await the answer of a submitted call; raises like ``call``.
 
-    ``kept``: class of the errors that are raised as they are.
+    ``kept``: class of errors that are raised unchanged.
     """
     ray = load()
     try:
         return await reference
     except ray.exceptions.RayTaskError as error:
         cause = error.cause
-        told = cause if isinstance(cause, kept) else EngineError(f"{who}: {cause!r}")
-        raise told from RemoteTraceback(str(error))
+        failure = cause if isinstance(cause, kept) else EngineError(f"{who}: {cause!r}")
+        raise failure from RemoteTraceback(str(error))
     except ray.exceptions.RayError as error:
         raise ChildDied(f"{who} is gone: {brief(error)}") from error
 
 
 def report_again(incidents: Iterable[Incident], name: str, who: str) -> None:
-    """Report what happened in a worker to the run of the driver.
+    """Report a worker's incidents to the driver's run.
 
     Args:
-        name: of the worker in the run: "engine 0".
-        who: the same with its machine and process.
+        name: name of the worker in the run, such as "engine 0".
+        who: name with machine and process.
     """
     for each in incidents:
         report(each.kind, name, f"{who}: {each.message}", traceback=each.traceback)
 
 
 def brief(error: BaseException) -> str:
-    """Ray's words, without the advice and the identifiers."""
+    """Return Ray's message without its advice and identifiers."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = [
+    message = [
         line for line in lines if not re.match(r"(class_name|actor_id|pid|namespace|ip|name|repr):", line)
     ]
-    return f"{type(error).__name__}: {' '.join(told)[:400]}"
+    return f"{type(error).__name__}: {' '.join(message)[:400]}"

@@ -3,8 +3,8 @@
     the run's process   -- put -->   object store   -- get, by each rank -->   trainer
                         -- keep: where they are -->   TokenStore   <-- find --
 
-The store is an actor that holds references and no tokens.  Objects live as long as it holds them, and it
-lives as long as the run's process: whatever ends this, nothing is left.
+The store is an actor that holds references but no tokens.  Objects live as long as the store holds them, and
+the store ends with the run's process, so nothing is left behind.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from grpo_plugin_ray.cluster import brief, load
 from grpo_plugin_ray.placement import RayPlacement
 
 NAMESPACE = "grpo-core"
-"""Namespace in which the trainer's processes find the store by its name."""
+"""Ray namespace of the named store."""
 ENOUGH = 64 * 1024
-"""Bytes from which an object is not filled any further: what a rank gets beyond its own rollouts is less than
-this, and short rollouts do not cost an object each."""
+"""Target size of an object in bytes: short rollouts share objects, and a rank reads at most this much in
+excess of its rollouts."""
 DEADLINE = 60.0
-"""Seconds for the store, and for an object, to answer."""
+"""Time limit in seconds for the store, and for an object."""
 
 
 class TokenStore:
-    """The actor: knows the objects with the parts of each key."""
+    """The actor that maps each key to the objects with its parts."""
 
     def __init__(self) -> None:
         self._held: dict[str, _Kept] = {}
@@ -39,17 +39,17 @@ class TokenStore:
     def keep(self, key: str, kept: _Kept) -> None:
         self._held[key] = kept
 
-    def find(self, places: Sequence[tuple[str, int]]) -> tuple[list[Any], list[tuple[int, int]]]:
-        """Return the objects with these parts, and for each part its object and its place in it."""
+    def find(self, parts: Sequence[tuple[str, int]]) -> tuple[list[Any], list[tuple[int, int]]]:
+        """Return the objects with these parts, and for each part the indices of its object and within it."""
         objects: dict[tuple[str, int], int] = {}
         references: list[Any] = []
         found = []
-        for key, part in places:
-            number, place = self._held[key].places[part]
+        for key, part in parts:
+            number, index = self._held[key].indices[part]
             if (key, number) not in objects:
                 objects[key, number] = len(references)
                 references.append(self._held[key].objects[number])
-            found.append((objects[key, number], place))
+            found.append((objects[key, number], index))
         return references, found
 
     def discard(self, keys: Sequence[str]) -> None:
@@ -57,9 +57,9 @@ class TokenStore:
             self._held.pop(key, None)
 
     def held(self) -> tuple[int, int]:
-        """Return the number of parts that are kept, and of their bytes."""
+        """Return the number of stored parts and their total bytes."""
         kept = self._held.values()
-        return sum(len(each.places) for each in kept), sum(each.nbytes for each in kept)
+        return sum(len(each.indices) for each in kept), sum(each.nbytes for each in kept)
 
 
 @frozen(kw_only=True)
@@ -67,22 +67,22 @@ class _Kept:
     """The objects with the parts of a key."""
 
     objects: list[Any] = field(repr=False)
-    """References."""
-    places: list[tuple[int, int]]
-    """Object of each part, and its place in it."""
+    """Object references."""
+    indices: list[tuple[int, int]]
+    """For each part the index of its object, and its index within the object."""
     nbytes: int
 
 
 @frozen(kw_only=True)
 class RayReader:
-    """Reads the plane in any process of the cluster's machines; joins the cluster when it is first asked."""
+    """Reads the plane in any process on the cluster's machines; connects on first use."""
 
     address: str
     name: str
     """Name of the store."""
 
-    def fetch(self, places: Sequence[tuple[str, int]]) -> list[Any]:
-        """Return the parts, as arrays of bytes in the memory that the processes of a machine share."""
+    def fetch(self, parts: Sequence[tuple[str, int]]) -> list[Any]:
+        """Return the parts as byte arrays in the machine's shared memory."""
         ray = load()
         try:
             if not ray.is_initialized():
@@ -90,18 +90,18 @@ class RayReader:
                     address=self.address, namespace=NAMESPACE, log_to_driver=False, logging_level="error"
                 )
             store = ray.get_actor(self.name, NAMESPACE)
-            references, found = ray.get(store.find.remote(list(places)), timeout=DEADLINE)
+            references, found = ray.get(store.find.remote(list(parts)), timeout=DEADLINE)
             objects = ray.get(references, timeout=DEADLINE)
         except (ray.exceptions.RayError, ValueError, ConnectionError) as error:  # ValueError: no such actor
             raise lost(error) from error
-        return [objects[number][place] for number, place in found]
+        return [objects[number][index] for number, index in found]
 
 
 class RayPlane(RemotePlane):
     """A data plane in Ray's object store.
 
     Args:
-        placement: the run's; its engines and environments are in Ray workers, too.
+        placement: the run's placement, which must be ``ray``.
     """
 
     def __init__(self, placement: Placement) -> None:
@@ -126,15 +126,15 @@ class RayPlane(RemotePlane):
     async def keep(self, key: str, step: int, parts: Sequence[bytes]) -> None:
         try:
             kept = await asyncio.to_thread(_put, parts)
-        except load().exceptions.RayError as error:  # the object store or its disk is full
+        except load().exceptions.RayError as error:  # for example a full object store or disk
             raise lost(error) from error
         await self._answer(self._store.keep.remote(key, kept))
 
     def discard(self, keys: Sequence[str]) -> None:
-        self._store.discard.remote(list(keys))  # a dead actor raises nothing here
+        self._store.discard.remote(list(keys))  # not awaited, so a dead actor raises nothing
 
     async def held(self) -> tuple[int, int]:
-        """Return the number of parts that are kept, and of their bytes."""
+        """Return the number of stored parts and their total bytes."""
         number, nbytes = await self._answer(self._store.held.remote())
         return number, nbytes
 
@@ -150,20 +150,20 @@ class RayPlane(RemotePlane):
 
 
 def _put(parts: Sequence[bytes]) -> _Kept:
-    """Put parts into the object store, as many in an object as make it large enough."""
+    """Put parts into the object store, several in an object up to the target size."""
     import numpy as np
 
     objects: list[list[Any]] = []
-    places, size = [], ENOUGH
+    indices, size = [], ENOUGH
     for part in parts:
         if size >= ENOUGH:
             objects.append([])
             size = 0
-        places.append((len(objects) - 1, len(objects[-1])))
+        indices.append((len(objects) - 1, len(objects[-1])))
         objects[-1].append(np.frombuffer(part, np.uint8))
         size += len(part)
     put = load().put
-    return _Kept(objects=[put(each) for each in objects], places=places, nbytes=sum(map(len, parts)))
+    return _Kept(objects=[put(each) for each in objects], indices=indices, nbytes=sum(map(len, parts)))
 
 
 def lost(error: BaseException) -> DataPlaneError:

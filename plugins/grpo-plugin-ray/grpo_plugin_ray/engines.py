@@ -1,11 +1,11 @@
-"""An engine of any plugin in a Ray worker, and its other half on the driver's side.
+"""An engine of any plugin in a Ray worker, and its client on the driver.
 
     EnginePool -> RayEngine   -- submit, once per turn of the loop -->   EngineWorker -> the plugin's engine
                               <-- collect, what has finished --------
                               -- update_weights, a reference -------->   a copy in the worker's memory
 
-Requests that arrive together share a call, and so do completions that finish together, whichever groups they
-belong to: the driver's work for Ray is per call.
+Requests that arrive together share a call, and so do completions that finish together, across groups, because
+Ray's overhead on the driver is per call.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from grpo_core.kit import (
 from grpo_plugin_ray.cluster import PluginRequirement, brief, call, load, report_again, where
 
 LINGER = 0.005
-"""Seconds that a finished completion waits for others to share its way."""
+"""Seconds that a finished completion waits for others to share a call."""
 
 START_SHARE = 0.9
 """Fraction of ``engine.deadline`` for the start, so that this error is raised before the pool's timeout."""
@@ -53,7 +53,7 @@ START_SHARE = 0.9
 
 @frozen(kw_only=True)
 class WorkerSetup:
-    """All that a worker makes its engine from; plain data."""
+    """Everything that a worker needs to create its engine; plain data."""
 
     origin: PluginRequirement
     setup: EngineSetup
@@ -66,7 +66,7 @@ class WorkerSetup:
 
 
 class EngineWorker:
-    """The actor.  Its engine is made by ``start``, on the loop that all its methods run on."""
+    """The actor.  ``start`` creates the engine on the event loop of all its methods."""
 
     def __init__(self, name: str, made_from: WorkerSetup) -> None:
         self._who = f"{name} ({where()})"
@@ -81,7 +81,7 @@ class EngineWorker:
         """Incidents since the last answer."""
 
     async def start(self) -> str:
-        """Make the engine; returns who and where this is.  Raises PluginError, ConfigError, ModelError."""
+        """Create the engine; return where it runs.  Raises PluginError, ConfigError, ModelError."""
         made_from = self._made_from
         os.environ.update(made_from.env_vars)
         made_from.origin.check(self._who)
@@ -91,16 +91,15 @@ class EngineWorker:
         return self._who
 
     async def update_weights(self, weights: Weights, data: Any) -> tuple[list[Incident], str, int]:
-        """Give the engine weights.
+        """Update the engine's weights.
 
-        Returns the incidents since the last answer, and what the engine says of itself: its ``dtype`` and its
-        ``positions``.
+        Returns the incidents since the last answer, and the engine's ``dtype`` and ``positions``.
 
-        ``data``: all bytes, uint8 [nbytes], in the memory that the workers of a machine share.  None: the
-        engine fetches them itself, by ``relay``.
+        ``data``: all bytes, uint8 [nbytes], in the machine's shared memory.  None: the engine fetches them by
+        ``relay``.
         """
         assert self._engine is not None
-        self._held = None  # one copy will do, as one is what a trainer publishes in
+        self._held = None  # hold one copy at a time, like the trainer's block
         if data is not None:
             self._held = await asyncio.to_thread(self._copies.copy, weights, memoryview(data))
             weights = self._held.weights
@@ -110,7 +109,7 @@ class EngineWorker:
         return self._new_incidents(), *said
 
     async def submit(self, requests: Sequence[tuple[int, Any]], cancelled: Sequence[int]) -> None:
-        """Begin requests, each under its ticket, and end others."""
+        """Start requests under their tickets, and cancel others."""
         for ticket, packed in requests:
             (request,) = wire.unpack_requests([packed])
             with reported_to(self._incidents.append):
@@ -122,7 +121,7 @@ class EngineWorker:
     async def collect(self) -> tuple[list[tuple[int, wire.Packed | None, str]], list[Incident]]:
         """Wait for finished requests.
 
-        Returns their tickets, each with a completion or an error, and the incidents since the last answer.
+        Returns pairs of ticket and completion or error, and the incidents since the last answer.
         """
         while not self._finished:
             self._some.clear()
@@ -171,15 +170,15 @@ def _prepare_files(who: str, setup: EngineSetup) -> None:
 
 
 class RayEngine:
-    """An ``Engine`` in a Ray worker, which starts at once.
+    """An ``Engine`` in a Ray worker, which starts immediately.
 
-    Takes weights that ``Store.hold`` made.  Once its worker has died, everything raises EngineError: a pool
-    puts another one in its place.
+    Accepts weights from ``Store.hold``.  After the death of the worker all calls raise EngineError; a pool
+    then replaces the engine.
 
     Args:
-        name: how messages call it ("engine 0").
-        made_from: what the worker makes its engine from.
-        store: where the weights are.
+        name: name in messages ("engine 0").
+        made_from: setup of the worker's engine.
+        store: store of the weights.
         resources: options of the Ray actor (``num_gpus``, ``scheduling_strategy``).
     """
 
@@ -188,9 +187,9 @@ class RayEngine:
     ) -> None:
         self.name = self._name = name
         self.dtype = ""
-        """The dtype in which the worker's engine computes, if it has said so."""
+        """Dtype of the worker's engine, once reported."""
         self.positions = 0
-        """Its largest number of tokens of a prompt with its completion, if it has said so."""
+        """Largest number of tokens of a prompt with its completion, once reported."""
         self.metrics = BackgroundMetrics(self._measure)
         self._store = store
         self._resources = resources
@@ -207,7 +206,7 @@ class RayEngine:
         self._death: EngineError | None = None
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """One completion for each request, in order.  Raises EngineError.  Cancelling frees the worker."""
+        """Return one completion for each request, in order.  Raises EngineError.  Cancelling is allowed."""
         packed = wire.pack_requests(requests)
         tickets = [self._send(one) for one in packed]
         try:
@@ -219,10 +218,10 @@ class RayEngine:
                 self._schedule()
 
     async def update_weights(self, weights: Weights) -> None:
-        """Returns when the worker's engine holds them.
+        """Update the weights of the worker's engine.
 
-        Raises what that engine raises; ChildDied if the worker is gone; DeadlineExceeded if it has not
-        started in time; PluginError if it has other versions of the software than the driver.
+        Raises the engine's errors; ChildDied if the worker is gone; DeadlineExceeded if it did not start in
+        time; PluginError if its software differs from the driver's.
         """
         self._alive()
         if not self._started:
@@ -243,7 +242,7 @@ class RayEngine:
         self._report(incidents)
 
     async def aclose(self) -> None:
-        """End the worker, and its engine before it."""
+        """Close the engine, then end the worker."""
         already, self._death = self._death, self._death or EngineError(f"{self.name} is closed")
         self._fail_all(self._death)
         await self.metrics.aclose()
@@ -276,7 +275,7 @@ class RayEngine:
         return ticket
 
     def _schedule(self) -> None:
-        """One call for everything that this turn of the loop asks for."""
+        """Send one call for all requests of this iteration of the event loop."""
         if not self._scheduled:
             self._scheduled = True
             asyncio.get_running_loop().call_soon(self._flush)
@@ -291,7 +290,7 @@ class RayEngine:
             self._collector = asyncio.create_task(self._collect(), name=f"collector of {self.name}")
 
     async def _collect(self) -> None:
-        """Ends when nothing is open; a death reaches all that is."""
+        """Collect results until no request is open; the death of the worker fails all of them."""
         try:
             while self._open:
                 finished, incidents = await self._worker.collect.remote()
@@ -299,7 +298,7 @@ class RayEngine:
                 for ticket, packed, problem in finished:
                     future = self._open.get(ticket)
                     if future is None or future.done():
-                        continue  # its caller has gone away
+                        continue  # the caller was cancelled
                     if packed is None:
                         future.set_exception(EngineError(f"{self.name}: {problem}"))
                     else:
@@ -315,17 +314,17 @@ class RayEngine:
         for future in self._open.values():
             if not future.done():
                 future.set_exception(why)
-                future.exception()  # somebody may have gone away: that is no reason for a warning
+                future.exception()  # avoids a warning if the caller was cancelled
 
 
 class Store:
-    """Weights in Ray's object store: put once, got by each worker, one copy on each machine."""
+    """Weights in Ray's object store: one put, one copy on each machine."""
 
     def __init__(self) -> None:
         self._held: WeakValueDictionary[str, copies.WeightsLease] = WeakValueDictionary()
 
     async def hold(self, weights: Weights) -> copies.WeightsLease:
-        """Put what a trainer of this machine has published, unless it sends them itself.
+        """Put published weights of a trainer on this machine, unless it sends them itself.
 
         Raises WeightSyncError.
         """
@@ -339,9 +338,9 @@ class Store:
         return held
 
     def reference(self, weights: Weights) -> Any:
-        """Where the bytes are; None if the trainer sends them.
+        """Return the reference of the bytes; None if the trainer sends them.
 
-        Raises WeightSyncError for weights that were not put, or are not held.
+        Raises WeightSyncError for weights that are not in the store.
         """
         held = self._held.get(weights.location)
         if held is None:

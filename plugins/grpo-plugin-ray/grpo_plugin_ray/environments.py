@@ -1,4 +1,4 @@
-"""An environment in a Ray worker: the same child process as on the driver's machine, elsewhere."""
+"""An environment in a Ray worker, which runs the same child process as the driver's machine would."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from grpo_core.kit import (
 from grpo_plugin_ray.cluster import PluginRequirement, answer_of, call, load, report_again, where
 
 MAX_DEATHS = 3
-"""Workers that die in a row, with no answer in between, after which the environment is given up."""
+"""Number of consecutive deaths of workers without an answer after which the environment is given up."""
 
 
 @frozen(kw_only=True)
 class EnvironmentSetup:
-    """All that a worker makes its environment from; plain data.
+    """Everything that a worker needs to create its environment; plain data.
 
     Attributes:
-        variables: variables of the run's process that ``config.env_vars`` names.
+        variables: values of the environment variables in ``config.env_vars``.
     """
 
     task: str
@@ -51,7 +51,7 @@ class EnvironmentSetup:
 
 
 class RemoteEnvironment:
-    """The actor.  Plugin code runs in a child of it, which is killed and started anew as everywhere."""
+    """The actor.  Plugin code runs in its child process, which is killed and restarted as usual."""
 
     def __init__(self, name: str, made_from: EnvironmentSetup) -> None:
         self._who = f"{name} ({where()})"
@@ -95,11 +95,11 @@ class RemoteEnvironment:
 
 
 class RayEnvironment:
-    """An ``EnvironmentWorker`` in a Ray worker.  A worker that dies is replaced, and asked again.
+    """An ``EnvironmentWorker`` in a Ray worker.  A dead worker is replaced, and calls are retried.
 
     Args:
-        name: how messages call it ("environment sort 0").
-        made_from: what the worker makes its environment from.
+        name: name in messages ("environment sort 0").
+        made_from: setup of the worker's environment.
         resources: options of the Ray actor.
     """
 
@@ -120,7 +120,7 @@ class RayEnvironment:
         self._deaths = 0
 
     async def start(self) -> None:
-        """Raises PluginError, ConfigError as the environment does."""
+        """Start the worker.  Raises PluginError and ConfigError like the environment."""
         await self._started()
 
     async def prompts(self, split: str) -> list[Prompt]:
@@ -144,28 +144,28 @@ class RayEnvironment:
         return feedback
 
     async def run(self, session: str, prompt: Prompt, client: AgentClient) -> Feedback | None:
-        """Let the agent play a rollout in the worker; if this is cancelled, so is the agent there.
+        """Run the agent in the worker; cancelling this cancels the agent.
 
-        If the worker dies, all rollouts that it plays are lost.
+        If the worker dies, all its running rollouts are lost.
         """
         worker = await self._started()
-        asked = worker.ask.remote("run", session, prompt, client)
+        reference = worker.ask.remote("run", session, prompt, client)
         try:
-            answer = await answer_of(asked, who=self._who)
+            answer = await answer_of(reference, who=self._who)
         except asyncio.CancelledError:
-            load().cancel(asked)
+            load().cancel(reference)
             raise
         except ChildDied as error:
             self._died(worker, error)
             return Feedback(error=str(error), lost=True)
-        feedback: Feedback | None = self._taken(answer)
+        feedback: Feedback | None = self._unpacked(answer)
         return feedback
 
     async def close(self, sessions: Sequence[str]) -> None:
         await self._ask("close", list(sessions))
 
     async def aclose(self) -> None:
-        """Close the sessions that are open, and end the worker."""
+        """Close the open sessions, and end the worker."""
         worker, self._worker = self._worker, None
         if worker is not None:
             try:
@@ -183,10 +183,10 @@ class RayEnvironment:
             except ChildDied as error:
                 self._died(worker, error)
             else:
-                return self._taken(answer)
+                return self._unpacked(answer)
 
-    def _taken(self, answer: tuple[Any, str, list[Incident]]) -> Any:
-        """Return the result in a worker's answer, and report what happened there."""
+    def _unpacked(self, answer: tuple[Any, str, list[Incident]]) -> Any:
+        """Return the result in a worker's answer, and report its incidents."""
         result, traceback, incidents = answer
         self._deaths = 0
         report_again(incidents, self._name, self._who)
@@ -194,14 +194,14 @@ class RayEnvironment:
         return result
 
     async def _started(self) -> Any:
-        """The worker, or a new one in its place."""
+        """Return the worker, or a replacement."""
         async with self._starting:
             while self._worker is None:
                 actor: Any = load().remote(RemoteEnvironment)
                 worker = actor.options(max_restarts=0, **self._resources).remote(self._name, self._made_from)
                 try:
                     async with asyncio.timeout(self._made_from.config.start_deadline):
-                        told = await call(worker, "start", who=self._name)
+                        started = await call(worker, "start", who=self._name)
                 except ChildDied as error:
                     self._died(worker, error)
                     continue
@@ -214,14 +214,14 @@ class RayEnvironment:
                         f"asks for {dict(self._resources)}, the cluster has {load().available_resources()} "
                         "free (environment.start_deadline)"
                     ) from error
-                self._worker, self._who = worker, told["who"]
-                self.max_turns, self.needs_group = told["max_turns"], told["needs_group"]
-                self.success = told["success"]
-                self.slots, self.runs_agents = told["slots"], told["runs_agents"]
+                self._worker, self._who = worker, started["who"]
+                self.max_turns, self.needs_group = started["max_turns"], started["needs_group"]
+                self.success = started["success"]
+                self.slots, self.runs_agents = started["slots"], started["runs_agents"]
             return self._worker
 
     def _died(self, worker: Any, error: ChildDied) -> None:
-        """Note the death once, however many calls report it.  Raises PluginError if it was one too many."""
+        """Count a death once for all calls that report it.  Raises PluginError after too many deaths."""
         first, self._dead = worker is not self._dead, worker
         if first:
             self._worker = None

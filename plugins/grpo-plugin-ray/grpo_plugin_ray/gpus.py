@@ -1,4 +1,4 @@
-"""The GPU of the driver's machine that the trainer uses: Ray must not give it to a worker."""
+"""Reserves the trainer's GPU on the driver's machine in Ray."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from grpo_core import ConfigError
 from grpo_plugin_ray.cluster import load
 
 PATIENCE = 30.0
-"""Seconds for Ray to give the trainer a GPU, which is at once if one is free."""
+"""Time limit in seconds for Ray to grant a GPU, which is immediate if one is free."""
 
 
 def gpus_here() -> int:
-    """Return the number of GPUs that Ray has on this machine; 0 if this machine is not in the cluster."""
+    """Return Ray's number of GPUs on this machine; 0 if it is not part of the cluster."""
     ray = load()
     if ray.util.client.ray.is_connected():
-        return 0  # the driver is a client of the cluster, with a machine of its own
+        return 0  # a client from outside of the cluster
     here = ray.get_runtime_context().get_node_id()
     return sum(int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["NodeID"] == here)
 
 
 class Holder:
-    """An actor that has a GPU and leaves it to the trainer."""
+    """An actor that reserves a GPU for the trainer."""
 
     def visible(self) -> str:
-        """Return what Ray has set ``CUDA_VISIBLE_DEVICES`` to."""
+        """Return Ray's value of ``CUDA_VISIBLE_DEVICES``."""
         return os.environ["CUDA_VISIBLE_DEVICES"]
 
 
@@ -53,5 +53,5 @@ class Reservation:
             ) from None
 
     def env_vars(self) -> dict[str, str]:
-        """Return the environment variables with which a process sees this GPU alone."""
+        """Return environment variables that make only this GPU visible."""
         return {"CUDA_VISIBLE_DEVICES": self.gpu}

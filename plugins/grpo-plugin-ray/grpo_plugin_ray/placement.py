@@ -23,17 +23,17 @@ from grpo_plugin_ray.environments import EnvironmentSetup, RayEnvironment
 from grpo_plugin_ray.gpus import Reservation, gpus_here
 
 STRATEGIES = {"pack": "DEFAULT", "spread": "SPREAD"}
-"""Ray's names of ``engine.placement``."""
+"""Ray's scheduling strategies for ``engine.placement``."""
 
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
-"""Environment variables of a worker without GPUs, which Ray would let see all of its machine."""
+"""Environment variables of a worker without GPUs, which would otherwise see all of them."""
 
 
 class RayPlacement:
     """A ``Placement`` of engines and environments in Ray workers.
 
     Args:
-        address: of a running cluster ("auto", "host:6379"); empty: one of this machine alone, for the run.
+        address: address of a running cluster ("auto", "host:6379"); empty starts a local one for the run.
     """
 
     pooled = True
@@ -47,7 +47,7 @@ class RayPlacement:
     def check(
         self, trainer: TrainerConfig | None, engines: Mapping[str, EngineConfig], ranks: int = 1
     ) -> None:
-        """Raise ConfigError for keys that name GPUs, and if ``env_vars`` names a variable that is not set."""
+        """Raise ConfigError for keys that name GPUs, and for unset variables in ``env_vars``."""
         for key, engine in engines.items():
             if engine.gpus:
                 raise ConfigError(
@@ -81,10 +81,10 @@ class RayPlacement:
             return Devices()
         shared = frozenset(key for key, engine in engines.items() if 0 < engine.gpus_per_worker < 1)
         shares = here == 1 and bool(shared)
-        asked = sum(engine.workers * engine.gpus_per_worker for engine in engines.values())
-        if not self.remote and asked > (here if shares else here - 1):
+        needed = sum(engine.workers * engine.gpus_per_worker for engine in engines.values())
+        if not self.remote and needed > (here if shares else here - 1):
             raise ConfigError(
-                f"this machine has {here} GPU{'s' * (here > 1)}; the engines ask for {asked:g} "
+                f"this machine has {here} GPU{'s' * (here > 1)}; the engines ask for {needed:g} "
                 "(engine.workers x engine.gpus_per_worker) besides the trainer's: lower one of both. Below 1 "
                 "GPU for each worker, engines share the only GPU of a machine with the trainer"
             )
@@ -137,7 +137,7 @@ class RayPlacement:
 
 
 def named_gpus(trainer: TrainerConfig) -> str:
-    """Return the key that names GPUs of a machine, with its value; empty if there is none."""
+    """Return the key that names GPUs, with its value; empty without one."""
     if trainer.gpus:
         return f"gpus = {trainer.gpus}"
     return f'device = "{trainer.device}"' if trainer.device.startswith("cuda:") else ""

@@ -1,11 +1,11 @@
-"""The trainer ``ray``: the ranks of the trainer ``torch`` in Ray workers, on several machines if need be.
+"""The trainer ``ray``: the ranks of the trainer ``torch`` in Ray workers, on one or several machines.
 
     the trainer torch -> RayRank   -- call -->   RankWorker, an actor   ->   Child: the process of a rank
                                                                             |
                                               the other ranks   <-- torch.distributed, weights by collective
 
-The actor starts the same child process as without Ray, and passes calls on to it.  So a rank dies, hangs and
-writes its log as on the driver's machine.
+The actor starts the same child process as without Ray and forwards calls to it, so deaths, hangs and logs of
+a rank are handled like on the driver's machine.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ from grpo_plugin_ray.cluster import PluginRequirement, answer_of, load, where
 from grpo_plugin_ray.placement import NO_GPU, named_gpus
 
 GRACE = 15.0
-"""Seconds for an actor to kill a rank that is late, and to say so."""
+"""Seconds for an actor to kill a late rank and report it."""
 GOODBYE = 5.0
 """Seconds for an actor to end its rank; then Ray kills both."""
 
 
 @frozen(kw_only=True)
 class RankPlace:
-    """Where a rank is."""
+    """The location of a rank."""
 
     who: str
     """The rank with its machine and process, for messages."""
     address: str
     """Address of its machine in the cluster."""
     port: int
-    """A port of that address that is free."""
+    """A free port of that address."""
 
 
 # ---------------------------------------------------------------------------------- in the worker
 
 
 class RankWorker:
-    """The actor, which has the process of one rank.
+    """The actor that owns the process of one rank.
 
     Args:
-        name: how messages call the rank ("trainer rank 3").
-        origin: the driver's versions of the software.
-        directory: the driver's working directory, from which relative paths count.
+        name: name of the rank in messages ("trainer rank 3").
+        origin: versions of the driver's software.
+        directory: working directory of the driver, for relative paths.
     """
 
     def __init__(self, name: str, origin: PluginRequirement, directory: str) -> None:
@@ -64,7 +64,7 @@ class RankWorker:
         self._begun = asyncio.Event()
 
     async def place(self) -> RankPlace:
-        """Raises PluginError if the versions differ from the driver's."""
+        """Return the location.  Raises PluginError if the software differs from the driver's."""
         self._origin.check(self._who)
         address: str = load().util.get_node_ip_address()
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -73,7 +73,7 @@ class RankWorker:
         return RankPlace(who=self._who, address=address, port=port)
 
     async def start(self, target: str, setup: TrainerSetup, seconds: float) -> Any:
-        """Start the rank, and wait for it; raises what ``Child.started`` raises."""
+        """Start the rank and wait for it; raises like ``Child.started``."""
         _prepare_files(self._who, self._directory, setup)
         variables = {**_interfaces(setup.collective_host), **setup.env_vars}
         log = Path(setup.log).with_stem(f"trainer-{setup.rank}") if setup.log else None
@@ -97,7 +97,7 @@ class RankWorker:
 
 
 def _prepare_files(who: str, directory: str, setup: TrainerSetup) -> None:
-    """Go to the driver's working directory, if it is here.
+    """Change to the driver's working directory, if it exists here.
 
     Raises ConfigError if the directory of the run, or the model, is not on this machine.
     """
@@ -114,9 +114,9 @@ def _prepare_files(who: str, directory: str, setup: TrainerSetup) -> None:
 
 
 def _interfaces(address: str) -> dict[str, str]:
-    """Return the environment variables by which gloo and NCCL use the interface that has the address.
+    """Return environment variables that make gloo and NCCL use the interface of this address.
 
-    What the user has set on the machine holds.
+    Variables that the user has set on the machine take precedence.
     """
     interface = interface_of(address)
     names = [f"{library}_SOCKET_IFNAME" for library in ("GLOO", "NCCL")]
@@ -124,17 +124,17 @@ def _interfaces(address: str) -> dict[str, str]:
 
 
 def interface_of(address: str) -> str:
-    """Return the name of the network interface that has an IPv4 address; empty if it is not known."""
+    """Return the name of the network interface with an IPv4 address; empty if unknown."""
     if sys.platform != "linux":
         return ""
     import fcntl
 
     get_address = 0x8915  # SIOCGIFADDR of Linux
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has none
-                told = fcntl.ioctl(asked, get_address, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(told[20:24]) == address:
+            with contextlib.suppress(OSError):  # without an IPv4 address
+                reply = fcntl.ioctl(probe, get_address, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(reply[20:24]) == address:
                     return name
     return "lo" if address.startswith("127.") else ""
 
@@ -143,14 +143,14 @@ def interface_of(address: str) -> str:
 
 
 class RayRank(TrainerProcess):
-    """The process of a rank in a Ray worker, which starts when the address of the first one is known.
+    """The process of a rank in a Ray worker, which starts when the address of the first rank is known.
 
     Args:
-        name: how messages call it ("trainer rank 3").
-        setup: what the rank is made from.
-        target: makes its trainer in its process, as ``module:function``.
+        name: name in messages ("trainer rank 3").
+        setup: setup of the rank.
+        target: factory of the trainer in its process, as ``module:function``.
         resources: options of the Ray actor.
-        room: of all ranks.
+        room: reservation of all ranks.
     """
 
     def __init__(
@@ -196,17 +196,17 @@ class RayRank(TrainerProcess):
         self._room.close()
 
     async def _answer(self, reference: Awaitable[Any], seconds: float | None, method: str) -> Any:
-        """Return an answer of the actor; raises what the rank raised, ChildDied or DeadlineExceeded."""
+        """Return an answer of the actor; raises the rank's error, ChildDied or DeadlineExceeded."""
         if self._death is not None:
             raise self._death
         try:
             async with asyncio.timeout(None if seconds is None else seconds + GRACE) as limit:
-                # a trainer tells a disk's errors from others
+                # disk errors stay OSError, which the trainer handles
                 return await answer_of(reference, who=self.name, kept=Exception)
         except ChildDied as error:
             raise self._death or error from error.__cause__
         except TimeoutError:
-            if not limit.expired():  # it is the rank's own
+            if not limit.expired():  # a timeout inside of the rank
                 raise
             late = DeadlineExceeded(f"{self.name}: no answer to {method!r} within {seconds:g} s; killed")
             self.kill(late)
@@ -214,11 +214,11 @@ class RayRank(TrainerProcess):
 
 
 class Room:
-    """The room of all ranks in the cluster, and what each of them has to know of the first.
+    """The resources of all ranks in the cluster, and the rendezvous address of the first rank.
 
     Args:
-        spread: whether the ranks use as many machines as possible, and not as few.
-        seconds: for the cluster to have room, and then to start the workers.
+        spread: whether to use as many machines as possible, instead of as few as possible.
+        seconds: time limit for the resources, and then for the start of the workers.
         gpu: whether each rank gets a GPU.
     """
 
@@ -248,7 +248,7 @@ class Room:
         return RayRank(name, setup, target, resources, self)
 
     async def ready(self) -> None:
-        """Wait until the cluster has room for all ranks.  Raises TrainerError."""
+        """Wait until the cluster has resources for all ranks.  Raises TrainerError."""
         try:
             await asyncio.wait_for(self._group.ready(), self.seconds)
         except TimeoutError:
@@ -259,7 +259,7 @@ class Room:
             ) from None
 
     async def rendezvous(self, rank: int, place: RankPlace) -> str:
-        """Return where the ranks find each other: the address and a port of the first; empty for one rank."""
+        """Return the rendezvous: address and port of the first rank; empty for a single rank."""
         if self._first is None:
             self._first = asyncio.get_running_loop().create_future()
         if rank == 0:
@@ -268,21 +268,21 @@ class Room:
         return await asyncio.shield(self._first)
 
     def close(self) -> None:
-        """Give the room back when the last rank is closed."""
+        """Release the resources when the last rank is closed."""
         self._closed += 1
         if self._closed == self._size:
             load().util.remove_placement_group(self._group)
 
 
 def ray_trainer(setup: TrainerSetup, *, spread: bool = False, start_deadline: float = 300.0) -> Trainer:
-    """Make the trainer ``torch`` with each of its processes in a Ray worker.
+    """Create the trainer ``torch`` with each of its processes in a Ray worker.
 
     Each rank with a GPU gets one from Ray.  Weights go from each rank to the engines (``collective``).
 
     Args:
-        setup: of the trainer.
-        spread: whether the ranks use as many machines as possible, and not as few.
-        start_deadline: seconds for the cluster to have room for all ranks, and then to start their workers.
+        setup: setup of the trainer.
+        spread: whether to use as many machines as possible, instead of as few as possible.
+        start_deadline: time limit in seconds for resources, and then for the start of the workers.
 
     Raises ConfigError if the run does not use a Ray cluster.
     """
@@ -298,13 +298,13 @@ def ray_trainer(setup: TrainerSetup, *, spread: bool = False, start_deadline: fl
 
 
 def ranks(config: Config, host: PluginHost) -> int:
-    """Return the number of the trainer's processes: that of the trainer ``torch``."""
+    """Return the number of processes, as for the trainer ``torch``."""
     torch = host.find("trainer", "torch")
     return torch.loaded(torch.offer.workers)(config, host) if torch.offer.workers else 1
 
 
 def check(*, config: Config, host: PluginHost, **options: object) -> None:
-    """Raise ConfigError for keys that name GPUs, and for what the trainer ``torch`` refuses."""
+    """Raise ConfigError for keys that name GPUs, and for keys that the trainer ``torch`` refuses."""
     if given := named_gpus(config.trainer):
         raise ConfigError(f"trainer.{given}: Ray chooses the GPUs of the ranks; leave it out")
     host.check_values("trainer", "torch", {}, config=config, host=host)

@@ -1,4 +1,4 @@
-"""Makes an environment from a task of reasoning-gym."""
+"""The environment ``reasoning_gym:TASK``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GIVEN_BY_US = {"size", "seed"}
 
 
 class ReasoningGym(grpo.Environment):
-    """Generated prompts, with the score of the task's own scorer (0 to 1) as reward.
+    """Generated prompts, with the score of the task's scorer (0 to 1) as reward.
 
     Metric: ``answered``, the share of replies with an answer.
 
@@ -32,7 +32,7 @@ class ReasoningGym(grpo.Environment):
         tags: expect the answer in the reply's last pair of ``<answer>`` and ``</answer>``, and end prompts
             with ``instruction``; if false, the whole reply is the answer.
         instruction: text that follows each question if there are tags.
-        options: options of the task itself, the fields of its configuration.
+        options: options of the task: fields of its configuration.
 
     Raises:
         ConfigError: the task is unknown or refused (see ``REFUSED``), or an option is wrong.
@@ -109,7 +109,7 @@ class ReasoningGym(grpo.Environment):
         return {"train": train, "validation": validation}
 
     def _distinct(self, split: str, seen: set[str]) -> list[dict[str, Any]]:
-        """Return the wanted number of solvable entries with new questions.
+        """Return the requested number of solvable entries with distinct questions.
 
         At most twice as many entries are tried.
         """
@@ -130,7 +130,7 @@ class ReasoningGym(grpo.Environment):
         return found
 
     def _solvable(self, entry: dict[str, Any]) -> bool:
-        """Return whether the task's own answer gets the full score; a task without answers passes."""
+        """Whether the task's answer gets the full score; a task without answers passes."""
         answer = entry["answer"]
         return not isinstance(answer, str) or (
             is_answer(self._task, answer) and score(self._scorer, answer, entry) >= 1
@@ -169,7 +169,7 @@ def _known(task: str) -> str:
 
 
 def _checked(task: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options, checked against the task's configuration."""
+    """Validate the options against the task's configuration, and return them."""
     fields = {f.name: f for f in dataclasses.fields(DATASETS[task][1]) if f.name not in GIVEN_BY_US}
     for name in options:
         if name not in fields:
@@ -188,7 +188,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 @contextlib.contextmanager
 def _same_chance(seed: int) -> Iterator[None]:
-    """Fix the state of the global generators, from which some tasks draw."""
+    """Seed the global generators, which some tasks draw from."""
     state = random.getstate()
     random.seed(seed)
     try:

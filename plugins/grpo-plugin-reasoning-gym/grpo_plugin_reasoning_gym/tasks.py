@@ -1,4 +1,4 @@
-"""The tasks of reasoning-gym that are refused, and safe use of its scorers.
+"""Refused tasks of reasoning-gym, and safe calls of its scorers.
 
 The lists were measured with reasoning-gym 0.1.25; the tests of this plugin measure them again.
 """
@@ -23,10 +23,10 @@ REFUSED = {
     "puzzle24": "its scorer does not look at the numbers of the puzzle: 6*4*1*1 solves each of them",
     "syllogism": "a tenth of its own answers are wrong: it takes invalid syllogisms for valid ones",
 }
-"""Refused tasks, with the reason why training on them would teach something else."""
+"""Refused tasks, with the flaw of their reward."""
 
 LONGEST = 1000
-"""Largest length of an expression that sympy gets."""
+"""Largest length of an expression for sympy."""
 
 _LETTERS = frozenset("abcdefghijklmnopqrstuvwxyz")
 _CALCULUS = _LETTERS | set("CEX") | {"pi", "Abs", "sqrt", "exp", "log", "ln", "sinh", "cosh", "tanh"}
@@ -44,20 +44,20 @@ _EVALUATED = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_in
 
 
 def make_safe(task: str, dataset: Any) -> None:
-    """Let a scorer that evaluates the model's answer as Python read nothing but a literal."""
+    """Restrict a scorer that evaluates the model's answer as Python to literals."""
     if task in _EVALUATED:
         vars(sys.modules[type(dataset).__module__])["eval"] = ast.literal_eval
 
 
 def is_answer(task: str, text: str) -> bool:
-    """Return whether the scorer may see an answer: no code, no endless numbers, no "nan"."""
+    """Whether an answer is safe for the scorer: no code, no huge numbers, no "nan"."""
     if task in _NAMES:
         return _is_expression(text, _NAMES[task])
-    return task != "complex_arithmetic" or "nan" not in text.lower()  # no distance from it is above 0
+    return task != "complex_arithmetic" or "nan" not in text.lower()  # comparisons with NaN are false
 
 
 def _is_expression(text: str, names: frozenset[str]) -> bool:
-    """Return whether a text has only numbers, operators, known names and short exponents without nesting."""
+    """Whether a text has only numbers, operators, known names and short exponents without nesting."""
     if len(text) > LONGEST or not re.fullmatch(r"[\w\s+\-*/^().]*", text, re.ASCII):
         return False
     if (
@@ -72,7 +72,7 @@ def _is_expression(text: str, names: frozenset[str]) -> bool:
 
 
 def _digits_of_exponents(node: ast.AST) -> float:
-    """Return the most digits of exponents on a path through the tree; infinite for nested powers."""
+    """Return the largest number of digits of an exponent in the tree; infinite for nested powers."""
     if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Pow):
         return max(map(_digits_of_exponents, ast.iter_child_nodes(node)), default=0)
     if _digits_of_exponents(node.right):
@@ -84,10 +84,10 @@ Scorer = Callable[[str, Mapping[str, Any]], float]
 
 
 def score(scorer: Scorer, answer: str, entry: Mapping[str, Any]) -> float:
-    """Score an answer with the task's own scorer.
+    """Score an answer with the task's scorer.
 
-    If the scorer raises, the answer counts as wrong provided that the scorer accepts the task's own solution;
-    otherwise the exception is raised again.
+    If the scorer raises, the answer is wrong, provided that the scorer accepts the task's solution; otherwise
+    the exception is raised again.
     """
     try:
         return float(scorer(answer, entry))
