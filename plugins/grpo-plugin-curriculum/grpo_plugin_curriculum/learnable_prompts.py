@@ -134,7 +134,7 @@ class LearnablePrompts(Observing):
     """
 
     name = "learnable_prompts"
-    needs_indices = True
+    needs_places = True
 
     enough: float = 0.6
     candidates: int = 4
