@@ -161,7 +161,7 @@ def evaluate(episodes):
     (failed, silent, stopped), _ = played(tmp_path, agent, 3, sampling=limited)
     assert (failed.reward, failed.lost) == (None, False)
     assert "no idea" in failed.error
-    assert "asked for no completion" in silent.error
+    assert "requested no completion" in silent.error
     assert (stopped.reward, stopped.turns, stopped.finish_reason) == (1.0, 3, "turns")
 
 
@@ -319,7 +319,7 @@ CHECKED = {
     "right": (f"{ASKED}; return float(said == prompt.answer)", 0, f"ok      {PLAYS}: 4 of 4"),
     "raises": ('raise KeyError("gold")', 1, f"FAILED  {PLAYS}: prompt '0', .* KeyError: 'gold'"),
     "raises later": (f'{ASKED}; raise KeyError("gold")', 1, f"FAILED  {PLAYS}: .* KeyError: 'gold'"),
-    "asks nothing": ("return 1.0", 1, f"FAILED  {PLAYS}: .* its agent asked for no completion; it finds"),
+    "asks nothing": ("return 1.0", 1, f"FAILED  {PLAYS}: .* its agent requested no completion; the model is"),
     "says a word": (f'{ASKED}; return "yes"', 1, r"FAILED  .* run returned 'yes' \(str\), expected a float"),
     "is unsteady": (f"{ASKED}; return time.time()", 0, "note    the same replies get the same reward: "),
 }

@@ -130,7 +130,7 @@ def test_an_engine_that_rounds_as_before_is_compared_by_what_has_moved() -> None
     assert moved.proves, "it has moved as the trainer, although its answer is far from the trainer's"
     assert not agreement(canaries, [(1, -1.07)] * CONTEXTS, EXPLAINED["bfloat16"]).proves
     stuck = agreement(canaries, [(1, -1.05)] * CONTEXTS, EXPLAINED["bfloat16"])
-    assert "nearer to those of older weights" in stuck.fault, "although the trainer's answer is as near"
+    assert "nearer to older weights" in stuck.fault, "although the trainer's answer is as near"
 
 
 # ---------------------------------------------------------------------------------- differences

@@ -198,7 +198,7 @@ async def play(prompt, client):
         SAID = [*SAID, said, {"role": "user", "content": "go on"}]
         await TOGETHER.wait()
 """,
-        "a rollout goes on with a reply that another prompt's rollout has sampled: 'ab'",
+        "a rollout continues a reply that another prompt's rollout sampled: 'ab'",
     ),
 }
 
@@ -316,7 +316,7 @@ def test_an_agent_that_needs_the_environment_variables_plays_one_rollout_at_a_ti
 
 # ---------------------------------------------------------------------------------- check
 
-CHECKED = "rollouts at the same time ask what they ask alone"
+CHECKED = "concurrent rollouts send the same requests as alone"
 ASKED = """
 async def run(prompt, client):
     await asyncio.to_thread(ask, client, {text})
@@ -360,7 +360,7 @@ def test_check_plays_rollouts_at_the_same_time_and_passes_those_that_stay_apart(
 def test_check_of_an_agent_that_asks_by_chance_cannot_tell(tmp_path, capsys):
     agent = GLOBAL.replace("global TASK", "").replace("ask(client, TASK)", "ask(client, str(time.time()))")
     status, said = checked(tmp_path, capsys, agent)
-    assert (status, f"note    {CHECKED}: prompt '0', reply 'a': cannot be told" in said) == (0, True)
+    assert (status, f"note    {CHECKED}: prompt '0', reply 'a': cannot be checked" in said) == (0, True)
 
 
 def test_check_of_an_agent_that_plays_one_rollout_at_a_time_does_not_wait_for_others(tmp_path, capsys):
@@ -392,7 +392,7 @@ def recorders(*groups):
 def test_a_conversation_of_another_prompts_rollout_is_refused_until_that_has_ended():
     one, other = recorders("1", "2")
     sampled(one, "x")
-    with pytest.raises(PluginError, match="another prompt's rollout has sampled: 'a'"):
+    with pytest.raises(PluginError, match="another prompt's rollout sampled: 'a'"):
         sampled(other, "x", "a", "go on")
     one.end()
     sampled(other, "x", "a", "go on")

@@ -313,8 +313,8 @@ def test_what_cannot_be_trained_on_is_refused_at_once(tmp_path):
         "data\\[1\\] is int; expected a text, a dict": {"env": ordered, "data": ["a", 1]},
         "data has 'test'; expected the keys 'train' and 'validation'": {"env": ordered, "data": {"test": []}},
         "data\\['train'\\] is a list, which a reward function takes": {"env": Sorting, "data": ["a"]},
-        "env and reward are both given": {"env": Sorting, "reward": ordered},
-        "reward has 3 in it; expected functions, or pairs": {"reward": [ordered, 3], "data": DATA},
+        "use env or reward, not both": {"env": Sorting, "reward": ordered},
+        "reward contains 3; expected functions, or pairs": {"reward": [ordered, 3], "data": DATA},
         "two tasks would be called 'sorting'": {"env": [Sorting, Sorting()]},
         "data is for one environment": {"env": [ordered, Sorting], "data": DATA},
         "listeners\\[0\\] is int; expected a function": {"env": Sorting, "listeners": [1]},
@@ -338,7 +338,7 @@ def test_what_cannot_be_trained_on_is_refused_at_once(tmp_path):
     ):
         train(reward=of_trl, data=DATA)
     assert not (tmp_path / "run").exists()
-    with pytest.raises(ConfigError, match="holds no run"):
+    with pytest.raises(ConfigError, match="is not a run"):
         grpo_core.Run(tmp_path)
 
 
@@ -348,7 +348,7 @@ def test_errors_name_arguments_and_no_options_of_the_command_line(tmp_path):
     with pytest.raises(ConfigError) as wrong:
         grpo_core.train(env="math:sort", output=tmp_path / "full")
     assert str(wrong.value) == (
-        f"output={tmp_path}/full: is not empty; give another directory, or continue that run with "
+        f"output={tmp_path}/full is not empty; give another directory, or continue that run with "
         f"resume={tmp_path}/full"
     )
     with pytest.raises(ConfigError, match=r"give an environment with env=NAME, or \[tasks.NAME\]"):

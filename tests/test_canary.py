@@ -97,7 +97,7 @@ def test_the_error_names_the_difference_between_engine_and_trainer():
 def test_a_token_that_the_trainer_finds_unlikely_is_a_mismatch():
     engine = Listener()
     engine.completion = lambda logprob: Listener.completion(engine, token=3, logprob=logprob)
-    with pytest.raises(WeightSyncError, match="less than to its likeliest tokens"):
+    with pytest.raises(WeightSyncError, match="less than for its likeliest tokens"):
         verify(engine)
 
 
@@ -114,9 +114,9 @@ def test_another_version_on_the_answer_is_a_mismatch():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"logprobs": [-1.5]}, r"to token 1 .* the logprob -1\.5"),
-        ({"token_ids": [2]}, "to token 2"),
-        ({"token_ids": [3]}, "less than to its likeliest tokens"),
+        ({"logprobs": [-1.5]}, r"for token 1 .* logprob is -1\.5"),
+        ({"token_ids": [2]}, "for token 2"),
+        ({"token_ids": [3]}, "less than for its likeliest tokens"),
         ({"versions": [3]}, r"with versions \[3\]; expected \[4\]"),
     ],
     ids=["logprob", "token", "unknown token", "version"],
@@ -354,7 +354,7 @@ def test_an_engine_that_ignores_small_updates_is_found_when_they_add_up(tmp_path
     done = trained(tmp_path, "./parts.py:Deaf", **{"trainer.lr": 1e-7})
     assert done.returncode == 1, done.stdout
     assert "it does not use the weights of version" in done.stderr
-    assert "nearer to those of older weights" in done.stderr
+    assert "nearer to older weights" in done.stderr
     seen = canary_metrics(tmp_path)
     assert seen[0]["moved"] == 0
     assert all(each["difference_max"] < 1e-3 for each in seen), "no difference was beyond the limit"

@@ -392,7 +392,7 @@ def test_the_kind_of_a_file_follows_from_its_methods_or_the_user(tmp_path):
     kinds = [check.find(host, f"{file}:{name}").kind for name in "ABC"]
     assert kinds == ["environment", "sampler", "validation_strategy"]
     with pytest.raises(
-        ConfigError, match="tell what it is with --kind: environment, dataloader, player, sampler"
+        ConfigError, match="name its kind with --kind: environment, dataloader, player, sampler"
     ):
         check.find(host, f"{file}:make")
     assert check.find(host, f"{file}:make", "sampler").kind == "sampler"
@@ -650,7 +650,7 @@ class Tuples(Counts):
         ("Changes", "it changes nothing that others see", "it changed a StepEnded"),
         ("Counts", None, "7 passed, 0 failed"),
         ("Forgets", "its state survives a checkpoint", "{'seen': []} after load_state_dict() of {'seen': ["),
-        ("Tuples", "its state survives a checkpoint", "returned a value that JSON does not keep"),
+        ("Tuples", "its state survives a checkpoint", "returned a value that JSON would change"),
     ],
 )
 def test_trackers_are_checked(capsys, tmp_path, name, failed, told):
@@ -687,7 +687,7 @@ EACH = "it returns one loss and one of each metric for each token"
         (
             "by_batch",
             "it does not matter how rows are split",
-            "in a micro-batch of their own: the losses diff",
+            "in their own micro-batch: the losses diff",
         ),
         (
             "by_chance",

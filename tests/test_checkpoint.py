@@ -134,7 +134,7 @@ def test_a_checkpoint_with_one_byte_changed_is_passed_over_with_the_reason(tmp_p
     found = checkpoint.newest(tmp_path)
     assert found.directory == good
     assert found.passed_over == (
-        "step-000002: trainer/model.safetensors is not what was written (its sha256 differs)",
+        "step-000002: trainer/model.safetensors has changed since it was written (its sha256 differs)",
     )
 
 
@@ -253,7 +253,7 @@ def test_old_checkpoints_that_cannot_be_removed_are_reported_and_newer_ones_are_
     with reported_to(incidents.append):
         write(parent, 3)
     (incident,) = incidents
-    assert "old ones cannot be removed, and take room: " in incident.message
+    assert "old ones cannot be removed, and use disk space: " in incident.message
     assert "denied" in incident.message
     assert checkpoint.newest(parent).step == 3
     (parent / "step-000003" / "trainer").chmod(0o500)
@@ -373,7 +373,7 @@ def test_a_task_that_is_new_starts_at_its_beginning_and_that_is_said(tmp_path):
     directory, before = a_cut(tmp_path, "old", unfinished=["old"] * 4)
     loaders = tasks("old", "n/e w")
     assert restore(directory, loaders) == [
-        "task 'n/e w' is new since the checkpoint; it starts at its beginning"
+        "task 'n/e w' is new since the checkpoint; it starts with its first prompt"
     ]
     assert loaders["old"].take(3) == before["old"].take(3)
     assert loaders["n/e w"].take(3) == tasks("n/e w")["n/e w"].take(3)

@@ -180,11 +180,11 @@ TWO_ENGINES = ["--env", "math:sort", "--set", "engine.workers=2"]
         ([*TWO_ENGINES, "--set", "engine.transport=cuda_ipc"], '"cuda_ipc" is for one engine'),
         (["--env", "math:sort", "--set", 'tracking.trackers=["wand"]'], "there is no tracker 'wand'"),
         (["--env", "math:sort", "--set", "tracking.files.gzip=true"], "has no option 'gzip'"),
-        (["nowhere.toml"], "nowhere.toml: there is no such file"),
+        (["nowhere.toml"], "nowhere.toml: no such file"),
         ([], "no task to train on: give an environment with --env NAME"),
         (["--env", "./nowhere.py:X"], "nowhere.py"),
         (["--env", "./envs.py:Wrods"], "Did you mean 'Words'?"),
-        (["--resume", "nowhere"], "nowhere: holds no run"),
+        (["--resume", "nowhere"], "nowhere is not a run"),
         (["--resume"], "there is no run with a checkpoint in runs/"),
     ],
     ids=str,
@@ -200,7 +200,7 @@ def test_an_output_directory_that_holds_another_run_is_left_alone(here):
     (here / "out" / "config.toml").write_text("seed = 1\n")
     text = refused(here, "train", *SORT, "--output", "out")
     assert (
-        "--output out: holds another run; give another directory, or continue that run with --resume" in text
+        "--output out holds another run; give another directory, or continue that run with --resume" in text
     )
     assert [path.name for path in (here / "out").iterdir()] == ["config.toml"]
 
@@ -319,7 +319,7 @@ def test_a_run_that_cannot_learn_says_so_at_its_start_and_again_after_five_steps
     assert later.startswith(
         "warning, step 5: the last 5 steps trained nothing: 100% of the groups of task 'sort'"
     )
-    assert "no reply was paid, also none of the" in later, "some end by themselves, and are wrong as well"
+    assert "no reply was rewarded, also none of the" in later, "some end by themselves, and are wrong as well"
     assert grpo(here, "verify", "run").returncode == 0
 
 
@@ -613,8 +613,8 @@ def test_a_checkpoint_with_one_byte_changed_is_passed_over(trained, here):
     weights.write_bytes(data)
     done = grpo(here, "train", "--resume", "run")
     assert done.returncode == 0, done.stderr
-    why = "passed over step-000004: trainer/model.safetensors is not what was written (its sha256 differs)"
-    assert f"survived, step 2: checkpoints: {why}" in done.stdout
+    why = "passed over step-000004: trainer/model.safetensors has changed since it was written"
+    assert f"survived, step 2: checkpoints: {why} (its sha256 differs)" in done.stdout
     assert "continuing run after step 2" in done.stdout
     events = map(json.loads, (here / "run" / "events.jsonl").read_text().splitlines())
     (told,) = [event for event in events if event["event"] == "IncidentReported"]

@@ -254,7 +254,7 @@ def test_the_documents_name_the_time_limits():
 def test_an_engine_without_the_secret_gets_an_error_and_the_trainer_serves_on():
     writer = CollectiveWriter(CPU, "127.0.0.1")
     weights = writer.write(1, named(1.0))
-    with pytest.raises(WeightSyncError, match="the trainer has hung up"):
+    with pytest.raises(WeightSyncError, match="the trainer has closed the connection"):
         read_weights(evolve(weights, location=weights.location.replace(writer._secret, "0" * 32)))
     assert read_weights(weights)["a"].eq(1).all()
 

@@ -17,8 +17,8 @@ BAD = [
     ({"trainr": {}}, "unknown configuration key 'trainr'. Did you mean 'trainer'?"),
     (
         {"rollout": {"top_p": 0.9}},
-        "unknown configuration key 'rollout.top_p'. Training samples from the whole distribution, since its "
-        "logprobs are those of all tokens; validation.top_p is for validation",
+        "unknown configuration key 'rollout.top_p'. Training samples from the whole distribution, because "
+        "its logprobs are over all tokens; validation.top_p is for validation",
     ),
     ({"trainer": {"lrr": 1}}, "unknown configuration key 'trainer.lrr'. Did you mean 'lr'?"),
     (
@@ -137,7 +137,7 @@ def test_later_layers_win_key_by_key():
 
 
 def test_a_missing_or_invalid_file_is_one_clear_error(tmp_path):
-    with pytest.raises(ConfigError, match=r"nowhere.toml: there is no such file"):
+    with pytest.raises(ConfigError, match=r"nowhere.toml: no such file"):
         read_toml(tmp_path / "nowhere.toml")
     (tmp_path / "bad.toml").write_text("steps = = 3")
     with pytest.raises(ConfigError, match=r"bad.toml: not readable as TOML: Invalid value"):

@@ -332,9 +332,9 @@ def test_workers_are_started_by_a_server_and_import_their_data_set(tmp_path):
 def test_a_stream_has_no_length_and_no_places(opened):
     stream, sized = opened(Own), opened(FORMS["a list"])
     stream.take(1)
-    with pytest.raises(PluginError, match="does not know how many rows it has"):
+    with pytest.raises(PluginError, match="does not know its number of rows"):
         len(stream)
-    with pytest.raises(PluginError, match="is a stream, and the sampler chooses among offered places"):
+    with pytest.raises(PluginError, match="is a stream, and the sampler selects prompts by index"):
         stream.offer(1)
     places = sized.offer(3)
     sized.pass_over(places[1], "too easy")
@@ -344,8 +344,8 @@ def test_a_stream_has_no_length_and_no_places(opened):
 @pytest.mark.parametrize(
     ("change", "sampler", "message"),
     [
-        ({"epochs": 2.0}, Mix(), "trainer.epochs = 2 counts them: set trainer.steps"),
-        ({}, LearnablePrompts(), "chooses among the places of a task's prompts: choose a sampler"),
+        ({"epochs": 2.0}, Mix(), "trainer.epochs = 2 needs it: set trainer.steps"),
+        ({}, LearnablePrompts(), "selects prompts by index: choose a sampler"),
     ],
 )
 def test_a_stream_is_refused_where_the_number_of_prompts_is_needed(opened, change, sampler, message):

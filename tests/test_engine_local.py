@@ -505,9 +505,7 @@ def test_a_dead_child_is_replaced_and_holds_the_last_weights(setup: EngineSetup,
         "each told once"
     )
     for incident in incidents:
-        assert incident.message.startswith(
-            "its process is started again: engine local died (killed by SIGKILL)"
-        )
+        assert incident.message.startswith("restarting its process: engine local died (killed by SIGKILL)")
 
 
 @pytest.mark.slow
@@ -538,9 +536,7 @@ def test_a_child_that_hangs_is_killed_at_its_deadline_and_that_is_reported(
         asyncio.run(story())
     ((kind, message),) = [(one.kind, one.message) for one in incidents]
     assert kind == "deadline"
-    assert message == (
-        "its process is started again: engine local: no answer to 'cancel' within 0.5 s; killed"
-    )
+    assert message == ("restarting its process: engine local: no answer to 'cancel' within 0.5 s; killed")
 
 
 @pytest.mark.slow
@@ -559,7 +555,7 @@ def test_calls_that_run_in_a_child_that_is_killed_at_the_deadline_of_another_cal
         late = asyncio.ensure_future(engine.generate([request]))
         await asyncio.sleep(0.1)
         late.cancel()  # at the deadline of its rollout: the frozen child does not answer that either
-        with pytest.raises(EngineError, match=r"ask again: .* no answer to 'cancel' within 0\.5 s"):
+        with pytest.raises(EngineError, match=r"retry: .* no answer to 'cancel' within 0\.5 s"):
             await waiting
         await engine.aclose()
 

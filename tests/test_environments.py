@@ -223,19 +223,19 @@ def test_an_error_with_a_reward_is_unscored():
         ([np.ones(2)] * 2, "who: evaluate returned array([1., 1.]) (ndarray), expected a float, a Feedback"),
         (
             [Feedback(done=False, messages=[{"role": "user", "content": "on", "at": date(2026, 1, 1)}])] * 2,
-            "who: evaluate returned messages that no model reads: a message has the date datetime.date(2026,",
+            "who: evaluate returned messages that no model can read: a message has the date datetime.date(",
         ),
         (
             [Feedback(done=False, messages=[{"role": "user", "content": "on", "p": [math.nan]}])] * 2,
-            "who: evaluate returned messages that no model reads: a message has the number nan; expected",
+            "who: evaluate returned messages that no model can read: a message has the number nan; expected",
         ),
         (
             [Feedback(done=False, messages=[{"role": "user", "content": "on", "of": {1: 2}}])] * 2,
-            "who: evaluate returned messages that no model reads: a message has the key 1; expected",
+            "who: evaluate returned messages that no model can read: a message has the key 1; expected",
         ),
         (
             [1.0, Feedback(done=False, messages=["on"])],
-            "who: evaluate returned messages that no model reads: message 1 is 'on'; expected one such as",
+            "who: evaluate returned messages that no model can read: message 1 is 'on'; expected one such as",
         ),
     ],
 )
@@ -326,7 +326,7 @@ def test_prompts_may_be_yielded(scenes):
         ("no message", "prompts('train')[1]: prompt '1': there are no messages; expected at least one"),
         ("bad message", "prompts('train')[1]: prompt '1': message 1 is 'hello'; expected one such as"),
         ("yields without end", "prompts('train'): yields more than 100,000 prompts; return a sequence"),
-        ("same ids", "prompts('train'): two prompts have the id 'a'; ids are unique in a task"),
+        ("same ids", "prompts('train'): two prompts have the id 'a'; ids must be unique"),
         ("lambda", "prompts('train'): a prompt cannot be sent to the trainer's process; put plain data"),
     ],
 )

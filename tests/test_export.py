@@ -119,7 +119,7 @@ def test_a_run_that_trained_all_weights_is_exported_as_it_is(model, tmp_path) ->
     directory = exported(run, tmp_path / "out")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(directory)
     assert torch.equal(logits(loaded), logits(trainer.model.policy.module))
-    with pytest.raises(ConfigError, match="trained all weights, so it has no adapters"):
+    with pytest.raises(ConfigError, match="trained all weights and has no adapters"):
         exported(run, tmp_path / "other", adapters=True)
 
 
@@ -150,7 +150,7 @@ def test_what_is_there_is_never_overwritten_and_nothing_is_left_of_a_failure(
 ) -> None:
     run, _ = adapted
     (tmp_path / "out").mkdir()
-    with pytest.raises(ConfigError, match=r"out: is there already; give another directory with --output"):
+    with pytest.raises(ConfigError, match=r"out already exists; give another directory with --output"):
         exported(run, tmp_path / "out")
     monkeypatch.setattr(export, "card", lambda chosen: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
@@ -164,7 +164,7 @@ def test_a_damaged_checkpoint_is_not_exported(model, tmp_path) -> None:
     run = saved_run(tmp_path / "run", trainer, config)
     weights = next((run / "checkpoints" / "step-000003" / "trainer").glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:-4] + b"\0\1\2\3")
-    with pytest.raises(CheckpointError, match="is not what was written"):
+    with pytest.raises(CheckpointError, match="has changed since it was written"):
         exported(run, tmp_path / "out", step=3)
     assert not (tmp_path / "out").exists()
 
@@ -180,7 +180,7 @@ def test_a_newer_checkpoint_that_is_damaged_is_named_when_an_older_one_is_export
     weights.write_bytes(weights.read_bytes()[:-4] + b"\0\1\2\3")
     assert export.export(run, step=None, output=tmp_path / "out", merged=False, adapters=False) == 0
     said = capsys.readouterr().err
-    assert "note: passed over step-000007: trainer/model.safetensors is not what was written" in said
+    assert "note: passed over step-000007: trainer/model.safetensors has changed since it was written" in said
     assert "step 3" in (tmp_path / "out" / "README.md").read_text()
 
 
@@ -188,7 +188,7 @@ def test_a_run_whose_model_is_gone_says_so(model, tmp_path) -> None:
     trainer, config = of(model, lora=False)
     there = attrs.evolve(config, model=attrs.evolve(config.model, path="tiny"))
     run = saved_run(tmp_path / "run", trainer, there)
-    with pytest.raises(ModelError, match="run: the model that it started from is not there: model 'tiny'"):
+    with pytest.raises(ModelError, match="run: the model that it started from is missing: model 'tiny'"):
         exported(run, tmp_path / "out")
 
 
@@ -201,12 +201,12 @@ def test_a_place_that_cannot_be_written_is_one_line_that_names_the_option(model,
 
 
 def test_a_directory_without_a_checkpoint_or_a_run_is_one_line(tmp_path) -> None:
-    with pytest.raises(ConfigError, match="holds no run"):
+    with pytest.raises(ConfigError, match="is not a run"):
         exported(tmp_path, tmp_path / "out")
     RunDirectory.create(tmp_path / "run", build([{"tasks": TASKS}])).unlock()
     with pytest.raises(ConfigError, match="has no checkpoint yet"):
         exported(tmp_path / "run", tmp_path / "out")
-    with pytest.raises(ConfigError, match="two forms: give one"):
+    with pytest.raises(ConfigError, match="use --merged or --adapters, not both"):
         exported(tmp_path / "run", tmp_path / "out", merged=True, adapters=True)
 
 

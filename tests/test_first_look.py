@@ -102,7 +102,7 @@ def test_a_task_that_no_prompt_validates_is_named():
     pool = EnvironmentPool([HostedEnvironment(Sums(), task="sums")], EnvironmentConfig())
     part = HeldOut(config=ValidationConfig(), prompts={"sums": []}, environments={"sums": pool})
     assert looked(Sums(), letters(), max_tokens=4, held=[part]) == {
-        "no_held_out/sums": "task 'sums' is never validated, since its environment offers no prompts for "
+        "no_held_out/sums": "task 'sums' is never validated, because its environment offers no prompts for "
         "validation; offer some, or set validation.every = 0"
     }
 

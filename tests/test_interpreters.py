@@ -426,7 +426,7 @@ def test_an_interpreter_that_will_not_do_is_refused(tmp_path, says, why):
 
 
 def test_a_path_without_an_interpreter_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="is a directory without bin/python"):
+    with pytest.raises(ConfigError, match="is not a virtual environment: the directory has no bin/python"):
         Interpreter.find(str(tmp_path))
     with pytest.raises(ConfigError, match="there is no such program"):
         Interpreter.find(str(tmp_path / "python"))

@@ -132,7 +132,7 @@ def test_a_second_signal_ends_a_run_at_once_unless_a_closed_terminal_has_sent_bo
     else:
         assert to_the_end(story()) == "went on"
     assert pipeline.stops == 1
-    assert said == [f"{sent[0]}: ending after this step, with a checkpoint (once more: at once)"]
+    assert said == [f"{sent[0]}: ending after this step, with a checkpoint (again: end at once)"]
 
 
 # ---------------------------------------------------------------------------------- whole commands

@@ -45,7 +45,7 @@ def test_a_run_says_what_it_has_survived_in_four_places(survivor):
     run, said = survivor
     assert run.process.returncode == 0, said
     died = {
-        "engine local": ["its process is started again: engine local died (killed by SIGKILL)"],
+        "engine local": ["restarting its process: engine local died (killed by SIGKILL)"],
         "environment of task 'words'": [
             "died (killed by SIGKILL); it is started again",
             "it died while nobody waited for it; it is started again",

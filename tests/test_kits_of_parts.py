@@ -178,7 +178,7 @@ def test_of_a_trainer_without_a_canary_it_is_noted_that_nothing_was_compared():
     ("trainer", "clause", "told"),
     [
         (MakesNoModel, "it_starts_and_makes_the_model", "it calls setup.prepare, if there is one"),
-        (AnotherModel, "it_publishes_the_model_that_it_started_with", "is not that of the model"),
+        (AnotherModel, "it_publishes_the_model_that_it_started_with", "differs from the model"),
         (WrongCanary, "its_canary_is_what_its_weights_say", "the engine would be found at fault"),
         (FirstCanary, "its_canary_follows_its_weights", "the engine would be found at fault"),
         (Backwards, "a_step_makes_good_tokens_likelier_and_bad_ones_rarer", "expected more"),

@@ -101,7 +101,7 @@ def test_prompts_in_flight_are_found_by_id():
 def test_a_changed_source_is_not_resumed(changed, seed, message):
     state = TaskLoader("a", prompts(5), seed=0).state_dict()
     with pytest.raises(
-        CheckpointError, match=r"task 'a': its prompts are not those of the checkpoint " + message
+        CheckpointError, match=r"task 'a': its prompts differ from the checkpoint's " + message
     ):
         TaskLoader("a", changed, seed=seed).load_state_dict(state)
 

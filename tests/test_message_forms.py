@@ -243,7 +243,7 @@ def test_feedback_in_parts_is_text():
     assert feedback.messages == ({"role": "user", "content": "go on"},)
     for messages in ([{"role": "user", "content": 7}], said):
         with pytest.raises(
-            PluginError, match="evaluate of prompt 'p1' returned messages that no model reads: mess"
+            PluginError, match="evaluate of prompt 'p1' returned messages that no model can read: mess"
         ):
             EnvironmentHost.around(Talks(messages=messages)).evaluate([episode])
 

@@ -38,7 +38,7 @@ def test_a_missing_path_is_one_clear_error(path):
 def test_a_hub_id_that_cannot_be_had(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(
-        ModelError, match=r"'no-one/nothing': there is no such directory here, and the hub did"
+        ModelError, match=r"'no-one/nothing': no such directory here, and it cannot be loaded"
     ):
         local_directory("no-one/nothing")
 

@@ -166,7 +166,7 @@ def test_a_run_survives_an_outage_and_loses_nothing(seconds, seed):
     if seconds > 1:
         assert incidents[0].kind == "unavailable"
         assert incidents[-1].kind == "available"
-        assert "away since" in incidents[0].message
+        assert "unavailable since" in incidents[0].message
         assert "refused" in incidents[0].message
 
 
@@ -176,8 +176,8 @@ def test_a_run_whose_service_stays_away_ends_with_a_checkpoint_and_goes_on_from_
     story, incidents = waiting(away, run=saving, config={"unavailable_for": 600.0}, steps=20)
     with pytest.raises(
         Unavailable,
-        match=r"environment of task 'task': its service has been away for 600 s "
-        r"\(environment.unavailable_for\), since .* at last: refused. Start it again",
+        match=r"environment of task 'task': its service has been unavailable for 600 s "
+        r"\(environment.unavailable_for\), since .* the last with: refused. Start it again",
     ) as caught:
         ended(story, incidents, seed)
     (note,) = caught.value.__notes__
@@ -197,7 +197,7 @@ def test_a_service_that_never_answers_ends_the_run_in_half_a_minute():
     away = Away(0.0, 1e9)
     story, incidents = waiting(away)
     with pytest.raises(
-        Unavailable, match=r"away for 30 s \(environment.unavailable_for; it has never answered\)"
+        Unavailable, match=r"unavailable for 30 s \(environment.unavailable_for; it has never answered\)"
     ):
         ended(story, incidents)
     assert len(away.asked) < 12
@@ -268,7 +268,7 @@ def test_a_service_that_hangs_is_away_when_calls_with_two_prompts_took_too_long(
     assert not story.of(PromptSkipped)
     assert story.buffer.statistics().attempts <= story.buffer.statistics().dispatched + 4
     assert len(away.asked) < 20
-    assert "away since" in incidents[0].message
+    assert "unavailable since" in incidents[0].message
 
 
 @pytest.mark.parametrize("error", [late(), REFUSED])
@@ -775,7 +775,7 @@ def test_a_real_run_waits_for_its_judge_and_says_so(judges, server, tmp_path, mo
     away_from_call(server, 6, mode, seconds)
     done = train(judges, server, tmp_path / "run", "validation.every=3", "validation.prompts=8")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "its service is away since" in done.stdout
+    assert "its service has been unavailable since" in done.stdout
     assert "its service answers again" in done.stdout
     events = collections.Counter(event["event"] for event in events_of(tmp_path / "run"))
     assert events["PromptSkipped"] == 0
@@ -791,7 +791,7 @@ def test_a_real_run_whose_judge_stays_away_ends_with_a_checkpoint_and_is_continu
     away_from_call(server, 6, "refuse", 0)
     done = train(judges, server, tmp_path / "run", "environment.unavailable_for=4", "validation.every=0")
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "environment of task 'judged': its service has been away for 4 s" in done.stderr
+    assert "environment of task 'judged': its service has been unavailable for 4 s" in done.stderr
     assert "Traceback" not in done.stderr
     assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
     server.mode = ""

@@ -155,7 +155,7 @@ def test_a_model_with_attention_of_its_own_kind_is_refused(model: str) -> None:
     for part in module.modules():
         if hasattr(part, "is_causal"):
             part.is_causal = False  # type: ignore[assignment]
-    with pytest.raises(ModelError, match="the outputs of two rows are not those of each row alone"):
+    with pytest.raises(ModelError, match="the outputs of two packed rows differ from each row alone"):
         packing.use_packing(module)
 
 

@@ -124,7 +124,7 @@ def test_two_distributions_that_call_their_plugin_alike_are_both_kept(install):
     host = PluginHost.discover(allow=["words"])
     assert [p.name for p in host.plugins] == ["core", "first/words", "second/words"]
     assert plugin(host, "first/words").note == (
-        "another distribution has a plugin 'words' too, so this is 'first/words'"
+        "another distribution has a plugin 'words', so this one is 'first/words'"
     )
     with pytest.raises(
         PluginError,

@@ -45,7 +45,7 @@ def test_the_trainer_traces_the_steps_after_the_first_two_and_computes_the_same(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("steps", "told"), [(5, "the traces of 3 steps"), (4, "there is no profile: it needs 5 steps")]
+    ("steps", "told"), [(5, "the traces of 3 steps"), (4, "no profile was written: it needs 5 steps")]
 )
 def test_the_command_says_where_the_traces_are(tmp_path: Path, steps: int, told: str) -> None:
     settings = ["trainer.prompts_per_step=2", "rollout.group_size=2", "validation.every=0"]

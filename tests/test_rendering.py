@@ -205,8 +205,8 @@ def test_without_a_template_answers_follow_unchanged(directory):
 @pytest.mark.parametrize(
     ("template", "tools", "message"),
     [
-        (MUTE, False, "does not render what an assistant says"),
-        (REWRITING, False, "does not render what an assistant says"),
+        (MUTE, False, "does not render assistant messages"),
+        (REWRITING, False, "does not render assistant messages"),
         (SILENT, True, "cannot render messages of user, assistant, tool: no tools here"),
     ],
 )

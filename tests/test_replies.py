@@ -31,8 +31,8 @@ def test_a_run_whose_rewards_are_all_equal_says_so_after_five_steps():
     assert [event.step for event in warnings(done)] == [5, 6, 7]
     assert warnings(done)[0].message == (
         "the last 5 steps trained nothing: 100% of the groups of task 'task' have equal rewards (mean reward "
-        "0.5), and its prompts are all too hard or all too easy for the model, or evaluate pays the same for "
-        "everything; read rollouts/ of the run"
+        "0.5), and its prompts are all too hard or all too easy for the model, or evaluate gives everything "
+        "the same reward; read rollouts/ of the run"
     )
     assert not any(len(batch.rows) for batch in done.trainer.batches)
 
@@ -65,8 +65,8 @@ def test_a_run_whose_replies_end_and_are_never_paid_says_to_look_at_their_format
     (warning,) = warnings(done)
     assert "raise rollout.max_tokens" not in warning.message
     assert re.search(
-        r"no reply was paid, also none of the \d\d% that ended by themselves: their format may not be the "
-        r"one that evaluate expects, or the task is too hard; read rollouts/ of the run",
+        r"no reply was rewarded, also none of the \d\d% that ended by themselves: their format may not be "
+        r"the one that evaluate expects, or the task is too hard; read rollouts/ of the run",
         warning.message,
     )
 
@@ -223,7 +223,7 @@ def test_a_part_that_no_reply_of_a_small_run_has_is_said_once_there_were_enough(
 def test_paid_replies_that_are_all_cut_off_are_not_answered_by_more_room():
     replies = [reply(float(i > 1), cut=True, advantage=0.0) for i in range(64)]
     (finding,) = findings([step(replies)] * WINDOW)
-    assert "do not pay unfinished text" in finding.message
+    assert "do not reward cut-off text" in finding.message
     assert "raise rollout.max_tokens" not in finding.message
 
 

@@ -173,7 +173,7 @@ def test_a_run_that_has_trained_is_never_removed(tmp_path, trained):
 @pytest.mark.long
 def test_a_file_is_no_directory(here):
     text = refused(here, "train", "--env", "math:sort", "--output", "envs.py")
-    assert text == "grpo-core: --output envs.py: is a file; give the directory of the run, which is made"
+    assert text == "grpo-core: --output envs.py is a file; give a directory for the run"
 
 
 # ---------------------------------------------------------------------------------- a failing disk
@@ -385,7 +385,7 @@ def test_a_run_that_needs_the_weights_it_started_from_is_not_continued_with_othe
     make_tiny_model(model, (), width=16, layers=1, warm_start_steps=0, seed=1)
     if why:
         with pytest.raises(
-            ConfigError, match=f"are not those that the run started from, {why}; put those back"
+            ConfigError, match=f"are not the ones that the run started from, {why}; put them back"
         ):
             resumed(tmp_path / "run")
     else:
@@ -594,7 +594,7 @@ def test_a_resealed_state_is_one_error(tmp_path, change):
         (["trainer.deadline=60"], ""),
         (
             ["trainer.steps=20"],
-            "the learning rate has another schedule now (trainer.steps: 9 -> 20): step 7 has 0.000407 "
+            "the schedule of the learning rate has changed (trainer.steps: 9 -> 20): step 7 has 0.000407 "
             "instead of 0.000163; step 6 had 0.000236",
         ),
         (["trainer.updates_per_step=2", "trainer.warmup_updates=100"], "trainer.updates_per_step: 1 -> 2, "),
@@ -651,7 +651,7 @@ def test_a_time_limit_and_a_reference_that_act_otherwise_than_before_are_said(tm
     a_run(tmp_path / "run", settings=["trainer.time_limit=60", "trainer.reference_every=2"])
     notes = resumed(tmp_path / "run", "trainer.reference_every=0").notes
     assert any(
-        note.startswith("the reference is the model that the run started from again") for note in notes
+        note.startswith("the reference is again the model that the run started from") for note in notes
     )
     assert any(note.startswith("this start ends within 60 s as well") for note in notes)
     assert not any("this start" in note for note in resumed(tmp_path / "run", "trainer.time_limit=30").notes)
@@ -727,7 +727,7 @@ def test_a_sampler_in_place_of_another_starts_without_its_state(tmp_path):
     stream = PromptStream(sampler=Curriculum(), loaders=loaders, name="curriculum")
     buffer = Buffer(prompts_per_step=2, max_staleness=2, num_steps=9)
     told = checkpoint.restore(directory, buffer, loaders, stream)
-    assert told == ["sampler 'curriculum' is new since the checkpoint, where 'mix' drew"]
+    assert told == ["sampler 'curriculum' is new since the checkpoint, which is of 'mix'"]
 
 
 # ---------------------------------------------------------------------------------- a whole run, moved
@@ -809,7 +809,7 @@ def test_a_change_with_which_a_run_cannot_start_is_not_kept(here):
     assert done.returncode == 0, done.stderr
     before = (here / "run" / "config.toml").read_bytes()
     changes = options("trainer.steps=3", "tasks.fromafile.options.path=others.txt")
-    assert "not those of the checkpoint" in refused(here, "train", "--resume", "run", *changes)
+    assert "differ from the checkpoint's" in refused(here, "train", "--resume", "run", *changes)
     assert (here / "run" / "config.toml").read_bytes() == before
     assert not [*(here / "run").glob("config-*.toml")]
     done = grpo(here, "train", "--resume", "run", "--set", "trainer.steps=3")
@@ -961,7 +961,9 @@ def test_a_run_that_has_reached_its_goal_trains_nothing_when_it_is_resumed(here)
     done = grpo(here, "train", "--resume", "run", *options("trainer.steps=2", "trainer.stop_when="))
     assert done.returncode == 0, done.stderr
     assert [event["step"] for event in events(run, "StepEnded")] == [1, 2]
-    said = "warning, step 1: the learning rate has another schedule now (trainer.steps: 9 -> 2): step 2 has "
+    said = (
+        "warning, step 1: the schedule of the learning rate has changed (trainer.steps: 9 -> 2): step 2 has "
+    )
     assert said in done.stdout
 
 

@@ -166,7 +166,7 @@ def test_unfinished_rollouts_are_unscored_at_the_deadline():
     (rollout,) = played(requests(1), {"task": FakeEnvironment()}, engine, deadline=5.0)
     assert (rollout.reward, rollout.error) == (
         None,
-        "not finished within its deadline of 5 s; it waited for the engine in turn 1, or for room there, "
+        "not finished within its deadline of 5 s; it waited for the engine in turn 1, or in its queue, "
         "which counts as well",
     )
     assert engine.running == 0, "the request was given up"
@@ -220,10 +220,10 @@ def test_a_timeout_of_an_engine_s_own_is_not_told_as_the_deadline_of_the_rollout
             {"versions": (0, 0)},
             "1 logprobs and 2 versions; expected as many of each",
         ),
-        ({"token_ids": (1.5,)}, "returned 1.5; expected a whole number of 32 bits as token id"),
-        ({"token_ids": (2**31,)}, "returned 2147483648; expected a whole number of 32 bits as token id"),
+        ({"token_ids": (1.5,)}, "returned 1.5; expected a 32-bit integer as token id"),
+        ({"token_ids": (2**31,)}, "returned 2147483648; expected a 32-bit integer as token id"),
         ({"token_ids": np.array([2**31])}, "returned an array of int64 from 2147483648 to 2147483648"),
-        ({"token_ids": [[1]]}, r"returned \[1\]; expected a whole number"),
+        ({"token_ids": [[1]]}, r"returned \[1\]; expected a 32-bit integer"),
         ({"token_ids": np.array([[1]])}, r"returned an array of shape \[1, 1\]; expected one dimension"),
         ({"token_ids": (-1,)}, "returned the token id -1; expected 0 or more"),
         (

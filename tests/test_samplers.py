@@ -120,9 +120,9 @@ class KeepsEverything(Mix):
 @pytest.mark.parametrize(
     ("faulty", "message"),
     [
-        (Forgetful, "a resumed sampler goes another way"),
-        (lambda: ForgetsWhatItHeard(known_after=1), "a resumed sampler goes another way than one that was"),
-        (Undetermined, "the same calls, made again, gave other|goes another way"),
+        (Forgetful, "two samplers resumed from one state draw other prompts"),
+        (lambda: ForgetsWhatItHeard(known_after=1), "a resumed sampler draws other prompts"),
+        (Undetermined, "the same calls, repeated, gave other|draws? other prompts"),
         (Wasteful, r"taken from the loaders and not returned: \[\('c'"),
         (ReturnsTwice, r"returned more often than taken: \[\('c'"),
         (PerTask, "returned 12 prompts, expected exactly"),
@@ -208,7 +208,7 @@ KNOWN = Prompt(messages="x", environment="a")
             [KNOWN, Prompt(messages="x", environment="z")],
             "sampler 'mine:odd' returned a prompt of task 'z' at 1, expected one of a, b, c",
         ),
-        (KeyError("gold"), "sampler 'mine:odd' raised KeyError: 'gold' (asked with SampleRequest("),
+        (KeyError("gold"), "sampler 'mine:odd' raised KeyError: 'gold' (request: SampleRequest("),
     ],
 )
 def test_a_bad_draw_is_an_error_that_names_the_sampler_and_the_numbers(answer, message):

@@ -184,7 +184,7 @@ def test_a_secret_in_the_configuration_is_refused_before_anything_is_written(
         cli.main()
     said = capsys.readouterr()
     assert ended.value.code == 2
-    assert f"configuration key '{key}': is named like a secret" in said.err
+    assert f"configuration key '{key}' looks like a secret" in said.err
     assert "environment variable" in said.err
     assert "SECRET123" not in said.err + said.out
     assert not list(tmp_path.iterdir())

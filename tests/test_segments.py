@@ -366,7 +366,7 @@ def refusals():
     try:
         yield
     except ModelError as error:
-        if not re.search("cannot render messages|does not render what an assistant says", str(error)):
+        if not re.search("cannot render messages|does not render assistant messages", str(error)):
             raise
 
 

@@ -421,7 +421,7 @@ def environment(**fields):
         ),
         (
             {"tools": [Exits().leave]},
-            r"Made has tools, but max_turns is 1: a model that calls one needs a turn",
+            r"Made has tools, but max_turns is 1: a model that calls one needs another turn",
         ),
         ({"tools": [Exits().leave] * 2, "max_turns": 2}, "two tools are called 'leave'"),
     ],

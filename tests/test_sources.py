@@ -125,12 +125,12 @@ def test_blank_lines_and_other_line_ends_do_not_count(file):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([], "is empty; expected a prompt a row"),
-        ([ROWS[0], "{nonsense"], "row 2: no JSON: "),
+        ([], "is empty; expected prompts"),
+        ([ROWS[0], "{nonsense"], "row 2: not valid JSON: "),
         ([ROWS[0], [1]], "row 2: [1], expected an object"),
         (
             [ROWS[0], '{"prompt": "a", "x": ' + "[" * 9_999 + "]" * 9_999 + "}"],
-            "row 2: no JSON: ",
+            "row 2: not valid JSON: ",
         ),
         ([ROWS[0], {"text": "x"}], "row 2: has no field 'prompt' or 'messages' or 'question', only 'text'"),
         ([{"prompt": 7}], "row 1: 'prompt' is 7, expected text or messages such as"),
@@ -143,7 +143,7 @@ def test_blank_lines_and_other_line_ends_do_not_count(file):
             [{"messages": [{"role": "user", "content": True}]}],
             "row 1: message 1 (user): its content is True; expected",
         ),
-        ([{"prompt": "a", "id": 1}, {"prompt": "b", "id": 1}], "row 2: has the id '1', as row 1; ids are"),
+        ([{"prompt": "a", "id": 1}, {"prompt": "b", "id": 1}], "row 2: has the id '1', as row 1; ids must"),
     ],
 )
 def test_an_invalid_row_is_found_before_the_run_begins(file, rows, message):
@@ -205,7 +205,7 @@ def test_a_loader_on_a_source_is_resumed_and_a_changed_file_is_not(file):
     again.load_state_dict(state)
     assert again.take(9) == loader.take(9)
     file([*ROWS[:-1], {"question": "other", "answer": "x"}])
-    with pytest.raises(CheckpointError, match=r"task 'sums': its prompts are not those of the checkpoint"):
+    with pytest.raises(CheckpointError, match=r"task 'sums': its prompts differ from the checkpoint's"):
         TaskLoader("sums", source(path), seed=1).load_state_dict(state)
 
 
@@ -569,7 +569,7 @@ def test_a_hook_that_makes_no_prompt_is_an_error_that_names_it(file, hooks, name
 
 def test_an_id_that_comes_twice_is_found_among_the_rows_that_are_kept(file):
     rows = [{"prompt": f"{i}+1=", "id": i // 2, "use": i % 3} for i in range(6)]
-    with pytest.raises(ConfigError, match=r"row 6: has the id '2', as row 5; ids are unique"):
+    with pytest.raises(ConfigError, match=r"row 6: has the id '2', as row 5; ids must be unique"):
         source(file(rows), where="use != 0").open()
 
 

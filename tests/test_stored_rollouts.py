@@ -205,8 +205,8 @@ class Solver:
 @pytest.mark.parametrize(
     ("answer", "why"),
     [
-        ((3, 4), "is of the type tuple, which JSON does not give back"),
-        ({3: "three"}, "is of the type dict, which JSON does not give back"),
+        ((3, 4), "is of the type tuple, which JSON does not restore"),
+        ({3: "three"}, "is of the type dict, which JSON does not restore"),
         ({3, 4}, "is of the type set"),
         (float("nan"), "is of the type float"),
         (Solver(), "is of the type Solver"),

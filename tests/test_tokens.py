@@ -96,11 +96,11 @@ def test_a_completion_without_tokens_is_one():
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        ([1.0], "returned 1.0; expected a whole number of 32 bits"),
-        (["5"], "returned '5'; expected a whole number"),
-        ([2**31], "returned 2147483648; expected a whole number of 32 bits"),
+        ([1.0], "returned 1.0; expected a 32-bit integer"),
+        (["5"], "returned '5'; expected a 32-bit integer"),
+        ([2**31], "returned 2147483648; expected a 32-bit integer"),
         (np.array([2**40]), "returned an array of int64 from 1099511627776 to 1099511627776"),
-        (np.array([1.0]), "returned an array of float64 from 1.0 to 1.0; expected whole numbers"),
+        (np.array([1.0]), "returned an array of float64 from 1.0 to 1.0; expected 32-bit integers"),
         (np.array([[1]]), r"returned an array of shape \[1, 1\]; expected one dimension"),
         ([1, 2], "returned 2 token ids, 1 logprobs and 1 versions; expected as many of each"),
     ],
@@ -175,6 +175,6 @@ def test_joined_ids_are_those_of_the_parts_in_order_and_cannot_be_written(parts)
 @pytest.mark.parametrize("kind", [list, np.array])
 @pytest.mark.parametrize("beyond", [2**31, -(2**31) - 1, 2**40])
 def test_an_id_beyond_32_bits_is_refused_and_does_not_wrap_around(kind, beyond):
-    with pytest.raises(ValueError, match="32 bits"):
+    with pytest.raises(ValueError, match="32-bit integer"):
         as_ids(kind([1, beyond]))
     assert as_ids(kind([2**31 - 1, -(2**31)])).tolist() == [2**31 - 1, -(2**31)]

@@ -205,7 +205,7 @@ def test_a_tracker_whose_service_is_away_is_called_again_and_loses_nothing(monke
         tracked({"up": uploading}, lambda all_of_them: [all_of_them.emit(event) for event in EVENTS])
     assert [step for step, _ in uploading.metrics_of] == [0, 1]
     (told,) = [record.getMessage() for record in log.records]
-    assert "tracker 'up': in Validated its service is away: " in told
+    assert "tracker 'up': its service is unavailable in Validated: " in told
     assert "Connection refused" in told
 
 
@@ -497,7 +497,7 @@ def checked(*settings):
             ['tracking.trackers=["file"]'],
             r"no tracker 'file'\. Did you mean 'files'\? Installed: core:f",
         ),
-        (['tracking.trackers=["files", "files"]'], "tracking.trackers: 'files' is there twice"),
+        (['tracking.trackers=["files", "files"]'], "tracking.trackers: 'files' is listed twice"),
         (["tracking.files.zip=true"], "tracker 'files' .* has no option 'zip'"),
         (["tracking.fils.compress=true"], r"tracking\.trackers does not select\. Did you mean 'files'\?"),
         (

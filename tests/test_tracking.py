@@ -152,7 +152,7 @@ def test_a_directory_that_holds_another_run_is_refused(tmp_path):
 
 
 def test_a_directory_without_a_run(tmp_path):
-    with pytest.raises(ConfigError, match=r"holds no run \(there is no config\.toml in it\)"):
+    with pytest.raises(ConfigError, match=r"is not a run \(there is no config\.toml in it\)"):
         RunDirectory.open(tmp_path)
     with pytest.raises(ConfigError, match="there is no run with a checkpoint in"):
         RunDirectory.latest(tmp_path)
@@ -368,7 +368,7 @@ def test_of_many_tasks_the_largest_are_named_and_the_others_are_counted():
     assert (
         "reward t0 0.500 x 2, t1 0.500 x 2, t2 0.500 x 2, t3 0.500 x 2, t4 0.500 x 2, t7 0.500 x 30" in line
     )
-    assert "and 3 tasks more x 6  staleness" in line
+    assert "and 3 more tasks x 6  staleness" in line
 
 
 def test_a_reward_of_filtered_groups_says_how_many_were_left_out():

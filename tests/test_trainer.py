@@ -542,7 +542,7 @@ def test_a_batch_without_rows_raises_the_version_and_nothing_else(model: str) ->
 
 
 def test_the_step_of_another_version_is_refused(model: str) -> None:
-    with pytest.raises(TrainerError, match="step 3 was asked of a trainer that holds version 0"):
+    with pytest.raises(TrainerError, match="step 3 was requested from a trainer at version 0"):
         TorchTrainer(setup(model)).step(batch(ragged(), step=3))
 
 

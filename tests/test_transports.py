@@ -205,7 +205,7 @@ def test_an_engine_takes_nothing_from_one_that_cannot_prove_to_be_its_trainer(wr
         thread = threading.Thread(target=pretend, args=(listening,))
         thread.start()
         where = ["127.0.0.1", listening.getsockname()[1], secret, publication]
-        with pytest.raises(WeightSyncError, match="not the trainer of this run"):
+        with pytest.raises(WeightSyncError, match="is not this run's trainer"):
             read_weights(evolve(weights, location=f"collective:{json.dumps(where)}"))
         thread.join()
     assert secret.encode() not in heard[0]
@@ -365,14 +365,14 @@ def test_a_handle_is_plain_text_and_names_its_gpu_by_identity():
     handle = [0, b"\x00\xff", 1 << 40, 512, b"counter", 3, b"event", True]
     location = cuda_ipc.described("GPU-b", handle)
     assert cuda_ipc.handle_of(location, ["GPU-a", "GPU-b"]) == [1, *handle[1:]]
-    with pytest.raises(ValueError, match=r"GPU GPU-b is none of \['GPU-a'\]"):
+    with pytest.raises(ValueError, match=r"GPU GPU-b is not one of \['GPU-a'\]"):
         cuda_ipc.handle_of(location, ["GPU-a"])
 
 
 def test_a_handle_that_cannot_be_opened_is_an_error_with_advice(writer):
     location = cuda_ipc.described("GPU-a", [0, b"", 0, 0, b"", 0, b"", True])
     weights = evolve(writer.write(1, named(1.0)), location=location)
-    with pytest.raises(WeightSyncError, match=r'GPU-a is none of.*engine\.transport = "shm"'):
+    with pytest.raises(WeightSyncError, match=r'GPU-a is not one of.*engine\.transport = "shm"'):
         read_weights(weights)
 
 

@@ -829,7 +829,7 @@ def test_the_deadline_ends_those_that_are_late_and_keeps_what_is_finished():
     rollouts = played(environment, engine, 3, deadline=15.0)
     assert [rollout.reward for rollout in rollouts] == [0.75, None, 0.75]
     assert [rollout.turns for rollout in rollouts] == [3, 1, 3]
-    late = "not finished within its deadline of 15 s; it waited for the engine in turn 2, or for room there"
+    late = "not finished within its deadline of 15 s; it waited for the engine in turn 2, or in its queue"
     assert rollouts[1].error == f"{late}, which counts as well"
     assert engine.running == 0
 

@@ -212,7 +212,7 @@ def test_a_run_and_a_model_are_measured_with_another_strategy(run):
     ("arguments", "message"),
     [
         (["nowhere", "--env", "math:sort"], "model 'nowhere': there is no such directory"),
-        (["run/logs", "--env", "math:sort"], "run/logs: is neither a run"),
+        (["run/logs", "--env", "math:sort"], "run/logs is neither a run"),
         (["run/model"], "no task to measure: give an environment with --env NAME"),
         (["run", "--validation", "pass_at"], "there is no validation strategy 'pass_at'. Did you mean"),
         (["run", "--validation", "pass_at_k", "--set", "validation.options.k=0"], "k is 0; expected whole"),

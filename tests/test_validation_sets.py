@@ -61,10 +61,13 @@ def test_a_set_has_the_keys_of_validation_that_it_does_not_set_itself():
 @pytest.mark.parametrize(
     ("sets", "message"),
     [
-        ({"a": {}}, "task = '' with env = '': a set has the prompts of a task, or an environment of its own"),
+        ({"a": {}}, "task = '' with env = '': set either the task or the environment"),
         ({"a": {"task": "sort", "env": "math:sort"}}, "task = 'sort' with env = 'math:sort'"),
-        ({"a": {"task": "sort", "success": 1.0}}, "env_options, success or source: these belong to `env`"),
-        ({"a/b": {"task": "sort"}}, "'validation.sets': the name 'a/b' of a set has to be 1 to 64 letters"),
+        (
+            {"a": {"task": "sort", "success": 1.0}},
+            "env_options, success or source: these keys belong to `env`",
+        ),
+        ({"a/b": {"task": "sort"}}, "'validation.sets': the name 'a/b' of a set must be 1 to 64 letters"),
         (
             {"a": {"task": "sort", "n": 4}},
             "An option of a plugin is written 'validation.sets.a.options.n'.",
@@ -133,7 +136,7 @@ def test_an_option_of_a_strategy_is_found_where_options_are():
         ),
         (
             {"checkpoint": {"best": "validation/sort/outcome"}},
-            "and outcome compares a version with another one, which changes; choose a metric of the version",
+            "and outcome compares each version with a changing one; choose a metric of a single version",
         ),
         (
             {
@@ -390,7 +393,7 @@ def test_an_unknown_name_is_refused_with_those_that_there_are(a_run):
     done = grpo(a_run.parent, "validate", "run", "--only", "aime")
     assert done.returncode == 2
     assert (
-        "--only aime: is neither a task nor a validation set; there are sort, bench, rows, sort4"
+        "--only aime: is neither a task nor a validation set; expected one of sort, bench, rows, sort4"
         in done.stderr
     )
 
@@ -429,5 +432,5 @@ def test_the_best_version_is_compared_with_after_a_resume(tmp_path):
     other = grpo(tmp_path, "train", "--resume", "run", "--set", "trainer.steps=5",
         "--set", "validation.sets.b.name=greedy")  # fmt: skip
     assert other.returncode == 0, other.stderr
-    told = "validation strategy 'greedy' of the set 'b' is new since the checkpoint, where 'paired' measured"
+    told = "validation strategy 'greedy' of the set 'b' is new since the checkpoint, which is of 'paired'"
     assert told in other.stdout + other.stderr

@@ -81,7 +81,7 @@ def given(env: Any, data: Any, settings: Mapping[str, Any]) -> Given:
     settings = dict(settings)
     if (reward := settings.pop("reward", None)) is not None:
         if env is not None:
-            raise ConfigError("env and reward are both given; leave out one of them")
+            raise ConfigError("use env or reward, not both")
         env = {"rewards": added(reward)} if isinstance(reward, list | tuple) else reward
     found, environments = Given(), _environments(env)
     if data is not None and len(environments) != 1:
@@ -92,7 +92,7 @@ def given(env: Any, data: Any, settings: Mapping[str, Any]) -> Given:
     splits = _splits(data)
     twice = [each for each in environments.values() if not isinstance(each, str | type)]
     if len({id(each) for each in twice}) < len(twice):
-        raise ConfigError("env: one object is given for two tasks; each needs an object of its own")
+        raise ConfigError("env: one object is given for two tasks; each needs its own object")
     tasks = {name: _task(found, name, each, splits) for name, each in environments.items()}
     if tasks:
         found.table["tasks"] = tasks

@@ -113,7 +113,7 @@ def added(functions: Sequence[Any]) -> Added:
         function, weight = each if isinstance(each, list | tuple) and len(each) == 2 else (each, 1.0)
         if not callable(function) or not isinstance(weight, int | float):
             raise ConfigError(
-                f"reward has {each!r} in it; expected functions, or pairs of one and its weight: "
+                f"reward contains {each!r}; expected functions, or pairs of one and its weight: "
                 "reward=[exact, (short, 0.1)]"
             )
         name = getattr(function, "__name__", type(function).__name__)

@@ -63,8 +63,8 @@ async def first_look(
         )
     elif end := renderer.unstopped_end(rollout.stop):
         messages["no_turn_end"] = (
-            f"the chat template ends a turn with {end[:80]!r}, where no completion stops: it has no stop "
-            "token and no text of rollout.stop, so that the model talks on; name its token in eos_token_id "
+            f"the chat template ends a turn with {end[:80]!r}, which is neither a stop token nor in "
+            "rollout.stop, so that completions do not end there; add its token to eos_token_id "
             "of generation_config.json, or set rollout.stop"
         )
     for task, part in prompts.items():
@@ -89,7 +89,7 @@ async def first_look(
             )
     for name in (name for part in held_out for name, own in part.prompts.items() if not own):
         messages[f"no_held_out/{name}"] = (
-            f"task {name!r} is never validated, since its environment offers no prompts for validation; "
+            f"task {name!r} is never validated, because its environment offers no prompts for validation; "
             "offer some, or set validation.every = 0"
         )
     calling = [task for task in prompts if tools.get(task) or environments[task].player is not None]
@@ -124,8 +124,8 @@ def conventions(renderer: Renderer, stop: Sequence[str], calling: Sequence[str])
         messages["misread_calls"] = found and f"{who}: {found}"
         end = renderer.unstopped_end(stop, call=True)
         messages["no_call_end"] = end and (
-            f"{who}: the chat template goes on after a tool call with {end[:80]!r}, where no completion "
-            "stops; name its token in eos_token_id of generation_config.json, or set rollout.stop"
+            f"{who}: the chat template continues a tool call with {end[:80]!r}, where no completion stops; "
+            "add its token to eos_token_id of generation_config.json, or set rollout.stop"
         )
     return {cause: message for cause, message in messages.items() if message}
 

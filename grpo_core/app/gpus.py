@@ -80,7 +80,7 @@ def choose(
     if trainer is not None and trainer.device.startswith("cuda") and not count:
         raise ConfigError(
             f'trainer.device = "{trainer.device}": this process sees no GPU; set it to "auto" or "cpu", '
-            "or mend the driver (grpo-core doctor)"
+            "or fix the driver (grpo-core doctor)"
         )
     for key, gpus in _configured(trainer, engines, ranks):
         _check_list(key, gpus, count)
@@ -203,13 +203,13 @@ def _of_trainer(
     if ranks > 1:
         if len(free) < ranks:
             raise ConfigError(
-                f"trainer.ranks = {ranks}: each rank needs a GPU of its own, and {len(free)} of the "
+                f"trainer.ranks = {ranks}: each rank needs its own GPU, and {len(free)} of the "
                 f"{count} GPUs of this machine are free; lower it, or give the engines fewer"
             )
         return tuple(free[:ranks])
     if not free and count > 1 and any(engine.gpus for engine in engines.values()):
         raise ConfigError(
-            f"the engines are given all {count} GPUs of this machine: leave one for the trainer, or name the "
+            f"the engines use all {count} GPUs of this machine: leave one for the trainer, or name the "
             "trainer's in trainer.gpus"
         )
     return (free[0] if free else 0,)
@@ -230,7 +230,7 @@ def _check_overlap(key: str, engine: EngineConfig, trains: Gpus, *, joined: bool
     elif gpus & {*trains} and gpus != {*trains}:
         raise ConfigError(
             f"{key}.gpus = {engine.gpus}: GPU {trains[0]} is the trainer's; leave it out there, or name "
-            "another one in trainer.gpus. They share a GPU only if it is the only one of both"
+            "another one in trainer.gpus. They share a GPU only if neither has another one"
         )
 
 

@@ -153,9 +153,7 @@ def tasks_of(envs: Sequence[str]) -> dict[str, Any]:
     for env in envs:
         name = task_name(env)
         if name in tasks:
-            raise ConfigError(
-                f"--env {env}: a task {name!r} is there already; name your tasks in a CONFIG.toml"
-            )
+            raise ConfigError(f"--env {env}: task {name!r} already exists; name your tasks in a CONFIG.toml")
         tasks[name] = {"env": env}
     return tasks
 
@@ -177,7 +175,7 @@ def new_directory(path: Path) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
         if any(path.iterdir()):
-            raise ConfigError(f"--output {path}: is not empty; give another directory")
+            raise ConfigError(f"--output {path} is not empty; give another directory")
     except OSError as error:
         raise ConfigError(f"--output {path}: cannot be written: {error.strerror}") from error
     return path

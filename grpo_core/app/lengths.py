@@ -179,7 +179,7 @@ def has_tokenizer(config: Config, start: StartModel) -> bool:
     if start.prepare is not None and config.trainer.epochs:
         raise ConfigError(
             f"rollout.max_prompt_tokens with trainer.epochs: the model {config.model.path!r} is made when "
-            "the run starts, so the number of prompts that are left is not known before; set trainer.steps "
+            "the run starts, so the number of remaining prompts is not known before; set trainer.steps "
             "instead of trainer.epochs"
         )
     return start.prepare is None

@@ -159,7 +159,7 @@ def prepare(
     known = [*config.tasks, *config.validation.sets]
     if unknown := [name for name in only if name not in known]:
         raise ConfigError(
-            f"--only {unknown[0]}: is neither a task nor a validation set; there are {', '.join(known)}"
+            f"--only {unknown[0]}: is neither a task nor a validation set; expected one of {', '.join(known)}"
         )
     if measured.model is not None:
         check_files(measured.model, chat_template(config.model.chat_template))

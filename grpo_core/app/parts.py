@@ -504,14 +504,14 @@ def check_dataloaders(config: Config, dataloaders: Mapping[str, Dataloader], sam
     streams = [name for name, dataloader in dataloaders.items() if dataloader.size is None]
     if not streams:
         return
-    who = f"{dataloaders[streams[0]].who} is a stream, whose number of prompts is not known"
+    who = f"{dataloaders[streams[0]].who} is a stream with an unknown number of prompts"
     if config.trainer.epochs:
         raise ConfigError(
-            f"{who}, and trainer.epochs = {config.trainer.epochs:g} counts them: set trainer.steps instead"
+            f"{who}, and trainer.epochs = {config.trainer.epochs:g} needs it: set trainer.steps instead"
         )
     if getattr(sampler, "needs_places", False):
         raise ConfigError(
-            f"{who}, and the sampler {config.sampler.name!r} chooses among the places of a task's prompts: "
+            f"{who}, and the sampler {config.sampler.name!r} selects prompts by index: "
             "choose a sampler that only takes the next prompts, such as mix, or let the dataloader return a "
             "sequence"
         )

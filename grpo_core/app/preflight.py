@@ -95,7 +95,7 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
         section.check(config)
     if config.model.attention and config.trainer.packing is True:
         raise ConfigError(
-            f"trainer.packing = true brings its own attention, and model.attention = "
+            f"trainer.packing = true uses its own attention, but model.attention = "
             f"{config.model.attention!r} asks for another one; leave one of them out"
         )
     for step in (0, config.trainer.steps):  # a failing function of a file is an error now
@@ -117,7 +117,7 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
 
 def _no_tokens(key: str, name: str) -> ConfigError:
     return ConfigError(
-        f"{key}.name = {name!r}: this engine gives text, and training needs the tokens and their logprobs; "
+        f"{key}.name = {name!r}: this engine returns text, but training needs tokens and their logprobs; "
         "measure it with grpo-core validate, or choose an engine that holds the model's weights, such as "
         "local or vllm"
     )
@@ -194,18 +194,18 @@ def _check_best(config: Config) -> None:
     key, every = interval_of(best, config, "checkpoint.best")
     if not every or not config.checkpoint.every:
         raise ConfigError(
-            f"checkpoint.best compares checkpoints that are validated: checkpoint.every and {key} "
+            f"checkpoint.best compares validated checkpoints: checkpoint.every and {key} "
             f"must not be 0; they are {config.checkpoint.every} and {every}"
         )
     if (name := best.rpartition("/")[2]) in COMPARED:
         raise ConfigError(
-            f"checkpoint.best is {best!r}, and {name} compares a version with another one, which changes; "
-            "choose a metric of the version alone, such as accuracy or reward"
+            f"checkpoint.best is {best!r}, and {name} compares each version with a changing one; choose a "
+            "metric of a single version, such as accuracy or reward"
         )
     met = lcm(config.checkpoint.every, every)
     if not config.trainer.epochs and min(config.checkpoint.every, every) <= config.trainer.steps < met:
         raise ConfigError(
-            "checkpoint.best compares checkpoints that are validated, and of "
+            "checkpoint.best compares validated checkpoints, but of "
             f"{config.trainer.steps} steps only the last would be both: checkpoint.every is "
             f"{config.checkpoint.every} and {key} is {every}; "
             "make one of them a multiple of the other"
@@ -262,7 +262,7 @@ def _check_set(name: str, parts: Parts, *, trains: bool) -> None:
     if trains and chosen.every is None and not validation.every:
         raise ConfigError(
             f"{key} is never measured, since validation.every is 0: set {key}.every, to 0 if only "
-            "`grpo-core validate` shall measure it"
+            "`grpo-core validate` should measure it"
         )
     remote = parts.placement().remote
     for environment in validation.environments([name]).values():
@@ -298,8 +298,8 @@ def _check_placement(parts: Parts, *, trains: bool) -> None:
         needed, chosen = parts.place_of_trainer, parts.config.placement.name
         if needed and needed != chosen:
             raise ConfigError(
-                f'trainer.name = "{parts.config.trainer.name}": its processes are in the workers of '
-                f'placement.name = "{needed}", and placement.name is "{chosen}"; set it to "{needed}"'
+                f'trainer.name = "{parts.config.trainer.name}" runs in the workers of placement.name = '
+                f'"{needed}", but placement.name is "{chosen}"; set it to "{needed}"'
             )
         check_reader(parts.data_plane(placement), parts.config.data_plane.name)
     parts.transport(placement)
@@ -335,8 +335,8 @@ def _check_of_program(key: str, task: TaskConfig, config: EnvironmentConfig, sel
         )
     if config.workers > 1 and selected.offer.once:
         raise ConfigError(
-            f"environment.workers = {config.workers}: {selected.name!r} is one object; give its class, of "
-            "which each worker makes an object of its own"
+            f"environment.workers = {config.workers}: {selected.name!r} is one object; give its class, so "
+            "that each worker makes its own object"
         )
 
 

@@ -154,7 +154,7 @@ def _found(
             again = f"; {lost(steps, seconds)}, and trained again" if steps else ""
             notes.append(f"continuing {path} after step {found.step}{again}")
         else:
-            notes += [over.told, "completing its end: its page, and what else its trackers write then"]
+            notes += [over.told, "writing what its trackers write at the end, such as its page"]
     return Launch(
         config=config,
         host=host,
@@ -242,7 +242,7 @@ def changed_schedule(found: checkpoint.Found, trainer: TrainerConfig) -> str:
         f"trainer.{key}: {shown(a)} -> {shown(b)}" for key, a, b in differences(saved, _schedule(trainer))
     ]
     return (
-        f"the learning rate has another schedule now ({', '.join(keys)}): step {step + 1} has {new:.3g} "
+        f"the schedule of the learning rate has changed ({', '.join(keys)}): step {step + 1} has {new:.3g} "
         f"instead of {old:.3g}; step {step} had {last:.3g}"
     )
 
@@ -295,8 +295,8 @@ def _warnings(path: Path, saved: Mapping[str, Any], config: Config) -> Iterator[
     version = saved.get("grpo_core", __version__)
     if version != __version__:
         yield (
-            f"warning: {path} was written by grpo-core {version}, this is {__version__}: its next "
-            "steps may differ from those of an unbroken run"
+            f"warning: {path} was written by grpo-core {version}, this is {__version__}: its next steps may "
+            "differ from an uninterrupted run"
         )
     if saved.get("teacher") and saved["teacher"] != _teacher_digest(config):
         yield f"warning: the weights of the teacher {config.teacher.path} have changed since the checkpoint"
@@ -309,12 +309,12 @@ def _warnings(path: Path, saved: Mapping[str, Any], config: Config) -> Iterator[
 def _consequences(before: Config, config: Config, changes: Mapping[str, Any]) -> Iterator[str]:
     """Yield messages about consequences of changed keys that their values do not show."""
     if before.trainer.reference_every and not config.trainer.reference_every:
-        yield "the reference is the model that the run started from again, instead of the one it had moved to"
+        yield "the reference is again the model that the run started from, instead of the updated one"
     limit = config.trainer.time_limit
     if limit and "time_limit" not in changes.get("trainer", {}):
         yield (
-            f"this start ends within {limit:g} s as well: trainer.time_limit is kept; "
-            "--set trainer.time_limit=0 takes it away"
+            f"this start ends within {limit:g} s as well: trainer.time_limit still applies; --set "
+            "trainer.time_limit=0 removes it"
         )
 
 

@@ -66,7 +66,7 @@ def interruptions(status: Callable[[str], None], stop: Stop) -> Iterator[Callabl
             main.cancel()
             return
         when = "after this step" if running[0].in_step else "now"
-        status(f"{why}: ending {when}, with a checkpoint (once more: at once)")
+        status(f"{why}: ending {when}, with a checkpoint (again: end at once)")
         running[0].stop()
 
     def take(pipeline: Pipeline) -> None:

@@ -142,7 +142,7 @@ def transport(
     host, near = f"engine.collective_host = {engine.collective_host!r}", is_loopback(engine.collective_host)
     if not from_here and not offer.remote:
         raise ConfigError(
-            f"{setting} is for a trainer of this machine, and this one is in workers, which may be on "
+            f"{setting} needs a trainer on this machine, but this one is in workers, perhaps on "
             'several: use "collective", or leave it out'
         )
     if not from_here and not near:
@@ -156,7 +156,7 @@ def transport(
         )
     if from_here and not offer.several and (placement.pooled or shared):
         raise ConfigError(
-            f"{setting} is for one engine: of several, one that is late would read what the trainer writes "
-            'next; use "collective" or "shm"'
+            f"{setting} is for one engine: a late one of several would read the trainer's next "
+            'weights; use "collective" or "shm"'
         )
     return chosen

@@ -34,7 +34,7 @@ def _memory_limit() -> str:
     """Return the memory limit of this process, and a remedy."""
     most, _ = resource.getrlimit(resource.RLIMIT_AS)
     if most == resource.RLIM_INFINITY:
-        return "this machine or container has none left; end other programs, or give it more"
+        return "this machine or container has no memory left; end other programs, or give it more"
     return f"this process may use {most // 2**20:,} MiB of address space (ulimit -v); raise the limit"
 
 

@@ -32,7 +32,7 @@ NAMED: Mapping[str, tuple[str, type | None]] = {
 """Tables that a user names, by their key: their place, and their kind unless it is options."""
 HEADER = (
     "These are the defaults for the model {model!r}; `grpo-core config --set model.path=PATH` prints those "
-    "of another one. A line behind a # without a space is not set."
+    "of another one. A key behind a # without a space is not set."
 )
 
 

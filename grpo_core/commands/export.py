@@ -78,7 +78,7 @@ def export(
         Write the adapters of a run with LoRA alone; this is the default for such a run.
     """
     if merged and adapters:
-        raise ConfigError("--merged and --adapters are two forms: give one of them")
+        raise ConfigError("use --merged or --adapters, not both")
     chosen = find(run, step, "merged" if merged else "adapters" if adapters else None)
     target = output or run / "exported" / chosen.name
     write(chosen, target)
@@ -97,7 +97,7 @@ def find(directory: Path, step: int | None, form: Form | None) -> Export:
         complain(f"note: passed over {reason}")
     with_adapters = (found.directory / "trainer" / ADAPTERS).is_file()
     if form == "adapters" and not with_adapters:
-        raise ConfigError(f"{directory}: trained all weights, so it has no adapters; leave out --adapters")
+        raise ConfigError(f"{directory} trained all weights and has no adapters; leave out --adapters")
     form = (form or "adapters") if with_adapters else None
     return Export(run=run, config=config, checkpoint=found.directory, step=found.step, form=form)
 
@@ -105,7 +105,7 @@ def find(directory: Path, step: int | None, form: Form | None) -> Export:
 def write(export: Export, target: Path) -> None:
     """Write the directory completely or not at all.  Raises ConfigError if it exists."""
     if target.exists() or target.is_symlink():
-        raise ConfigError(f"{target}: is there already; give another directory with --output")
+        raise ConfigError(f"{target} already exists; give another directory with --output")
     part = target.with_name(f"{target.name}.part")
     try:
         part.parent.mkdir(parents=True, exist_ok=True)
@@ -118,7 +118,7 @@ def write(export: Export, target: Path) -> None:
         if not part.parent.is_dir():
             raise ConfigError(f"{part.parent}: is a file; give another directory with --output") from None
         raise ConfigError(
-            f"{part}: another export is writing it, or did not end; remove it, or give another --output"
+            f"{part}: another export is writing it, or was interrupted; remove it, or give another --output"
         ) from None
     try:
         if export.form == "merged":

@@ -91,7 +91,7 @@ def train(
     quiet
         Print only warnings, recovered faults and the summary.
     as_json
-        Print events as JSON, one a line, on standard output, and everything else on standard error.
+        Print events as JSON, one per line, on standard output, and everything else on standard error.
     ray
         Run engines and environments on the Ray cluster at this address ("auto", "host:6379").  Without a
         value, start a local cluster for this run.
@@ -99,7 +99,7 @@ def train(
         Do not load this installed plugin; may be repeated.
     """
     if quiet and as_json:
-        raise ConfigError("--quiet and --json: leave one of them out")
+        raise ConfigError("use --quiet or --json, not both")
     settings = [
         *(set_ or []),
         *([] if profile is None else [f"trainer.profile={profile}"]),
@@ -197,7 +197,7 @@ def validate(
         Do not load this installed plugin; may be repeated.
     """
     changes = _changes(env, {"validation": validation, "engine": engine}, set_)
-    why = "a model is measured as it is, and no validation depends on this key"
+    why = "validate measures the model as it is and does not use this key"
     check_settings(parse_settings(set_ or []), MEASURED_BY, why, but=["tasks.*.weight"])
     measurement = measuring.prepare(
         model, changes, tasks=bool(env), only=only or [], output=output, block=no_plugin or []
@@ -269,7 +269,7 @@ def _profile(directory: Path, steps: int) -> str:
             "https://ui.perfetto.dev shows them"
         )
     return (
-        f"there is no profile: it needs {steps_of_profile(steps)[1]} steps of this process, which ended "
+        f"no profile was written: it needs {steps_of_profile(steps)[1]} steps of this process, which ended "
         "before; use a larger trainer.steps, or a smaller --profile"
     )
 

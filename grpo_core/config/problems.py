@@ -31,7 +31,7 @@ def problems(kind: Any, value: Any, where: str, sections: PluginSections = NO_SE
         if where in NAMED:
             for name in (name for name in value if not re.fullmatch(TASK_NAME, name)):
                 yield (
-                    f"configuration key {where!r}: the name {name[:80]!r} of a {NAMED[where]} has to be 1 to "
+                    f"configuration key {where!r}: the name {name[:80]!r} of a {NAMED[where]} must be 1 to "
                     "64 letters, digits and the characters . _ -"
                 )
         for key, item in value.items():
@@ -62,7 +62,7 @@ def _nearest(key: str, known: Mapping[str, Any], prefix: str, sections: PluginSe
     """Return a hint at the key that was meant: a similar one, or one of that name in a section."""
     if prefix == "rollout." and key in CUTS:
         return (
-            " Training samples from the whole distribution, since its logprobs are those of all tokens; "
+            " Training samples from the whole distribution, because its logprobs are over all tokens; "
             f"validation.{key} is for validation"
         )
     if meant := ALIASES.get(key):

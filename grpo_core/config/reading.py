@@ -30,7 +30,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         hint = "" if path.suffix == ".toml" else taken_elsewhere(str(path))
-        raise ConfigError(f"{path}: there is no such file; a configuration is a TOML file.{hint}") from None
+        raise ConfigError(f"{path}: no such file; expected a TOML configuration.{hint}") from None
     except IsADirectoryError:
         raise ConfigError(f"{path}: not readable as TOML.{taken_elsewhere(str(path))}") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -129,9 +129,9 @@ def build(layers: Iterable[Mapping[str, Any]], sections: PluginSections = NO_SEC
     try:
         merged: dict[str, Any] = functools.reduce(merge, layers, {})
         secrets = [
-            f"configuration key {key!r}: is named like a secret, and the configuration is written into the "
-            "run's files. Set an environment variable instead, and let the plugin read it (os.environ): "
-            "child processes have the variables of grpo-core"
+            f"configuration key {key!r} looks like a secret, and the run's files contain the "
+            "configuration. Set an environment variable instead, and let the plugin read it (os.environ): "
+            "child processes inherit the variables of grpo-core"
             for key in sorted(set(secrets_in(merged)))
         ]
         merged = _with_tracker_options(merged)

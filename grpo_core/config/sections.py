@@ -50,14 +50,14 @@ class PluginSection:
         above, _, last = name.rpartition(".")
         tables = {key: each for key, each in keys_of(Config).items() if attrs.has(each)}
         if above and (above not in tables or above == "tracking"):
-            raise ValueError(f"section {name!r}: {above!r} is not a table of the core that has tables")
+            raise ValueError(f"section {name!r}: {above!r} is not a core table with subtables")
         if not re.fullmatch(r"[a-z]\w*", last):
             raise ValueError(f"section {name!r}: expected lower-case letters, digits and _")
         if section.adds_keys and section.optional:
-            raise ValueError(f"section {name!r} is a table of the core, which is not optional")
+            raise ValueError(f"section {name!r} is a core table, which cannot be optional")
         core = {*keys_of(Config), *(f"{table}.{key}" for table in tables for key in keys_of(tables[table]))}
         for key in section.keys & core:
-            raise ValueError(f"section {name!r}: the core has a key {key!r}")
+            raise ValueError(f"section {name!r}: the core already has a key {key!r}")
         return section
 
     @property

@@ -42,7 +42,7 @@ class LossConfig(PluginChoice):
             raise ValueError(
                 f"aggregation = {self.aggregation!r} with aggregation_constant = "
                 f'{self.aggregation_constant:g}: aggregation "constant" needs a constant above 0, such as '
-                "rollout.max_tokens, and no other has one"
+                "rollout.max_tokens, and the other aggregations need 0"
             )
         if 0 < self.max_sequence_error <= 1:
             raise ValueError(
@@ -78,7 +78,7 @@ SCHEDULES = ("constant", "linear", "cosine")
 def _schedule(instance: object, attribute: object, value: str) -> None:
     if value not in SCHEDULES and not re.fullmatch(r".+\.py:\w+", value):
         raise ValueError(
-            f"'lr_schedule' must be {', '.join(map(repr, SCHEDULES))}, or a function of a file as in "
+            f"'lr_schedule' must be {', '.join(map(repr, SCHEDULES))}, or a function in a file, such as "
             f"'./file.py:name': {value!r}"
         )
 

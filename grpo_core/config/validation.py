@@ -63,8 +63,7 @@ class ValidationSetConfig:
     def __attrs_post_init__(self) -> None:
         if bool(self.task) == bool(self.env):
             raise ValueError(
-                f"task = {self.task!r} with env = {self.env!r}: a set has the prompts of a task, or an "
-                "environment of its own"
+                f"task = {self.task!r} with env = {self.env!r}: set either the task or the environment"
             )
         of_env = (
             self.env_options,
@@ -75,8 +74,8 @@ class ValidationSetConfig:
         )
         if self.task and any(of_env):
             raise ValueError(
-                f"task = {self.task!r} with env_options, success or source: these belong to `env`, and a "
-                "task has its own"
+                f"task = {self.task!r} with env_options, success or source: these keys belong to `env`; a "
+                "task brings its own"
             )
 
 

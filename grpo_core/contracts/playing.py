@@ -157,8 +157,8 @@ async def completed(
         report(
             "textless",
             "the model",
-            f"it sampled the token {highest}, and its tokenizer has {renderer.tokens} ids: the token is of "
-            "the padding of the embedding, has no text, and is trained like any other",
+            f"it sampled the token {highest}, and its tokenizer has {renderer.tokens} ids: the token "
+            "belongs to the padding of the embedding, has no text, and is trained like any other",
         )
     return completions
 

@@ -403,12 +403,12 @@ def _sealed(fresh: NDArray[Any]) -> NDArray[Any]:
 
 def _read_ids(values: ArrayLike) -> Ids:
     if isinstance(values, list | tuple):
-        return _read_list("i", values, _is_id, "a whole number of 32 bits as token id or version")
+        return _read_list("i", values, _is_id, "a 32-bit integer as token id or version")
     given = np.asarray(values)
     if given.size and (given.dtype.kind not in "iu" or not -_LIMIT <= given.min() <= given.max() < _LIMIT):
         raise ValueError(
-            f"an array of {given.dtype} from {given.min()} to {given.max()}; expected whole numbers of 32 "
-            "bits as token ids or versions"
+            f"an array of {given.dtype} from {given.min()} to {given.max()}; expected 32-bit integers as "
+            "token ids or versions"
         )
     return _sealed(np.array(given, np.int32))
 

@@ -171,7 +171,7 @@ class Dataloader:
     def __len__(self) -> int:
         if self.size is None:
             raise PluginError(
-                f"{self.who} does not know how many rows it has, and the sampler asks for it; choose a "
+                f"{self.who} does not know its number of rows, which the sampler needs; choose a "
                 "sampler that only takes the next prompts, such as mix"
             )
         return self.size
@@ -185,7 +185,7 @@ class Dataloader:
         rows = self._take_rows(n)
         if any(row.place is None for row in rows):
             raise PluginError(
-                f"{self.who} is a stream, and the sampler chooses among offered places; choose a sampler "
+                f"{self.who} is a stream, and the sampler selects prompts by index; choose a sampler "
                 "that only takes the next prompts, such as mix, or let the dataloader return a sequence"
             )
         self._offered |= {row.place: row.prompt for row in rows}
@@ -357,7 +357,7 @@ class Dataloader:
             return rows
         if len(made) != len(rows):
             raise PluginError(
-                f"{self.who}: the environment made {len(made)} prompts of {len(rows)}; expected one of each"
+                f"{self.who}: the environment made {len(made)} prompts of {len(rows)}; expected one per row"
             )
         return [ReadPrompt(row.place, prompt) for row, prompt in zip(rows, made, strict=True)]
 

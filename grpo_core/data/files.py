@@ -79,7 +79,7 @@ class JsonLines:
         try:
             row = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{where}: no JSON: {error}") from None
+            raise ConfigError(f"{where}: not valid JSON: {error}") from None
         if not isinstance(row, dict):
             raise ConfigError(f"{where}: {row!r:.60}, expected an object")
         return row

@@ -186,7 +186,7 @@ class TaskLoader:
         for key, expected in self._source.items():
             if state.get(key) != expected:
                 raise CheckpointError(
-                    f"task {self.task!r}: its prompts are not those of the checkpoint ({key} is "
+                    f"task {self.task!r}: its prompts differ from the checkpoint's ({key} is "
                     f"{expected!r}, in the checkpoint {state.get(key)!r}); resume with the environment, the "
                     "options and the seed that the run was started with, or start a new run"
                 )

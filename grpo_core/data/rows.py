@@ -286,7 +286,7 @@ def _prepare_workers(loader: Any, who: str) -> None:
     if kind.__module__.startswith(FILE_PREFIX):
         raise PluginError(
             f"{who}: num_workers = {loader.num_workers}: its dataset {kind.__name__} is defined in a single "
-            "file, which workers cannot import; move it into a module beside the file, or set num_workers = 0"
+            "file, which workers cannot import; move it to a module next to the file, or set num_workers = 0"
         )
     loader.multiprocessing_context = loader.multiprocessing_context or workers_context()
     loader.worker_init_fn = EndsWith(os.getpid(), loader.worker_init_fn)

@@ -394,7 +394,7 @@ def checked_sample(
             tasks.
     """
     who = f"sampler {name!r}"
-    with plugin_errors(who, f" (asked with {request})"):
+    with plugin_errors(who, f" (request: {request})"):
         prompts = sampler.sample(loaders, request)
     if not isinstance(prompts, list | tuple):
         raise PluginError(f"{who} returned {type(prompts).__name__}, expected a list of prompts")

@@ -113,7 +113,7 @@ class Source(Sequence[Prompt]):
     def _check(self, rows: Rows) -> str:
         """Return the fingerprint.  Raises ConfigError for a row that is not a prompt or repeats an id."""
         if not len(rows):
-            raise ConfigError(f"task {self._task!r}: source {self._path!r} is empty; expected a prompt a row")
+            raise ConfigError(f"task {self._task!r}: source {self._path!r} is empty; expected prompts")
         found = fingerprint(self._unique(rows, self._kept_of(rows)))
         answer = self._config.answer
         if len(self._kept) == len(rows):
@@ -168,8 +168,8 @@ class Source(Sequence[Prompt]):
                 same = (other for other, known in made if known.id == prompt.id)
                 if (other := next(same)) != place:
                     raise ConfigError(
-                        f"{self._place(place)}: has the id {prompt.id!r}, as row {other + 1}; ids are unique "
-                        "in a task (source.id names their field)"
+                        f"{self._place(place)}: has the id {prompt.id!r}, as row {other + 1}; ids must be "
+                        "unique in a task (source.id names their field)"
                     )
             seen.add(found)
             yield prompt

@@ -78,7 +78,7 @@ def unpacked(value: Any, arrays: Sequence[bytes]) -> Any:
             return flat.view(getattr(torch, dtype)).reshape(shape)
         case {"$": str(name), "of": str(text)} if name in _AS_TEXT:
             return _AS_TEXT[name][2](text)
-    raise ValueError(f"{value!r:.80} is nothing that a state holds")
+    raise ValueError(f"{value!r:.80} cannot be part of a state")
 
 
 def to_safetensors(arrays: Sequence[bytes]) -> bytes:

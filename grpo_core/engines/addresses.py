@@ -50,7 +50,7 @@ def checked_url(
     if not remote and not is_loopback(parts.hostname or ""):
         raise ConfigError(
             f"{who}: {parts.hostname} is another machine. {risk} Keep it on 127.0.0.1, or set {option} = "
-            "true if the network between is yours alone"
+            "true if nobody else uses the network between them"
         )
     return url.rstrip("/")
 

@@ -90,7 +90,7 @@ class ChildEngine:
             raise
         except (ChildDied, DeadlineExceeded) as error:  # without a deadline here, it was another call's
             self._died(child, error)
-            raise EngineError(f"{self.name} died while it generated; ask again: {error}") from error
+            raise EngineError(f"{self.name} died while it generated; retry: {error}") from error
         self._deaths.succeeded()
         return wire.unpack_completions(answer)
 
@@ -194,8 +194,8 @@ class ChildEngine:
                 self._died(child, error)
                 if late:
                     raise WeightSyncError(
-                        f"{self.name} does not hold version {weights.version}, and a process that was "
-                        f"started for the one that did not answer does not either: {error}"
+                        f"{self.name} does not hold version {weights.version}, and neither does the process "
+                        f"that replaced it when it did not answer: {error}"
                     ) from error
                 late = True
                 continue
@@ -221,7 +221,7 @@ class ChildEngine:
             self._deaths.failed()
             if not self._closed and not self._deaths.exhausted:
                 kind: IncidentKind = "deadline" if isinstance(why, DeadlineExceeded) else "died"
-                report(kind, self.name, f"its process is started again: {why}")
+                report(kind, self.name, f"restarting its process: {why}")
         if self._deaths.exhausted:
             where = f"see {self._log}" if self._log else "its output is above"
             raise EngineError(

@@ -38,7 +38,7 @@ MIXED_UP_ADVICE = (
     "Rollouts that play at the same time share the process: its environment variables, its working directory "
     "and all globals, such as a module's client. Give each client its key in run, as in AsyncOpenAI(base_url="
     "client.base_url, api_key=client.api_key), and keep a rollout's state in variables of run. If the agent "
-    "cannot do without, make it a program (agent:COMMAND), or set environment.concurrency = 1, with "
+    "needs shared state, make it a program (agent:COMMAND), or set environment.concurrency = 1, with "
     "environment.workers for several at once"
 )
 """Advice for the author of an agent whose rollouts are mixed up."""
@@ -134,10 +134,10 @@ def _check_request(data: Any) -> None:
     found = _KEY.findall(bytes(view[:_HEAD]).partition(b"\r\n\r\n")[0])
     keys = [key for key in found if key not in _GIVEN]
     if any(key.decode() != player.key for key in keys):
-        player.end("the agent asks the model with the key of another rollout")
+        player.end("the agent calls the model with the key of another rollout")
     if keys and (here := _directory()) != player.directory:
         player.end(
-            f"the agent asks the model in the working directory {here!r}; it was in {player.directory!r} "
+            f"the agent calls the model in the working directory {here!r}; it was in {player.directory!r} "
             "before another rollout changed it"
         )
 

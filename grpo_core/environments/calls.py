@@ -202,7 +202,7 @@ class Calls:
 
     def _expect_end(self, running: _Running) -> None:
         if running.id in self._running:
-            self._stuck = f"{self._who}: {running.method!r} went on {CLEANING:g} s after its cancellation"
+            self._stuck = f"{self._who}: {running.method!r} continued {CLEANING:g} s after its cancellation"
             self._runner.get_loop().stop()
 
     def _forget(self, running: _Running) -> None:

@@ -59,7 +59,7 @@ def _readable(result: Any, place: str) -> Any:
         if not result.done:
             check_turn(messages)
     except MessageError as error:
-        raise PluginError(f"{place} returned messages that no model reads: {error}") from None
+        raise PluginError(f"{place} returned messages that no model can read: {error}") from None
     return attrs.evolve(result, messages=messages)
 
 

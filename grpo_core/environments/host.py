@@ -205,7 +205,7 @@ class EnvironmentHost:
         seen: set[str] = set()
         for prompt in complete:
             if prompt.id in seen:
-                raise PluginError(f"{where}: two prompts have the id {prompt.id!r}; ids are unique in a task")
+                raise PluginError(f"{where}: two prompts have the id {prompt.id!r}; ids must be unique")
             seen.add(prompt.id)
         return _pickled(complete, where)
 
@@ -320,7 +320,7 @@ class EnvironmentHost:
         if tools and self._max_turns == 1:
             raise PluginError(
                 f"{self._who}: {type(self._environment).__name__} has tools, but max_turns is 1: a model "
-                "that calls one needs a turn to answer; set max_turns to the completions of a rollout at most"
+                "that calls one needs another turn; set max_turns to the largest number of completions"
             )
         return Toolbox(tools, self._who)
 
@@ -363,8 +363,8 @@ class EnvironmentHost:
             return False
         if not inspect.iscoroutinefunction(run):
             raise PluginError(
-                f"{self._who}: run is not async, and would hold up all other rollouts; write async def run, "
-                "and await asyncio.to_thread(...) for what blocks"
+                f"{self._who}: run is not async, and would block all other rollouts; write async def run, "
+                "and await asyncio.to_thread(...) for blocking calls"
             )
         return True
 

@@ -385,7 +385,7 @@ class Service:
         outage.answered(prompt, began)
         if since is not None and outage.since is None:
             seconds = asyncio.get_running_loop().time() - since
-            text = f"its service answers again, after {seconds:.0f} s in which it was asked {failures} times"
+            text = f"its service answers again, after {seconds:.0f} s and {failures} failed attempts"
             report("available", self._who, text)
 
     def failed(self, prompt: str, error: Unavailable, *, alone: bool = False) -> None:
@@ -404,8 +404,8 @@ class Service:
             report(
                 "unavailable",
                 self._who,
-                f"its service is away since {self._began}: {error}. It is asked again in {again:.0f} s; the "
-                f"run ends if there is no answer for {left:.0f} s more ({self._key})",
+                f"its service has been unavailable since {self._began}: {error}. Next attempt in "
+                f"{again:.0f} s; the run ends if there is no answer for {left:.0f} s more ({self._key})",
             )
 
     async def _is_final(self, prompt: str, error: Unavailable | None, before: int, *, alone: bool) -> bool:
@@ -435,7 +435,7 @@ class Service:
         seconds = outage.until - (outage.since or 0.0)
         first = "" if outage.answers else "; it has never answered"
         return Unavailable(
-            f"{self._who}: its service has been away for {seconds:.0f} s ({self._key}{first}), since "
-            f"{self._began}; it was asked {outage.failures} times, and at last: {self._last}. "
+            f"{self._who}: its service has been unavailable for {seconds:.0f} s ({self._key}{first}), since "
+            f"{self._began}; {outage.failures} attempts failed, the last with: {self._last}. "
             "Start it again, and then continue the run"
         )

@@ -49,7 +49,7 @@ class Toolbox:
             schema = tool.schema if isinstance(tool, Tool) else _schema(getattr(tool, "__func__", tool), who)
             name = schema["function"]["name"]
             if name in self._tools:
-                raise PluginError(f"{who}: two tools are called {name!r}; a tool's name is its own")
+                raise PluginError(f"{who}: two tools are called {name!r}; tool names must be unique")
             self._tools[name], self._schemas[name] = tool, schema
 
     @property

@@ -143,8 +143,8 @@ def agreement(canaries: Sequence[Canary], answers: Sequence[TopToken], explained
     old, new = map(fmean, zip(*pairs, strict=True))
     return evolve(
         found,
-        fault=f"after {len(pairs)} canary prompts its logprobs are nearer to those of older weights (mean "
-        f"difference {old:.3g}) than to those of the new ones (mean difference {new:.3g})",
+        fault=f"after {len(pairs)} canary prompts its logprobs are nearer to older weights (mean difference "
+        f"{old:.3g}) than to the new ones (mean difference {new:.3g})",
     )
 
 
@@ -194,9 +194,9 @@ def _power(moved: float) -> float:
 def _differs(found: Agreement, canary: Canary, answer: TopToken, explained: Explained) -> str:
     token, logprob = answer
     known = dict(_named(canary))
-    said = f"{known[token]:.6f}" if token in known else "less than to its likeliest tokens"
+    said = f"{known[token]:.6f}" if token in known else "less than for its likeliest tokens"
     return (
-        f"to token {token} after a canary prompt of {len(canary.prompt_ids)} tokens it gives the logprob "
-        f"{logprob:.6f}, the trainer {said}; the differences are {found.mean:.3g} in the mean and "
+        f"for token {token} after a canary prompt of {len(canary.prompt_ids)} tokens its logprob is "
+        f"{logprob:.6f}, the trainer's {said}; the differences are {found.mean:.3g} in the mean and "
         f"{found.largest:.3g} at most (tolerance {explained.mean:g} and {explained.largest:g})"
     )

@@ -75,7 +75,7 @@ async def verify(
     try:
         first = await ask()
     except DeadlineExceeded as error:
-        report("deadline", "engine", f"{error}. It is given the weights again")
+        report("deadline", "engine", f"{error}. Sending the weights again")
         await update(engine, weights, deadline=deadline)
         first = await ask()
     found = await ask() if first.fault else first
@@ -87,7 +87,7 @@ async def verify(
             "(health.canary_tolerance)"
         )
     if first.fault:
-        message = f"the canary of version {weights.version} failed, and held when it was asked again"
+        message = f"the canary of version {weights.version} failed, and passed when it was repeated"
         report("doubted", "engine", f"{message}: {first.fault}")
     return found
 

@@ -126,11 +126,11 @@ async def begin(
             left = await disk.run(lambda: _tidy(disk, parent, step, keep, spared))
         except OSError as error:
             raise CheckpointError(
-                f"checkpoint {final}: it is complete, but newer ones, which this run has gone back behind, "
+                f"checkpoint {final}: it is complete, but newer ones, from before this run went back, "
                 f"cannot be removed: {error}"
             ) from error
         if left is not None:
-            report("not_removed", "checkpoint", f"old ones cannot be removed, and take room: {left}")
+            report("not_removed", "checkpoint", f"old ones cannot be removed, and use disk space: {left}")
         return final
 
     try:
@@ -314,7 +314,7 @@ def fault(directory: Path) -> str | None:
             if name not in there:
                 return f"{name} is missing"
             if fingerprint(directory / name) != expected:
-                return f"{name} is not what was written (its sha256 differs)"
+                return f"{name} has changed since it was written (its sha256 differs)"
     except OSError as error:
         name = Path(error.filename).relative_to(directory) if error.filename else _MANIFEST
         return f"{name} cannot be read: {error.strerror or error}"
@@ -447,7 +447,7 @@ def restore(
         if drew == stream.name:
             stream.load_state_dict(state["sampler"])
         else:
-            messages.append(f"sampler {stream.name!r} is new since the checkpoint, where {drew!r} drew")
+            messages.append(f"sampler {stream.name!r} is new since the checkpoint, which is of {drew!r}")
         segments = read_segments(directory / _ARRAYS, state["buffer"])
         load_buffer(buffer, state["buffer"], segments, lambda task, *slot: loaders[task].prompt(*slot))
     return messages
@@ -462,8 +462,8 @@ def reading(directory: Path) -> Iterator[None]:
         raise
     except Exception as error:  # its files may hold anything that has their checksums
         raise CheckpointError(
-            f"{directory}: its contents cannot be used ({type(error).__name__}: {error}), although its files "
-            "are the ones of its manifest: another program or version has written it. Remove it to continue "
+            f"{directory}: its contents cannot be used ({type(error).__name__}: {error}), although its "
+            "files match its manifest: another program or version wrote it. Remove it to continue "
             "from the checkpoint before"
         ) from error
 
@@ -482,7 +482,7 @@ def _compare_tasks(directory: Path, tasks: Iterable[str], buffer: SavedBuffer) -
         )
     return [
         *(
-            f"task {new!r} is new since the checkpoint; it starts at its beginning"
+            f"task {new!r} is new since the checkpoint; it starts with its first prompt"
             for new in sorted(tasks - saved)
         ),
         *(f"task {gone!r} of the checkpoint is no longer part of the run" for gone in sorted(saved - tasks)),

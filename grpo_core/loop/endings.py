@@ -60,8 +60,8 @@ class Goal:
             absent = trained and name not in known and not name.startswith(AT_TIMES)
         if absent:
             raise ConfigError(
-                f"trainer.stop_when is about {self.metric!r}, which nothing measures."
-                f"{did_you_mean(self.metric, set(values))} Measured are {', '.join(sorted(values))}"
+                f"trainer.stop_when names {self.metric!r}, which nothing measures."
+                f"{did_you_mean(self.metric, set(values))} Measured: {', '.join(sorted(values))}"
             )
 
 

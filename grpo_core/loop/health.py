@@ -133,7 +133,7 @@ def lost_signal(recent: Sequence[Mapping[str, float]], correction: str) -> list[
     seen = ("importance_weight_mean", "clip_fraction_low", "clip_fraction_high", *OFF_POLICY)
     measured = ", ".join(f"{name} {newest[name]:.3g}" for name in seen if name in newest)
     message = (
-        f"{what}: {value:.2%} of the signal of its rewards is left by the loss ({correction or 'its options'}"
+        f"{what}: {value:.2%} of the rewards' signal remains after the loss ({correction or 'its options'}"
         f"; measured: {measured}). Choose a correction by tokens (token_truncate), a wider bound, or "
         "rollouts of newer weights (pipeline.max_staleness, trainer.lr)"
     )

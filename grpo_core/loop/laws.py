@@ -342,7 +342,7 @@ class Laws:
             # a slot that failed before the cut comes as a further attempt, one in flight as the same
             attempts = {before.attempt, before.attempt + 1} if before.resumed else {before.attempt + 1}
             self._law("retries", slot.attempt in attempts, f"{who} came after attempt {before.attempt}")
-        self._law("retries", slot.attempt <= self.terms.max_retries, f"{who} has attempts without end")
+        self._law("retries", slot.attempt <= self.terms.max_retries, f"{who} exceeds max_retries")
         self._check_stamps(slot, given["kept"], before, who)
         now.open[id] = slot
         now.attempts += 1
@@ -362,7 +362,7 @@ class Laws:
             drawn.append(prompt)
         else:
             same = drawn[place] in (prompt, _UNKNOWN)
-            self._law("stream", same, f"{who}: the life before drew another prompt here")
+            self._law("stream", same, f"{who}: the previous process drew another prompt here")
 
     def _check_stamps(self, slot: _Open, kept: int, before: _Open | None, who: str) -> None:
         v, target = slot.generation_version, slot.target_version
@@ -385,7 +385,7 @@ class Laws:
             known.extend([_UNKNOWN] * (place - len(known)))
             if place < len(known):
                 same = known[place] in (index, _UNKNOWN)
-                self._law("stream", same, f"task {task!r}: the life before was offered {known[place]} here")
+                self._law("stream", same, f"task {task!r}: the previous process got {known[place]} here")
                 continue
             known.append(index)
             if place % size == 0:
@@ -496,7 +496,7 @@ class Laws:
         now.ended = step
         counted = {name: metrics.get(f"buffer/{name}") for name in _COUNTED}
         if None in counted.values():
-            self._broken("conservation", f"step {step} does not tell the buffer's account: {counted}")
+            self._broken("conservation", f"step {step} lacks counts of the buffer: {counted}")
         else:
             self.check(BufferStatistics(reserved=0, trained=now.trained, **counted))
         expected = _metrics(self._groups, step - 1)

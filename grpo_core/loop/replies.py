@@ -214,7 +214,7 @@ class Replies:
         replies = min(self._without[task, name] for name in missing)
         return (
             f"no reply in {replies} had {' or '.join(missing)}: nothing can be learned about it. Ask for it "
-            "in the prompts, show it in an example, or pay something that leads there"
+            "in the prompts, show it in an example, or reward a step towards it"
         )
 
     def _never(self, task: str, seen: Seen) -> list[Finding]:
@@ -243,7 +243,7 @@ class Replies:
                         f"task {task!r}: {name} fell from {peak.mean:.3g} to {part.mean:.3g} while {rose} "
                         f"rose from {peak.parts[rose]:.3g} to {means[rose]:.3g} (mean reward {reward:.3g}): "
                         "the model may learn one part of the reward at the cost of the other; lower the "
-                        f"weight of {rose}, or pay it only for right replies, and read rollouts/ of the run"
+                        f"weight of {rose}, or give it only to correct replies, and read rollouts/ of the run"
                     )
                     found.append(_warning(f"gamed/{task}/{name}", message))
         return found
@@ -257,7 +257,7 @@ class Replies:
             paid = seen.declared and seen.right_cut >= MANY * seen.replies
             reasons.append(
                 f"{cut_off:.0%} of its rollouts are cut off by a token limit: "
-                + ("do not pay unfinished text (episode.truncated)" if paid else "raise rollout.max_tokens")
+                + ("do not reward cut-off text (episode.truncated)" if paid else "raise rollout.max_tokens")
             )
         elif reward == 0:
             ended = (
@@ -265,13 +265,13 @@ class Replies:
             )
             never = f"; {missing}" if (missing := self._missing(task, seen)) else ""
             reasons.append(
-                f"no reply was paid{ended}: their format may not be the one that evaluate expects, or the "
-                f"task is too hard; read rollouts/ of the run{never}{_shown(seen)}"
+                f"no reply was rewarded{ended}: their format may not be the one that evaluate expects, or "
+                f"the task is too hard; read rollouts/ of the run{never}{_shown(seen)}"
             )
         elif seen.equal == seen.groups:
             reasons.append(
-                "its prompts are all too hard or all too easy for the model, or evaluate pays the same for "
-                "everything; read rollouts/ of the run"
+                "its prompts are all too hard or all too easy for the model, or evaluate gives everything "
+                "the same reward; read rollouts/ of the run"
             )
         else:
             reasons.append("the advantage function gives 0 or None to all of its rollouts")
@@ -290,8 +290,8 @@ def _of_cut(task: str, seen: Seen, last: Seen) -> list[Finding]:
     if seen.declared and seen.right >= FEWEST and many and last.right_cut >= PAID_CUT * last.right:
         message = (
             f"{who} {seen.right_cut} of {seen.right} successes were cut off by a token limit "
-            f"({last.right_cut} of {last.right} in the newest): unfinished text is paid, and the model may "
-            "learn not to end. Do not pay what is cut (episode.truncated in evaluate), or leave it out "
+            f"({last.right_cut} of {last.right} in the newest): unfinished text is rewarded, and the model "
+            "may learn not to end. Do not reward cut text (episode.truncated in evaluate), or leave it out "
             '(rollout.truncated = "mask"); a higher rollout.max_tokens alone feeds it'
         )
         return [_warning(f"accuracy_finished/{task}", message)]
@@ -299,8 +299,8 @@ def _of_cut(task: str, seen: Seen, last: Seen) -> list[Finding]:
     pays = ended and (sum(seen.rewards) - seen.rewards_cut) / ended > seen.rewards_cut / max(1, seen.cut)
     if cut_off >= (ALL_BUT_FEW if pays else MANY):  # a model learns to end where that pays
         message = (
-            f"{who} {seen.cut / seen.replies:.0%} of the replies are cut off by a token limit, and rewards "
-            "are those of unfinished text: raise rollout.max_tokens, or ask for shorter replies"
+            f"{who} {seen.cut / seen.replies:.0%} of the replies are cut off by a token limit, and their "
+            "rewards are for unfinished text: raise rollout.max_tokens, or ask for shorter replies"
         )
         return [_warning(f"truncated/{task}", message)]
     return []
@@ -308,4 +308,4 @@ def _of_cut(task: str, seen: Seen, last: Seen) -> list[Finding]:
 
 def _shown(seen: Seen) -> str:
     replies = ", ".join(repr(cut(reply, LENGTH)) for reply in seen.unpaid[-SHOWN:])
-    return f"; unpaid replies that ended: {replies}" if replies else ""
+    return f"; unrewarded replies that ended: {replies}" if replies else ""

@@ -304,7 +304,7 @@ def _waited_for(state: RolloutState) -> str:
         return "; it waited for its environment"
     if state.environment.player is not None or not state.context:
         return ""
-    return f"; it waited for the engine in turn {state.turns + 1}, or for room there, which counts as well"
+    return f"; it waited for the engine in turn {state.turns + 1}, or in its queue, which counts as well"
 
 
 def _give_up(states: Sequence[RolloutState], error: str, reason: EndReason | None = None) -> None:
@@ -344,6 +344,6 @@ class LostBudget:
         self._streak = self._streak + 1 if rollout.lost else 0
         if self._streak >= self._in_a_row:
             raise EngineError(
-                f"the last {self._streak} rollouts were lost, as many as all that may be in flight "
-                f"with all their retries; the last one: {rollout.error}"
+                f"the last {self._streak} rollouts were lost, as many as can be in flight with all their "
+                f"retries; the last one: {rollout.error}"
             )

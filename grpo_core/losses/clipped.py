@@ -23,11 +23,11 @@ def _problems(given: Mapping[str, Any], setting: LossSetting) -> Iterator[str | 
     """Yield the options that are out of range or have no effect."""
     for name, value in given.items():
         if not 0 <= value < float("inf") and not (name.endswith(("high", "cap")) and value > 0):
-            yield f"{name} = {value}: it has to be a finite number of at least 0"
+            yield f"{name} = {value}: expected at least 0 and finite"
     if given.get("clip_low", 0) > 1:
-        yield f"clip_low = {given['clip_low']}: it has to be from 0 to 1"
+        yield f"clip_low = {given['clip_low']}: expected 0 to 1"
     if given.get("importance_cap", 1) == 0:
-        yield "importance_cap = 0: it has to be above 0"
+        yield "importance_cap = 0: expected above 0"
     elif "importance_cap" in given and setting.proximal == "generation":
         yield (
             "importance_cap does nothing with trainer.proximal = 'generation': proximal / generation is 1. "

@@ -69,15 +69,15 @@ def taken_elsewhere(argument: str) -> str:
     """Return a hint if another command accepts a refused argument, or an empty string."""
     path = Path(argument)
     if path.suffix == ".toml":
-        return f" It reads like a configuration, as `grpo-core train {argument}` takes it."
+        return f" It looks like a configuration: use `grpo-core train {argument}`."
     if (path / "config.toml").is_file():
-        return f" It is the directory of a run, as `grpo-core train --resume {argument}` takes it."
+        return f" It is the directory of a run: use `grpo-core train --resume {argument}`."
     if runs := sorted(each.parent.name for each in path.glob("*/config.toml")):
-        return f" It has the runs {', '.join(runs)} in it."
+        return f" It contains the runs {', '.join(runs)}."
     if path.suffix == ".py" and path.is_file():
-        return f" It is Python, as `grpo-core train --env {argument}:NAME` takes it."
+        return f" It is Python: use `grpo-core train --env {argument}:NAME`."
     if ":" in argument:
-        return f" It reads like an environment, as `grpo-core train --env {argument}` takes it."
+        return f" It looks like an environment: use `grpo-core train --env {argument}`."
     return ""
 
 
@@ -110,7 +110,7 @@ def _download(repository: str) -> str:
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(
-            f"model {repository!r}: there is no such directory here, and the hub did not give it: {reason}"
+            f"model {repository!r}: no such directory here, and it cannot be loaded from the hub: {reason}"
         ) from error
 
 

@@ -378,7 +378,7 @@ class PluginHost:
                     f"hook {hook!r} is async; hooks are plain functions (evaluate may be async)"
                 )
             elif marked["wrapper"] or marked["hookwrapper"]:
-                raise PluginError(f"hook {hook!r} is a wrapper; each plugin only speaks for itself")
+                raise PluginError(f"hook {hook!r} is a wrapper; plugins cannot wrap each other's hooks")
 
     # ------------------------------------------------------------------------------ files
 

@@ -57,7 +57,7 @@ def installed(reserved: Iterable[str]) -> list[Installed]:
     for each in entries:
         plugin, name = each.plugin, f"{each.plugin.distribution}/{each.entry.name}"
         if uses[each.entry.name] > 1:
-            plugin.note = f"another distribution has a plugin {each.entry.name!r} too, so this is {name!r}"
+            plugin.note = f"another distribution has a plugin {each.entry.name!r}, so this one is {name!r}"
             plugin.name = name
     return sorted(entries, key=lambda each: (each.entry.name, each.plugin.distribution))
 

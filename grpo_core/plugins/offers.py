@@ -153,7 +153,7 @@ def checked_offers(hook: str, returned: Any) -> dict[str, Offer]:
     for name, offer in offers.items():
         factory = offer.factory
         if not isinstance(name, str) or not name:
-            raise PluginError(f"{hook}() offers {name!r}: a name is a string")
+            raise PluginError(f"{hook}() offers {name!r}: a name must be a string")
         if not callable(factory) and not (isinstance(factory, str) and re.fullmatch(r"[\w.]+:\w+", factory)):
             raise PluginError(
                 f'{hook}() offers {name!r} as {factory!r}: expected a callable or "module:attribute"'

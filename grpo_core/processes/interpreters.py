@@ -71,7 +71,7 @@ class Interpreter:
         inside = place / "bin" / "python"
         if place.is_dir() and not inside.exists():
             raise ConfigError(
-                f"python = {python!r} is a directory without bin/python, so no virtual environment"
+                f"python = {python!r} is not a virtual environment: the directory has no bin/python"
             )
         name = str(inside if place.is_dir() else place)
         path = shutil.which(name)

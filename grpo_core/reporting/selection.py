@@ -27,7 +27,7 @@ def check_trackers(config: TrackingConfig, host: PluginHost) -> None:
     """
     for name in selected(config, host):
         if config.trackers.count(name) > 1:
-            raise ConfigError(f"tracking.trackers: {name!r} is there twice")
+            raise ConfigError(f"tracking.trackers: {name!r} is listed twice")
         try:
             host.check_options("tracker", name, config.options.get(name, {}))
         except PluginError as error:

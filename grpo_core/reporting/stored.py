@@ -234,7 +234,7 @@ def _not_json(value: Any) -> str:
             return f"has {len(text):,} characters" if len(text) > LARGEST else ""
     except Exception:  # it is not JSON-serializable, or its methods fail
         pass
-    return f"is of the type {type(value).__name__}, which JSON does not give back"
+    return f"is of the type {type(value).__name__}, which JSON does not restore"
 
 
 def _token_advantages(rollouts: Sequence[Rollout]) -> Arrays:

@@ -362,7 +362,7 @@ def _rewards_of(metrics: Mapping[str, float], *, several: bool) -> str:
     if len(named) == 1 and not several:
         rewards += [f"{name} {value}" for name, value in _beside_reward(named[0], metrics).items()]
     if rest:
-        rewards.append(f"and {len(rest)} tasks more x {sum(metrics[f'groups/{task}'] for task in rest):.0f}")
+        rewards.append(f"and {len(rest)} more tasks x {sum(metrics[f'groups/{task}'] for task in rest):.0f}")
     return f"reward {', '.join(rewards)}  " if rewards else ""
 
 

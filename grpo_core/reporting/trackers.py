@@ -338,7 +338,7 @@ class TrackerThread:
             self._when_here(work)
         except Exception as error:
             what_to_do = (
-                ". The run needs it: mend the cause and continue with --resume" if self.required else ""
+                ". The run needs it: fix the cause and continue with --resume" if self.required else ""
             )
             named = "" if isinstance(error, GrpoError | OSError) else f"{type(error).__name__}: "
             failure = TrackingError(f"{self.who} failed in {self.doing}: {named}{error}{what_to_do}")
@@ -365,7 +365,7 @@ class TrackerThread:
                 if outage.over:
                     raise
                 if outage.failures == 1:
-                    message = f"{self.who}: in {self.doing} its service is away: {away}; it is called again"
+                    message = f"{self.who}: its service is unavailable in {self.doing}: {away}; retrying"
                     log.warning("%s", message)
             time.sleep(max(0.0, outage.due - time.monotonic()))
 
@@ -395,7 +395,7 @@ def _as_saved(state: Any) -> Any:
     """Return a state as read back from a checkpoint.  Raises TypeError or ValueError if it is not JSON."""
     saved = json.loads(json.dumps(state, allow_nan=False))
     if not isinstance(saved, dict) or saved != state:
-        raise TypeError("state_dict() returned a value that JSON does not keep; return a dict of JSON values")
+        raise TypeError("state_dict() returned a value that JSON would change; return a dict of JSON values")
     return saved
 
 

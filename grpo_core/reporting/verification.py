@@ -55,7 +55,7 @@ def verified(path: Path) -> Verification:
     events = path / EVENTS
     if not events.is_file():
         hint = taken_elsewhere(str(path))
-        raise ConfigError(f"{path}: holds no run (there is no {EVENTS} in it).{hint}")
+        raise ConfigError(f"{path} is not a run (there is no {EVENTS} in it).{hint}")
     size = events.stat().st_size
     laws, files, broken = Laws(), Files(path), []
     for number, event in numbered_events(events):
@@ -67,11 +67,11 @@ def verified(path: Path) -> Verification:
         try:
             files.observe(event)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            broken.append(f"{where}: lacks what its kind must have: {type(error).__name__}: {error}")
+            broken.append(f"{where}: lacks a field of its kind: {type(error).__name__}: {error}")
     laws.close()
     found = [*broken, *map(str, laws.violations)]
     if events.stat().st_size != size:
-        comparison = "the run goes on, so its files were not compared with its events"
+        comparison = "the run is still running, so its files were not compared with its events"
     else:
         found += files.compare()
         comparison = files.summary()
@@ -191,11 +191,11 @@ class Files:
     def _compare_config(self) -> Iterator[str]:
         path = self.path / CONFIG
         if self._config is None:
-            yield f"{EVENTS} does not say with which configuration the run was started"
+            yield f"{EVENTS} does not record the configuration of the run"
         elif not path.is_file():
             yield f"{CONFIG} is missing"
         elif digest(path.read_bytes()) != self._config:
-            yield f"{CONFIG} is not the one with which the run was started"
+            yield f"{CONFIG} is not the one that the run was started with"
 
     def _compare_metrics(self) -> Iterator[str]:
         if self._metrics and not self._written:
@@ -214,7 +214,7 @@ class Files:
                 match = next((e for e in expected if e.digest == found or not e.optional), None)
                 if match is None or match.digest != found:
                     wanted = "no line" if match is None else f"the line of step {match.step}"
-                    yield f"{METRICS}, line {number}: is not what the run wrote; the events say {wanted}"
+                    yield f"{METRICS}, line {number} differs from what the run wrote; the events say {wanted}"
                     return
         missing = [each for each in expected if not each.optional]
         if missing:
@@ -230,7 +230,7 @@ class Files:
                 if not expected.optional:
                     yield f"{name} is missing"
             elif fingerprint(path)["sha256"] != expected.digest:
-                yield f"{name} is not what the run wrote (its sha256 differs)"
+                yield f"{name} has changed since the run wrote it (its sha256 differs)"
         for name in sorted(found - set(self._rollouts)):
             if rollouts_step(name.partition("/")[2]) is not None and not name.endswith(PARTIAL):
                 yield f"{name} was not written by the run"

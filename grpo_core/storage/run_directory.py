@@ -94,7 +94,7 @@ class RunDirectory:
         """
         run = cls(path)
         if path.exists() and not path.is_dir():
-            raise ConfigError(f"--output {path}: is a file; give the directory of the run, which is made")
+            raise ConfigError(f"--output {path} is a file; give a directory for the run")
         try:
             run._check_free()
             path.mkdir(parents=True, exist_ok=True)
@@ -178,7 +178,7 @@ class RunDirectory:
             return
         what = "holds another run" if CONFIG in found else "is not empty"
         raise ConfigError(
-            f"--output {self.path}: {what}; give another directory, or continue that run with "
+            f"--output {self.path} {what}; give another directory, or continue that run with "
             f"--resume {self.path}"
         )
 
@@ -191,7 +191,7 @@ class RunDirectory:
         """Find an existing run.  Raises ConfigError if the path is not a run's directory."""
         if not (path / CONFIG).is_file():
             hint = taken_elsewhere(str(path))
-            raise ConfigError(f"{path}: holds no run (there is no {CONFIG} in it).{hint}")
+            raise ConfigError(f"{path} is not a run (there is no {CONFIG} in it).{hint}")
         return cls(path)
 
     @classmethod

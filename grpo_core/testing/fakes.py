@@ -136,7 +136,7 @@ class FakeEngine:
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         if self.version is None:
-            raise EngineError("engine fake: asked to generate before it was given weights")
+            raise EngineError("engine fake: generate before the first update_weights")
         return list(await asyncio.gather(*map(self._one, requests)))
 
     async def _one(self, request: GenerationRequest) -> Completion:

@@ -41,4 +41,4 @@ def check_config_sections(module: ModuleType) -> None:
         again = build([as_table(config)], sections)
     except ConfigError as error:
         raise AssertionError(f"a default is refused: {error}") from error
-    assert again == config, "the sections are others when they come from the run's config.toml"
+    assert again == config, "the sections differ when they are read from the run's config.toml"

@@ -142,13 +142,13 @@ def _plain(value: Any, *, nulls: bool = False, deepest: int = DEEPEST) -> Any:
         return [_plain(part, nulls=nulls, deepest=deepest - 1) for part in value]
     if isinstance(value, Mapping):
         if odd := [key for key in value if not isinstance(key, str)]:
-            raise MessageError(f"a message has the key {shown(odd[0])}; expected values that JSON has")
+            raise MessageError(f"a message has the key {shown(odd[0])}; expected JSON-serializable values")
         nulls = nulls or isinstance(value, Arguments)
         kept = {key: part for key, part in value.items() if nulls or part is not None}
         plain = {key: _plain(part, nulls=nulls, deepest=deepest - 1) for key, part in kept.items()}
         return Arguments(plain) if isinstance(value, Arguments) else plain
     kind = "number" if isinstance(value, float) else type(value).__name__
-    raise MessageError(f"a message has the {kind} {shown(value)}; expected values that JSON has")
+    raise MessageError(f"a message has the {kind} {shown(value)}; expected JSON-serializable values")
 
 
 def _message(given: Any, where: str, sampled: bool) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def _part(part: Any, where: str) -> str:
         for key in ("text", "refusal"):
             if isinstance(part.get(key), str):
                 return str(part[key])
-    raise MessageError(f"{where}: its content has the part {shown(part)}, and the model reads text alone")
+    raise MessageError(f"{where}: its content has the part {shown(part)}, but the model reads text only")
 
 
 def _calls(given: Mapping[str, Any], where: str, sampled: bool) -> list[dict[str, Any]]:

@@ -167,7 +167,7 @@ class Renderer:
             return
         said = _sketch({"role": "assistant", "content": "!"}, 1)
         if said["content"] not in self._text([_ASKED, said, _ASKED], generation=True):
-            raise ModelError("the chat template does not render what an assistant says; use another template")
+            raise ModelError("the chat template does not render assistant messages; use another template")
         if tools:
             answer = {"role": "tool", "name": "f", "tool_call_id": "call00000", "content": "?"}
             self._text([_ASKED, {**said, "tool_calls": [_CALL]}, answer], generation=True)

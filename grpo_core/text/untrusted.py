@@ -43,7 +43,7 @@ async def read_body(parts: AsyncIterable[bytes], headers: Mapping[str, str], lar
     """
     encoding = headers.get("Content-Encoding", "identity")
     if encoding != "identity":
-        raise ValueError(f"the answer is compressed ({encoding[:50]!r}); expected it as it is")
+        raise ValueError(f"the answer is compressed ({encoding[:50]!r}); expected it uncompressed")
     body = bytearray()
     async for part in parts:
         body += part

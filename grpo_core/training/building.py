@@ -65,7 +65,7 @@ def write_whole(model: Path, part: Path, config: Config, directory: Path) -> Non
 
 def _section(config: Config) -> TrainedSection:
     section = trained_section(config)
-    assert section is not None, "a part of a model was saved, and no section says how it is read"
+    assert section is not None, "part of a model was saved, but no section says how to read it"
     return section
 
 

@@ -137,7 +137,7 @@ class Optimization:
     def restore(self, tensors: Mapping[str, Tensor], about: Mapping[str, Any], device: torch.device) -> None:
         """Continue from a saved state.  Raises ValueError or KeyError if it belongs to other optimizers."""
         if about["optimizer"] != self._make.selected.name:
-            raise ValueError(f"it is of {about['optimizer']!r}, not of {self._make.selected.name!r}")
+            raise ValueError(f"it belongs to {about['optimizer']!r}, not to {self._make.selected.name!r}")
         moved = {key: tensor.to(device) for key, tensor in tensors.items()}
         moved |= {key: moved[first] for key, first in about["twins"].items()}
         by_name = dict(self._named)
@@ -168,7 +168,7 @@ class Optimization:
             for slot, value in flat(self.state(parameter)).items()
         }
         if found and expected is not None and found != expected:
-            raise ValueError(f"of {name} there is {_spelled(found)}, expected {_spelled(expected)}")
+            raise ValueError(f"{name} has {_spelled(found)}, expected {_spelled(expected)}")
 
 
 def flat(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -116,7 +116,7 @@ def attention(
     parts, so torch would recompile it for each micro-batch.
     """
     if asked := [name for name in UNKNOWN if others.get(name) is not None]:
-        raise ModelError(f"its attention has {asked[0]}, which this one has not")
+        raise ModelError(f"its attention has {asked[0]}, which packing does not support")
     device = query.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
     if packed is not None and query.is_cuda and dtype in SIXTEEN_BITS and _has_kernel(query, value):
@@ -209,7 +209,7 @@ def use_packing(module: Any) -> None:
     expected = torch.cat(alone, dim=1)
     tolerance = max(TOLERANCE, 8 * torch.finfo(expected.dtype).eps)
     if not torch.allclose(together, expected, rtol=0, atol=tolerance * float(expected.abs().max())):
-        raise PackingError(f"{_REFUSED}: the outputs of two rows are not those of each row alone")
+        raise PackingError(f"{_REFUSED}: the outputs of two packed rows differ from each row alone")
 
 
 def exchange_attention(model: Any) -> None:
@@ -222,7 +222,7 @@ def exchange_attention(model: Any) -> None:
     AttentionInterface.register(NAME, attention)
     model.set_attn_implementation(NAME)
     if model.config._attn_implementation != NAME:
-        raise PackingError(f"{_REFUSED}: {type(model).__name__} does not let its attention be exchanged")
+        raise PackingError(f"{_REFUSED}: {type(model).__name__} does not let its attention be replaced")
 
 
 def packed_inputs(parts: Sequence[Part], device: torch.device) -> dict[str, Any]:

@@ -111,8 +111,8 @@ class Checkpointer:
         except Exception as error:
             raise CheckpointError(
                 f"{directory}: the optimizer's state is missing or is not this model's "
-                f"({type(error).__name__}: {one_line(error)}); resume from another checkpoint, or start anew "
-                "with model.path set to what grpo-core export makes of it (of adapters: export --merged)"
+                f"({type(error).__name__}: {one_line(error)}); resume from another checkpoint, or start a "
+                "new run with model.path set to its export (grpo-core export; for adapters, with --merged)"
             ) from error
 
     def _resume(self, directory: Path) -> int:

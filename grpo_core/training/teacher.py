@@ -59,7 +59,7 @@ def check_vocabulary(model: ModelConfig, teacher: TeacherConfig) -> None:
     if differing:
         token = differing[0]
         raise ConfigError(
-            f"teacher.path is {teacher.path!r}: its vocabulary is not that of the trained model "
+            f"teacher.path is {teacher.path!r}: its vocabulary differs from that of the trained model "
             f"{model.path!r}: {len(differing)} tokens differ, such as {token!r}, which is "
             f"{_number(theirs, token)} there and {_number(mine, token)} here. A teacher scores token ids: "
             "choose one of the same family"

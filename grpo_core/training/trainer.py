@@ -221,7 +221,7 @@ class TorchTrainer:
     def train(self, share: Share) -> StepResult:
         """Compute this rank's share of a step; see ``step``.  All ranks return the same metrics."""
         if share.step != self.version:
-            raise TrainerError(f"step {share.step} was asked of a trainer that holds version {self.version}")
+            raise TrainerError(f"step {share.step} was requested from a trainer at version {self.version}")
         self._changed = False
         with self._profiler.step():
             done = self._train(share)

@@ -30,10 +30,9 @@ def lacking(groups: Sequence[Group]) -> dict[str, str]:
         unscored = [rollout for rollout in rollouts if rollout.reward is None]
         if len(unscored) > MANY * len(rollouts):
             messages[f"unscored/{task}"] = (
-                f"validation of {task!r}: {len(unscored)} of {len(rollouts)} rollouts have no score; what "
-                f"they could move by more than {MANY:.0%} has bounds, or nothing, in place of a value. The "
-                "first error: "
-                f"{unscored[0].error or 'unscored'}"
+                f"validation of {task!r}: {len(unscored)} of {len(rollouts)} rollouts have no score; "
+                f"metrics that they could change by more than {MANY:.0%} have bounds, or are left out. "
+                f"The first error: {unscored[0].error or 'unscored'}"
             )
     return messages
 
@@ -129,5 +128,5 @@ class Validation:
             if saved is not None and saved["strategy"] == part.name:
                 load_plugin_state(part.strategy, part.who, saved["state"])
             elif saved is not None:
-                notes.append(f"{part.who} is new since the checkpoint, where {saved['strategy']!r} measured")
+                notes.append(f"{part.who} is new since the checkpoint, which is of {saved['strategy']!r}")
         return notes

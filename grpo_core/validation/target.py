@@ -57,7 +57,7 @@ def find_target(target: str | None, allow: Any = None, block: Sequence[str] = ()
         if (path / ADAPTERS).exists() or (inner / ADAPTERS).exists():
             hint = "; it holds adapters, which belong to a model: give the run instead"
         raise ConfigError(
-            f"{target}: is neither a run (there is no {CONFIG} in it) nor a model (there is no config.json)"
+            f"{target} is neither a run (there is no {CONFIG} in it) nor a model (there is no config.json)"
             f"{hint}"
         )
     directory = local_directory(target)
@@ -125,7 +125,7 @@ def started_from(run: RunDirectory, config: Config) -> Path:
     try:
         return Path(local_directory(config.model.path))
     except ModelError as error:
-        raise ModelError(f"{run.path}: the model that it started from is not there: {error}") from None
+        raise ModelError(f"{run.path}: the model that it started from is missing: {error}") from None
 
 
 def start_digest(directory: Path | None) -> str:
@@ -141,8 +141,8 @@ def check_start(path: Path, before: str, directory: Path | None, why: str) -> No
     now = start_digest(directory)
     if before and now and before != now:
         raise ConfigError(
-            f"{path}: the weights in {directory} are not those that the run started from, {why}; put those "
-            "back, or start a new run"
+            f"{path}: the weights in {directory} are not the ones that the run started from, {why}; put "
+            "them back, or start a new run"
         )
 
 

@@ -67,7 +67,7 @@ def _check(weights: Weights, files: Mapping[str, Any]) -> None:
         if (left[0], right[1]) != expected or left[1] != right[0]:
             raise WeightSyncError(
                 f"version {weights.version}: {name} is {shape}, and {layer}{WEIGHT} in {weights.base} is "
-                f"{expected or 'missing'}: the adapters are another model's"
+                f"{expected or 'missing'}: the adapters belong to another model"
             )
 
 

@@ -353,7 +353,7 @@ class Engine:
         if self._rng.random() < self._world.dies:
             await asyncio.sleep(self._world.token)
             self._ready = asyncio.get_running_loop().time() + self._world.restart
-            report("died", "engine local", "its process is started again: it ended with exit status -9")
+            report("died", "engine local", "restarting its process: it ended with exit status -9")
             raise EngineError("engine local: its process ended with exit status -9")
         await asyncio.sleep(self._seconds([len(each.tokens) for each in completions]))
         assert version >= 0

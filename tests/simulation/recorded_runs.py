@@ -153,7 +153,7 @@ class _Run:
                     errno.ENOSPC, "No space left on device", f"rollouts/step-{event.step:06d}.jsonl"
                 )
                 told = TrackingError(
-                    f"tracker 'files' failed in GroupsReady: {full}. The run needs it: mend the cause and "
+                    f"tracker 'files' failed in GroupsReady: {full}. The run needs it: fix the cause and "
                     "continue with --resume"
                 )
                 raise told from full

@@ -357,7 +357,7 @@ def check_shapes(shapes: Shapes, targets: Mapping[str, Tensor], *, optional: Col
     ]
     if problems:
         raise WeightSyncError(
-            f"engine local: the weights are not those of the model in its config.json: {'; '.join(problems)}"
+            f"engine local: the weights do not fit the model in its config.json: {'; '.join(problems)}"
         )
 
 

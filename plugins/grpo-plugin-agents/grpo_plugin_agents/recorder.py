@@ -201,8 +201,7 @@ class Recorder:
             if self.conversations.is_of_others(keys[index], self.group):
                 reply = errors.shortened(str(conversation[index - 1].get("content") or ""), 80)
                 raise PluginError(
-                    "agents: a rollout goes on with a reply that another prompt's rollout has sampled: "
-                    f"{reply!r}"
+                    f"agents: a rollout continues a reply that another prompt's rollout sampled: {reply!r}"
                 )
 
     def end(self) -> None:

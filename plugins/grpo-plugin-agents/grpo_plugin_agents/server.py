@@ -122,7 +122,7 @@ class AgentServer(Player):
             report(
                 "agent_option",
                 "agents",
-                f"agents ask for {', '.join(new)}, which has no effect: the run samples as its configuration "
+                f"agents request {', '.join(new)}, which has no effect: the run samples as its configuration "
                 "says, because the loss assumes it (rollout.temperature)",
             )
 
@@ -244,5 +244,5 @@ def _json(data: object, status: int = 200) -> web.Response:
 
 
 def _unknown(dialect: Dialect) -> web.Response:
-    message = "this key belongs to no rollout that is running"
+    message = "this key does not belong to a running rollout"
     return _json(dialect.error(401, message, "invalid_api_key"), 401)

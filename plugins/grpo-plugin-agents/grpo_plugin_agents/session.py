@@ -141,7 +141,7 @@ class Session:
             call = self._repeats.repeated(attempt)
         except KeyReused:
             error = (
-                f"the Idempotency-Key {attempt.key[:80]!r} is that of another request; use a new key for each"
+                f"the Idempotency-Key {attempt.key[:80]!r} belongs to another request; use a new key for each"
             )
             raise Refused(422, error, "idempotency_key_reused") from None
         if call is None:
@@ -294,8 +294,8 @@ class Session:
 
 
 _NO_CALL = (
-    "its agent asked for no completion; it finds the model at client.base_url with client.api_key, and a "
-    "program by the variables OPENAI_BASE_URL and OPENAI_API_KEY, or ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY"
+    "its agent requested no completion; the model is at client.base_url with client.api_key, and for a "
+    "program in the variables OPENAI_BASE_URL and OPENAI_API_KEY, or ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY"
 )
 
 

@@ -88,7 +88,7 @@ def test_a_key_that_belongs_to_no_running_rollout_is_refused(path):
         for key in ("", "guess", scene.client.api_key[:-1], scene.client.api_key + "x"):
             status, body = await scene.post(path, {"messages": ASKED}, key=key)
             assert status == 401
-            assert "this key belongs to no rollout" in body["error"]["message"]
+            assert "this key does not belong to a running rollout" in body["error"]["message"]
         async with scene.http.get(f"{scene.client.base_url}/models") as response:
             assert response.status == 401
         assert scene.engine.said == []
@@ -574,7 +574,7 @@ def test_a_retry_of_a_client_gets_the_same_reply_and_samples_nothing():
         assert keyed[0] == keyed[1]
         status, said = await scene.post("/chat/completions", {"messages": ASKED}, **{"Idempotency-Key": "k"})
         assert status == 422
-        assert "the Idempotency-Key 'k' is that of another request" in str(said)
+        assert "the Idempotency-Key 'k' belongs to another request" in str(said)
         assert len(scene.engine.said) == 3
 
     story(play, "a", "b", "c")

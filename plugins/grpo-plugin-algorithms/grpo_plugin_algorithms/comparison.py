@@ -63,7 +63,7 @@ class Comparison:
         for difference in differences:
             x = (difference / self.bound + 1) / 2
             if not 0 <= x <= 1:
-                raise ValueError(f"a difference of {difference}; expected at most {self.bound} in size")
+                raise ValueError(f"difference {difference} exceeds the bound {self.bound}")
             bet = self._bet()
             gains = x - self._means
             with np.errstate(divide="ignore"):

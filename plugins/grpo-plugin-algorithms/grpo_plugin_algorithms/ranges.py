@@ -22,18 +22,18 @@ class Range:
     def problem(self, name: str, value: float) -> str | None:
         """Return the error in an option's value, or None."""
         if math.isnan(value) or not (self.infinite or math.isfinite(value)):
-            return f"{name} = {value}: it has to be a finite number"
+            return f"{name} = {value}: expected a finite number"
         if (
             (self.at_least is None or value >= self.at_least)
             and (self.above is None or value > self.above)
             and (self.at_most is None or value <= self.at_most)
         ):
             return None
-        return f"{name} = {value}: it has to be {self}" + (f", {self.why}" if self.why else "")
+        return f"{name} = {value}: expected {self}" + (f", {self.why}" if self.why else "")
 
     def __str__(self) -> str:
         if self.at_least is not None and self.at_most is not None:
-            return f"from {self.at_least:g} to {self.at_most:g}"
+            return f"{self.at_least:g} to {self.at_most:g}"
         bounds = [
             f"{words} {bound:g}"
             for words, bound in (

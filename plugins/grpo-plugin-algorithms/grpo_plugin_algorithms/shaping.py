@@ -93,7 +93,7 @@ class Shaping:
         if rollout.reward is None or not bad:
             return rollout
         error = (
-            f"shaping.weights pays {bad[0]!r}, which is {rollout.left_out[bad[0]]}, expected a finite number"
+            f"shaping.weights uses {bad[0]!r}, which is {rollout.left_out[bad[0]]}, expected a finite number"
         )
         return evolve(rollout, reward=None, success=None, error=error)
 

@@ -77,7 +77,7 @@ def test_an_interval_only_shrinks_and_holds_the_mean_or_is_gone(differences, eff
 def test_numbers_out_of_range_are_refused(wrong):
     with pytest.raises(ValueError, match="expected bound > 0"):
         Comparison(**wrong)
-    with pytest.raises(ValueError, match=r"a difference of 1.5; expected at most 1.0"):
+    with pytest.raises(ValueError, match=r"difference 1.5 exceeds the bound 1.0"):
         Comparison().add([1.5])
 
 
@@ -234,7 +234,7 @@ def test_scores_beyond_the_bound_name_the_option():
 
     strategy, context = Paired(), Large([])
     validated(strategy, context, 0)
-    expected = r"task 'sort': a difference of 10.0; .* set validation.options.bound"
+    expected = r"task 'sort': difference 10.0 exceeds .* set validation.options.bound"
     with pytest.raises(ExceptionGroup) as raised:
         validated(strategy, context, 1)
     assert raised.group_contains(ConfigError, match=expected)

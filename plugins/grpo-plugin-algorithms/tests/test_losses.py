@@ -193,19 +193,19 @@ def test_an_update_without_trained_tokens_has_the_loss_0(aggregation: str, empty
         (grpo, {"kl_estimator": "k1"}, {}, "kl_estimator does nothing without kl_coefficient"),
         (grpo, {"kl_coefficient": 1.0, "kl_in": "reward", "kl_weight": "none"}, {}, "has none"),
         (grpo, {"entropy_delta": 0.1}, {}, "does nothing without entropy_target"),
-        (grpo, {"entropy_target": 0.0}, {}, "has to be above 0"),
+        (grpo, {"entropy_target": 0.0}, {}, "above 0"),
         (grpo, {"entropy_target": 1.0, "entropy_min": 0.1}, {}, "is not between entropy_min"),
         (grpo, {"teacher_clip": 1.0}, {}, "does nothing without teacher_coefficient"),
         (grpo, {"reward_coefficient": 0.0}, {}, "nothing to learn from"),
-        (further.distillation, {"teacher_clip": -1.0}, {}, "has to be above 0"),
+        (further.distillation, {"teacher_clip": -1.0}, {}, "above 0"),
         (further.distillation, {"teacher_coefficient": -1.0}, {}, "push the policy away"),
         (further.distillation, {"reward_coefficient": -1.0}, {}, "reward failures"),
         (grpo, {"correction": "off", "importance_cap": 3.0}, {}, "does not compute"),
         (grpo, {"correction": "token_mask"}, {"proximal": "generation"}, "does nothing"),
         (grpo, {"importance_floor": 3.0}, {}, "is above importance_cap"),
         (grpo, {"on_policy": True}, {"updates_per_step": 2}, "nothing would bound 2 updates"),
-        (grpo, {"dual_clip": 1.0}, {}, "has to be above 1"),
-        (grpo, {"ratio_cap": 0.9}, {}, "has to be above 1"),
+        (grpo, {"dual_clip": 1.0}, {}, "expected above 1"),
+        (grpo, {"ratio_cap": 0.9}, {}, "expected above 1"),
         (grpo, {"top_entropy": 1.5}, {}, "a share of tokens"),
         (grpo, {"off_policy_limit": 0.0}, {}, "above 0"),
         (further.sapo, {"nll_coefficient": -1.0}, {}, "would push the policy away"),
@@ -223,11 +223,11 @@ def test_options_that_make_no_sense_together_are_refused(
 @pytest.mark.parametrize(
     ("loss", "option", "value", "expected"),
     [
-        (grpo, "clip_low", -0.5, "from 0 to 1"),
-        (grpo, "clip_low", 1.5, "from 0 to 1"),
-        (further.gspo, "clip_low", -1e-4, "from 0 to 1"),
-        (further.distillation, "clip_low", 2, "from 0 to 1"),
-        (further.cispo, "clip_low", 1.5, "from 0 to 1"),
+        (grpo, "clip_low", -0.5, "0 to 1"),
+        (grpo, "clip_low", 1.5, "0 to 1"),
+        (further.gspo, "clip_low", -1e-4, "0 to 1"),
+        (further.distillation, "clip_low", 2, "0 to 1"),
+        (further.cispo, "clip_low", 1.5, "0 to 1"),
         (grpo, "clip_high", -0.1, "at least 0"),
         (further.gspo, "clip_high", -0.1, "at least 0"),
         (further.distillation, "clip_high", -0.1, "at least 0"),
@@ -242,14 +242,14 @@ def test_options_that_make_no_sense_together_are_refused(
 )
 def test_an_option_out_of_its_range_is_refused(loss: Any, option: str, value: float, expected: str) -> None:
     (problem,) = problems_of(loss, {option: value}, LossSetting())
-    assert problem.startswith(f"{option} = {value}: it has to be {expected}")
+    assert problem.startswith(f"{option} = {value}: expected {expected}")
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0])
 @pytest.mark.parametrize("option", ["kl_input_clamp", "kl_output_clamp"])
 def test_a_divergence_is_clamped_to_more_than_0(option: str, value: float) -> None:
     (problem,) = problems_of(grpo, {"kl_coefficient": 0.1, option: value}, LossSetting())
-    assert problem == f"{option} = {value}: it has to be above 0"
+    assert problem == f"{option} = {value}: expected above 0"
 
 
 @pytest.mark.parametrize("loss", [*NAMED, further.distillation])
@@ -261,7 +261,7 @@ def test_an_option_of_a_loss_is_a_finite_number(loss: Any) -> None:
     for option in numbers:
         for value in (nan, inf, -inf):
             found = problems_of(loss, {option: value}, LossSetting())
-            refused = any(each.startswith(f"{option} = {value}: it has to be") for each in found)
+            refused = any(each.startswith(f"{option} = {value}: expected") for each in found)
             assert refused is not (value == inf and option in ("clip_high", "importance_cap")), option
 
 
@@ -338,8 +338,8 @@ def test_an_objective_of_a_plugin_says_what_its_options_may_be() -> None:
     assert problems_of(mine, {"power": 2, "rest": -1.0}, LossSetting()) == []
     found = problems_of(mine, {"power": 0, "rest": nan}, LossSetting(updates_per_step=2))
     assert found[:2] == [
-        "power = 0: it has to be above 0, since it is a power",
-        "rest = nan: it has to be a finite number",
+        "power = 0: expected above 0, since it is a power",
+        "rest = nan: expected a finite number",
     ]
     assert "nothing would bound 2 updates" in found[2]
 

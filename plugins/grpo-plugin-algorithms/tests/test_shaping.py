@@ -82,7 +82,7 @@ def test_a_rollout_whose_paid_part_is_no_number_is_unscored_and_another_metric_c
     found = shaping_by(weights={"right": 1.0, "short": -1.0}).checked(one)
     assert (found.reward, found.error) == (
         None,
-        "shaping.weights pays 'short', which is nan, expected a finite number",
+        "shaping.weights uses 'short', which is nan, expected a finite number",
     )
     assert shaping_by(weights={"right": 1.0}).checked(one) is one
 

@@ -227,7 +227,7 @@ class Audit:
         compare = (
             "compare the reply with the prompt's answer: a model finds such a reply, and says nothing else"
         )
-        data = "let no words of the reply decide; a judge gets the reply as data"
+        data = "do not let words of the reply decide; give a judge the reply as data"
         panel, scale = rewards.panel, self.scale
         return [
             panel("semantic.canary_floor", "empty and constant replies", plain, scale, by_text, compare),

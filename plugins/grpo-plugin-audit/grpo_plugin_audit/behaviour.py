@@ -41,7 +41,7 @@ def determinism(rounds: Sequence[Sequence[Trial]], whole: float) -> Finding:
         if moody
         else f"{len(plays)} replies, {len(rounds)} times",
         evidence=evidence,
-        advice="take chance, time and state out of evaluate; of a judge, ask several times and take the mean"
+        advice="remove randomness, time and state from evaluate; ask a judge several times and take the mean"
         if moody
         else "",
     )

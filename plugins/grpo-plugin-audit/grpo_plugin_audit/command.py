@@ -52,7 +52,7 @@ def audit(
     json: Path | None = None,
     no_plugin: Words = None,
 ) -> int:
-    """Find out whether the rewards of an environment mean anything: what is paid, and what should not be.
+    """Check whether the rewards of an environment mean anything: what it rewards, and what it should not.
 
     The exit status is 1 if a check failed.
 
@@ -66,14 +66,14 @@ def audit(
     prompts
         Largest number of prompts that are played.
     seconds
-        Time that the audit may take, about; a slow environment plays fewer prompts.
+        Approximate time limit of the audit; a slow environment plays fewer prompts.
     seed
         Seed of the replies that are tried.
     model
         Model that plays groups of rollouts first, to see how many would teach it: a directory, a hub
         id, a name as "tiny", or the directory of a run.
     engine
-        Engine of this model; that of a hosted model needs no other one.
+        Engine of this model; an engine of a hosted model needs no --model.
     json
         File for the findings as JSON.
     no_plugin

@@ -12,11 +12,11 @@ def grpo_commands() -> Mapping[str, Command]:
     return {
         "audit": Command(
             "grpo_plugin_audit.command:audit",
-            help="Find out whether the rewards of an environment mean anything: what is paid, and what "
-            "should not be.",
+            help="Check whether the rewards of an environment mean anything: what it rewards, and what it "
+            "should not.",
         ),
         "score": Command(
             "grpo_plugin_audit.score:score",
-            help="Judge stored rollouts again, as after a correction of a reward, and show what changes.",
+            help="Judge stored rollouts again, such as after a reward was corrected, and show what changes.",
         ),
     }

@@ -221,7 +221,7 @@ def _notes(difference: TaskDifference, missing: Sequence[str], others: Sequence[
             "turns"
         )
     if difference.unfinished:
-        yield f"  {difference.unfinished:,} rollouts: the environment would now go on after the last turn"
+        yield f"  {difference.unfinished:,} rollouts: the environment would now continue after the last turn"
     if difference.failed:
         yield f"  {difference.failed:,} rollouts had a reward, and could not be judged:"
         for error, number in difference.errors.most_common(3):

@@ -165,7 +165,7 @@ def near(trials: Sequence[Trial], scale: Scale) -> Finding:
         )
     )
     if may.severity == "failed":
-        may = evolve(may, severity="warned", advice=f"{advice}; if such an answer is right, this is meant")
+        may = evolve(may, severity="warned", advice=f"{advice}; if such an answer is right, ignore this")
     bad = next((one for one in (sure, may) if one.severity == "failed"), None)
     bad = bad or next((one for one in (sure, may) if one.severity == "warned"), None)
     if bad is not None:
@@ -198,7 +198,7 @@ def numbers(trials: Sequence[Trial], scale: Scale) -> Finding:
     check, title = "reward.prompt_numbers", "numbers of the prompt as answers"
     if not any(one.reward is not None for one in scale.solutions.values()):
         return not_applicable(check, title, "no solution is known, and one of them may be right")
-    advice = "give nothing for a number that the prompt holds anyway"
+    advice = "do not reward a number that the prompt contains"
     return panel(check, title, trials, scale, lambda trial: trial.kind, advice)
 
 
@@ -233,5 +233,5 @@ def moves(trials: Sequence[Trial], scale: Scale) -> Finding:
     check, title = "reward.named_moves", "moves that the prompt names"
     if not trials:
         return not_applicable(check, title, "no prompt names a move in brackets")
-    advice = "enforce the rules of the game, and pay for what was reached beyond its beginning"
+    advice = "enforce the rules of the game, and reward progress beyond its beginning"
     return panel(check, title, trials, scale, lambda trial: f"{trial.kind} {trial.said}", advice)

@@ -252,12 +252,12 @@ class SecondOpinion(Tracker):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the evidence of a checkpoint; warn about evidence that starts anew."""
         if state["environment"] != self.audit.second_opinion:
-            self._run.warn("the second opinion is another one now, and its evidence begins anew")
+            self._run.warn("the second opinion has changed, so its evidence starts again")
             return
         for task, found in state["evidence"].items():
             if task in self.evidence and not self.evidence[task].load_state_dict(found):
                 self._run.warn(
-                    f"the second opinion of task {task!r} has other limits now, and its evidence begins anew"
+                    f"the second opinion of task {task!r} has other limits now, so its evidence starts again"
                 )
 
     def close(self) -> None:
@@ -280,7 +280,7 @@ class SecondOpinion(Tracker):
             asyncio.run(self._judge_all())
         except Exception as error:
             why = str(error) if isinstance(error, GrpoError) else f"{type(error).__name__}: {error}"
-            self._run.warn(f"there is no second opinion any more, and the run goes on: {why}")
+            self._run.warn(f"the second opinion has ended, and the run continues: {why}")
         finally:
             with self._change:
                 self._ended = True
@@ -331,7 +331,7 @@ class SecondOpinion(Tracker):
         self._run.warn(
             f"task {task!r}: {self.audit.second_opinion} refuses {found.refused} of {found.judged} successes "
             f"that it judged, and more than the tolerated {self.audit.tolerance:.0%} of late: the model may "
-            f"have found what its reward pays for by mistake. Read the rollouts of step {step}, such as "
+            f"have found a mistake of its reward. Read the rollouts of step {step}, such as "
             f"those of prompt {last.prompt.id!r}, one of which gets {reward} from it{ends}"
         )
         if self.audit.stop:

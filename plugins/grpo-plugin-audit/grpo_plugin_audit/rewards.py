@@ -95,7 +95,7 @@ def oracle(trials: Sequence[Trial], success: float | None) -> Finding:
             check=check,
             title=title,
             severity="not applicable",
-            result=f"{why}: false positives and negatives can be told in part only",
+            result=f"{why}: false positives and negatives are only partly known",
             advice="define solve(prompt), by default the prompt's answer, so that right replies are known",
         )
     best = max((trial.reward for trial in ended if trial.reward is not None), default=None)
@@ -217,7 +217,7 @@ def panel(
     if not trials:
         return not_applicable(check, title, "it was not played")
     if not scale.known:
-        return not_applicable(check, title, "cannot be told: declare success, or define solve(prompt)")
+        return not_applicable(check, title, "cannot be checked: declare success, or define solve(prompt)")
     found = exploits(trials, scale, by, partial=partial)
     if not found:
         return not_applicable(check, title, "each of these replies is an answer")
@@ -235,7 +235,7 @@ def panel(
         + (_part_of(worst.share, scale) if partial else "")
         + (f"; and {many - 1} more kinds" if many > 1 else ""),
         evidence=str(worst.example),
-        advice="other replies win other prompts: where few can be chosen, chance does as well"
+        advice="other replies win other prompts: with few options, guessing does as well"
         if guessed
         else advice,
     )
@@ -295,7 +295,7 @@ def listing(trials: Sequence[Trial], scale: Scale) -> Finding:
         evidence="" if example is None else str(example),
         advice=""
         if severity == "passed"
-        else "judge one answer, in a form that the prompt asks for, and give a reply with several nothing",
+        else "judge one answer, in a form that the prompt asks for, and do not reward a reply with several",
     )
 
 
@@ -321,7 +321,7 @@ def length(trials: Sequence[Trial], scale: Scale) -> Finding:
         severity="failed" if longer else "passed",
         result=f"mean rewards: {result}",
         evidence=str(by_kind[list(means)[-1]][0]) if longer else "",
-        advice="do not pay for length: a policy grows its replies up to the limit" if longer else "",
+        advice="do not reward length: a policy grows its replies up to the limit" if longer else "",
     )
 
 
@@ -338,7 +338,7 @@ def unfinished(trials: Sequence[Trial], scale: Scale) -> Finding:
         check=check,
         title=title,
         severity="noted" if paid else "passed",
-        result=f"{Rate(len(paid), len(trials))} are paid like those that end",
+        result=f"{Rate(len(paid), len(trials))} are rewarded like the ones that end",
         evidence=str(paid[0]) if paid else "",
         advice=""
         if not paid
@@ -372,7 +372,7 @@ def reach(trials: Sequence[Trial], scale: Scale) -> Finding:
         severity=severity,
         result=f"for {rate} prompts; {len(levels)} levels in {total} replies: {shown}",
         evidence=str(trials[0]) if severity != "passed" and trials else "",
-        advice="a group whose rewards are equal has no advantage: give partial credit, or other prompts"
+        advice="a group whose rewards are equal has no advantage: give partial credit, or use other prompts"
         if severity != "passed"
         else "",
     )

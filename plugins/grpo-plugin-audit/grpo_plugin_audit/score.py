@@ -79,7 +79,7 @@ def score(
     print_json: AsJson = False,
     no_plugin: Words = None,
 ) -> int:
-    """Judge stored rollouts again, as after a correction of a reward, and show what changes.
+    """Judge stored rollouts again, such as after a reward was corrected, and show what changes.
 
     The exit status is 1 if rollouts could not be judged.
 

@@ -18,9 +18,9 @@ class AuditConfig:
     """Name of an environment that judges a small random part of the trained successes again, such as a
     stricter reward for the same prompts; there is a warning if it refuses too many of them."""
     options: dict[str, Any] = field(factory=dict, metadata=options_of("environment", "second_opinion"))
-    """Options are passed to the factory of the second environment."""
+    """Options of the second environment's factory."""
     success: float | None = None
-    """Reward from which the second environment calls a rollout a success, instead of what it declares."""
+    """Smallest reward of a success in the second environment, instead of the one that it declares."""
     tasks: list[str] = field(factory=list)
     """Names of the tasks whose rollouts it judges; without names, all of them."""
     rollouts: int = field(default=16, validator=ge(1))

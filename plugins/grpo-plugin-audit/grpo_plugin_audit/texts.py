@@ -68,7 +68,7 @@ def split_leakage(train: Sequence[Prompt], held_out: Sequence[Prompt], turns: in
         result=f"{rate} exactly, {nearly} nearly; {len(train):,} prompts to train on"
         + (f"; {alike:,} more begin in the same way, with another answer or info" if alike else ""),
         evidence=evidence,
-        advice="validation measures memory in part: split before prompts are drawn"
+        advice="validation partly measures memory: split before prompts are drawn"
         if evidence
         else "look whether these rollouts differ later: where they do not, validation measures memory"
         if alike
@@ -129,7 +129,7 @@ def in_prompt(solutions: Sequence[Solution]) -> Finding:
         if any(MARKS.search(text[: one.start()]) and ENDED.match(text[one.end() :]) for one in found):
             marked += 1
             example = (
-                example or f"prompt {short(text_of(each.prompt), 120)} holds its answer {short(answer, 40)}"
+                example or f"prompt {short(text_of(each.prompt), 120)} has its answer {short(answer, 40)}"
             )
     rate, chance, given = Rate(own, len(known)), Rate(other, len(known)), Rate(marked, len(known))
     excess = rate.interval[0] > chance.interval[1]
@@ -144,8 +144,8 @@ def in_prompt(solutions: Sequence[Solution]) -> Finding:
         check=check,
         title=title,
         severity=severity,
-        result=f"{rate} hold their answer as a word, {given} after a word that gives it away; {chance} hold "
-        "another prompt's",
+        result=f"{rate} contain their answer as a word, {given} after a word that gives it away; {chance} "
+        "contain another prompt's",
         evidence=example if severity in ("failed", "warned") else "",
         advice="leave the answer out of the messages"
         if severity in ("failed", "warned")
@@ -172,7 +172,7 @@ def majority(solutions: Sequence[Solution]) -> Finding:
         title=title,
         severity=severity,
         result=f"{short(given[answer], 40)} is right for {rate}",
-        advice="balance the answers: a constant reply gets this reward without a thought"
+        advice="balance the answers: a constant reply gets this reward"
         if severity in ("warned", "noted")
         else "",
     )

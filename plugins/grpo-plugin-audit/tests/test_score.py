@@ -282,7 +282,7 @@ def test_a_rollout_whose_turns_are_not_stored_is_left_unscored_with_the_reason(g
 def test_wrong_input_is_named_before_anything_starts(a_run, tmp_path):
     with pytest.raises(ConfigError, match=r"--step 9: .*the steps are 1 to 2"):
         score.find(a_run, [9], validation=False)
-    with pytest.raises(ConfigError, match=r"holds no run \(there is no config\.toml"):
+    with pytest.raises(ConfigError, match=r"is not a run \(there is no config\.toml"):
         score.find(tmp_path, [], validation=False)
     with pytest.raises(
         ConfigError, match=r"is not a file of rollouts; expected a name that ends in \.jsonl\.gz"

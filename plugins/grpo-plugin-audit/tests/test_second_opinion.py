@@ -219,7 +219,7 @@ def test_a_second_opinion_that_ends_with_an_error_costs_no_step():
     heard = Heard(hosted=Gone)
     heard.after([[group(1, [HONEST])]] * 3)
     (message,) = heard.warnings
-    assert "the run goes on: RuntimeError: its machine is gone" in message
+    assert "the run continues: RuntimeError: its machine is gone" in message
     heard.opinion.rollouts(4, [group(1, [HONEST])])
     assert heard.opinion.numbers()["second_opinion_left_out/double"] >= 1
 
@@ -244,7 +244,7 @@ def test_a_resumed_run_has_no_second_alarm_about_the_same_and_another_environmen
     assert again.warnings == []
     other = Heard()
     other.opinion.load_state_dict({**state, "environment": "another"})
-    assert "begins anew" in other.warnings[0]
+    assert "starts again" in other.warnings[0]
     stricter = Heard(tolerance=0.1)
     stricter.opinion.load_state_dict(state)
     assert "other limits" in stricter.warnings[0]

@@ -153,7 +153,7 @@ class Commands:
                 output="",
                 tree=tree,
                 state=state or "",
-                lost=outcome.message or "it told nothing",
+                lost=outcome.message or "it returned nothing",
             )
 
     def _ran(self, values: Sequence[str], tree: str, texts: int, *, state: str | None, keeps: bool) -> Ran:
@@ -163,7 +163,7 @@ class Commands:
         """
         most = ESCAPED * (1024 * self._limits.output * texts + STATE) + PAGE
         if len(values[0]) > most:
-            raise ValueError(f"it told {len(values[0])} characters; at most {most} are read")
+            raise ValueError(f"it returned {len(values[0])} characters; at most {most} are read")
         found = json.loads(text_in(values[0]))
         full = keeps and bool(found["full"])
         return Ran(

@@ -159,7 +159,7 @@ class Harbor(grpo.Environment):
         return self._prompts[split]
 
     def from_source(self, prompt: grpo.Prompt) -> grpo.Prompt:
-        raise grpo.ConfigError("code: harbor has tasks of its own: leave out the task's source")
+        raise grpo.ConfigError("code: harbor brings its own tasks: leave out the task's source")
 
     def solve(self, prompt: grpo.Prompt) -> str | None:
         return None

@@ -110,7 +110,7 @@ def _libraries() -> tuple[str, str]:
     loader = next((path for path in paths if path.name.startswith("ld-linux")), None)
     if library is None or loader is None or library.parent != loader.parent:
         raise grpo.ConfigError(
-            "code: images need a Python that runs with the GNU C library, whose loader lies beside it"
+            "code: images need a Python that runs with the GNU C library, whose loader is next to it"
         )
     return str(library.parent), loader.name
 
@@ -137,7 +137,7 @@ def _build(context: Path, program: str, name: str, made: Path, mounts: Sequence[
     config = json.loads(_output([program, "image", "inspect", name]))[0]["Config"]
     directory = os.path.normpath(config.get("WorkingDir") or "/")
     if directory == "/":
-        raise ImageError("its image works in /, and a sandbox needs a directory of its own (WORKDIR)")
+        raise ImageError("its image works in /, and a sandbox needs its own directory (WORKDIR)")
     root = made / "root"
     root.mkdir(parents=True)
     container = _output([program, "create", name, "true"]).split()[-1]

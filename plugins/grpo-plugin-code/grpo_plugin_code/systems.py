@@ -37,7 +37,7 @@ def of_this_machine(mounts: Sequence[str]) -> System:
     for path in mounts:
         if any(Path(os.path.realpath(part)).is_relative_to(path) for part in (python, sys.base_prefix)):
             raise grpo.ConfigError(
-                f"code: this Python is {python}, and the sandbox has a directory of its own at {path}, "
+                f"code: this Python is {python}, and the sandbox has its own directory at {path}, "
                 "which hides it; use a Python that is installed elsewhere"
             )
     links = {path: os.readlink(path) for path in SYSTEM if os.path.islink(path)}

@@ -335,7 +335,7 @@ def test_without_bubblewrap_nothing_is_run(monkeypatch, tmp_path):
 
 @in_a_sandbox
 def test_a_directory_of_the_sandbox_that_would_hide_this_python_is_refused_at_the_start():
-    with pytest.raises(grpo.ConfigError, match=r"a directory of its own at .* which hides it"):
+    with pytest.raises(grpo.ConfigError, match=r"its own directory at .* which hides it"):
         sandbox.command(sandbox.Limits(), [os.path.realpath(sys.base_prefix)])
 
 

@@ -138,7 +138,7 @@ def test_an_image_that_is_kept_is_not_built_again_until_its_files_change(base, t
     ("docker", "why"),
     [
         (f"FROM {BASE}\nWORKDIR /app\nRUN exit 3\n", "its image cannot be built .podman build.: .*3"),
-        (f"FROM {BASE}\n", "its image works in /, and a sandbox needs a directory of its own"),
+        (f"FROM {BASE}\n", "its image works in /, and a sandbox needs its own directory"),
         (f"FROM {BASE}\nWORKDIR /app\nRUN ln -s /etc /tests\n", "a link in place of /tests, which leads out"),
         ("FROM scratch\nWORKDIR /app\n", "its image has no bash"),
     ],

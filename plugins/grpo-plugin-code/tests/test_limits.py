@@ -475,4 +475,4 @@ def test_a_command_that_forges_its_result_takes_little_memory(monkeypatch):
         assert tracemalloc.get_traced_memory()[1] < 60 * 2**20
     finally:
         tracemalloc.stop()
-    assert (ran.tree, ran.lost) == ("the files before", "it told nothing")
+    assert (ran.tree, ran.lost) == ("the files before", "it returned nothing")

@@ -153,7 +153,7 @@ def find(host: PluginHost, name: str, kind: str | None = None) -> Selected:
     if len(found) == 1:
         return next(iter(found.values()))
     if found or (kind is None and len(missing) < len(CHECKED)):
-        raise ConfigError(f"{name}: tell what it is with --kind: {', '.join(found or CHECKED)}")
+        raise ConfigError(f"{name}: name its kind with --kind: {', '.join(found or CHECKED)}")
     near = (error for error in missing.values() if "Did you mean" in str(error))
     raise next(near, next(iter(missing.values())))
 

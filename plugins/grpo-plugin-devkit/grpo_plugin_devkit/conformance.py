@@ -172,7 +172,7 @@ class Conformance:
         if self.environment.runs_agents:
             return (of_prompts if self._has_prompts() else {"prompts": self._stand_in}) | {
                 "its agent plays a rollout": self._agent,
-                "rollouts at the same time ask what they ask alone": self._rollouts_apart,
+                "concurrent rollouts send the same requests as alone": self._rollouts_apart,
                 "the same replies get the same reward": self._steady_agent,
                 "a solution gets more than nonsense": self._solving_agent,
             }
@@ -221,8 +221,8 @@ class Conformance:
         _expect(
             len(again) == len(self._train) and not differ,
             f"made anew, it offers {len(again):,} prompts of which {differ:,} differ from the "
-            f"{len(self._train):,} before: a run could not be resumed. Draw them with a random.Random(seed) "
-            "of your own, in an order that no set and no hash decides",
+            f"{len(self._train):,} before: a run could not be resumed. Draw them with your own "
+            "random.Random(seed), in an order that depends on no set and no hash",
         )
         return "also when it is made anew"
 
@@ -276,8 +276,8 @@ class Conformance:
         for (prompt, reply), feedback in self._judgements:
             _expect(
                 not _is_none(feedback),
-                f"{_case(prompt, reply)}: {_given(feedback)}. A model says such things: a reply that cannot "
-                "be read is a wrong one, with a reward as low as others get",
+                f"{_case(prompt, reply)}: {_given(feedback)}. A model writes such replies: give one that "
+                "cannot be read the reward of a wrong one",
             )
             _expect_numbers(prompt, reply, feedback)
         return f"{len(plays)} replies that no prompt asks for"
@@ -287,7 +287,7 @@ class Conformance:
         if few < 2:
             raise Noted("there is only one prompt")
         if self.environment.success is None and not self.worth:
-            raise Noted("cannot be told: declare success, or solve(prompt)")
+            raise Noted("cannot be checked: declare success, or solve(prompt)")
         right = {prompt.id: reply for prompt, reply in self.solved}
         for begin in range(0, len(self._judgements), few):
             full = [
@@ -312,12 +312,12 @@ class Conformance:
         first, second = self._rewards(plays), self._rewards(plays)
         self.steady = first == second
         if not self.steady:
-            raise Noted("rewards differ from call to call: if that is not a judge's chance, look for state")
+            raise Noted("rewards differ from call to call: if no judge is random, look for state")
         return f"{len(plays)} episodes, evaluated twice"
 
     def _independent_of_order(self) -> str:
         if not self.steady:
-            raise Noted("cannot be told, since rewards differ from call to call")
+            raise Noted("cannot be checked, because rewards differ from call to call")
         plays = self._mixed()
         alone = [reward for play in plays for reward in self._rewards([play])]
         together, backwards = self._rewards(plays), self._rewards(plays[::-1])[::-1]
@@ -380,7 +380,7 @@ class Conformance:
         if len(self._plays) < 2:
             raise Noted("there is only one prompt")
         if not self.side_by_side:
-            raise Noted("cannot be told in this process; grpo-core check and check_agent can tell")
+            raise Noted("cannot be checked in this process; use grpo-core check or check_agent")
         together, most = self.wait(play_side_by_side(self.environment, self._plays))
         if most < 2:
             return "they play one after another"
@@ -390,7 +390,7 @@ class Conformance:
                 continue
             (again,) = self._rollouts([play])
             if _talks(again) != alone:
-                raise Noted(f"{_case(*play)}: cannot be told, since it asks something else each time")
+                raise Noted(f"{_case(*play)}: cannot be checked, because its requests differ each time")
             raise Broken(
                 f"{_case(*play)}: alone a conversation ends with {_end(alone - others)}, and next to "
                 f"{most - 1} others with {_end(others - alone)}. {other.error or MIXED_UP_ADVICE}"
@@ -402,8 +402,8 @@ class Conformance:
         for (prompt, reply), one, other in zip(self._plays, self._played, again, strict=True):
             if one.reward != other.reward:
                 raise Noted(
-                    f"{_case(prompt, reply)}: reward {one.reward}, then {other.reward}: if that is not the "
-                    "chance of a judge, look for state that rollouts share"
+                    f"{_case(prompt, reply)}: reward {one.reward}, then {other.reward}: if that is not a "
+                    "judge's randomness, look for state that rollouts share"
                 )
         return f"{len(again)} rollouts, played twice"
 

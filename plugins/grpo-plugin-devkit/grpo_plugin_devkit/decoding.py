@@ -280,7 +280,7 @@ async def top_k_top_p_and_min_p_cut_the_distribution(tried: EngineUnderTest) -> 
             assert off.max() <= tried.tolerance, (
                 f"with {cuts} the logprob of a token differs from that of transformers' warpers by "
                 f"{off.max():.3g}, expected at most {tried.tolerance:g}: the engine ignores {cuts}, or cuts "
-                "the distribution in another way. A token's logprob is that of what is left"
+                "the distribution in another way. A token's logprob is the one after the cut"
             )
     cut, whole = await tried.ask(*(evolve(SMALL, temperature=0.0, top_k=k) for k in (5, 0)))
     assert ids_of([cut]) == ids_of([whole]), "at temperature 0 top_k changes the completion"

@@ -108,7 +108,7 @@ class _Story:
 
     async def takes(self, version: int) -> None:
         weights = self.publish(version)
-        assert weights.canary, "publish() gives no canary: nothing would tell which weights are used"
+        assert weights.canary, "publish() gives no canary: nothing would show which weights are used"
         assert not self.said or max(map(self._moved, weights.canary)) > self.tolerance, (
             f"publish() gives version {version} the canary of the version before: an engine that ignores its "
             "weights would pass"
@@ -176,7 +176,7 @@ class _Story:
         first, *rest = published.tensors
         spoilt = evolve(published, tensors=(evolve(first, checksum=first.checksum ^ 1), *rest))
         said = await _error_of(self.engine.update_weights(spoilt), WeightSyncError)
-        assert said, "a tensor that is not what the trainer wrote was taken"
+        assert said, "a damaged tensor was accepted"
         assert first.name in said, f"the error does not name the tensor {first.name!r}: {said}"
         completions = await self.ask(self.requests())
         assert {v for c in completions for v in c.versions} == {self.version}

@@ -58,7 +58,7 @@ class ModelSourceContract(Contract):
     def it_is_checked_without_making_anything(self) -> None:
         before = set(self._directory.rglob("*"))
         returned = self._make().check()
-        assert returned is None, f"check() returned {returned!r}; it raises ModelError, or returns nothing"
+        assert returned is None, f"check() returned {returned!r}; expected None or a ModelError"
         assert set(self._directory.rglob("*")) == before, "check() has written files"
 
     def it_makes_a_model_that_can_be_loaded(self) -> None:

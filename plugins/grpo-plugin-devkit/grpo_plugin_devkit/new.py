@@ -185,7 +185,7 @@ def _check_name(name: str, kind: Kind) -> None:
     if len(name) > LONGEST_NAME:
         raise ConfigError(f"{name!r} has {len(name)} characters; a name has at most {LONGEST_NAME}")
     if keyword.iskeyword(name) or keyword.issoftkeyword(name):
-        raise ConfigError(f"{name!r} is a word of Python's; give another name")
+        raise ConfigError(f"{name!r} is a keyword of Python; give another name")
     host = PluginHost.discover()
     installed = {plugin.name.rpartition("/")[2]: plugin for plugin in host.plugins}
     if name in installed or name in host.left_out:
@@ -195,7 +195,7 @@ def _check_name(name: str, kind: Kind) -> None:
         if name in plugin.offers.get(kind, {}):
             raise ConfigError(f"{plugin} offers the {kind.replace('_', ' ')} {name!r}; give another name")
     if importlib.util.find_spec(_package(name)) is not None:
-        raise ConfigError(f"a module {_package(name)} is there already; give another name")
+        raise ConfigError(f"a module {_package(name)} already exists; give another name")
 
 
 def _files(sort: str, name: str, variant: str) -> dict[str, str]:

@@ -120,7 +120,7 @@ class LossContract(Contract):
         for first in (0, 2):
             indices = (inputs.rows // 2 == first // 2).nonzero()[:, 0]
             part, _ = self._loss(_picked(inputs, indices))
-            self._same(whole[indices], part, f"rows {first} and {first + 1} in a micro-batch of their own")
+            self._same(whole[indices], part, f"rows {first} and {first + 1} in their own micro-batch")
 
     def it_returns_the_same_each_time_and_changes_no_input(self) -> None:
         inputs, untouched = self._inputs(), self._inputs()

@@ -10,7 +10,7 @@ from grpo_core import GenerationRequest, Message, Reply, TextEngine
 from grpo_core.kit import assistant_message, interrupts
 
 HELP = """\
-  a reply is a line; a line that ends with \\ goes on in the next one
+  a reply is a line; a line that ends with \\ continues in the next one
   /call add {"a": 1}   calls a tool; /call add a=1 does the same
   /solve               says what solve() of the environment returns
   /quit                ends; a reply that begins with / begins with //"""

@@ -72,7 +72,7 @@ class SamplerContract(RuleBasedStateMachine):
         expected = _draw(self.uninterrupted, self.loaders_copied(), request)
         prompts = _draw(self.sampler, self.loaders, request)
         self.returned += prompts
-        assert prompts == expected, "a resumed sampler goes another way than one that was not interrupted"
+        assert prompts == expected, "a resumed sampler draws other prompts than an uninterrupted one"
 
     @rule(by=st.integers(1, 3))
     def train(self, by: int) -> None:
@@ -122,7 +122,7 @@ class SamplerContract(RuleBasedStateMachine):
             _draw(sampler, self.loaders_copied(), request)
             for sampler in (other, self._resumed(_state_of(self.sampler)))
         ]
-        assert futures[0] == futures[1], "a resumed sampler goes another way than one resumed beside it"
+        assert futures[0] == futures[1], "two samplers resumed from one state draw other prompts"
 
     def loaders_copied(self) -> dict[str, MemoryLoader]:
         return {task: loader.copy() for task, loader in self.loaders.items()}
@@ -187,6 +187,6 @@ def check_sampler(
         run_state_machine_as_test(machine, settings=chosen)
     except Flaky as error:
         raise AssertionError(
-            "the sampler is not determined by its options and what it was told: the same calls, made again, "
-            "gave other prompts"
+            "the sampler is not determined by its options and calls: the same calls, repeated, gave other "
+            "prompts"
         ) from error

@@ -173,7 +173,7 @@ class ValidationContract(Contract):
     def training_goes_on_as_if_it_were_not_there(self) -> None:
         """Check that batches and weights of a run do not depend on the validation."""
         with_, without = (_trained(self.make, validate) for validate in (True, False))
-        assert with_ == without, "training with validation is not training without it"
+        assert with_ == without, "validation changes the training"
 
     # ------------------------------------------------------------------------------ how
 
@@ -208,11 +208,11 @@ class ValidationContract(Contract):
         validating.cancel()
         done, _ = await asyncio.wait([validating], timeout=60)
         assert done, f"still validating a minute after it was cancelled (at {seconds:g} s)"
-        assert ended or validating.cancelled(), f"cancelled at {seconds:g} s, it went on to its end"
+        assert ended or validating.cancelled(), f"cancelled at {seconds:g} s, it ran to its end"
         assert not world.engine.running, f"cancelled at {seconds:g} s, and the engine still generates"
         left = asyncio.all_tasks() - {asyncio.current_task()}
         left = {task for task in left if task.get_name() != "batched call"}  # a call may be shared
-        assert not left, f"cancelled at {seconds:g} s, and these go on: {left}"
+        assert not left, f"cancelled at {seconds:g} s, and these still run: {left}"
 
 
 def check_validation_strategy(

@@ -105,7 +105,7 @@ class TrainerContract(Contract):
             shape, wanted = tuple(found[name].shape), tuple(tensor.shape)
             assert shape == wanted, f"{name} has the shape {shape}, expected {wanted}"
             close = torch.allclose(found[name].float(), tensor.float(), atol=1e-2)
-            assert close, f"{name} is not that of the model at setup.model.path"
+            assert close, f"{name} differs from the model at setup.model.path"
 
     def its_canary_is_what_its_weights_say(self) -> str | None:
         """Check the canary's logprobs; weights without a canary are allowed, and noted."""

@@ -35,7 +35,7 @@ class TransportContract(Contract):
         location = self._write(1).location
         found = transport_of(location)
         assert found in (self._transport, transport_of("")), (
-            f"the location {location[:80]!r} is not of {self._name!r}; begin it with '{self._name}:'"
+            f"the location {location[:80]!r} does not belong to {self._name!r}; begin it with '{self._name}:'"
         )
 
     def what_is_read_is_what_was_written(self) -> None:

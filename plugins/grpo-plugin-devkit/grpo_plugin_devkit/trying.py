@@ -95,7 +95,7 @@ def try_(
     temperature
         Sampling temperature of a model that plays.  Default: as in training.
     engine
-        Engine of a model that plays; that of a hosted model needs no other one.
+        Engine of a model that plays; an engine of a hosted model needs no --model.
     settings
         Set an option of the environment, as in "length=3", the source of its prompts, as in
         "source.path=train.jsonl", or of the engine, as in "engine.options.model=gpt-5-mini"; may be repeated.
@@ -103,7 +103,7 @@ def try_(
         Do not load this installed plugin; may be repeated.
     """
     if model is not None and run is not None:
-        raise ConfigError("--model and --run: one of them plays; leave the other one out")
+        raise ConfigError("use --model or --run, not both")
     if prompts < 1:
         raise ConfigError(f"--prompts is {prompts}; expected a number of at least 1")
     choice = Choice(split=split, prompt=prompt, prompts=prompts, seed=seed, temperature=temperature)

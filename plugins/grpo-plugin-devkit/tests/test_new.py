@@ -137,7 +137,7 @@ def test_a_new_environment_trains_at_once(variant, tmp_path):
         ("environment", "3d", "begins with a letter"),
         ("environment", "../up", "cannot be the name"),
         ("environment", "", "cannot be the name"),
-        ("environment", "class", "a word of Python's"),
+        ("environment", "class", "a keyword of Python"),
         ("environment", "x" * 33, "at most 32"),
         ("environment", "core", "installed already"),
         ("loss", "grpo", "offers the loss 'grpo'"),

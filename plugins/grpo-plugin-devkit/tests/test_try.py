@@ -202,7 +202,7 @@ def test_lines_of_standard_input_are_played_by_the_command():
 
 
 def test_a_directory_that_holds_no_run_is_no_model(tmp_path):
-    with pytest.raises(ConfigError, match=r"nope: holds no run \(there is no config.toml in it\)"):
+    with pytest.raises(ConfigError, match=r"nope is not a run \(there is no config.toml in it\)"):
         try_("math:sort", run=tmp_path / "nope")
 
 

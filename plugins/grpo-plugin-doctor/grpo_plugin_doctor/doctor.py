@@ -81,7 +81,7 @@ def doctor(
     Parameters
     ----------
     config
-        A TOML file, as for "train".  Without it and the options, only the machine is looked at.
+        A TOML file, as for "train".  Without it and the options, only the machine is checked.
     model
         Directory, hub id or name of the model that the run starts from.
     env
@@ -204,10 +204,10 @@ def _of_open_files() -> Check:
         return Check(name="open files", found="no limit")
     soft, hard = limits
     few = soft < LEAST_FILES
-    advice = f"each worker takes some: ulimit -n {LEAST_FILES}"
+    advice = f"each worker needs some: ulimit -n {LEAST_FILES}"
     if hard < LEAST_FILES:  # users cannot exceed the hard limit
         advice = (
-            f"each worker takes some: let an administrator raise the hard limit (nofile) to {LEAST_FILES} or "
+            f"each worker needs some: let an administrator raise the hard limit (nofile) to {LEAST_FILES} or "
             "more in /etc/security/limits.conf"
         )
     return Check(
@@ -291,7 +291,7 @@ def _of_memory(
         with scratch_directory() as scratch:
             directory = _model_directory(config, host, Path(scratch))
             if directory is None:
-                reason = f"model {config.model.path!r} is made by a plugin that does not tell its size"
+                reason = f"model {config.model.path!r} is made by a plugin that does not report its size"
                 return None, [Check(name="run's memory", found=f"unknown: {reason}")]
             found = memory.footprint(config, host, directory, gpus, python)
     except Exception as error:  # a plugin's function or the model's own code may raise anything

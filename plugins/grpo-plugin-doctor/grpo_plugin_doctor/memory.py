@@ -514,7 +514,7 @@ def _undeclared(config: Config, processes: Sequence[ProcessMemory], elsewhere: C
     """Return a sentence for each part on this machine without a declaration of its memory."""
     declared = {process.name for process in processes}.union(elsewhere)
     return [
-        f"the {each} {name!r} does not tell what memory it takes"
+        f"the {each} {name!r} does not report how much memory it needs"
         for each, name in (("trainer", config.trainer.name), ("engine", config.engine.name))
         if each not in declared
     ]

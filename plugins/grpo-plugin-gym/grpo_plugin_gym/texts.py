@@ -82,7 +82,7 @@ class Actions:
         except (ValueError, TypeError, OverflowError) as error:
             raise ValueError(f"{reply.strip()[-80:]!r} is not a list of numbers") from error
         if np.issubdtype(action.dtype, np.integer) and not np.array_equal(action, as_written):
-            raise ValueError(f"{reply.strip()[-80:]!r} has numbers that are no whole numbers")
+            raise ValueError(f"{reply.strip()[-80:]!r} has numbers that are not whole numbers")
         return action
 
     def _discrete(self, reply: str) -> Any:

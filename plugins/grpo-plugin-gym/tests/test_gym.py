@@ -167,8 +167,8 @@ def test_a_number_that_is_no_whole_number_turns_no_dial(file):
     replies = ["[1.9, 2.2]", "[1e-3, 0]", "[1e400, 0]", "[1.0, 2]"]
     _, answers, feedback = played(offered(f"{file}:Dials"), *replies)
     assert [answer.split(". Reply")[0] for answer in answers] == [
-        "error: '[1.9, 2.2]' has numbers that are no whole numbers",
-        "error: '[1e-3, 0]' has numbers that are no whole numbers",
+        "error: '[1.9, 2.2]' has numbers that are not whole numbers",
+        "error: '[1e-3, 0]' has numbers that are not whole numbers",
         "error: '[1e400, 0]' is not a list of numbers",
     ]
     assert feedback[-1].reward == 3.0

@@ -83,7 +83,7 @@ class InspectTask(grpo.Environment):
         return self._prompts[split]
 
     def from_source(self, prompt: grpo.Prompt) -> grpo.Prompt:
-        raise grpo.ConfigError(f"inspect: {self._name} has samples of its own: leave out the task's source")
+        raise grpo.ConfigError(f"inspect: {self._name} brings its own samples: leave out the task's source")
 
     def solve(self, prompt: grpo.Prompt) -> str | None:
         return None if self._solution is None else self._solution.format(prompt.answer)
@@ -138,7 +138,7 @@ class InspectTask(grpo.Environment):
         begun, again = [await self._player.play(sample, ()) for _ in range(2)]
         where = f"inspect: {self._name} is refused: with sample {sample.id!r}"
         if not begun.waits:
-            raise grpo.PluginError(f"{where} its solvers never ask the model")
+            raise grpo.PluginError(f"{where} its solvers never call the model")
         if begun.messages != again.messages:
             raise grpo.PluginError(
                 f"{where} its solvers make other messages each time; shuffle the choices in the data set, "

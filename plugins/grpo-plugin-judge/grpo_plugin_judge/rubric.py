@@ -58,7 +58,7 @@ class Rubric:
 
     def __init__(self, rubric: str, template: str, pattern: str, scale: Sequence[float]) -> None:
         if not rubric.strip() and template == TEMPLATE:
-            raise grpo.ConfigError("judge: rubric is empty; say what the judge shall look at")
+            raise grpo.ConfigError("judge: rubric is empty; say what the judge should look at")
         if len(scale) != 2 or not scale[0] < scale[1]:
             raise grpo.ConfigError(f"judge: scale is {list(scale)!r}; expected [lowest, highest]")
         self._rubric, (self._lowest, self._highest) = rubric, scale

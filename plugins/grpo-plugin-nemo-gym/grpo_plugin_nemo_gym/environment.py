@@ -275,8 +275,8 @@ class NeMoGym(grpo.Environment):
             return True
         if not {"/seed_session", "/verify"} <= routes:
             raise grpo.ConfigError(
-                f"nemo_gym: {self._url} has neither /seed_session and /verify nor /reset and /step, so it is "
-                f"no resources server; it has {', '.join(sorted(routes)[:8]) or 'no routes'}"
+                f"nemo_gym: {self._url} has neither /seed_session and /verify nor /reset and /step, so it "
+                f"is not a resources server; it has {', '.join(sorted(routes)[:8]) or 'no routes'}"
             )
         return False
 
@@ -318,7 +318,7 @@ def _files(path: Path | None, validation_path: Path | None) -> dict[str, list[Ro
     """Return the rows of the splits in files; a single file has every tenth row held out."""
     if path is None:
         if validation_path is not None:
-            raise grpo.ConfigError("nemo_gym: validation_path belongs to path; give path, too")
+            raise grpo.ConfigError("nemo_gym: validation_path needs path; give both")
         return {}
     rows = _read(path)
     if validation_path is not None:

@@ -212,14 +212,14 @@ def _read(answer: Any, url: str) -> tuple[Reply, int]:
         return reply, max(0, int(usage.get("prompt_tokens") or 0))
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise EngineError(
-            f"{url} answered what is no chat completion: {cut(json.dumps(answer), LONGEST)} "
+            f"{url} did not answer with a chat completion: {cut(json.dumps(answer), LONGEST)} "
             f"({type(error).__name__}: {error})"
         ) from None
 
 
 def _remedy(status: int) -> str:
     if status in (401, 403):
-        return "; look at the key (engine.options.key names its environment variable)"
+        return "; check the key (engine.options.key names its environment variable)"
     if status == 404:
-        return "; look at engine.options.model and engine.options.base_url"
-    return "; engine.options.leave_out leaves out fields that the server does not take"
+        return "; check engine.options.model and engine.options.base_url"
+    return "; engine.options.leave_out leaves out fields that the server does not accept"

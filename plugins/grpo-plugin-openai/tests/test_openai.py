@@ -256,7 +256,7 @@ def test_what_the_server_refuses_for_now_is_asked_again(tmp_path):
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (status(401, "bad key"), "answered 401: .*bad key.*look at the key"),
+        (status(401, "bad key"), "answered 401: .*bad key.*check the key"),
         (status(404, "no such model"), "answered 404: .*no such model.*engine.options.model"),
         (status(400, "no field seed"), "answered 400: .*no field seed.*engine.options.leave_out"),
     ],
@@ -289,7 +289,7 @@ def test_a_service_that_never_answers_ends_the_measurement_and_the_same_command_
         given = options(url, "validation.prompts=3", "engine.options.unavailable_for=2")
         done = grpo(tmp_path, "validate", "--env", "math:sort", *given)
     assert done.returncode == 1
-    assert "clever: its service has been away for 2 s (engine.options.unavailable_for" in done.stderr
+    assert "clever: its service has been unavailable for 2 s (engine.options.unavailable_for" in done.stderr
     assert "Traceback" not in done.stderr
     assert len(hosted.requests) < 10, "one request asks, and the others wait"
 
@@ -341,7 +341,7 @@ def test_its_key_comes_from_the_environment_and_is_in_no_file(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train", "--env", "math:sort", *options("http://127.0.0.1:1/v1")], "training needs the tokens"),
+        (["train", "--env", "math:sort", *options("http://127.0.0.1:1/v1")], "training needs tokens"),
         (["validate", "--env", "math:sort", "--engine", "openai"], "engine.options.model is missing"),
         (["validate", "--env", "math:sort"], "MODEL is missing: the engine 'local' needs its weights"),
         (["try", "math:sort", "--engine", "local"], "--engine is for a model that plays"),
@@ -351,7 +351,7 @@ def test_its_key_comes_from_the_environment_and_is_in_no_file(tmp_path):
         ),
         (
             ["train", "--env", "math:sort", "--set", 'validation.engine={name="openai", options={model="m", base_url="http://127.0.0.1:1"}}'],
-            "validation.engine.name = 'openai': this engine gives text",
+            "validation.engine.name = 'openai': this engine returns text",
         ),
     ],
 )  # fmt: skip

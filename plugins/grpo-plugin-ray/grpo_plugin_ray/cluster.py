@@ -136,7 +136,7 @@ class PluginRequirement:
         ]
         if differences:
             raise PluginError(
-                f"{who}: has not the driver's versions: {', '.join(differences)}; install the same everywhere"
+                f"{who}: versions differ from the driver's: {', '.join(differences)}; install the same ones"
             )
 
 

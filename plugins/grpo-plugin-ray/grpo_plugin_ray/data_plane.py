@@ -168,5 +168,5 @@ def _put(parts: Sequence[bytes]) -> _Kept:
 
 def lost(error: BaseException) -> DataPlaneError:
     return DataPlaneError(
-        f"data plane ray: the tokens of finished rollouts are lost, or do not come: {brief(error)}"
+        f"data plane ray: the tokens of finished rollouts are lost, or do not arrive: {brief(error)}"
     )

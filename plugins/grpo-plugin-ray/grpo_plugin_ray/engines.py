@@ -231,7 +231,7 @@ class RayEngine:
                     self.name = await self._call("start")
             except TimeoutError:
                 raise DeadlineExceeded(
-                    f"{self.name}: not started within {seconds:g} s; it asks for {dict(self._resources)}, "
+                    f"{self.name}: not started within {seconds:g} s; it needs {dict(self._resources)}, "
                     f"the cluster has {load().available_resources()} free (engine.deadline, "
                     "engine.gpus_per_worker)"
                 ) from None

@@ -211,7 +211,7 @@ class RayEnvironment:
                         raise
                     raise PluginError(
                         f"{self._name}: not started within {self._made_from.config.start_deadline:g} s; it "
-                        f"asks for {dict(self._resources)}, the cluster has {load().available_resources()} "
+                        f"needs {dict(self._resources)}, the cluster has {load().available_resources()} "
                         "free (environment.start_deadline)"
                     ) from error
                 self._worker, self._who = worker, started["who"]

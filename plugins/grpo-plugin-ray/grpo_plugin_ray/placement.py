@@ -84,9 +84,9 @@ class RayPlacement:
         needed = sum(engine.workers * engine.gpus_per_worker for engine in engines.values())
         if not self.remote and needed > (here if shares else here - 1):
             raise ConfigError(
-                f"this machine has {here} GPU{'s' * (here > 1)}; the engines ask for {needed:g} "
-                "(engine.workers x engine.gpus_per_worker) besides the trainer's: lower one of both. Below 1 "
-                "GPU for each worker, engines share the only GPU of a machine with the trainer"
+                f"this machine has {here} GPU{'s' * (here > 1)}; the engines need {needed:g} "
+                "(engine.workers x engine.gpus_per_worker) in addition to the trainer's: lower one of both. "
+                "Below 1 GPU for each worker, engines share the only GPU of a machine with the trainer"
             )
         if shares:
             return Devices(shared=shared, told="the trainer shares this machine's only GPU with engines")

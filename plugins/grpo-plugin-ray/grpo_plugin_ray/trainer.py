@@ -254,7 +254,7 @@ class Room:
         except TimeoutError:
             raise TrainerError(
                 f"trainer.ranks = {self._size}: the cluster has had no room for them within "
-                f"{self.seconds:g} s (trainer.options.start_deadline); each asks for {self._each}, "
+                f"{self.seconds:g} s (trainer.options.start_deadline); each needs {self._each}, "
                 f"and {load().available_resources()} is free"
             ) from None
 

@@ -224,7 +224,7 @@ def test_a_worker_or_its_engine_dies_and_nothing_is_lost(ray, publisher, victim,
         assert {one.component for one in incidents} == {"engine 0"}, "it has the worker's name"
         assert kind == {"actor": "replaced", "engine": "died"}[victim]
         if victim == "engine":
-            assert re.match(r"engine 0 \(.+, process \d+\): its process is started again: .*SIGKILL", why)
+            assert re.match(r"engine 0 \(.+, process \d+\): restarting its process: .*SIGKILL", why)
         everybody = [pid_of_worker(pool, i) for i in range(2)]
         everybody += [child for i in range(2) for child in children_of_worker(pool, i)]
         await pool.aclose()
@@ -331,7 +331,7 @@ def test_a_cluster_without_room_is_an_error_with_the_requested_resources(ray, pu
         )
         engine = RayEngine("engine 0", made_from, store=store, resources={"num_gpus": 64})
         held = await store.hold(publisher(0))
-        with pytest.raises(Exception, match=r"not started within 1.8 s; it asks for .'num_gpus': 64"):
+        with pytest.raises(Exception, match=r"not started within 1.8 s; it needs .'num_gpus': 64"):
             await engine.update_weights(held.weights)
         await engine.aclose()
         with pytest.raises(EngineError, match="closed"):
@@ -754,7 +754,7 @@ with cluster.connected("", cpus=4):
             1,
             [
                 "{} True 1.0",
-                "this machine has 1 GPU; the engines ask for 1 (engine.workers x engine.gpus_per_worker)",
+                "this machine has 1 GPU; the engines need 1 (engine.workers x engine.gpus_per_worker)",
                 "{} False 1.0",
                 "{} False 1.0",
             ],

@@ -42,10 +42,10 @@ CHOSEN = ["--set", "trainer.name=ray", "--set", "trainer.options.spread=true"]
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["placement.name=local"], r'workers of placement\.name = "ray", and .* "local"; set it to "ray"'),
+        (["placement.name=local"], r'workers of placement\.name = "ray", but .* "local"; set it to "ray"'),
         (["trainer.gpus=[0, 1]"], r"trainer\.gpus = \[0, 1\]: Ray chooses the GPUs of the ranks"),
         (["trainer.device=cuda:1"], r'trainer\.device = "cuda:1": Ray chooses'),
-        (["engine.transport=shm"], r'engine\.transport = "shm" is for a trainer of this machine'),
+        (["engine.transport=shm"], r'engine\.transport = "shm" needs a trainer on this machine'),
         (["engine.collective_host=10.0.0.1"], r"engine\.collective_host = '10\.0\.0\.1': each process"),
         (["trainer.options.spraed=true"], "spraed"),
     ],
@@ -271,7 +271,7 @@ def test_a_cluster_without_room_is_an_error_with_what_the_ranks_ask_for(joined, 
 def test_an_error_of_a_rank_is_told_as_one_of_this_machine(joined, model):
     async def story() -> None:
         async with running(spread(model, ranks=2)) as trainer:
-            with pytest.raises(TrainerError, match="step 7 was asked of a trainer that holds version 0"):
+            with pytest.raises(TrainerError, match="step 7 was requested from a trainer at version 0"):
                 await trainer.step(batch(ragged(groups=3), step=7))
 
     run(story())

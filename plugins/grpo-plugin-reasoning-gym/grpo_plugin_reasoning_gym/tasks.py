@@ -15,9 +15,9 @@ from typing import Any
 REFUSED = {
     "boxnet": "the number 0 as an answer makes its scorer raise, and it knows no solution to check itself by",
     "codeio": "it runs programs that write files, and draw at random: nobody can tell their output",
-    "coin_flip": 'its scorer pays for a common beginning of the digits: "0" earns 0.94 on average',
+    "coin_flip": 'its scorer rewards a common beginning of the digits: "0" earns 0.94 on average',
     "composite": "it only mixes other tasks; name these as tasks of the run, each with its own weight",
-    "game_of_life": "its scorer pays for each cell: an empty board earns more than 0.9 of the reward",
+    "game_of_life": "its scorer rewards each cell: an empty board earns more than 0.9 of the reward",
     "game_of_life_halting": "its scorer gives full marks to any answer that is not empty",
     "propositional_logic": "a quarter of its prompts have contradictory premises, which prove any answer",
     "puzzle24": "its scorer does not look at the numbers of the puzzle: 6*4*1*1 solves each of them",

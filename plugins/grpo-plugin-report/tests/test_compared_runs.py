@@ -187,7 +187,7 @@ def rows(metric, *values):
 
 
 def drawn(*runs, arms_of, metric="reward/a"):
-    found = [arms.Arm(mark=chr(65 + i), index=i, runs=its, label=f"arm {i}") for i, its in enumerate(arms_of)]
+    found = [arms.Arm(mark=chr(65 + i), place=i, runs=its, label=f"arm {i}") for i, its in enumerate(arms_of)]
     every = [Run(name=str(i), steps=rows(metric, *values), validations=()) for i, values in enumerate(runs)]
     return Overlay(found, every).steps("reward", metric)
 
@@ -412,10 +412,10 @@ def test_a_file_that_cannot_be_read_is_not_called_one_that_cannot_be_written(tmp
     ("arguments", "message"),
     [
         (["slow-1", "slow-2"], "several runs need --output"),
-        (["slow-1", "nowhere", "--output", "page.html"], "nowhere: holds no run"),
-        (["nowhere", "slow-1", "--output", "page.html"], "nowhere: holds no run"),
+        (["slow-1", "nowhere", "--output", "page.html"], "nowhere is not a run"),
+        (["nowhere", "slow-1", "--output", "page.html"], "nowhere is not a run"),
         (["slow-1", "fast", "slow-1", "--output", "page.html"], "are the same run; give each run once"),
-        (["slow-1", "other", "--output", "page.html"], "runs have: slow-1 has sort and other has chat"),
+        (["slow-1", "other", "--output", "page.html"], "in common: slow-1 has sort and other has chat"),
         (["slow-1", "empty", "--output", "page.html"], "empty: has no metrics of a step or a validation yet"),
         (["slow-1", "fast", "--output", "slow-1"], "is a directory"),
         (["slow-1", "fast", "--output", "slow-1/config.toml"], "exists, and is not a report"),

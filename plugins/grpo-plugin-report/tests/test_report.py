@@ -393,7 +393,7 @@ def test_the_command_makes_it_at_any_time(tmp_path, capsys):
     assert make_app()(["report", str(tmp_path / "run")], result_action="return_value") == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "run" / report.REPORT)
     assert (tmp_path / "run" / report.REPORT).is_file()
-    with pytest.raises(ConfigError, match="holds no run"):
+    with pytest.raises(ConfigError, match="is not a run"):
         make_app()(["report", str(tmp_path)], result_action="return_value")
 
 

@@ -193,7 +193,7 @@ def test_an_export_does_not_flood_a_terminal(made, tmp_path, capsys, monkeypatch
 
 
 def test_what_is_no_run_is_named(tmp_path, made, capsys):
-    with pytest.raises(ConfigError, match="nowhere: is neither a run nor a directory of runs"):
+    with pytest.raises(ConfigError, match="nowhere is neither a run nor a directory of runs"):
         runs.list_([tmp_path / "nowhere"])
     assert runs.list_([tmp_path]) == 0
     assert "there are no runs" in capsys.readouterr().out

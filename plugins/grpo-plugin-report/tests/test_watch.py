@@ -119,7 +119,7 @@ def test_what_is_no_request_is_refused_without_a_word_in_the_terminal(run, reque
 
 
 def test_wrong_input_is_named(run, tmp_path):
-    with pytest.raises(ConfigError, match="holds no run"):
+    with pytest.raises(ConfigError, match="is not a run"):
         watch(tmp_path, port=0, refresh=1)
     with pytest.raises(ConfigError, match="--refresh is -1"):
         watch(run.path, port=0, refresh=-1)

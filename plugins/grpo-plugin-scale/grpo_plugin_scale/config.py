@@ -74,8 +74,8 @@ def check(*, config: Config, host: PluginHost, **options: object) -> None:
             )
         if config.trainer.device == "cpu":
             raise ConfigError(
-                "trainer.offload = true moves weights from a GPU to the machine's memory, where those of "
-                'trainer.device = "cpu" are already; leave one of them out'
+                "trainer.offload = true moves weights from a GPU to the machine's memory, where "
+                'trainer.device = "cpu" has them already; leave one of them out'
             )
         if section.divides:
             raise ConfigError(

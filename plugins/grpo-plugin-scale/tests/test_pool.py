@@ -767,7 +767,7 @@ def test_a_member_that_cannot_be_given_its_weights_is_told_of_even_if_newer_ones
         run(story())
     assert [(one.kind, one.component) for one in incidents] == [("retried", "engine 0"), ("late", "engine 0")]
     assert incidents[1].message == (
-        "it did not take version 0, and is given newer weights: it died once too often"
+        "it did not take version 0, and gets newer weights: it died once too often"
     )
 
 

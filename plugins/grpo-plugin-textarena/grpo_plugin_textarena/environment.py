@@ -88,7 +88,7 @@ class TextArena(grpo.Environment):
         if play.position != prompt.info["position"]:
             raise grpo.PluginError(
                 f"textarena:{self._games.name} begins differently with the seed {prompt.info['seed']} than "
-                "before: the game, or its version, is another one"
+                "before: the game, or its version, has changed"
             )
         return play
 

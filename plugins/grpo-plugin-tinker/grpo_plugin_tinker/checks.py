@@ -74,11 +74,11 @@ def _problems(config: Config) -> Iterator[str]:
     loss, optimizer = config.loss, config.optimizer
     if loss.name != "grpo":
         yield (
-            f'loss.name = "{loss.name}" is no loss of the service, which computes "grpo" by its cispo or ppo'
+            f'loss.name = "{loss.name}" is not a loss of the service: it computes "grpo" by its cispo or ppo'
         )
     for name, value in loss.options.items():
         if name not in KNOWN and value:
-            yield f"loss.options.{name} = {value!r} is no option that the service computes; leave it out"
+            yield f"loss.options.{name} = {value!r} is not an option that the service computes; leave it out"
     if loss.max_sequence_error:
         yield "loss.max_sequence_error needs logprobs before the step; leave it out"
     if optimizer.name != "adamw" or optimizer.options or optimizer.groups:
@@ -110,4 +110,4 @@ def _check_key(section: TinkerConfig) -> None:
             "(tinker.base_url names another service)"
         )
     if key and not key.startswith("tml-"):
-        raise ConfigError(f'the environment variable {KEY} holds no key of Tinker: they begin with "tml-"')
+        raise ConfigError(f'the environment variable {KEY} holds no key of Tinker, which begins with "tml-"')

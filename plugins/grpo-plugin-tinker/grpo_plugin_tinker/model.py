@@ -41,7 +41,7 @@ class HostedModel:
         """Return the directory of the tokenizer.  Raises ModelError if there is none."""
         path = await asyncio.to_thread(self._directory)
         positions = await asyncio.to_thread(size_of, path, "max_position_embeddings")
-        return StartModel(path=path, positions=positions, doing=f"asking the service for {self._name}")
+        return StartModel(path=path, positions=positions, doing=f"connecting to the service for {self._name}")
 
     def _directory(self) -> str:
         if (directory := Path(self._tokenizer).expanduser()).is_dir():
@@ -52,6 +52,6 @@ class HostedModel:
             return str(snapshot_download(self._tokenizer, allow_patterns=list(FILES)))
         except Exception as error:
             raise ModelError(
-                f"model 'tinker:{self._name}': the hub did not give the tokenizer {self._tokenizer!r}: "
+                f"model 'tinker:{self._name}': the hub does not give the tokenizer {self._tokenizer!r}: "
                 f"{str(error).strip()[:300]}; model.options.tokenizer names another"
             ) from error

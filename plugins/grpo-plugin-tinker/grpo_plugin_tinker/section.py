@@ -16,7 +16,7 @@ class TinkerConfig:
     """Address of the service, as in `http://127.0.0.1:8000`.  Empty: that of the variable `TINKER_BASE_URL`,
     or else Thinking Machines' service."""
     unavailable_for: float = field(default=900.0, validator=gt(0))
-    """Seconds for which the service may be away; after that the run ends, and can be resumed."""
+    """Seconds for which the service may be unavailable; after that the run ends, and can be resumed."""
     snapshots: int = field(default=8, validator=ge(2))
     """Number of snapshots of the weights that the service keeps for sampling; older ones are deleted."""
     server: Literal["tinker", "skyrl-jax"] = "tinker"

@@ -67,8 +67,8 @@ class Session:
                     self._client = await asyncio.to_thread(begin)
                 except tinker.TinkerError as error:
                     raise ConfigError(
-                        f"{self._who}: the service at {self._url or 'TINKER_BASE_URL'} begins no session: "
-                        f"{said(error)}; look at tinker.base_url and at the variable {KEY}"
+                        f"{self._who}: the service at {self._url or 'TINKER_BASE_URL'} does not begin a "
+                        f"session: {said(error)}; check tinker.base_url and the variable {KEY}"
                     ) from error
             return self._client
 

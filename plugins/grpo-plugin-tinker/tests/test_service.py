@@ -226,5 +226,5 @@ def test_a_model_that_the_service_does_not_have_is_named_at_the_start(server, tm
 def test_a_service_that_is_not_there_is_named_at_the_start(server, tmp_path):
     refused = done(command(server, tmp_path / "run", "tinker.base_url=http://127.0.0.1:9"))
     assert refused.returncode == 2, refused.stderr
-    assert "http://127.0.0.1:9 begins no session" in refused.stderr
+    assert "http://127.0.0.1:9 does not begin a session" in refused.stderr
     assert "Traceback" not in refused.stderr

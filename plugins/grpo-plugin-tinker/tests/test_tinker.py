@@ -33,7 +33,7 @@ def test_a_hosted_model_selects_its_engine_and_trainer():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"loss": {"name": "gspo"}}, 'loss.name = "gspo" is no loss of the service'),
+        ({"loss": {"name": "gspo"}}, 'loss.name = "gspo" is not a loss of the service'),
         ({"loss": {"options": {"kl_coefficient": 0.1}}}, "loss.options.kl_coefficient = 0.1"),
         ({"loss": {"max_sequence_error": 2.0}}, "loss.max_sequence_error"),
         ({"optimizer": {"name": "muon"}}, "leave out \\[optimizer\\]"),
@@ -57,7 +57,7 @@ def test_what_the_service_cannot_do_is_said_before_anything_starts(changes, mess
 
 def test_a_wrong_key_is_refused_and_not_repeated(monkeypatch):
     monkeypatch.setenv("TINKER_API_KEY", "sk-secret")
-    with pytest.raises(grpo.ConfigError, match="they begin with") as error:
+    with pytest.raises(grpo.ConfigError, match="which begins with") as error:
         check_config(*configured())
     assert "secret" not in str(error.value)
 

@@ -223,7 +223,7 @@ def load() -> None:
 def lost(error: BaseException | str) -> DataPlaneError:
     why = error if isinstance(error, str) else brief(error)
     return DataPlaneError(
-        f"data plane transferqueue: the tokens of finished rollouts are lost, or do not come: {why}"
+        f"data plane transferqueue: the tokens of finished rollouts are lost, or do not arrive: {why}"
     )
 
 

@@ -49,7 +49,7 @@ class TRLEnvironment(grpo.Environment):
 
     def prompts(self, split: str) -> Sequence[grpo.Prompt]:
         raise grpo.ConfigError(
-            f"trl: the rows for {self._name}'s reset are those of a source; give them with "
+            f"trl: the rows for {self._name}'s reset come from a source; give them with "
             "tasks.NAME.source.path (and validation_path, or validation.every = 0)"
         )
 
@@ -72,7 +72,7 @@ class TRLEnvironment(grpo.Environment):
         if observation != before:
             raise grpo.PluginError(
                 f"trl: {self._name}.reset returned {observation!r:.100} for a row for which it returned "
-                f"{before!r:.100} before: it has to be the same for the same row"
+                f"{before!r:.100} before: it must be the same for the same row"
             )
         return self._session(environment)
 

@@ -152,7 +152,7 @@ class NoTrainerState:
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
             f"trainer_state.{name}: environments of grpo-core do not see the trainer; a reward that changes "
-            "during a run belongs into [shaping] or an advantage function"
+            "during a run belongs in [shaping] or an advantage function"
         )
 
 
@@ -178,7 +178,7 @@ class Rewards(grpo.Environment):
 
     def prompts(self, split: str) -> Sequence[grpo.Prompt]:
         raise grpo.ConfigError(
-            "trl: reward functions have no prompts of their own; give them with tasks.NAME.source.path "
+            "trl: reward functions have no prompts; give them with tasks.NAME.source.path "
             "(and validation_path, or validation.every = 0)"
         )
 

@@ -271,7 +271,7 @@ def test_a_reset_that_returns_nothing_leaves_the_prompt_and_a_reward_may_be_asyn
 
 def test_a_reset_that_is_not_the_same_for_the_same_row_is_refused():
     _, start, _, _ = played(ours("Fickle"))
-    assert "it has to be the same for the same row" in start.error
+    assert "it must be the same for the same row" in start.error
 
 
 def test_rollouts_have_instances_of_their_own():

@@ -140,7 +140,7 @@ class VerifiersTaskset(grpo.Environment):
 
     def from_source(self, prompt: grpo.Prompt) -> grpo.Prompt:
         raise grpo.ConfigError(
-            f"verifiers: {self.split.tasks.name} has tasks of its own: leave out the task's source"
+            f"verifiers: {self.split.tasks.name} brings its own tasks: leave out the task's source"
         )
 
     def solve(self, prompt: grpo.Prompt) -> str | None:

@@ -148,7 +148,7 @@ class Stage:
                     f"the run would play it: give environment.{role}.client the address of that model"
                 )
             if agent.client is not None and not isinstance(agent.client, self._clients.EvalClientConfig):
-                refuse(f"its agent {role!r} has a client that does not ask in OpenAI's language")
+                refuse(f"its agent {role!r} has a client that does not use OpenAI's API")
             if agent.client is None:
                 players.add(role)
         if len(players) != 1:
@@ -170,7 +170,7 @@ class Stage:
         if data.agent_user is not None or data.skills or "*" not in data.network_allow or data.network_block:
             refuse("its tasks need a container: they name a user, skills, or rules for the network")
         if type(self._env) is single and data.prompt is None:
-            refuse("a task has no prompt, and it has no environment of its own that begins the conversation")
+            refuse("a task has no prompt, and it has no environment that begins the conversation")
         self._check_tools(task.toolsets(task.config))
 
     def _check_tools(self, toolsets: Any) -> None:

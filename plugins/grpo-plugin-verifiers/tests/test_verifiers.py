@@ -129,7 +129,7 @@ TOOLS_IN_DOCKER = {"config": {"tools": {"runtime": {"type": "docker"}}}}
         ),
         ("shop_of_verifiers", DOCKER, "its agent 'agent' runs in docker"),
         ("shop_of_verifiers", OTHERS, "names the model 'somebody/else' and no client"),
-        ("shop_of_verifiers", RENDERS, "has a client that does not ask in OpenAI's language"),
+        ("shop_of_verifiers", RENDERS, "has a client that does not use OpenAI's API"),
         ("shop_of_verifiers", {"environment": {"agnet": {}}}, "agnet"),
         ("words_of_verifiers", {"environment": {"id": "user-sim"}}, "2 of its agents (assistant, user)"),
         ("boxed_of_verifiers", {"mode": "score"}, "the rewards file look into its runtime"),

@@ -73,14 +73,14 @@ class VllmEngine(ChildEngine):
         if setup.reproducible and not seeds:
             raise ConfigError(
                 "engine vllm: engine.options.seeds = false draws tokens that depend on other requests, and "
-                'pipeline.policy = "in_order" without updates of running requests asks for reproducible '
+                'pipeline.policy = "in_order" without updates of running requests needs reproducible '
                 'ones; leave out seeds, or set pipeline.policy = "deadline"'
             )
         if setup.reproducible and options.vllm.get("enable_prefix_caching"):
             raise ConfigError(
                 "engine vllm: engine.options.vllm has enable_prefix_caching = true, and pipeline.policy = "
-                '"in_order" without updates of running requests asks for completions that do not depend on '
-                'what is cached; leave it out, or set pipeline.policy = "deadline"'
+                '"in_order" without updates of running requests needs completions that do not depend on the '
+                'cache; leave it out, or set pipeline.policy = "deadline"'
             )
         super().__init__(
             setup,

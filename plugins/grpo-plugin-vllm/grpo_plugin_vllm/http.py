@@ -102,7 +102,7 @@ class HttpEngine:
         urls = _addresses(url, remote=remote)
         if setup.reproducible:
             raise ConfigError(
-                f'{NAME}: pipeline.policy = "in_order" without updates of running requests asks for '
+                f'{NAME}: pipeline.policy = "in_order" without updates of running requests needs '
                 "completions that depend on nothing but their request, which a server that others may use "
                 'cannot promise; use the engine vllm, or set pipeline.policy = "deadline", or '
                 "pipeline.in_flight_updates = true with pipeline.max_staleness above 0"
@@ -230,13 +230,13 @@ class HttpEngine:
         except (LookupError, TypeError, ValueError) as error:
             raise EngineError(
                 f"engine vllm:http: the server's answer lacks {str(error)[:200]}; "
-                "expected that of vLLM >= 0.32"
+                "expected the one of vLLM >= 0.32"
             ) from None
         if not all(_is_version(version, self._newest) for version in versions):
             said = str(sorted(set(versions)))[:200]
             raise ServerError(
                 f"engine vllm:http: the server sampled with weights {said}, expected those that it was sent; "
-                "it was started again, or somebody else changes its weights. Ask again"
+                "it was started again, or somebody else changes its weights. Retry"
             )
         try:
             return checked(
@@ -246,7 +246,7 @@ class HttpEngine:
                 finish_reason=finish_reason,
             )
         except PluginError as error:
-            raise EngineError(f"engine vllm:http: a false answer of the server: {error}") from None
+            raise EngineError(f"engine vllm:http: the server's answer is wrong: {error}") from None
 
     async def _make_ready(self) -> None:
         """Check that the server still holds the last weights; send them again if not."""
@@ -270,7 +270,7 @@ class HttpEngine:
                 except (WeightSyncError, OSError) as error:
                     raise EngineError(
                         f"engine vllm:http: the server holds weights {held!r}, and version "
-                        f"{self._weights.version} could not be given again: {error}"
+                        f"{self._weights.version} could not be sent again: {error}"
                     ) from error
             self._ready = True
 

@@ -158,7 +158,7 @@ def check_invariance() -> None:
 
     if not (current_platform.is_cuda() and current_platform.has_device_capability(INVARIANT)):
         raise ConfigError(
-            'engine vllm: pipeline.policy = "in_order" without updates of running requests asks for '
+            'engine vllm: pipeline.policy = "in_order" without updates of running requests needs '
             "completions that depend on nothing but their request, which vLLM computes on NVIDIA's GPUs from "
             f"compute capability {INVARIANT // 10}.{INVARIANT % 10} on; set pipeline.policy = "
             '"deadline", or pipeline.in_flight_updates = true with pipeline.max_staleness above 0'

@@ -772,7 +772,7 @@ def test_damaged_weights_are_never_sent():
 def test_a_server_that_was_started_again_is_given_the_weights_before_it_generates():
     async def story(engine, server):
         server.version = "default"
-        with pytest.raises(EngineError, match=r"sampled with weights \['default'\].*Ask again"):
+        with pytest.raises(EngineError, match=r"sampled with weights \['default'\].*Retry"):
             await engine.generate([REQUEST])
         assert (await engine.generate([REQUEST]))[0].versions.tolist() == [1, 1]
 

@@ -16,25 +16,25 @@ from grpo_plugin_report.explain.facts import Facts
 
 PAGE = "https://github.com/grpo-core/grpo-core/blob/main/docs/explain.md"
 SHOWN = 3
-"""Number of causes to print."""
+"""Number of causes that are shown."""
 
 
 def explain(run: Path, /, *, as_json: AsJson = False) -> int:
     """Say what is wrong with a run: the likeliest causes, each with its evidence and a fix.
 
-    The exit status is 0 also if a cause is found; it is 2 if the directory holds no run.
+    The exit status is 0 also if a cause is found; it is 2 if the directory is not a run.
 
     Parameters
     ----------
     run
-        Directory of a run that has ended, was killed, or goes on.
+        Directory of a run that has ended, was killed, or is running.
     as_json
         Print all causes that were found as JSON.
     """
     facts = Facts.read(Run(run, strict=False))
     if facts.is_empty:
         raise ConfigError(
-            f"{run}: says nothing about a run: {' and '.join(facts.missing) or 'its other files'} "
+            f"{run}: nothing to explain:  {' and '.join(facts.missing) or 'its other files'} "
             f"{'is' if len(facts.missing) == 1 else 'are'} missing, empty or damaged"
         )
     found = explained(facts)
@@ -57,13 +57,13 @@ def explain(run: Path, /, *, as_json: AsJson = False) -> int:
 def _text(facts: Facts, found: Sequence[Finding]) -> str:
     if not found:
         return (
-            f"{facts.path}: nothing found in {facts.steps} steps; {len(CAUSES)} causes were looked for, "
-            f"which {PAGE} lists"
+            f"{facts.path}: nothing found in {facts.steps} steps; {len(CAUSES)} causes were checked, which "
+            f"{PAGE} lists"
         )
     parts = []
-    for index, finding in enumerate(found[:SHOWN], 1):
+    for place, finding in enumerate(found[:SHOWN], 1):
         evidence = "\n".join(f"     - {line}" for line in finding.evidence)
-        parts.append(f"{index}. {finding.title} ({finding.cause})\n{evidence}\n     fix: {finding.fix}")
+        parts.append(f"{place}. {finding.title} ({finding.cause})\n{evidence}\n     fix: {finding.fix}")
     if (more := len(found) - SHOWN) > 0:
         others = ", ".join(finding.cause for finding in found[SHOWN:])
         parts.append(f"{more} more: {others} (--json shows all)")
@@ -71,13 +71,13 @@ def _text(facts: Facts, found: Sequence[Finding]) -> str:
 
 
 def _notes(facts: Facts) -> list[str]:
-    """Return notes about missing and damaged files."""
-    notes = [f"{name} is missing: what it would show is not looked at" for name in facts.missing]
+    """Return what keeps the command from seeing everything."""
+    notes = [f"{name} is missing: its facts were not checked" for name in facts.missing]
     notes += [
         f"{count} line{'s' * (count > 1)} of {name} cannot be read" for name, count in facts.damaged.items()
     ]
     if facts.resumed_at:
-        notes.append(f"it was continued at step {facts.resumed_at}: earlier numbers are of earlier settings")
+        notes.append(f"it was continued at step {facts.resumed_at}: earlier numbers have earlier settings")
     if facts.running:
-        notes.append("the run goes on: this is what its files say now")
+        notes.append("the run is still running: its files will change")
     return notes

@@ -319,7 +319,7 @@ class EnginePool:
             if self._target is held:
                 await self._replace(member, error)
             elif self._target is not None and self._target.weights.version > held.weights.version:
-                what = f"it did not take version {held.weights.version}, and is given newer weights"
+                what = f"it did not take version {held.weights.version}, and gets newer weights"
                 report("late", member.name, f"{what}: {error}")
         except RECOVERABLE_ERRORS as error:
             await self._replace(member, error)

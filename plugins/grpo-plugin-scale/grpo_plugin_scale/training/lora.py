@@ -229,7 +229,7 @@ class LoraModel:
         if found != expected:
             wrong = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
             raise ModelError(
-                f"{path}: {len(wrong)} of its tensors are not those of the model's adapters: {wrong[0]} is "
+                f"{path}: {len(wrong)} of its tensors do not fit the model's adapters: {wrong[0]} is "
                 f"{found.get(wrong[0], 'missing')}, expected {expected.get(wrong[0], 'no such tensor')}"
             )
         for name, parameter in self._named:

@@ -20,8 +20,8 @@ def create(setup: TrainerSetup) -> ScaledTrainer:
     made = ScaledTrainer.in_child(setup)
     if setup.section(ScaledConfig).offload and made.device.type == "cpu":
         raise ConfigError(
-            "trainer.offload moves weights from a GPU to the machine's memory, and this trainer is on a CPU, "
-            "where they are there already; leave it out"
+            "trainer.offload moves weights from a GPU to the machine's memory, and this trainer is on a "
+            "CPU, which has them there already; leave it out"
         )
     return made
 

@@ -175,7 +175,7 @@ class CollectiveWriter:
             except PermissionError:
                 pass  # a stranger, which is none of the user's engines
             except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
-                print(f"collective: an engine has gone: {errors.one_line(error)}", flush=True)
+                print(f"collective: an engine has disconnected: {errors.one_line(error)}", flush=True)
             finally:
                 self._forget(connection)
                 if pair is not None:
@@ -202,8 +202,8 @@ class CollectiveWriter:
         if nccl and (mine := memory_setting()) != (its := hello["memory"]):
             problem = (
                 f"NCCL_CUMEM_ENABLE is {mine or 'not set'} for the trainer and {its or 'not set'} for the "
-                "engine, and NCCL connects no such two; set it to one value on all machines before grpo-core "
-                "and Ray start"
+                "engine, and NCCL connects only equal ones; set it to one value on all machines before "
+                "grpo-core and Ray start"
             )
         told = {"proof": proof(self._secret, "trainer", str(hello["nonce"])), "nccl": nccl}
         line.send(told | ({"problem": problem} if problem else {}))
@@ -282,7 +282,7 @@ class _Partner:
         hello = {"proof": said, "nonce": nonce, "device": device_id(device), "memory": memory_setting()}
         answer = self._ask(hello)
         if not proves(answer.get("proof"), secret, "trainer", nonce):
-            raise ConnectionError("whoever listens there is not the trainer of this run")
+            raise ConnectionError("the process that listens there is not this run's trainer")
         if "problem" in answer:
             raise ValueError(answer["problem"])
         return bool(answer["nccl"])
@@ -334,7 +334,7 @@ class _Partner:
         except TimeoutError:
             raise TimeoutError(f"the trainer has not answered for {MEETING:g} s") from None
         if answer is None:
-            raise ConnectionError("the trainer has hung up")
+            raise ConnectionError("the trainer has closed the connection")
         return answer
 
     def close(self) -> None:

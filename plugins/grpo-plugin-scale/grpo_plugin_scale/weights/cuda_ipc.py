@@ -96,7 +96,7 @@ def handle_of(location: str, uuids: Iterable[str]) -> list[Any]:
     fields = json.loads(location.removeprefix(SCHEME))
     here = list(uuids)
     if fields["device"] not in here:
-        raise ValueError(f"the trainer's GPU {fields['device']} is none of {here}")
+        raise ValueError(f"the trainer's GPU {fields['device']} is not one of {here}")
     fields |= {name: base64.b64decode(fields[name]) for name in _BYTES}
     fields["device"] = here.index(fields["device"])
     return [fields[name] for name in _HANDLE]
