@@ -1,1 +1,1 @@
-"""The commands ``replay``, ``fork`` and ``bisect`` compute a run again; ``simulate`` forecasts one."""
+"""The commands ``replay``, ``fork`` and ``bisect`` recompute steps of runs; ``simulate`` forecasts a run."""

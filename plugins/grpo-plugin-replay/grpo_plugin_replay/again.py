@@ -1,4 +1,4 @@
-"""Parts that compute steps of a run again from what it stored, without engines and environments."""
+"""Recomputation of a run's steps from its files, without engines and environments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from grpo_core.kit import (
 
 
 def saved_before(run: Path, step: int) -> tuple[int, Path | None]:
-    """Return the newest checkpoint before a step, with its own step; 0 and None are the model of the start.
+    """Return step and path of the newest checkpoint before a step; (0, None) is the initial model.
 
     Raises CheckpointError if it is damaged.
     """
@@ -37,13 +37,13 @@ def saved_before(run: Path, step: int) -> tuple[int, Path | None]:
 async def trainer_again(
     run: Path, config: Config, host: PluginHost, *, saved: Path | None, threads: int, log: Path
 ) -> Trainer:
-    """Start a trainer as the run had it, on this machine; a trainer in a cluster has the same ranks here.
+    """Start the run's trainer on this machine; a trainer in a cluster gets the same number of ranks here.
 
     Args:
         run: directory of the run.
-        saved: what a trainer has saved, from which this one continues; None is the model of the start.
-        threads: number of torch threads; 0 is that of the configuration.
-        log: file for what the trainer's process prints.
+        saved: saved state to continue from; None is the initial model.
+        threads: number of torch threads; 0 takes the configuration's.
+        log: file for the output of the trainer's process.
     """
     teacher, chosen = config.teacher.path, config.trainer
     start, parts = str(started_from(RunDirectory(run), config)), Parts(config, host)

@@ -1,4 +1,4 @@
-"""``grpo-core bisect``: finds the first step, and there the first value, at which two runs differ."""
+"""``grpo-core bisect``: finds the first step and value in which two runs differ."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ NAMES = {
     "logprobs": "the logprob",
     "versions": "the version",
 }
-"""Names of the arrays of tokens, in the order in which they are compared."""
+"""Names of the token arrays, in the order of comparison."""
 TRAINED = ("loss", "entropy", "grad_norm", "lr", "mismatch_kl", "importance_ratio", "reward/")
-"""Beginnings of the names of metrics that are compared."""
+"""Prefixes of the names of compared metrics."""
 ELSEWHERE = ("engine", "environment", "placement", "checkpoint", "tracking", "validation", "data_plane")
-"""Sections whose differences are not shown: they say where and how a run was computed and written."""
+"""Sections whose differences are not shown, because they do not affect results."""
 
 
 def bisect(run_a: Path, run_b: Path, /) -> int:
@@ -47,13 +47,13 @@ def bisect(run_a: Path, run_b: Path, /) -> int:
             say(f"configuration: {key} is {resume.shown(a)} and {resume.shown(b)}")
     notes: dict[Path, list[str]] = {}
     for step in range(1, last + 1):
-        if told := difference(one, other, step, notes):
+        if found := difference(one, other, step, notes):
             break
     for reasons in notes.values():
         more = f" ({len(reasons) - 1} more of its steps cannot be compared either)"
         say(f"note: {reasons[0]}{more if len(reasons) > 1 else ''}")
-    if told:
-        say(f"step {step} is the first that differs: {told}")
+    if found:
+        say(f"step {step} is the first that differs: {found}")
         return 1
     both = f"{len(one.steps)} and {len(other.steps)} steps"
     say(f"steps 1 to {last} are the same, as far as both runs recorded them ({both})")
@@ -61,16 +61,16 @@ def bisect(run_a: Path, run_b: Path, /) -> int:
 
 
 def difference(one: History, other: History, step: int, notes: dict[Path, list[str]] | None = None) -> str:
-    """Say what differs first in a step of two runs; "" if nothing does, as far as both have recorded it.
+    """Describe the first difference in a step of two runs; "" if all common records are equal.
 
     Args:
-        notes: receives, by run, why the rollouts of the step cannot be compared.
+        notes: receives, by run, the reasons why rollouts cannot be compared.
     """
     records = one.step(step), other.step(step)
     notes = {} if notes is None else notes
     mine, its = _stored(one, step, notes), _stored(other, step, notes)
-    if mine is not None and its is not None and (told := _of_groups(mine, its)):
-        return told
+    if mine is not None and its is not None and (found := _of_groups(mine, its)):
+        return found
     a, b = (record.digest for record in records)
     metric = first_metric(*(_of_training(record.metrics) for record in records))
     if a is not None and b is not None:
@@ -81,12 +81,12 @@ def difference(one: History, other: History, step: int, notes: dict[Path, list[s
 
 
 def _of_training(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics that say how a step trained, and not how long what took."""
+    """Return the metrics of a step's training, without times."""
     return {name: value for name, value in metrics.items() if name.startswith(TRAINED)}
 
 
 def _stored(history: History, step: int, notes: dict[Path, list[str]]) -> Sequence[Group] | None:
-    """Return the groups of a step; None if they are not stored, and a note."""
+    """Return the groups of a step; None and a note if they are not stored."""
     try:
         return history.groups(step)
     except ConfigError as error:
@@ -95,15 +95,15 @@ def _stored(history: History, step: int, notes: dict[Path, list[str]]) -> Sequen
 
 
 def _of_groups(one: Sequence[Group], other: Sequence[Group]) -> str:
-    """Say which value of the groups of a step differs first, in the order in which they are trained."""
+    """Describe the first value that differs in the groups of a step, in the order of training."""
     for a, b in zip(one, other, strict=False):
         prompts = [(group.prompt.environment, group.prompt.id) for group in (a, b)]
         if prompts[0] != prompts[1]:
             return f"slot {a.slot}: the prompt is {prompts[0]} and {prompts[1]} (slot {b.slot})"
-        for place, (mine, its) in enumerate(zip(a.rollouts, b.rollouts, strict=False)):
-            where = f"slot {a.slot} ({a.prompt.environment}, prompt {a.prompt.id}), rollout {place}"
-            if told := _of_rollouts(mine, its):
-                return f"{where}: {told}"
+        for index, (mine, its) in enumerate(zip(a.rollouts, b.rollouts, strict=False)):
+            where = f"slot {a.slot} ({a.prompt.environment}, prompt {a.prompt.id}), rollout {index}"
+            if found := _of_rollouts(mine, its):
+                return f"{where}: {found}"
         if len(a.rollouts) != len(b.rollouts):
             return f"slot {a.slot}: it has {len(a.rollouts)} and {len(b.rollouts)} rollouts"
     if len(one) != len(other):
@@ -114,8 +114,8 @@ def _of_groups(one: Sequence[Group], other: Sequence[Group]) -> str:
 def _of_rollouts(a: Rollout, b: Rollout) -> str:
     if len(a.segments) != len(b.segments):
         return f"it has {len(a.segments)} and {len(b.segments)} segments"
-    for place, (mine, its) in enumerate(zip(a.segments, b.segments, strict=True)):
-        segment = f"segment {place}, " if len(a.segments) > 1 else ""
+    for index, (mine, its) in enumerate(zip(a.segments, b.segments, strict=True)):
+        segment = f"segment {index}, " if len(a.segments) > 1 else ""
         if (at := _first(mine.prompt_ids, its.prompt_ids)) is not None:
             return f"{segment}token {at} of the prompt is {_values(mine.prompt_ids, its.prompt_ids, at)}"
         found = [
@@ -134,7 +134,7 @@ def _of_rollouts(a: Rollout, b: Rollout) -> str:
 
 
 def _first(a: Any, b: Any) -> int | None:
-    """Return the first place at which two arrays differ, bit for bit; None if there is none."""
+    """Return the first index at which two arrays differ bitwise, or None."""
     n = min(len(a), len(b))
     different = np.flatnonzero(_bits(a[:n]) != _bits(b[:n]))
     if different.size:
@@ -147,5 +147,5 @@ def _bits(array: Any) -> Any:
 
 
 def _values(a: Any, b: Any, at: int) -> str:
-    """Return the values of two arrays at a place, with all their digits."""
+    """Format the values of two arrays at an index with all digits."""
     return " and ".join(f"{each[at].item()!r}" if at < len(each) else "missing" for each in (a, b))

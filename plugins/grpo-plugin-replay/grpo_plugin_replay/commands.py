@@ -1,4 +1,4 @@
-"""The commands of this plugin, for ``grpo-core --help``: nothing else is imported here."""
+"""The commands of this plugin, for ``grpo-core --help``; this module imports nothing else."""
 
 from __future__ import annotations
 

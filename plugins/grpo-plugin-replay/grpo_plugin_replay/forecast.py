@@ -1,4 +1,4 @@
-"""A forecast: a run of the real pipeline with planned parts, on virtual time."""
+"""Forecasts: runs of the real pipeline with simulated parts, in virtual time."""
 
 from __future__ import annotations
 
@@ -37,27 +37,27 @@ from grpo_plugin_replay.world import (
 )
 
 WARM_UP = 2
-"""Steps at the beginning that do not count in means: the pipeline is empty, and a real trainer warms up."""
+"""Number of first steps excluded from means: the pipeline fills, and a real trainer warms up."""
 
 
 def fewest_steps(max_staleness: int) -> int:
-    """Return the number of steps below which a forecast is mostly of the groups of the warm-up.
+    """Return the number of steps below which a forecast is dominated by the groups of the warm-up.
 
-    The groups of ``max_staleness + 1`` steps are begun at the same time, and may be finished at the same
-    time: one of so many steps waits for them, and the others do not.
+    The groups of ``max_staleness + 1`` steps start at the same time, and may finish at the same time: one of
+    these steps waits for them, and the others do not.
     """
     return WARM_UP + 2 * (max_staleness + 1)
 
 
 @frozen(kw_only=True)
 class Forecast:
-    """The seconds and shares of a run, as means over its steps without the first two."""
+    """Times and shares of a run: means over its steps after the warm-up."""
 
     seconds_per_step: float
     overlap: float
     """Share of the time in which the busier side, generation or training, was busy."""
     generating: float
-    """Share of the time in which rollouts were played."""
+    """Share of the time in which rollouts ran."""
     training: float
     """Share of the time in which the trainer computed a step."""
     waiting: float
@@ -66,14 +66,13 @@ class Forecast:
     staleness_max: float
     tokens_per_second: float
     rollouts_per_second: float
-    """Rows that were trained in a second: one for each rollout with a learning signal, or for each of its
-    segments."""
+    """Trained rows per second: one for each rollout with a training signal, or for each of its segments."""
     skipped: float
-    """Number of prompts that were skipped because no attempt at them succeeded."""
+    """Number of prompts that were skipped after all attempts failed."""
 
 
 def summarise(steps: Sequence[Mapping[str, float]]) -> Forecast:
-    """Return the means of the metrics of a run's steps."""
+    """Return the means of the metrics over a run's steps."""
     counted = steps[WARM_UP:] if len(steps) > 2 * WARM_UP else steps
 
     def mean(name: str) -> float:
@@ -103,13 +102,13 @@ def forecast(
     held_out: int = 0,
     emit: Callable[[Any], None] = lambda event: None,
 ) -> Forecast:
-    """Run the pipeline that a configuration describes, on virtual time.
+    """Run the pipeline of a configuration in virtual time.
 
     Args:
         held_out: number of rollouts of a validation.
-        emit: receives the events of the run while the virtual event loop runs.
+        emit: receives the events of the run inside of the virtual event loop.
 
-    Raises ConfigError if the simulated run fails, such as by a deadline that rollouts cannot keep.
+    Raises ConfigError if the simulated run fails, for example because rollouts exceed a deadline.
     """
     steps: list[Mapping[str, float]] = []
 
@@ -132,7 +131,7 @@ def forecast(
     environments = {task: PlannedEnvironment(times.environment, plays) for task in tasks}
     loaders = {task: PlannedLoader(task) for task in tasks}
     renderer, sampling = PlannedRenderer(times.rollout.prompt_tokens), sampling_params(config.rollout)
-    parts = Parts(evolve(config, filters={}), host)  # the tokens that they look at are not there
+    parts = Parts(evolve(config, filters={}), host)  # filters read tokens, which are not simulated
     lost = parts.lost_budget()
 
     def observe_attempt(task: str, rollouts: Sequence[Rollout], attempts: int) -> None:
@@ -174,7 +173,7 @@ def forecast(
             validate=validate if held_out else None,
             save=save if config.checkpoint.every else None,
         )
-        with reported_to(lambda incident: None):  # what is tried again counts in the times
+        with reported_to(lambda incident: None):  # incidents are part of the simulation
             try:
                 await pipeline.run()
             finally:
@@ -188,7 +187,7 @@ def forecast(
 
 
 def _engine(config: Config, host: PluginHost, make: Callable[[], Engine]) -> Engine:
-    """Make the engine of the configuration, or its pool of engines."""
+    """Return the engine of the configuration, or its pool of engines."""
 
     def one() -> Engine:
         limit = config.engine.max_requests
@@ -202,6 +201,6 @@ def _engine(config: Config, host: PluginHost, make: Callable[[], Engine]) -> Eng
 
 
 def for_steps(config: Config, steps: int) -> Config:
-    """Return the configuration of a run with another number of steps, which no other key changes."""
+    """Return the configuration with another number of steps, without keys that override it."""
     trainer = evolve(config.trainer, steps=steps, epochs=0.0, time_limit=0.0, stop_when="")
     return evolve(config, trainer=trainer)

@@ -1,4 +1,4 @@
-"""``grpo-core fork``: computes a step of a run twice, as it was and with another configuration."""
+"""``grpo-core fork``: recomputes a step of a run with the original and with a changed configuration."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CHANGEABLE = (
     "shaping.*",
     "health.max_non_finite",
 )
-"""Keys that a fork may change: the others say how rollouts are made, and these are stored."""
+"""Patterns of keys that a fork may change; other keys affect rollouts, which are stored."""
 FIXED = tuple(
     f"trainer.{name}"
     for name in (
@@ -52,7 +52,7 @@ FIXED = tuple(
         "profile",
     )
 )
-"""Keys of these sections that a step does not depend on, or that belong to the rollouts."""
+"""Keys of these sections that do not affect a step, or that belong to the rollouts."""
 WHY = (
     "a fork computes a step again from its stored rollouts, and this key changes how they were made, or has "
     "no effect"
@@ -137,11 +137,11 @@ async def _fork(
 
 
 Rewards = Mapping[tuple[int, int], Mapping[str, Any]]
-"""Lines of rewards by the place of a group in its step, and the seed of a rollout."""
+"""Lines of rewards by index of the group in its step and seed of the rollout."""
 
 
 def read_rewards(scored: Path, step: int) -> Rewards:
-    """Read the rewards that ``grpo-core score`` has written for a step.  Raises ConfigError."""
+    """Read the rewards that ``grpo-core score`` wrote for a step.  Raises ConfigError."""
     path = scored / "rollouts.jsonl" if scored.is_dir() else scored
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -161,47 +161,47 @@ def read_rewards(scored: Path, step: int) -> Rewards:
 
 
 def rewarded(groups: Sequence[Group], rewards: Rewards, scored: Path) -> list[Group]:
-    """Return the groups with other rewards; a rollout without one there keeps its own, and that is said.
+    """Return the groups with new rewards; rollouts without one keep their reward, with a message.
 
-    Raises ConfigError if no rollout has one there.
+    Raises ConfigError if no rollout has a new reward.
     """
-    rollouts = [(place, group, each) for place, group in enumerate(groups) for each in group.rollouts]
+    rollouts = [(index, group, each) for index, group in enumerate(groups) for each in group.rollouts]
     fitting = {
-        (place, rollout.seed): line
-        for place, group, rollout in rollouts
-        if (line := rewards.get((place, rollout.seed))) is not None and _fits(line, group, rollout)
+        (index, rollout.seed): line
+        for index, group, rollout in rollouts
+        if (line := rewards.get((index, rollout.seed))) is not None and _fits(line, group, rollout)
     }
     judged = {key: line for key, line in fitting.items() if line.get("reward", 0) is not None}
-    told = f"{len(fitting)} of its {len(rewards)} lines of this step fit one of the {len(rollouts)} rollouts"
+    fits = f"{len(fitting)} of its {len(rewards)} lines of this step fit one of the {len(rollouts)} rollouts"
     if not judged:
         why = "none of them has a reward" if fitting else "it is of other rollouts"
-        raise ConfigError(f"--scored {scored}: {told}: {why}")
+        raise ConfigError(f"--scored {scored}: {fits}: {why}")
     kept = len(rollouts) - len(judged)
-    say(f"rewards of {scored}: {told}" + (f"; {kept} rollouts keep their rewards" if kept else ""))
+    say(f"rewards of {scored}: {fits}" + (f"; {kept} rollouts keep their rewards" if kept else ""))
 
-    def other(place: int, rollout: Rollout) -> Rollout:
-        if (line := judged.get((place, rollout.seed))) is None:
+    def other(index: int, rollout: Rollout) -> Rollout:
+        if (line := judged.get((index, rollout.seed))) is None:
             return rollout
-        where = f"--scored {scored}: group {place}, seed {rollout.seed}"
+        where = f"--scored {scored}: group {index}, seed {rollout.seed}"
         return evolve(rollout, **_judgement(line, rollout, where))
 
     return [
-        evolve(group, rollouts=tuple(other(place, rollout) for rollout in group.rollouts))
-        for place, group in enumerate(groups)
+        evolve(group, rollouts=tuple(other(index, rollout) for rollout in group.rollouts))
+        for index, group in enumerate(groups)
     ]
 
 
 def _fits(line: Mapping[str, Any], group: Group, rollout: Rollout) -> bool:
-    """Whether a line is about this rollout: of its prompt and its reward, as far as the line has them."""
+    """Whether prompt and original reward in a line, if present, match the rollout."""
     its = {"task": group.prompt.environment, "prompt": group.prompt.id, "stored_reward": rollout.reward}
     return all(line.get(name, value) == value for name, value in its.items())
 
 
 def _judgement(line: Mapping[str, Any], rollout: Rollout, where: str) -> dict[str, Any]:
-    """Return the fields of a rollout that its line replaces.  Raises ConfigError."""
+    """Return the fields of a rollout that a line replaces.  Raises ConfigError."""
     found = {}
     for name, (is_right, expected) in _JUDGEMENT.items():
-        key = "reply_answer" if name == "answer" else name  # "answer" is that of the prompt
+        key = "reply_answer" if name == "answer" else name  # "answer" is the prompt's
         if key in line:
             if not is_right(line[key]):
                 raise ConfigError(f"{where}: {key} is {line[key]!r:.80}; expected {expected}")
@@ -242,13 +242,13 @@ _JUDGEMENT: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "answer": (lambda value: value is None or _is_text(value), "a text, or null"),
     "train": (lambda value: isinstance(value, bool), "true or false"),
 }
-"""Fields of a rollout that an environment decides, with checks of their values, and descriptions of these."""
+"""Fields of a rollout that an environment sets, with a check of the value and its description."""
 
 
 def reconsidered(
     groups: Sequence[Group], given: Sequence[Group], was: Config, now: Config, host: PluginHost
 ) -> Sequence[Group]:
-    """Return the given groups, which may have other rewards, with the advantages of another configuration."""
+    """Return the given groups, possibly with new rewards, with the advantages of another configuration."""
     before, after = (
         (each.advantage, as_table(each).get("shaping"), Parts(each, host).all_rows) for each in (was, now)
     )
@@ -261,14 +261,14 @@ def reconsidered(
 
 
 def first_number(base: Side, fork: Side) -> str:
-    """Name the first number that differs on the way of the data: an advantage, a metric, a weight."""
+    """Describe the first difference in the order of the data flow: an advantage, a metric, a weight."""
     for one, other in zip(base.groups, fork.groups, strict=True):
-        for place, (mine, its) in enumerate(zip(one.rollouts, other.rollouts, strict=True)):
+        for index, (mine, its) in enumerate(zip(one.rollouts, other.rollouts, strict=True)):
             if mine.advantage != its.advantage or mine.trained != its.trained:
                 shown = [
                     "masked" if each.advantage is None else f"{each.advantage!r}" for each in (mine, its)
                 ]
-                return f"the advantage of slot {one.slot}, rollout {place}: {shown[0]} -> {shown[1]}"
+                return f"the advantage of slot {one.slot}, rollout {index}: {shown[0]} -> {shown[1]}"
     for name, a, b in _metrics(base, fork):
         if a != b:
             return f"the metric {name}: {a!r} -> {b!r}"

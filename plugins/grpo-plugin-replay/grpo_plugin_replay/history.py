@@ -1,4 +1,4 @@
-"""Reads the newest record of each step of a run from events.jsonl."""
+"""The newest record of each step of a run, from events.jsonl."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from grpo_core.kit import Config, configured
 WIDTH = 4
 """Bytes of a tensor's fingerprint in a ``StateDigest``."""
 NOT_COMPARED = ("time/", "tokens_per_second/")
-"""Beginnings of the names of metrics that differ between equal steps."""
+"""Prefixes of the names of metrics that differ between equal steps."""
 
 
 @frozen(kw_only=True)
 class StepRecord:
-    """A step as the run recorded it; ``step`` is the version that it made."""
+    """The record of a step; ``step`` is the version that it produced."""
 
     step: int
     table: Mapping[str, Any]
@@ -32,28 +32,28 @@ class StepRecord:
 
     @property
     def threads(self) -> int:
-        """Number of torch threads that computed the step; 0 if it is not known."""
+        """Number of torch threads that computed the step; 0 if unknown."""
         return self.digest.threads if self.digest else 0
 
 
 @frozen(kw_only=True)
 class History:
-    """The steps of a run that count: those that a resumed run made again are there once."""
+    """The steps of a run; steps that a resumed run repeated are present once, with the newest record."""
 
     run: Run
     steps: Mapping[int, StepRecord]
     files: Mapping[str, str]
-    """Digest of each file of rollouts, by its name."""
+    """Digest of each file of rollouts, by name."""
 
     def step(self, number: int) -> StepRecord:
-        """Return a step.  Raises ConfigError if the run has not made it."""
+        """Return a step.  Raises ConfigError if the run has not completed it."""
         if number not in self.steps:
             known = f"it made 1 to {max(self.steps)}" if self.steps else "it has made none yet"
             raise ConfigError(f"{self.run.path}: has made no step {number}; {known}")
         return self.steps[number]
 
     def groups(self, number: int) -> list[Group]:
-        """Return the groups that a step trained.  Raises ConfigError if they are damaged or not stored."""
+        """Return the trained groups of a step.  Raises ConfigError if they are damaged or not stored."""
         self.check(number)
         return self.run.rollouts(number)
 
@@ -80,7 +80,7 @@ class History:
 
 
 def read(path: Path) -> History:
-    """Read what a run recorded.  Raises ConfigError if it is not a run, or its events are not readable."""
+    """Read the records of a run.  Raises ConfigError if it is not a run, or its events are unreadable."""
     run = Run(path)
     if not (run.path / "events.jsonl").is_file():
         raise ConfigError(f"{path}: has no events.jsonl yet")
@@ -99,7 +99,7 @@ def read(path: Path) -> History:
             case "StepEnded":
                 config = config or configured([table], stored=True)[0]
                 found = None
-                if (digest := event.get("digest")) is not None:  # a process names tensors at its first step
+                if (digest := event.get("digest")) is not None:  # names are in the first digest only
                     names = tuple(digest["names"]) or names
                     found = StateDigest(**{**digest, "names": names})
                 steps[event["step"]] = StepRecord(
@@ -112,14 +112,14 @@ def read(path: Path) -> History:
 
 
 def first_tensor(one: StateDigest, other: StateDigest) -> str | None:
-    """Return the first tensor that differs between two states; None if both are the same."""
+    """Return the name of the first tensor that differs between two states, or None."""
     if (one.weights, one.optimizer) == (other.weights, other.optimizer):
         return None
     names = one.names or other.names
     a, b = (base64.b64decode(each.tensors) for each in (one, other))
     if len(a) == len(b) == WIDTH * len(names):
-        for place, name in enumerate(names):
-            here = slice(WIDTH * place, WIDTH * (place + 1))
+        for index, name in enumerate(names):
+            here = slice(WIDTH * index, WIDTH * (index + 1))
             if a[here] != b[here]:
                 return name
         return "a number of the optimizer's state, such as its count of updates"
@@ -127,12 +127,12 @@ def first_tensor(one: StateDigest, other: StateDigest) -> str | None:
 
 
 def compared(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics that are equal in equal steps."""
+    """Return the metrics that are reproducible."""
     return {name: value for name, value in metrics.items() if not name.startswith(NOT_COMPARED)}
 
 
 def first_metric(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """Name the first metric that differs, with both values; "" if none does."""
+    """Describe the first metric that differs, with both values; "" if all are equal."""
     a, b = compared(one), compared(other)
     for name in (name for name in a if name in b):
         if a[name] != b[name] and not (a[name] is None or a[name] != a[name]):

@@ -1,7 +1,7 @@
-"""``grpo-core replay``: computes steps of a run again from its files, without engines or environments.
+"""``grpo-core replay``: recomputes steps of a run from its files, without engines or environments.
 
-The trainer that the run's configuration names starts from the newest checkpoint before the step, gets the
-rows of each step as they were stored, and its fingerprints are compared with those that the run recorded.
+The run's trainer starts from the newest checkpoint before the step and trains the stored rows of each step.
+Its fingerprints are compared with the recorded ones.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from grpo_plugin_replay.again import saved_before, trainer_again
 from grpo_plugin_replay.history import History, StepRecord, first_metric, first_tensor, read
 
 SECTIONS = ("seed", "model", "trainer", "loss", "teacher", "optimizer", "health")
-"""Parts of the configuration that a trainer is made from."""
+"""Sections of the configuration that a trainer depends on."""
 
 
 @frozen(kw_only=True)
 class Replayed:
-    """A step that was computed again."""
+    """A recomputed step."""
 
     step: int
     result: StepResult
     seconds: float
-    """Seconds that the step took now."""
+    """Seconds of the recomputation."""
     compared: bool
-    """Whether the run recorded fingerprints of the step, and the trainer now returned some."""
+    """Whether both the run and the recomputation have fingerprints."""
     difference: str
-    """It says what differs from what the run recorded; it is empty if nothing does."""
+    """Description of the first difference to the record; empty if there is none."""
 
 
 def replay(run: Path, /, *, step: int, no_plugin: Words = None) -> int:
@@ -90,15 +90,15 @@ def _summary(replayed: Replayed, recorded: StepRecord) -> str:
 
 @define
 class Replayer:
-    """Computes steps of a run again, one after the other."""
+    """Recomputes steps of a run, one after the other."""
 
     history: History
     block: Sequence[str] = ()
     """Plugins that are not loaded."""
     scratch: Path = field(init=False)
-    """A directory that is removed at the end."""
+    """Temporary directory, removed at the end."""
     version: int = field(init=False, default=0)
-    """Version that the trainer holds."""
+    """Version of the trainer's weights."""
     _stack: contextlib.AsyncExitStack = field(init=False, factory=contextlib.AsyncExitStack)
     _trainer: Trainer | None = field(init=False, default=None)
     _made_for: Config | None = field(init=False, default=None)
@@ -117,12 +117,12 @@ class Replayer:
             await self._stack.aclose()
 
     async def begin(self, step: int) -> str:
-        """Make a trainer that holds the newest saved version before a step; return where it comes from.
+        """Start a trainer with the newest saved version before a step; return its origin.
 
-        Raises CheckpointError if that checkpoint is damaged, and ConfigError if rollouts of the steps are.
+        Raises CheckpointError for a damaged checkpoint, and ConfigError for damaged rollouts.
         """
         version, directory = saved_before(self.history.run.path, step)
-        for number in range(version + 1, step + 1):  # before anything costly is started
+        for number in range(version + 1, step + 1):  # before starting anything costly
             self.history.check(number)
         recorded = self.history.step(version + 1)
         await self.make(recorded.config, directory, threads=recorded.threads)
@@ -130,12 +130,12 @@ class Replayer:
         return "the model that the run started from" if directory is None else f"checkpoint {directory.name}"
 
     async def until(self, step: int) -> AsyncIterator[Replayed]:
-        """Compute all steps up to one as the run did, and compare each."""
+        """Recompute and compare all steps up to one."""
         while self.version < step:
             yield await self.next()
 
     async def next(self) -> Replayed:
-        """Compute the next step as the run did."""
+        """Recompute the next step."""
         recorded = self.history.step(self.version + 1)
         assert self._made_for is not None
         if _parts(recorded.config) != _parts(self._made_for):  # the run was resumed here with other settings
@@ -154,7 +154,7 @@ class Replayer:
         )
 
     async def step(self, batch: Batch) -> StepResult:
-        """Train a batch with the present trainer."""
+        """Train a batch with the current trainer."""
         assert self._trainer is not None
         result = await self._trainer.step(batch)
         self.version = result.version
@@ -164,7 +164,7 @@ class Replayer:
         return result
 
     async def save(self, name: str) -> Path:
-        """Save all that the trainer holds into a directory of the scratch."""
+        """Save the trainer's state to a temporary directory."""
         assert self._trainer is not None
         directory = self.scratch / name
         written = await self._trainer.save(directory)
@@ -172,7 +172,7 @@ class Replayer:
         return directory
 
     async def make(self, config: Config, directory: Path | None, *, threads: int) -> None:
-        """Make a trainer, which continues from what was saved in a directory, in place of the present one."""
+        """Replace the trainer by one that continues from a saved state."""
         await self.stop()
         self._made_for, self._names = config, ()
         host = PluginHost.discover(config.plugins, self.block)
@@ -182,14 +182,14 @@ class Replayer:
         )
 
     async def stop(self) -> None:
-        """Close the present trainer."""
+        """Close the current trainer."""
         if self._trainer is not None:
             trainer, self._trainer = self._trainer, None
             await trainer.aclose()
 
 
 def batch_of(groups: Sequence[Group], recorded: StepRecord) -> Batch:
-    """Make the batch of a step from groups that have their advantages."""
+    """Return the batch of a step from groups with advantages."""
     return rows.make_batch(groups, step=recorded.step - 1, temperature=recorded.config.rollout.temperature)
 
 
@@ -198,13 +198,13 @@ def _parts(config: Config) -> list[object]:
 
 
 def _difference(recorded: StepRecord, result: StepResult) -> str:
-    """Say what differs between a step and its record; nothing if there is no record to compare with."""
+    """Describe the first difference between a step and its record; "" without a record to compare with."""
     if recorded.digest is None or result.digest is None:
         return ""
     if (tensor := first_tensor(recorded.digest, result.digest)) is None:
         return ""
     metric = first_metric(recorded.metrics, result.metrics)
-    # other programs or processors may round in other ways
+    # other software or processors may round differently
     was, here = (f"{each.computed_by}, {each.threads} threads" for each in (recorded.digest, result.digest))
     by = f". The run was computed by {was}; this is {here}" if was != here else ""
     return f"the first tensor that differs is {tensor}{f'; {metric}' if metric else ''}{by}"

@@ -31,13 +31,13 @@ from grpo_plugin_replay.forecast import Forecast, fewest_steps, for_steps, forec
 from grpo_plugin_replay.times import Times, fitting, read_times
 
 STEPS = 100
-"""Largest number of steps that are simulated unless the user says how many."""
+"""Default limit of simulated steps."""
 FEWEST = 20
-"""As many are simulated, however large they are."""
+"""Smallest default number of steps."""
 ROLLOUTS = 12_800
-"""Number of rollouts that are enough for the means, and take about a second."""
+"""Number of rollouts that suffices for the means and takes about a second."""
 SWEEP = (0, 1, 2, 4)
-"""Values of ``pipeline.max_staleness`` that are compared if no others are given."""
+"""Default values of ``pipeline.max_staleness`` to compare."""
 
 SIMULATED = (
     "advantage.*",
@@ -64,13 +64,13 @@ SIMULATED = (
     "validation.pause",
     "validation.prompts",
 )
-"""Patterns of keys that the simulated pipeline obeys."""
+"""Patterns of keys that the simulation takes into account."""
 NEAR = 1.02
-"""Forecasts that differ by less than this factor are as good as each other."""
+"""Forecasts within this factor of each other count as equal."""
 HEADS = ("", "s/step", "overlap", "generating", "training", "waiting", "staleness", "tokens/s")
 
 Variant = tuple[str, Mapping[str, Any]]
-"""The name of a line of the table, and the table of its changes of the configuration."""
+"""The name of a row of the table, and its changes of the configuration."""
 
 
 def simulate(
@@ -138,7 +138,7 @@ def simulate(
 
 
 def refuse_unknown_parts(config: Config) -> None:
-    """Raise ConfigError if the configuration has parts whose time no simulated part takes."""
+    """Raise ConfigError for parts of the configuration that are not simulated."""
     unknown = {
         "validation.engine": config.validation.engine is not None,
         "filters": bool(config.filters),
@@ -153,18 +153,18 @@ def refuse_unknown_parts(config: Config) -> None:
 
 @frozen(kw_only=True)
 class Row:
-    """A line of the table."""
+    """A row of the table."""
 
     name: str
     """Name of the variant, such as "pipeline.max_staleness=2"."""
     settings: Mapping[str, Any]
-    """Configuration keys in which it differs from the present configuration."""
+    """Configuration keys that differ from the given configuration."""
     forecast: Forecast
 
 
 @define
 class Planner:
-    """Makes forecasts for variants of a configuration."""
+    """Computes forecasts for variants of a configuration."""
 
     config: Config
     times: Times
@@ -174,7 +174,7 @@ class Planner:
     _made: list[tuple[Config, Forecast]] = field(init=False, factory=list)
 
     def row(self, name: str, changes: Mapping[str, Any]) -> Row:
-        """Return the forecast for the configuration with changes, which are a table."""
+        """Return the forecast for the configuration with a table of changes."""
         return Row(name=name, settings=flat(changes), forecast=self._forecast(self.configured(changes)))
 
     def configured(self, changes: Mapping[str, Any]) -> Config:
@@ -206,17 +206,17 @@ class Planner:
 
 
 def enough_steps(config: Config) -> int:
-    """Return a number of steps after which the means hardly change; the run itself may have fewer."""
+    """Return a number of steps after which the means are stable; the run may have fewer."""
     rollouts = config.trainer.prompts_per_step * config.rollout.group_size
     fewest = max(FEWEST, fewest_steps(config.pipeline.max_staleness))
     return max(fewest, min(STEPS, ROLLOUTS // rollouts))
 
 
 def variants_of(sweep: Sequence[str], *, cross: bool = False) -> list[Variant]:
-    """Return a variant for each value of each key; by default for some values of ``max_staleness``.
+    """Return a variant for each value of each key; by default for values of ``max_staleness``.
 
     Args:
-        cross: each value of a key is combined with each value of the others.
+        cross: combine each value of a key with each value of the others.
     """
     given: list[tuple[str, ...]]
     if not sweep:
@@ -229,7 +229,7 @@ def variants_of(sweep: Sequence[str], *, cross: bool = False) -> list[Variant]:
 
 
 def _values(text: str) -> list[str]:
-    """Return ``KEY=1,2`` as ``["KEY=1", "KEY=2"]``."""
+    """Split ``KEY=1,2`` into ``["KEY=1", "KEY=2"]``."""
     key, equals, values = text.partition("=")
     if not equals or not key.strip() or not all(value.strip() for value in values.split(",")):
         raise ConfigError(
@@ -239,7 +239,7 @@ def _values(text: str) -> list[str]:
 
 
 def flat(changes: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a table with one key for each value, such as "trainer.steps"."""
+    """Flatten a table to dotted keys, such as "trainer.steps"."""
     found: dict[str, Any] = {}
     for key, value in changes.items():
         found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
@@ -250,12 +250,12 @@ def flat(changes: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def unknown(changes: Iterable[str]) -> list[str]:
-    """Return the keys whose effect on the times no simulated part knows."""
+    """Return the keys whose effect is not simulated."""
     return [key for key in changes if not any(fnmatchcase(key, pattern) for pattern in SIMULATED)]
 
 
 def check_comparable(keys: Iterable[str]) -> None:
-    """Raise ConfigError for keys whose values a simulation with given service times cannot compare."""
+    """Raise ConfigError for keys that change the service times themselves."""
     if found := unknown(keys):
         raise ConfigError(
             f"{', '.join(found)}: the simulation does not know what this changes, because the service times "
@@ -268,7 +268,7 @@ def check_comparable(keys: Iterable[str]) -> None:
 
 
 def _show(rows: Sequence[Row], times: Times, *, as_json: bool) -> None:
-    """Print the rows; those after the first one are alternatives."""
+    """Print the rows; rows after the first one are alternatives."""
     choice = best(rows[1:])
     if as_json:
         found = {
@@ -292,7 +292,7 @@ def _show(rows: Sequence[Row], times: Times, *, as_json: bool) -> None:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return a table with a line for each row."""
+    """Return the rows as a table."""
     lines = [HEADS, *(_cells(row) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
@@ -319,6 +319,6 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def best(rows: Sequence[Row]) -> Row:
-    """Return the first row that trains about as many rollouts in a second as the best one."""
+    """Return the first row whose trained rollouts per second are within ``NEAR`` of the best."""
     most = max(row.forecast.rollouts_per_second for row in rows)
     return next(row for row in rows if row.forecast.rollouts_per_second * NEAR >= most)

@@ -1,4 +1,4 @@
-"""The service times of a run: how long each part takes for what it is given, and how rollouts turn out."""
+"""The service times of a run's parts, and the distribution of rollouts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from grpo_core.kit import merge, parse_settings, read_toml, structured
 
 @frozen
 class Outcome:
-    """A rollout as it turns out."""
+    """Lengths and reward of a rollout."""
 
     turn_tokens: tuple[int, ...]
     """Number of tokens of each completion."""
@@ -26,21 +26,21 @@ class Outcome:
 
 @frozen(kw_only=True)
 class EngineTimes:
-    """An engine that decodes all of its rows together, a token of each at a time."""
+    """An engine that decodes one token of all its rows at a time."""
 
     token: float = field(default=0.02, validator=gt(0))
-    """Seconds in which a row that is alone gets a token."""
+    """Seconds for a token of a single row."""
     row: float = field(default=0.0, validator=ge(0))
-    """Seconds that each further running row adds to that."""
+    """Seconds that each further row adds to `token`."""
     rows: int = field(default=0, validator=ge(0))
     """Largest number of rows that an engine decodes together; the others wait, the oldest first. 0 means no
     limit."""
     prompt_token: float = field(default=0.0, validator=ge(0))
-    """Seconds in which the engine reads a token of a prompt; all rows wait meanwhile."""
+    """Seconds for a token of a prompt; all rows wait meanwhile."""
     sync: float = field(default=0.0, validator=ge(0))
-    """Seconds of a weight sync; no row gets a token meanwhile."""
+    """Seconds of a weight sync; decoding pauses meanwhile."""
     canary: float = field(default=0.0, validator=ge(0))
-    """Seconds after a weight sync until the canary is answered; rows go on meanwhile."""
+    """Seconds after a weight sync until the canary is answered; decoding continues meanwhile."""
 
 
 @frozen(kw_only=True)
@@ -56,7 +56,7 @@ class RolloutTimes:
     prompt_tokens: int = field(default=128, validator=ge(1))
     """Number of tokens of a prompt."""
     pass_rate: float = field(default=0.5, validator=[ge(0), le(1)])
-    """Share of the rollouts with the reward 1; the others have the reward 0."""
+    """Share of rollouts with reward 1; the others have reward 0."""
 
     def drawn(self, rng: random.Random) -> Outcome:
         """Draw a rollout."""
@@ -66,7 +66,7 @@ class RolloutTimes:
 
 @frozen(kw_only=True)
 class EnvironmentTimes:
-    """An environment with room for all calls."""
+    """An environment without a limit of concurrent calls."""
 
     turn: float = field(default=0.0, validator=ge(0))
     """Seconds from the end of a completion until it is judged."""
@@ -93,9 +93,9 @@ class CheckpointTimes:
     """Checkpoints."""
 
     cut: float = field(default=0.0, validator=ge(0))
-    """Seconds for which training waits when a checkpoint begins."""
+    """Seconds for which training waits at the start of a checkpoint."""
     write: float = field(default=0.0, validator=ge(0))
-    """Seconds in which it is written while training goes on."""
+    """Seconds for writing it while training continues."""
 
 
 @frozen(kw_only=True)
@@ -110,16 +110,16 @@ class Times:
 
 
 def fitting(max_tokens: int) -> Times:
-    """Return the default times, with a mean length that hardly any completion's limit cuts off."""
+    """Return the default times, with a mean length well below the limit of tokens."""
     default = RolloutTimes()
     return Times(rollout=evolve(default, tokens=min(default.tokens, max(1.0, max_tokens / 2))))
 
 
 def read_times(file: Path | None, settings: Iterable[str], fitted: Times | None = None) -> Times:
-    """Return the times that a TOML file and settings such as "engine.token=0.02" give.
+    """Return the times from a TOML file and settings such as "engine.token=0.02".
 
     Args:
-        fitted: times of what neither of them names; without it, the defaults.
+        fitted: times of all other keys; None takes the defaults.
 
     Raises ConfigError for unknown keys and impossible values.
     """

@@ -1,7 +1,7 @@
-"""The parts around the simulated pipeline: they do nothing and take the time that they would take.
+"""Simulated parts of a run, which compute nothing and take their service times.
 
-A completion's first token id is the place of its outcome in a list, plus one, and all other ids are 0.  So
-the environment reads from the text of a completion which rollout it judges.
+A completion's first token id is the index of its outcome in a list, plus one; all other ids are 0.  The
+environment thus finds the outcome by the text of a completion.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ T = TypeVar("T")
 
 
 class Plays:
-    """Decides how each rollout turns out when its first completion is asked for."""
+    """Draws the outcome of each rollout at its first request."""
 
     def __init__(self, times: RolloutTimes, *, seed: int, group_size: int) -> None:
         self.times, self.seed, self._group_size = times, seed, group_size
         self._known: list[Outcome] = []
         self._open: dict[str, list[Outcome]] = {}
-        """Rollouts of each group that have not been asked for."""
+        """Outcomes of each group without a request so far."""
 
     def next(self, request: GenerationRequest) -> tuple[int, int]:
-        """Return the number of the rollout that a request belongs to, and the tokens that it samples."""
+        """Return the index of a request's rollout, and the number of tokens to sample."""
         marks = np.flatnonzero(request.prompt_ids)
         if marks.size == 0:
             self._known.append(self._begin(request.group))
@@ -65,7 +65,7 @@ class Plays:
         return number, self._known[number - 1].turn_tokens[turn]
 
     def of(self, reply: str) -> Outcome:
-        """Return the outcome of the rollout whose completion has this text."""
+        """Return the outcome of the rollout with this reply."""
         return self._known[int(reply) - 1]
 
     def _begin(self, group: str) -> Outcome:
@@ -82,45 +82,45 @@ class Plays:
 
 @define(eq=False, order=False)
 class _Call:
-    """Completions that one caller waits for; it is woken once, when the last of them has ended."""
+    """Completions of one call; the caller wakes when the last of them ends."""
 
     left: int
-    """How many have not ended."""
+    """Number of unfinished completions."""
     ended: asyncio.Future[None]
 
 
 @define(eq=False, order=False)
 class _Row:
-    """A completion that is decoded."""
+    """A running completion."""
 
     number: int
     tokens: int
     truncated: bool
     call: _Call
     begin: float = 0.0
-    """Tokens that a row of the engine had got when this one began."""
+    """Token count of the engine at the start of this row."""
     completion: Completion | None = None
 
 
 class PlannedEngine:
-    """Decodes rows together: with n of them, each gets a token every ``token + (n - 1) * row`` seconds."""
+    """An engine whose n rows each get a token every ``token + (n - 1) * row`` seconds."""
 
     def __init__(self, times: EngineTimes, plays: Plays) -> None:
         self.times, self._plays = times, plays
         self._rows: list[tuple[float, int, _Row]] = []
-        """Running rows, each after the token count at which it ends; a heap."""
+        """A heap of running rows by the token count at which they end."""
         self._waiting: deque[_Row] = deque()
         self._tokens = 0.0
-        """Tokens that a row would have got since the beginning."""
+        """Number of tokens that a row would have received since the start."""
         self._at = 0.0
-        """Time until which they are counted."""
+        """Time up to which tokens are counted."""
         self._pause = 0.0
-        """Seconds for which decoding stands still from then on."""
+        """Seconds of a pause of decoding from that time on."""
         self._order = itertools.count()
         self._timer: asyncio.TimerHandle | None = None
         self._marks: list[float] = []
         self._versions: list[int] = []
-        """Weights from each of these token counts on."""
+        """Versions that start at each of these token counts."""
         self._logprobs = np.empty(0, dtype=np.float32)
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
@@ -133,7 +133,7 @@ class PlannedEngine:
         try:
             await call.ended
         finally:
-            if call.left:  # the caller has gone
+            if call.left:  # the caller was cancelled
                 gone = {id(row) for row in rows}
                 self._count()
                 self._waiting = deque(row for row in self._waiting if id(row) not in gone)
@@ -174,11 +174,11 @@ class PlannedEngine:
         self._go_on()
 
     def _seconds(self) -> float:
-        """Return the seconds in which each running row gets a token."""
+        """Return the seconds for a token of each running row."""
         return self.times.token + self.times.row * (len(self._rows) - 1)
 
     def _count(self) -> None:
-        """Count the tokens until now; the number of rows has not changed since they were counted last."""
+        """Count the tokens until now; the number of rows is constant since the last count."""
         now = asyncio.get_running_loop().time()
         passed, self._at = now - self._at, now
         paused = min(passed, self._pause)
@@ -187,7 +187,7 @@ class PlannedEngine:
             self._tokens = min(self._tokens + (passed - paused) / self._seconds(), self._rows[0][0])
 
     def _go_on(self) -> None:
-        """Wait for the end of the first row."""
+        """Schedule the end of the next row."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -196,7 +196,7 @@ class PlannedEngine:
             self._timer = asyncio.get_running_loop().call_later(left, self._end_rows)
 
     def _end_rows(self) -> None:
-        """End the first row, and all that end with it."""
+        """End the next row, and all rows that end at the same time."""
         self._timer = None
         self._count()
         self._tokens = end = self._rows[0][0]
@@ -215,8 +215,8 @@ class PlannedEngine:
         versions = np.full(row.tokens, self._versions[first], dtype=np.int32)
         for mark, version in zip(self._marks[first + 1 :], self._versions[first + 1 :], strict=True):
             versions[int(np.ceil(mark - row.begin - 1e-6)) :] = version
-        ids.flags.writeable = versions.flags.writeable = False  # so that they are not copied
-        if len(self._logprobs) < row.tokens:  # equal ones, which all completions share and none changes
+        ids.flags.writeable = versions.flags.writeable = False  # read-only arrays are not copied
+        if len(self._logprobs) < row.tokens:  # shared by all completions, read-only
             self._logprobs = np.full(2 * row.tokens, -1.0, dtype=np.float32)
             self._logprobs.flags.writeable = False
         return Completion(
@@ -228,7 +228,7 @@ class PlannedEngine:
 
 
 class PlannedTrainer(Trainer):
-    """A trainer that takes the time of its tokens."""
+    """A trainer that takes its service times."""
 
     def __init__(self, times: TrainerTimes, *, seed: int) -> None:
         self.times, self.version = times, 0
@@ -251,7 +251,7 @@ class PlannedTrainer(Trainer):
 
 
 class PlannedEnvironment:
-    """An environment that knows how each rollout turns out, and has room for all calls."""
+    """An environment that returns the drawn outcomes."""
 
     needs_group = False
     success: float | None = None
@@ -284,7 +284,7 @@ class PlannedEnvironment:
 
 @define(eq=False)
 class PlannedRenderer:
-    """Every prompt has the same number of tokens, and the text of a completion is its first token id."""
+    """A renderer with prompts of constant length; the text of a completion is its first token id."""
 
     prompt_tokens: int
     stop_token_ids: tuple[int, ...] = ()
@@ -320,10 +320,10 @@ class PlannedRenderer:
 
 @define
 class PlannedLoader:
-    """The endless stream of a task's prompts."""
+    """An endless stream of a task's prompts."""
 
     task: str
-    _taken: int = field(init=False, default=0)
+    _offered: int = field(init=False, default=0)
 
     def __len__(self) -> int:
         return 1000
@@ -332,7 +332,7 @@ class PlannedLoader:
         return self.prompts_at(self.offer(n))
 
     def offer(self, n: int) -> list[int]:
-        first, self._taken = self._taken, self._taken + n
+        first, self._offered = self._offered, self._offered + n
         return [place % len(self) for place in range(first, first + n)]
 
     def prompts_at(self, places: Sequence[int]) -> list[Prompt]:

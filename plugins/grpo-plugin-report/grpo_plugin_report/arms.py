@@ -1,4 +1,4 @@
-"""Groups runs that differ in nothing but their seed, and computes intervals over the seeds.  Pure."""
+"""Groups runs that differ only in their seed into arms, and computes intervals over seeds.  Pure."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 from attrs import frozen
 
 CONFIDENCE = 0.95
-"""Probability that an interval covers the mean over all seeds, if their results are normally distributed."""
+"""Confidence of intervals for the mean over seeds, assuming normally distributed results."""
 IGNORED = ("seed", "tracking")
-"""Keys in which the runs of an arm may differ: the seed, and trackers, which change no training."""
+"""Keys in which runs of an arm may differ: the seed, and trackers, which do not affect training."""
 NAMED_KEYS = 2
-"""Largest number of differing keys by which an arm is named; an arm with more has the names of its runs."""
+"""Largest number of differing keys in an arm's label; arms with more are labelled by their runs."""
 LONGEST = 40
-"""Number of characters of a value, or of a name, that are shown."""
+"""Largest number of characters of a value or name."""
 
 Table = Mapping[str, Any]
 
@@ -27,18 +27,18 @@ class Arm:
     """Runs with the same settings."""
 
     mark: str
-    """A letter, which stands for the arm wherever it is drawn."""
-    place: int
-    """Place of its color and its dashes in the template's palette."""
+    """Letter of the arm in charts and tables."""
+    index: int
+    """Index of its colour and dashes in the template's palette."""
     runs: tuple[int, ...]
-    """Places of its runs."""
+    """Indices of its runs."""
     label: str
-    """The settings in which it differs from other arms, or the names of its runs."""
+    """Settings that differ from other arms, or the names of its runs."""
 
 
 @frozen(kw_only=True)
 class Estimate:
-    """A mean over runs; the interval is None if there is one run only."""
+    """A mean over runs; the interval is None for a single run."""
 
     mean: float
     interval: tuple[float, float] | None = None
@@ -51,29 +51,29 @@ def grouped(histories: Sequence[Sequence[Table]], names: Sequence[str]) -> list[
     """Return the arms, in the order of their first runs.
 
     Args:
-        histories: configurations of each run, the newest last; a run that was continued with other settings
-            has several, and one whose configuration cannot be read has none.
-        names: the runs.
+        histories: configurations of each run, the newest last; a run that was resumed with other settings has
+            several, and a run with an unreadable configuration has none.
+        names: names of the runs.
     """
     found: dict[str, list[int]] = {}
     for run, history in enumerate(histories):
-        told = [sorted(settings(table).items()) for table in history]
-        found.setdefault(json.dumps(told or ["unknown", run]), []).append(run)
+        tables = [sorted(settings(table).items()) for table in history]
+        found.setdefault(json.dumps(tables or ["unknown", run]), []).append(run)
     newest = [(histories[runs[0]] or [{}])[-1] for runs in found.values()]
     rows = differing(newest)
     return [
         Arm(
-            mark=chr(ord("A") + place),
-            place=place,
+            mark=chr(ord("A") + index),
+            index=index,
             runs=tuple(runs),
-            label=_label(place, rows, [names[run] for run in runs]),
+            label=_label(index, rows, [names[run] for run in runs]),
         )
-        for place, runs in enumerate(found.values())
+        for index, runs in enumerate(found.values())
     ]
 
 
 def settings(config: Table) -> dict[str, str]:
-    """Return the values of a configuration as JSON, by keys such as ``trainer.lr``, without ignored ones."""
+    """Return the values of a configuration as JSON by dotted key, without ignored keys."""
     found: dict[str, str] = {}
 
     def add(table: Table, where: str) -> None:
@@ -88,9 +88,9 @@ def settings(config: Table) -> dict[str, str]:
 
 
 def differing(configs: Sequence[Table]) -> list[tuple[str, list[str]]]:
-    """Return the keys in which configurations differ, with the value of each, or an empty text.
+    """Return the keys in which configurations differ, with each one's value, or an empty text.
 
-    Of a task that not all of them have, only the environment is there.
+    For a task that is missing in some of them, only the environment is included.
     """
     tables = [settings(config) for config in configs]
     keys = dict.fromkeys(key for table in tables for key in table)
@@ -101,15 +101,15 @@ def differing(configs: Sequence[Table]) -> list[tuple[str, list[str]]]:
     return [(key, values) for key, values in rows if len(set(values)) > 1]
 
 
-def _label(place: int, rows: Sequence[tuple[str, list[str]]], names: Sequence[str]) -> str:
+def _label(index: int, rows: Sequence[tuple[str, list[str]]], names: Sequence[str]) -> str:
     seeds = f" ({len(names)} runs)" if len(names) > 1 else ""
     if not 0 < len(rows) <= NAMED_KEYS:
         return cut(", ".join(names)) + seeds
-    return ", ".join(f"{key} = {cut(values[place] or 'not set')}" for key, values in rows) + seeds
+    return ", ".join(f"{key} = {cut(values[index] or 'not set')}" for key, values in rows) + seeds
 
 
 def cut(text: str) -> str:
-    """Return a text that is not long."""
+    """Shorten a text."""
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
 
 
@@ -128,9 +128,9 @@ def estimate(values: Sequence[float]) -> Estimate | None:
 
 
 def difference(one: Sequence[float], other: Sequence[float]) -> Estimate | None:
-    """Return how much larger the mean of ``one`` is; None without a value.
+    """Return the difference of the means of ``one`` and ``other``; None without a value.
 
-    The interval is Welch's, whose degrees of freedom are rounded down, which makes it wider.
+    The interval is Welch's, with degrees of freedom rounded down, which widens it.
     """
     if not one or not other:
         return None
@@ -147,7 +147,7 @@ def difference(one: Sequence[float], other: Sequence[float]) -> Estimate | None:
 
 
 def t_quantile(freedom: int) -> float:
-    """Return the size that Student's t exceeds with the probability ``1 - CONFIDENCE``."""
+    """Return the two-sided quantile of Student's t for ``CONFIDENCE``."""
     low, high = 0.0, pi / 2
     for _ in range(60):
         middle = (low + high) / 2

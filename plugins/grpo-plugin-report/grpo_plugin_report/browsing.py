@@ -1,9 +1,9 @@
-"""Selects the rollouts of a run that its report can hold, and packs them for the report's browser.
+"""Selects rollouts of a run for its report, and packs them for the page's browser of rollouts.
 
-A page has a bounded size, and a run has not.  So some steps are read, spread evenly over the run, and of each
-the groups whose prompts come first in an order that is the same in every step: a prompt that is kept of one
-step is kept of others, and its versions can be compared.  The newest step and the newest validation have more
-room, and begin with the best and the worst rollout of each task.
+The size of a page is bounded.  Some steps are read, spread evenly over the run, and from each the groups
+whose prompts come first in an order that is the same in all steps, so that a prompt can be compared between
+steps.  The newest step and validation get more space, and start with the best and the worst rollout of each
+task.
 """
 
 from __future__ import annotations
@@ -28,83 +28,83 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 _Sized = tuple[dict[str, Any], list[int], int]
-"""A group of the page, the places of its rollouts in their file, and its size in bytes."""
+"""A group of the page, the indices of its rollouts in their file, and its size in bytes."""
 
 MOST_FILES = {"rollouts": 200, "validation": 50}
-"""Number of steps, and of validations, whose rollouts are read."""
+"""Largest number of steps, and of validations, to read."""
 MOST_ROLLOUTS = 4096
-"""Number of rollouts of a step that are read."""
+"""Largest number of rollouts of a step to read."""
 MOST_BYTES = 16_000_000
-"""Number of bytes of files of texts that are read; fewer steps are read if theirs are larger."""
+"""Largest number of bytes of text files to read; fewer steps are read if their files are large."""
 TEXT_ROOM, TOKEN_ROOM = 1_100_000, 600_000
-"""Number of bytes of the page for texts, and for tokens."""
+"""Bytes of the page for texts, and for tokens."""
 NEWEST = 8
-"""Part of that room, an eighth, which the newest step and the newest validation have."""
+"""Fraction of the space, as 1 / NEWEST, for the newest step and the newest validation."""
 LEAST = 4
-"""Number of rollouts for which a step should have room; fewer steps are read if theirs are large."""
+"""Smallest number of rollouts that a step should have space for; fewer steps are read otherwise."""
 LONGEST = 12_000
-"""Number of characters of a message that are kept; of a longer one the middle is left out."""
+"""Largest number of characters of a message; longer ones are cut in the middle."""
 MOST_PIECES = 2**16
-"""Number of different tokens: each token of the page is 16 bits, the place of its text in a list."""
+"""Largest number of different tokens: a token is a 16-bit index into a list of texts."""
 
 
 @define
 class Pieces:
-    """The different texts of the tokens of a page, which the tokens of all its runs share."""
+    """The list of different token texts, shared by all runs of a page."""
 
     texts: list[str] = field(factory=list)
-    _places: dict[str, int] = field(factory=dict)
+    _indices: dict[str, int] = field(factory=dict)
 
-    def place(self, text: str) -> int | None:
-        """Return the place of a text, which is new or known; None if there are too many."""
-        if text not in self._places and len(self.texts) < MOST_PIECES:
-            self._places[text] = len(self.texts)
+    def index(self, text: str) -> int | None:
+        """Return the index of a text, which is added if it is new; None if the list is full."""
+        if text not in self._indices and len(self.texts) < MOST_PIECES:
+            self._indices[text] = len(self.texts)
             self.texts.append(text)
-        return self._places.get(text)
+        return self._indices.get(text)
 
 
 @define
 class Selection:
-    """The rollouts of a page, as JSON values, and how much was left out."""
+    """The rollouts of a page as JSON values, and counts of what was left out."""
 
     groups: list[dict[str, Any]] = field(factory=list)
     pieces: Pieces = field(factory=Pieces)
     kept: int = 0
     seen: int = 0
-    """Number of rollouts in the files that were read."""
+    """Number of rollouts in the files read."""
     files: int = 0
     of_files: int = 0
     tokens: int = 0
     """Number of rollouts with their tokens."""
 
     def rule(self) -> str:
-        """Say in one sentence what the page holds."""
+        """Return a sentence about the selection."""
         if not self.kept:
             return ""
         kept = f"{self.kept:,}"
         if self.files < self.of_files:
-            told = f"{kept} rollouts of {self.files:,} of the {self.of_files:,} stored steps and validations"
-            told += ", evenly spread, those of the same prompts"
+            text = f"{kept} rollouts of {self.files:,} of the {self.of_files:,} stored steps and validations"
+            text += ", evenly spread, those of the same prompts"
         elif self.kept < self.seen:
-            told = f"{kept} of the {self.seen:,} stored rollouts, those of the same prompts where they fit"
+            text = f"{kept} of the {self.seen:,} stored rollouts, those of the same prompts where they fit"
         else:
-            told = f"All {kept} stored rollouts"
+            text = f"All {kept} stored rollouts"
         if self.tokens < self.kept:
-            told += f"; {self.tokens:,} of them with their tokens" if self.tokens else "; without tokens"
+            text += f"; {self.tokens:,} of them with their tokens" if self.tokens else "; without tokens"
         if self.kept < self.seen or self.files < self.of_files:
-            told += "; the run's folders rollouts and validation have all"
-        return f"{told}."
+            text += "; the run's folders rollouts and validation have all"
+        return f"{text}."
 
 
 def select(
     run: Run, text_of: Callable[[int], str], *, pieces: Pieces | None = None, runs: int = 1
 ) -> Selection:
-    """Return the rollouts of a run that its page holds; files that are damaged are in ``run.damaged``.
+    """Select the rollouts for a run's page; damaged files are recorded in ``run.damaged``.
 
     Args:
         run: the run.
         text_of: text of a token by its id.
-        pieces: the texts that other runs of the page have.
+        pieces: token texts of other runs of the page.
         runs: number of runs that share the page.
     """
     folders = {"rollouts": [*run.texts().items()], "validation": [*run.texts(validation=True).items()]}
@@ -116,8 +116,8 @@ def select(
     )
     words = _Words(text_of, found.pieces)
     texts, tokens = TEXT_ROOM // runs, TOKEN_ROOM // runs
-    for place, (step, folder, file) in enumerate(reversed(chosen)):
-        left = len(chosen) - place  # what a step does not need is left to the older ones
+    for index, (step, folder, file) in enumerate(reversed(chosen)):
+        left = len(chosen) - index  # unused space goes to older steps
         newest = file == folders[folder][-1][1]
         left = min(left, NEWEST) if newest else left
         its = [*islice(run.rows(file), MOST_ROLLOUTS)]
@@ -133,7 +133,7 @@ def select(
 def _add_tokens(
     found: Selection, groups: Sequence[_Sized], run: Run, texts: str, words: _Words, room: int
 ) -> int:
-    """Give rollouts their tokens while there is room, or say why not; return the number of bytes."""
+    """Add tokens to rollouts while there is space, or the reason why not; return the bytes used."""
     from safetensors import SafetensorError
 
     faults = (OSError, SafetensorError, ValueError, LookupError, TypeError, ArithmeticError)
@@ -164,7 +164,7 @@ def _add_tokens(
 
 
 def as_script(selections: Sequence[Selection], runs: Sequence[str] = ()) -> str:
-    """Return the selections as JSON that ends no script element; with several runs, by name."""
+    """Encode selections as JSON that is safe in a script element; several runs by name."""
     groups = [
         group | ({"run": run} if runs else {})
         for run, selection in enumerate(selections)
@@ -176,7 +176,7 @@ def as_script(selections: Sequence[Selection], runs: Sequence[str] = ()) -> str:
 
 
 def _spread(run: Run, files: Sequence[tuple[int, str]], folder: str, runs: int) -> list[tuple[int, str]]:
-    """Return a run's part of the files that are read: the first and the last and some between."""
+    """Return a run's share of the files to read: the first, the last, and some between."""
     if not files:
         return []
     mean = sum((run.path / file).stat().st_size for _, file in files) / len(files)
@@ -192,9 +192,9 @@ def _spread(run: Run, files: Sequence[tuple[int, str]], folder: str, runs: int) 
 
 
 def _groups(rows: Sequence[Row], folder: str, step: int, room: int, *, newest: bool) -> list[_Sized]:
-    """Return groups that fit, each with the places of its rollouts in the file, and its size.
+    """Return the groups that fit, each with the indices of its rollouts in the file, and its size.
 
-    Of the newest step those with the best and the worst rollout of each task come first.
+    For the newest step, groups with the best and the worst rollout of each task come first.
     """
     by_group: dict[tuple[str, str, str], list[int]] = {}
     for line, row in enumerate(rows):
@@ -223,7 +223,7 @@ def _groups(rows: Sequence[Row], folder: str, step: int, room: int, *, newest: b
         }
         size, kept = _size(group), []
         ranked = sorted(lines, key=rewards.__getitem__)
-        ends = dict.fromkeys((ranked[-1], ranked[0]))  # the best and the worst come first
+        ends = dict.fromkeys((ranked[-1], ranked[0]))  # the best and the worst first
         for line in [*ends, *(line for line in lines if line not in ends)]:
             rollout = _rollout(rows[line], group["messages"], lines.index(line))
             its = _size(rollout)
@@ -242,20 +242,20 @@ def _groups(rows: Sequence[Row], folder: str, step: int, room: int, *, newest: b
 
 
 def _order(row: Row) -> bytes:
-    """Return the place of a prompt in an order that is the same in every step."""
+    """Return the sort key of a prompt, which is the same in every step."""
     name = f"{row.get('task')}\0{row.get('prompt')}"
     return hashlib.blake2b(name.encode(errors="replace"), digest_size=8).digest()
 
 
-def _rollout(row: Row, prompt: list[dict[str, Any]], place: int) -> dict[str, Any]:
+def _rollout(row: Row, prompt: list[dict[str, Any]], index: int) -> dict[str, Any]:
     messages = _messages(row)
     same = messages[: len(prompt)] == prompt
     given = row.get("metrics")
     metrics = given if isinstance(given, Mapping) else {}
-    told = {
-        "place": place,
+    fields = {
+        "place": index,
         "messages": messages[len(prompt) :] if same else messages,
-        "whole": not same or None,  # it does not begin with the prompt of its group
+        "whole": not same or None,  # the rollout does not start with its group's prompt
         "reward": _number(row.get("reward")),
         "advantage": _number(row.get("advantage")),
         "success": row.get("success") if isinstance(row.get("success"), bool) else None,
@@ -268,7 +268,7 @@ def _rollout(row: Row, prompt: list[dict[str, Any]], place: int) -> dict[str, An
         "error": _short(row.get("error")),
         "metrics": {_short(name): _number(value) for name, value in [*metrics.items()][:40]},
     }
-    return {name: value for name, value in told.items() if value is not None and value not in ("", {})}
+    return {name: value for name, value in fields.items() if value is not None and value not in ("", {})}
 
 
 def _messages(row: Row) -> list[dict[str, Any]]:
@@ -277,10 +277,10 @@ def _messages(row: Row) -> list[dict[str, Any]]:
 
 
 def message(given: Row) -> dict[str, Any]:
-    """Return a message as harmless texts: role, name, thoughts, text and calls, without those it has not."""
+    """Convert a message to sanitised texts: role, name, thoughts, text and calls, if present."""
     calls = given.get("tool_calls")
     thinking = next((given[key] for key in thoughts.THOUGHT_KEYS if given.get(key)), "")
-    told = {
+    fields = {
         "role": _short(given.get("role")),
         "name": _short(given.get("name")),
         "thoughts": _short(thinking),
@@ -289,18 +289,18 @@ def message(given: Row) -> dict[str, Any]:
         if isinstance(calls, list)
         else [],
     }
-    return {name: value for name, value in told.items() if value}
+    return {name: value for name, value in fields.items() if value}
 
 
 def _call(call: Row) -> tuple[str, str]:
-    """Return the name and the arguments of a call of a tool."""
+    """Return the name and the arguments of a tool call."""
     function = call.get("function")
     given = function if isinstance(function, Mapping) else call
     return _short(given.get("name")), _short(given.get("arguments"))
 
 
 def _content(content: Any) -> Any:
-    """Return the text of a message; of one with parts, the text of the parts."""
+    """Return the text of a message, or of its parts."""
     if not isinstance(content, list):
         return content
     parts = [part.get("text", part) if isinstance(part, Mapping) else part for part in content]
@@ -308,7 +308,7 @@ def _content(content: Any) -> Any:
 
 
 def _short(value: Any) -> str:
-    """Return a value as a harmless text, without its middle if it is long."""
+    """Convert a value to a sanitised text, cut in the middle if it is long."""
     if value is None:
         return ""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
@@ -321,7 +321,7 @@ def _short(value: Any) -> str:
 
 
 def _number(value: Any) -> float | None:
-    """Return a finite number in at most six digits; None is anything else."""
+    """Round a finite number to six digits; None for anything else."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= 1e300:
         return None
     return value if isinstance(value, int) else float(f"{value:.6g}")
@@ -336,27 +336,27 @@ def _size(value: Mapping[str, Any]) -> int:
 
 @define
 class _Words:
-    """Gives each token of the page a number, the place of its text."""
+    """Maps token ids to indices of their texts."""
 
     _text_of: Callable[[int], str]
     _pieces: Pieces
     _known: dict[int, int] = field(factory=dict)
 
     def numbered(self, ids: Sequence[int]) -> NDArray[np.uint16] | None:
-        """Return the numbers of tokens; None if there are too many different ones."""
+        """Return the indices of tokens; None if there are too many different ones."""
         import numpy as np
 
         known = self._known
         for token in ids:
             if token not in known:
-                if (place := self._pieces.place(inert(self._text_of(token)))) is None:
+                if (index := self._pieces.index(inert(self._text_of(token)))) is None:
                     return None
-                known[token] = place
+                known[token] = index
         return np.array([known[token] for token in ids], np.uint16)
 
 
 class _StoredTokens:
-    """A file of tokens, of which only the tokens of some rollouts are read."""
+    """A file of tokens that is read partially."""
 
     def __init__(self, path: Path) -> None:
         from safetensors import safe_open
@@ -366,16 +366,16 @@ class _StoredTokens:
         read = self._file.get_tensor
         self._offsets: list[int] = read("segment_offsets").tolist()
         self.segments: dict[int, list[int]] = {}
-        """Segments of the rollouts that have any."""
+        """First segment of each rollout that has segments."""
         for segment, rollout in enumerate(read("segment_rollouts").tolist()):
             self.segments.setdefault(rollout, []).append(segment)
         self._advantages, self._of = read("token_advantages"), read("token_rollouts")
 
     def packed(self, rollout: int, words: _Words) -> dict[str, Any] | None:
-        """Return the tokens of a rollout; None if they do not fit.
+        """Pack the tokens of a rollout; None if they do not fit.
 
-        Logprobs are in thousandths of a nat.  Versions and advantages are runs, ``[value, length, ...]``, of
-        the sampled tokens; the mask is the lengths of runs, of which the first was not sampled.
+        Logprobs are in thousandths of a nat.  Versions and advantages of the sampled tokens are run-length
+        encoded, ``[value, length, ...]``; the mask consists of run lengths, starting with unsampled tokens.
         """
         import numpy as np
 
@@ -401,7 +401,7 @@ class _StoredTokens:
         return found
 
     def _joined(self, name: str, parts: Sequence[slice]) -> NDArray[Any]:
-        """Return some parts of an array, one after another."""
+        """Concatenate parts of an array."""
         import numpy as np
 
         array = self._file.get_slice(name)
@@ -413,7 +413,7 @@ def _base64(numbers: NDArray[Any]) -> str:
 
 
 def _runs(values: Iterable[Any]) -> Iterator[list[Any]]:
-    """Yield each run of equal values as the value and the length."""
+    """Run-length encode: yield value and length of each run of equal values."""
     last: list[Any] = []
     for value in values:
         if last and last[0] == value:
@@ -432,20 +432,20 @@ def _mask(sampled: Sequence[bool]) -> list[int]:
 
 
 def token_texts(run: Path, model: object) -> Callable[[int], str]:
-    """Return what gives the text of a token of a run; it is ``#ID`` if the run's tokenizer is not there.
+    """Return a function from token id to text; the text is ``#ID`` without the run's tokenizer.
 
-    The tokenizer is the one in the run's newest checkpoint, or in its model, or in the directory ``model``.
+    The tokenizer comes from the run's newest checkpoint, its model, or the directory ``model``.
     """
     checkpoints = sorted((run / "checkpoints").glob("step-*/trainer/tokenizer.json"), reverse=True)
-    places = [*checkpoints, run / "model" / "tokenizer.json"]
+    indices = [*checkpoints, run / "model" / "tokenizer.json"]
     if isinstance(model, str) and Path(model).is_absolute():
-        places.append(Path(model) / "tokenizer.json")
-    path = next((place for place in places if place.is_file()), None)
+        indices.append(Path(model) / "tokenizer.json")
+    path = next((index for index in indices if index.is_file()), None)
     try:
         from tokenizers import Tokenizer
 
         tokenizer = Tokenizer.from_file(str(path)) if path else None
-    except Exception:  # the library raises no narrower one for a file that is damaged
+    except Exception:  # the library raises plain Exception for a damaged file
         tokenizer = None
 
     def text(token: int) -> str:

@@ -1,6 +1,6 @@
 """Line charts as geometry: scales, ticks and points in a fixed view.  Pure.
 
-What is drawn of it, as SVG, is decided by a template, which escapes every text.
+A template renders the geometry as SVG and escapes every text.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from attrs import evolve, frozen
 from grpo_core.kit import inert
 
 WIDTH, HEIGHT = 480, 200
-"""Size of the view, in its own units."""
+"""Size of the view, in its units."""
 LEFT, RIGHT, TOP, BOTTOM = 46, 12, 10, 24
-"""Margins around the plane of the points."""
+"""Margins around the plot area."""
 MARK_ROOM = 12
-"""Further margin on the right for the marks of lines."""
+"""Additional right margin for the letters of lines."""
 MARK_HEIGHT = 14
-"""Least distance of two marks, of which one is above the other."""
+"""Smallest vertical distance of two letters."""
 SMOOTH = 40
-"""Number of parts of a long line; each point of the smoothed line is the mean of two such parts."""
+"""Number of parts of a long line; each smoothed point is the mean over two such parts."""
 MOST_POINTS = 150
-"""Largest number of points of a line; a longer line is drawn through the means of neighbours."""
+"""Largest number of points of a line; longer lines are drawn through means of neighbouring points."""
 
 LARGEST = 1e300
-"""Largest value; a larger one, or one that is not finite, leaves a gap."""
+"""Largest value; larger and non-finite values leave a gap."""
 
 Point = tuple[float, float]
 Style = Literal["line", "thin", "dots"]
@@ -36,40 +36,40 @@ Style = Literal["line", "thin", "dots"]
 
 @frozen(kw_only=True)
 class Series:
-    """A line; ``y`` that is not finite is a gap in it."""
+    """A line; a non-finite ``y`` is a gap."""
 
     name: str
     points: Sequence[Point]
     colour: int = 0
-    """Place of the color in the template's palette."""
+    """Index of the colour in the template's palette."""
     style: Style = "line"
-    """``thin`` is drawn behind the others and has no legend, ``dots`` marks points."""
+    """``thin`` lines are behind the others and without legend, ``dots`` marks points."""
     band: Sequence[tuple[float, float, float]] = ()
-    """Step, lower and upper end of the interval around some points, drawn as an area."""
+    """Step, lower and upper end of intervals, drawn as an area."""
     mark: str = ""
-    """A letter at the end of the line, by which it is known without its color."""
+    """Letter at the end of the line, which identifies it without colour."""
 
 
 @frozen(kw_only=True)
 class Chart:
-    """A chart as it is drawn, in coordinates of the view."""
+    """A chart in coordinates of the view."""
 
     title: str
     note: str
     series: tuple[Series, ...]
     """Series with at most ``MOST_POINTS`` points each."""
     lines: tuple[str, ...]
-    """The path of each series, as SVG writes it; a long line is smoothed."""
+    """SVG path of each series; long lines are smoothed."""
     raw: tuple[str, ...]
-    """The path of each long line as it is, which is drawn faintly; empty for other series."""
+    """SVG path of each long line without smoothing, drawn faintly; empty for other series."""
     areas: tuple[str, ...]
-    """The path around the band of each series; empty without a band."""
+    """SVG path around the band of each series; empty without a band."""
     marks: tuple[tuple[Point, ...], ...]
-    """The points of each series, if they are marked, as the only one of a line is."""
+    """Marked points of each series, such as the only point of a line."""
     letters: tuple[tuple[Point, str, int], ...]
-    """Place, text and color of the letter of each series that has one."""
+    """Position, text and colour of each letter."""
     x_ticks: tuple[tuple[float, str], ...]
-    """Place and label of each tick."""
+    """Position and label of each tick."""
     y_ticks: tuple[tuple[float, str], ...]
     x_range: Point
     percent: bool = False
@@ -80,7 +80,7 @@ class Chart:
 
 
 def readings(chart: Chart) -> dict[str, Any]:
-    """Return the readings of the chart: the steps and values of each series, as JSON values."""
+    """Return steps and values of each series as JSON values, for the page's cursor."""
     return {
         "width": WIDTH,
         "x": chart.x_range,
@@ -107,14 +107,14 @@ def chart(
     high: float | None = None,
     clipped: bool = False,
 ) -> Chart | None:
-    """Return the chart of the series that have a point, or None if no series has one.
+    """Return the chart of all series with a point, or None if there are none.
 
     Args:
-        title, note: what is measured, and how to read it.
-        series: drawn in their order.
-        percent: values are shares, labelled in percent.
-        low, high: the range of ``y`` holds these at least.
-        clipped: bands may end at the edge of the chart; otherwise, the range of ``y`` holds them.
+        title, note: title, and an explanation.
+        series: the series in drawing order.
+        percent: whether values are shares, labelled in percent.
+        low, high: values that the range of ``y`` must include.
+        clipped: whether bands may be cut at the edge; otherwise the range of ``y`` includes them.
     """
     series = [shortened(one) for one in series]
     series = [one for one in series if any(_known(p, one) for p in one.points)]
@@ -130,14 +130,14 @@ def chart(
     y_range = (min(min(ys), y_ticks[0]), max(max(ys), y_ticks[-1]))
     right = RIGHT + (MARK_ROOM if any(one.mark for one in series) else 0)
 
-    def place(point: Point) -> Point:
+    def view(point: Point) -> Point:
         x, y = point[0], min(max(point[1], y_range[0]), y_range[1])
         across = (WIDTH - LEFT - right) * (x - x_range[0]) / (x_range[1] - x_range[0])
         up = (HEIGHT - TOP - BOTTOM) * (y - y_range[0]) / (y_range[1] - y_range[0])
         return round(LEFT + across, 1), round(HEIGHT - BOTTOM - up, 1)
 
     def path(points: Sequence[Point]) -> str:
-        return _path([place(p) if _finite(p) else None for p in points])
+        return _path([view(p) if _finite(p) else None for p in points])
 
     reaches = [0 if one.mark or one.style != "line" else len(one.points) // SMOOTH for one in series]
     return Chart(
@@ -146,25 +146,25 @@ def chart(
         series=tuple(series),
         lines=tuple(path(smoothed(one.points, reach)) for one, reach in zip(series, reaches, strict=True)),
         raw=tuple(path(one.points) if reach else "" for one, reach in zip(series, reaches, strict=True)),
-        areas=tuple(_area(one.band, place) for one in series),
+        areas=tuple(_area(one.band, view) for one in series),
         marks=tuple(
             known if one.style == "dots" or len(known) == 1 else ()
             for one in series
-            for known in (tuple(place(p) for p in one.points if _finite(p)),)
+            for known in (tuple(view(p) for p in one.points if _finite(p)),)
         ),
-        letters=_letters(series, place),
+        letters=_letters(series, view),
         right=right,
-        x_ticks=tuple((place((x, 0))[0], label(x)) for x in x_ticks),
-        y_ticks=tuple((place((0, y))[1], label(y, percent)) for y in y_ticks),
+        x_ticks=tuple((view((x, 0))[0], label(x)) for x in x_ticks),
+        y_ticks=tuple((view((0, y))[1], label(y, percent)) for y in y_ticks),
         x_range=x_range,
         percent=percent,
     )
 
 
-def _letters(series: Sequence[Series], place: Callable[[Point], Point]) -> tuple[tuple[Point, str, int], ...]:
-    """Return place, text and color of the letters at the ends of lines, none of which covers another."""
+def _letters(series: Sequence[Series], view: Callable[[Point], Point]) -> tuple[tuple[Point, str, int], ...]:
+    """Return position, text and colour of the letters at the ends of lines, without overlaps."""
     ends = [
-        (place(next(point for point in reversed(one.points) if _finite(point))), one.mark, one.colour)
+        (view(next(point for point in reversed(one.points) if _finite(point))), one.mark, one.colour)
         for one in series
         if one.mark and any(map(_finite, one.points))
     ]
@@ -175,14 +175,14 @@ def _letters(series: Sequence[Series], place: Callable[[Point], Point]) -> tuple
         heights.append(max(y, least))
         least = heights[-1] + height
     most = float(HEIGHT - BOTTOM)
-    for i in reversed(range(len(ends))):  # those that are now below the chart move up again
+    for i in reversed(range(len(ends))):  # move letters below the chart up again
         heights[i] = round(min(heights[i], most), 1)
         most = heights[i] - height
     return tuple(((x, y), text, colour) for ((x, _), text, colour), y in zip(ends, heights, strict=True))
 
 
 def shortened(series: Series, most: int = MOST_POINTS) -> Series:
-    """Return the series with at most this many points, which are means of equally many neighbours."""
+    """Return the series with at most ``most`` points, which are means of equally many neighbours."""
     band = [row for row in series.band if all(_finite((row[0], y)) for y in row[1:])]
     points = series.points
     if len(points) <= most:
@@ -199,20 +199,20 @@ def shortened(series: Series, most: int = MOST_POINTS) -> Series:
 
 
 def smoothed(points: Sequence[Point], reach: int) -> list[Point]:
-    """Replace each point's ``y`` by the mean of its neighbours at most ``reach`` places away."""
+    """Replace each point's ``y`` by the mean over the neighbours at a distance of at most ``reach``."""
     smooth = []
-    for place, (x, _) in enumerate(points):
-        near = [p[1] for p in points[max(0, place - reach) : place + reach + 1] if _finite(p)]
+    for index, (x, _) in enumerate(points):
+        near = [p[1] for p in points[max(0, index - reach) : index + reach + 1] if _finite(p)]
         smooth.append((x, sum(near) / len(near) if near else math.nan))
     return smooth
 
 
 def ticks(low: float, high: float, about: int, *, whole: bool = False) -> list[float]:
-    """Return round numbers, 1, 2 or 5 times a power of ten apart, that enclose the range.
+    """Return round numbers with a spacing of 1, 2 or 5 times a power of ten that enclose the range.
 
-    ``whole`` ones lie inside of it, and are whole numbers.
+    With ``whole``, they are integers inside of the range.
     """
-    least = 1e-9 * max(abs(low), abs(high))  # what differs by less is one number: rounding would show
+    least = 1e-9 * max(abs(low), abs(high))  # smaller differences are rounding errors
     if high - low <= least:
         high = low + max(1.0, abs(low))
     raw = (high - low) / about
@@ -223,11 +223,11 @@ def ticks(low: float, high: float, about: int, *, whole: bool = False) -> list[f
         first, last = math.ceil(low / step), math.floor(high / step)
     else:
         first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [place * step for place in range(first, last + 1)] or [low]
+    return [index * step for index in range(first, last + 1)] or [low]
 
 
 def label(value: float, percent: bool = False) -> str:
-    """A number in a few characters: ``1.2M``, ``30k``, ``0.05``, ``4e-4``, ``40%``."""
+    """Format a number in a few characters: ``1.2M``, ``30k``, ``0.05``, ``4e-4``, ``40%``."""
     if percent:
         return f"{value * 100:.3g}%"
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -238,26 +238,26 @@ def label(value: float, percent: bool = False) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def _path(places: Sequence[Point | None]) -> str:
-    """Return the path through the places, with a new start after each gap."""
+def _path(points: Sequence[Point | None]) -> str:
+    """Return the SVG path through points, with a new start after each gap."""
     parts, pen = [], "M"
-    for place in places:
-        if place is None:
+    for point in points:
+        if point is None:
             pen = "M"
             continue
-        parts.append(f"{pen}{place[0]:g} {place[1]:g}")
+        parts.append(f"{pen}{point[0]:g} {point[1]:g}")
         pen = "L"
     return "".join(parts)
 
 
-def _area(band: Sequence[tuple[float, float, float]], place: Callable[[Point], Point]) -> str:
-    """Return the path along the lower ends and back along the upper ones."""
-    around = [place((x, low)) for x, low, _ in band] + [place((x, high)) for x, _, high in reversed(band)]
+def _area(band: Sequence[tuple[float, float, float]], view: Callable[[Point], Point]) -> str:
+    """Return the SVG path along the lower ends and back along the upper ends."""
+    around = [view((x, low)) for x, low, _ in band] + [view((x, high)) for x, _, high in reversed(band)]
     return _path(around) + "Z" if len(band) > 1 else ""
 
 
 def _reading(point: Point, series: Series, percent: bool) -> str:
-    """Return a point's value as text, with its interval if it has one."""
+    """Format a point's value, with its interval if it has one."""
     ends = next(((low, high) for x, low, high in series.band if x == point[0]), None)
     interval = f"{label(ends[0], percent)} to {label(ends[1], percent)}" if ends else ""
     if not _finite(point):

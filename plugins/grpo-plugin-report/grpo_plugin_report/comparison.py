@@ -1,6 +1,6 @@
-"""The command ``report``; several runs on one page: curves, results, settings and rollouts side by side.
+"""The command ``report``, and pages that compare curves, results, settings and rollouts of several runs.
 
-Runs that differ in nothing but their seed are one arm, which is shown as a mean with an interval.
+Runs that differ only in their seed form an arm, which is shown as a mean with an interval.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from grpo_plugin_report.report import Files, browse
 from grpo_plugin_report.report import write as write_one
 
 MOST_RUNS = 26
-"""Number of runs of a page; an arm has a letter of the alphabet."""
+"""Largest number of runs of a page, since an arm is a letter of the alphabet."""
 
 
 @frozen(kw_only=True)
 class Member:
-    """A run as the page's list of runs shows it."""
+    """A row of the page's list of runs."""
 
     mark: str
-    """The letter of its arm, with a number if the arm has several runs."""
+    """Letter of the arm, with a number if the arm has several runs."""
     name: str
-    place: int
-    """Place of its arm's color and dashes in the palette."""
+    index: int
+    """Index of the arm's colour and dashes in the palette."""
     seed: Any
     state: str
     step: int
     cause: Finding | None
-    """The first cause that ``grpo-core explain`` names."""
+    """First finding of ``grpo-core explain``."""
 
 
 def report(runs: list[Path], /, *, output: Path | None = None) -> int:
@@ -101,15 +101,15 @@ def common_tasks(runs: Sequence[overlay.Run]) -> list[str]:
     for run in runs[1:]:
         its = run.tasks()
         if not (both := [task for task in common if task in its]):
-            told = " and ".join(f"{name} has {', '.join(tasks) or 'none'}" for name, tasks in
+            different = " and ".join(f"{name} has {', '.join(tasks) or 'none'}" for name, tasks in
                                 ((runs[0].name, common), (run.name, its)))  # fmt: skip
-            raise ConfigError(f"report: these runs have no task in common: {told}")
+            raise ConfigError(f"report: these runs have no task in common: {different}")
         common = both
     return common
 
 
 def render(files: Sequence[Files]) -> str:
-    """The page."""
+    """Render the page."""
     from markupsafe import Markup
 
     runs = _runs(files)
@@ -124,7 +124,7 @@ def render(files: Sequence[Files]) -> str:
     return rendered(
         "compared.html",
         arms=found,
-        members=sorted(members, key=lambda member: member.place),
+        members=sorted(members, key=lambda member: member.index),
         settings=[(key, [arms.cut(value) for value in values]) for key, values in arms.differing(newest)],
         changed=[member for member, each in zip(members, files, strict=True) if len(each.run.configs) > 1],
         tasks=tasks,
@@ -142,11 +142,11 @@ def render(files: Sequence[Files]) -> str:
 
 
 def _repeated(members: Sequence[Member]) -> list[str]:
-    """Return the runs that repeat a seed of their arm, so that they are no further evidence."""
+    """Return the runs that repeat a seed of their arm and thus add no evidence."""
     seen: set[tuple[int, str]] = set()
     found = []
     for member in members:
-        key = member.place, str(member.seed)
+        key = member.index, str(member.seed)
         if key in seen:
             found.append(f"{member.mark} {member.name}")
         seen.add(key)
@@ -166,19 +166,19 @@ def _runs(files: Sequence[Files]) -> list[overlay.Run]:
 
 
 def _members(files: Sequence[Files], runs: Sequence[overlay.Run], found: Sequence[Arm]) -> list[Member]:
-    """Return the runs, in their order."""
+    """Return the rows of the list of runs, in order."""
     members = {}
     for arm in found:
-        for number, place in enumerate(arm.runs, 1):
-            each, its = files[place], runs[place]
+        for number, index in enumerate(arm.runs, 1):
+            each, its = files[index], runs[index]
             rows = [row["step"] for row in (*its.steps, *its.validations) if isinstance(row.get("step"), int)]
-            members[place] = Member(
+            members[index] = Member(
                 mark=f"{arm.mark}{number}" if len(arm.runs) > 1 else arm.mark,
                 name=its.name,
-                place=arm.place,
+                index=arm.index,
                 seed=each.table.get("seed", "-"),
                 state=each.run.state,
                 step=max(rows, default=0),
                 cause=next(iter(each.causes()), None),
             )
-    return [members[place] for place in range(len(files))]
+    return [members[index] for index in range(len(files))]

@@ -1,4 +1,4 @@
-"""Selects the curves of a run's charts, by task and over its steps.  Pure."""
+"""The curves of a run's charts, by task and over its steps.  Pure."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ Row = Mapping[str, Any]
 """A line of ``metrics.jsonl``."""
 
 RECENT = 10
-"""Number of steps over which the numbers of a table are averaged."""
+"""Number of steps that the numbers of a table are averaged over."""
 MOST_PARTS = 12
-"""Number of parts of a task's feedback that are drawn."""
+"""Largest number of parts of a task's feedback in charts."""
 GREY = 5
-"""Number of colors of the palette, and the place of the background's."""
+"""Index of grey in the palette, after all colours."""
 
 
 @frozen(kw_only=True)
 class Task:
-    """A task's learning, and its numbers over the last steps."""
+    """Curves of a task, and its means over the last steps."""
 
     name: str
     colour: int
     metric: str
-    """The metric that stands for its validation."""
+    """Main metric of its validation."""
     in_percent: bool
-    """Whether that metric is a share."""
+    """Whether this metric is a share."""
     validation: Sequence[Point]
-    """Results of the validations, by version; NaN for one that lacked too many scores to have one."""
+    """Results of validations by version; NaN if too many scores are missing."""
     unscored: Mapping[float, float]
-    """Share of the rollouts without a score, by version, of the validations that have some."""
+    """Share of unscored rollouts by version, where there are any."""
     intervals: Sequence[tuple[float, float, float]]
-    """Version, lower and upper end of the interval of each result that has one."""
+    """Version, lower and upper end of each interval."""
     parts: Mapping[str, tuple[Sequence[Point], Sequence[Point]]]
-    """Curves of each part that the environment reports besides the reward: in training, and in validation."""
+    """Training and validation curves of each part of the feedback."""
     rewards: Sequence[Point]
-    """Mean rewards in training, by step."""
+    """Mean training rewards by step."""
     held_out: Sequence[Point]
-    """Mean rewards of the validations, by version, where another metric stands for them."""
+    """Mean validation rewards by version, if the main metric is another one."""
     numbers: Mapping[str, float | None]
-    """Means over the last steps that trained the task; None if no step did."""
+    """Means over the last steps that trained the task, or None."""
     groups: int
-    """Number of groups that were trained in all."""
+    """Total number of trained groups."""
     errors: int
 
 
@@ -60,11 +60,11 @@ NUMBERS: Mapping[str, str] = {
     "truncated": "truncated/{}",
     "staleness": "staleness/{}",
 }
-"""Columns of the table of tasks, and the metrics that they show."""
+"""Columns of the table of tasks, and their metrics."""
 
 
 def tasks_of(steps: Sequence[Row], validations: Sequence[Row], config: Row) -> list[Task]:
-    """Return the tasks of the configuration, and any task that was trained or measured."""
+    """Return the tasks of the configuration, and all tasks with training or validation metrics."""
     configured = config.get("tasks")
     names = set(configured) if isinstance(configured, Mapping) else set()
     names |= {key.removeprefix("groups/") for row in steps for key in row if key.startswith("groups/")}
@@ -74,13 +74,13 @@ def tasks_of(steps: Sequence[Row], validations: Sequence[Row], config: Row) -> l
         if metric not in measured.setdefault(task, []):
             measured[task].append(metric)
     tasks = []
-    for place, name in enumerate(sorted(names | set(measured))):
+    for index, name in enumerate(sorted(names | set(measured))):
         metric = headline(measured.get(name, [])) or "reward"
         unscored = dict(points(validations, f"validation/{name}/unscored"))
         validation = dict(points(validations, f"validation/{name}/{metric}"))
         made = Task(
             name=name,
-            colour=place + place // GREY,
+            colour=index + index // GREY,
             metric=metric,
             in_percent=metric.startswith(SHARES),
             validation=sorted((dict.fromkeys(unscored, math.nan) | validation).items()),
@@ -108,7 +108,7 @@ def intervals(rows: Sequence[Row], metric: str) -> list[tuple[float, float, floa
 def _parts(
     task: str, steps: Sequence[Row], validations: Sequence[Row]
 ) -> dict[str, tuple[Sequence[Point], Sequence[Point]]]:
-    """Return the curves of the first ``MOST_PARTS`` parts of a task's feedback, by name."""
+    """Return the curves of the first ``MOST_PARTS`` parts of a task's feedback by name."""
     names = {
         key.removesuffix(f"/{task}").removeprefix("feedback_")
         for row in steps
@@ -125,18 +125,18 @@ def _parts(
 
 @frozen
 class Plot:
-    """A chart of metrics of the steps, of one run or of several."""
+    """A chart of step metrics, for one or several runs."""
 
     title: str
     metrics: Mapping[str, str]
-    """Metrics by the names of their lines; of several runs only the first one is drawn, in one line for each.
-    "{}" stands for a task, of which each has a line."""
+    """Metrics by the name of their line; several runs show only the first metric, with a line for each run.
+    "{}" is replaced by each task."""
     note: str = ""
     low: float | None = None
     high: float | None = None
     percent: bool = False
     rare: bool = False
-    """Whether it is left out if all values are 0."""
+    """Whether the chart is omitted if all values are 0."""
 
 
 GROUPS = (
@@ -179,7 +179,7 @@ HEALTH = (
 
 
 def charts(tasks: Sequence[Task], steps: Sequence[Row], config: Row) -> list[tuple[str, list[Chart]]]:
-    """The charts that have something to show, in sections with a title."""
+    """Return the non-empty charts, in sections with a title."""
     bound = config.get("pipeline", {}).get("max_staleness")
     stale = evolve(ASYNCHRONY[0], note="" if bound is None else f"max_staleness is {bound}")
     memory = {name.removeprefix("memory/"): name for name in sorted(steps[-1] if steps else ())
@@ -196,7 +196,7 @@ def charts(tasks: Sequence[Task], steps: Sequence[Row], config: Row) -> list[tup
 
 
 def with_something(sections: Sequence[tuple[str, Sequence[Chart | None]]]) -> list[tuple[str, list[Chart]]]:
-    """Return the charts that have a point, and the sections that have a chart."""
+    """Return the non-empty charts, without empty sections."""
     drawn = [(title, [one for one in found if one is not None]) for title, found in sections]
     return [(title, found) for title, found in drawn if found]
 
@@ -207,7 +207,7 @@ def _drawn(plot: Plot, steps: Sequence[Row], tasks: Sequence[Task] = ()) -> Char
         for task in tasks
         for metric in plot.metrics.values()
     ]
-    lines = lines or [(name, metric, place) for place, (name, metric) in enumerate(plot.metrics.items())]
+    lines = lines or [(name, metric, index) for index, (name, metric) in enumerate(plot.metrics.items())]
     series = [
         Series(name=name, points=points(steps, metric), colour=colour) for name, metric, colour in lines
     ]
@@ -225,7 +225,7 @@ def _learning(task: Task) -> list[Chart | None]:
         style="dots",
         band=task.intervals,
     )
-    if [y for _, y in task.held_out] != [y for _, y in task.validation]:  # a success is not all that is paid
+    if [y for _, y in task.held_out] != [y for _, y in task.validation]:  # if they differ
         trained.append(Series(name="validation reward", points=task.held_out, colour=GREY, style="dots"))
     values = [y for _, y in (*task.rewards, *task.held_out, *task.validation) if math.isfinite(y)]
     if all(0 <= y <= 1 for y in values):
@@ -234,18 +234,18 @@ def _learning(task: Task) -> list[Chart | None]:
 
 
 def _reward_parts(task: Task) -> list[Chart | None]:
-    """Return a chart of the parts that are shares, and one for each part that is not."""
+    """Return one chart of all parts that are shares, and a chart for each other part."""
 
-    def series(place: int, name: str) -> list[Series]:
+    def series(index: int, name: str) -> list[Series]:
         trained, measured = task.parts[name]
         return [
-            Series(name=name, points=trained, colour=place + place // GREY),
-            Series(name=f"{name}, validation", points=measured, colour=place + place // GREY, style="dots"),
+            Series(name=name, points=trained, colour=index + index // GREY),
+            Series(name=f"{name}, validation", points=measured, colour=index + index // GREY, style="dots"),
         ]
 
     values = {name: [y for part in task.parts[name] for _, y in part] for name in task.parts}
     shares = [name for name in values if all(0 <= y <= 1 for y in values[name] if math.isfinite(y))]
-    together = [one for place, name in enumerate(shares) for one in series(place, name)]
+    together = [one for index, name in enumerate(shares) for one in series(index, name)]
     note = "what the environment reports besides the reward"
     return [
         chart(f"{task.name}: parts", together, low=0, high=1, note=note),
@@ -254,7 +254,7 @@ def _reward_parts(task: Task) -> list[Chart | None]:
 
 
 def points(rows: Sequence[Row], metric: str) -> list[Point]:
-    """The metric over the steps; null, which is how NaN is written, is a gap."""
+    """Return the curve of a metric over the steps; null, the encoding of NaN, is a gap."""
     return [
         (row["step"], math.nan if row[metric] is None else float(row[metric]))
         for row in rows
@@ -263,7 +263,7 @@ def points(rows: Sequence[Row], metric: str) -> list[Point]:
 
 
 def mean_over_groups(task: str, rows: Sequence[Row], metric: str) -> float | None:
-    """Return the mean of a task's metric over the groups of some steps: a step may have few or many."""
+    """Return the mean of a task's metric over the groups of steps, weighted by the number of groups."""
     groups = dict(points(rows, f"groups/{task}"))
     found = [(groups.get(step, 1.0), y) for step, y in points(rows, metric) if math.isfinite(y)]
     whole = sum(weight for weight, _ in found)

@@ -1,8 +1,8 @@
-"""Draws the timeline of a run as geometry: what each lane did when, in the run and in some steps.  Pure.
+"""The timeline of a run as geometry: the activity of each lane over the run and in some steps.  Pure.
 
-The time at which the run did not exist, or was starting, is left out of the drawing.  A lane is drawn in a
-view of ``WIDTH`` by ``HEIGHT``, which a page stretches; work has the full height and waiting is thin, so that
-they can be told apart without their colors.
+Times between a stop and the next start, and of starting, are left out.  A lane is drawn in a view of
+``WIDTH`` by ``HEIGHT``, which a page stretches.  Work has the full height and waiting is thin, so that they
+are distinguishable without colours.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from attrs import define, field, frozen
 LOOP = "loop"
 """The lane of the loop itself."""
 WIDTH, HEIGHT = 1000, 20
-"""Size of the view of a lane, in its own units."""
+"""Size of the view of a lane, in its units."""
 COLUMNS = 250
-"""Number of parts of the time of the run, of each of which the share is drawn in which a lane was busy."""
+"""Number of columns over the time of the run; each shows the share in which a lane was busy."""
 ZOOMED = 4
 """Number of steps in a view that shows each span."""
 MOST_SPANS = 800
 """Largest number of spans in such a view."""
 THIN = 5
-"""Height of what is no work."""
+"""Height of spans without work."""
 KINDS = ("generation", "environments", "training", "sync", "validation", "other", "wait")
-"""The kinds of spans, in the order in which a column shows them."""
+"""The kinds of spans, in the order of a column."""
 BY_LANE = {
     "engine": "generation",
     "environment": "environments",
@@ -40,16 +40,16 @@ BY_STAGE = {
     "first weight sync": "sync",
     "first validation": "validation",
 }
-"""The kinds of the stages of the loop that are neither a wait nor the kind ``other``."""
+"""Kinds of the loop's stages, except waits and the kind ``other``."""
 STARTING = "start"
 PARTS = "trainer, parts of steps"
-"""The lane of the parts of the trainer's steps."""
+"""Lane of the parts of the trainer's steps."""
 PART = "step: "
-"""Beginning of what the lane of the trainer calls a part of a step."""
+"""Prefix of the names of parts of steps in the trainer's lane."""
 
 Row = Mapping[str, Any]
 Life = tuple[int, int]
-"""The number of a start of the run, and a step."""
+"""The index of a start of the run, and a step."""
 
 
 @frozen
@@ -76,36 +76,36 @@ class Span:
 
 @frozen
 class Drawn:
-    """A lane as it is drawn."""
+    """A lane with its geometry."""
 
     name: str
-    told: str
-    """The share of the time in which it was busy, in words."""
+    busy: str
+    """Description of the share of the time in which the lane was busy."""
     paths: tuple[tuple[str, str], ...] = ()
-    """Kinds and paths, as SVG writes them."""
+    """Kinds and SVG paths."""
     spans: tuple[tuple[str, float, float, float, str], ...] = ()
-    """Kind, place, width, height and meaning of each span."""
+    """Kind, position, width, height and meaning of each span."""
 
 
 @frozen
 class View:
-    """The lanes in a part of the time of a run."""
+    """The lanes in an interval of a run's time."""
 
     title: str
     lanes: tuple[Drawn, ...]
     marks: tuple[tuple[float, str], ...]
-    """Places of labels, in percent, and the labels."""
+    """Positions of labels in percent, and the labels."""
     opened: bool = True
 
 
 @define
 class Clock:
-    """Counts the seconds in which the run was active."""
+    """Maps times to seconds of activity of the run."""
 
     begins: list[float] = field(factory=list)
-    """Times at which it went on."""
+    """Start times of active intervals."""
     before: list[float] = field(factory=list)
-    """Seconds that had gone by at each of them."""
+    """Seconds of activity before each of them."""
     seconds: float = 0.0
 
     @classmethod
@@ -121,14 +121,14 @@ class Clock:
         return clock
 
     def at(self, time: float) -> float:
-        """Return the seconds that had gone by at a time; in a gap, those at its end."""
-        place = max(0, bisect_right(self.begins, time) - 1)
-        end = self.before[place + 1] if place + 1 < len(self.before) else self.seconds
-        return min(end, max(self.before[place], self.before[place] + time - self.begins[place]))
+        """Return the seconds of activity before a time; within a gap, before its end."""
+        position = max(0, bisect_right(self.begins, time) - 1)
+        end = self.before[position + 1] if position + 1 < len(self.before) else self.seconds
+        return min(end, max(self.before[position], self.before[position] + time - self.begins[position]))
 
 
 def spans(rows: Iterable[Row]) -> list[Span]:
-    """Return the spans of the lines of a timeline, without lines that are none."""
+    """Return the spans of a timeline, without invalid lines."""
     found, life = [], 0
     for row in rows:
         begin, end, busy = (_seconds(row.get(name)) for name in ("begin", "end", "busy"))
@@ -146,7 +146,7 @@ def spans(rows: Iterable[Row]) -> list[Span]:
 
 
 def _seconds(value: Any) -> float | None:
-    """Return a time; None is anything else."""
+    """Return a time, or None for anything else."""
     return float(value) if isinstance(value, int | float) and abs(value) < 1e12 else None
 
 
@@ -165,8 +165,8 @@ def views(found: Sequence[Span]) -> list[View]:
         return [_zoomed(found, clock, ranges, steps, "Steps")]
     newest = steps[-ZOOMED:]
     slowest = max(steps, key=lambda step: clock.at(ranges[step][1]) - clock.at(ranges[step][0]))
-    place = min(max(0, steps.index(slowest) - 1), len(steps) - ZOOMED)
-    around = steps[place : place + ZOOMED]
+    position = min(max(0, steps.index(slowest) - 1), len(steps) - ZOOMED)
+    around = steps[position : position + ZOOMED]
     made = [_overview(found, clock, ranges, steps), _zoomed(found, clock, ranges, newest, "Newest steps,")]
     if around != newest:
         made.append(_zoomed(found, clock, ranges, around, f"Slowest step, {slowest[1]}, among", opened=False))
@@ -179,7 +179,7 @@ def views(found: Sequence[Span]) -> list[View]:
 def _overview(
     found: Sequence[Span], clock: Clock, ranges: Mapping[Life, tuple[float, float]], steps: Sequence[Life]
 ) -> View:
-    """Draw for each lane the share of each part of the time in which it was busy."""
+    """Draw for each lane the share of each column in which it was busy."""
     width = clock.seconds / COLUMNS
     columns: dict[str, dict[str, list[float]]] = {}
     for span in found:
@@ -201,7 +201,7 @@ def _overview(
 
 
 def _stacked(kinds: Mapping[str, Sequence[float]]) -> Iterable[tuple[str, str]]:
-    """Yield the path of each kind: columns on top of those of the kinds before it."""
+    """Yield the SVG path of each kind: columns stacked on the earlier kinds."""
     below, wide = [0.0] * COLUMNS, WIDTH / COLUMNS
     for kind in KINDS:
         if kind not in kinds:
@@ -233,7 +233,7 @@ def _zoomed(
     for span in sorted(shown, key=lambda one: one.begin - one.end)[:MOST_SPANS]:  # the longest
         lanes.setdefault(span.lane, []).append(span)
 
-    def place(time: float) -> float:
+    def position(time: float) -> float:
         return min(WIDTH, max(0.0, (clock.at(time) - origin) / length * WIDTH))
 
     drawn = []
@@ -241,44 +241,44 @@ def _zoomed(
         bars = []
         busy: dict[str, list[float]] = {}
         for span in sorted(its, key=lambda one: one.begin):
-            left, right = place(span.begin), place(span.end)
-            told = f"{span.what}: {duration(span.end - span.begin)}, step {span.step}"
+            left, right = position(span.begin), position(span.end)
+            meaning = f"{span.what}: {duration(span.end - span.begin)}, step {span.step}"
             high = THIN if span.kind == "wait" else HEIGHT
-            bars.append((span.kind, round(left, 2), round(max(0.6, right - left), 2), high, told))
+            bars.append((span.kind, round(left, 2), round(max(0.6, right - left), 2), high, meaning))
             share = min(1.0, span.busy / (span.end - span.begin)) if span.end > span.begin else 0.0
             busy.setdefault(span.kind, []).append((right - left) / WIDTH * share)
         drawn.append(Drawn(lane, _busy(busy, 1), spans=tuple(bars)))
-    marks = [(place(ranges[step][0]) / WIDTH * 100, f"step {step[1]}") for step in steps]
+    marks = [(position(ranges[step][0]) / WIDTH * 100, f"step {step[1]}") for step in steps]
     numbers = f"{steps[0][1]} to {steps[-1][1]}" if len(steps) > 1 else f"{steps[0][1]}"
     return View(f"{title} {numbers}, {duration(length)}", tuple(drawn), tuple(_apart(marks)), opened)
 
 
 def _busy(kinds: Mapping[str, Sequence[float]], columns: int) -> str:
-    """Say how much of the time a lane was busy, without its waits."""
+    """Describe the share of the time in which a lane was busy, without waits."""
     share = sum(sum(filled) for kind, filled in kinds.items() if kind != "wait") / columns
     return f"{min(1.0, share):.0%} busy"
 
 
 def _order(lane: str) -> tuple[int, str]:
-    """Return the place of a lane: in the order in which data goes through them."""
+    """Return the sort key of a lane: the order of the data flow."""
     names = ("engine", "environment", LOOP, "trainer", "sync", "validation")
     first = lane.split(" ", 1)[0].split(",", 1)[0]
     return (names.index(first) if first in names else len(names), lane)
 
 
 def _apart(marks: Iterable[tuple[float, str]]) -> list[tuple[float, str]]:
-    """Return the marks; one whose label would cover another one has none."""
+    """Return the marks, without labels that would overlap."""
     kept: list[tuple[float, str]] = []
     last = -100.0
-    for place, text in marks:
-        free = place <= 92 and place - last >= 14
-        last = place if free else last
-        kept.append((round(place, 2), text if free else ""))
+    for position, text in marks:
+        free = position <= 92 and position - last >= 14
+        last = position if free else last
+        kept.append((round(position, 2), text if free else ""))
     return kept
 
 
 def duration(seconds: float) -> str:
-    """Return a time in a few digits: ``3 h 05 min``, ``2 min 10 s``, ``1.52 s``, ``12 ms``."""
+    """Format a time in a few digits: ``3 h 05 min``, ``2 min 10 s``, ``1.52 s``, ``12 ms``."""
     if seconds >= 3600:
         return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:02.0f} min"
     if seconds >= 120:

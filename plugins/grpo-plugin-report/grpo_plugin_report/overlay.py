@@ -1,4 +1,4 @@
-"""Draws the curves of several runs over one another, and puts their results side by side.  Pure."""
+"""Charts with the curves of several runs, and tables of their results.  Pure."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from grpo_plugin_report.curves import (
 )
 
 PARTS = 60
-"""Largest number of points of a curve over the steps; each is the mean of a part of them."""
+"""Largest number of points of a curve over the steps; each is the mean of a bin of steps."""
 PALETTE = 5
-"""Number of colors; arms with the same one differ in their letters."""
+"""Number of colours; arms with the same colour differ in their letters."""
 MOST_TASKS = 20
-"""Number of tasks that have charts."""
+"""Largest number of tasks with charts."""
 
 
 @frozen(kw_only=True)
 class Run:
-    """The metrics of a run, which are drawn."""
+    """The metrics of a run for its charts."""
 
     name: str
     steps: Sequence[Row]
@@ -56,9 +56,9 @@ class Result:
     first: Estimate | None
     last: Estimate | None
     over: str
-    """Intervals of the validations are over "seeds", or over the "prompts" of one run; "" for none."""
+    """Source of the intervals: "seeds", the "prompts" of one run, or "" for none."""
     gain: Estimate | None
-    """How far its last validation is above that of the first arm; None for the first arm."""
+    """Difference of its last validation to the first arm's; None for the first arm."""
     reward: Estimate | None
 
 
@@ -68,12 +68,12 @@ class Results:
 
     task: str
     metric: str
-    """The metric of the validations; empty if there is none that all runs have."""
+    """The metric of the validations; empty if no metric is common to all runs."""
     in_percent: bool
     versions: tuple[float, float] | None
     """The first and the last version that all runs validated."""
     steps: tuple[int, int] | None
-    """The steps over which rewards are averaged."""
+    """The steps that rewards are averaged over."""
     rows: Sequence[Result]
 
 
@@ -81,7 +81,7 @@ class Results:
 
 
 def results(arms: Sequence[Arm], runs: Sequence[Run], task: str) -> Results:
-    """Return the results on a task, at versions and over steps that all runs have."""
+    """Return the results on a task, at versions and steps common to all runs."""
     metric = metric_of(runs, task)
     curves = [dict(_finite(_validations(run, task, metric))) for run in runs]
     common = sorted(set.intersection(*map(set, curves)))
@@ -115,7 +115,7 @@ def results(arms: Sequence[Arm], runs: Sequence[Run], task: str) -> Results:
 
 
 def metric_of(runs: Sequence[Run], task: str) -> str:
-    """Return the metric that stands for a task, of those that all runs have measured; or an empty text."""
+    """Return the main metric of a task among those common to all runs, or an empty text."""
     measured = [
         dict.fromkeys(name for row in run.validations for of, name in _measured(row) if of == task)
         for run in runs
@@ -136,7 +136,7 @@ def _validations(run: Run, task: str, metric: str) -> list[Point]:
 def _validated(
     arm: Arm, runs: Sequence[Run], task: str, metric: str, version: float | None
 ) -> Estimate | None:
-    """Return the result of an arm at a version; the interval of a single run is the validation's own."""
+    """Return the result of an arm at a version; a single run has the validation's interval."""
     if version is None:
         return None
     found = estimate([dict(_validations(runs[run], task, metric))[version] for run in arm.runs])
@@ -148,7 +148,7 @@ def _validated(
 
 
 def _reward(run: Run, task: str, steps: tuple[int, int]) -> list[float]:
-    """Return the mean reward of a task over the groups of these steps, if there is one."""
+    """Return the mean reward of a task over the groups of these steps, or None."""
     metric = f"reward/{task}"
     within = {step for step, _ in points(run.steps, metric) if steps[0] <= step <= steps[1]}
     found = mean_over_groups(task, [row for row in run.steps if row.get("step") in within], metric)
@@ -156,7 +156,7 @@ def _reward(run: Run, task: str, steps: tuple[int, int]) -> list[float]:
 
 
 def _recent(rewards: Sequence[Mapping[float, float]]) -> tuple[int, int] | None:
-    """Return the last steps up to the end of the shortest run in which each run trained the task."""
+    """Return the last steps, up to the end of the shortest run, in which all runs trained the task."""
     if not all(rewards):
         return None
     last = min(max(curve) for curve in rewards)
@@ -194,7 +194,7 @@ def speed(arms: Sequence[Arm], runs: Sequence[Run]) -> list[tuple[Arm, list[Esti
 
 
 def charts(arms: Sequence[Arm], runs: Sequence[Run], tasks: Sequence[str]) -> list[tuple[str, list[Chart]]]:
-    """Return the charts that have something to show, in sections with a title."""
+    """Return the non-empty charts, in sections with a title."""
     draw = Overlay(arms, runs)
     shown = tasks[:MOST_TASKS]
     learning = []
@@ -213,12 +213,12 @@ def charts(arms: Sequence[Arm], runs: Sequence[Run], tasks: Sequence[str]) -> li
 
 @frozen
 class Overlay:
-    """Draws one metric of all runs: thin lines for the seeds of an arm, and their mean with its interval."""
+    """Charts of one metric over all runs: thin lines for seeds, the mean of each arm with its interval."""
 
     arms: Sequence[Arm]
     runs: Sequence[Run]
     _parts: Callable[[float], float] = field(init=False)
-    """Gives the middle of the part of the run that a step belongs to."""
+    """Maps a step to the middle of its bin."""
 
     @_parts.default
     def _parts_of_all(self) -> Callable[[float], float]:
@@ -265,7 +265,7 @@ class Overlay:
     ) -> Chart | None:
         thin, lines = [], []
         for arm in self.arms:
-            colour = arm.place % PALETTE
+            colour = arm.index % PALETTE
             its = [curves[run] for run in arm.runs]
             means = [
                 (x, found)
@@ -289,7 +289,7 @@ class Overlay:
 
 
 def _parts(steps: Sequence[float]) -> Callable[[float], float]:
-    """Return what gives the middle of the part that a step belongs to; all runs have the same parts."""
+    """Return a function from a step to the middle of its bin; all runs have the same bins."""
     first, last = min(steps, default=0), max(steps, default=0)
     width = (last - first) // PARTS + 1
 
@@ -301,7 +301,7 @@ def _parts(steps: Sequence[float]) -> Callable[[float], float]:
 
 
 def _binned(curve: Sequence[Point], parts: Callable[[float], float]) -> dict[float, float]:
-    """Return the mean of each part; in five digits, so that 1.0000001 is drawn as 1."""
+    """Return the mean of each bin, rounded to five digits, so that 1.0000001 is drawn as 1."""
     found: dict[float, list[float]] = {}
     for x, y in _finite(curve):
         found.setdefault(parts(x), []).append(y)

@@ -1,6 +1,6 @@
-"""Makes pages from templates: one offline file, in which whatever a run has recorded is text.
+"""Renders pages from templates: single offline files that treat all contents of a run as text.
 
-The template escapes everything, and the page's policy lets only its own script run.
+Templates escape everything, and the page's content security policy allows only its own script.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from grpo_plugin_report.charts import label, readings
 from grpo_plugin_report.curves import Task
 
 GENERATOR = '<meta name="generator" content="grpo-core report">'
-"""The beginning of a page contains it."""
+"""Tag at the start of a page that identifies it."""
 
 
 def rendered(template: str, **values: Any) -> str:
-    """Return the page that a template makes of these values."""
+    """Render a template with these values."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
 
@@ -34,7 +34,7 @@ def rendered(template: str, **values: Any) -> str:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=lambda value: inert(value) if type(value) is str else value,  # not what is markup already
+        finalize=lambda value: inert(value) if type(value) is str else value,  # markup stays unchanged
     )
     script = Markup(loader.get_source(environment, "report.js")[0])
     filters = (number, share, percent, signed, readings, measure, result, lacking)
@@ -90,13 +90,13 @@ def number(value: Any) -> str:
 
 
 def measure(task: Task, value: Any) -> str:
-    """Format what stands for a task: a share in percent, any other number in a few digits."""
+    """Format the main metric of a task: a share in percent, any other number in a few digits."""
     return share(value) if task.in_percent else number(value)
 
 
-def result(task: Task, place: int) -> str:
-    """Format the result of a validation of a task: its value, or its interval if it has none."""
-    version, value = task.validation[place]
+def result(task: Task, index: int) -> str:
+    """Format a validation's result of a task: its value, or else its interval."""
+    version, value = task.validation[index]
     ends = {x: (low, high) for x, low, high in task.intervals}
     text = measure(task, value)
     if not is_number(value):
@@ -105,7 +105,7 @@ def result(task: Task, place: int) -> str:
 
 
 def lacking(task: Task) -> str:
-    """Say how many rollouts of the last validation of a task have no score; empty if all have one."""
+    """Describe the unscored rollouts of a task's last validation; empty without any."""
     missing = task.unscored.get(task.validation[-1][0]) if task.validation else None
     return f"{missing:.0%} unscored" if missing else ""
 
@@ -131,5 +131,5 @@ def is_number(value: Any) -> bool:
 
 
 def plain(value: Any) -> float:
-    """Return a value of a file as a number, 0 for anything else."""
+    """Return a value of a file as a number; 0 for anything else."""
     return float(value) if is_number(value) else 0.0

@@ -1,6 +1,6 @@
-"""``grpo-core runs``: lists runs, compares them, frees their disk, and writes their metrics as a table.
+"""``grpo-core runs``: lists and compares runs, removes old checkpoints, and exports metrics.
 
-Everything is read from the files of the runs; a run that goes on is not disturbed.
+Everything is read from the files of the runs, without effects on running ones.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ RUNS, CONFIG = Path("runs"), "config.toml"
 
 @frozen(kw_only=True)
 class Summary:
-    """How far a run has come, and with which scores."""
+    """Progress and scores of a run."""
 
     path: Path
     state: str
-    """How it ended, see ``Run.state``; "unreadable" if its files cannot be read."""
+    """State as in ``Run.state``, or "unreadable"."""
     tasks: tuple[str, ...]
     step: int
-    """Number of its last step."""
+    """Number of the last step."""
     steps: int
-    """Number of steps that it is configured to make; 0 if epochs say when it ends."""
+    """Configured number of steps; 0 if epochs determine the end."""
     scores: Mapping[str, tuple[Mapping[str, float], Mapping[str, float]]] = field(factory=dict)
-    """The metrics of each validated task, in its first and in its last validation."""
+    """Metrics of each task in its first and last validation."""
     seconds: float | None = None
-    """Mean time of a step, as a page has it."""
+    """Mean time of a step, formatted like on a page."""
     started: datetime | None = None
     config: Mapping[str, Any] = field(factory=dict)
 
@@ -152,13 +152,13 @@ def prune(directories: list[Path], /, *, keep: int = 1, yes: Flag = False) -> in
                 say(f"{'removed' if yes else 'would remove'} {unwanted} ({decimal(nbytes)})")
                 if yes:
                     shutil.rmtree(unwanted)
-    told = "freed" if yes else "would free"
-    say(f"{told} {decimal(total)}" + ("" if yes or not total else "; --yes removes them"))
+    action = "freed" if yes else "would free"
+    say(f"{action} {decimal(total)}" + ("" if yes or not total else "; --yes removes them"))
     return 0
 
 
 def _locked(path: Path, stack: contextlib.ExitStack, *, named: bool) -> RunDirectory | None:
-    """Reserve a run until the stack ends; None, with a line, for one that was found and goes on."""
+    """Lock a run until the stack ends; print a line and return None for a found run that is running."""
     run = RunDirectory.existing(path)
     try:
         run.lock()
@@ -209,7 +209,7 @@ def export(directory: Path, /, *, output: Path | None = None) -> int:
 
 
 def summary(path: Path) -> Summary:
-    """Read what a run has come to.  Raises ConfigError if its files cannot be read."""
+    """Read the summary of a run.  Raises ConfigError if its files cannot be read."""
     run = Run(path)
     config, rows = run.config, run.metrics()
     scores: dict[str, tuple[Mapping[str, float], Mapping[str, float]]] = {}
@@ -233,7 +233,7 @@ def summary(path: Path) -> Summary:
 
 
 def _listed(path: Path, *, named: bool) -> Summary:
-    """Return a run's summary; one that was found in a directory of runs and is damaged hides no other."""
+    """Return a run's summary; a damaged run within a directory of runs does not hide the others."""
     try:
         return summary(path)
     except (ConfigError, OSError) as error:
@@ -244,7 +244,7 @@ def _listed(path: Path, *, named: bool) -> Summary:
 
 
 def _runs(directories: Iterable[Path]) -> Iterator[Path]:
-    """Yield the runs that are given, and those in directories that are given."""
+    """Yield the given runs, and the runs in given directories."""
     for directory in directories:
         if (directory / CONFIG).is_file():
             yield directory
@@ -255,7 +255,7 @@ def _runs(directories: Iterable[Path]) -> Iterator[Path]:
 
 
 def _unwanted(run: RunDirectory, keep: int) -> list[Path]:
-    """Return the checkpoints that are neither among the newest, nor the best, nor those that always stay."""
+    """Return the checkpoints that are neither the newest, nor the best, nor permanent."""
     its = Run(run.path)
     steps, chosen = its.checkpoints, its.config.get("checkpoint", {})
     last, every, best = max(steps, default=0), chosen.get("keep_every", 0), chosen.get("best", "")
@@ -277,7 +277,7 @@ def _score(each: Summary, task: str) -> str:
 
 
 def _nbytes(directory: Path) -> int:
-    """Return the bytes of a directory's files, without those that a running run removes meanwhile."""
+    """Return the size of a directory in bytes, ignoring files that disappear meanwhile."""
     found = 0
     for parent, _, names in os.walk(directory):
         for name in names:

@@ -1,7 +1,7 @@
 """``grpo-core watch``: serves the report of a running run on the loopback address.
 
-The page is the one that ``report.html`` is.  It is made again when somebody asks for it and the run has
-written something since.  The address has a random part, without which it answers 404.
+The page equals ``report.html`` and is regenerated on request if the run's files have changed.  The address
+has a random part, without which the server answers 404.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ HOST = "127.0.0.1"
 INTERRUPTED = 130
 """Exit status after ctrl-C."""
 REFRESH = 15
-"""Seconds after which a browser asks for the page again while the run goes on."""
+"""Seconds after which a browser reloads the page of a running run."""
 CLOSING = 1.0
-"""Seconds that open connections have when the server ends."""
+"""Seconds that open connections get when the server shuts down."""
 LOGGER = logging.getLogger(__name__)
 LOGGER.addFilter(lambda record: not isinstance((record.exc_info or [None] * 2)[1], HttpProcessingError))
-"""Says nothing about requests that are none, whose senders get the status 400."""
+"""Drops log messages about malformed requests, which are answered with status 400."""
 WATCHED = ("metrics.jsonl", "events.jsonl")
-"""Files whose change makes a new page."""
+"""Files whose change triggers a new page."""
 HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
-"""The address is a secret: a browser neither keeps the page nor tells others where it was."""
+"""The address is a secret: browsers must not cache the page or send its address as a referrer."""
 
 
 class WatchServer:
-    """Serves the report of a run on the loopback address; it is made again if the run has changed.
+    """Serves the report of a run on the loopback address; regenerates it if the run has changed.
 
     Args:
         run: the run.
-        port: 0 takes any free one.
-        refresh: seconds until a browser asks again; 0 is never.
+        port: port; 0 takes any free one.
+        refresh: seconds until a browser reloads the page; 0 is never.
     """
 
     def __init__(self, run: Run, *, port: int = 0, refresh: int = REFRESH) -> None:
@@ -54,7 +54,7 @@ class WatchServer:
         self._lock = asyncio.Lock()
 
     async def start(self) -> str:
-        """Open the port; return the address.  Raises ConfigError if the port is taken."""
+        """Open the port; return the address.  Raises ConfigError if the port is in use."""
         app = web.Application()
         app.router.add_get("/{place:.*}", self._answer)
         self._runner = web.AppRunner(app, access_log=None, logger=LOGGER, shutdown_timeout=CLOSING)
@@ -80,7 +80,7 @@ class WatchServer:
         return web.Response(body=body, content_type="text/html", charset="utf-8", headers=headers)
 
     async def html(self) -> str:
-        """Return the page; several who ask at once wait for the same one."""
+        """Return the page; concurrent requests share one rendering."""
         async with self._lock:
             found = [path.stat() for name in WATCHED if (path := self._run.path / name).exists()]
             if (now := [(each.st_mtime_ns, each.st_size) for each in found]) != self._seen:
@@ -118,7 +118,7 @@ def watch(directory: Path, /, *, port: int = 0, refresh: int = REFRESH) -> int:
 
 
 async def _serve(server: WatchServer, directory: Path) -> None:
-    """Serve a page until a signal comes."""
+    """Serve a page until a signal arrives."""
     ended, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, ended.set)

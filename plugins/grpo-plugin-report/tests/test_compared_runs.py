@@ -187,7 +187,7 @@ def rows(metric, *values):
 
 
 def drawn(*runs, arms_of, metric="reward/a"):
-    found = [arms.Arm(mark=chr(65 + i), place=i, runs=its, label=f"arm {i}") for i, its in enumerate(arms_of)]
+    found = [arms.Arm(mark=chr(65 + i), index=i, runs=its, label=f"arm {i}") for i, its in enumerate(arms_of)]
     every = [Run(name=str(i), steps=rows(metric, *values), validations=()) for i, values in enumerate(runs)]
     return Overlay(found, every).steps("reward", metric)
 

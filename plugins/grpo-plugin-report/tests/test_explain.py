@@ -16,7 +16,7 @@ from grpo_core import ConfigError, Run
 from grpo_plugin_report import report
 from grpo_plugin_report.explain import command
 from grpo_plugin_report.explain.decisions import CAUSES, explained
-from grpo_plugin_report.explain.facts import Facts, Messages, Series, tell
+from grpo_plugin_report.explain.facts import Facts, Messages, Series, add_message
 
 SEED = 58
 """A seed whose runs are small."""
@@ -362,10 +362,10 @@ def test_the_limit_of_each_engine_counts_as_often_as_there_are_engines() -> None
 def test_engines_that_die_are_not_late() -> None:
     facts = of(time__step=[1.0] * 10)
     for _ in range(2):
-        tell(facts.incidents, ("replaced", "engine 1"), 3, "it is replaced: engine local died 5 times")
+        add_message(facts.incidents, ("replaced", "engine 1"), 3, "it is replaced: engine local died 5 times")
     assert "engine_is_late" not in causes(facts)
     for _ in range(2):
-        tell(facts.incidents, ("replaced", "engine 1"), 3, "it is replaced: no answer within 60 s")
+        add_message(facts.incidents, ("replaced", "engine 1"), 3, "it is replaced: no answer within 60 s")
     assert "engine_is_late" in causes(facts)
 
 
@@ -392,8 +392,10 @@ def test_a_task_of_short_answers_that_joins_is_no_collapse_of_the_policy() -> No
 
 def test_most_rewards_that_are_nan_are_named_whatever_was_said_last() -> None:
     facts = of(time__step=[1.0] * 10, **{"buffer/attempts": [100.0]})
-    tell(facts.incidents, ("unscored", "rollouts of task sort"), 1, "reward is nan; it must be finite", 90)
-    tell(facts.incidents, ("unscored", "rollouts of task sort"), 9, "ValueError: no answer", 3)
+    add_message(
+        facts.incidents, ("unscored", "rollouts of task sort"), 1, "reward is nan; it must be finite", 90
+    )
+    add_message(facts.incidents, ("unscored", "rollouts of task sort"), 9, "ValueError: no answer", 3)
     (finding, *_) = explained(facts)
     assert finding.cause == "rollouts_unscored"
     assert "reward is nan" in finding.evidence[1]

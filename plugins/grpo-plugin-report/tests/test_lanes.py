@@ -43,16 +43,16 @@ def rows(steps, start=1000.0, first=1):
 
 def test_a_lane_is_drawn_as_the_share_of_the_time_in_which_it_was_busy():
     whole, *_ = views(lanes.spans(rows(100)))
-    told = {lane.name: lane.told for lane in whole.lanes}
+    busy = {lane.name: lane.busy for lane in whole.lanes}
     assert whole.title == "The whole run, 3 min 20 s", "without its start"
-    assert told == {
+    assert busy == {
         "engine": "50% busy",
         "environment sort": "12% busy",
         "loop": "50% busy",
         "trainer": "50% busy",
         "sync": "5% busy",
     }
-    assert [*told] == ["engine", "environment sort", "loop", "trainer", "sync"]
+    assert [*busy] == ["engine", "environment sort", "loop", "trainer", "sync"]
 
 
 def test_some_steps_are_shown_span_by_span():
@@ -87,7 +87,7 @@ def test_a_short_run_is_shown_span_by_span_only():
 def test_the_time_between_two_starts_is_left_out():
     whole, *_ = views(lanes.spans([*rows(50), *rows(50, start=90_000.0, first=51)]))
     assert whole.title == "The whole run, 3 min 20 s"
-    assert {lane.name: lane.told for lane in whole.lanes}["loop"] == "50% busy"
+    assert {lane.name: lane.busy for lane in whole.lanes}["loop"] == "50% busy"
 
 
 def test_the_stages_of_the_loop_have_their_shares(page):

@@ -16,7 +16,7 @@ from grpo_plugin_report.explain.facts import Facts
 
 PAGE = "https://github.com/grpo-core/grpo-core/blob/main/docs/explain.md"
 SHOWN = 3
-"""Number of causes that are shown."""
+"""Number of causes to print."""
 
 
 def explain(run: Path, /, *, as_json: AsJson = False) -> int:
@@ -61,9 +61,9 @@ def _text(facts: Facts, found: Sequence[Finding]) -> str:
             f"{PAGE} lists"
         )
     parts = []
-    for place, finding in enumerate(found[:SHOWN], 1):
+    for index, finding in enumerate(found[:SHOWN], 1):
         evidence = "\n".join(f"     - {line}" for line in finding.evidence)
-        parts.append(f"{place}. {finding.title} ({finding.cause})\n{evidence}\n     fix: {finding.fix}")
+        parts.append(f"{index}. {finding.title} ({finding.cause})\n{evidence}\n     fix: {finding.fix}")
     if (more := len(found) - SHOWN) > 0:
         others = ", ".join(finding.cause for finding in found[SHOWN:])
         parts.append(f"{more} more: {others} (--json shows all)")
@@ -71,7 +71,7 @@ def _text(facts: Facts, found: Sequence[Finding]) -> str:
 
 
 def _notes(facts: Facts) -> list[str]:
-    """Return what keeps the command from seeing everything."""
+    """Return notes about missing and damaged files."""
     notes = [f"{name} is missing: its facts were not checked" for name in facts.missing]
     notes += [
         f"{count} line{'s' * (count > 1)} of {name} cannot be read" for name, count in facts.damaged.items()

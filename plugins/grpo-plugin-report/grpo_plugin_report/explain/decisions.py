@@ -1,7 +1,7 @@
-"""The decision list: all causes, in the order in which they explain a run.
+"""The decision list: all causes in order of precedence.
 
-What ends a run or loses its rollouts comes first, then what leaves nothing to learn from, then how the policy
-changes, then an end that nothing before explains, and last where the time goes: each explains what follows.
+First causes that end a run or lose its rollouts, then causes that leave no training signal, then changes of
+the policy, then an otherwise unexplained end, and last the use of time: each explains the following ones.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from grpo_plugin_report.explain.causes import Finding
 from grpo_plugin_report.explain.facts import Facts
 
 FAILED = "run_failed"
-"""The cause that stands for every error which no other cause quotes."""
+"""Name of the cause for errors that no other cause explains."""
 CAUSES: Mapping[str, Callable[[Facts], Finding | None]] = {
     cause.__name__: cause
     for cause in (
@@ -58,7 +58,7 @@ CAUSES: Mapping[str, Callable[[Facts], Finding | None]] = {
 
 
 def explained(facts: Facts) -> list[Finding]:
-    """Return the causes that the facts of a run show, the likeliest first."""
+    """Return the causes found in a run, the likeliest first."""
     found = [
         evolve(finding, cause=name) for name, cause in CAUSES.items() if (finding := cause(facts)) is not None
     ]

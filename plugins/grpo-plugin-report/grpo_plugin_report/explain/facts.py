@@ -1,7 +1,7 @@
-"""The facts about a run that its files hold, as the causes of ``grpo_plugin_report.explain`` ask for them.
+"""The facts about a run that the causes of ``grpo_plugin_report.explain`` use, from its files.
 
-The files are read line by line, and what is kept of a step is a number for each metric: 10,000 steps take
-about 10 MB.  A line that cannot be read is counted and passed over.
+Files are read line by line, and only one number for each metric and step is stored: 10,000 steps take about
+10 MB.  Unreadable lines are counted and skipped.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from grpo_core import Run
 from grpo_core.kit import planned_steps
 
 STARTING = ("start", "first weight sync", "first validation")
-"""Stages of the loop before its first step; they count in no share of the time."""
+"""Stages of the loop before its first step, excluded from shares of the time."""
 MOST_PROMPTS = 200_000
-"""Largest number of different prompts of a task that are told apart."""
+"""Largest number of different prompts of a task to count."""
 REASON = 120
-"""Number of characters by which messages are told apart."""
+"""Length of the prefix that distinguishes messages."""
 LONGEST = 400
-"""Number of characters of a message that are kept."""
+"""Largest number of stored characters of a message."""
 RECORDS = ("metrics.jsonl", "events.jsonl", "timeline.jsonl")
-"""Files from which the facts are."""
+"""Source files of the facts."""
 WANTED = (
     "Dispatched",
     "RunStarted",
@@ -39,12 +39,12 @@ WANTED = (
     "IncidentReported",
     "PromptSkipped",
 )
-"""Events that are read."""
+"""Events to read."""
 
 
 @define
 class Series:
-    """The values of a metric, by step; steps without it, or with no number, are left out."""
+    """The values of a metric by step; steps without a number are left out."""
 
     steps: array[int] = field(factory=lambda: array("q"))
     values: array[float] = field(factory=lambda: array("d"))
@@ -89,12 +89,12 @@ class Series:
 
     @property
     def usual_most(self) -> float:
-        """The value that 95% of the steps do not exceed, the largest of up to 20; NaN without a value."""
+        """95th percentile, or the largest of up to 20 values; NaN without a value."""
         return sorted(self.values)[-1 - len(self.values) // 21] if self.values else math.nan
 
     @property
     def usual_least(self) -> float:
-        """The value that 95% of the steps reach, the smallest of up to 20; NaN without a value."""
+        """5th percentile, or the smallest of up to 20 values; NaN without a value."""
         return sorted(self.values)[len(self.values) // 21] if self.values else math.nan
 
     @property
@@ -109,7 +109,7 @@ class Series:
 
 @define
 class Messages:
-    """How often, and when, a run said something of one kind."""
+    """Count, steps and texts of messages of one kind."""
 
     count: float = 0.0
     first: int = 0
@@ -118,7 +118,7 @@ class Messages:
     message: str = ""
     """The last message."""
     reasons: Counter[str] = field(factory=Counter)
-    """Number of messages by their beginnings, of the first hundred that differ."""
+    """Number of messages by their prefix, for the first hundred different ones."""
 
 
 @define
@@ -133,24 +133,24 @@ class Prompts:
 
 @define(kw_only=True)
 class Facts:
-    """The contents of the files of a run, as numbers and messages."""
+    """The contents of a run's files as numbers and messages."""
 
     path: Path
     config: Mapping[str, Any] = field(factory=dict)
     series: dict[str, Series] = field(factory=dict)
     warnings: dict[str, Messages] = field(factory=dict)
-    """By cause."""
+    """Warnings by cause."""
     incidents: dict[tuple[str, str], Messages] = field(factory=dict)
-    """By kind and component."""
+    """Incidents by kind and component."""
     skipped: dict[str, Messages] = field(factory=dict)
-    """Prompts that were skipped, by task."""
+    """Skipped prompts by task."""
     prompts: dict[str, Prompts] = field(factory=dict)
     error: Messages | None = None
     """The error that ended the run."""
     error_type: str = ""
-    """Its class, as the traceback names it."""
+    """Class of the error, from the traceback."""
     started: int = 0
-    """Number of starts, the first one included."""
+    """Number of starts, including the first one."""
     resolved: Any = None
     """The configuration of the last start, with the number of steps."""
     resumed_at: int = 0
@@ -158,17 +158,17 @@ class Facts:
     saved: int = 0
     """Step of the newest checkpoint; 0 if there is none."""
     ended: str = ""
-    """Reason of the last end; empty: the last start has no end."""
+    """Reason of the last end; empty if the last start has no end."""
     running: bool = False
-    """Whether a process of this machine holds the run."""
+    """Whether a process on this machine has locked the run."""
     stages: Counter[str] = field(factory=Counter)
     """Seconds of each stage of the loop."""
     lanes: Counter[tuple[str, str]] = field(factory=Counter)
-    """Busy seconds of everything else, by lane and what was done."""
+    """Busy seconds of all other lanes, by lane and activity."""
     damaged: dict[str, int] = field(factory=dict)
-    """Number of lines that cannot be read, by file."""
+    """Number of unreadable lines by file."""
     missing: list[str] = field(factory=list)
-    """Files that are not there."""
+    """Missing files."""
 
     # ------------------------------------------------------------------------------ reading
 
@@ -198,7 +198,7 @@ class Facts:
                 self._take_slots(row.get("slots"))
             case "RunStarted":
                 self.started, self.ended, self.error, self.error_type = self.started + 1, "", None, ""
-                self.warnings.clear()  # each start warns again of what is still so
+                self.warnings.clear()  # each start repeats warnings that still apply
                 if self.started > 1:
                     self.resumed_at = step
                 self.resolved, self.saved = row.get("config"), step
@@ -210,12 +210,12 @@ class Facts:
                 self.error = Messages(1, step, step, text)
                 self.error_type = _class_of(str(row.get("traceback", "")))
             case "WarningRaised":
-                tell(self.warnings, str(row.get("cause")), step, text)
+                add_message(self.warnings, str(row.get("cause")), step, text)
             case "IncidentReported":
                 key = str(row.get("kind")), str(row.get("component"))[:LONGEST]
-                tell(self.incidents, key, step, text, max(1, _whole(row.get("count", 1))))
+                add_message(self.incidents, key, step, text, max(1, _whole(row.get("count", 1))))
             case "PromptSkipped":
-                tell(self.skipped, str(row.get("task")), step, str(row.get("error"))[:LONGEST])
+                add_message(self.skipped, str(row.get("task")), step, str(row.get("error"))[:LONGEST])
 
     def _take_slots(self, slots: Any) -> None:
         for slot in slots if isinstance(slots, list) else ():
@@ -239,29 +239,29 @@ class Facts:
     # ------------------------------------------------------------------------------ asking
 
     def of(self, metric: str) -> Series:
-        """Return the values of a metric; none if the run has none."""
+        """Return the values of a metric, empty if there are none."""
         return self.series.get(metric, Series())
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing but the configuration."""
+        """Whether the run has only its configuration."""
         return not self.series and not self.started and self.error is None
 
     @property
     def steps(self) -> int:
-        """Number of steps whose metrics are there."""
+        """Number of steps with metrics."""
         return len(self.of("time/step"))
 
     @property
     def lost(self) -> tuple[int, float]:
-        """Number of steps after the newest checkpoint, and how many seconds they took."""
+        """Number of steps after the newest checkpoint, and their seconds."""
         made = self.of("time/step")
         after = [took for step, took in zip(made.steps, made.values, strict=True) if step > self.saved]
         return len(after), math.fsum(after)
 
     @property
     def planned(self) -> int:
-        """Number of steps of the whole run; 0 if it is not known."""
+        """Planned number of steps; 0 if unknown."""
         return planned_steps(self.config, self.resolved)
 
     @property
@@ -279,12 +279,12 @@ class Facts:
         return found
 
     def number(self, key: str, default: float = math.nan) -> float:
-        """Return a number of the configuration; the default where there is something else."""
+        """Return a number of the configuration; the default if it is not a number."""
         found = _number(self.setting(key))
         return default if found is None else found
 
     def table(self, key: str) -> Mapping[str, Any]:
-        """Return a table of the configuration; an empty one where there is something else."""
+        """Return a table of the configuration; empty if it is not a table."""
         found = self.setting(key)
         return found if isinstance(found, Mapping) else {}
 
@@ -298,42 +298,42 @@ class Facts:
         return sum(self.stages[what] for what in whats) / self.seconds if self.seconds > 0 else 0.0
 
     def lane(self, lane: str, *whats: str) -> float:
-        """Return the seconds in which a lane did this, as a share of the loop's time."""
+        """Return the share of the loop's time that a lane spent on these activities."""
         busy = sum(self.lanes[lane, what] for what in whats)
         return busy / self.seconds if self.seconds > 0 else 0.0
 
     def share_of_time(self, metric: str) -> float:
-        """Return the sum of a metric in seconds as a share of the time of all steps."""
+        """Return the sum of a metric in seconds as a share of all steps' time."""
         whole = self.of("time/step").total
         return self.of(metric).total / whole if whole > 0 else 0.0
 
     def incident(self, kind: str, component: str = "") -> Messages:
-        """Return the incidents of a kind, of all components whose name begins like this."""
+        """Return the incidents of a kind, over all components with this prefix."""
         found = Messages()
-        for (its, who), told in self.incidents.items():
+        for (its, who), messages in self.incidents.items():
             if its == kind and who.startswith(component):
                 found = Messages(
-                    found.count + told.count,
-                    min(found.first, told.first) if found.count else told.first,
-                    max(found.last, told.last),
-                    f"{who}: {told.message}",
-                    found.reasons + told.reasons,
+                    found.count + messages.count,
+                    min(found.first, messages.first) if found.count else messages.first,
+                    max(found.last, messages.last),
+                    f"{who}: {messages.message}",
+                    found.reasons + messages.reasons,
                 )
         return found
 
     @property
     def attempts(self) -> float:
-        """Number of groups that were sent to the engine, each with its retries."""
+        """Number of groups sent to the engine, including retries."""
         return max(self.of("buffer/attempts").most, 1.0) if len(self.of("buffer/attempts")) else 1.0
 
 
-def tell(found: dict[Any, Messages], key: Any, step: int, message: str, count: int = 1) -> None:
-    """Add a message, which stands for ``count`` incidents, to its kind."""
-    told = found.setdefault(key, Messages(0.0, step, step))
-    told.count, told.last, told.message = told.count + count, step, message
+def add_message(found: dict[Any, Messages], key: Any, step: int, message: str, count: int = 1) -> None:
+    """Add a message about ``count`` incidents to its kind."""
+    messages = found.setdefault(key, Messages(0.0, step, step))
+    messages.count, messages.last, messages.message = messages.count + count, step, message
     reason = message[:REASON]
-    if reason in told.reasons or len(told.reasons) < 100:
-        told.reasons[reason] += count
+    if reason in messages.reasons or len(messages.reasons) < 100:
+        messages.reasons[reason] += count
 
 
 def _number(value: Any) -> float | None:
@@ -342,7 +342,7 @@ def _number(value: Any) -> float | None:
         return None
     try:
         return float(value) if math.isfinite(value) else None
-    except OverflowError:  # a whole number beyond all floats
+    except OverflowError:  # an integer beyond the range of floats
         return None
 
 
@@ -351,7 +351,7 @@ def _whole(value: Any) -> int:
 
 
 def _class_of(traceback: str) -> str:
-    """Return the class of the error at the end of a traceback, without its module."""
+    """Return the class name of the error at the end of a traceback, without its module."""
     for line in reversed(traceback.splitlines()):
         name = line.partition(":")[0]
         if line[:1].isalpha() and name.replace(".", "").replace("_", "").isalnum():

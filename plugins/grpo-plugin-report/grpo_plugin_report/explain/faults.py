@@ -1,4 +1,4 @@
-"""Causes that a run reports itself: errors, incidents, and warnings before its first step."""
+"""Causes that the run reported: errors, incidents and warnings."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from grpo_plugin_report.explain.causes import Finding, percent
 from grpo_plugin_report.explain.facts import Facts, Messages
 
 SOME = 3
-"""Number of incidents below which a run has survived chance."""
+"""Number of incidents below which they count as chance."""
 
 
 def _kept(facts: Facts) -> str:
-    """Return what is left of the work of a run that has ended."""
+    """Describe the saved and the lost work of an ended run."""
     steps, seconds = facts.lost
     newest = f"the newest checkpoint is of step {facts.saved}" if facts.saved else "there is no checkpoint"
     time = f"{seconds / 60:.0f} minutes" if seconds >= 120.0 else f"{seconds:.0f} s"
@@ -22,19 +22,21 @@ def _kept(facts: Facts) -> str:
 
 
 def _moment(seconds: float) -> str:
-    """Return a time in seconds since 1970 as a date of this machine."""
+    """Format seconds since 1970 as a local date."""
     try:
         return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
-    except (ValueError, OverflowError, OSError):  # no clock says that
+    except (ValueError, OverflowError, OSError):  # out of range
         return f"{seconds:g} seconds since 1970"
 
 
-def _often(facts: Facts, told: Messages, share: float) -> bool:
-    return told.count >= SOME and told.count >= share * facts.attempts
+def _often(facts: Facts, found: Messages, share: float) -> bool:
+    return found.count >= SOME and found.count >= share * facts.attempts
 
 
-def _per_attempt(facts: Facts, told: Messages) -> str:
-    return f"{told.count:g} in {facts.attempts:g} attempts at a group, from step {told.first} to {told.last}"
+def _per_attempt(facts: Facts, found: Messages) -> str:
+    return (
+        f"{found.count:g} in {facts.attempts:g} attempts at a group, from step {found.first} to {found.last}"
+    )
 
 
 REMEDIES = (
@@ -56,11 +58,11 @@ REMEDIES = (
         "health.canary_tolerance",
     ),
 )
-"""Parts of the messages of errors, in lower case, with what they mean and what helps."""
+"""Substrings of error messages, in lower case, with meaning and remedy."""
 
 
 def known_error(facts: Facts) -> Finding | None:
-    """The run ended for want of memory or of room on the disk, or because an engine had other weights."""
+    """The run ended with a known error, such as a lack of memory or disk space."""
     if facts.error is not None:
         for marks, title, fix in REMEDIES:
             if any(mark in facts.error.message.lower() for mark in marks):
@@ -94,17 +96,17 @@ RANKED = (
     "leak",
     "off_policy",
 )
-"""Causes of the warnings that say what is wrong with a run; others say what may be."""
+"""Causes of warnings about definite problems; other warnings are about possible ones."""
 OF_STEPS = ("rows", "truncated", "accuracy_finished", "gamed", "signal", "never")
-"""Further ones, of single steps: they count if they are said until the end, and more than once."""
+"""Causes of warnings about single steps, which count if they are repeated until the end."""
 STILL = 5
-"""Number of steps that are the end of a run."""
+"""Number of last steps that count as the end of a run."""
 
 
 def warned(facts: Facts) -> Finding | None:
-    """The run itself has warned of what is wrong, such as prompts that are too long or a disk that fills."""
+    """The run warned about a problem, such as too long prompts or a disk that fills up."""
     newest = max(facts.of("time/step").steps, default=0)
-    lasting = {name for name, told in facts.warnings.items() if told.count > 1 and told.last > newest - STILL}
+    lasting = {name for name, kind in facts.warnings.items() if kind.count > 1 and kind.last > newest - STILL}
     kinds = {name: name.partition("/")[0] for name in facts.warnings}
     found = [name for name in kinds if kinds[name] in RANKED]
     found += [name for name in kinds if kinds[name] in OF_STEPS and name in lasting]
@@ -123,7 +125,7 @@ def warned(facts: Facts) -> Finding | None:
 
 
 def process_dies(facts: Facts) -> Finding | None:
-    """The process of an environment or of an engine ends again and again."""
+    """The process of an environment or engine dies repeatedly."""
     for part, least, share in (("environment", SOME, 0.02), ("engine", 2 * SOME, 0.05)):
         died = facts.incident("died", part)
         if died.count < least or not _often(facts, died, share):
@@ -181,11 +183,11 @@ def environment_raises(facts: Facts) -> Finding | None:
 
 def prompts_never_scored(facts: Facts) -> Finding | None:
     """The same prompts fail at all of their attempts."""
-    told, skipped = facts.incident("unscored", "rollouts"), facts.incident("skipped")
+    messages, skipped = facts.incident("unscored", "rollouts"), facts.incident("skipped")
     retries = facts.number("rollout.max_retries", 3.0)
     others = ("rollouts_late", "rollouts_lost", "rollouts_orphaned")
-    failures = told.count + skipped.count + sum(facts.incident(kind).count for kind in others)
-    if told.count < SOME or skipped.count < SOME or skipped.count * (retries + 1) < 0.6 * failures:
+    failures = messages.count + skipped.count + sum(facts.incident(kind).count for kind in others)
+    if messages.count < SOME or skipped.count < SOME or skipped.count * (retries + 1) < 0.6 * failures:
         return None
     task, first = next(iter(facts.skipped.items()), ("", Messages()))
     return Finding(
@@ -203,15 +205,15 @@ def prompts_never_scored(facts: Facts) -> Finding | None:
 
 def rollouts_unscored(facts: Facts) -> Finding | None:
     """Many rollouts of many prompts have no reward, or one that is not a finite number."""
-    told = facts.incident("unscored", "rollouts")
-    if not _often(facts, told, 0.08):
+    messages = facts.incident("unscored", "rollouts")
+    if not _often(facts, messages, 0.08):
         return None
     errors = sum(facts.of(f"errors/{task}").total for task in facts.tasks)
-    (reason, _), *_ = told.reasons.most_common(1) or [(told.message, 0)]
+    (reason, _), *_ = messages.reasons.most_common(1) or [(messages.message, 0)]
     return Finding(
         "An environment gives no reward to many rollouts.",
         (
-            f"unscored: {_per_attempt(facts, told)}",
+            f"unscored: {_per_attempt(facts, messages)}",
             f"the most frequent reason: {reason}",
             f"{errors:g} rollouts had no reward and were played again",
         ),
@@ -221,10 +223,10 @@ def rollouts_unscored(facts: Facts) -> Finding | None:
 
 
 def _timed_out(facts: Facts) -> Messages:
-    """Return the replacements of engines that did not answer; others follow a death."""
-    told = facts.incident("replaced")
-    count = sum(count for reason, count in told.reasons.items() if "no answer" in reason)
-    return Messages(count, told.first, told.last, told.message) if count else Messages()
+    """Return the replacements of engines after timeouts, without those after deaths."""
+    messages = facts.incident("replaced")
+    count = sum(count for reason, count in messages.reasons.items() if "no answer" in reason)
+    return Messages(count, messages.first, messages.last, messages.message) if count else Messages()
 
 
 def engine_is_late(facts: Facts) -> Finding | None:
@@ -236,13 +238,13 @@ def engine_is_late(facts: Facts) -> Finding | None:
     slow = max(loading.values(), default=0.0) > 0.5 > 10.0 * min(loading.values(), default=1.0)
     if late.count + replaced.count < max(1 if slow else 2, 0.005 * facts.steps):
         return None
-    told = late if late.count else replaced
-    member = told.message.partition(":")[0]
+    messages = late if late.count else replaced
+    member = messages.message.partition(":")[0]
     return Finding(
         "An engine of the pool takes new weights much later than the others.",
         (
-            f"{late.count:g} times late and {replaced.count:g} times replaced, from step {told.first} on",
-            f"the last one: {told.message}",
+            f"{late.count:g} times late and {replaced.count:g} times replaced, from step {messages.first} on",
+            f"the last one: {messages.message}",
             f"loading weights took {percent(facts.lane(member, 'update weights'))} of the time in {member}",
         ),
         "look at that engine's machine and network, raise engine.deadline, or run with fewer engine.workers",
@@ -286,7 +288,7 @@ def gradients_not_finite(facts: Facts) -> Finding | None:
 
 
 def killed(facts: Facts) -> Finding | None:
-    """The process ended without a word."""
+    """The process was killed."""
     if facts.ended or facts.running or facts.error is not None or "events.jsonl" in facts.missing:
         return None
     times = facts.of("time").values

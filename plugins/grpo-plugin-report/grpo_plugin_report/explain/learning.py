@@ -1,4 +1,4 @@
-"""Causes in how the policy changes: steps too large or too small, a policy that collapses, old rollouts."""
+"""Causes in the changes of the policy: steps too large or too small, collapse, stale rollouts."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from grpo_plugin_report.explain.causes import Finding, moved, percent
 from grpo_plugin_report.explain.facts import Facts
 
 ENOUGH = 5
-"""Number of steps without which nothing is said about learning."""
+"""Smallest number of steps for findings about learning."""
 
 
 def _rise(facts: Facts) -> float:
-    """Return the largest rise of a task's mean reward; 0 without one."""
+    """Return the largest increase of a task's mean reward, at least 0."""
     rises = [facts.of(f"reward/{task}").last - facts.of(f"reward/{task}").first for task in facts.tasks]
     return max((rise for rise in rises if rise == rise), default=0.0)
 
 
 def _rewards(facts: Facts) -> str:
-    told = [
+    rises = [
         f"{task} {moved(facts.of(f'reward/{task}').first, facts.of(f'reward/{task}').last)}"
         for task in facts.tasks
     ]
-    return f"mean reward: {'; '.join(told)}"
+    return f"mean reward: {'; '.join(rises)}"
 
 
 def _mixture_moved(facts: Facts) -> bool:
-    """Whether a task's share of the groups has changed by a fifth: means over all tokens move with it."""
+    """Whether a task's share of the groups changed by a fifth, which moves means over all tokens."""
     groups = {task: facts.of(f"groups/{task}") for task in facts.tasks}
     last = max((step for series in groups.values() for step in series.steps), default=0)
 
@@ -78,7 +78,7 @@ def learning_rate_too_high(facts: Facts) -> Finding | None:
     if len(entropy) < 2 or facts.number("trainer.updates_per_step", 1.0) > 8:
         return None
     if facts.number("loss.options.entropy_coefficient", 0.0) < 0.0:
-        return None  # a bonus that lowers the entropy explains the same numbers
+        return None  # a negative entropy bonus explains the same numbers
     steps = min(4, len(entropy))
     fell = entropy.values[0] > 0.2 and min(entropy.values[:steps]) < 0.2 * entropy.values[0]
     fell = fell and _rise(facts) < 0.1
@@ -100,7 +100,7 @@ def learning_rate_too_high(facts: Facts) -> Finding | None:
 
 
 def staleness_too_high(facts: Facts) -> Finding | None:
-    """Rollouts are trained so late that they are of another policy."""
+    """Rollouts are too stale when they are trained."""
     stale, difference = facts.of("staleness_mean"), facts.of("logprob_diff_mean")
     if not (stale.median >= 4.0 and difference.most >= 0.08):
         return None
@@ -118,7 +118,7 @@ def staleness_too_high(facts: Facts) -> Finding | None:
 
 
 def too_many_updates(facts: Facts) -> Finding | None:
-    """Each step makes so many updates that the clip works hard."""
+    """Each step makes so many updates that many tokens are clipped."""
     updates = facts.number("trainer.updates_per_step", 1.0)
     low, high = facts.of("clip_fraction_low"), facts.of("clip_fraction_high")
     if updates < 6 or not (low.most >= 0.06 or high.most >= 0.06):
@@ -157,7 +157,7 @@ def learning_rate_too_low(facts: Facts) -> Finding | None:
     difference = facts.of("logprob_diff_mean")
     if facts.steps < 8 or len(norm) < 8 or norm.median <= 0.0:
         return None
-    if stale.median > 0.3:  # tokens of older weights show how far the weights move
+    if stale.median > 0.3:  # stale tokens show how far the weights move
         still = difference.median < 1e-3 and kl.median < 1e-5
     else:
         still = (
@@ -179,7 +179,7 @@ def learning_rate_too_low(facts: Facts) -> Finding | None:
 
 
 def entropy_collapsed(facts: Facts) -> Finding | None:
-    """The policy became certain before it was right."""
+    """The entropy collapsed before the policy was right."""
     entropy = facts.of("entropy")
     if len(entropy) < 8 or not entropy.last < 0.25 * entropy.first or _mixture_moved(facts):
         return None

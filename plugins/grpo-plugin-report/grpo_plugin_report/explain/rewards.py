@@ -1,4 +1,4 @@
-"""Causes in the rewards and in the prompts: what there is to learn from."""
+"""Causes in rewards and prompts."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def one_task_dominates(facts: Facts) -> Finding | None:
             f"groups by task: {', '.join(f'{task} {count:g}' for task, count in totals.items())}",
             f"tasks.TASK.weight: {', '.join(f'{task} {weight:g}' for task, weight in weights.items())}",
             f"skipped prompts by task: "
-            f"{', '.join(f'{task} {told.count:g}' for task, told in facts.skipped.items()) or 'none'}",
+            f"{', '.join(f'{task} {found.count:g}' for task, found in facts.skipped.items()) or 'none'}",
         ),
         f'if that is not meant, lower tasks.{first}.weight, or set sampler.options.shares = "trained" for '
         "exact shares",
@@ -89,8 +89,7 @@ def one_task_dominates(facts: Facts) -> Finding | None:
 def _parts(facts: Facts, task: str) -> dict[str, Series]:
     """Return the parts of a task's reward, by the names of their metrics.
 
-    With `shaping.weights` these are the parts that it pays; without, all numbers that the environment
-    reports.
+    With `shaping.weights` these are the weighted parts; otherwise all numbers that the environment reports.
     """
     found = {}
     weights = facts.table("shaping.weights")
@@ -103,7 +102,7 @@ def _parts(facts: Facts, task: str) -> dict[str, Series]:
 
 
 def _fell(part: Series) -> bool:
-    """Whether a part of the reward is at the end at most half of what it was before."""
+    """Whether a part of the reward fell to at most half of its earlier value."""
     third = len(part) // 3
     best = max(fmean(part.values[:third]), fmean(part.values[third : 2 * third]))
     return best >= 0.04 and part.last < 0.5 * best
@@ -117,7 +116,7 @@ def reward_part_gamed(facts: Facts) -> Finding | None:
         if len(reward) < 8 or reward.last - reward.first < 0.05:
             continue
         if len(right) and right.last - right.first > 0.05:
-            continue  # a part that falls while successes rise counts mistakes
+            continue  # a falling part with rising successes counts mistakes
         rises = {name: each.last - each.first for name, each in parts.items()}
         up = [name for name, rise in rises.items() if rise > 0.3]
         down = [name for name, each in parts.items() if _fell(each)]
@@ -136,7 +135,7 @@ def reward_part_gamed(facts: Facts) -> Finding | None:
 
 
 def reward_pays_length(facts: Facts) -> Finding | None:
-    """Completions become much longer, and nothing else gets better."""
+    """Completions become much longer without other improvements."""
     for task in facts.tasks:
         reward, length = facts.of(f"reward/{task}"), facts.of(f"completion_tokens/{task}")
         right = facts.of(f"accuracy/{task}")

@@ -1,4 +1,4 @@
-"""Causes in where the time goes: the timeline of the run, and what its steps waited for."""
+"""Causes in the use of time, from the timeline and the waiting times of steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from grpo_plugin_report.explain.causes import Finding, percent
 from grpo_plugin_report.explain.facts import Facts
 
 ENOUGH = 4
-"""Number of steps without which nothing is said about times."""
+"""Smallest number of steps for findings about times."""
 
 
 def _waits(facts: Facts) -> float:
@@ -28,7 +28,7 @@ def _enough(facts: Facts) -> bool:
 
 
 def _environment(facts: Facts) -> tuple[str, float]:
-    """Return the busiest environment, and the share of the time in which it opened or evaluated."""
+    """Return the busiest environment, and the share of the time in which it was busy."""
     lanes = {lane for lane, _ in facts.lanes if lane.startswith("environment ")}
     shares = {lane: facts.lane(lane, "evaluate", "open", "close") for lane in lanes}
     lane = max(shares, key=lambda each: shares[each], default="environment")
@@ -131,7 +131,7 @@ def too_few_in_flight(facts: Facts) -> Finding | None:
 
 
 def environment_is_the_bottleneck(facts: Facts) -> Finding | None:
-    """Training waits for judging."""
+    """Training waits for environments."""
     lane, share = _environment(facts)
     if not _enough(facts) or share < 0.55 or _waits(facts) < 0.5:
         return None
