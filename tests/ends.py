@@ -162,7 +162,7 @@ def _engine(pipe, gpu):
     real = gpu is not None and gpu.startswith("cuda")  # CUDA and NCCL take their time to start
     collective.SECONDS = nccl.SECONDS = collective.MEETING = 10 * SECONDS if real else SECONDS
     halt = _Halt(pipe)
-    halt.before(collective._Partner, "_ask", "before", lambda partner, message: "publication" in message)
+    halt.before(collective._Partner, "_send", "before", lambda partner, message: "publication" in message)
     halt.amid("receive_block")
     halt.amid_nccl()
     while True:

@@ -135,7 +135,7 @@ def test_an_engine_that_asks_and_never_receives_is_left_after_a_time_limit(gpus,
     weights = writer.write(1, [("a", torch.ones(48 << 20, dtype=torch.uint8))])
     *where, publication = json.loads(weights.location.removeprefix("collective:"))
     partner = collective._Partner(*where, GPU if here else CPU)
-    assert partner._ask({"publication": publication}) == {}
+    assert partner._send({"publication": publication}) == {}
     with writer._state:
         assert writer._state.wait_for(lambda: not writer._readers, 30)
     partner.close()

@@ -1,4 +1,4 @@
-"""Trainers of several GPUs, LoRA, pools of engines, and transports of weights for GPUs and clusters."""
+"""Training on several GPUs, LoRA, pools of engines, and weight transports for GPUs and clusters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The keys that this plugin adds to ``[trainer]``, and what they exclude."""
+"""The keys that this plugin adds to ``[trainer]``, and checks of their combinations."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class ScaledConfig:
 
     @property
     def divides(self) -> bool:
-        """Whether torch.distributed holds the weights, which also makes the copies in bfloat16."""
+        """Whether FSDP2 manages the weights: for several ranks, or for bfloat16 copies."""
         return self.ranks > 1 or self.weights != "float32"
 
     @property
     def held(self) -> str:
-        """The key for which torch.distributed holds the weights, with its value."""
+        """The key that makes FSDP2 manage the weights, with its value."""
         return f"trainer.ranks = {self.ranks}" if self.ranks > 1 else 'trainer.weights = "bfloat16"'
 
 
@@ -46,7 +46,7 @@ def ranks(config: Config, host: PluginHost) -> int:
 
 
 def check(*, config: Config, host: PluginHost, **options: object) -> None:
-    """Raise ConfigError for what the trainer cannot do together."""
+    """Raise ConfigError for unsupported combinations of keys."""
     section = config.section(ScaledConfig)
     if section.weights == "bfloat16" and config.model.dtype != "bfloat16":
         raise ConfigError(
@@ -85,9 +85,9 @@ def check(*, config: Config, host: PluginHost, **options: object) -> None:
 
 
 def refuse_experts(section: ScaledConfig, path: str) -> None:
-    """Raise ConfigError if the files of a model have a tensor for each expert; load nothing.
+    """Raise ConfigError if a model's files have separate tensors for experts; reads headers only.
 
-    transformers stacks these tensors, and no rank can hold a part of one.
+    transformers stacks these tensors while loading, and FSDP2 cannot shard them.
     """
     if not section.divides or (directory := directory_here(path)) is None:
         return

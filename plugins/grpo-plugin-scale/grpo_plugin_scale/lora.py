@@ -1,4 +1,4 @@
-"""The section ``model.lora``: adapters that are trained instead of the model's weights."""
+"""The section ``model.lora``: trains adapters instead of the model's weights."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LoraConfig:
     ("merged"), for engines on machines without these files."""
 
     def check(self, config: Config) -> None:
-        """Raise ConfigError where peft is not installed, or other keys do not fit."""
+        """Raise ConfigError if peft is not installed, or other keys conflict."""
         require_peft()
         trainer = config.trainer
         if trainer.reference_mix < 1:
@@ -58,9 +58,9 @@ class LoraConfig:
             )
 
     def build_model(self, source: ModelSource) -> LoraModel:
-        """Load the model with adapters, also those that were saved.  Raises ModelError."""
+        """Load the model with new or saved adapters.  Raises ModelError."""
         require_peft()
-        from peft import LoraConfig as PeftConfig  # it takes a second
+        from peft import LoraConfig as PeftConfig  # importing takes a second
 
         from grpo_plugin_scale.training.lora import LoraModel
 
@@ -76,11 +76,11 @@ class LoraConfig:
         return LoraModel.build(source, config, targets=self.targets, merged=merged)
 
     def write_whole(self, source: ModelSource, directory: Path) -> None:
-        """Write the sum of the model and of adapters that were saved for it.  Raises ModelError."""
+        """Write the model merged with saved adapters.  Raises ModelError."""
         self.build_model(source).write_merged(directory)
 
 
 def require_peft() -> None:
-    """Raise ConfigError if peft is not installed, which makes and merges adapters."""
+    """Raise ConfigError if peft is not installed."""
     if importlib.util.find_spec("peft") is None:
         raise ConfigError("model.lora needs the package peft: pip install 'grpo-core[lora]'")

@@ -1,4 +1,4 @@
-"""The memory of the trainer by part; pure."""
+"""The memory of the trainer by part.  Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOVED = ("weights", "adapters", "optimizer", "reference")
 
 
 def memory(*, config: Config, **known: Any) -> list[MemoryPart]:
-    """Return the parts of all ranks together; the arguments are those of ``trainer_parts``."""
+    """Return the parts, summed over all ranks; takes the arguments of ``trainer_parts``."""
     section, parts = config.section(ScaledConfig), trainer_parts(config=config, **known)
     if section.weights == "bfloat16" and not config.trainer.reference_every:
         parts = [evolve(one, nbytes=one.nbytes // 2) if one.name == "reference" else one for one in parts]

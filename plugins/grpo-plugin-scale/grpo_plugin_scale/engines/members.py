@@ -1,4 +1,4 @@
-"""One engine of a pool, and the pool's knowledge about it."""
+"""A member of a pool of engines, and its state."""
 
 from __future__ import annotations
 
@@ -22,44 +22,44 @@ from grpo_core import (
 from grpo_core.kit import Tolerance, aio, canary, copies, during, reported_as
 
 CLOSE = 10.0
-"""Seconds that an engine may take to close."""
+"""Time limit for closing an engine in seconds."""
 
 MAX_FAILURES = 3
-"""Number of engines in a row that finished nothing, after which their member is given up."""
+"""Number of consecutive engines without a finished request after which a member is given up."""
 
 RECOVERABLE_ERRORS = (EngineError, ChildDied, WeightSyncError, DeadlineExceeded, TimeoutError)
-"""Errors after which another engine is tried; any other error, such as a broken contract, ends the run."""
+"""Errors after which another engine is tried; other errors, such as a violated contract, end the run."""
 
 
-class CanaryMismatch(Exception):  # noqa: N818 - a canary's finding, told apart from a sync that did not come about
-    """Raised when a canary shows that an engine does not use the weights that it was given."""
+class CanaryMismatch(Exception):  # noqa: N818 - distinguishes a canary's finding from a failed sync
+    """Raised when a canary shows that an engine does not use its new weights."""
 
 
 @define(eq=False)
 class Member:
-    """A numbered place in the pool, with an engine that can be replaced."""
+    """A numbered member of the pool, whose engine can be replaced."""
 
     number: int
     engine: Engine
     changed: Callable[[], None]
     """Called when the engine has failed."""
     holds: copies.WeightsLease | None = None
-    """Weights that the engine holds; None if it holds no weights, or unknown ones."""
+    """Weights of the engine; None if it has none or unknown ones."""
     refuses: copies.WeightsLease | None = None
-    """Weights that the engine refused while it kept the version before."""
+    """Weights that the engine refused while it kept the previous version."""
     tokens: int = 0
-    """Number of tokens of its running requests: prompts plus the most that may be sampled."""
+    """Number of tokens of its running requests: prompts plus the limits of completions."""
     sampled: int = 0
-    """Number of tokens of its completions since ``EnginePool.metrics`` was asked."""
+    """Number of sampled tokens since the last call of ``EnginePool.metrics``."""
     failures: int = 0
-    """Number of engines in a row that finished nothing."""
+    """Number of consecutive engines without a finished request."""
     supervisor: asyncio.Task[None] | None = None
     _unconfirmed: float = math.inf
-    """Version of the weights that the engine was given, until its canary has confirmed them."""
+    """Version of the engine's weights until its canary has confirmed them."""
     _confirmed: asyncio.Event = field(factory=asyncio.Event)
     _doubts: int = 0
     _calls: dict[asyncio.Task[Completion], None] = field(factory=dict)
-    """Its unfinished calls, oldest first: the same story cancels them in the same order."""
+    """Unfinished calls, oldest first, so that cancellation is deterministic."""
 
     @property
     def name(self) -> str:
@@ -69,9 +69,9 @@ class Member:
     async def ask(
         self, requests: Mapping[int, GenerationRequest], found: dict[int, Completion]
     ) -> Exception | None:
-        """Add the completions that the engine finishes to ``found``; return an error if some are missing.
+        """Add the engine's completions to ``found``; return an error if some are missing.
 
-        Each request is a separate call, so completions that are finished when the engine dies are kept.
+        Each request is a separate call, so finished completions survive the engine's death.
         """
         calls = {i: self._call(request) for i, request in requests.items()}
         answers = await asyncio.gather(*calls.values(), return_exceptions=True)
@@ -104,7 +104,7 @@ class Member:
             with reported_as(self.name), during(self.name, "generate"):
                 answer = await self.engine.generate([request])
         except (EngineError, ChildDied):
-            self.holds = None  # the supervisor task finds out whether it lives and what it holds
+            self.holds = None  # the supervisor checks whether the engine is alive and which weights it has
             self._doubts += 1
             self.changed()
             raise
@@ -112,16 +112,16 @@ class Member:
             raise PluginError(f"{self.name}: generate() returned {len(answer)} completions for one request")
         self.failures = 0
         self.sampled += len(answer[0].token_ids)
-        # until the canary has confirmed all weights that sampled the tokens; if the engine is replaced
-        # before, the call is cancelled, and another member generates the tokens
+        # wait until the canary has confirmed all weights that sampled the tokens; if the engine is
+        # replaced before, the call is cancelled, and another member generates the tokens
         while answer[0].versions.max(initial=0) >= self._unconfirmed:
             await self._confirmed.wait()
         return answer[0]
 
     async def give(self, held: copies.WeightsLease, *, tolerance: Tolerance, deadline: float) -> None:
-        """Give the engine these weights, and check its canary.
+        """Update the engine's weights, and check its canary.
 
-        Raises DeadlineExceeded after ``deadline`` seconds, CanaryMismatch, and whatever the engine raises.
+        Raises DeadlineExceeded after ``deadline`` seconds, CanaryMismatch, and the engine's errors.
         """
         doubts, self._unconfirmed = self._doubts, held.weights.version
         with reported_as(self.name):
@@ -138,13 +138,13 @@ class Member:
             self._confirmed = asyncio.Event()
 
     def give_back(self) -> None:
-        """Cancel its unfinished requests, which go to another member."""
+        """Cancel the unfinished requests, which go to another member."""
         self.holds = None
         for call in list(self._calls):
             call.cancel()
 
     async def close(self) -> None:
-        with contextlib.suppress(Exception):  # it is being closed anyway
+        with contextlib.suppress(Exception):  # errors do not matter any more
             async with asyncio.timeout(CLOSE):
                 await self.engine.aclose()
 

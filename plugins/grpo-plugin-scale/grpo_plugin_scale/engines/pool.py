@@ -53,14 +53,14 @@ from grpo_plugin_scale.engines.members import (
 T = TypeVar("T")
 
 ATTEMPTS = 4
-"""Number of times that a request is tried before the request itself is considered at fault."""
+"""Number of attempts after which a request itself is considered faulty."""
 
 AFFINITY = 4
-"""Keep a group on its member unless that has this many times the group's running tokens more queued than
-another."""
+"""A group stays on its member unless this exceeds the load of another member by AFFINITY times the
+group's running tokens."""
 
 HOMES = 10_000
-"""Number of groups whose member is remembered."""
+"""Number of groups with a remembered member."""
 
 
 async def as_published(weights: Weights) -> copies.WeightsLease:
@@ -73,26 +73,26 @@ class Statistics:
     """A snapshot of a pool."""
 
     serving: int
-    """Number of members that get requests."""
+    """Number of members that serve requests."""
     members: int
     """Number of all members, including members that start, are behind, or are being replaced."""
     given_up: int
     replaced: int
     tokens: int
-    """Number of tokens of the running requests: prompts plus the most that may be sampled."""
+    """Number of tokens of the running requests: prompts plus the limits of completions."""
 
 
 class EnginePool:
-    """Several engines behind the ``Engine`` protocol.  It must be made while an event loop runs.
+    """Several engines behind the ``Engine`` protocol; construct it inside of a running event loop.
 
     Args:
-        make: makes an engine for the member with this number; called again to replace one.
+        make: returns an engine for the member with this number; called again for replacements.
         workers: number of members at the start, numbered from 0.
         tolerance: tolerance of each member's canary; see ``grpo_core.loop.canary``.
         deadline: seconds for a member to start, take weights and answer its canary.
         lag: extra seconds for slower members; see the module's docstring.
-        hold: takes a lease of published weights.  The pool gives them to members that start, are replaced or
-            catch up later, when the trainer may have published others.
+        hold: takes a lease of published weights, for members that start, are replaced or catch up after the
+            trainer has published newer ones.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class EnginePool:
         make: Callable[[int], Engine],
         workers: int,
         *,
-        tolerance: Tolerance = Tolerance(),  # noqa: B008 - it is frozen
+        tolerance: Tolerance = Tolerance(),  # noqa: B008 - immutable
         deadline: float = 600.0,
         lag: float = 1.0,
         hold: Callable[[Weights], Awaitable[copies.WeightsLease]] = as_published,
@@ -114,16 +114,16 @@ class EnginePool:
         self._replaced = 0
         self._next = 0
         self._current: copies.WeightsLease | None = None
-        """Weights of the last ``update_weights`` that has returned."""
+        """Weights of the last completed ``update_weights``."""
         self._target: copies.WeightsLease | None = None
         """Weights that every member should hold."""
         self._homes: OrderedDict[Hashable, Member] = OrderedDict()
         self._running: Counter[Hashable] = Counter()
-        """Number of tokens of each group's requests that are not answered yet."""
+        """Number of tokens of each group's open requests."""
         self._fault: Exception | None = None
         self._changed = asyncio.Event()
-        self._asked = asyncio.get_running_loop().time()
-        """When ``metrics`` was called last."""
+        self._measured_at = asyncio.get_running_loop().time()
+        """Time of the last call of ``metrics``."""
         for _ in range(workers):
             self.join()
 
@@ -131,19 +131,19 @@ class EnginePool:
 
     @property
     def dtype(self) -> str:
-        """The dtype in which the engines compute, if one says so."""
+        """Dtype of the engines, if one reports it."""
         return next((said for each in self._members if (said := getattr(each.engine, "dtype", ""))), "")
 
     @property
     def positions(self) -> int:
-        """The smallest number of tokens of a prompt with its completion that any engine has room for."""
+        """Smallest limit of the engines for the tokens of a prompt with its completion."""
         said = (int(getattr(each.engine, "positions", 0)) for each in self._members)
         return min((room for room in said if room), default=0)
 
     def metrics(self) -> dict[str, float]:
-        """Return the tokens per second of each engine since the last call, and what it measures itself."""
+        """Return each engine's tokens per second since the last call, and its own metrics."""
         now = asyncio.get_running_loop().time()
-        seconds, self._asked = max(now - self._asked, 1e-9), now
+        seconds, self._measured_at = max(now - self._measured_at, 1e-9), now
         found: dict[str, float] = {}
         for member in self._members:
             name = member.name.replace(" ", "_")
@@ -160,29 +160,29 @@ class EnginePool:
         """
         if self._current is None:
             raise EngineError("engine pool: generate before the first update_weights")
-        places: dict[Hashable, list[int]] = defaultdict(list)
+        indices: dict[Hashable, list[int]] = defaultdict(list)
         for i, request in enumerate(requests):
-            places[request.group or request.prompt_ids.tobytes()].append(i)
+            indices[request.group or request.prompt_ids.tobytes()].append(i)
         found: dict[int, Completion] = {}
-        groups = [self._group(key, requests, some, found) for key, some in places.items()]
-        if len(groups) == 1:  # the usual case needs no extra task
+        groups = [self._group(key, requests, some, found) for key, some in indices.items()]
+        if len(groups) == 1:  # the usual case, without an extra task
             await groups[0]
         else:
             await aio.gather(groups)
         return [found[i] for i in range(len(requests))]
 
     async def update_weights(self, weights: Weights) -> None:
-        """Give all members the weights; see the module's docstring for when it returns.
+        """Update the weights of all members; see the module's docstring for when it returns.
 
-        Raises WeightSyncError if no member takes them within the deadline, or if a canary shows that a member
-        does not use them.  Members then go back to the version before.
+        Raises WeightSyncError if no member accepts them within the deadline, or a canary shows that a member
+        does not use them.  Members then return to the previous version.
         """
         before = self._target
         held = await self._hold(weights)
         self._aim(held)
         began = asyncio.get_running_loop().time()
         try:
-            # enough to replace engines that do not answer, and to ask those that replace them
+            # enough to replace engines that do not answer, and to update their replacements
             async with asyncio.timeout(2 * self._deadline + CLOSE):
                 await self._until(lambda: self._holders(held) or self._all_refuse(held, before))
             if not self._holders(held):
@@ -206,7 +206,7 @@ class EnginePool:
         self._notify()
 
     async def aclose(self) -> None:
-        """Close all members; calls that wait for them raise EngineError."""
+        """Close all members; waiting calls raise EngineError."""
         self._fault = self._fault or EngineError("engine pool is closed")
         self._notify()
         await aio.cancel([member.supervisor for member in self._members if member.supervisor is not None])
@@ -218,7 +218,7 @@ class EnginePool:
     # ------------------------------------------------------------------------------ its members
 
     def join(self) -> int:
-        """Add a member, which serves requests as soon as it holds the weights; return its number."""
+        """Add a member, which serves requests once it has the weights; return its number."""
         member = Member(self._next, self._make(self._next), self._notify)
         self._next += 1
         self._members.append(member)
@@ -240,8 +240,8 @@ class EnginePool:
         return [member for member in self._members if member.holds is held]
 
     def _all_refuse(self, held: copies.WeightsLease, before: copies.WeightsLease | None) -> bool:
-        asked = self._holders(before)
-        return bool(asked) and all(member.refuses is held for member in asked)
+        holders = self._holders(before)
+        return bool(holders) and all(member.refuses is held for member in holders)
 
     def _serving(self) -> list[Member]:
         good = [held for held in (self._current, self._target) if held is not None]
@@ -253,12 +253,12 @@ class EnginePool:
         self,
         key: Hashable,
         requests: Sequence[GenerationRequest],
-        places: Sequence[int],
+        indices: Sequence[int],
         found: dict[int, Completion],
     ) -> None:
-        """Send a group's requests to one member, and unfinished ones to another."""
+        """Send a group's requests to one member, and unfinished requests to another."""
         for attempt in range(1, ATTEMPTS + 1):
-            missing = {i: requests[i] for i in places if i not in found}
+            missing = {i: requests[i] for i in indices if i not in found}
             if not missing:
                 return
             tokens = sum(map(tokens_of, missing.values()))
@@ -277,7 +277,7 @@ class EnginePool:
             raise EngineError(f"engine pool: a request failed {ATTEMPTS} times, the last time: {error}")
 
     async def _choose(self, key: Hashable) -> Member:
-        """Choose the least loaded member, or this group's last member if its load is not much higher."""
+        """Return the least loaded member, or the group's last member if its load is not much higher."""
         ready = await self._until(self._serving)
         least = min(ready, key=lambda member: member.tokens)
         home = self._homes.pop(key, least)
@@ -291,13 +291,13 @@ class EnginePool:
     # ------------------------------------------------------------------------------ keeping
 
     async def _keep(self, member: Member) -> None:
-        """Keep a member on the target weights until it is given up, or the pool is closed."""
+        """Keep a member on the target weights until it is given up or the pool is closed."""
         try:
             while True:
                 await self._until(lambda: self._target is not None and member.holds is not self._target)
                 if self._target is not None:
                     await self._sync(member, self._target)
-        except Exception as error:  # raised by the calls that wait for the pool
+        except Exception as error:  # raised again by waiting calls
             self._fault = self._fault or (None if member.number in self._given_up else error)
         self._members.remove(member)
         member.give_back()
@@ -313,7 +313,7 @@ class EnginePool:
             member.refuses, self._failed[member.number] = held, str(error)
             self._notify()
             await self._until(lambda: self._target is not held or self._holders(held) or not member.holds)
-            with contextlib.suppress(TimeoutError):  # with newer weights, it is only late
+            with contextlib.suppress(TimeoutError):  # if there are newer weights, the member is only late
                 async with asyncio.timeout(self._lag):
                     await self._until(lambda: self._target is not held)
             if self._target is held:
@@ -326,12 +326,12 @@ class EnginePool:
         self._notify()
 
     async def _replace(self, member: Member, error: Exception) -> None:
-        """Replace an engine that failed.  Raises the error if the member is given up."""
+        """Replace a failed engine.  Raises the error if the member is given up."""
         member.give_back()
         self._notify()
         await member.close()
         why = self._failed[member.number] = str(error) or type(error).__name__
-        if not isinstance(error, DeadlineExceeded):  # it may be waiting for a machine
+        if not isinstance(error, DeadlineExceeded):  # it may still wait for a machine
             member.failures += 1
         if member.failures >= MAX_FAILURES:
             self._given_up.add(member.number)
@@ -356,15 +356,15 @@ class EnginePool:
         self._changed = asyncio.Event()
 
     def _reasons(self) -> str:
-        """Return why engines were replaced, for each member's last one."""
+        """Return the reason of each member's last replacement."""
         return "".join(f"; engine {number}: {why}" for number, why in self._failed.items())
 
-    async def _until(self, ask: Callable[[], T | None]) -> T:
-        """Wait until ``ask()`` returns something true.  Raises the error that has ended the pool."""
+    async def _until(self, condition: Callable[[], T | None]) -> T:
+        """Wait until ``condition()`` is true and return its value.  Raises the error that ended the pool."""
         while True:
             if self._fault is not None:
                 raise self._fault
-            if answer := ask():
+            if answer := condition():
                 return answer
             if not self._members:
                 raise EngineError(f"engine pool: no member is left{self._reasons()}")

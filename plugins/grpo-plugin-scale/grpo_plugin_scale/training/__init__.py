@@ -1,1 +1,1 @@
-"""The trainer ``torch`` with what a larger model or more GPUs need."""
+"""The trainer ``torch`` with sharding, offloading and LoRA."""

@@ -1,4 +1,4 @@
-"""One rank or several, joined by torch.distributed: NCCL between GPUs, gloo between CPUs."""
+"""Ranks connected by torch.distributed: NCCL between GPUs, gloo between CPUs."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Group:
     Args:
         rank: number of this process, from 0.
         size: number of processes.
-        rendezvous: where they find each other: a file, which must not exist before the first one begins, or
-            ``tcp://address:port``, at which the first one listens.  One process needs none.
-        device: where this process computes.
+        rendezvous: a file, which must not exist before the first rank starts, or ``tcp://address:port`` of
+            the first rank.  A single process needs none.
+        device: device of this process.
         seconds: time limit of each exchange.
-        leaves: whether other groups of this process use NCCL between machines.  It has one choice of network
-            interfaces for all groups.
+        leaves: whether other groups of this process use NCCL between machines; NCCL chooses network
+            interfaces once for all groups.
     """
 
     def __init__(
@@ -48,12 +48,12 @@ class Group:
         leaves: bool = False,
     ) -> None:
         self.rank, self.size, self._device = rank, size, device
-        # they listen on the address of this machine's name otherwise
+        # by default they listen on the address of the host name
         for library in ("GLOO",) if leaves else ("GLOO", "NCCL"):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         if device.type == "cuda" and device.index is not None:
-            torch.cuda.set_device(device)  # its communicators are made there
-        if not dist.is_initialized():  # a process has one group for all of its time
+            torch.cuda.set_device(device)  # NCCL creates communicators on the current device
+        if not dist.is_initialized():  # a process initialises torch.distributed once
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
                 store=_store(rendezvous, rank, size, timedelta(seconds=seconds)) if size > 1 else HashStore(),
@@ -87,9 +87,9 @@ class Group:
             if turn == self.rank:
                 try:
                     made = make()
-                except Exception as error:  # raised when no rank waits for this one any more
+                except Exception as error:  # raise after the collective, so that no rank waits for this one
                     failed = error
-                return_freed_memory()  # or each rank would keep what only one needs at a time
+                return_freed_memory()  # otherwise each rank would keep memory that only one needs at a time
             dist.barrier()
         if failed is not None:
             raise failed
@@ -104,12 +104,12 @@ class Group:
         return mine
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of which the ranks hold parts; all of them must ask."""
+        """Gather a sharded tensor; a collective call."""
         whole: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         return whole.detach()
 
     def owners(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-        """Return the rank that saves each tensor, so that all save about as many numbers."""
+        """Assign each tensor to the rank that saves it, with balanced sizes."""
         owners, numbers = {}, [0] * self.size
         for name in sorted(tensors, key=lambda name: (-tensors[name].numel(), name)):
             owners[name] = least = numbers.index(min(numbers))
@@ -126,7 +126,7 @@ class Group:
 
 
 def _store(rendezvous: str, rank: int, size: int, wait: timedelta) -> Store:
-    """Return the store by which ranks tell each other their addresses.  Raises OSError if a port is taken."""
+    """Return the store for the rendezvous of ranks.  Raises OSError if the port is in use."""
     if not rendezvous.startswith("tcp://"):
         return FileStore(rendezvous, size)
     where = urlsplit(rendezvous)
@@ -134,5 +134,5 @@ def _store(rendezvous: str, rank: int, size: int, wait: timedelta) -> Store:
     if rank > 0:
         return TCPStore(host, port, size, False, wait)
     family = socket.getaddrinfo(host, None)[0][0]
-    listening = socket.create_server((host, port), family=family)  # torch's own would listen at all addresses
+    listening = socket.create_server((host, port), family=family)  # torch would listen on all addresses
     return TCPStore(host, port, size, True, wait, False, master_listen_fd=listening.detach())

@@ -1,6 +1,6 @@
-"""A model whose weights stay, with adapters that are trained: LoRA (Hu et al., arXiv 2106.09685), by peft.
+"""A frozen model with trained adapters: LoRA (Hu et al., arXiv 2106.09685), by peft.
 
-The reference of a KL term is the same model with its adapters off, so there is no second one.
+The reference of a KL term is the same model with disabled adapters, so there is no second model.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from grpo_plugin_scale.training.group import Group
 
 ADAPTER = "default"
-"""peft's name of the adapters in the model."""
+"""Name of the adapters in peft."""
 FILE = "adapter_model.safetensors"
-"""peft's name of the file with the adapters."""
+"""File name of adapters in peft."""
 PREFIX = "base_model.model."
-"""Before the names of a model's layers in that file."""
+"""Prefix of layer names in that file."""
 FREED = 256 << 20
-"""Bytes that are freed before they are given back to the system."""
+"""Number of freed bytes after which memory is returned to the system."""
 
 
 class LoraModel:
@@ -51,12 +51,11 @@ class LoraModel:
 
     Args:
         policy: the model with its adapters.
-        whole: the tensors of the model without adapters, as its checkpoint has them.
-        layers: layers with an adapter by the checkpoint's name of their weight.
-        config: peft's, which is saved with the adapters.
-        source: of the model.
-        merged: whether engines get the sums of weights and adapters; otherwise they add adapters to the
-            files of the model.
+        whole: tensors of the model without adapters, as in its checkpoint.
+        layers: layers with an adapter, by the name of their weight in the checkpoint.
+        config: peft's configuration, which is saved with the adapters.
+        source: source of the model.
+        merged: whether engines receive merged weights; otherwise they add adapters to the model's files.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class LoraModel:
             if parameter.requires_grad
         ]
         self._moved: dict[str, Tensor] = {}
-        """The adapters of a reference that has moved."""
+        """Adapters of an updated reference."""
         self._dropouts = [
             dropout for layer in self._layers.values() for dropout in layer.lora_dropout.modules()
         ]
@@ -89,14 +88,13 @@ class LoraModel:
     def build(
         cls, source: ModelSource, config: LoraConfig, *, targets: Sequence[str], merged: bool
     ) -> LoraModel:
-        """Load the weights that the run started from, and adapters that were saved.  Raises ModelError.
+        """Load the initial weights, and saved adapters.  Raises ModelError.
 
         Args:
-            source: of the model.
-            config: peft's.
-            targets: layers that get adapters, as the configuration names them; if there are none, all linear
-                layers but the output layer.
-            merged: as of the class.
+            source: source of the model.
+            config: section of the configuration.
+            targets: names of layers with adapters; empty for all linear layers except the output layer.
+            merged: see the class.
         """
         made = source.ranks.in_turn(lambda: cls._loaded(source, config, targets, merged))
         if made.base:
@@ -109,14 +107,14 @@ class LoraModel:
     def _loaded(
         cls, source: ModelSource, config: LoraConfig, targets: Sequence[str], merged: bool
     ) -> LoraModel:
-        # on the host: a GPU need not have room for it in float32, nor for a model that ranks share
+        # on the host, since float32 weights or a sharded model may not fit on a GPU
         module = source.load(source.start, device=torch.device("cpu"))
-        policy: Scorer = source.scorer(module)  # its trials compute in float32
-        whole = checkpoint_tensors(module)  # its names are those of a model without adapters
+        policy: Scorer = source.scorer(module)  # its test passes compute in float32
+        whole = checkpoint_tensors(module)  # with the names of a model without adapters
         _inject(config, module, source, targets)
         layers = _adapted(module, whole)
         views = _views(module, whole)
-        del whole  # or it would keep the memory that is given back now
+        del whole  # releases the memory before it is returned to the system
         if policy.compute_dtype is torch.bfloat16:
             _halve(module)
         group = _group(source)
@@ -125,7 +123,7 @@ class LoraModel:
         here = _tensors(module)
         whole = {name: view.of(here) for name, view in views.items()}
         if group is not None:
-            from grpo_plugin_scale.training.sharded import divided  # it takes long to import
+            from grpo_plugin_scale.training.sharded import divided  # slow to import
 
             policy, whole = divided(group, module, policy, whole, copies=source.passes.copies)
         return cls(policy, whole=whole, layers=layers, config=config, source=source, merged=merged)
@@ -177,7 +175,7 @@ class LoraModel:
         return found
 
     def sums(self) -> list[tuple[str, Tensor | layout.LowRankSum]]:
-        """The tensors of the whole model, those with an adapter as sums."""
+        """Return the tensors of the model; tensors with an adapter as low-rank sums."""
         return [
             (
                 name,
@@ -188,7 +186,7 @@ class LoraModel:
 
     @torch.no_grad()
     def merged(self) -> nn.Module:
-        """Add the adapters to the weights for good; return the model, which has none any more."""
+        """Merge the adapters into the weights; return the model without adapters."""
         for _, tensor in self.sums():
             if isinstance(tensor, layout.LowRankSum):
                 tensor.base.copy_(tensor.computed())
@@ -199,12 +197,12 @@ class LoraModel:
         return module
 
     def write_merged(self, directory: Path) -> None:
-        """Write the merged model as a directory that transformers loads."""
+        """Write the merged model in transformers' format."""
         self.merged().save_pretrained(directory)  # type: ignore[operator]
         self._tokenizer.save(directory)
 
     def saved(self) -> Mapping[str, Tensor]:
-        """The whole adapters, which rank 0 writes: they are small."""
+        """Return the whole adapters, which are small, for rank 0 to write."""
         group = _group(self._source)
         return {name: group.whole(tensor) if group else tensor.detach() for name, tensor in self._named}
 
@@ -218,7 +216,7 @@ class LoraModel:
 
     @torch.no_grad()
     def load(self, directory: Path) -> None:
-        """Take the adapters that ``write`` wrote.  Raises ModelError if they are not this model's."""
+        """Load adapters that ``write`` wrote.  Raises ModelError if they do not fit the model."""
         path = directory / FILE
         try:
             tensors = load_file(path)
@@ -236,17 +234,17 @@ class LoraModel:
             parameter.copy_(self._source.ranks.part(tensors[name], parameter))
 
     def _enable(self, adapters: bool) -> None:
-        """Turn the adapters on or off.
+        """Enable or disable the adapters.
 
-        peft's ``enable_adapters`` would also change which parameters have gradients, and ranks remember that
-        from the first pass.
+        peft's ``enable_adapters`` would also change ``requires_grad``, which FSDP2 reads in the first pass
+        only.
         """
         for layer in self._layers.values():
             layer._disable_adapters = not adapters
 
     @contextmanager
     def _as_reference(self) -> Iterator[None]:
-        """Compute as the reference: without adapters, or with those of a reference that has moved."""
+        """Compute as the reference: without adapters, or with the adapters of an updated reference."""
         if not self._moved:
             self._enable(False)
             try:
@@ -265,60 +263,60 @@ class LoraModel:
 
 
 def _group(source: ModelSource) -> Group | None:
-    """Return the group that divides the model; None if one process holds it as it is."""
+    """Return the group that shards the model; None for an unsharded model."""
     return cast("Group", source.ranks) if source.ranks.size > 1 or source.passes.copies else None
 
 
 def _is_linear(layer: nn.Module) -> bool:
-    """Whether a layer multiplies by a matrix: torch's class, or the one of transformers' oldest models."""
+    """Whether a layer is linear: torch's class, or ``Conv1D`` of transformers."""
     return isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D"
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return views of a module's parameters, tied ones once, and of its buffers, by their names."""
+    """Return views of a module's parameters (tied ones once) and buffers by name."""
     named: dict[str, Tensor] = {name: tensor.detach() for name, tensor in module.named_parameters()}
     return named | {name: nn.Buffer(value.detach()) for name, value in module.named_buffers()}
 
 
 def _halve(module: nn.Module) -> None:
-    """Keep weights of linear layers in bfloat16 if it holds their numbers exactly.
+    """Store weights of linear layers in bfloat16 if this is exact.
 
-    Most checkpoints are in bfloat16.  These weights are not trained, and products in bfloat16 round them
-    anyway, so nothing that is computed with them changes.
+    Most checkpoints are in bfloat16.  These weights are frozen, and bfloat16 products round them anyway, so
+    results do not change.
     """
-    head, freed = module.get_output_embeddings(), 0  # type: ignore[operator]  # it is often the embedding, too
+    head, freed = module.get_output_embeddings(), 0  # type: ignore[operator]
     for layer in module.modules():
         weight: Any = layer.weight if _is_linear(layer) and layer is not head else None
-        if weight is None or weight.requires_grad:  # an adapter's
+        if weight is None or weight.requires_grad:  # an adapter
             continue
         if torch.equal((small := weight.data.bfloat16()).float(), weight.data):
             freed += weight.data.nbytes
             weight.data = small
-        if freed >= FREED:  # this thread does not use again what others, which loaded the model, have freed
+        if freed >= FREED:  # this thread's allocator does not reuse memory that loader threads freed
             return_freed_memory()
             freed = 0
 
 
 @frozen(eq=False)
 class _View:
-    """A tensor of a model's checkpoint as a view of a tensor of its module, wherever that is."""
+    """A checkpoint's tensor as a view of a module's tensor."""
 
     name: str
     """Name of the module's tensor."""
     shape: Sequence[int]
     strides: Sequence[int]
     offset: int
-    """Numbers of that tensor before the first one of this."""
+    """Offset of the view in elements."""
 
     def of(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return the view of one of these tensors, by their names in the module."""
+        """Return the view into one of these tensors, which are given by their names in the module."""
         tensor = tensors[self.name]
         view = tensor.as_strided(self.shape, self.strides, int(tensor.storage_offset()) + self.offset)
         return nn.Buffer(view) if isinstance(tensor, nn.Buffer) else view
 
 
 def _views(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, _View]:
-    """Return what each of these tensors is in the module."""
+    """Return each of these tensors as a view of the module."""
     homes: dict[int, list[tuple[int, int, str]]] = {}
     for name, tensor in _tensors(module).items():
         begin = int(tensor.storage_offset())
@@ -334,11 +332,11 @@ def _views(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, _View]
 
 
 def _inject(config: LoraConfig, module: nn.Module, source: ModelSource, targets: Sequence[str]) -> None:
-    """Put adapters into a model; they begin with the seed's numbers.  Raises ModelError."""
+    """Add adapters to a model, initialised by the seed.  Raises ModelError."""
     problem = _problem(targets, module)
     with torch.random.fork_rng([]), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")  # of layers that are transposed
-        torch.default_generator.manual_seed(source.seed)  # the module is on the host, and GPUs keep theirs
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")  # for transposed layers
+        torch.default_generator.manual_seed(source.seed)  # the module is on the host
         try:
             if not problem:
                 inject_adapter_in_model(config, module, adapter_name=ADAPTER)
@@ -360,7 +358,7 @@ def _inject(config: LoraConfig, module: nn.Module, source: ModelSource, targets:
 
 
 def _problem(targets: Sequence[str], module: nn.Module) -> str:
-    """Say what is wrong with the targets; "" if each of them is a layer that may have an adapter."""
+    """Return the error in the targets; "" if each is a layer that supports adapters."""
     names = [name for name, _ in module.named_modules()]
     for target in targets:
         if not target or not any(f".{name}".endswith(f".{target}") for name in names):
@@ -377,7 +375,7 @@ def _problem(targets: Sequence[str], module: nn.Module) -> str:
 
 
 def _adapted(module: nn.Module, base: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the layers with an adapter by the checkpoint's name of their weight.  Raises ModelError."""
+    """Return the layers with an adapter, by the checkpoint's name of their weight.  Raises ModelError."""
     names = {(tensor.data_ptr(), tensor.shape): name for name, tensor in base.items()}
     layers = {}
     for place, layer in module.named_modules():
@@ -394,7 +392,7 @@ def _adapted(module: nn.Module, base: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _check_files(directory: str, sums: Sequence[tuple[str, Tensor | layout.LowRankSum]]) -> None:
-    """Raise ModelError unless engines find each layer with an adapter in the model's files."""
+    """Raise ModelError unless the model's files contain each layer with an adapter, as engines need."""
     files = ModelFiles(Path(directory)).tensors
     for name, tensor in sums:
         if isinstance(tensor, layout.LowRankSum) and (
@@ -407,7 +405,7 @@ def _check_files(directory: str, sums: Sequence[tuple[str, Tensor | layout.LowRa
 
 
 def _factors(layer: Any) -> tuple[Tensor, Tensor]:
-    """Return two matrices whose product is added to the layer's weight."""
+    """Return the two matrices whose product is added to the layer's weight."""
     down, up = layer.lora_A[ADAPTER].weight.detach(), layer.lora_B[ADAPTER].weight.detach()
     up = up * layer.scaling[ADAPTER]
     return (down.t(), up.t()) if layer.fan_in_fan_out else (up, down)

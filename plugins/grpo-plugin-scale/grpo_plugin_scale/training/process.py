@@ -1,4 +1,4 @@
-"""The trainer ``torch`` of this plugin, in front of its processes."""
+"""The trainer ``torch`` of this plugin in child processes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from grpo_core.kit import ProcessTrainer, StartProcess, TrainerProcess, aio, pla
 from grpo_plugin_scale.config import ScaledConfig
 
 DEATH_IS_SEEN = 2.0
-"""Seconds within which the death of a process is noticed: the reason why other calls failed."""
+"""Seconds within which the death of a process is detected, as the cause of other errors."""
 
 
 class ScaledProcess(ProcessTrainer):
-    """A ``ScaledTrainer`` in a child process, or in one for each rank."""
+    """A ``ScaledTrainer`` in a child process, or in one child process for each rank."""
 
     target = "grpo_plugin_scale.training.trainer:create"
 
@@ -29,16 +29,16 @@ class ScaledProcess(ProcessTrainer):
 
 
 class Together(TrainerProcess):
-    """The processes of several ranks, which act as one.
+    """The processes of several ranks behind the interface of one.
 
-    If one fails, the others are stopped: they would wait for it.
+    If one fails, the others are stopped, because they would wait for it.
 
     Args:
         start: starts the process of a rank.
         size: number of ranks.
-        target: makes the trainer of a rank, as ``ProcessTrainer.target``.
-        setup: of the trainer.
-        name: how messages call it.
+        target: factory of a rank's trainer, like ``ProcessTrainer.target``.
+        setup: setup of the trainer.
+        name: name in messages.
     """
 
     def __init__(self, start: StartProcess, size: int, target: str, setup: TrainerSetup, name: str) -> None:
@@ -57,7 +57,7 @@ class Together(TrainerProcess):
         return about
 
     async def call(self, method: str, *args: Any, seconds: float | None) -> Any:
-        """Call a method of all ranks; return what the first one returns."""
+        """Call a method of all ranks; return the first rank's result."""
         each = [args] * len(self.ranks)
         if method == "step":
             divide = partial(plan.shares, updates=self._updates, ranks=len(self.ranks), layout=self._layout)
@@ -66,7 +66,7 @@ class Together(TrainerProcess):
         return (await self._all(calls, writes=method in ("save", "written")))[0]
 
     async def died(self) -> GrpoError:
-        """Wait until a rank ends, and return why."""
+        """Wait until a rank ends; return the reason."""
         waits = [asyncio.create_task(rank.died()) for rank in self.ranks]
         try:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -83,9 +83,9 @@ class Together(TrainerProcess):
         self._closing.close()
 
     async def _all(self, calls: Sequence[Coroutine[Any, Any, Any]], *, writes: bool = False) -> list[Any]:
-        """Await a call of each rank.  Raises the first error; if a rank died, this is why others failed.
+        """Await a call of each rank.  Raises the first error, or the death of a rank, which causes others.
 
-        Where a rank fails, the others are stopped, unless the call ``writes`` and the disk failed: then
+        If a rank fails, the others are stopped, except after a disk error of a call that ``writes``, so that
         training continues.
         """
         try:

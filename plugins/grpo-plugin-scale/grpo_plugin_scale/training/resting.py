@@ -1,4 +1,4 @@
-"""Moves tensors to the machine's memory while an engine on the same GPU needs theirs, and back."""
+"""Offloads tensors to host memory while an engine on the same GPU needs the space."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from torch import Tensor
 from grpo_core.kit import room_for
 
 SMALLEST = 1024
-"""Bytes of a tensor below which it stays: its copy would cost more than it frees."""
+"""Size in bytes below which a tensor is not offloaded: copying would cost more than it frees."""
 
 
 class Resting:
-    """Tensors that are on their device or, between two steps, in the machine's memory.
+    """Tensors that are on their device, or in host memory between two steps.
 
-    Tensors stay the same objects, and so do views of them: the memory behind them is given back, and made
-    anew.  Copies are in one pinned block, and kept from one step to the next: their memory is the price.
+    Tensors and views stay the same objects; only their storage is freed and reallocated.  Copies are in one
+    pinned block that is kept between steps, at the price of its memory.
     """
 
     def __init__(self) -> None:
         self._copies: dict[int, Tensor] = {}
-        """A copy of each storage that was away once, as bytes."""
+        """Byte copies of all storages that were offloaded before."""
         self._away: list[torch.UntypedStorage] = []
 
     @torch.no_grad()
     def leave(self, tensors: Iterable[Tensor]) -> int:
-        """Copy tensors and give back their memory; return its bytes.  Their values cannot be read then."""
+        """Offload tensors; return the freed bytes.  Their values are unreadable until ``come_back``."""
         storages = {memory_of(tensor): tensor.untyped_storage() for tensor in tensors}
-        moved = {  # a storage that cannot be made anew stays, such as a file that is mapped
+        moved = {  # storages that cannot be resized stay, such as mapped files
             key: storage
             for key, storage in storages.items()
             if storage.nbytes() >= SMALLEST and storage.resizable()
         }
-        new = {  # which were never away, or have another size now; they get one block
+        new = {  # new or resized storages share one new block
             key: _bytes(storage)
             for key, storage in moved.items()
             if key not in self._copies or self._copies[key].nbytes != storage.nbytes()
@@ -52,7 +52,7 @@ class Resting:
 
     @torch.no_grad()
     def come_back(self) -> None:
-        """Move everything back."""
+        """Restore all tensors."""
         for storage in self._away:
             copy = self._copies[storage._cdata]
             storage.resize_(copy.nbytes)
@@ -61,7 +61,7 @@ class Resting:
         self._away.clear()
 
     def readable(self, tensor: Tensor) -> Tensor:
-        """Return the tensor, or the copy of one that is away."""
+        """Return the tensor, or its copy if it is offloaded."""
         copy = self._copies.get(memory_of(tensor))
         if copy is None or tensor.untyped_storage().nbytes():
             return tensor
@@ -70,7 +70,7 @@ class Resting:
 
     def _wait(self) -> None:
         for gpu in {each.device for each in map(_bytes, self._away) if each.is_cuda}:
-            torch.cuda.synchronize(gpu)  # by name: it need not be the current one
+            torch.cuda.synchronize(gpu)  # explicit, since it may not be the current device
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
@@ -78,6 +78,6 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Return what is equal for two tensors in one memory."""
+    """Return a key of a tensor's storage."""
     key: int = tensor.untyped_storage()._cdata
     return key

@@ -1,4 +1,4 @@
-"""A model whose weights the ranks of a trainer share: FSDP2 (``fully_shard``), layer by layer."""
+"""A model sharded over the ranks of a trainer by FSDP2 (``fully_shard``), layer by layer."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
     from grpo_plugin_scale.training.group import Group
 
 HOST = torch.device("cpu")
-"""Where a model is loaded that ranks share: a GPU need not have room for all of it.  ``fully_shard`` moves
-one layer after the other to the rank's device, and keeps the rank's part of it there."""
+"""Device for loading a sharded model, which may not fit on a GPU.  ``fully_shard`` moves one layer after
+the other to the rank's device and keeps the rank's shard there."""
 
 
 class ShardedModel(FullModel):
-    """Trains, publishes and saves all weights, of which each rank holds a part.
+    """Trains, publishes and saves sharded weights.
 
-    Its checkpoint is a transformers directory, of which each rank writes one file.
+    A checkpoint is a transformers directory with one file from each rank.
     """
 
     def __init__(self, group: Group, policy: _Sharded, *args: Any, **others: Any) -> None:
         self._group, self._names = group, policy.names
-        super().__init__(policy, *args, **others)  # type: ignore[arg-type]  # it has what a Scorer has
+        super().__init__(policy, *args, **others)  # type: ignore[arg-type]  # has the interface of a Scorer
 
     @classmethod
     def build(cls, source: ModelSource) -> ShardedModel:
-        """Load the weights, and keep this rank's part.  Raises ModelError."""
+        """Load the weights, and keep this rank's shard.  Raises ModelError."""
         group = cast("Group", source.ranks)
 
         def sharded(path: str | Path, *, trains: bool, dtype: torch.dtype = torch.float32) -> _Sharded:
@@ -46,7 +46,7 @@ class ShardedModel(FullModel):
             return _Sharded(module, scorer, group, names, copies=source.passes.copies)
 
         policy = group.in_turn(lambda: sharded(source.saved or source.start, trains=True))
-        frozen = source.passes.copies and not source.moves_reference  # nobody needs more of its digits
+        frozen = source.passes.copies and not source.moves_reference  # its float32 weights are not needed
         dtype = torch.bfloat16 if frozen else torch.float32
         start = partial(sharded, source.start, trains=False, dtype=dtype)
         reference = group.in_turn(start) if source.reference else None
@@ -56,7 +56,7 @@ class ShardedModel(FullModel):
         return list(_renamed(self.policy.module, self._names).items())
 
     def saved(self) -> Mapping[str, Tensor]:
-        """The whole tensors that this rank writes."""
+        """Return the whole tensors that this rank writes."""
         return self._group.dealt(dict(self.published()))
 
     def write(self, directory: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -67,8 +67,8 @@ class ShardedModel(FullModel):
             return
         nbytes = sum(tensor.numel() * tensor.itemsize for tensor in published.values())
         owners = self._group.owners(published)
-        places = {name: _file_of(owner, size) for name, owner in sorted(owners.items())}
-        index = {"metadata": {"total_size": nbytes}, "weight_map": places}
+        files = {name: _file_of(owner, size) for name, owner in sorted(owners.items())}
+        index = {"metadata": {"total_size": nbytes}, "weight_map": files}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
         module: Any = self.policy.module
         module.config.save_pretrained(directory)
@@ -82,15 +82,15 @@ class ShardedModel(FullModel):
 
 
 class _Sharded(nn.Module):
-    """A ``Scorer`` whose module's weights are gathered, layer by layer, while it computes.
+    """A ``Scorer`` that gathers sharded weights layer by layer.
 
     Args:
-        module: becomes one of which this rank holds a part.
-        scorer: computes with it.
-        group: the ranks that share it.
-        names: see ``_names``; of the module before it is divided.
-        copies: whether what is gathered are bfloat16 copies.  Gradients are summed in float32 in any case,
-            and the parts of the ranks are float32.
+        module: module to shard in place.
+        scorer: scorer of the module.
+        group: group of ranks.
+        names: see ``_names``, for the module before sharding.
+        copies: whether to gather bfloat16 copies.  Gradients are summed in float32 in any case, and shards
+            are float32.
     """
 
     def __init__(
@@ -109,8 +109,8 @@ class _Sharded(nn.Module):
         register_fsdp_forward_method(self, "score")
         register_fsdp_forward_method(self, "next_tokens")
         for part in [*parts, self]:
-            part.set_gradient_divide_factor(1.0)  # type: ignore[operator]  # losses are divided already
-            part.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]  # gloo knows no other
+            part.set_gradient_divide_factor(1.0)  # type: ignore[operator]  # losses are normalised already
+            part.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]  # gloo supports sums only
 
     def score(
         self, micro: MicroBatch, temperature: float, *, entropy_gradient: bool = False
@@ -122,21 +122,21 @@ class _Sharded(nn.Module):
 
 
 def _file_of(rank: int, ranks: int) -> str:
-    """Return the name of the file that a rank writes, as transformers names the parts of a model."""
+    """Return the name of a rank's file, in transformers' naming scheme for shards."""
     return f"model-{rank + 1:05d}-of-{ranks:05d}.safetensors"
 
 
 def divided(
     group: Group, module: nn.Module, scorer: Scorer, tensors: Mapping[str, Tensor], *, copies: bool
 ) -> tuple[Scorer, dict[str, Tensor]]:
-    """Divide a module among the ranks; return what scores with it, and the tensors that are parts now.
+    """Shard a module; return its scorer, and its sharded tensors.
 
     Args:
-        group: the ranks.
-        module: is divided.
-        scorer: computes with it.
-        tensors: whole tensors of the module, by the names that engines know.
-        copies: as of ``_Sharded``.
+        group: group of ranks.
+        module: module to shard.
+        scorer: scorer of the module.
+        tensors: whole tensors of the module, by their names in checkpoints.
+        copies: see ``_Sharded``.
     """
     names = _names(module, tensors)
     policy: Any = _Sharded(module, scorer, group, names, copies=copies)
@@ -144,24 +144,24 @@ def divided(
 
 
 def _renamed(module: nn.Module, names: Mapping[str, str]) -> dict[str, Tensor]:
-    """Return the tensors of a module by the names that engines know; see ``_names``."""
+    """Return the tensors of a module by their names in checkpoints; see ``_names``."""
     buffers = {name: nn.Buffer(value) for name, value in module.named_buffers()}
     own = {**dict(module.named_parameters()), **buffers}
     return {name: own[known] for name, known in names.items()}
 
 
 def _names(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Map the names of the tensors that engines load to those of the module's own tensors.
+    """Map names of tensors in checkpoints to their names in the module.
 
-    Raises ModelError if one of them is not a whole tensor of the module.
+    Raises ModelError if a checkpoint's tensor is not a whole tensor of the module.
     """
-    places = {
+    in_module = {
         (tensor.data_ptr(), tensor.shape): name
         for name, tensor in [*module.named_buffers(), *module.named_parameters()]
     }
     names = {}
     for name, tensor in tensors.items():
-        known = places.get((tensor.data_ptr(), tensor.shape))
+        known = in_module.get((tensor.data_ptr(), tensor.shape))
         if known is None:
             raise ModelError(
                 f"trainer.ranks: the checkpoint of {type(module).__name__} has a tensor {name!r} that is a "

@@ -1,4 +1,4 @@
-"""The trainer of a process: its ranks, and weights that rest between two steps."""
+"""The trainer in each process: ranks and offloaded weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from grpo_plugin_scale.training.resting import Resting
 
 def create(setup: TrainerSetup) -> ScaledTrainer:
     """Factory for the child process."""
-    refuse_experts(setup.section(ScaledConfig), setup.model.path)  # it may have come from the hub just now
+    refuse_experts(setup.section(ScaledConfig), setup.model.path)  # it may be a new download
     made = ScaledTrainer.in_child(setup)
     if setup.section(ScaledConfig).offload and made.device.type == "cpu":
         raise ConfigError(
@@ -27,9 +27,9 @@ def create(setup: TrainerSetup) -> ScaledTrainer:
 
 
 class ScaledTrainer(TorchTrainer):
-    """Trains a model that several processes hold together, and whose weights may rest between two steps.
+    """A ``TorchTrainer`` with sharding over several processes and offloading between steps.
 
-    With the keys of this plugin as they are by default, it is a ``TorchTrainer``.
+    With the default keys of this plugin it behaves like ``TorchTrainer``.
     """
 
     def __init__(self, setup: TrainerSetup) -> None:
@@ -38,7 +38,7 @@ class ScaledTrainer(TorchTrainer):
         super().__init__(setup)
 
     def place(self) -> torch.device:
-        """Choose the GPU of this rank, unless the configuration names one."""
+        """Select the GPU of this rank, unless the configuration names one."""
         device = super().place()
         if not self._section.divides or device != torch.device("cuda"):
             return device
@@ -47,7 +47,7 @@ class ScaledTrainer(TorchTrainer):
     def join(self, *, leaves: bool) -> Ranks:
         if not self._section.divides:
             return super().join(leaves=leaves)
-        from grpo_plugin_scale.training.group import Group  # torch's distributed tensors take long to import
+        from grpo_plugin_scale.training.group import Group  # torch.distributed.tensor is slow to import
 
         return Group(
             self.setup.rank,
@@ -80,7 +80,7 @@ class ScaledTrainer(TorchTrainer):
         if self._section.offload:
             self._resting.leave([*self.model.weights(), *self.optimizers.tensors()])
             if self.device.type == "cuda":
-                torch.cuda.empty_cache()  # an engine on the same GPU takes the weights now
+                torch.cuda.empty_cache()  # frees memory for the engine on the same GPU
         return weights
 
     def readable(self, tensor: Tensor) -> Tensor:

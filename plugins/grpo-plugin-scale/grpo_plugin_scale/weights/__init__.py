@@ -1,1 +1,1 @@
-"""The transports ``cuda_ipc`` and ``collective``: writers for the trainer and readers for engines."""
+"""The weight transports ``cuda_ipc`` and ``collective``: writers for trainers, readers for engines."""

@@ -1,28 +1,29 @@
-"""Weights sent from the trainer's block to a block of each engine that asks, by NCCL or by TCP.
+"""Weights sent from the trainer's block to each engine on request, by NCCL or TCP.
 
     engine                              trainer (one socket)
                     <------ nonce
     proof, nonce,
     its GPU         ------>                       HMAC-SHA256 by the secret of both nonces: each end knows
-                    <------ proof                 that the other has it, and nobody learns it by listening
+                    <------ proof                 that the other has it, and eavesdroppers do not learn it
                     <-----> NCCL's addresses and one byte, if the two have a GPU each
     publication     ------>
                     <------ yes or no, and the block in buckets
 
-Between two GPUs NCCL moves the block, in a group of two (see ``nccl``).  To an engine on the CPU, or on the
-trainer's own GPU, where NCCL does not work, the block goes over the connection.  An engine that wants no
-copy of the whole block verifies each bucket and forgets it, and asks for the publication again to use it.
+Between two GPUs the block is sent by NCCL, in a group of two (see ``nccl``).  To an engine on the CPU, or on
+the trainer's GPU, where NCCL does not work, it is sent over the connection.  An engine that cannot store the
+whole block verifies and drops each bucket, and then requests the publication again to load it.
 
-An engine asks for a publication by number, when it has memory for it.  Each engine is served by a thread of
-its own, so none waits for another.  The trainer refuses any number but the last.  Before it writes the next
-publication it waits ``PATIENCE`` seconds for engines that are still receiving, and then hangs up on them; so
-an engine gets one whole version or an error, and a slow engine never stops the trainer.
+An engine requests a publication by number once it has memory for it.  Each engine is served by a separate
+thread, so engines do not wait for each other.  The trainer refuses all numbers except the last.  Before it
+writes the next publication it waits ``PATIENCE`` seconds for engines that are still receiving, and then
+closes their connections.  An engine thus receives one whole version or an error, and a slow engine cannot
+stop the trainer.
 
-If the trainer has several ranks, each has a socket, and a block with the rows that it holds.  An engine asks
-all of them, and puts each bucket together from what they send.
+With several ranks, each rank has a socket and a block with its rows.  An engine connects to all of them and
+assembles each bucket from their parts.
 
-The location contains the address of each rank's socket and a secret.  Whoever has the secret can read the
-weights.  Nothing is encrypted, so bind the socket to a trusted network only.
+The location contains the address of each rank's socket and a secret, which grants access to the weights.
+Nothing is encrypted, so bind the socket to a trusted network only.
 """
 
 from __future__ import annotations
@@ -51,28 +52,27 @@ if TYPE_CHECKING:
 SCHEME = "collective:"
 
 PROOF_SECONDS = 10.0
-"""Seconds in which a new connection has to prove that it has the secret."""
+"""Time limit in seconds for the proof of the secret on a new connection."""
 MOST_UNPROVEN = 64
-"""Largest number of connections that have not proven it yet; one more closes the oldest."""
+"""Largest number of unproven connections; a further one closes the oldest."""
 MEETING = 30.0
-"""Seconds that an engine waits for the trainer to accept its connection, and for each answer."""
+"""An engine's time limit in seconds for connecting to the trainer, and for each answer."""
 SECONDS = 300.0
-"""Seconds that either end waits for the next part of a block."""
+"""Time limit in seconds for the next part of a block."""
 PATIENCE = 60.0
-"""Seconds that the trainer waits for engines that still receive a version, before it writes the next one."""
+"""Seconds that the trainer waits for receiving engines before it writes the next version."""
 RELEASE = 5.0
-"""Seconds in which the transfers to engines that were hung up on have to end."""
+"""Time limit in seconds for the end of transfers over closed connections."""
 
 
 class CollectiveWriter:
-    """Owns the block that one trainer publishes in, and sends it to engines.
+    """Owns a trainer's block, and sends it to engines.
 
     Args:
         device: device of the block.
-        host: address of the socket at which engines reach the trainer.
-        ports: ports of which the socket takes the first one that is free; 0 is any.
-        ranks: the processes that publish together, each what it holds, and each at a socket of its own; None
-            if it is one.
+        host: address of the socket, reachable by engines.
+        ports: ports to try in order; 0 is any free port.
+        ranks: the ranks that publish together, each with a separate socket; None for a single process.
 
     Raises ConfigError if the trainer cannot listen there.
     """
@@ -90,11 +90,11 @@ class CollectiveWriter:
         """Guards the four attributes below."""
         self._publication = 0
         self._version: int | None = None
-        """Version of the block's contents; None while they are written."""
+        """Version in the block; None while it is being written."""
         self._slices: list[layout.Slice] = []
-        """The parts in which the block is sent, one after the other."""
+        """The slices of the block in the order of sending."""
         self._readers: set[Line] = set()
-        """Connections over which the block is being sent."""
+        """Connections with a running transfer."""
         self._secret = secrets.token_hex(16)
         self._unproven: deque[socket.socket] = deque()
         self._socket = _listen(host, ports)
@@ -107,7 +107,7 @@ class CollectiveWriter:
         *,
         dtype: torch.dtype | None = None,
     ) -> Weights:
-        """Copy the tensors into the block, when no engine receives the version before any more."""
+        """Copy the tensors into the block, after running transfers of the previous version have ended."""
         self._withdraw()
         here = [self._host, self._socket.getsockname()[1], self._secret, self._publication]
         ends = self._ranks.gathered(here)
@@ -126,7 +126,7 @@ class CollectiveWriter:
         return weights
 
     def _withdraw(self) -> None:
-        """End the present publication, within ``PATIENCE + RELEASE`` seconds."""
+        """End the current publication within ``PATIENCE + RELEASE`` seconds."""
         with self._state:
             before, self._version = self._version, None
             self._publication += 1
@@ -140,7 +140,7 @@ class CollectiveWriter:
             for line in self._readers:
                 line.hang_up()
             if not self._state.wait_for(lambda: not self._readers, RELEASE):
-                # a transfer that does not end keeps the block, and the next version gets another one
+                # a hanging transfer keeps the block, and the next version gets a new one
                 self._readers = set()
                 self._block = torch.empty(0, dtype=torch.uint8, device=self._device)
 
@@ -153,7 +153,7 @@ class CollectiveWriter:
         while True:
             try:
                 connection, _ = self._socket.accept()
-            except OSError as error:  # no file descriptor is left, for one: later there may be one
+            except OSError as error:  # for example no free file descriptor; retry later
                 print(f"collective: a connection could not be accepted: {error}", flush=True)
                 time.sleep(1.0)
                 continue
@@ -168,12 +168,12 @@ class CollectiveWriter:
         with contextlib.closing(Line(connection)) as line:
             try:
                 pair = self._meet(line)
-                while asked := line.receive():
+                while request := line.receive():
                     line.limit(SECONDS)
-                    self._answer(line, pair, asked["publication"])
-                    line.limit(None)  # an engine asks when there is something to ask for
+                    self._answer(line, pair, request["publication"])
+                    line.limit(None)  # engines are idle between publications
             except PermissionError:
-                pass  # a stranger, which is none of the user's engines
+                pass  # not one of the run's engines
             except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
                 print(f"collective: an engine has disconnected: {errors.one_line(error)}", flush=True)
             finally:
@@ -182,7 +182,7 @@ class CollectiveWriter:
                     pair.abort()
 
     def _meet(self, line: Line) -> Pair | None:
-        """Return the group of NCCL with a proven engine, or None without NCCL; raises PermissionError."""
+        """Authenticate an engine; return the NCCL group, or None without NCCL.  Raises PermissionError."""
         deadline = time.monotonic() + PROOF_SECONDS
         line.limit(PROOF_SECONDS)
         nonce = secrets.token_hex(16)
@@ -205,8 +205,8 @@ class CollectiveWriter:
                 "engine, and NCCL connects only equal ones; set it to one value on all machines before "
                 "grpo-core and Ray start"
             )
-        told = {"proof": proof(self._secret, "trainer", str(hello["nonce"])), "nccl": nccl}
-        line.send(told | ({"problem": problem} if problem else {}))
+        answer = {"proof": proof(self._secret, "trainer", str(hello["nonce"])), "nccl": nccl}
+        line.send(answer | ({"problem": problem} if problem else {}))
         if problem:
             raise ValueError(problem)
         pair = Pair(line, TRAINER, self._device) if nccl else None
@@ -228,12 +228,12 @@ class CollectiveWriter:
             for part in parts:
                 if pair is None:
                     line.send_block(part)
-                elif part.numel():  # a rank may hold nothing of a bucket
+                elif part.numel():  # a rank may have no rows of a bucket
                     pair.move(part)
 
     @contextlib.contextmanager
     def _reading(self, line: Line, publication: int) -> Iterator[list[torch.Tensor] | None]:
-        """Keep the block of a publication as it is, in its parts; None if there is another one by now."""
+        """Lock the block for sending a publication; yield its slices, or None if there is a newer one."""
         with self._state:
             readers = self._readers
             present = publication == self._publication and self._version is not None
@@ -273,29 +273,29 @@ class _Partner:
             self.close()
             raise
         self.device = device if nccl else torch.device("cpu")
-        """Device to which blocks come."""
+        """Target device of blocks."""
 
     def _meet(self, secret: str, device: torch.device) -> bool:
-        """Return whether the block comes by NCCL.  Raises ConnectionError if the other end is a stranger."""
+        """Authenticate; return whether NCCL is used.  Raises ConnectionError for a wrong proof."""
         greeting, nonce = self._received(), secrets.token_hex(16)
-        said = proof(secret, "engine", str(greeting.get("nonce")))
-        hello = {"proof": said, "nonce": nonce, "device": device_id(device), "memory": memory_setting()}
-        answer = self._ask(hello)
+        answered = proof(secret, "engine", str(greeting.get("nonce")))
+        hello = {"proof": answered, "nonce": nonce, "device": device_id(device), "memory": memory_setting()}
+        answer = self._send(hello)
         if not proves(answer.get("proof"), secret, "trainer", nonce):
             raise ConnectionError("the process that listens there is not this run's trainer")
         if "problem" in answer:
             raise ValueError(answer["problem"])
         return bool(answer["nccl"])
 
-    def ask_for(self, publication: int) -> None:
+    def request(self, publication: int) -> None:
         self._line.limit(MEETING)
-        answer = self._ask({"publication": publication})
+        answer = self._send({"publication": publication})
         if "problem" in answer:
             raise ValueError(answer["problem"])
         self._line.limit(SECONDS)
 
     def fill(self, part: torch.Tensor) -> None:
-        settle(self.device)  # the memory may still be read by what this thread started
+        settle(self.device)  # kernels of this thread may still read the memory
         try:
             if self._pair is None:
                 self._line.receive_block(part)
@@ -310,12 +310,12 @@ class _Partner:
             raise TimeoutError(f"the trainer has sent nothing for {SECONDS:g} s") from None
 
     def fill_rows(self, bucket: torch.Tensor, held: layout.Slice) -> None:
-        """Receive the rows of a bucket that the rank holds: straight to their places if it is on the CPU."""
+        """Receive the rank's rows of a bucket, directly into the bucket if it is on the CPU."""
         size = held.end - held.begin
         if self._pair is None and bucket.device.type == "cpu":
             at = 0
             for begin, place, nbytes in (*held.pieces, (size, 0, 0)):
-                self.fill(torch.empty(begin - at, dtype=torch.uint8))  # between two tensors there is nothing
+                self.fill(torch.empty(begin - at, dtype=torch.uint8))  # padding between two tensors
                 self.fill(bucket[place : place + nbytes])
                 at = begin + nbytes
             return
@@ -324,7 +324,7 @@ class _Partner:
         for begin, place, nbytes in held.pieces:
             bucket[place : place + nbytes].copy_(received[begin : begin + nbytes])
 
-    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _send(self, message: dict[str, Any]) -> dict[str, Any]:
         self._line.send(message)
         return self._received()
 
@@ -344,7 +344,7 @@ class _Partner:
 
 
 class _Trainer:
-    """An engine's connections to the ranks of one trainer, with the last block that it received."""
+    """An engine's connections to the ranks of a trainer, and the last received block."""
 
     def __init__(self, ends: Iterable[tuple[str, int, str]], device: torch.device) -> None:
         self._partners: list[_Partner] = []
@@ -363,7 +363,7 @@ class _Trainer:
         if self._publications == publications:
             return self._block
         self._publications = []
-        if self._block.numel() != weights.nbytes:  # before it asks: the trainer waits for no memory
+        if self._block.numel() != weights.nbytes:  # before the request: the trainer waits for no memory
             self._block = torch.empty(0, dtype=torch.uint8, device=self._device)
             self._block = torch.empty(weights.nbytes, dtype=torch.uint8, device=self._device)
         parts = (self._block[part.begin : part.end] for part in layout.buckets(weights))
@@ -372,7 +372,7 @@ class _Trainer:
         return self._block
 
     def parts(self, publications: list[int], weights: Weights) -> Iterator[torch.Tensor]:
-        """Receive a publication in buckets, each in memory of its own."""
+        """Receive a publication in buckets with separate memory."""
         sizes = [part.end - part.begin for part in layout.buckets(weights)]
         made = (torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes)
         return self._filled(publications, weights, made)
@@ -380,19 +380,19 @@ class _Trainer:
     def _filled(
         self, publications: list[int], weights: Weights, parts: Iterator[torch.Tensor]
     ) -> Iterator[torch.Tensor]:
-        asked = False
+        requested = False
         for held in zip(*(layout.slices(weights, rank) for rank in range(len(self._partners))), strict=True):
             part = next(parts)
-            if not asked:  # when there is memory
+            if not requested:  # after allocating memory
                 for partner, publication in zip(self._partners, publications, strict=True):
-                    partner.ask_for(publication)
-                asked = True
+                    partner.request(publication)
+                requested = True
             self._fill(part, held)
             yield part
-            del part  # the next one needs memory
+            del part  # frees memory for the next one
 
     def _fill(self, bucket: torch.Tensor, held: Sequence[layout.Slice]) -> None:
-        """Receive a bucket from all ranks, one after the other; engines begin with different ones."""
+        """Receive a bucket from all ranks in turn; engines start with different ranks."""
         if len(self._partners) == 1:
             self._partners[0].fill(bucket)
             return
@@ -410,13 +410,13 @@ _trainers: dict[tuple[tuple[tuple[str, int, str], ...], torch.device], _Trainer]
 
 
 def pulled(weights: Weights, device: torch.device | None = None) -> torch.Tensor:
-    """Return a copy of the trainer's block, uint8 [nbytes]; it overwrites the copy of another version.
+    """Return a copy of the trainer's block, uint8 [nbytes], which replaces the copy of an earlier version.
 
     Args:
-        device: of the engine.  The copy is there if it is a GPU that NCCL can use, else on the CPU.
+        device: device of the engine.  The copy is on this device if it is a GPU with NCCL, else on the CPU.
 
-    Raises WeightSyncError if the trainer cannot be reached or ends, if it holds another version by now, or
-    if there is no memory for the copy.
+    Raises WeightSyncError if the trainer is unreachable or ends, has another version by now, or if there is
+    no memory for the copy.
     """
     with _arriving(weights):
         trainer, publications = _trainer(weights, device)
@@ -426,7 +426,7 @@ def pulled(weights: Weights, device: torch.device | None = None) -> torch.Tensor
 def streamed(weights: Weights, device: torch.device | None = None) -> Generator[torch.Tensor]:
     """Yield the trainer's block in the buckets of ``layout.buckets``, each in separate memory.
 
-    Close the generator if not all are wanted.  Arguments and errors are those of ``pulled``.
+    Close the generator to stop early.  Arguments and errors are the same as for ``pulled``.
     """
     with _arriving(weights):
         trainer, publications = _trainer(weights, device)
@@ -434,9 +434,9 @@ def streamed(weights: Weights, device: torch.device | None = None) -> Generator[
 
 
 def _trainer(weights: Weights, device: torch.device | None) -> tuple[_Trainer, list[int]]:
-    """Return the trainer of weights, and the number of the publication at each of its ranks."""
-    told = json.loads(weights.location.removeprefix(SCHEME))
-    ends = told if isinstance(told[0], list) else [told]
+    """Return the connections to a trainer, and the publication's number at each rank."""
+    location = json.loads(weights.location.removeprefix(SCHEME))
+    ends = location if isinstance(location[0], list) else [location]
     key = tuple((host, port, secret) for host, port, secret, _ in ends), device or torch.device("cpu")
     if key not in _trainers:
         _hang_up()
@@ -446,7 +446,7 @@ def _trainer(weights: Weights, device: torch.device | None) -> tuple[_Trainer, l
 
 @contextlib.contextmanager
 def _arriving(weights: Weights) -> Iterator[None]:
-    """Hang up if a transfer fails, or is given up in the middle; raise WeightSyncError if it fails."""
+    """Close the connections if a transfer fails or is abandoned; raise WeightSyncError for a failure."""
     try:
         yield
     except (OSError, RuntimeError, ValueError, KeyError) as error:
@@ -466,7 +466,7 @@ def _hang_up() -> None:
 
 
 def _listen(host: str, ports: Iterable[int]) -> socket.socket:
-    """Return a socket that listens at the first free port."""
+    """Return a socket that listens on the first free port."""
     ports = list(ports)
     problem: OSError | None = None
     for port in ports:

@@ -1,7 +1,7 @@
-"""Weights in GPU memory, shared with the processes of the machine by a CUDA IPC handle.
+"""Weights in GPU memory, shared between the processes of a machine by a CUDA IPC handle.
 
-The handle is plain data (JSON, not pickle).  A process that opens it reads the trainer's block itself, on the
-trainer's GPU, which must be visible to that process.
+The handle is plain data (JSON, not pickle).  A process that opens it reads the trainer's block directly; the
+trainer's GPU must be visible to it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class CudaIpcWriter:
     """Owns a block of GPU memory; each ``write`` replaces its contents.
 
     Args:
-        device: where this process computes.
-        ranks: the processes that write it together; None if it is one.  The block is on the first one's GPU,
-            and each of the others opens it and writes the rows that it holds.
+        device: device of this process.
+        ranks: the ranks that write together; None for a single process.  The block is on the first rank's
+            GPU; the others open it and write their rows.
     """
 
     def __init__(self, device: torch.device, ranks: publishing.Publishers | None = None) -> None:
@@ -80,19 +80,19 @@ class CudaIpcWriter:
 
 
 def writer(setup: TrainerSetup, device: torch.device, ranks: publishing.Publishers) -> publishing.Writer:
-    """Return the writer of a trainer's rank; from a CPU it writes shared memory."""
+    """Return the writer of a trainer's rank; a trainer on the CPU writes shared memory."""
     return CudaIpcWriter(device, ranks) if device.type == "cuda" else SharedMemoryWriter(ranks)
 
 
 def described(uuid: str, handle: Iterable[Any]) -> str:
-    """Encode a handle as a location, with the UUID of the device: processes number devices differently."""
+    """Encode a handle as a location, with the UUID of the device, since indices differ between processes."""
     fields = dict(zip(_HANDLE, handle, strict=True))
     fields |= {name: base64.b64encode(fields[name]).decode() for name in _BYTES}
     return SCHEME + json.dumps(fields | {"device": uuid})
 
 
 def handle_of(location: str, uuids: Iterable[str]) -> list[Any]:
-    """Decode a location, with this process's number of the device.  Raises ValueError if not visible."""
+    """Decode a location, with this process's index of the device.  Raises ValueError if it is not visible."""
     fields = json.loads(location.removeprefix(SCHEME))
     here = list(uuids)
     if fields["device"] not in here:
@@ -103,11 +103,11 @@ def handle_of(location: str, uuids: Iterable[str]) -> list[Any]:
 
 
 _opened: dict[str, torch.Tensor] = {}
-"""The last block that was opened."""
+"""The last opened block."""
 
 
 def read(weights: Weights, device: torch.device | None = None) -> torch.Tensor:
-    """Open the trainer's block, uint8 [n >= nbytes].  Raises WeightSyncError if that is not possible."""
+    """Open the trainer's block, uint8 [n >= nbytes].  Raises WeightSyncError on failure."""
     if weights.location not in _opened:
         _opened.clear()
         try:

@@ -1,4 +1,4 @@
-"""A connection between the trainer and an engine: a proof of the secret, JSON lines, blocks of bytes."""
+"""The protocol between trainer and engine: proof of the secret, JSON lines, blocks of bytes."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ import torch
 LONGEST = 1000
 """Largest size of a message in bytes."""
 CHUNK = 64 << 20
-"""Bytes of a block that are sent at once: each part has its own time limit."""
+"""Size in bytes of a part of a block; each part has a separate time limit."""
 
 
 def proof(secret: str, who: str, nonce: str) -> str:
-    """Return what only an end with the secret can say; ``who`` keeps an answer from being sent back."""
+    """Return the HMAC of a nonce; ``who`` prevents reflection of a proof."""
     return hmac.digest(secret.encode(), f"{who} {nonce}".encode(), "sha256").hex()
 
 
 def proves(said: object, secret: str, who: str, nonce: str) -> bool:
-    """Return whether the other end has said the proof; comparing takes the same time for any wrong one."""
+    """Whether a proof is right, compared in constant time."""
     return hmac.compare_digest(str(said).encode(), proof(secret, who, nonce).encode())
 
 
@@ -35,31 +35,31 @@ class Line:
         self.socket = connection
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self.keys: dict[str, bytes] = {}
-        """Keys and values that either end has put into the store of a group; see ``nccl``."""
+        """Contents of the store of an NCCL group; see ``nccl``."""
         self._read = connection.makefile("rb")
         self._watch = select.poll()
         self._watch.register(connection, select.POLLIN)
 
     def limit(self, seconds: float | None) -> None:
-        """Let every later wait end after this time; None waits for ever."""
+        """Set the time limit of later operations; None is unlimited."""
         self.socket.settimeout(seconds)
 
     def send(self, message: dict[str, Any]) -> None:
         self.socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> dict[str, Any] | None:
-        """Receive a message that is not for the store, or None if the other end has closed the connection."""
+        """Receive the next message outside of the store; None if the connection was closed."""
         while (message := self._message()) is not None and "key" in message:
             self.keys[message["key"]] = bytes.fromhex(message["value"])
         return message
 
     def receive_first(self, deadline: float) -> dict[str, Any]:
-        """Receive the first message of an end that has not proven itself; keep nothing else of it.
+        """Receive the first message of an unauthenticated peer, with bounded memory and time.
 
-        Raises OSError if none arrives until this time of ``time.monotonic``, ValueError for other bytes.
+        Raises OSError after ``deadline`` (in ``time.monotonic``), ValueError for an invalid message.
         """
         line = b""
-        while len(line) < LONGEST and not line.endswith(b"\n"):  # each byte could take all of the time
+        while len(line) < LONGEST and not line.endswith(b"\n"):  # a peer could send single bytes slowly
             if (left := deadline - time.monotonic()) <= 0:
                 raise TimeoutError("the first message took too long")
             self.limit(left)
@@ -69,7 +69,7 @@ class Line:
         return _message_in(line) or {}
 
     def receive_key(self, key: str) -> bytes:
-        """Return a value of the store; wait until the other end sends it."""
+        """Return a value of the store, after waiting for the other end to send it."""
         while key not in self.keys:
             message = self._message()
             if message is None or "key" not in message:
@@ -83,7 +83,7 @@ class Line:
             self.socket.sendall(part)
 
     def receive_block(self, block: torch.Tensor) -> None:
-        """Fill a block in the host's memory.  Raises ConnectionError if the other end hangs up before."""
+        """Fill a block in host memory.  Raises ConnectionError if the connection is closed before the end."""
         data: Any = memoryview(block.numpy().data)
         begin = 0
         while begin < len(data):
@@ -93,9 +93,9 @@ class Line:
             begin += n
 
     def hung_up(self, seconds: float) -> bool:
-        """Wait so long, and return whether the other end, or ``hang_up`` here, has ended the connection.
+        """Wait at most ``seconds``; return whether the connection was closed by either end.
 
-        To be called only while the other end has nothing to say.
+        Call this only while no message is expected.
         """
         if not self._watch.poll(seconds * 1000):
             return False
@@ -105,7 +105,7 @@ class Line:
             return True
 
     def hang_up(self) -> None:
-        """End the connection; another thread that waits for the other end gets an error."""
+        """Close the connection; a thread that waits for it gets an error."""
         shut(self.socket)
 
     def close(self) -> None:
@@ -124,5 +124,5 @@ def _message_in(line: bytes) -> dict[str, Any] | None:
 
 
 def shut(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # it has gone already
+    with contextlib.suppress(OSError):  # closed already
         connection.shutdown(socket.SHUT_RDWR)
