@@ -1,4 +1,4 @@
-"""The model source ``smollm2``: SmolLM2-135M-Instruct out of a wheel of the package index, without a hub."""
+"""The model source ``smollm2``: SmolLM2-135M-Instruct from a wheel on the package index, without a hub."""
 
 import grpo_core as grpo
 

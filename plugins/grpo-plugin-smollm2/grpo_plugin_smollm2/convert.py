@@ -1,4 +1,4 @@
-"""Makes a transformers directory: ``python -m grpo_plugin_smollm2.convert GGUF DIRECTORY``."""
+"""Converts GGUF to a transformers directory: ``python -m grpo_plugin_smollm2.convert GGUF DIRECTORY``."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from grpo_plugin_smollm2.source import ORIGIN, POSITIONS
 
 
 def convert(weights: Path, directory: Path) -> None:
-    """Write the model in bfloat16, as it is published, with its tokenizer and chat template."""
+    """Write the model in bfloat16, its published dtype, with its tokenizer and chat template."""
     tokenizer = AutoTokenizer.from_pretrained(weights.parent, gguf_file=weights.name)
-    # the published one splits digits before all else, which transformers does not read from the file
+    # the published tokenizer splits digits first, which transformers does not read from the file
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.model_max_length = POSITIONS
     read = AutoModelForCausalLM.from_pretrained(weights.parent, gguf_file=weights.name, dtype=torch.float32)
     config = read.config
-    del config.quantization_config  # the numbers are plain ones now
+    del config.quantization_config  # no longer quantised
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.load_state_dict(read.state_dict())
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     (directory / "README.md").write_text(f"# smollm2\n\n{ORIGIN}.\n", encoding="utf-8")
-    for path in directory.iterdir():  # its name comes after its bytes, also if the power fails
+    for path in directory.iterdir():  # durable before the directory is renamed
         with path.open("rb") as file:
             os.fsync(file)
 

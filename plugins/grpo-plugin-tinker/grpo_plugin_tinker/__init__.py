@@ -1,4 +1,4 @@
-"""Training as a service: a trainer and an engine that call a server with Tinker's protocol."""
+"""A trainer and an engine that call a training service with Tinker's protocol."""
 
 from __future__ import annotations
 

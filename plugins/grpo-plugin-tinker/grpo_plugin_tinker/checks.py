@@ -1,4 +1,4 @@
-"""Refuses, before anything starts, the settings that a service with Tinker's protocol cannot honour."""
+"""Preflight checks for settings that a service with Tinker's protocol does not support."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from grpo_plugin_tinker.section import TinkerConfig
 
 KEY = "TINKER_API_KEY"
 KNOWN = ("clip_low", "clip_high", "importance_cap")
-"""Options of the loss ``grpo`` that the service computes."""
+"""Supported options of the loss ``grpo``."""
 UNKNOWN = (
     "updates_per_step", "reference_every", "activations", "compile", "profile", "gpus", "threads", "device",
     "packing", "tokens_per_microbatch",
 )  # fmt: skip
-"""Keys of [trainer] that are about computing here."""
+"""Unsupported keys of [trainer], which concern local computation."""
 OF_SCALE = {"offload": False, "ranks": 1, "weights": "float32"}
-"""Such keys that grpo-plugin-scale adds, with their defaults."""
+"""Unsupported keys of grpo-plugin-scale, with their defaults."""
 
 
 def of_engine(*, config: Config) -> None:
-    """Raise ConfigError for what the service cannot sample."""
+    """Raise ConfigError for unsupported settings of sampling."""
     section = config.section(TinkerConfig)
     _check_key(section)
     if config.trainer.name != "tinker":
@@ -47,7 +47,7 @@ def of_engine(*, config: Config) -> None:
 
 
 def of_trainer(*, config: Config, base_model: str = "", **_: Any) -> None:
-    """Raise ConfigError for what the service cannot train."""
+    """Raise ConfigError for unsupported settings of training."""
     _check_key(config.section(TinkerConfig))
     if not base_model:
         raise ConfigError(
@@ -88,10 +88,11 @@ def _problems(config: Config) -> Iterator[str]:
 def service_loss(
     options: Mapping[str, Any], proximal: str
 ) -> tuple[Literal["cispo", "ppo"], dict[str, float]]:
-    """Return the service's loss that is ``grpo`` with these options, and its own options.
+    """Return name and options of the service's loss that equals ``grpo`` with these options.
 
-    With one update a step, the gradient of ``grpo`` with recomputed proximal logprobs is that of CISPO with
-    the ratio policy / generation, between 0 and ``importance_cap``.  Where proximal is generation it is PPO.
+    With one update for each step and recomputed proximal logprobs, the gradient of ``grpo`` equals CISPO's
+    with the ratio policy / generation clipped to [0, ``importance_cap``].  If proximal is generation, it is
+    PPO's.
     """
     if proximal == "recompute":
         cap = float(options.get("importance_cap", 2.0))
@@ -101,7 +102,7 @@ def service_loss(
 
 
 def _check_key(section: TinkerConfig) -> None:
-    """Raise ConfigError if the service needs a key and there is none, or if it cannot be one."""
+    """Raise ConfigError for a missing or malformed key."""
     key = os.environ.get(KEY, "")
     elsewhere = section.base_url or os.environ.get("TINKER_BASE_URL")
     if not key and not elsewhere:

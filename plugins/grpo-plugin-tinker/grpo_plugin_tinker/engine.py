@@ -1,4 +1,4 @@
-"""The engine ``tinker``: it samples snapshots that the trainer has published at the service."""
+"""The engine ``tinker``: samples from snapshots that the trainer published at the service."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from grpo_plugin_tinker.section import TinkerConfig
 from grpo_plugin_tinker.service import FAILURES, Session, said
 
 ONCE = RetryConfig(enable_retry_logic=False)
-"""The SDK retries what it sends and what it fetches; this would begin a failed sample anew as well."""
+"""Disables restarts of failed samples; the SDK's retries of single requests remain."""
 
 
 class TinkerEngine(Engine):
-    """An ``Engine`` whose weights are a snapshot at the service; a request keeps the one it began with."""
+    """An ``Engine`` whose weights are a snapshot at the service; running requests keep their snapshot."""
 
     dtype = "bfloat16"
-    """The service does not say in which dtype it computes; the canary allows for the rounding of this one."""
+    """Assumed dtype for the canary's tolerance, since the service does not report its dtype."""
 
     def __init__(self, setup: EngineSetup) -> None:
         if setup.reproducible:

@@ -1,4 +1,4 @@
-"""The model ``tinker:NAME``: its weights are at the service, and its tokenizer is here."""
+"""The model ``tinker:NAME``: weights at the service, tokenizer on this machine."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from grpo_core import ModelError
 from grpo_core.kit import ModelRequest, StartModel, size_of
 
 FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
-"""Files of a model without its weights."""
+"""Patterns of a model's files except its weights."""
 STATE = "tinker.json"
-"""File of a checkpoint with the name of the state at the service."""
+"""File of a checkpoint with the path of the state at the service."""
 
 
 class HostedModel:
-    """A model of the service, of which only the configuration and the tokenizer are read here.
+    """A model of the service; only its configuration and tokenizer are loaded here.
 
     Args:
-        name: name of the model, as the service knows it: a hub id, or a directory of its own machine.
+        name: name of the model at the service: a hub id, or a directory on the service's machine.
         tokenizer: hub id or directory of the tokenizer, if it is not ``name``.
     """
 
@@ -35,7 +35,7 @@ class HostedModel:
         }
 
     def check(self) -> None:
-        """Accept: the service says at the start whether it has the model."""
+        """Accept; the service reports a missing model at the start."""
 
     async def start_model(self, request: ModelRequest) -> StartModel:
         """Return the directory of the tokenizer.  Raises ModelError if there is none."""

@@ -1,4 +1,4 @@
-"""A session with the service: calls that wait while it is away, and end at a deadline."""
+"""A session with the service: calls that wait during outages and have deadlines."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from grpo_plugin_tinker.section import TinkerConfig
 T = TypeVar("T")
 
 NO_KEY = "tml-none"
-"""Key for a server that needs none; the SDK wants one that begins so."""
+"""Key for servers without keys; the SDK requires this prefix."""
 PROBE = 10.0
-"""Seconds after which a call without an answer makes us ask whether the service is there."""
+"""Seconds without an answer after which the availability of the service is probed."""
 RETRIES = 2
-"""Number of times that the SDK's client sends a request again at once, beneath its retries for minutes."""
+"""Number of immediate retries of the SDK's client, below its retries over minutes."""
 LONGEST = 300
-"""Number of characters of a service's answer that a message repeats."""
+"""Largest number of characters of an answer in a message."""
 FAILURES = (tinker.TinkerError, ValueError, DeadlineExceeded)
-"""Errors of a call: the SDK raises ValueError for an answer that says that a request has failed."""
+"""Errors of a call; the SDK raises ValueError for a failed request."""
 
 
 class Session:
     """A session with the service, with the SDK's retries.
 
-    The SDK asks for the result of a request until it has it, whatever happens to the connection.  So a call
-    without a result asks now and then whether the service is there.  While it is away no deadline counts, and
-    after ``tinker.unavailable_for`` seconds the call raises Unavailable.
+    The SDK polls for a result forever, whatever happens to the connection.  So a call without a result probes
+    the service periodically.  During an outage deadlines are suspended, and after ``tinker.unavailable_for``
+    seconds the call raises Unavailable.
 
     Args:
-        who: the part of the run that calls, for messages.
+        who: calling part of the run, for messages.
     """
 
     def __init__(self, config: TinkerConfig, who: str) -> None:
@@ -49,9 +49,9 @@ class Session:
         self._beginning = asyncio.Lock()
 
     async def client(self, seconds: float) -> tinker.ServiceClient:
-        """Return the SDK's client; the first call begins the session.
+        """Return the SDK's client; the first call starts the session.
 
-        Raises ConfigError if there is no service, or if it refuses; DeadlineExceeded.
+        Raises ConfigError if the service is missing or refuses; DeadlineExceeded.
         """
 
         def late() -> DeadlineExceeded:
@@ -80,10 +80,10 @@ class Session:
         Args:
             what: name of the call, for messages.
             ask: sends the request.
-            again: whether it may be sent twice, if the service goes away before it has accepted it.
+            again: whether the request may be repeated after an outage before it was accepted.
 
-        Raises DeadlineExceeded after ``seconds`` in which the service was there, Unavailable, and what the
-        SDK raises (``FAILURES``).
+        Raises DeadlineExceeded after ``seconds`` of availability, Unavailable, and the SDK's errors
+        (``FAILURES``).
         """
         loop, used = asyncio.get_running_loop(), 0.0
         task = asyncio.ensure_future(_awaited(ask()))
@@ -109,7 +109,7 @@ class Session:
             task.cancel()
 
     async def _absence(self) -> Unavailable | None:
-        """Return the error of a service that is away; calls that ask at about the same time share it."""
+        """Probe the service; return the error of an outage.  Concurrent calls share a probe."""
         loop = asyncio.get_running_loop()
         if self._client is None or loop.time() - self._answered < PROBE:
             return None
@@ -128,7 +128,7 @@ class Session:
         return None
 
     async def unload(self, model_id: str) -> None:
-        """Give the adapters of a model back, as far as the service takes them."""
+        """Unload the adapters of a model, if the service supports it."""
         if self._client is None:
             return
         holder = self._client.holder
@@ -141,31 +141,31 @@ class Session:
         await _as_far_as_it_does(holder.run_coroutine_threadsafe(ask()))
 
     async def delete(self, path: str) -> None:
-        """Delete a snapshot or a state, as far as the service does that."""
+        """Delete a snapshot or a state, if the service supports it."""
         if self._client is not None:
             client = self._client.create_rest_client()
             await _as_far_as_it_does(client.delete_checkpoint_from_tinker_path_async(path))
 
     def close(self) -> None:
-        """End the session: the service notices that it gives no sign of life any more."""
+        """End the session; the service detects the missing heartbeat."""
         if self._client is not None:
             self._client.holder.close()  # type: ignore[no-untyped-call]
 
 
 def said(error: BaseException) -> str:
-    """Return an error of the SDK as one short line."""
+    """Format an error of the SDK as one short line."""
     return cut(" ".join(f"{type(error).__name__}: {error}".split()).rstrip("."), LONGEST)
 
 
 def _absent(error: BaseException | None) -> Unavailable | None:
-    """Return what an error says about a service that is away."""
+    """Return the description of an outage in an error, or None."""
     if isinstance(error, tinker.APIStatusError):
         return Unavailable(said(error)) if error.status_code >= 500 else None
     return Unavailable(said(error)) if isinstance(error, tinker.APIConnectionError) else None
 
 
 async def _as_far_as_it_does(answer: Awaitable[object]) -> None:
-    """Await what not every service does, and what a session's end would do as well."""
+    """Await an optional call; failures are ignored, because the end of the session cleans up as well."""
     with contextlib.suppress(tinker.TinkerError, ValueError, TimeoutError):
         async with asyncio.timeout(PROBE):
             await answer

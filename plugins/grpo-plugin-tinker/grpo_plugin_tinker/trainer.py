@@ -1,4 +1,4 @@
-"""The trainer ``tinker``: the service computes gradients and updates, and keeps weights and optimizer."""
+"""The trainer ``tinker``: the service computes updates and stores weights and optimizer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ T = TypeVar("T")
 Floats = NDArray[np.float64]
 
 A_DAY = 24 * 3600
-"""Seconds after which the service may delete a snapshot, if the run could not do it."""
+"""Lifetime of a snapshot in seconds, if the run could not delete it."""
 LARGEST_LOG_RATIO = 20.0
 
 
@@ -49,7 +49,7 @@ class TinkerTrainer(Trainer):
     """A ``Trainer`` of LoRA adapters at the service.
 
     Args:
-        base_model: name of the model, as the service knows it.
+        base_model: name of the model at the service.
         rank: inner dimension of the adapters.
     """
 
@@ -62,7 +62,7 @@ class TinkerTrainer(Trainer):
         self._snapshots: list[str] = []
         self._states: set[str] = set()
         self._models: list[TrainingClient] = []
-        """The model that is trained, and maybe one that takes its weights to be sampled from."""
+        """The trained model, and possibly a second model for sampling its weights."""
 
     async def started(self) -> None:
         client, name, seed = await self._session.client(self._deadline), self._base_model, self._setup.seed
@@ -100,7 +100,7 @@ class TinkerTrainer(Trainer):
         return StepResult(version=self._version, metrics=metrics)
 
     async def _update(self, rows: Sequence[Row]) -> dict[str, float]:
-        """Train some rows in one update; return its metrics."""
+        """Train rows in one update; return its metrics."""
         setup, trainer = self._setup, self._setup.trainer
         name, options = service_loss(setup.loss.options, trainer.proximal)
         scored = _scored(rows, setup, means=self._config.server == "skyrl-jax")
@@ -114,13 +114,13 @@ class TinkerTrainer(Trainer):
             weight_decay=trainer.weight_decay,
             grad_clip_norm=trainer.max_grad_norm,
         )
-        # both are sent before the first is awaited: a service that works in turns then does them in one
+        # send both before awaiting the first, so that a service with clock cycles runs them in one
         data, training = [each.datum for each in scored], self._training
         passed = self._call("forward_backward", lambda: training.forward_backward(data, name, options))
         updated = self._call("optim_step", lambda: training.optim_step(adam))
         passes, update = await asyncio.gather(passed, updated)
         policy = [
-            np.asarray(output["logprobs"].data)[each.places]
+            np.asarray(output["logprobs"].data)[each.indices]
             for each, output in zip(scored, passes.loss_fn_outputs, strict=True)
         ]
         given = {name.rpartition("/")[2]: value for name, value in (update.metrics or {}).items()}
@@ -143,14 +143,14 @@ class TinkerTrainer(Trainer):
         self._snapshots.append(path)
         await self._delete(self._snapshots[: -self._config.snapshots])
         self._snapshots = self._snapshots[-self._config.snapshots :]
-        told = await self._canary(path, canary) if canary and self._config.canary else ()
-        return Weights(version=self._version, location=path, nbytes=0, tensors=(), canary=told)
+        measured = await self._canary(path, canary) if canary and self._config.canary else ()
+        return Weights(version=self._version, location=path, nbytes=0, tensors=(), canary=measured)
 
     async def _canary(self, path: str, contexts: Sequence[tuple[int, ...]]) -> tuple[Canary, ...]:
-        """Return what the trainer's weights say of the tokens that a sampler of the snapshot finds likeliest.
+        """Return the trainer's logprobs of the sampler's likeliest tokens.
 
-        The protocol has no likeliest tokens of a forward pass, so the sampler names them; the logprobs are
-        the trainer's.
+        The protocol's forward pass does not return the likeliest tokens, so they come from a sampler of the
+        snapshot.
         """
         client = await self._session.client(self._deadline)
         sampler = await self._call("the snapshot", lambda: client.create_sampling_client_async(path))
@@ -223,27 +223,27 @@ class TinkerTrainer(Trainer):
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return what a checkpoint has of the service."""
+    """Read the service's state from a checkpoint."""
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
 
 
 @frozen
 class _Scored:
-    """A row as the service takes it."""
+    """A row in the service's format."""
 
     datum: types.Datum
-    places: NDArray[np.int64]
-    """Places of the sampled tokens among the targets."""
+    indices: NDArray[np.int64]
+    """Indices of the sampled tokens in the targets."""
     generation: Floats
-    """Logprobs of the sampled tokens by the engine."""
+    """The engine's logprobs of the sampled tokens."""
 
 
 def _scored(rows: Sequence[Row], setup: TrainerSetup, *, means: bool) -> list[_Scored]:
-    """Return rows whose advantages have the weights of ``loss.aggregation``.
+    """Convert rows, with the weights of ``loss.aggregation`` multiplied into the advantages.
 
     Args:
-        means: whether the service takes means over the tokens of a row and over the rows, and not sums.
+        means: whether the service averages over the tokens of a row and over rows, instead of summing.
     """
     weights = row_weights(
         [row.tokens.n_sampled for row in rows],
@@ -256,19 +256,19 @@ def _scored(rows: Sequence[Row], setup: TrainerSetup, *, means: bool) -> list[_S
     for row, weight in zip(rows, weights, strict=True):
         sampled = np.flatnonzero(row.tokens.sampled)
         ids = np.concatenate([row.prompt_ids, row.tokens.ids[: sampled[-1] + 1]])
-        places = len(row.prompt_ids) - 1 + sampled
+        indices = len(row.prompt_ids) - 1 + sampled
         targets = len(ids) - 1
         if means:
             weight *= targets * len(rows)
         advantages, logprobs = np.zeros(targets, np.float32), np.zeros(targets, np.float32)
         given = row.advantage if row.token_advantages is None else row.token_advantages
-        advantages[places] = weight * np.asarray(given)
-        logprobs[places] = row.tokens.logprobs[sampled]
+        advantages[indices] = weight * np.asarray(given)
+        logprobs[indices] = row.tokens.logprobs[sampled]
         datum = types.Datum(
             model_input=types.ModelInput.from_ints(ids[:-1].tolist()),
             loss_fn_inputs=_tensors(target_tokens=ids[1:], logprobs=logprobs, advantages=advantages),
         )
-        found.append(_Scored(datum, places, logprobs[places].astype(np.float64)))
+        found.append(_Scored(datum, indices, logprobs[indices].astype(np.float64)))
     return found
 
 
@@ -277,7 +277,7 @@ def _tensors(**arrays: NDArray[Any]) -> dict[str, types.TensorData]:
 
 
 def _off_policy(policy: Floats, generation: Floats) -> dict[str, float]:
-    """Return how far the step's first weights are from the weights that generated; see docs/metrics.md."""
+    """Return metrics of the distance between policy and generation; see docs/metrics.md."""
     log_ratio = policy - generation
     ratio = np.exp(log_ratio.clip(max=LARGEST_LOG_RATIO))
     return {

@@ -138,8 +138,8 @@ def test_only_sampled_tokens_are_trained_and_each_knows_its_place():
     inputs = {name: each.to_numpy() for name, each in found.datum.loss_fn_inputs.items()}
     assert found.datum.model_input.to_ints() == [1, 2, 3, 4, 5, 6]
     assert inputs["target_tokens"].tolist() == [2, 3, 4, 5, 6, 7]
-    assert np.flatnonzero(inputs["advantages"]).tolist() == [2, 3, 5] == found.places.tolist()
-    assert np.allclose(inputs["advantages"][found.places], 2.0 / 3)
+    assert np.flatnonzero(inputs["advantages"]).tolist() == [2, 3, 5] == found.indices.tolist()
+    assert np.allclose(inputs["advantages"][found.indices], 2.0 / 3)
     assert inputs["logprobs"].tolist() == [0, 0, -0.5, -0.5, 0, -0.5]
 
 

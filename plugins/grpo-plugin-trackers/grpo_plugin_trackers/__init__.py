@@ -1,4 +1,4 @@
-"""Trackers that send a run's numbers elsewhere: ``tensorboard``, ``wandb``, ``trackio``, ``openmetrics``."""
+"""Trackers for other tools: ``tensorboard``, ``wandb``, ``trackio`` and ``openmetrics``."""
 
 import grpo_core as grpo
 

@@ -1,4 +1,4 @@
-"""Checkpoints as artifacts: Weights & Biases and Trackio have the same interface for them."""
+"""Checkpoints as artifacts, through the common interface of Weights & Biases and Trackio."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def log_checkpoint(library: Any, run: Any, name: str, event: grpo.events.Saved) 
     Args:
         library: the module ``wandb`` or ``trackio``.
         run: the library's run.
-        name: name of the run, of which the artifact's name keeps letters, digits and ``._-``.
+        name: name of the run; the artifact's name keeps its letters, digits and ``._-``.
         event: the event of the checkpoint.
 
-    A checkpoint that the run has deleted meanwhile, because newer ones replace it, is left out.
+    A checkpoint that the run has deleted meanwhile is skipped.
     """
     directory = Path(event.directory)
     artifact = library.Artifact(
@@ -33,7 +33,7 @@ def log_checkpoint(library: Any, run: Any, name: str, event: grpo.events.Saved) 
         if not files or not all(path.exists() for path in files):
             raise FileNotFoundError(event.directory)
         run.log_artifact(artifact, aliases=[f"step-{event.step}"])
-    except (FileNotFoundError, ValueError):  # W&B says ValueError of a directory that is not there
+    except (FileNotFoundError, ValueError):  # W&B raises ValueError for a missing directory
         if directory.is_dir() and all(path.exists() for path in files):
             raise
         log.warning(

@@ -1,4 +1,4 @@
-"""The tracker ``openmetrics``: an address that Prometheus and others read the newest numbers from."""
+"""The tracker ``openmetrics``: an endpoint for Prometheus with the newest metrics."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ LOOPBACK = "127.0.0.1"
 class OpenMetrics(grpo.Tracker):
     """Serves the newest value of each metric as ``grpo_core_NAME{run="...", of="..."}``.
 
-    The metrics of a step take the place of those of the step before, and those of a validation of the ones
-    that its set had: what is absent is served no longer.
+    The metrics of a step replace the previous step's, and a validation's replace the previous ones of its
+    set; absent metrics are no longer served.
 
-    A name's second part is the label ``of``: ``reward/sort`` is ``grpo_core_reward{of="sort"}``, and
-    ``validation/sort/accuracy`` is ``grpo_core_validation_accuracy{of="sort"}``.  What is not a letter
-    or digit of ASCII becomes ``_``, or its code if it is no sign of ASCII either: ``_f6_``.
+    The second part of a name becomes the label ``of``: ``reward/sort`` is ``grpo_core_reward{of="sort"}``,
+    and ``validation/sort/accuracy`` is ``grpo_core_validation_accuracy{of="sort"}``.  ASCII characters other
+    than letters and digits become ``_``, other characters their code: ``_f6_``.
 
     Args:
-        port: port of the address; 0 takes a free one, and the log says which.
-        host: the address; anybody who reaches it can read the numbers.
+        port: port; 0 takes a free one, which is logged.
+        host: address; everybody who can reach it can read the metrics.
     """
 
     def __init__(self, run: grpo.RunInfo, port: int = 9464, host: str = LOOPBACK) -> None:
@@ -35,11 +35,11 @@ class OpenMetrics(grpo.Tracker):
         self._server: Any = None
         self._gauges: dict[str, Any] = {}
         self._shown: dict[str, set[tuple[str, str]]] = {}
-        """Gauges and labels that are served, by validation set; "" stands for those of the last step."""
+        """Served gauges and labels by validation set; "" is the last step."""
 
     @property
     def address(self) -> str:
-        """The address, once it serves."""
+        """The address after the start."""
         host, port = self._server.server_address[:2]
         return f"http://{host}:{port}/metrics"
 
@@ -84,18 +84,18 @@ class OpenMetrics(grpo.Tracker):
 
 
 def _set_of(metric: str) -> str:
-    """Return the task or set whose validation a metric is of; "" for the metrics of a step."""
+    """Return the validation set of a metric; "" for the metrics of a step."""
     first, *rest = metric.split("/")
     return rest[0] if first == "validation" and rest else ""
 
 
 def named(metric: str) -> tuple[str, str]:
-    """Return the gauge's name for a metric, and its label."""
+    """Return name and label of the gauge for a metric."""
     first, *rest = metric.split("/")
     of, *inner = rest or [""]
     return re.sub(r"\W", _letter, "_".join(["grpo_core", first, *inner]), flags=re.ASCII), of
 
 
 def _letter(found: re.Match[str]) -> str:
-    """Return what stands for a character; those outside of ASCII stay apart, a name may have nothing else."""
+    """Replace a character; non-ASCII characters stay distinct, since a name may consist of them."""
     return "_" if found[0].isascii() else f"_{ord(found[0]):x}_"

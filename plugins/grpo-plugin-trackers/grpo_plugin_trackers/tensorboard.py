@@ -1,4 +1,4 @@
-"""The tracker ``tensorboard``: event files for TensorBoard, by torch's own writer."""
+"""The tracker ``tensorboard``: event files for TensorBoard, by torch's writer."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class TensorBoard(grpo.Tracker):
 
     Args:
         directory: directory of the files; the default is ``tensorboard`` in the run's directory.
-        completions: number of rollouts that are written as text each time.
-        every: number of steps between two times.
+        completions: number of rollouts to write as text each time.
+        every: number of steps between two writes of rollouts.
     """
 
     def __init__(
@@ -33,11 +33,11 @@ class TensorBoard(grpo.Tracker):
 
     @property
     def _writer(self) -> SummaryWriter:
-        """The writer, which is made on the tracker's thread: importing it takes a second."""
+        """The writer, created on the tracker's thread, because importing it takes a second."""
         if self._made is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            # what a killed run wrote after its checkpoint is hidden
+            # hides records of a killed run after its checkpoint
             self._made = SummaryWriter(str(self._directory), purge_step=self._purge)
         return self._made
 

@@ -17,10 +17,10 @@ class Trackio(grpo.Tracker):
         project: name of the project.
         space: id of a Space to log to, as "user/name"; without one, Trackio writes to its own directory
             on this machine, which is ``TRACKIO_DIR`` if that is set.
-        completions: number of rollouts in a table that is logged each time.
-        every: number of steps between two times.
-        group: as Trackio shows it.
-        artifacts: whether each checkpoint is kept as a version of an artifact with the run's name.
+        completions: number of rollouts in each logged table.
+        every: number of steps between two tables.
+        group: Trackio's group.
+        artifacts: whether to log each checkpoint as a version of an artifact with the run's name.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Trackio(grpo.Tracker):
 
     @property
     def _writer(self) -> Any:
-        """The run of Trackio, which is made on the tracker's thread: it may wait for a network."""
+        """Trackio's run, created on the tracker's thread, because it may wait for a network."""
         if self._made is None:
             import trackio
 
@@ -51,10 +51,10 @@ class Trackio(grpo.Tracker):
                 group=self._group or None,
                 space_id=self._space or None,
                 config=dict(self._run.config),
-                # names are not unique: another run of this name is not continued
+                # names are not unique, so do not continue another run with this name
                 resume="never" if self._run.resumed_from is None else "allow",
-                embed=False,  # no dashboard starts by itself
-                auto_log_cpu=False,  # the metrics have the memory and processor time of the run's processes
+                embed=False,  # do not start a dashboard
+                auto_log_cpu=False,  # the run's metrics include memory and CPU time of its processes
             )
         return self._made
 

@@ -14,22 +14,22 @@ from grpo_plugin_trackers.artifacts import log_checkpoint
 from grpo_plugin_trackers.examples import COLUMNS, rows
 
 ID = "wandb-id"
-"""File of the run's directory with the id that a resumed run continues."""
+"""File in the run's directory with W&B's id, for resuming."""
 
 
 class WeightsAndBiases(grpo.Tracker):
-    """Logs to Weights & Biases; the key is that of ``wandb login`` or of ``WANDB_API_KEY``.
+    """Logs to Weights & Biases, with the key of ``wandb login`` or ``WANDB_API_KEY``.
 
     Args:
         project: name of the project.
-        entity: user or team; by default that of the key.
-        mode: "offline" writes files in the run's directory, which ``wandb sync`` sends.
-        completions: number of rollouts in a table that is logged each time.
-        every: number of steps between two times.
-        group, tags: as W&B shows them.
-        artifacts: whether each checkpoint is kept as a version of an artifact with the run's name.
+        entity: user or team; default: the key's.
+        mode: "offline" writes files to the run's directory, which ``wandb sync`` uploads.
+        completions: number of rollouts in each logged table.
+        every: number of steps between two tables.
+        group, tags: W&B's group and tags.
+        artifacts: whether to log each checkpoint as a version of an artifact with the run's name.
 
-    Raises ConfigError if it is online and there is no key: W&B would ask for it on the terminal.
+    Raises ConfigError without a key in online mode, where W&B would prompt for it.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class WeightsAndBiases(grpo.Tracker):
 
     @property
     def _writer(self) -> Any:
-        """The run of W&B, which is made on the tracker's thread: it may wait for a network."""
+        """W&B's run, created on the tracker's thread, because it may wait for a network."""
         if self._made is None:
             import wandb
 
@@ -74,10 +74,10 @@ class WeightsAndBiases(grpo.Tracker):
                 resume="allow",
                 dir=str(self._run.directory),
                 config=dict(self._run.config),
-                # the run's own terminal and log are not copied
+                # do not upload the run's output and log
                 settings=wandb.Settings(console="off", silent=True),
             )
-            # validations are about earlier versions, so W&B's own step is not used
+            # W&B's step must increase, but validations belong to earlier versions
             self._made.define_metric("step")
             self._made.define_metric("*", step_metric="step")
         return self._made
@@ -100,7 +100,7 @@ class WeightsAndBiases(grpo.Tracker):
 
             log_checkpoint(wandb, self._writer, self._run.name, event)
         if isinstance(event, grpo.events.RunEnded) and (self._run.directory / ID).exists():
-            # also the run of a process that was killed before its end
+            # includes runs of killed processes
             self._writer.finish(exit_code=1 if event.reason == "failed" else 0)
             self._made = None
 
@@ -110,7 +110,7 @@ class WeightsAndBiases(grpo.Tracker):
 
 
 def _has_key() -> bool:
-    """Whether W&B finds a key: in the environment, or where ``wandb login`` keeps it."""
+    """Whether W&B has a key, in the environment or from ``wandb login``."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
@@ -121,7 +121,7 @@ def _has_key() -> bool:
 
 
 def _id(file: Path) -> str:
-    """Return the id in a file, or a new one, which is written there."""
+    """Return the id in a file, or write a new one."""
     import secrets
 
     if file.exists():

@@ -1,6 +1,6 @@
-"""TransferQueue as a data plane: tokens of finished rollouts wait in its storage units for their training.
+"""TransferQueue as a data plane: stores tokens of finished rollouts until their training.
 
-TransferQueue itself is imported when a run starts that uses it.
+TransferQueue is imported when a run uses it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import grpo_core
 
 INSTALL = "pip install TransferQueue==0.1.11"
-"""The command for the release that the tests run."""
+"""Command that installs the tested release."""
 
 
 @grpo_core.hookimpl

@@ -4,8 +4,7 @@
                         -- which rows -->    controller    <-- where they are --
 
 Each segment, and each prompt, is a row with its bytes in one column.  The controller and the units are actors
-that belong to the run's process: whatever ends this, nothing is left.  Clients reach them by sockets, without
-Ray.
+that end with the run's process, so nothing is left behind.  Clients connect by sockets, without Ray.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from grpo_plugin_transferqueue.servers import (
 
 @frozen(kw_only=True)
 class TransferQueueReader:
-    """Reads the plane in any process of the run; connects to the servers when it is first asked."""
+    """Reads the plane in any process of the run; connects on first use."""
 
     servers: Servers
     partition: str
@@ -49,16 +48,15 @@ class TransferQueueReader:
         try:
             return line(self.servers).get(self.partition, [_row(key, part) for key, part in places])
         finally:
-            torch.set_num_threads(threads)  # TransferQueue leaves the one that it was imported with
+            torch.set_num_threads(threads)  # TransferQueue changes it during import
 
 
 class TransferQueuePlane(RemotePlane):
-    """A data plane in storage units of TransferQueue, which run in the Ray cluster of the run.
+    """A data plane in storage units of TransferQueue in the run's Ray cluster.
 
     Args:
-        placement: the run's, which joins a Ray cluster.
-        units: number of processes that keep tokens, which Ray spreads over its machines; one more knows where
-            each token is.
+        placement: the run's placement, which must be ``ray``.
+        units: number of storage processes, spread over the machines; a further process is the controller.
     """
 
     def __init__(self, placement: Placement, *, units: int = 1) -> None:
@@ -94,7 +92,7 @@ class TransferQueuePlane(RemotePlane):
         putting = asyncio.create_task(self._call("put", rows, parts))
         putting.add_done_callback(_heard)
         self._kept[key] = len(parts), putting
-        await asyncio.shield(putting)  # its thread goes on anyway: discard waits for its end
+        await asyncio.shield(putting)  # the thread cannot be cancelled; discard waits for its end
 
     def discard(self, keys: Sequence[str]) -> None:
         clearing = asyncio.create_task(self._clear(keys))
@@ -105,7 +103,7 @@ class TransferQueuePlane(RemotePlane):
         for task in self._clearing:
             task.cancel()
         if self._line is not None:
-            self._line.refuse()  # threads that wait for an answer make room for the next one
+            self._line.refuse()  # ends waiting threads
             await asyncio.to_thread(hang_up, self._line.servers)
         for actor in self._actors:
             importlib.import_module("ray").kill(actor)
@@ -115,7 +113,7 @@ class TransferQueuePlane(RemotePlane):
         if kept:
             await asyncio.wait([putting for _, putting in kept.values()])
             rows = [_row(key, part) for key, (number, _) in kept.items() for part in range(number)]
-            with suppress(DataPlaneError):  # the next call says so, too
+            with suppress(DataPlaneError):  # the next call raises as well
                 await self._call("clear", rows)
 
     async def _call(self, method: str, *args: Any) -> None:
@@ -123,10 +121,10 @@ class TransferQueuePlane(RemotePlane):
 
     async def _servers(self) -> Servers:
         """Wait for the actors.  Raises DataPlaneError."""
-        asked = [actor.get_zmq_server_info.remote() for actor in self._actors]
+        servers = [actor.get_zmq_server_info.remote() for actor in self._actors]
         try:
-            controller, *units = [Server.of(await asyncio.wait_for(each, DEADLINE)) for each in asked]
-        except Exception as error:  # Ray's own, and whatever TransferQueue raises there
+            controller, *units = [Server.of(await asyncio.wait_for(each, DEADLINE)) for each in servers]
+        except Exception as error:  # Ray's errors, and any error of TransferQueue
             raise DataPlaneError(
                 f"data plane transferqueue: TransferQueue does not start in the cluster ({brief(error)}); "
                 f"install it on each of its machines: {INSTALL}"
@@ -135,21 +133,21 @@ class TransferQueuePlane(RemotePlane):
 
 
 def _heard(putting: asyncio.Task[None]) -> None:
-    """Take the error of a call whose caller was cancelled, of which asyncio would complain."""
+    """Retrieve the error of an abandoned call, to avoid asyncio's warning."""
     if not putting.cancelled():
         putting.exception()
 
 
 def _row(key: str, part: int) -> str:
-    """Key of a row."""
+    """Return the key of a row."""
     return f"{key}/{part}"
 
 
 def _actors(units: int) -> list[Any]:
     """Start a controller and units that end with this process.
 
-    ``transfer_queue.init`` starts them, too, but reserves a core for each, and gives the controller a name by
-    which one alone can be in a cluster.
+    ``transfer_queue.init`` is not used, because it reserves a core for each and gives the controller a fixed
+    name, of which a cluster can have one only.
     """
     from transfer_queue.controller import TransferQueueController
     from transfer_queue.storage import SimpleStorageUnit

@@ -1,6 +1,6 @@
-"""The processes of TransferQueue, and calls to them that end when these are dead.
+"""Clients of TransferQueue's processes whose calls end when a process is dead.
 
-TransferQueue's own clients wait for minutes, or for ever, for a process that was killed.
+TransferQueue's clients wait for minutes, or forever, for a killed process.
 """
 
 from __future__ import annotations
@@ -25,21 +25,20 @@ from grpo_plugin_transferqueue import INSTALL
 T = TypeVar("T")
 
 ENVIRON = {"TQ_NUM_THREADS": "1"}
-"""Environment variables of its processes and clients.  With every call it warns of more threads than the
-machine has cores, and nothing is computed here."""
+"""Environment variables of processes and clients, to avoid a warning about threads in every call."""
 FIELD = "contents"
-"""Name of the only column."""
+"""Name of the column."""
 DEADLINE = 60.0
-"""Seconds for a call."""
+"""Time limit of a call in seconds."""
 PULSE = 1.0
-"""Seconds without an answer after which the processes are looked for, again and again."""
+"""Interval in seconds of checks for dead processes during a call."""
 REACH = 5.0
-"""Seconds for a process to accept a connection, and for a thread of ours to end."""
+"""Time limit in seconds for connecting to a process, and for the end of a thread."""
 
 
 @frozen
 class Server:
-    """A process of TransferQueue, as its clients find it; it can be pickled where TransferQueue is not."""
+    """The address of a process; picklable without TransferQueue."""
 
     name: str
     ip: str
@@ -47,7 +46,7 @@ class Server:
 
     @classmethod
     def of(cls, info: Any) -> Server:
-        """Make it of a ``ZMQServerInfo``."""
+        """Convert a ``ZMQServerInfo``."""
         return cls(str(info.id), str(info.ip), tuple(sorted(info.ports.items())))
 
 
@@ -56,12 +55,12 @@ class Servers:
     """The processes of one run."""
 
     controller: Server
-    """Knows which unit has a row."""
+    """The process that maps rows to units."""
     units: tuple[Server, ...]
-    """Keep the rows."""
+    """The processes that store rows."""
 
     def reach(self) -> None:
-        """Raises DataPlaneError if a process is gone."""
+        """Connect to each process.  Raises DataPlaneError if one is gone."""
         for server in (self.controller, *self.units):
             for _, port in server.ports:
                 try:
@@ -71,7 +70,7 @@ class Servers:
 
 
 class Line:
-    """A client of TransferQueue; every method may be called from any thread, and waits for the answer."""
+    """A thread-safe client of TransferQueue with blocking methods."""
 
     def __init__(self, servers: Servers) -> None:
         load()
@@ -84,23 +83,23 @@ class Line:
         self._thread.start()
 
     def put(self, partition: str, keys: Sequence[str], parts: Sequence[bytes]) -> None:
-        """Keep each part as the row with its key."""
-        self._ask(self._put(partition, list(keys), parts))
+        """Store each part as a row under its key."""
+        self._run(self._put(partition, list(keys), parts))
 
     def get(self, partition: str, keys: Sequence[str]) -> list[bytes]:
         """Return the parts with these keys."""
-        return self._ask(self._get(partition, list(keys)))
+        return self._run(self._get(partition, list(keys)))
 
     def clear(self, partition: str, keys: Sequence[str]) -> None:
-        """Forget these keys; those that are not there are none of its concern."""
-        self._ask(self._clear(partition, list(keys)))
+        """Remove rows; missing keys are ignored."""
+        self._run(self._clear(partition, list(keys)))
 
     def refuse(self) -> None:
-        """End the calls that still wait with an error, and all others, within a moment."""
+        """Fail all waiting and later calls promptly."""
         self._closed = True
 
     def close(self) -> None:
-        """Let the client go."""
+        """Close the client."""
         self.refuse()
         ended = asyncio.run_coroutine_threadsafe(_end_others(), self._loop)
         wait([ended], REACH)
@@ -110,8 +109,8 @@ class Line:
         if not self._thread.is_alive():
             self._loop.close()
 
-    def _ask(self, request: Coroutine[Any, Any, T]) -> T:
-        """Raises DataPlaneError."""
+    def _run(self, request: Coroutine[Any, Any, T]) -> T:
+        """Run a request of the client.  Raises DataPlaneError."""
         if self._closed:
             request.close()
             raise lost("the plane is closed")
@@ -155,7 +154,7 @@ class Line:
 
 
 def _client(servers: Servers) -> Any:
-    """Connect a client of the library's own."""
+    """Connect a client of the library."""
     from transfer_queue.client import AsyncTransferQueueClient
     from transfer_queue.utils.enum_utils import Role
     from transfer_queue.utils.zmq_utils import ZMQServerInfo
@@ -171,7 +170,7 @@ def _client(servers: Servers) -> Any:
     units = {unit.name: info(Role.STORAGE, unit) for unit in servers.units}
     try:
         client.initialize_storage_manager("SimpleStorage", {"zmq_info": units})
-    except Exception as error:  # the controller does not answer
+    except Exception as error:  # for example no answer from the controller
         client.close()
         raise lost(error) from error
     return client
@@ -191,17 +190,17 @@ _lock = threading.Lock()
 
 
 def line(servers: Servers) -> Line:
-    """Return the line of this process to these servers.  Raises DataPlaneError if they are gone."""
+    """Return this process's client of these servers.  Raises DataPlaneError if they are gone."""
     with _lock:
         if servers not in _lines:
             _lines[servers] = Line(servers)
-            # threads of the library must not use their sockets while the interpreter takes them away
+            # the library's threads must stop before the interpreter destroys their sockets
             atexit.register(functools.partial(hang_up, servers))
         return _lines[servers]
 
 
 def hang_up(servers: Servers) -> None:
-    """Close the line of this process to these servers, if there is one."""
+    """Close this process's client of these servers, if there is one."""
     with _lock:
         found = _lines.pop(servers, None)
     if found is not None:
@@ -211,7 +210,7 @@ def hang_up(servers: Servers) -> None:
 def load() -> None:
     """Import TransferQueue.  Raises ConfigError if that fails."""
     for name, value in ENVIRON.items():
-        os.environ.setdefault(name, value)  # read when it is imported
+        os.environ.setdefault(name, value)  # read during the import
     try:
         importlib.import_module("transfer_queue")
     except ImportError as error:

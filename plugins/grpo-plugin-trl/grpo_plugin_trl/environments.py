@@ -11,18 +11,17 @@ from typing import Any
 import attrs
 
 import grpo_core as grpo
-from grpo_plugin_trl.rewards import Call, RewardFunction, asked, combined, named, row_of
+from grpo_plugin_trl.rewards import Call, RewardFunction, called, combined, named, row_of
 
 OWN = ("reset", "get_reward")
-"""Methods that are no tools."""
+"""Methods that are not tools."""
 
 
 class TRLEnvironment(grpo.Environment):
     """An environment class of TRL; each rollout has one instance.
 
-    TRL appends what ``reset`` returns to the prompt.  Here prompts are made before the rollouts begin, so
-    ``reset`` is called once for each prompt to make it, and again for each rollout.  It has to return the
-    same for the same row.
+    TRL appends the result of ``reset`` to the prompt.  Here prompts are created before rollouts, so ``reset``
+    is called once to create each prompt, and again for each rollout.  It must be deterministic for a row.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class TRLEnvironment(grpo.Environment):
         )
 
     def from_source(self, prompt: grpo.Prompt) -> grpo.Prompt:
-        """Append what ``reset`` returns for the row to the last message."""
+        """Append the result of ``reset`` for the row to the last message."""
         given = [dict(message) for message in prompt.messages]
         row = {"prompt": given, **row_of(prompt, self._answer)}
         observation = self._reset(self._factory(), row)
@@ -85,7 +84,7 @@ class TRLEnvironment(grpo.Environment):
             columns=self._columns,
             environments=environments,
         )
-        return combined(self._functions, await asked(self._functions, call), call)
+        return combined(self._functions, await called(self._functions, call), call)
 
     def _reset(self, environment: Any, row: Mapping[str, Any]) -> str | None:
         observation = environment.reset(**copy.deepcopy(dict(row)))
@@ -98,7 +97,7 @@ class TRLEnvironment(grpo.Environment):
 
 
 def _as_row(episode: grpo.Episode) -> grpo.Episode:
-    """Return the episode with the columns of its row, as reward functions without environment see them."""
+    """Return the episode with the columns of its row, as for reward functions without an environment."""
     row = {key: value for key, value in episode.prompt.info["row"].items() if key != "prompt"}
     return attrs.evolve(episode, prompt=attrs.evolve(episode.prompt, answer=None, info=row))
 
@@ -112,7 +111,7 @@ def _tools(kind: type) -> list[str]:
 
 
 def _session_class(probe: Any, name: str) -> type:
-    """Make the class of sessions, whose public methods are the environment's tools and nothing else."""
+    """Create the class of sessions, whose public methods are the environment's tools."""
     kind = type(probe)
     if not callable(getattr(kind, "reset", None)):
         raise grpo.ConfigError(f"trl: {name} makes {kind.__name__}, which has no method reset")

@@ -23,18 +23,18 @@ def make(
     solution: str = "",
     max_turns: int = 16,
 ) -> grpo.Environment:
-    """Make the environment of a reward function, or of an environment class.
+    """Create the environment for a reward function or an environment class.
 
     Args:
         name: ``module:attribute`` or ``./file.py:attribute``.
         weight: weight of the function.
-        arguments: arguments of the attribute, if that makes the function or environment.
+        arguments: arguments of the attribute, if it is a factory.
         more: further reward functions: a name, or a table of ``function``, ``weight`` and ``arguments``.
-        conversational: whether functions get messages; otherwise they get texts.
-        answer: the keyword by which functions get the prompt's answer.
-        whole_groups: whether each call has whole groups.
-        solution: column of a reply with full marks, for ``grpo-core check`` and the model ``tiny``; functions
-            get it as any other column.
+        conversational: whether functions receive messages instead of texts.
+        answer: keyword argument for the prompt's answer.
+        whole_groups: whether each call receives whole groups.
+        solution: column with a reply with full marks, for ``grpo-core check`` and the model ``tiny``;
+            functions receive it like any other column.
         max_turns: largest number of completions with an environment class.
     """
     found = grpo.load_object(name, who="trl")

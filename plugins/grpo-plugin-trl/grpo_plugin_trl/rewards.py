@@ -1,4 +1,4 @@
-"""Reward functions as TRL's GRPOTrainer calls them, and their weighted sum."""
+"""Calls of reward functions with the interface of TRL's GRPOTrainer, and their weighted sum."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attrs import field, frozen
 import grpo_core as grpo
 
 NOT_PASSED = frozenset({"prompt", "completion", "completion_ids"})
-"""Columns that TRL does not pass, because its own arguments have these names."""
+"""Columns that TRL does not pass, because they are names of its arguments."""
 
 
 @frozen
@@ -32,7 +32,7 @@ class RewardFunction:
 
 
 def reward_function(given: str | Mapping[str, Any]) -> RewardFunction:
-    """Load a function that the configuration names.  Raises ConfigError."""
+    """Load a function of the configuration.  Raises ConfigError."""
     table: dict[str, Any] = {"function": given} if isinstance(given, str) else dict(given)
     if unknown := sorted(set(table) - {"function", "weight", "arguments"}):
         raise grpo.ConfigError(
@@ -68,7 +68,7 @@ def _unwrapped(function: Any) -> Any:
 
 @frozen
 class Call:
-    """The arguments of one call, and what the functions log."""
+    """The arguments of one call, and the logged metrics."""
 
     arguments: Mapping[str, Any]
     size: int
@@ -84,11 +84,11 @@ class Call:
         columns: dict[str, None],
         environments: Sequence[Any] | None = None,
     ) -> Call:
-        """Make what TRL's trainer would pass for these episodes.
+        """Return the arguments that TRL's trainer would pass for these episodes.
 
         Args:
-            columns: columns of earlier calls, to which those of these rows are added: TRL passes every
-                column of a data set, and prompts have no fields that are null.
+            columns: columns of earlier calls; extended by these rows.  TRL passes every column of a data set,
+                but prompts lack fields that are null.
         """
         prompts = [_messages(e.prompt.messages) for e in episodes]
         completions = [_messages(e.messages[len(e.prompt.messages) :]) for e in episodes]
@@ -109,11 +109,11 @@ class Call:
         return cls(arguments, call.size, call.logged)
 
     def log(self, name: str, value: float) -> None:
-        """Keep a number that a function logs; it becomes a metric of each episode of the call."""
+        """Record a number as a metric of each episode of the call."""
         self.logged[name.replace("/", "_")] = float(value)
 
     def checked(self, function: RewardFunction, returned: Any) -> list[float | None]:
-        """Return the rewards, with None for NaN.  Raises PluginError for another number of them."""
+        """Return the rewards, with None for NaN.  Raises PluginError for a wrong number of rewards."""
         rewards = list(returned)
         if len(rewards) != self.size:
             raise grpo.PluginError(
@@ -129,7 +129,7 @@ class Call:
 
 
 class UnknownIds(Sequence[int]):
-    """The token ids of a completion, of which an environment knows only the number."""
+    """Stand-in for the token ids of a completion; environments know only their number."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -139,7 +139,7 @@ class UnknownIds(Sequence[int]):
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, int) and index >= self._size:
-            raise IndexError(index)  # so that a loop over no tokens ends
+            raise IndexError(index)  # ends loops over an empty completion
         raise TypeError(
             "completion_ids: environments of grpo-core know the number of a completion's tokens, "
             "len(completion_ids[i]), and not the tokens"
@@ -147,7 +147,7 @@ class UnknownIds(Sequence[int]):
 
 
 class NoTrainerState:
-    """The state of TRL's trainer, which environments of grpo-core do not see."""
+    """Stand-in for the state of TRL's trainer, which is not available."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -159,7 +159,7 @@ class NoTrainerState:
 class Rewards(grpo.Environment):
     """The weighted sum of reward functions, each called with a batch of episodes.
 
-    The prompts are those of the task's ``source``.
+    The prompts come from the task's ``source``.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class Rewards(grpo.Environment):
         )
 
     def solve(self, prompt: grpo.Prompt) -> str | None:
-        """Return what the row has in the column ``solution``.
+        """Return the column ``solution`` of the row.
 
         Raises ConfigError if there is no such column.
         """
@@ -209,14 +209,14 @@ class Rewards(grpo.Environment):
 
 
 class AsyncRewards(Rewards):
-    """``Rewards`` of which at least one is async; these run at the same time, after the others."""
+    """``Rewards`` with async functions, which run concurrently after the others."""
 
     async def evaluate(self, episodes: Sequence[grpo.Episode]) -> list[grpo.Feedback]:
         call = self._call(episodes)
-        return combined(self._functions, await asked(self._functions, call), call)
+        return combined(self._functions, await called(self._functions, call), call)
 
 
-async def asked(functions: Sequence[RewardFunction], call: Call) -> list[list[float | None]]:
+async def called(functions: Sequence[RewardFunction], call: Call) -> list[list[float | None]]:
     """Return the rewards of each function."""
     returned = [function.call(**call.arguments) for function in functions]
     waiting = [i for i, each in enumerate(returned) if inspect.isawaitable(each)]
@@ -243,7 +243,7 @@ def combined(
 
 
 def named(functions: Sequence[RewardFunction]) -> list[RewardFunction]:
-    """Return the functions, with different names; the second ``accuracy`` is ``accuracy_2``."""
+    """Return the functions with unique names; the second ``accuracy`` is ``accuracy_2``."""
     seen: dict[str, int] = {}
     result = []
     for function in functions:
@@ -254,7 +254,7 @@ def named(functions: Sequence[RewardFunction]) -> list[RewardFunction]:
 
 
 def row_of(prompt: grpo.Prompt, answer: str) -> dict[str, Any]:
-    """Return the columns of a prompt's row, but the prompt itself."""
+    """Return the columns of a prompt's row, without the prompt."""
     return {**({} if prompt.answer is None else {answer: prompt.answer}), **prompt.info}
 
 

@@ -1,8 +1,8 @@
-"""The agent that plays tasksets, as a harness of verifiers: it asks, and runs the tools that the model calls.
+"""A harness of verifiers that plays tasksets: requests completions and runs the model's tool calls.
 
-verifiers' own agents are programs that it starts for each rollout, with packages that it downloads first, and
-the one that it takes by default gives the model a shell on this machine.  This one runs in the process of the
-environment, needs nothing else, and has no tools but those of the taskset.
+verifiers' own agents are programs that it starts for each rollout after downloading packages, and its default
+agent gives the model a shell on this machine.  This one runs in the environment's process, needs no
+downloads, and has only the taskset's tools.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from grpo_core.kit import read_json
 from grpo_plugin_verifiers.tasksets import imported
 
 NAME = "grpo_chat"
-"""Id of the harness, and name of the module in which verifiers finds it."""
+"""Id of the harness, and the module name that verifiers imports it by."""
 
 LIMITS = ("context_length_exceeded", "max_turns", "max_tool_calls")
-"""Codes of the endpoint for requests beyond a limit of the run: the talk ends there, and is scored."""
+"""Error codes for limits of the run, which end the conversation; it is still scored."""
 
 
 def install() -> str:
-    """Make the harness known to verifiers, which looks for a module of its name; return the name."""
+    """Register the harness as a module, where verifiers finds it; return its name."""
     if NAME not in sys.modules:
         module = ModuleType(NAME, __doc__)
         vars(module).update(GrpoChat=_harness(), __all__=["GrpoChat"])
@@ -54,7 +54,7 @@ def _harness() -> Any:
             data: Any,
             tool_interception_url: str | None = None,
         ) -> Any:
-            """Talk until a reply calls no tool; ``data`` has the conversation so far."""
+            """Run the conversation until a reply without tool calls; ``data`` has the messages so far."""
             system, prompt = self.resolve_prompt(data)
             messages = [{"role": "system", "content": system}] if system else []
             if isinstance(prompt, str):
@@ -75,33 +75,33 @@ def _harness() -> Any:
 
 
 class TalkError(RuntimeError):
-    """Raised for a request that got no completion."""
+    """Raised for a request without a completion."""
 
 
 @define
 class _Talk:
-    """A conversation with the model, at the address and with the key that verifiers gives."""
+    """A conversation with the model, with the address and key from verifiers."""
 
     model: str
     endpoint: str
     key: str
     gate: str | None
-    """Address that decides whether a tool call may run; None if each may."""
+    """Address that approves tool calls; None approves all."""
     http: Any = None
     tools: Any = ()
     dispatch: Any = None
     servers: Any = None
 
     async def connect(self, servers: Mapping[str, Any], stack: AsyncExitStack) -> None:
-        """Connect to the servers of tools, and ask which tools they have."""
+        """Connect to the tool servers, and list their tools."""
         http = importlib.import_module("httpx")
-        # no certificates: the address is that of this machine, and reading them takes 20 ms
+        # no certificates: the address is local, and reading them takes 20 ms
         client = http.AsyncClient(timeout=None, verify=False, trust_env=False)  # the rollout has a deadline
         self.http = await stack.enter_async_context(client)
         self.tools, self.dispatch, self.servers = await _mcp().connect_mcp({"mcpServers": servers}, stack)
 
     async def play(self, messages: list[dict[str, Any]]) -> None:
-        """Talk until a reply calls no tool, or a limit of the run is reached."""
+        """Run the conversation until a reply without tool calls, or a limit of the run."""
         while True:
             body = {
                 "model": self.model,
@@ -120,15 +120,15 @@ class _Talk:
             messages += [await self._answer(call) for call in message["tool_calls"]]
 
     async def _answer(self, call: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the message that answers a call."""
+        """Return the result message of a tool call."""
         name, given = call["function"]["name"], call["function"]["arguments"] or "{}"
         try:
             arguments: Any = read_json(given, object)
         except ValueError:
             arguments = given
         if self.gate is not None:
-            asked = {"tool_call_id": call["id"], "name": name, "arguments": arguments}
-            status, said = await self._post(self.gate, asked)
+            request = {"tool_call_id": call["id"], "name": name, "arguments": arguments}
+            status, said = await self._post(self.gate, request)
             verdict: Any = json.loads(said) if status == 200 else {"action": "stop", "reason": said[:1000]}
             if verdict["action"] == "stop":
                 raise TalkError(f"the call of {name} was stopped: {verdict['reason']}")
@@ -148,12 +148,12 @@ class _Talk:
 
 
 def _mcp() -> Any:
-    """Return verifiers' client of tool servers, which connects again if a server has gone."""
+    """Return verifiers' client of tool servers, which reconnects."""
     return imported("verifiers.v1.harnesses.utils.mcp")
 
 
 def _bounded(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return an answer as verifiers shortens it: of a very long one, both ends stay."""
+    """Shorten a result like verifiers, which keeps both ends of a long text."""
     cut: Mapping[str, Any] = imported("verifiers.v1.harnesses.utils.compaction").bound_tool_message(
         dict(message)
     )

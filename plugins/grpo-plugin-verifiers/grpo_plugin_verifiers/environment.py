@@ -1,4 +1,4 @@
-"""The environments of a taskset: its tasks as prompts, its rewards as reward."""
+"""The environments ``verifiers:TASKSET``: tasks become prompts, and their rewards the reward."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ def taskset(
     seconds: float = 60.0,
     solution: str = "",
 ) -> grpo.Environment:
-    """Make the environment of a taskset of verifiers (v1).
+    """Create the environment of a taskset of verifiers (v1).
 
-    The reward is that of verifiers: the weighted sum of the task's rewards and judges.  Each of them and each
-    metric is a metric here.  A reply or a rollout is unscored if one of them raises or gives nothing.
+    The reward is verifiers' weighted sum of the task's rewards and judges.  Each reward, judge and metric is
+    a metric here.  A reply or rollout is unscored if one of them raises or returns nothing.
 
     Args:
         name: id of the taskset: the name of an installed module.
-        mode: "score" has the core ask for one reply, which the task scores; "rollout" lets verifiers play
-            each rollout, with tools, environments of its own, ``setup`` and ``finalize``.  "auto" plays
-            rollouts if the taskset needs them.
+        mode: "score" samples one reply in the core, which the task scores; "rollout" lets verifiers play
+            rollouts, with tools, its environments, ``setup`` and ``finalize``.  "auto" selects "rollout" if
+            the taskset needs it.
         config: fields of the taskset's configuration.
-        environment: fields of the configuration of verifiers' environment, such as its ``id`` or its agents;
-            for rollouts only.
-        size: largest number of tasks that are taken, in their order.
-        validation_size: number of tasks that are held out, at most half of them; 0 is a tenth.
-        seed: seed of that choice.
-        at_once: number of replies that are scored, or of rollouts that are played, at once.
-        seconds: time limit of scoring a reply; it is then unscored.
-        solution: field of a task's data with a reply that gets full marks, for ``grpo-core check`` and the
-            model ``tiny``.  Where rollouts are played it is the first reply.
+        environment: fields of the configuration of verifiers' environment, such as its ``id`` or agents; for
+            rollouts only.
+        size: largest number of tasks, in order.
+        validation_size: number of held-out tasks, at most half of them; 0 holds out a tenth.
+        seed: seed of the choice of held-out tasks.
+        at_once: number of replies that are scored, or rollouts that run, concurrently.
+        seconds: time limit for scoring a reply, which is then unscored.
+        solution: field of a task's data with a reply with full marks, for ``grpo-core check`` and the model
+            ``tiny``.  For rollouts it is the first reply.
 
     Raises:
-        ConfigError: there is no such taskset, it cannot be loaded, or it needs what is not supported here:
-            containers, shells, several agents that are trained.
+        ConfigError: the taskset does not exist, cannot be loaded, or needs unsupported features: containers,
+            shells, several trained agents.
     """
     for option, value in {"size": size, "at_once": at_once, "seconds": seconds}.items():
         if not value > 0:
@@ -75,9 +75,9 @@ class Split:
 
     Args:
         tasks: the taskset.
-        validation_size: number of tasks that are held out; 0 is a tenth.
-        seed: seed of that choice.
-        solution: field of a task's data with a right reply; empty if there is none.
+        validation_size: number of held-out tasks; 0 holds out a tenth.
+        seed: seed of the choice of held-out tasks.
+        solution: field of a task's data with a right reply; empty for none.
     """
 
     def __init__(self, tasks: Tasks, validation_size: int, seed: int, solution: str) -> None:
@@ -85,7 +85,7 @@ class Split:
         self._validation_size, self._seed, self._solution = validation_size, seed, solution
 
     def task(self, prompt: grpo.Prompt) -> Any:
-        """Return the task of a prompt, or feedback without a reward if it is no longer the same."""
+        """Return the task of a prompt, or unscored feedback if the task has changed."""
         number, tasks = prompt.info["task"], self.tasks.tasks
         task = tasks[number] if number < len(tasks) else None
         if task is None or self.tasks.digest(task) != prompt.info.get("digest"):
@@ -97,7 +97,7 @@ class Split:
         return task
 
     def solution(self, prompt: grpo.Prompt) -> str | None:
-        """Return what the task's data has in the field.  Raises ConfigError if there is no such field."""
+        """Return the field of the task's data.  Raises ConfigError if it is missing."""
         if not self._solution:
             return None
         data = self.tasks.tasks[prompt.info["task"]].data
@@ -110,7 +110,7 @@ class Split:
 
     @cached_property
     def prompts(self) -> dict[str, list[grpo.Prompt]]:
-        """The prompts of each split."""
+        """Return the prompts of each split."""
         everything = [self._prompt(number, task) for number, task in enumerate(self.tasks.tasks)]
         held_out = max(1, min(self._validation_size or len(everything) // 10, len(everything) // 2))
         chosen = set(random.Random(f"verifiers {self._seed}").sample(range(len(everything)), held_out))
@@ -130,7 +130,7 @@ class Split:
 
 
 class VerifiersTaskset(grpo.Environment):
-    """A taskset of verifiers (v1): its tasks are the prompts."""
+    """Base class: a taskset of verifiers (v1), whose tasks are the prompts."""
 
     def __init__(self, split: Split) -> None:
         self.split = split
@@ -144,7 +144,7 @@ class VerifiersTaskset(grpo.Environment):
         )
 
     def solve(self, prompt: grpo.Prompt) -> str | None:
-        """Return what the task's data has in the field ``solution``."""
+        """Return the field ``solution`` of the task's data."""
         return self.split.solution(prompt)
 
 
@@ -153,8 +153,8 @@ class Scored(VerifiersTaskset):
 
     Args:
         split: the tasks.
-        at_once: number of replies that are scored at once, for rewards that wait for a model.
-        seconds: time limit of scoring a reply.
+        at_once: number of replies that are scored concurrently, for rewards that wait for a model.
+        seconds: time limit for scoring a reply.
     """
 
     def __init__(self, split: Split, at_once: int, seconds: float) -> None:
@@ -174,12 +174,12 @@ class Scored(VerifiersTaskset):
 
 
 class Played(VerifiersTaskset):
-    """A taskset whose rollouts verifiers plays, with the model of the run.
+    """A taskset whose rollouts are played by verifiers with the run's model.
 
     Args:
         split: the tasks.
         stage: plays them.
-        at_once: number of rollouts that are played at once.
+        at_once: number of concurrent rollouts.
     """
 
     def __init__(self, split: Split, stage: Stage, at_once: int) -> None:
@@ -191,7 +191,7 @@ class Played(VerifiersTaskset):
         return task if isinstance(task, grpo.Feedback) else await self._stage.play(task, client)
 
     def evaluate(self, episodes: Sequence[grpo.Episode]) -> list[grpo.Feedback]:
-        """Judge what verifiers has not: a rollout that failed where a limit of the run ended it."""
+        """Return unscored feedback for rollouts that failed at a limit of the run."""
         return [grpo.Feedback(error="verifiers: the rollout gave no reward") for _ in episodes]
 
     async def aclose(self) -> None:

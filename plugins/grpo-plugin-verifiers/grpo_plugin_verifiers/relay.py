@@ -1,8 +1,8 @@
 """Relays the requests of verifiers' agents to the endpoint of their rollout.
 
-verifiers gives each agent an address of its own, where it sees what is asked and said, and asks the model by
-a client that it makes from a configuration.  Making one reads all certificates of the machine, which takes
-longer than a short rollout, and it would be kept until the end of the run.  So one client serves them all.
+verifiers gives each agent a separate address, where it intercepts requests and calls the model with a client
+from a configuration.  Creating a client reads all certificates of the machine, which takes longer than a
+short rollout, and clients are kept until the end of the run.  So one client is shared by all rollouts.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from grpo_plugin_verifiers.tasksets import imported
 
 
 class Relay:
-    """The ``Interception`` of an environment of verifiers: each rollout asks its model with its own key.
+    """The ``Interception`` of an environment of verifiers: each rollout calls the model with its own key.
 
     Args:
-        secrets: keys with which the servers of tools that all rollouts share identify themselves.
+        secrets: keys of the shared tool servers.
     """
 
     def __init__(self, secrets: Iterable[str]) -> None:
@@ -30,7 +30,7 @@ class Relay:
         self._stack = AsyncExitStack()
         self._http: Any = None
         self._clients: dict[str, Any] = {}
-        """The client of each rollout that plays, by the configuration that stands for it."""
+        """The client of each running rollout, by its placeholder configuration."""
         self._numbers = iter(range(2**63))
 
     async def __aenter__(self) -> Relay:
@@ -38,21 +38,21 @@ class Relay:
         client = http.AsyncClient(
             timeout=None,  # the rollout has a deadline
             limits=http.Limits(max_connections=None, max_keepalive_connections=100),
-            verify=False,  # the endpoint of a run is not encrypted
+            verify=False,  # the run's endpoint is plain HTTP
             trust_env=False,
         )
         self._http = await self._stack.enter_async_context(client)
         await self._stack.enter_async_context(self._server)
         return self
 
-    async def __aexit__(self, *told: object) -> None:
+    async def __aexit__(self, *details: object) -> None:
         await self._stack.aclose()
 
     @contextmanager
     def rollout(self, client: grpo.AgentClient) -> Any:
-        """Yield the configuration by which the agents of a rollout ask for its model."""
+        """Yield the configuration with which the agents of a rollout call its model."""
         clients = imported("verifiers.v1.clients")
-        name = f"GRPO_ROLLOUT_{next(self._numbers)}"  # no such variable: the key is in no environment
+        name = f"GRPO_ROLLOUT_{next(self._numbers)}"  # unset: the key is in no environment
         config = clients.EvalClientConfig(base_url=client.base_url, api_key_var=name)
         self._clients[config.model_dump_json()] = self._client(client)
         try:
@@ -63,16 +63,16 @@ class Relay:
 
     @asynccontextmanager
     async def acquire(self, session: Any) -> AsyncIterator[tuple[str, str, str]]:
-        """Yield the address and the secrets of an agent, as verifiers asks for them."""
+        """Yield address and secrets of an agent, in the interface of verifiers."""
         config = session.ctx.client.model_dump_json()
-        if config in self._clients:  # an agent with a model of its own has the client that verifiers makes
+        if config in self._clients:  # agents with other models keep verifiers' client
             self._server.clients[config] = self._clients[config]
         async with self._server.acquire(session) as slot:
             yield slot
 
     def _client(self, client: grpo.AgentClient) -> Any:
         base = imported("verifiers.v1.clients").EvalClient
-        made = base.__new__(base)  # its constructor reads the certificates
+        made = base.__new__(base)  # skip the constructor, which reads the certificates
         made.base_url, made.api_key, made.headers, made.client = (
             client.base_url,
             client.api_key,

@@ -1,7 +1,7 @@
-"""Lets verifiers play rollouts: its environment, its agents and its tools, with the model of the run.
+"""Rollouts played by verifiers' environment, agents and tools, with the run's model.
 
-verifiers asks for completions at an address.  A rollout gives it the one at which the core serves the model,
-with the key of the rollout, so each token is recorded there, whatever the environment does with the replies.
+verifiers requests completions at an address.  A rollout passes the address of the core's endpoint, with the
+key of the rollout, so each token is recorded there, whatever the environment does with the replies.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from grpo_plugin_verifiers.relay import Relay
 from grpo_plugin_verifiers.tasksets import Tasks, imported
 
 CHATS = ("bash", "null")
-"""verifiers' agents in whose place ours plays: the one with a shell is only what it takes by default."""
+"""Agents of verifiers that ``grpo_chat`` replaces; "bash" is only verifiers' default."""
 
 STOPPING = 1.5
-"""Seconds in which a server may end by itself before it is killed.  verifiers waits 5 s, and the core gives a
-rollout that it cancels, or an environment that it ends, no longer for everything that they clean up."""
+"""Seconds before a stopping server is killed.  verifiers waits 5 s, which is the core's limit for the whole
+cleanup of a cancelled rollout or a closed environment."""
 
 
 class Stage:
@@ -29,9 +29,9 @@ class Stage:
     Args:
         tasks: the taskset.
         config: fields of its configuration.
-        environment: fields of the configuration of verifiers' environment: its id, its agents.
+        environment: fields of the configuration of verifiers' environment, such as id and agents.
 
-    Raises ConfigError if an agent, a tool or a task needs what is not here.
+    Raises ConfigError if an agent, a tool or a task needs an unsupported feature.
     """
 
     def __init__(self, tasks: Tasks, config: Mapping[str, Any], environment: Mapping[str, Any]) -> None:
@@ -47,7 +47,7 @@ class Stage:
         self._end = asyncio.Event()
 
     async def play(self, task: Any, client: grpo.AgentClient) -> grpo.Feedback:
-        """Play a rollout; return its reward.  Raises RuntimeError if verifiers cannot play it to its end."""
+        """Play a rollout; return its reward.  Raises RuntimeError if verifiers fails."""
         relay = await self._begin()
         with relay.rollout(client) as endpoint:
             context = self._clients.ModelContext(model=client.model, client=endpoint)
@@ -63,7 +63,7 @@ class Stage:
         return self._tasks.feedback(played[0])
 
     async def aclose(self) -> None:
-        """End the servers of tools, and those that are still starting."""
+        """Stop the tool servers, including starting ones."""
         if self._serving is None:
             return
         self._end.set()
@@ -74,12 +74,12 @@ class Stage:
     # ------------------------------------------------------------------------------ serving
 
     async def _begin(self) -> Relay:
-        """Wait until the servers of the taskset run; the next rollout tries again if they fail."""
+        """Wait until the taskset's servers run; after a failure the next rollout retries."""
         if self._serving is None or self._serving.done():
             self._ready = asyncio.get_running_loop().create_future()
             self._serving = asyncio.create_task(self._serve(self._ready), name="servers of verifiers")
         assert self._ready is not None
-        await asyncio.wait([self._ready])  # a rollout that is cancelled leaves it to the others
+        await asyncio.wait([self._ready])  # not cancelled with this rollout, since others wait for it
         return self._ready.result()
 
     async def _serve(self, ready: asyncio.Future[Relay]) -> None:
@@ -94,9 +94,9 @@ class Stage:
             if ready.done():
                 raise
             ended = isinstance(error, asyncio.CancelledError)
-            told = "its servers were ended while they started" if ended else error
-            ready.set_exception(RuntimeError(f"verifiers: {self._tasks.name}: {told}"[:1000]))
-            ready.exception()  # no warning if all rollouts that waited for it have been cancelled
+            reason = "its servers were ended while they started" if ended else error
+            ready.set_exception(RuntimeError(f"verifiers: {self._tasks.name}: {reason}"[:1000]))
+            ready.exception()  # avoids a warning if all waiting rollouts were cancelled
 
     # ------------------------------------------------------------------------------ checks
 
@@ -107,12 +107,10 @@ class Stage:
             default = self._loaders.default_harness_id(name)
             retries = imported("verifiers.v1.configs.retries").RetryConfig()
             local = imported("verifiers.v1.runtimes").SubprocessConfig()
-            updates: dict[str, Any] = {"retries": retries}  # the run plays a lost rollout again
+            updates: dict[str, Any] = {"retries": retries}  # the run retries lost rollouts
             for role, agent in self._agents.agent_config_fields(found).items():
                 update: dict[str, Any] = {"retries": retries}
-                if (
-                    "runtime" not in agent.model_fields_set
-                ):  # a hosted one is only what verifiers takes itself
+                if "runtime" not in agent.model_fields_set:  # verifiers' default is a hosted model
                     update["runtime"] = local
                 if (agent.harness is None and default in CHATS) or (
                     agent.harness is not None and agent.harness.id == "null"
@@ -124,14 +122,14 @@ class Stage:
             return self._loaders.load_environment(found.model_copy(update=updates))
         except grpo.ConfigError:
             raise
-        except Exception as error:  # anything may go wrong in its module
-            told = f"{type(error).__name__}: {error}"
+        except Exception as error:  # the module may raise any error
+            reason = f"{type(error).__name__}: {error}"
             raise grpo.ConfigError(
-                f"verifiers: the environment of {name!r} cannot be made: {told}"[:1000]
+                f"verifiers: the environment of {name!r} cannot be made: {reason}"[:1000]
             ) from error
 
     def _checked(self) -> set[str]:
-        """Return the names of the agents that the trained model plays."""
+        """Validate the agents; return the names of those with the trained model."""
         refuse, players = self._tasks.refuse, set()
         for role, agent in self._agents.agent_config_fields(self._env.config).items():
             harness = self._env._harnesses[role]
@@ -183,6 +181,6 @@ class Stage:
 
 
 def _why(episode: Any) -> str:
-    """Return what went wrong in an episode."""
+    """Return the error of an episode."""
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     return f"{errors[-1].type}: {errors[-1].message}"[:1000] if errors else "the rollout did not end well"

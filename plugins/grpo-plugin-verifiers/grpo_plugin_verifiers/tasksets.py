@@ -1,4 +1,4 @@
-"""Loads a taskset of verifiers, says whether a reply alone can be scored, and scores replies."""
+"""Loads tasksets of verifiers, checks whether single replies can be scored, and scores replies."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Tasks:
     """The tasks of a taskset.
 
     Args:
-        name: its id: the name of an installed module, or one of verifiers' own.
+        name: id of the taskset: the name of an installed module, or a taskset of verifiers.
         config: fields of its configuration.
-        most: largest number of tasks that are taken, which an endless taskset needs.
+        most: largest number of tasks, which an endless taskset needs.
 
-    Raises ConfigError if it cannot be loaded, or if nothing here can play its tasks.
+    Raises ConfigError if it cannot be loaded or played.
     """
 
     def __init__(self, name: str, config: Mapping[str, Any], most: int) -> None:
@@ -37,7 +37,7 @@ class Tasks:
             kind = self._loaders.taskset_config_type(name)
             self.taskset = self._loaders.load_taskset(kind.model_validate({**config, "id": name}))
             self.tasks = list(itertools.islice(self.taskset, most))
-        except Exception as error:  # anything may go wrong in its module, or on the way to its data
+        except Exception as error:  # the module, or loading its data, may raise any error
             raise grpo.ConfigError(
                 f"verifiers: the taskset {name!r} cannot be loaded: {type(error).__name__}: {error}"[:1000]
             ) from error
@@ -50,7 +50,7 @@ class Tasks:
                 self.messages(task)
 
     def needs_rollout(self) -> str:
-        """Return why a reply alone cannot be scored, or an empty text."""
+        """Return the reason why a single reply cannot be scored, or an empty text."""
         environment = self._loaders.environment_class(self.name)
         if environment is not imported("verifiers.v1.envs.single_agent").SingleAgentEnv:
             return f"it has the environment {environment.__name__}"
@@ -59,31 +59,31 @@ class Tasks:
         return next(filter(None, map(self._needs_rollout, self.tasks)), "")
 
     def check_rewards(self) -> None:
-        """Raise ConfigError if a task scores nothing."""
+        """Raise ConfigError if a task has no rewards."""
         if not all(task.hooks("reward") or task.plugged_judges() for task in self.tasks):
             self.refuse("its tasks have no reward")
 
     def messages(self, task: Any) -> list[dict[str, Any]]:
-        """Return the messages of a task's prompt; its place among the tasks if others begin."""
+        """Return the messages of a task's prompt; its index if a user simulator starts the conversation."""
         system = task.data.system_prompt
-        told = [{"role": "system", "content": system}] if system else []
+        messages = [{"role": "system", "content": system}] if system else []
         if task.data.prompt is None:
-            return [*told, {"role": "user", "content": f"task {task.data.idx} of {self.name}"}]
+            return [*messages, {"role": "user", "content": f"task {task.data.idx} of {self.name}"}]
         if isinstance(task.data.prompt, str):
-            return [*told, {"role": "user", "content": task.data.prompt}]
+            return [*messages, {"role": "user", "content": task.data.prompt}]
         given = [{"role": each.role, "content": each.content} for each in task.data.prompt]
         if not all(isinstance(each["content"], str) for each in given):
             self.refuse("a prompt has more than text")
-        return [*told, *given]
+        return [*messages, *given]
 
     def digest(self, task: Any) -> str:
-        """Return a digest that is the same for the same task in every process."""
-        # a task may define its key, to leave out what is another in each process, and that may be all of it
+        """Return a digest of a task that is the same in every process."""
+        # a task may define a key without fields that differ between processes
         plain = json.dumps([task.key, self.messages(task), str(getattr(task.data, "answer", ""))])
         return hashlib.sha256(plain.encode()).hexdigest()[:16]
 
     async def score(self, task: Any, reply: str) -> Any:
-        """Return verifiers' trace of a reply, after the task has scored it."""
+        """Score a reply; return verifiers' trace."""
         trace = self._trace.Trace(
             task=self._trace.TraceTask(
                 type=type(task).__name__, data=task.data, key=task.key, hash=task.hash
@@ -93,16 +93,16 @@ class Tasks:
         thought, said = grpo.split_thought(reply)
         message = self._types.AssistantMessage(content=said, reasoning_content=thought or None)
         kinds = {"system": self._types.SystemMessage, "assistant": self._types.AssistantMessage}
-        for place, each in enumerate(self.messages(task)):
+        for index, each in enumerate(self.messages(task)):
             kind = kinds.get(each["role"], self._types.UserMessage)
-            trace.nodes.append(self._node(place, kind(content=each["content"])))
+            trace.nodes.append(self._node(index, kind(content=each["content"])))
         trace.nodes.append(self._node(len(trace.nodes), message, sampled=True))
         trace.is_completed = trace.ok = True
         await task.score(trace)
         return trace
 
     def feedback(self, trace: Any) -> grpo.Feedback:
-        """Return what a scored trace says: its reward, and its parts and metrics as metrics."""
+        """Convert a scored trace to feedback: the reward, with its parts and metrics as metrics."""
         missing = sorted(name for name, reward in trace.rewards.items() if reward is None)
         if missing or not trace.rewards:
             return grpo.Feedback(error=f"verifiers: {self.name} gave no reward {', '.join(missing)}".strip())
@@ -111,11 +111,11 @@ class Tasks:
         return grpo.Feedback(reward=trace.reward, metrics={**metrics, **parts})
 
     def refuse(self, why: str) -> None:
-        """Raise ConfigError with the reason why this taskset is not played."""
+        """Raise ConfigError with a reason for refusing this taskset."""
         raise grpo.ConfigError(f"verifiers: the taskset {self.name!r} is refused: {why}")
 
-    def _node(self, place: int, message: Any, *, sampled: bool = False) -> Any:
-        return self._graph.MessageNode(parent=place - 1 if place else None, message=message, sampled=sampled)
+    def _node(self, index: int, message: Any, *, sampled: bool = False) -> Any:
+        return self._graph.MessageNode(parent=index - 1 if index else None, message=message, sampled=sampled)
 
     def _needs_rollout(self, task: Any) -> str:
         base = imported("verifiers.v1.task").Task
@@ -137,7 +137,7 @@ class Tasks:
 
 
 def imported(module: str) -> Any:
-    """Return a module of verifiers.  Raises ConfigError, with what to install, if it is not there."""
+    """Import a module of verifiers.  Raises ConfigError with installation advice if it is missing."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -148,6 +148,6 @@ def imported(module: str) -> Any:
 
 
 def _needs_runtime(function: Any) -> bool:
-    """Return whether verifiers leaves a reward out if there is no runtime."""
+    """Whether verifiers skips a reward without a runtime."""
     parameter = inspect.signature(function).parameters.get("runtime")
     return parameter is not None and parameter.default is inspect.Parameter.empty

@@ -1,9 +1,9 @@
 """vLLM as an engine of grpo-core.
 
-    vllm       in its own child process, on the CPU or on GPUs (``grpo_plugin_vllm.engine``)
-    vllm:http  a vLLM server that runs already (``grpo_plugin_vllm.http``)
+    vllm       in a child process, on the CPU or on GPUs (``grpo_plugin_vllm.engine``)
+    vllm:http  a running vLLM server (``grpo_plugin_vllm.http``)
 
-vLLM itself is imported in the child alone: with this plugin installed, grpo-core starts as fast as without.
+vLLM is imported in the child process only, so that the plugin does not slow down the start of grpo-core.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""HTTP to a vLLM server: every wait has an end, and every status is looked at."""
+"""HTTP client of a vLLM server, with time limits and checks of every status."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ NAME = "engine vllm:http"
 """Name of the engine in messages."""
 
 BUSY = frozenset({429, 502, 503, 504})
-"""Statuses that say "later": the request has done nothing."""
+"""Statuses that ask to retry later: the request had no effect."""
 
 LARGEST = 1 << 20
-"""Bytes of an answer at most, unless the request says otherwise."""
+"""Default of the largest size of an answer in bytes."""
 
 HINTS = {
     403: "; start it with --enable-scale-out",
@@ -31,24 +31,24 @@ REDIRECTED = "; redirects are not followed: set engine.options.url to the server
 
 
 class ServerError(EngineError):
-    """The server refused a request or failed at it, or cannot be reached."""
+    """Raised if the server refuses or fails a request, or is unreachable."""
 
 
 class UnreachableError(ServerError, Unavailable):
-    """There is no connection, or the server says "later", as one that starts does."""
+    """Raised without a connection, or for a status in ``BUSY``, as during the server's start."""
 
 
 class Client:
     """A client of a vLLM server's HTTP routes.
 
     Args:
-        url: of the server.
-        seconds: for one request from start to end, at most.
-        connect_seconds: for the connection.
+        url: address of the server.
+        seconds: time limit of a request.
+        connect_seconds: time limit of connecting.
         remote: allow a server on another machine.  Its routes for weights have no authentication.
-        api_key: is sent as a bearer token; it stands in no message.
+        api_key: sent as a bearer token; never part of a message.
 
-    Raises ConfigError for what cannot be a server.
+    Raises ConfigError for an invalid address.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Client:
         return await self._json("GET", path, query=query, seconds=seconds)
 
     async def page(self, path: str, *, seconds: float) -> str:
-        """Return a page of text."""
+        """Return a page as text."""
         return await self._call("GET", path, seconds=seconds)
 
     async def post(
@@ -86,13 +86,13 @@ class Client:
         seconds: float | None = None,
         largest: int = LARGEST,
     ) -> Any:
-        """The answer's JSON.
+        """Return the JSON of the answer.
 
         Args:
-            seconds: instead of the client's own.
-            largest: number of bytes after which the answer is given up.
+            seconds: time limit, instead of the client's.
+            largest: largest size of the answer in bytes.
 
-        Raises ServerError; UnreachableError if the server has not begun with it.
+        Raises ServerError; UnreachableError if the request had no effect.
         """
         return await self._json("POST", path, body=body, query=query, seconds=seconds, largest=largest)
 
@@ -120,15 +120,15 @@ class Client:
         largest: int = LARGEST,
     ) -> str:
         if self._session is None:
-            # limit=0: the engine limits its requests; their time does not include waiting for a connection
-            # Answers come as they are: a few compressed bytes can unfold to gigabytes.
+            # limit=0: the engine limits its requests, so that time limits exclude waiting for a connection.
+            # No compression: a few compressed bytes can expand to gigabytes.
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0),
                 headers=self._headers,
                 auto_decompress=False,
             )
         timeout = self._timeout if seconds is None else aiohttp.ClientTimeout(total=seconds)
-        # a redirect could name another machine, which would get the prompts and could make up the answers
+        # after a redirect another machine would receive the prompts and could forge answers
         request = partial(
             self._session.request, method, self._url + path, json=body, params=query, timeout=timeout,
             allow_redirects=False,
@@ -150,7 +150,7 @@ class Client:
             except ValueError as error:
                 raise ServerError(f"{what}: {error}; is this a vLLM server?") from error
             text = read.decode(errors="replace")
-            if self._key:  # a server or a proxy may repeat what it was sent; messages are written to files
+            if self._key:  # a server or proxy may echo the key, and messages are written to files
                 text = text.replace(self._key, "[key]")
             if response.status in BUSY:
                 raise UnreachableError(f"{what}: status {response.status}: {text[:500]}")

@@ -1,4 +1,4 @@
-"""Requests and completions in vLLM's terms."""
+"""Conversion of requests and completions to and from vLLM."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
 
 EMPTY = Completion(token_ids=(), logprobs=(), versions=(), finish_reason="length")
-"""The completion of a request for no tokens, which vLLM does not accept."""
+"""Completion of a request for 0 tokens, which vLLM does not accept."""
 
 
 def sampling(request: GenerationRequest, *, seeds: bool) -> dict[str, Any]:
-    """Return the options of ``vllm.SamplingParams``: the request's, and none of the model's own."""
+    """Return the options of ``vllm.SamplingParams`` for a request, without defaults of the model."""
     return {
         "max_tokens": request.max_tokens,
         "temperature": request.temperature,
@@ -28,11 +28,11 @@ def sampling(request: GenerationRequest, *, seeds: bool) -> dict[str, Any]:
         "seed": request.seed % 2**63 if seeds and request.temperature else None,
         "stop": list(request.stop),
         "stop_token_ids": list(request.stop_token_ids),
-        "ignore_eos": True,  # the renderer's stop tokens are all there are
+        "ignore_eos": True,  # only the renderer's stop tokens count
         "include_stop_str_in_output": True,
         "skip_special_tokens": False,
         "detokenize": bool(request.stop),
-        "logprobs": 0,  # of the sampled token alone
+        "logprobs": 0,  # for the sampled token only
     }
 
 
@@ -49,7 +49,7 @@ def parameters(request: GenerationRequest, *, seeds: bool) -> SamplingParams:
 
 
 def completion(output: RequestOutput) -> Completion:
-    """Raises EngineError if vLLM does not report the weights and the logprob of each token."""
+    """Convert vLLM's output.  Raises EngineError if a token lacks its version or logprob."""
     (only,) = output.outputs
     spans = only.weight_versions or []
     return checked(
@@ -67,12 +67,12 @@ def checked(
     spans: Sequence[tuple[int, int, int]],
     finish_reason: Any,
 ) -> Completion:
-    """Raises EngineError unless each token has one logprob and one version.
+    """Return a completion.  Raises EngineError unless each token has one logprob and one version.
 
     Args:
-        spans: versions, each with the place of its first token and that after its last one.
+        spans: versions with the index of their first token and the index after their last token.
     """
-    # compared before any array is made of them: the length of a span is whatever a server says
+    # validate before allocating arrays, since a server could send any length
     lengths = [end - start for _, start, end in spans]
     if (
         not len(token_ids) == len(logprobs) == sum(lengths)

@@ -16,26 +16,26 @@ class VllmEngine(ChildEngine):
 
     Args:
         device: "cpu", "cuda", or "auto": a GPU if there is one.
-        dtype: type of weights, keys and values: "float32", "bfloat16", "float16", or "auto": as the trainer
-            sends them.
-        max_rows: requests that are decoded at once.  The others wait in order; those for one token go first.
-        max_model_len: tokens of prompt and completion at most.  None: as many as the model has positions for.
+        dtype: dtype of weights, keys and values: "float32", "bfloat16", "float16", or "auto": the trainer's.
+        max_rows: largest number of concurrently decoded requests.  Others wait in order; requests for one
+            token go first.
+        max_model_len: largest number of tokens of prompt and completion.  None: the model's positions.
         tensor_parallel: number of GPUs that share each tensor.
-        memory_fraction: share of a GPU's memory for weights, keys and values.  None: 0.4 where the trainer
-            computes on the same GPU, 0.85 elsewhere.
-        cache_mib: memory for keys and values, in MiB.  None: 256 on a CPU, the rest of the fraction on a GPU.
-        keep_cache: let running requests keep the keys and values of older weights across an update.
-            By default these are computed again, so that each token's logprob is that of one version alone.
-        seeds: draw each request's tokens by its seed.  Otherwise vLLM draws from its own generator, which is
-            faster in large batches, and not repeatable.
-        in_turn: give the memory back to a trainer on the same GPU for each of its steps: weights go to the
-            machine's memory, and running requests wait; their keys and values are computed again.
-        native_lora: let vLLM compute adapters (``[model.lora]``) itself, beside its weights, or add them to
-            these (false), which costs nothing while it decodes.  None: add them in float32 alone, since a
-            weight of 16 bits swallows small changes.
-        vllm: further arguments of ``vllm.EngineArgs``; they win over the others.
+        memory_fraction: share of a GPU's memory for weights, keys and values.  None: 0.4 if the trainer uses
+            the same GPU, otherwise 0.85.
+        cache_mib: memory for keys and values in MiB.  None: 256 on a CPU, the rest of the fraction on a GPU.
+        keep_cache: whether running requests keep the keys and values of older weights after an update.  By
+            default they are recomputed, so that each token's logprob depends on a single version.
+        seeds: sample by the seed of each request.  Otherwise vLLM uses its own generator, which is faster in
+            large batches but not reproducible.
+        in_turn: free the GPU's memory for each step of a trainer on the same GPU: weights are offloaded to
+            host memory, and running requests wait and recompute their keys and values.
+        native_lora: whether vLLM computes adapters (``[model.lora]``) separately, or merges them into the
+            weights (false), which costs nothing during decoding.  None merges in float32 only, since 16-bit
+            weights lose small changes.
+        vllm: further arguments of ``vllm.EngineArgs``, which override the others.
 
-    Raises ValueError if an option is out of its range, and ConfigError if completions have to be reproducible
+    Raises ValueError for an option out of its range, and ConfigError if completions must be reproducible
     (``EngineSetup.reproducible``) without ``seeds``, or with a prefix cache.
     """
 
@@ -88,11 +88,11 @@ class VllmEngine(ChildEngine):
             server="grpo_plugin_vllm.server:Server",
             options={"options": options},
             rests=in_turn,
-            # threads that spin while they wait would take the trainer's cores
+            # spinning threads would occupy the trainer's cores
             env_vars={
                 "VLLM_NO_USAGE_STATS": "1",
                 "OMP_WAIT_POLICY": "passive",
-                "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # looking for a GPU must not start CUDA in this process
+                "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # detection must not initialise CUDA
             },
         )
         self._statistics: Mapping[str, float] = {}

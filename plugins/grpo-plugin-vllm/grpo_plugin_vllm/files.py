@@ -1,4 +1,4 @@
-"""Open files: each connection to a server takes one, and a process may have only so many."""
+"""Limits of open files, since each connection to a server takes one."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ import os
 import resource
 
 RESERVED = 64
-"""Open files that the rest of the process may still need: logs, checkpoints, pipes to children."""
+"""Number of open files for the rest of the process: logs, checkpoints, pipes to children."""
 
 log = logging.getLogger("grpo_core")
 
 
 def connections(wanted: int, *, servers: int) -> int:
-    """Return how many connections each of the servers may have: ``wanted``, or fewer if files are limited.
+    """Return the number of connections for each server: ``wanted``, or fewer if open files are limited.
 
-    The process's own limit is raised towards the limit of the system first, as ``ulimit -n`` does.
+    The soft limit is raised towards the hard limit first, like ``ulimit -n``.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         used = RESERVED + len(os.listdir("/dev/fd"))
-    except OSError:  # none is left to look
+    except OSError:  # no descriptor is left
         used = RESERVED + soft
     needed = used + wanted * servers
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return wanted
     more = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-    with contextlib.suppress(OSError, ValueError):  # some systems have a limit below the hard one
+    with contextlib.suppress(OSError, ValueError):  # some systems have a further limit below the hard one
         resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
         soft = more
     if soft >= needed:

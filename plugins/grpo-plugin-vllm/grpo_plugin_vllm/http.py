@@ -1,11 +1,11 @@
-"""The engine ``vllm:http``: a vLLM server that runs by itself.
+"""The engine ``vllm:http``: a running vLLM server.
 
     VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --host 127.0.0.1 --enable-scale-out --generation-config vllm \\
         --logprobs-mode processed_logprobs --weight-transfer-config '{"backend": "grpo_core"}'
 
-The server needs this plugin installed (vLLM loads the backend ``grpo_core`` from it), and a way to the
-weights: the trainer's shared memory on the same machine, a file in ``directory``, or a connection to the
-trainer (``engine.transport = "collective"``, with grpo-plugin-scale installed there, too).
+The server needs this plugin (vLLM loads the backend ``grpo_core`` from it), and access to the weights: the
+trainer's shared memory on the same machine, a file in ``directory``, or a connection to the trainer
+(``engine.transport = "collective"``, which needs grpo-plugin-scale on the server).
 """
 
 from __future__ import annotations
@@ -41,48 +41,49 @@ T = TypeVar("T")
 URL = "http://127.0.0.1:8000"
 
 ANSWER_BYTES, TOKEN_BYTES = 1 << 20, 1 << 10
-"""Largest answer, and for each token that was asked for: several times what vLLM needs."""
+"""Largest size of an answer, and its increment for each requested token; several times vLLM's need."""
 
 REQUESTS = 512
-"""Largest number of requests at a server at the same time, unless ``engine.max_requests`` says otherwise."""
+"""Default of ``engine.max_requests``: largest number of concurrent requests at a server."""
 
 START_PAUSE, START_MARGIN = 1.0, 10.0
-"""Seconds between two looks for a server that is starting, and before the deadline at which they end."""
+"""Polling interval for a starting server, and margin before the deadline, in seconds."""
 
 INFO = 60.0
-"""Seconds for a server's description of itself, which it makes once: it looks at its whole machine."""
+"""Time limit in seconds for a server's description, which it computes once from its whole machine."""
 
 TORN = "updating"
-"""The server's version while its weights change: tokens that carry it are thrown away."""
+"""The server's version during an update; tokens with it are discarded."""
 
 
 def workers(*, url: str | list[str] = URL, remote: bool = False, **options: Any) -> int:
-    """Return the number of servers, which is that of the engines.  Raises ConfigError."""
+    """Return the number of engines: one for each server.  Raises ConfigError."""
     return len(_addresses(url, remote=remote))
 
 
 class HttpEngine:
-    """Asks a vLLM server that already runs for completions, over HTTP.
+    """An engine that calls a running vLLM server over HTTP.
 
     Args:
-        url: address of the server, or a list of addresses.  The requests of a group go to one server, and
-            those of a server that does not answer go to another.
-        directory: where weights are written for a server that cannot read the trainer's memory.  The trainer
-            and the server must both see it.  None: the server reads the trainer's memory, or with
-            ``engine.transport = "collective"`` receives them from the trainer.
-        request_deadline: seconds for one completion.
-        connect_deadline: seconds for a connection.
-        unavailable_for: seconds for which requests and weights wait while the only server is away; then the
-            run ends with a checkpoint.  What one of several servers does not answer goes to another.
+        url: address of the server, or a list of addresses.  The requests of a group go to one server;
+            requests that it does not answer go to another one.
+        directory: directory for weights for a server that cannot read the trainer's memory; shared by
+            trainer and server.  None: the server reads the trainer's memory, or receives weights with
+            ``engine.transport = "collective"``.
+        request_deadline: time limit of a completion in seconds.
+        connect_deadline: time limit of connecting in seconds.
+        unavailable_for: longest tolerated outage of a single server in seconds; after that the run ends with
+            a checkpoint.  With several servers, requests go to another one.
         keep_cache, seeds: as for the engine ``vllm``.
-        remote: allow a server on another machine.  Whoever reaches such a server can replace its model.
-        api_key_variable: environment variable with the key that ``vllm serve --api-key`` asks for.
+        remote: allow a server on another machine.  Everybody who can reach such a server can replace its
+            model.
+        api_key_variable: environment variable with the key of ``vllm serve --api-key``.
 
-    The first weight update waits for a server that is starting, at most ``engine.deadline`` seconds.  A
-    server that was started again is given the last weights before it is asked for anything.
+    The first weight update waits for a starting server, at most ``engine.deadline`` seconds.  A restarted
+    server receives the last weights before any request.
 
-    At most ``engine.max_requests`` requests are at a server at the same time, 512 without that key, and fewer
-    where this process may not open as many files: each request has a connection.
+    A server gets at most ``engine.max_requests`` concurrent requests (default 512), or fewer if this process
+    cannot open as many files, since each request has a connection.
     """
 
     def __init__(
@@ -124,15 +125,15 @@ class HttpEngine:
         self._keep_cache = keep_cache
         self._seeds = seeds
         self._weights: Weights | None = None
-        """The last that the server held."""
+        """Last weights of the server."""
         self._ready = False
-        """The server holds ``_weights``, as far as is known."""
+        """Whether the server is known to hold ``_weights``."""
         self._newest = -1
-        """Largest version that the server was ever sent."""
+        """Largest version sent to the server."""
         self.dtype = ""
-        """The dtype in which the server computes, if it has said so; it need not be that of the weights."""
+        """Dtype of the server, once reported; it may differ from the weights' dtype."""
         self.positions = 0
-        """Largest number of tokens of a prompt with its completion, when the server has said so."""
+        """Largest number of tokens of a prompt with its completion, once reported."""
         self._statistics: Mapping[str, float] = {}
         self.metrics = BackgroundMetrics(self._measure)
         self._closed = False
@@ -141,8 +142,8 @@ class HttpEngine:
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Return one completion for each request, in order.  Cancelling the task frees the server's rows.
 
-        Raises EngineError if the server refused or failed, or is not what it was (ask again); Unavailable if
-        it has been away for too long.
+        Raises EngineError if the server refused, failed or was restarted (retry); Unavailable after too long
+        an outage.
         """
         tasks = [asyncio.ensure_future(self._answer(request)) for request in requests]
         try:
@@ -159,8 +160,8 @@ class HttpEngine:
     async def update_weights(self, weights: Weights) -> None:
         """Return when every later token is sampled from ``weights``.
 
-        Raises WeightSyncError, with the server's own words, if the server does not hold them; Unavailable if
-        it has been away for too long.
+        Raises WeightSyncError with the server's message if the update fails; Unavailable after too long an
+        outage.
         """
         if self._service is None or self._weights is None:
             return await self._update(weights)
@@ -214,18 +215,18 @@ class HttpEngine:
                 )
             return self._read(answer)
         except ServerError:
-            self._ready = False  # it may come back without its weights
+            self._ready = False  # a restarted server has lost its weights
             raise
 
     def _read(self, answer: Any) -> Completion:
-        """Raises EngineError for what is not a vLLM server's answer, ServerError for unknown weights."""
+        """Parse an answer.  Raises EngineError if it is invalid, ServerError for unknown weights."""
         try:
             (choice,) = answer["choices"]
             token_ids = _all(int, choice["token_ids"])
             logprobs = _all(float, [entry["logprob"] for entry in choice["logprobs"]["content"]])
             spans = choice["weight_versions"] or ()
             versions = _all(str, [span["version"] for span in spans])
-            places = [_all(int, [span["start"], span["end"]]) for span in spans]
+            ranges = [_all(int, [span["start"], span["end"]]) for span in spans]
             finish_reason = choice["finish_reason"]
         except (LookupError, TypeError, ValueError) as error:
             raise EngineError(
@@ -242,14 +243,14 @@ class HttpEngine:
             return checked(
                 token_ids=token_ids,
                 logprobs=logprobs,
-                spans=[(int(version), *place) for version, place in zip(versions, places, strict=True)],
+                spans=[(int(version), *range_) for version, range_ in zip(versions, ranges, strict=True)],
                 finish_reason=finish_reason,
             )
         except PluginError as error:
             raise EngineError(f"engine vllm:http: the server's answer is wrong: {error}") from None
 
     async def _make_ready(self) -> None:
-        """Check that the server still holds the last weights; send them again if not."""
+        """Check that the server still holds the last weights; resend them if not."""
         async with self._syncing:
             if self._closed:
                 raise EngineError("engine vllm:http is closed")
@@ -277,7 +278,7 @@ class HttpEngine:
     # ------------------------------------------------------------------------------ weights
 
     async def _push(self, weights: Weights) -> None:
-        """Update the server's weights; after a failure its tokens are refused until an update succeeds."""
+        """Update the server's weights; after a failure its tokens are rejected until an update succeeds."""
         where = await asyncio.to_thread(self._published, weights)
         self._newest = max(self._newest, weights.version)
         if not self._ready:
@@ -300,28 +301,28 @@ class HttpEngine:
                 ) from error
             await post("/finish_weight_update", {"weight_version": str(weights.version)}, seconds=seconds)
         except BaseException:
-            with contextlib.suppress(ServerError):  # the reason is the first error
+            with contextlib.suppress(ServerError):  # the first error is the reason
                 await post("/resume")
             raise
         await post("/resume")
         self._weights, self._ready = weights, True
 
     async def _meet(self) -> None:
-        """Meet a server that is new to us, or that may have been started again."""
+        """Query a new or possibly restarted server."""
         models = await (self._started() if self._weights is None else self._client.get("/v1/models"))
         self.positions = _found(models, int, "data", 0, "max_model_len")
         self.dtype = await self._dtype()
         await self._client.post("/init_weight_transfer_engine", {"init_info": {}})
 
     async def _dtype(self) -> str:
-        """Ask in which dtype the server computes; "" if it does not say."""
+        """Return the server's dtype; "" if it does not report it."""
         with contextlib.suppress(ServerError):
             info = await self._client.get("/server_info", query={"config_format": "json"}, seconds=INFO)
             return _found(info, str, "vllm_config", "model_config", "dtype").removeprefix("torch.")
         return ""
 
     async def _started(self) -> Any:
-        """Wait for a server that may be starting; return its models."""
+        """Wait for a starting server; return its models."""
         loop = asyncio.get_running_loop()
         until = loop.time() + self._setup.deadline - START_MARGIN
         while True:
@@ -334,27 +335,27 @@ class HttpEngine:
                 await asyncio.sleep(START_PAUSE)
 
     def _published(self, weights: Weights) -> Weights:
-        """Return where the server reads the weights.  Raises WeightSyncError if they are damaged."""
+        """Return the weights' description for the server.  Raises WeightSyncError if they are damaged."""
         import torch
 
         if self._directory is None and transport_of(weights.location).stream:
-            return weights  # the server receives them from the trainer, and verifies them
-        tensors = read_weights(evolve(weights, base=""))  # adapters as they are: the server adds them
+            return weights  # the server receives and verifies them
+        tensors = read_weights(evolve(weights, base=""))  # unmerged adapters; the server adds them
         if self._directory is None:
             return weights
         self._directory.mkdir(parents=True, exist_ok=True)
-        path, beside = (self._directory / f"{self._file}.{end}" for end in ("bin", "part"))
-        with beside.open("wb") as file:
+        path, partial = (self._directory / f"{self._file}.{end}" for end in ("bin", "part"))
+        with partial.open("wb") as file:
             for info in weights.tensors:
                 file.seek(info.offset)
                 file.write(tensors[info.name].contiguous().view(-1).view(torch.uint8).numpy().data)
             file.truncate(weights.nbytes)
-        beside.replace(path)
+        partial.replace(path)
         return evolve(weights, location=str(path.absolute()))
 
 
 def _addresses(url: str | list[str], *, remote: bool) -> list[str]:
-    """Return the addresses of the servers.  Raises ConfigError unless there is one, and each is another."""
+    """Return the addresses of the servers.  Raises ConfigError if there are none or duplicates."""
     given: list[Any] = [url] if isinstance(url, str) else list(url)
     if not all(isinstance(each, str) for each in given):
         raise ConfigError(f"engine vllm:http: url = {url!r}; expected an address or a list of addresses")
@@ -367,7 +368,7 @@ def _addresses(url: str | list[str], *, remote: bool) -> list[str]:
 
 
 def _api_key(variable: str) -> str:
-    """Return the key in an environment variable; empty without a variable.  Raises ConfigError."""
+    """Return the key from an environment variable; empty without a name.  Raises ConfigError."""
     if variable and not os.environ.get(variable):
         raise ConfigError(
             f"engine vllm:http: api_key_variable = {variable!r}, and there is no such environment variable, "
@@ -377,7 +378,7 @@ def _api_key(variable: str) -> str:
 
 
 def _all(kind: type, values: Any) -> list[Any]:
-    """Return a list whose values are all of one JSON type.  Raises TypeError for anything else."""
+    """Validate a list of values of one JSON type.  Raises TypeError."""
     kinds = (int, float) if kind is float else (kind,)
     if not isinstance(values, list) or any(type(value) not in kinds for value in values):
         raise TypeError(f"a list of {kind.__name__}: {repr(values)[:80]}")
@@ -385,7 +386,7 @@ def _all(kind: type, values: Any) -> list[Any]:
 
 
 def _found(answer: Any, kind: type[T], *keys: str | int) -> T:
-    """Return a value inside an answer.  Raises ServerError if the answer has no such value."""
+    """Return a nested value of an answer.  Raises ServerError if it is missing."""
     with contextlib.suppress(LookupError, TypeError):
         for key in keys:
             answer = answer[key]
@@ -397,5 +398,5 @@ def _found(answer: Any, kind: type[T], *keys: str | int) -> T:
 
 
 def _is_version(label: str, newest: int) -> bool:
-    """Whether a label names weights that the server was sent."""
+    """Whether a label is a version that was sent to the server."""
     return label.isascii() and label.isdecimal() and len(label) < 10 and int(label) <= newest

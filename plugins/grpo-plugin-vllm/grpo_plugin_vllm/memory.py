@@ -1,4 +1,4 @@
-"""The memory of the engine ``vllm`` by part; pure."""
+"""The memory of the engine ``vllm`` by part.  Pure."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 def memory(load: EngineLoad, **options: Any) -> Sequence[MemoryPart]:
     """Return the parts of an engine with these options.
 
-    On a GPU vLLM takes its share of the memory when it starts, whatever the model needs of it.  When it
-    sleeps, its weights are in the host's memory.
+    On a GPU vLLM allocates its share of the memory at the start, independent of the model's size.  While it
+    sleeps, its weights are in host memory.
     """
     device = options.get("device", "auto")
     on_gpu = device == "cuda" or (device == "auto" and load.gpu_bytes > 0)
@@ -37,7 +37,7 @@ def memory(load: EngineLoad, **options: Any) -> Sequence[MemoryPart]:
                 name="weights, keys and values",
                 nbytes=int(fraction * load.gpu_bytes),
                 device=device,
-                certain=not options.get("in_turn"),  # nothing of it is there while the trainer computes
+                certain=not options.get("in_turn"),  # freed while the trainer computes
                 change="engine.options.memory_fraction",
             )
             for device in devices

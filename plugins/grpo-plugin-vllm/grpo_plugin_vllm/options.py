@@ -1,4 +1,4 @@
-"""The options of the engine ``vllm``, and the arguments of vLLM that follow from them."""
+"""The options of the engine ``vllm``, and the resulting arguments of vLLM."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from grpo_plugin_vllm.transfer import BACKEND, PLAIN_LINEAR, SERVER
 
 CPU_CACHE_MIB = 256
 BATCHED_TOKENS = 16384
-"""Number of tokens of a decoding step on a GPU, as vLLM's own offline class has it; its engine's default is
-2048, and prompts that are computed again after an update would take eight times as many steps."""
+"""Number of tokens of a decoding step on a GPU, as in vLLM's offline class.  The engine's default of 2048
+would take eight times as many steps for prompts that are recomputed after an update."""
 
 INVARIANT = 90
-"""Compute capability from which on all of vLLM's kernels can be batch-invariant, times ten."""
+"""Smallest compute capability, times ten, with batch-invariant kernels for all of vLLM."""
 
 
 @frozen(kw_only=True)
 class Options:
-    """The options of ``grpo_plugin_vllm.engine.VllmEngine``, which explains them."""
+    """The options of ``grpo_plugin_vllm.engine.VllmEngine``; see there."""
 
     device: str = field(validator=validators.in_(("auto", "cpu", "cuda")))
     dtype: str = field(validator=validators.in_(("auto", "float32", "bfloat16", "float16")))
@@ -51,12 +51,12 @@ class Options:
 
 
 def share_of_gpu(shares_gpu: bool) -> float:
-    """Return the share of a GPU's memory that vLLM takes by default: a trainer there has the larger part."""
+    """Return the default share of a GPU's memory for vLLM; a trainer on the GPU gets the larger part."""
     return 0.4 if shares_gpu else 0.85
 
 
 def check_run(*, config: Config, native_lora: bool | None = None, in_turn: bool = False, **_: Any) -> None:
-    """Raise ValueError if vLLM shall compute adapters that no weight sync sends, or rest in a pool."""
+    """Raise ValueError for ``native_lora`` without adapters in weight syncs, or ``in_turn`` in a pool."""
     table = as_table(config)
     lora, engine = table["model"].get("lora"), table["engine"]
     if in_turn and (engine["workers"] > 1 or engine["gpus_per_worker"]):
@@ -74,10 +74,10 @@ def check_run(*, config: Config, native_lora: bool | None = None, in_turn: bool 
 def arguments(
     options: Options, setup: EngineSetup, *, device: str, dtype: str, rank: int = 0
 ) -> dict[str, Any]:
-    """Return the arguments of ``vllm.EngineArgs``.  The weights are random until the first update.
+    """Return the arguments of ``vllm.EngineArgs``.  Weights are random until the first update.
 
     Args:
-        rank: of the adapters that vLLM computes itself, on the weights in the model's files; 0: none.
+        rank: rank of adapters that vLLM computes on the weights in the model's files; 0 for none.
     """
     chosen: dict[str, Any] = {
         "model": setup.model,
@@ -90,21 +90,21 @@ def arguments(
         "max_num_seqs": options.max_rows,
         "tensor_parallel_size": options.tensor_parallel,
         "scheduling_policy": "priority",
-        # a prompt that is found in the cache is computed by other products than one that is not
+        # cached prompts are computed with other matrix shapes, which round differently
         "enable_prefix_caching": not setup.reproducible,
-        "generation_config": "vllm",  # the model's own would change how tokens are drawn
-        "logprobs_mode": "processed_logprobs",  # of the distribution that was drawn from
+        "generation_config": "vllm",  # the model's defaults would change sampling
+        "logprobs_mode": "processed_logprobs",  # of the sampling distribution
         "weight_transfer_config": {"backend": BACKEND},
         "worker_extension_cls": "grpo_plugin_vllm.worker.Fetching",
-        "disable_log_stats": False,  # the run asks for the use of the cache, and for preemptions
+        "disable_log_stats": False,  # metrics of the run need cache use and preemptions
     }
     if options.cache_mib is not None or device == "cpu":
         chosen["kv_cache_memory_bytes"] = (options.cache_mib or CPU_CACHE_MIB) << 20
     if device == "cpu":
         chosen["enforce_eager"] = True
-        chosen["async_scheduling"] = False  # there is nothing to hide behind a step on the same cores
-        chosen["block_size"] = 32  # the default of 128 tokens shares no shorter prompt
-        chosen["enable_chunked_prefill"] = False  # a seeded request whose prompt is split ends the engine
+        chosen["async_scheduling"] = False  # no benefit on the same cores
+        chosen["block_size"] = 32  # with the default of 128, shorter prompts are not shared
+        chosen["enable_chunked_prefill"] = False  # a seeded request with a split prompt crashes the engine
     else:
         chosen["max_num_batched_tokens"] = BATCHED_TOKENS
         chosen["gpu_memory_utilization"] = options.memory_fraction or share_of_gpu(setup.shares_gpu)
@@ -117,13 +117,13 @@ def arguments(
             "max_lora_rank": _allowed(rank),
         }
     given = dict(options.vllm)
-    if dtype != "float32":  # a rounded logit would be noise in the ratio of each token
+    if dtype != "float32":  # rounded logits would add noise to ratios
         given["hf_overrides"] = {"head_dtype": "float32", **given.get("hf_overrides", {})}
     return chosen | given
 
 
 def _allowed(rank: int) -> int:
-    """Return the smallest rank for which vLLM makes room that is large enough.  Raises ModelError."""
+    """Return the smallest sufficient value of vLLM's ``max_lora_rank``.  Raises ModelError."""
     from vllm.config.lora import MaxLoRARanks
 
     ranks = [each for each in typing.get_args(MaxLoRARanks) if each >= rank]
@@ -140,19 +140,19 @@ def has_tokenizer(model: str) -> bool:
 
 
 def use_exact_products(device: str, dtype: str) -> None:
-    """Let vLLM's attention multiply float32 numbers as they are, unless the user has chosen otherwise.
+    """Make vLLM's attention use exact float32 products, unless the user has chosen otherwise.
 
-    Its kernels for float32 are Triton's, which rounds the factors to TF32 on a GPU: an error of 0.4% in each
-    logprob, more than the canary allows.
+    Its float32 kernels use Triton, which rounds factors to TF32 on a GPU: an error of 0.4% in each logprob,
+    more than the canary allows.
     """
     if device == "cuda" and dtype == "float32":
         os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 
 
 def check_invariance() -> None:
-    """Raises ConfigError unless vLLM's batch-invariant kernels compute all of a model on this GPU.
+    """Raise ConfigError unless this GPU has batch-invariant kernels for the whole model.
 
-    On older ones its kernels do not compute the output layer, whose sums are in float32.
+    On older GPUs they do not cover the output layer, which accumulates in float32.
     """
     from vllm.platforms import current_platform
 
@@ -166,17 +166,17 @@ def check_invariance() -> None:
 
 
 def prepare(device: str, *, reproducible: bool = False) -> None:
-    """Set what vLLM reads from the environment of its processes; before it is imported."""
+    """Set environment variables that vLLM reads during its import."""
     os.environ[SERVER] = str(os.getpid())
     if reproducible and device == "cuda":
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a fork would inherit our socket, and CUDA's state
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a fork would inherit the socket and CUDA's state
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        if "expandable_segments" in os.environ.get(name, ""):  # vLLM cannot put memory in them to sleep
+        if "expandable_segments" in os.environ.get(name, ""):  # incompatible with vLLM's sleep mode
             given = os.environ[name].split(",")
             others = [each for each in given if not each.strip().startswith("expandable_segments")]
             os.environ[name] = ",".join([*others, "expandable_segments:False"])
     if device == "cpu":
         os.environ[PLAIN_LINEAR] = "1"
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # one process: no core to spare
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling takes 25 s and gains nothing
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # one process, as cores are scarce
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling takes 25 s without a benefit

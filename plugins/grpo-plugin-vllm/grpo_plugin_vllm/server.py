@@ -1,6 +1,6 @@
-"""The child process of the engine ``vllm``: holds an LLMEngine, and takes calls between decoding steps.
+"""The child process of the engine ``vllm``: runs an LLMEngine, and handles calls between decoding steps.
 
-On a CPU vLLM decodes in this process; on GPUs in separate processes, while this one does the bookkeeping.
+On a CPU vLLM decodes in this process, on GPUs in separate processes.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ SOON, LATER = 0, 1
 
 
 class Server(DecodingServer):
-    """Decodes with a vLLM ``LLMEngine``, which it starts when the first weights arrive.
+    """Decodes with a vLLM ``LLMEngine``, which starts with the first weights.
 
-    Whatever goes wrong inside of vLLM ends the process: the parent starts another, with the last weights.
-    So no token is ever sampled from half an update, or by an engine in an unknown state.
+    Any failure inside of vLLM ends the process, and the parent starts a new one with the last weights.  So no
+    token is sampled from a partial update, or by an engine in an unknown state.
 
-    Completions that must be reproducible are decoded by vLLM's batch-invariant kernels on a GPU, and one call
-    after the other on a CPU, where there are no such kernels.
+    Reproducible completions use vLLM's batch-invariant kernels on a GPU.  On a CPU, without such kernels,
+    calls are decoded one after the other.
     """
 
     name = "vllm"
@@ -59,16 +59,16 @@ class Server(DecodingServer):
         self._device = _resolve(options.device)
         prepare(self._device, reproducible=setup.reproducible)
         self._queue = Queue() if setup.reproducible and self._device == "cpu" else None
-        import vllm.v1.engine.llm_engine  # takes seconds: while the trainer starts
+        import vllm.v1.engine.llm_engine  # takes seconds, in parallel to the trainer's start
 
         del vllm
         self._engine: Any = None
         self._vocabulary = 0
         self._held: Weights | None = None
         self._lora: Any = None
-        """The adapters that vLLM computes itself, which every request names."""
+        """vLLM's request for the adapters that it computes, used by every request."""
         self._prompt_tokens = self._cached_tokens = 0
-        """Prompt tokens of all finished requests, and how many of them the cache had."""
+        """Number of prompt tokens of finished requests, and of cached ones among them."""
 
     # ------------------------------------------------------------------------------ generation
 
@@ -82,7 +82,7 @@ class Server(DecodingServer):
 
     def add(self, key: int, request: GenerationRequest) -> None:
         prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids.tolist()}
-        if self._options.keep_cache:  # no new request may find keys and values of older weights
+        if self._options.keep_cache:  # new requests must not use keys and values of older weights
             assert self._held is not None
             prompt["cache_salt"] = str(self._held.version)
         try:
@@ -93,7 +93,7 @@ class Server(DecodingServer):
                 lora_request=self._lora,
                 priority=SOON if request.max_tokens == 1 else LATER,
             )
-        except Exception as error:  # vLLM refuses this request: it is no worse than before
+        except Exception as error:  # vLLM rejects the request, and its state is unchanged
             raise EngineError(
                 f"engine vllm: vLLM refuses a request: {type(error).__name__}: {error}"
             ) from error
@@ -110,7 +110,7 @@ class Server(DecodingServer):
                 super().add_call(call)
             except EngineError as error:
                 self._queue.forget({key for key, _ in call})
-                yield call[0][0], error  # which fails all of its call
+                yield call[0][0], error  # fails the whole call
                 return
         for output in self._engine.step():
             if output.finished:
@@ -118,7 +118,7 @@ class Server(DecodingServer):
                 self._cached_tokens += output.num_cached_tokens or 0
                 try:
                     result: Completion | EngineError = completing.completion(output)
-                except EngineError as error:  # of this request alone
+                except EngineError as error:  # of this request only
                     result = error
                 if self._queue is not None:
                     self._queue.ended(int(output.request_id))
@@ -130,9 +130,9 @@ class Server(DecodingServer):
             self._engine.abort_request([str(key) for key in running])
 
     def statistics(self) -> dict[str, float]:
-        """Return the share of the cache that is used now, and what happened since the start.
+        """Return the current use of the cache, and counts since the start.
 
-        Of all finished requests: the prompt tokens, and how many of them the prefix cache held.
+        Counts are prompt tokens of finished requests, cached ones among them, and preemptions.
         """
         found = {
             "cache_use": 0.0,
@@ -150,7 +150,7 @@ class Server(DecodingServer):
     # ------------------------------------------------------------------------------ weights
 
     def load(self, weights: Weights) -> Iterator[None]:
-        """The workers verify weights during decoding, and load them between two steps."""
+        """Load weights between two steps, after the workers have verified them during decoding."""
         if self._held is not None and (problem := difference(weights, self._held)):
             raise WeightSyncError(f"engine vllm: version {weights.version} is not this model's: {problem}")
         if self._engine is None:
@@ -163,9 +163,9 @@ class Server(DecodingServer):
             if any(found):
                 raise WeightSyncError("; ".join(sorted({*found} - {""})))
             began = time.perf_counter()
-            # vLLM's own sequence for RL: pause, start, update, finish, resume
+            # vLLM's sequence for RL: pause, start, update, finish, resume
             engine = self._engine
-            engine.sleep(level=0, mode="keep")  # schedules no step, keeps all requests
+            engine.sleep(level=0, mode="keep")  # stops scheduling and keeps all requests
             if adapters is None:
                 engine.collective_rpc("start_weight_update")
                 engine.collective_rpc("update_weights", kwargs={"update_info": as_table(weights)})
@@ -173,8 +173,8 @@ class Server(DecodingServer):
             else:
                 from vllm.lora.request import LoRARequest
 
-                # There is one set of adapters, which is always loaded: none is evicted while a request uses
-                # it, and vLLM looks at the directory this once.  Running requests go on with the new ones.
+                # One set of adapters stays loaded, so that none is evicted while a request uses it, and vLLM
+                # reads the directory once.  Running requests continue with the new adapters.
                 self._lora = LoRARequest("policy", 1, adapters)
                 engine.add_lora(LoRARequest("policy", 1, adapters, load_inplace=True))
             engine.set_weight_version(str(weights.version))
@@ -186,7 +186,7 @@ class Server(DecodingServer):
         print(f"engine vllm: version {weights.version}, {seconds:.4f} s without decoding", flush=True)
 
     def _computes_adapters(self, weights: Weights) -> bool:
-        """Whether vLLM computes adapters itself; a model that is measured before its training has none."""
+        """Whether vLLM computes adapters separately; an untrained model has none."""
         native = self._options.native_lora
         return bool(weights.base) and (self._dtype(weights) != "float32" if native is None else native)
 
@@ -227,10 +227,9 @@ class Server(DecodingServer):
     # ------------------------------------------------------------------------------ one GPU for two
 
     def rest(self) -> None:
-        """Give the GPU's memory back, and keep all requests: weights go to the host's, keys and values go.
+        """Free the GPU's memory and keep all requests: weights are offloaded, keys and values dropped.
 
-        vLLM's level 2 would drop the weights as well, for which the next update has to bring others; requests
-        of a validation need these.
+        vLLM's sleep level 2 would drop the weights as well, but requests of a validation still need them.
         """
         self._engine.sleep(level=1, mode="keep")
 
@@ -246,7 +245,7 @@ class Server(DecodingServer):
 
 
 def _watch(engine: Any) -> None:
-    """End this process as soon as one of vLLM's own processes ends: vLLM would wait for it for ever."""
+    """End this process when one of vLLM's processes ends; vLLM would wait for it forever."""
     resources = getattr(engine.engine_core, "resources", None)
     manager = getattr(resources, "engine_manager", None)
     if manager is None:  # vLLM decodes in this process
@@ -261,7 +260,7 @@ def _watch(engine: Any) -> None:
 
 
 def _check_heads(width: int) -> None:
-    """Raises ModelError for a model that vLLM's attention on CPUs would refuse at the first token only."""
+    """Raise ModelError for a head size that vLLM's CPU attention rejects, but only at the first token."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     widths = CPUAttentionBackend.get_supported_head_sizes()

@@ -1,4 +1,4 @@
-"""The statistics of vLLM, which count from its start, as metrics of the time between two of them."""
+"""Metrics from the differences of vLLM's cumulative statistics."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 _SERIES = re.compile(r"^vllm:(\w+)(?:\{.*\})? (\S+)$", re.MULTILINE)
-"""A line of a server's page of metrics, in the format of Prometheus."""
+"""A line of a server's metrics in Prometheus format."""
 
 
 def of_page(page: str) -> dict[str, float]:
-    """Read the statistics from a server's page ``/metrics``; missing ones are 0.
+    """Parse the statistics in a server's page ``/metrics``; missing ones are 0.
 
-    Raises ValueError if one is not a number.
+    Raises ValueError for an invalid number.
     """
     found: dict[str, list[float]] = defaultdict(list)
     for name, value in _SERIES.findall(page):
@@ -27,14 +27,14 @@ def of_page(page: str) -> dict[str, float]:
 
 
 def between(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics of the time between two statistics.
+    """Return the metrics of the interval between two statistics.
 
-    ``cache_use``: share of the blocks of keys and values that are in use now.  ``preemptions``: requests that
-    lost their place for want of such blocks.  ``cached_prompt_tokens``: share of the prompt tokens that the
-    prefix cache had.
+    ``cache_use``: share of the key and value blocks currently in use.  ``preemptions``: requests that were
+    preempted for lack of such blocks.  ``cached_prompt_tokens``: share of prompt tokens found in the prefix
+    cache.
     """
     counted = {name: now[name] - before.get(name, 0.0) for name in now}
-    if any(value < 0 for name, value in counted.items() if name != "cache_use"):  # it was replaced
+    if any(value < 0 for name, value in counted.items() if name != "cache_use"):  # the process was replaced
         counted = dict(now)
     prompts = counted["prompt_tokens"]
     return {

@@ -1,8 +1,8 @@
-"""How vLLM takes weights from grpo-core: its own API for RL, with a backend that reads what was published.
+"""The weight transfer to vLLM: its API for RL, with a backend that reads published weights.
 
-vLLM loads the backend in each of its processes by the entry point ``vllm.general_plugins``.  What it is sent
-is a ``grpo_core.Weights`` as a table; the bytes stay where the trainer put them (or, by ``collective``,
-where they were sent) until they are copied into the model's parameters, once.
+vLLM loads the backend in each of its processes by the entry point ``vllm.general_plugins``.  It receives a
+``grpo_core.Weights`` as a table; the bytes are copied once, from the trainer's block (or the received block
+of ``collective``) into the model's parameters.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 
 BACKEND = "grpo_core"
 PLAIN_LINEAR = "GRPO_CORE_VLLM_PLAIN_LINEAR"
-"""Environment variable for vLLM on a CPU: "1" makes it multiply by the parameters themselves.
+"""Environment variable for vLLM on a CPU: "1" makes linear layers use the parameters directly.
 
-By default it multiplies by copies in its own layout.  They cannot be updated in place, and the copy of
-an output layer that is tied to the embeddings is forgotten: it keeps the old weights.  The weights of experts
-are put into that layout once, and what is loaded later stays in another.
+By default vLLM uses repacked copies, which cannot be updated in place; the copy of an output layer that is
+tied to the embeddings would even keep the old weights.  Experts are repacked once, so that later updates
+would be in the wrong layout.
 """
 
 LAYERWISE = "GRPO_CORE_VLLM_LAYERWISE"
-"""Environment variable for tests on a CPU: "1" makes it load weights layer by layer, as a GPU does."""
+"""Environment variable for tests on a CPU: "1" loads weights layer by layer, as on a GPU."""
 
 SERVER = "GRPO_CORE_VLLM_SERVER"
-"""Environment variable: the process that vLLM's processes must not outlive."""
+"""Environment variable with the process id that vLLM's processes must not outlive."""
 
 
 def as_table(weights: Weights) -> dict[str, Any]:
-    """Return the weights' description for the backend: plain values, for msgpack or JSON."""
+    """Return the description of weights for the backend, as values for msgpack or JSON."""
     return {
         "version": weights.version,
         "location": weights.location,
@@ -68,21 +68,21 @@ def rank_of(weights: Weights) -> int:
 
 
 def difference(given: Weights, held: Weights) -> str:
-    """Say how new weights differ from the present ones; "" if names and shapes are the same."""
+    """Describe differences in names and shapes between new and current weights; "" if there are none."""
     new = {info.name: tuple(info.shape) for info in given.tensors}
     old = {info.name: tuple(info.shape) for info in held.tensors}
-    told = [f"missing: {name}" for name in old if name not in new]
-    told += [f"unknown: {name}" for name in new if name not in old]
-    told += [
+    differences = [f"missing: {name}" for name in old if name not in new]
+    differences += [f"unknown: {name}" for name in new if name not in old]
+    differences += [
         f"{name} is {new[name]}, expected {old[name]}"
         for name in new
         if old.get(name, new[name]) != new[name]
     ]
-    return "; ".join(told[:10])
+    return "; ".join(differences[:10])
 
 
 def register() -> None:
-    """Called by vLLM in each of its processes, perhaps several times."""
+    """Register the backend; vLLM calls this in each process, possibly several times."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
@@ -107,7 +107,7 @@ def _plain_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
 
 
 def _as_loaded(experts: Any, layer: torch.nn.Module) -> None:
-    """Keep the weights of the experts as they were loaded."""
+    """Keep the experts' weights in the loaded layout."""
 
 
 def _plain_experts(
@@ -123,7 +123,7 @@ def _plain_experts(
     apply_router_weight_on_input: bool,
     **_: Any,
 ) -> None:
-    """Compute each expert's two matrices for the tokens that the router sent to it."""
+    """Compute the experts' outputs for the tokens routed to them."""
     from torch.nn.functional import linear
     from vllm.model_executor.layers.fused_moe.activation import apply_moe_activation
 
@@ -134,7 +134,7 @@ def _plain_experts(
         inner = both.new_empty(len(both), w2.shape[-1])
         apply_moe_activation(activation, inner, both)
         result = linear(inner, w2[expert], _of(experts.w2_bias, expert))
-        if not apply_router_weight_on_input:  # or the hidden states have been multiplied already
+        if not apply_router_weight_on_input:  # otherwise the hidden states are weighted already
             result = result * topk_weights[tokens, choice, None].to(result.dtype)
         output.index_add_(0, tokens, result.to(output.dtype))
 
