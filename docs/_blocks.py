@@ -1,4 +1,4 @@
-"""Replaces the parts of a page that the numbers of a benchmark fill."""
+"""Replaces the generated parts of a page."""
 
 from __future__ import annotations
 

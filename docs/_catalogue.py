@@ -1,4 +1,4 @@
-"""The page catalogue.md of the site: the formats of environments that this repository takes.
+"""The page catalogue.md of the site: supported formats of environments.
 
 Each entry is a table ``[[tool.grpo-core.catalogue]]`` in the ``pyproject.toml`` of the distribution that
 offers it, so a plugin describes itself; nothing is imported or asked.  ``docs/tested.json`` has what was seen

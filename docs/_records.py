@@ -1,4 +1,4 @@
-"""The page records.md of the site: the fields of every record that a plugin author meets.
+"""The page records.md of the site: the fields of every record of the plugin contracts.
 
 The records are the attrs classes that ``grpo_core`` exports, and the events.  Names, types and defaults are
 those of their attributes; meanings are the attributes' docstrings.

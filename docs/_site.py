@@ -1,4 +1,4 @@
-"""Hooks of MkDocs (see mkdocs.yml): what the site shows besides the pages of docs/.
+"""Hooks of MkDocs (see mkdocs.yml) that add generated pages to the site.
 
 README, ARCHITECTURE, CONTRIBUTING, SECURITY and the READMEs of the plugins are pages of the site.  The pages
 of keys, options, records and environments are generated from the code, and are not committed.  The

@@ -1,4 +1,4 @@
-"""An agent that exists already: a loop around OpenAI's package, with a tool.  `pip install openai`.
+"""An ordinary agent: a loop around OpenAI's package, with a tool.  `pip install openai`.
 
 grpo-core train --env ./examples/agent.py
 """

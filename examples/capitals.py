@@ -1,4 +1,4 @@
-"""An environment with mistakes, which `grpo-core audit` finds: what it pays for is not what it asks for.
+"""An environment with flawed rewards, which `grpo-core audit` finds.
 
 grpo-core audit ./examples/capitals.py:Capitals
 """

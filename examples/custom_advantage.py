@@ -1,4 +1,4 @@
-"""An advantage function in a file: leave out what was cut off, and prefer short replies among the right ones.
+"""An advantage function in a file: masks truncated rollouts, and prefers short right replies.
 
 grpo-core train --env math:sort --set advantage.name=./examples/custom_advantage.py:concise
 """

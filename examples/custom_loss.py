@@ -1,4 +1,4 @@
-"""A loss in a file: GSPO's sequence-level ratio, with an entropy bonus.
+"""A loss in a file: GSPO's sequence-level ratio with an entropy bonus.
 
 grpo-core train --env math:sort --set loss.name=./examples/custom_loss.py:gspo --set loss.options.bonus=0.001
 """

@@ -1,4 +1,4 @@
-"""A sampler in a file: it adds a hard task once prompts can be trained in the second half of the run.
+"""A sampler in a file: adds a hard task in the second half of the run.
 
 grpo-core train examples/two_tasks.toml --set sampler.name=./examples/custom_sampler.py:HardLater
 """

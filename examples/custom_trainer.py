@@ -1,4 +1,4 @@
-"""A trainer in a file: the training loop is Hugging Face Accelerate's, in a child process.
+"""A trainer in a file: trains with Hugging Face Accelerate, in a child process.
 
 pip install accelerate
 grpo-core check ./examples/custom_trainer.py:accelerated

@@ -1,4 +1,4 @@
-"""A validation strategy in a file: it estimates ``pass^k``, the chance that all of k replies are right.
+"""A validation strategy in a file: estimates ``pass^k``, the probability that all of k replies are right.
 
 grpo-core validate RUN --validation ./examples/custom_validation.py:Reliable --set validation.options.k=4
 """

@@ -1,4 +1,4 @@
-"""Asynchronous GRPO on one page: the algorithm of ``grpo-core train``, and nothing else.
+"""Asynchronous GRPO on one page: only the algorithm of ``grpo-core train``.
 
     pip install grpo-core grpo-plugin-math
     python examples/nano.py

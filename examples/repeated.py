@@ -1,4 +1,4 @@
-"""Reward functions as they are written for TRL's GRPOTrainer, for examples/five_formats.toml."""
+"""Reward functions for TRL's GRPOTrainer, used by examples/five_formats.toml."""
 
 
 def repeated(completions, digit, times, **kwargs):

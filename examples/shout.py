@@ -1,4 +1,4 @@
-"""The smallest plugin: an environment in a file, which need not be installed.
+"""The smallest plugin: an environment in a file, without installation.
 
 grpo-core train --env ./examples/shout.py:Shout
 """

@@ -1,4 +1,4 @@
-"""A tracker in a file: some metrics of each step as a CSV file, for a spreadsheet.
+"""A tracker in a file: writes metrics of each step to a CSV file.
 
 grpo-core train --env math:sort \
     --set 'tracking.trackers=["files", "terminal", "report", "./examples/tracker.py:Csv"]'

@@ -1,4 +1,4 @@
-"""Strategies for records with any values in all of their fields, a field of tomorrow included."""
+"""Hypothesis strategies for records with any values in all fields, including future fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Environments live in processes of their own; only who is to blame loses its feedback."""
+"""Environments run in child processes; a failure affects only the feedback that caused it."""
 
 import asyncio
 import math

@@ -1,4 +1,4 @@
-"""The exit status: 0 done, 1 failed, 2 wrong input, 130 interrupted; wrong input is one clear message."""
+"""Exit statuses: 0 done, 1 failed, 2 wrong input, 130 interrupted; wrong input is one clear message."""
 
 from __future__ import annotations
 

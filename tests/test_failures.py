@@ -1,4 +1,4 @@
-"""How asynchronous trainers fail, class by class: those that no other test tells about.
+"""Known failure classes of asynchronous trainers that no other test covers.
 
 The numbers are those of docs/reliability.md, which says for every class what is promised and which test shows
 it.  Stories without a process run on virtual time.

@@ -1,4 +1,4 @@
-"""Environments in other interpreters: what reaches them, what they need, and what is refused."""
+"""Environments in other interpreters: their inputs, their requirements, and refusals."""
 
 import asyncio
 import gzip

@@ -1,4 +1,4 @@
-"""Prompts that are too long: they are told before a run begins, or left out of it."""
+"""Too long prompts are reported before a run starts, or left out of it."""
 
 from __future__ import annotations
 

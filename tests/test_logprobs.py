@@ -1,4 +1,4 @@
-"""Fused logprobs: those of log_softmax, in a fraction of the memory."""
+"""Fused logprobs equal log_softmax in a fraction of the memory."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""The math plugin as a run uses it: by name, in a process of its own."""
+"""The math plugin in a run: by name, in a child process."""
 
 import asyncio
 import subprocess

@@ -1,4 +1,4 @@
-"""Models are found where they lie; the message says so when there is none."""
+"""Models are found by path, hub id or name; a missing model is a clear error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Branches for GPUs, executed on a CPU: with a GPU of its own, or by calls that are recorded."""
+"""Branches for GPUs, executed on a CPU with a fake GPU or with recorded calls."""
 
 from __future__ import annotations
 

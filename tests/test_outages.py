@@ -1,4 +1,4 @@
-"""A service that is away: its calls wait and ask again; nothing is lost, and nothing is scored as 0."""
+"""Outages of services: calls wait and retry; nothing is lost or scored as 0."""
 
 from __future__ import annotations
 

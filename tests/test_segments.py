@@ -1,4 +1,4 @@
-"""A rollout goes on in a new segment where a chat template rewrites history.
+"""A rollout continues in a new segment where a chat template rewrites history.
 
 The templates here write conversations as models of several families do.  With ``GRPO_CORE_TEMPLATES`` set
 to a folder, every ``*.jinja`` in it is tried as well: all 72 of TRL 1.16 pass, and 104 of 106 of axolotl

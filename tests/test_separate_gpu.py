@@ -1,4 +1,4 @@
-"""No tensor of a GPU meets one of the host: the trainer and the engine `local` with a GPU of its own."""
+"""The trainer and the engine `local` never mix tensors of a GPU and of the host."""
 
 from __future__ import annotations
 

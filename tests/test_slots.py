@@ -1,4 +1,4 @@
-"""Judges that wait for a network: each call has a slot and a deadline of its own, in a real child process."""
+"""Judges that wait for a network: each call has a slot and a deadline, in a real child process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights reach engines whole and by number, or not at all: by relay, by handle, through the host."""
+"""Weights reach engines completely and by number, or not at all: by relay, by handle, through the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Held-out prompts, rolled out and measured: by themselves, and beside training."""
+"""Validation of held-out prompts: alone, and during training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Validation while training goes on, or waits: one fixed version, and the same training as without it."""
+"""Validation while training continues or waits: a fixed version, without effects on training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``grpo-core validate`` as a user meets it, and validation in a run with an engine of its own."""
+"""``grpo-core validate``, and validation in a run with a separate engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Validation sets: named held-out prompts with an environment, a strategy and an interval of their own."""
+"""Validation sets: named held-out prompts with a separate environment, strategy and interval."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two versions are compared on the same prompts, and whoever looks all the time is not misled more often."""
+"""Comparisons of two versions on the same prompts are valid at every time."""
 
 from __future__ import annotations
 

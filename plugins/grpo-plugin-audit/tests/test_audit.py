@@ -1,4 +1,4 @@
-"""``grpo-core audit``: whether the rewards of an environment mean anything."""
+"""``grpo-core audit`` finds flaws in the rewards of environments."""
 
 from __future__ import annotations
 

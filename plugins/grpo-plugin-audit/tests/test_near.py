@@ -1,4 +1,4 @@
-"""Held-out texts that nearly repeat what is trained on."""
+"""Near duplicates of training texts among held-out texts."""
 
 from __future__ import annotations
 

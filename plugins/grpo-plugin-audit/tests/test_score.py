@@ -1,4 +1,4 @@
-"""``grpo-core score``: stored rollouts are judged again, and what a corrected reward changes is shown."""
+"""``grpo-core score`` judges stored rollouts again and shows the changes."""
 
 from __future__ import annotations
 

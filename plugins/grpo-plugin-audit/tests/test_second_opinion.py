@@ -1,4 +1,4 @@
-"""A second opinion: another environment judges successes beside a run, and an alarm says what it refuses."""
+"""``[audit]``: a second environment judges successes during a run, and warns about refusals."""
 
 from __future__ import annotations
 

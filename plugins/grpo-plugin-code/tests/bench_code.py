@@ -1,4 +1,4 @@
-"""Measures the sandbox: the time of a program that does nothing, and programs a second, beside bare Python.
+"""Measures the sandbox: latency of an empty program and programs per second, compared with bare Python.
 
 python plugins/grpo-plugin-code/tests/bench_code.py
 """

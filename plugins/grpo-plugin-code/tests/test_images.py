@@ -1,4 +1,4 @@
-"""Tasks of Harbor in systems of their own: images that podman builds, and sandboxes show."""
+"""Tasks of Harbor in images that podman builds and sandboxes mount."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Each program has bounded memory, few system calls, and a user id of its own."""
+"""Each program has bounded memory, few system calls, and a separate user id."""
 
 import asyncio
 import errno

@@ -1,4 +1,4 @@
-"""A model that works with commands: its files last, its processes do not, and only the tests' files judge."""
+"""``code:shell``: files persist between commands, processes do not, and tests judge the files only."""
 
 import asyncio
 import base64

@@ -1,4 +1,4 @@
-"""The sampler that chooses prompts: it learns rates, passes prompts over, and resumes exactly."""
+"""``learnable_prompts`` estimates success rates, skips prompts, and resumes exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract of dataloaders: it finds each clause that one breaks."""
+"""The contract of dataloaders detects violations of each clause."""
 
 from __future__ import annotations
 

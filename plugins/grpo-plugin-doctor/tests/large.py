@@ -1,4 +1,4 @@
-"""Large models whose weights are holes in files."""
+"""Large models as sparse files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which run of a model as large as real ones fits a GPU of 80 GB: shapes without memory, and no GPU."""
+"""Runs of large models that fit a GPU of 80 GB, estimated without memory and without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The environment ``compose``: sums, products, gates, and what happens if a part knows no reward."""
+"""The environment ``compose``: sums, products, gates, and unscored parts."""
 
 import asyncio
 import textwrap

@@ -1,4 +1,4 @@
-"""Which answers count, and which must not."""
+"""Right and wrong answers in all their spellings."""
 
 import signal
 import threading

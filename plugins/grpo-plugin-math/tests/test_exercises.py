@@ -1,4 +1,4 @@
-"""Exercises: exact answers, splits that share nothing, the same for everybody."""
+"""Exercises: exact answers, disjoint and reproducible splits."""
 
 import pytest
 

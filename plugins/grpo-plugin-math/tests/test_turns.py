@@ -1,4 +1,4 @@
-"""Tasks of several turns: what their environments answer, that their solutions are right, that they learn."""
+"""Tasks with several turns: their feedback, their solutions, and that models learn them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An MCP server as users write them: it counts, and can fail, hang and die."""
+"""An MCP server for tests, which counts, and can fail, hang and die."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Tools of MCP servers: the real library on both sides, a server in a process of its own."""
+"""Tools of MCP servers: the real library on both sides, with a server in a child process."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""A hosted model as users meet it: a server with OpenAI's chat API that answers, refuses and breaks off."""
+"""A hosted model: a server with OpenAI's chat API that answers, refuses and disconnects."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""The trainer `ray`: ranks in the workers of a cluster, here of two machines with addresses of their own."""
+"""The trainer `ray`: ranks in workers of a cluster of two machines with separate addresses."""
 
 from __future__ import annotations
 

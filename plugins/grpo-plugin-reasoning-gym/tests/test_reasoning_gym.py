@@ -1,4 +1,4 @@
-"""The tasks of reasoning-gym as environments: prompts, answers, and what must not earn anything."""
+"""The tasks of reasoning-gym as environments: prompts, answers, and replies without a reward."""
 
 import random
 import re

@@ -1,4 +1,4 @@
-"""Forecasts: the real pipeline on virtual time takes the seconds that its parts take."""
+"""Forecasts: the real pipeline in virtual time takes the service times of its parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time travel: equal runs are equal, and each step of a run can be computed again from its files.
+"""``bisect``, ``replay`` and ``fork``: each step of a run can be recomputed from its files.
 
 More runs, steps and flipped bits: ``python tests/benchmarks replay``.
 """

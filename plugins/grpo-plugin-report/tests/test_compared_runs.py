@@ -1,4 +1,4 @@
-"""Several runs on one page: which of them are one arm, what is drawn of them, and what is refused."""
+"""Several runs on one page: arms, charts, and refusals."""
 
 from __future__ import annotations
 

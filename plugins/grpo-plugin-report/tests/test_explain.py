@@ -1,4 +1,4 @@
-"""``grpo-core explain``: each cause is named on a run that has it, and none on a run that has none."""
+"""``grpo-core explain`` names each cause on a run that has it, and none on a healthy run."""
 
 from __future__ import annotations
 

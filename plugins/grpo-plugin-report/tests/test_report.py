@@ -1,4 +1,4 @@
-"""A run on one page: whatever its files hold, and however it ended."""
+"""The report of a run, with any contents of its files and any end."""
 
 from __future__ import annotations
 

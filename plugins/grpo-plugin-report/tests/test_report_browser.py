@@ -1,4 +1,4 @@
-"""The rollouts of a run in its report: which ones a page holds, and how they are found and read there."""
+"""The rollouts in a report: their selection, and browsing them on the page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``grpo-core runs``: what is listed, compared, removed and exported is what the runs wrote."""
+"""``grpo-core runs`` lists, compares, prunes and exports runs correctly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``grpo-core watch``: the report of a run that goes on, for whoever has its address."""
+"""``grpo-core watch`` serves the report of a running run at a secret address."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model whose experts no rank can hold a part of is refused by the headers of its files."""
+"""Models whose experts cannot be sharded are refused by the headers of their files."""
 
 from __future__ import annotations
 

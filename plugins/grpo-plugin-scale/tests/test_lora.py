@@ -1,4 +1,4 @@
-"""LoRA: adapters are trained and saved, and nothing else; the reference is the model without them."""
+"""LoRA: only adapters are trained and saved; the reference is the model without adapters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pool of engines is an engine: whatever its members do, under the virtual clock."""
+"""A pool of engines behaves like an engine, whatever its members do, under the virtual clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The source ``smollm2``: what a user sees without a network, and the real model where there is one."""
+"""The model source ``smollm2``: errors without a network, and the real model with one."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Games of TextArena as environments: their moves, their chance, and the games that are refused."""
+"""Games of TextArena as environments: moves, random state, and refused games."""
 
 import os
 import random

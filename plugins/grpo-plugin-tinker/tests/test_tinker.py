@@ -1,4 +1,4 @@
-"""Tests without a service: which settings are refused, and what the service is asked to compute."""
+"""Tests without a service: refused settings, and the requests to the service."""
 
 import asyncio
 import inspect

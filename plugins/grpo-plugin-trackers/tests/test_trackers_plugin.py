@@ -1,4 +1,4 @@
-"""Trackers write what the run has measured: each is read back by its own library."""
+"""Trackers write the metrics of a run; each is read back by its library."""
 
 from __future__ import annotations
 

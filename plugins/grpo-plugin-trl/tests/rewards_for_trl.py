@@ -1,4 +1,4 @@
-"""Reward functions and environments as users of TRL write them; none of them imports TRL."""
+"""Reward functions and environments for TRL; none of them imports TRL."""
 
 import asyncio
 import json

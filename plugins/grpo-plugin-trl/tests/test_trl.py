@@ -1,4 +1,4 @@
-"""TRL's reward functions and environment classes as environments: what they get, and what becomes of it."""
+"""TRL's reward functions and environment classes as environments: their arguments and results."""
 
 import contextlib
 import importlib.util

@@ -1,4 +1,4 @@
-"""Tasksets of verifiers as environments: their rewards, and the ones that are refused.
+"""Tasksets of verifiers as environments: rewards, and refused tasksets.
 
 Verifiers is not among the packages that the project is developed with.  Most tests need it in the Python that
 runs them; one needs it in another virtual environment, whose Python GRPO_VERIFIERS_PYTHON names.

@@ -1,4 +1,4 @@
-"""Calls that begin when no other runs."""
+"""Sequential decoding of calls."""
 
 from __future__ import annotations
 

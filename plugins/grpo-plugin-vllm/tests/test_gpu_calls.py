@@ -1,4 +1,4 @@
-"""The engine `vllm` as it is on a GPU, with a stand-in for vLLM: its calls, and what happens when one fails.
+"""The engine `vllm` on a GPU, with a stand-in for vLLM: its calls and their failures.
 
 The child process, its server and its options are the real ones; only the package ``vllm`` is not.
 """

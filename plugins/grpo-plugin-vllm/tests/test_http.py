@@ -1,4 +1,4 @@
-"""The engine `vllm:http` and a server that is slow, busy, absent or not what it should be."""
+"""The engine `vllm:http` with a server that is slow, busy, absent or wrong."""
 
 from __future__ import annotations
 

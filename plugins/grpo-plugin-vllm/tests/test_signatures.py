@@ -1,4 +1,4 @@
-"""The stand-in for vLLM on a GPU takes what the installed vLLM takes, whose code is read and not imported."""
+"""The stand-in for vLLM on a GPU has the signatures of the installed vLLM, which is parsed, not imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real vLLM, on this machine's CPU: the same contract as any engine, and what is vLLM's own."""
+"""Real vLLM on this machine's CPU: the contract of engines, and features of vLLM."""
 
 from __future__ import annotations
 

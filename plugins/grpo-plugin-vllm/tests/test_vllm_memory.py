@@ -1,4 +1,4 @@
-"""The memory that an engine ``vllm`` tells, against numbers computed by hand."""
+"""The declared memory of the engine ``vllm``, against numbers computed by hand."""
 
 from __future__ import annotations
 
