@@ -215,16 +215,14 @@ class Paired(ScoringStrategy):
         for name, sign in (("accuracy_low", -1), ("accuracy_high", 1)):
             if name in estimates:
                 estimates[name] += sign * lacks
-        return {name: _share(value) if name in SHARES else value for name, value in estimates.items()}
+        return {
+            name: min(max(value, 0.0), 1.0) if name in SHARES else value for name, value in estimates.items()
+        }
 
 
 def _score(scores: Mapping[str, float]) -> float:
     """Return the score that versions are compared by."""
     return scores.get("accuracy", scores["reward"])
-
-
-def _share(value: float) -> float:
-    return min(max(value, 0.0), 1.0)
 
 
 def _described(comparison: Bounds, version: int) -> dict[str, float]:

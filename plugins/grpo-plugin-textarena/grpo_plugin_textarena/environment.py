@@ -69,7 +69,7 @@ class TextArena(grpo.Environment):
         self._games = Games(game, options)
         self._sizes = {"train": size, "validation": validation_size}
         self._seed, self._unfinished = seed, unfinished
-        self.max_turns = max_turns or self._moves()
+        self.max_turns = max_turns or (self._games.limit or UNLIMITED) * (1 + self._games.errors)
 
     def prompts(self, split: str) -> list[grpo.Prompt]:
         return self._prompts[split]
@@ -136,9 +136,6 @@ class TextArena(grpo.Environment):
                 "broken": float(broken),
             },
         )
-
-    def _moves(self) -> int:
-        return (self._games.limit or UNLIMITED) * (1 + self._games.errors)
 
     @cached_property
     def _prompts(self) -> dict[str, list[grpo.Prompt]]:
