@@ -225,6 +225,27 @@ def test_running_requests_continue_on_new_weights(kind: str, references: Any, tm
     assert completion.logprobs[4] != before.logprobs[4]
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_the_tokens_of_running_requests_can_be_seen(kind: str, references: Any, tmp_path: Path) -> None:
+    """Also of one that joins later, and when others have left."""
+    decoder = decoder_of(kind, references(kind), tmp_path)
+    assert decoder.sampled() == []
+    decoder.add([(0, GenerationRequest(prompt_ids=(1, 2, 3), max_tokens=3))])
+    decoder.step()
+    decoder.add([(1, GenerationRequest(prompt_ids=(4, 5), max_tokens=9, seed=1))])
+    finished = []
+    for seen in ([2, 1], [2], [3], [4]):
+        finished += decoder.step()
+        assert list(map(len, decoder.sampled())) == seen
+    (begun,) = decoder.sampled()
+    while decoder.busy:
+        finished += decoder.step()
+    ((_, first), (_, second)) = finished
+    assert len(first.token_ids) == 3
+    assert second.token_ids[:4].tolist() == begun
+    assert decoder.sampled() == []
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
 def test_a_call_that_is_decoded_alone_is_the_same_to_the_last_bit_whatever_runs_beside_it(

@@ -248,6 +248,9 @@ class Engine(Protocol):
     An engine that measures itself has a method ``metrics()``, which returns numbers by name at once, such as
     ``{"cache_use": 0.4}``; a run calls it after each step and writes them as ``engine_cache_use/engine``. An
     engine that has to wait for them has ``metrics = grpo_core.kit.BackgroundMetrics(ask)``.
+
+    An engine that can show a reply before its end has a coroutine ``sampled()``, which returns the token ids
+    that each running request has so far; ``grpo-core try`` prints them.
     """
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from attrs import frozen
-
 from grpo_core.app.model_sources import ModelRequest, StartModel
 from grpo_core.contracts.errors import ConfigError
-from grpo_core.demo.demonstrations import CONTEXT, Demonstration, demonstrations
+from grpo_core.demo.demonstrations import CONTEXT, demonstrations
 
 
 class TinyModel:
@@ -56,43 +54,26 @@ class TinyModel:
             return StartModel(path=path, positions=CONTEXT)
         prompts = await request.prompts()
         solved = await demonstrations(request.environments, prompts) if self._warm_start_steps else ()
-        recipe = TinyRecipe(
-            path=path,
-            demonstrations=solved,
+        make = partial(
+            _make,
+            request.directory,
+            solved,
             width=self._width,
             layers=self._layers,
             warm_start_steps=self._warm_start_steps,
             seed=request.seed,
         )
         return StartModel(
-            path=path, prepare=recipe, positions=CONTEXT, doing="making a tiny model and warming it up"
+            path=path, prepare=make, positions=CONTEXT, doing="making a tiny model and warming it up"
         )
 
 
-@frozen(kw_only=True)
-class TinyRecipe:
-    """A recipe that makes the model; plain data, so that another process can call it."""
-
-    path: str
-    demonstrations: tuple[Demonstration, ...]
-    width: int
-    layers: int
-    warm_start_steps: int
-    seed: int
-
-    def __call__(self) -> None:
-        if _complete(Path(self.path)):
-            return
+def _make(directory: Path, *given: Any, **options: Any) -> None:
+    """Make the model unless an earlier start made it; another process may call it."""
+    if not _complete(directory):
         from grpo_core.demo.tiny import make_tiny_model
 
-        make_tiny_model(
-            Path(self.path),
-            self.demonstrations,
-            width=self.width,
-            layers=self.layers,
-            warm_start_steps=self.warm_start_steps,
-            seed=self.seed,
-        )
+        make_tiny_model(directory, *given, **options)
 
 
 def _complete(directory: Path) -> bool:

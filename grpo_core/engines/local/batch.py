@@ -108,6 +108,12 @@ class DecodingBatch:
         """Number of rows that are not finished."""
         return self._n_alive
 
+    def sampled(self) -> list[list[int]]:
+        """Return the tokens that each unfinished row has so far."""
+        ids, end = self._history.tensors[0], self._history.end
+        begins = (self._births - self._history.offset).tolist()
+        return [ids[begins[row] : end, row].tolist() for row, entry in enumerate(self._entries) if entry]
+
     def cancel(self, keys: set[int]) -> None:
         dead = [i for i, entry in enumerate(self._entries) if entry is not None and entry[0] in keys]
         self._retire(dead)

@@ -54,6 +54,10 @@ class Decoder:
     def busy(self) -> bool:
         return bool(self._brief or self._waiting or any(batch.alive for batch in self._batches))
 
+    def sampled(self) -> list[list[int]]:
+        """Return the tokens that each running request has so far."""
+        return [ids for batch in self._batches for ids in batch.sampled()]
+
     def add(self, entries: Iterable[Entry]) -> None:
         """Take requests that the model can complete, for at least one token each."""
         for key, request in entries:

@@ -24,3 +24,7 @@ class LocalEngine(ChildEngine):
             server="grpo_core.engines.local.server:Server",
             options={"device": device, "dtype": dtype, "max_rows": max_rows},
         )
+
+    async def sampled(self) -> list[list[int]]:
+        """Return the tokens that each running request has so far."""
+        return await self.ask("sampled") or []

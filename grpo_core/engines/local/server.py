@@ -80,6 +80,11 @@ class Server(DecodingServer):
             self._decoder.clear()
             raise EngineError(f"engine local: decoding failed: {error!r}") from error
 
+    def sampled(self) -> list[list[int]]:
+        """Return the tokens that each running request has so far."""
+        assert self._decoder is not None
+        return self._decoder.sampled()
+
     def forget(self, keys: set[int]) -> None:
         assert self._decoder is not None
         self._decoder.cancel(keys)

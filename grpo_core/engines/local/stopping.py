@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -18,7 +19,6 @@ class StopStrings:
 
     def __init__(self, directory: str | None) -> None:
         self._directory = directory
-        self._tokenizer: Tokenizer | None = None
         self._may_end: dict[tuple[str, ...], list[bool]] = {}
 
     def window(self, stop: tuple[str, ...]) -> int:
@@ -54,14 +54,12 @@ class StopStrings:
         texts: list[str] = self._loaded.decode_batch(tokens, skip_special_tokens=False)
         return texts
 
-    @property
+    @cached_property
     def _loaded(self) -> Tokenizer:
-        if self._tokenizer is None:
-            path = Path(self._directory or "") / "tokenizer.json"
-            if self._directory is None or not path.is_file():
-                raise EngineError(
-                    f"engine local: stop strings need a tokenizer.json in the model's directory; there is "
-                    f"none ({path}); save a fast tokenizer there, or use stop token ids"
-                )
-            self._tokenizer = Tokenizer.from_file(str(path))
-        return self._tokenizer
+        path = Path(self._directory or "") / "tokenizer.json"
+        if self._directory is None or not path.is_file():
+            raise EngineError(
+                f"engine local: stop strings need a tokenizer.json in the model's directory; there is "
+                f"none ({path}); save a fast tokenizer there, or use stop token ids"
+            )
+        return Tokenizer.from_file(str(path))

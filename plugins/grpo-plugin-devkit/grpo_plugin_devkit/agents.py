@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from random import Random
-
-from attrs import define, field
+from typing import Any, TypeVar
 
 from grpo_core import Completion, Engine, GenerationRequest, PlayerSetup, Prompt, Rollout, Weights
 from grpo_core.kit import EnvironmentWorker, PluginHost
@@ -20,6 +19,7 @@ TURNS = 20
 PATIENCE = 3.0
 """Seconds that a reply waits for requests of the other rollouts."""
 
+E = TypeVar("E", bound=FakeEngine)
 Plays = Sequence[tuple[Prompt, str]]
 """Prompts, each with the model's reply to all requests of its rollout."""
 
@@ -29,7 +29,7 @@ async def play_agent(environment: EnvironmentWorker, plays: Plays) -> list[Rollo
 
     A token is a character.
     """
-    async with _served(environment, plays) as engine:
+    async with _served(environment, plays, FakeEngine) as engine:
         return [await _rollout(environment, engine, prompt, index) for index, (prompt, _) in enumerate(plays)]
 
 
@@ -38,21 +38,21 @@ async def play_side_by_side(environment: EnvironmentWorker, plays: Plays) -> tup
 
     Returns the rollouts, and the largest number of requests that waited at the same time.
     """
-    async with _served(environment, plays) as engine:
-        steps = _InStep(engine, {str(index) for index in range(len(plays))})
+    async with _served(environment, plays, _InStep) as engine:
+        engine.playing = {str(index) for index in range(len(plays))}
 
         async def one(index: int, prompt: Prompt) -> Rollout:
             try:
-                return await _rollout(environment, steps, prompt, index)
+                return await _rollout(environment, engine, prompt, index)
             finally:
-                steps.ended(str(index))
+                engine.ended(str(index))
 
         rollouts = await asyncio.gather(*(one(index, prompt) for index, (prompt, _) in enumerate(plays)))
-        return rollouts, steps.most
+        return rollouts, engine.most
 
 
 @contextlib.asynccontextmanager
-async def _served(environment: EnvironmentWorker, plays: Plays) -> AsyncIterator[FakeEngine]:
+async def _served(environment: EnvironmentWorker, plays: Plays, kind: type[E]) -> AsyncIterator[E]:
     """Serve a model with the replies of the plays; the group of a request is the index of its play."""
     replies: Mapping[str, str] = {str(index): reply for index, (_, reply) in enumerate(plays)}
 
@@ -64,7 +64,7 @@ async def _served(environment: EnvironmentWorker, plays: Plays) -> AsyncIterator
     await player.start()
     environment.player = player
     try:
-        engine = FakeEngine(reply=reply_of, latency=lambda rng: 0.0, update_seconds=0.0)
+        engine = kind(reply=reply_of, latency=lambda rng: 0.0, update_seconds=0.0)
         await engine.update_weights(Weights(version=0, location="", nbytes=0, tensors=()))
         yield engine
     finally:
@@ -85,21 +85,21 @@ async def _rollout(environment: EnvironmentWorker, engine: Engine, prompt: Promp
     return rollout
 
 
-@define(eq=False)
-class _InStep:
+class _InStep(FakeEngine):
     """An engine that replies when all running rollouts have sent a request, or after ``PATIENCE``.
 
     After the first timeout with a single request, rollouts are assumed to run one after another, and replies
     no longer wait.
     """
 
-    engine: FakeEngine
-    playing: set[str]
-    most: int = field(init=False, default=0)
-    """Largest number of rollouts that waited at the same time."""
-    _waiting: set[str] = field(init=False, factory=set)
-    _go: asyncio.Event = field(init=False, factory=asyncio.Event)
-    _patience: float = field(init=False, default=PATIENCE)
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.playing: set[str] = set()
+        self.most = 0
+        """Largest number of rollouts that waited at the same time."""
+        self._waiting: set[str] = set()
+        self._go = asyncio.Event()
+        self._patience = PATIENCE
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         self._waiting.add(requests[0].group)
@@ -112,13 +112,7 @@ class _InStep:
         except TimeoutError:
             self._patience = 0.0 if self.most < 2 else self._patience
             self._waiting.discard(requests[0].group)
-        return await self.engine.generate(requests)
-
-    async def update_weights(self, weights: Weights) -> None:
-        await self.engine.update_weights(weights)
-
-    async def aclose(self) -> None:
-        await self.engine.aclose()
+        return await super().generate(requests)
 
     def ended(self, group: str) -> None:
         self.playing.discard(group)

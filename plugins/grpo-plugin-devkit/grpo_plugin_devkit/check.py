@@ -68,7 +68,6 @@ CONTRACTS: Mapping[Kind, str] = {
     "transport": "grpo_plugin_devkit.transports:TransportContract",
     "preflight": "grpo_plugin_devkit.modules:PreflightContract",
 }
-TEXT_ENGINE = "grpo_plugin_devkit.text_engines:TextEngineContract"
 FUNCTIONS: tuple[Kind, ...] = ("dataloader", "loss", "advantage", "optimizer", "filter", "preflight")
 """Kinds whose offers are recognised by the first parameter."""
 STYLES = {"passed": ("ok    ", "green"), "failed": ("FAILED", "bold red"), "noted": ("note  ", "yellow")}
@@ -205,7 +204,7 @@ def _contract(
     kind, name = offer.kind, offer.name
     make = functools.partial(host.make, kind, name, **options)
     text = kind == "engine" and offer.offer.gives == "text"
-    target = TEXT_ENGINE if text else CONTRACTS[kind]
+    target = "grpo_plugin_devkit.text_engines:TextEngineContract" if text else CONTRACTS[kind]
     contract: Callable[..., Contract] = load_object(target, who="check")
     match kind:
         case "loss":

@@ -33,8 +33,6 @@ AGENT = 4
 """Number of prompts that an agent plays."""
 ESSENTIAL = ("prompts to train on", "a reply is scored", "its agent plays a rollout")
 """Checks whose failure ends the series."""
-MAX_BATCH = EnvironmentConfig().max_batch
-"""Number of episodes of the largest batch."""
 NONSENSE = ("I do not know.", "No.")
 """Replies that a solution is compared with, in its group or in separate episodes."""
 RUBBISH = (
@@ -117,7 +115,7 @@ class Conformance:
 
     make: Callable[[], EnvironmentWorker]
     wait: Wait
-    max_batch: int = MAX_BATCH
+    max_batch: int = EnvironmentConfig().max_batch
     incidents: list[Incident] = field(factory=list)
     side_by_side: bool = True
     environment: EnvironmentWorker = field(init=False)

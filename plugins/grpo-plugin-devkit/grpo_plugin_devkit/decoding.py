@@ -97,13 +97,10 @@ class EngineUnderTest:
     """Seconds for an answer; a dead engine must be replaced within this time."""
     version: int = 0
     writer: publishing.Writer = field(factory=SharedMemoryWriter)
-    _module: Any = field(default=None, init=False)
 
-    @property
+    @functools.cached_property
     def module(self) -> Any:
-        if self._module is None:
-            self._module = load_test_model(self.model)
-        return self._module
+        return load_test_model(self.model)
 
     def tensors(self, version: int) -> list[tuple[str, torch.Tensor]]:
         """Return the tensors of a version, by their names in the model's checkpoint."""

@@ -25,8 +25,6 @@ from grpo_core import (
 )
 from grpo_core.testing import check_canary, check_completions
 
-GROUP = 8
-
 
 async def check_engine(
     engine: Engine,
@@ -88,7 +86,7 @@ class _Story:
     said: dict[tuple[int, ...], Canary] = field(factory=dict)
     """The canary of the previous version, by context."""
 
-    def requests(self, n: int = GROUP, *, seed: int = 0, temperature: float = 1.0) -> list[GenerationRequest]:
+    def requests(self, n: int = 8, *, seed: int = 0, temperature: float = 1.0) -> list[GenerationRequest]:
         """Return the requests of a group, all with different lengths."""
         return [
             GenerationRequest(

@@ -22,7 +22,6 @@ from grpo_core.kit import ModelRequest, Renderer, StartModel, build, chat_templa
 from grpo_core.testing import HostedEnvironment, prompts
 from grpo_plugin_devkit.contracts import Contract
 
-SEED = 7
 TASK = "task"
 
 
@@ -120,16 +119,14 @@ class ModelSourceContract(Contract):
         directory.parent.mkdir(exist_ok=True)
 
         async def story() -> StartModel:
-            made = {TASK: [*prompts(20)]}
-
             async def offered() -> Mapping[str, list[Prompt]]:
-                return made
+                return {TASK: prompts(20)}
 
             request = ModelRequest(
                 directory=directory,
                 prompts=offered,
                 environments={TASK: HostedEnvironment(_Solved(), task=TASK)},
-                seed=SEED,
+                seed=7,
             )
             found = await self._make().start_model(request)
             kind = type(found).__name__

@@ -14,7 +14,7 @@ import contextlib
 import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -31,13 +31,13 @@ from grpo_core.kit import (
 from grpo_plugin_devkit.contracts import Contract, within
 from grpo_plugin_devkit.decoding import load_test_model, make_test_model
 
-T = TypeVar("T")
-
 PATIENCE = 120.0
 """Time limit of a worker's call in seconds."""
 METHODS = ("check", "connected", "devices", "engine", "retain", "environment")
 WORKERS = 2
 """Number of workers of the simulated run."""
+
+ENGINE = EngineConfig(options={"max_rows": 8})
 
 ENVIRONMENT = '''\
 import grpo_core as grpo
@@ -102,7 +102,7 @@ class PlacementContract(Contract):
             assert isinstance(value, bool), f"its attribute {flag} is {value!r}, expected True or False"
         for method in METHODS:
             assert callable(getattr(placement, method, None)), f"it has no method {method!r}"
-        trainer, engines = TrainerConfig(device="cpu"), {"engine": self._engine_config()}
+        trainer, engines = TrainerConfig(device="cpu"), {"engine": ENGINE}
         placement.check(trainer, engines)
         self._connection.enter_context(placement.connected(WORKERS))
         placement.devices(trainer, engines)
@@ -167,7 +167,7 @@ class PlacementContract(Contract):
 
         async def story() -> None:
             setup = EngineSetup(model=str(model), log_directory=str(self._path), deadline=PATIENCE)
-            engine = self._placement.engine(0, self._engine_config(), setup)
+            engine = self._placement.engine(0, ENGINE, setup)
             try:
                 writer, retain = SharedMemoryWriter(), self._placement.retain()
                 module = load_test_model(model)
@@ -185,9 +185,6 @@ class PlacementContract(Contract):
         self._runner.run(story())
 
     # -------------------------------------------------------------------------- parts
-
-    def _engine_config(self) -> EngineConfig:
-        return EngineConfig(options={"max_rows": 8})
 
     def _with_environment(self, story: Callable[[Any], Awaitable[None]]) -> None:
         file = self._path / "environment.py"

@@ -14,15 +14,13 @@ import gc
 import multiprocessing
 from collections.abc import Callable, Sequence
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from grpo_core import Group, Prompt, Rollout, Segment, Tokens
 from grpo_core.kit import fetched
 from grpo_plugin_devkit.contracts import Contract, within
-
-T = TypeVar("T")
 
 PATIENCE = 60.0
 """Time limit of a data plane's call in seconds."""

@@ -13,7 +13,6 @@ import contextlib
 import inspect
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from attrs import evolve
 from grpo_core import Group, RunInfo, Tracker, errors, events
 from grpo_core.kit import Config, TrackerThread, as_table, cut
 from grpo_core.testing import a_run
+from grpo_plugin_devkit.conformance import message_of
 from grpo_plugin_devkit.contracts import Contract
 
 PATIENCE = 30.0
@@ -155,12 +155,10 @@ def _short(state: Any) -> str:
 def _where(error: errors.TrackingError) -> str:
     """Describe the error of a tracker, with its line."""
     cause = error.__cause__
-    if cause is None:
+    if not isinstance(cause, Exception):
         return str(error)
-    where = traceback.extract_tb(cause.__traceback__)[-1]
     message = str(error).partition(": ")[0].removeprefix("tracker 'checked' ")
-    line = f"{Path(where.filename).name}, line {where.lineno}: {where.line}"
-    return f"it {message}: {type(cause).__name__}: {errors.one_line(cause)} ({line})"
+    return f"it {message}: {message_of(cause)}"
 
 
 def _info(directory: Path, resumed_from: int | None = None) -> RunInfo:

@@ -26,6 +26,8 @@ class Transcript:
 
     def __init__(self, console: Console, *, echo: bool) -> None:
         self._console, self._echo = console, echo
+        self._begun = ""
+        """What is printed of a reply that is being sampled."""
 
     def line(self, text: str, style: str = "") -> None:
         """Print a line that is not part of the conversation."""
@@ -41,9 +43,22 @@ class Transcript:
         for call in message.get("tool_calls") or ():
             self._block(f"calls {_spelled(call)}", "yellow")
 
+    def grow(self, text: str, end: str = "") -> None:
+        """Print what a reply has more than before, while it is sampled."""
+        more = text[len(self._begun) :].replace("\n", "\n  ")
+        if not self._begun:
+            self._console.print(Text("assistant", style=f"bold {STYLES['assistant']}"))
+            more = f"  {more}"
+        self._console.print(Text(inert(more)), end=end, soft_wrap=True)
+        self._begun = text
+
     def reply(self, message: Message) -> None:
-        """Print a reply; for typed replies, only the parsed tool calls."""
-        if self._echo:
+        """Print a reply, or the rest of it; for typed replies, only the parsed tool calls."""
+        said, begun = str(message.get("content")), self._begun
+        if begun:  # thoughts and calls are no content: then the whole message follows
+            self.grow(said if said.startswith(begun) else begun, end="\n")
+            self._begun = ""
+        if self._echo and not (begun and said.startswith(begun)):
             self.message(message)
         else:
             for call in message.get("tool_calls") or ():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,6 +40,8 @@ from grpo_plugin_devkit.transcript import ShownEnvironment, Transcript
 
 BY_HAND = {"max_tokens": 1_000_000, "deadline": 1e9}
 """Settings that remove the limits for a person's replies."""
+PAUSE = 0.2
+"""Seconds between two looks at the tokens of a reply."""
 NAMED = 5
 """Number of ids in an error message."""
 
@@ -130,9 +133,8 @@ async def _by_hand(name: str, options: dict[str, Any], choice: Choice, block: Se
     def show(text: str) -> None:
         transcript.line(text, "dim")
 
-    around = Tasks.start(config, host, LocalPlacement(host))
     with reported_to(lines_of_incidents(show)):
-        async with around as tasks:
+        async with Tasks.start(config, host, LocalPlacement(host)) as tasks:
             environment = tasks.environments[task]
             if environment.runs_agents:
                 raise ConfigError(
@@ -188,7 +190,21 @@ async def _by_model(
 
     async with start_session(config, host, found, show) as session:
         shown = ShownEnvironment(session.environments[task], transcript)
-        await _play(session, task, choice, shown, transcript)
+        streaming = asyncio.create_task(_stream(session, transcript))
+        try:
+            await _play(session, task, choice, shown, transcript)
+        finally:
+            await aio.cancel([streaming])
+
+
+async def _stream(session: Session, transcript: Transcript) -> None:
+    """Print each reply while it is sampled, if the engine can show it."""
+    sampled: Callable[[], Awaitable[list[list[int]]]] | None = getattr(session.engine, "sampled", None)
+    while sampled is not None:
+        await asyncio.sleep(PAUSE)
+        for text in session.renderer.texts(await sampled()):
+            if whole := text.rstrip("\N{REPLACEMENT CHARACTER}"):  # of the first bytes of a character
+                transcript.grow(whole)
 
 
 def _changes(of_run: Mapping[str, Any], task: str, name: str, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import os
@@ -16,12 +17,12 @@ from attrs import evolve
 from rich.console import Console
 
 import grpo_core as grpo
-from grpo_core import ConfigError
-from grpo_core.kit import Config, PlayingText, TextRenderer
-from grpo_core.testing import HostedEnvironment, run
+from grpo_core import ConfigError, Weights
+from grpo_core.kit import Config, PlayingText, TextRenderer, aio
+from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, HostedEnvironment, run
 from grpo_plugin_devkit.person import InputEnded, Person, Replies
 from grpo_plugin_devkit.transcript import ShownEnvironment, Transcript
-from grpo_plugin_devkit.trying import BY_HAND, Choice, _chosen, _play, try_
+from grpo_plugin_devkit.trying import BY_HAND, Choice, _chosen, _play, _stream, try_
 
 GRPO = Path(sys.executable).with_name("grpo-core")
 
@@ -88,6 +89,66 @@ def played(lines, *, choice=None, environment=None, width=80):
     except InputEnded as end:
         out.write(str(end))
     return out.getvalue()
+
+
+def streamed(*parts, message):
+    """Return the text of a reply that is printed while it grows, and then ends as this message."""
+    out = io.StringIO()
+    transcript = Transcript(Console(file=out, width=30, highlight=False), echo=True)
+    for part in parts:
+        transcript.grow(part)
+    transcript.reply({"role": "assistant", **message})
+    return out.getvalue()
+
+
+def test_a_reply_grows_on_the_screen_and_is_not_printed_twice():
+    text = "One two three, which is longer than a line.\nFour"
+    whole = "assistant\n  One two three, which is longer than a line.\n  Four\n"
+    assert streamed(text[:3], text[:20], message={"content": text}) == whole
+    assert streamed(text, text, message={"content": text}) == whole
+    assert streamed("a\x1b[2J", message={"content": "a\x1b[2Jb"}) == "assistant\n  a\u241b[2Jb\n"
+
+
+def test_a_reply_that_thinks_or_calls_is_followed_by_what_was_read_in_it():
+    call = {"type": "function", "function": {"name": "price", "arguments": {"item": "tea"}}}
+    text = streamed("<tool_call>{", message={"content": "", "tool_calls": [call]})
+    assert text == 'assistant\n  <tool_call>{\nassistant\n  calls price(item="tea")\n'
+    text = streamed("<think>tea", message={"content": "2.5"})
+    assert text == "assistant\n  <think>tea\nassistant\n  2.5\n"
+
+
+def test_what_an_engine_samples_is_printed_until_it_replies():
+    text, out, seen = "yes, of course", io.StringIO(), []
+
+    class Slow(FakeEngine):
+        """Samples a character each second."""
+
+        async def sampled(self):
+            now = int(asyncio.get_running_loop().time() - self.begin)
+            return [[ord(character) for character in text[:now]]] * self.running
+
+    async def story():
+        engine = Slow(reply=lambda request, rng: text, latency=lambda rng: 12.5)
+        await engine.update_weights(Weights(version=0, location="", nbytes=0, tensors=()))
+        engine.begin = asyncio.get_running_loop().time()
+        transcript = Transcript(Console(file=out, width=80, highlight=False), echo=True)
+        session = grpo.Session(
+            config=Config(tasks={}),
+            engine=engine,
+            renderer=FakeRenderer(),
+            environments={"task": FakeEnvironment()},
+            tasks=None,
+        )
+        printing = asyncio.create_task(_stream(session, transcript))
+        playing = asyncio.create_task(session.play([grpo.Prompt(messages="?", id="0", environment="task")]))
+        while not playing.done():
+            seen.append(out.getvalue().removeprefix("assistant\n  "))
+            await asyncio.sleep(1)
+        await aio.cancel([printing])
+
+    run(story())
+    assert all(text.startswith(each) for each in seen)
+    assert len(set(seen)) > 10, "it is printed as it grows"
 
 
 def test_a_person_plays_turns_and_tools_and_sees_the_parts_of_the_reward():
