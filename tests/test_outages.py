@@ -581,6 +581,46 @@ def test_the_errors_of_the_usual_clients_say_that_a_service_is_away(server, ask,
         assert str(server.port) in str(away), str(away)
 
 
+def raised(module, *names, **values):
+    """An error whose classes, the last one first, are a library's."""
+    kind = Exception
+    for name in reversed(names):
+        kind = type(name, (kind,), {"__module__": module})
+    error = kind("a text")
+    vars(error).update(values)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "late"),
+    [
+        (raised("botocore.exceptions", "EndpointConnectionError", "ConnectionError", "BotoCoreError"), False),
+        (raised("botocore.exceptions", "ConnectionClosedError", "HTTPClientError", "BotoCoreError"), False),
+        (raised("redis.exceptions", "ConnectionError", "RedisError"), False),
+        (raised("redis.exceptions", "TimeoutError", "RedisError"), True),
+        (raised("groq", "InternalServerError", "APIStatusError", "APIError", status_code=503), False),
+    ],
+    ids=lambda value: type(value).__module__ if isinstance(value, Exception) else None,
+)
+def test_the_errors_of_clients_that_are_not_here_are_known_by_their_names(error, late):
+    away = unavailable(error)
+    assert away is not None
+    assert away.timed_out == late
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        raised("botocore.exceptions", "NoCredentialsError", "BotoCoreError"),
+        raised("redis.exceptions", "ResponseError", "RedisError"),
+        raised("my_judge", "ConnectionError"),
+    ],
+    ids=lambda error: f"{type(error).__module__}.{type(error).__name__}",
+)
+def test_other_errors_of_such_clients_are_errors(error):
+    assert unavailable(error) is None
+
+
 @pytest.mark.parametrize(
     "error",
     [ValueError("503"), KeyError("x"), FileNotFoundError("x"), OSError("disk full"), RuntimeError("refused")],

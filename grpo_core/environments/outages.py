@@ -48,18 +48,17 @@ answered others in between."""
 
 _LIBRARIES = frozenset(
     {"aiohttp", "anthropic", "http", "httpcore", "httpx", "httpx2", "openai", "requests", "urllib", "urllib3"}
-    | {"websockets"}
+    | {"botocore", "groq", "redis", "websockets"}
 )
 _LATE = frozenset(
     {"APITimeoutError", "PoolTimeout", "ReadTimeout", "ReadTimeoutError", "ServerTimeoutError"}
-    | {"Timeout", "TimeoutException", "WriteTimeout"}
+    | {"Timeout", "TimeoutError", "TimeoutException", "WriteTimeout"}
 )
 _GONE = frozenset(
     {"APIConnectionError", "ChunkedEncodingError", "ClientConnectionError", "ClientPayloadError"}
-    | {"ConnectTimeout", "ConnectTimeoutError", "ConnectionClosed", "ConnectionError"}
-    | {"ConnectionTimeoutError"}
-    | {"IncompleteRead", "MaxRetryError", "NetworkError", "NewConnectionError", "ProtocolError"}
-    | {"RemoteProtocolError", "URLError"}
+    | {"ConnectTimeout", "ConnectTimeoutError", "ConnectionClosed", "ConnectionClosedError"}
+    | {"ConnectionError", "ConnectionTimeoutError", "IncompleteRead", "MaxRetryError", "NetworkError"}
+    | {"NewConnectionError", "ProtocolError", "RemoteProtocolError", "URLError"}
 )
 _UNREACHABLE = frozenset({errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH})
 _STATUS = frozenset({"APIStatusError", "ClientResponseError", "HTTPError", "HTTPStatusError"})
