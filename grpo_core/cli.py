@@ -50,17 +50,22 @@ def make_app(chosen: str = "", found: Commands | None = None) -> App:
     return app
 
 
-def plugins(*, json: bool = False) -> int:
+def plugins(name: str | None = None, /, *, json: bool = False) -> int:
     """List the installed plugins with their offers, or with the reason why a plugin is broken.
 
     Parameters
     ----------
+    name
+        Name of the plugin to list, as in "math".  Default: all.
     json
         Print the list as JSON.
     """
-    from grpo_core.plugins.host import PluginHost, listing
+    from grpo_core.plugins.host import PluginHost, check_known, listing
 
     rows = listing(PluginHost.discover(), find_commands(commands))
+    if name is not None:
+        check_known([name], {row["name"] for row in rows}, "grpo-core plugins")
+        rows = [row for row in rows if row["name"] == name]
     if json:
         import json as dumper
 

@@ -316,7 +316,10 @@ def test_what_cannot_be_trained_on_is_refused_at_once(tmp_path):
         "use env or reward, not both": {"env": Sorting, "reward": ordered},
         "reward contains 3; expected functions, or pairs": {"reward": [ordered, 3], "data": DATA},
         "two tasks would be called 'sorting'": {"env": [Sorting, Sorting()]},
-        "data is for one environment": {"env": [ordered, Sorting], "data": DATA},
+        "data is for one environment.*train\\(reward=\\[ordered, sorting\\], data=rows": {
+            "env": [ordered, Sorting],
+            "data": DATA,
+        },
         "listeners\\[0\\] is int; expected a function": {"env": Sorting, "listeners": [1]},
         "listeners\\[0\\] is a class; expected a function": {"env": Sorting, "listeners": [Tracker]},
         "one object is given for two tasks": {"env": dict.fromkeys("ab", Sorting())},

@@ -223,6 +223,13 @@ def test_a_broken_plugin_is_listed_and_fatal_only_when_selected(here, monkeypatc
 
 
 @pytest.mark.long
+def test_one_plugin_is_listed_by_its_name(here):
+    assert grpo(here, "plugins", "math").stdout.startswith("math  (grpo-plugin-math")
+    text = refused(here, "plugins", "mth")
+    assert "plugin 'mth' is not installed. Did you mean 'math'? Installed: " in text
+
+
+@pytest.mark.long
 def test_plugins_as_json(here):
     rows = json.loads(grpo(here, "plugins", "--json").stdout)
     (math,) = [row for row in rows if row["name"] == "math"]

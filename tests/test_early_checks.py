@@ -185,6 +185,9 @@ NO_RESULTS = {
     "def evaluate(self, episodes): return [re.match('a', each.reply) for each in episodes]": (
         "evaluate raised NameError: name 're' is not defined"
     ),
+    "def evaluate(self, episodes): return [float('nan')]": (
+        "evaluate of the reply 'I do not know.': reward is nan, expected a number between -1e+300 and 1e+300"
+    ),
 }
 
 

@@ -63,7 +63,7 @@ SCENES = """
                 case "exits": raise SystemExit(2)
                 case "yields": return iter(prompts)
                 case "yields without end":
-                    return (grpo.Prompt(messages="x", id=str(i)) for i in iter(int, 1))
+                    return (grpo.Prompt(messages="x", id=str(i)) for i, _ in enumerate(iter(int, 1)))
                 case "no prompt": prompts[1] = "text"
                 case "no message": prompts[1] = grpo.Prompt(messages=[])
                 case "bad message": prompts[1] = grpo.Prompt(messages=["hello"])
@@ -314,6 +314,14 @@ def test_prompts_are_completed(scenes):
 def test_prompts_may_be_yielded(scenes):
     host = EnvironmentHost("play", f"{scenes}:Scenes", {"mode": "yields"}, plugins=PluginSelection(allow=()))
     assert [prompt.id for prompt in pickle.loads(host.prompts("train"))] == ["0", "1", "2"]
+
+
+def test_prompts_are_counted_while_they_are_read(scenes, monkeypatch, capsys):
+    monkeypatch.setattr("grpo_core.environments.host.COUNTED", 0.0)
+    host = EnvironmentHost("play", f"{scenes}:Scenes", {"mode": "yields"}, plugins=PluginSelection(allow=()))
+    host.prompts("train")
+    counted = [line.partition("prompts('train'): ")[2] for line in capsys.readouterr().out.splitlines()]
+    assert counted == ["1 prompts so far", "2 prompts so far", "3 prompts so far"]
 
 
 @pytest.mark.long

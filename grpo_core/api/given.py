@@ -86,8 +86,8 @@ def given(env: Any, data: Any, settings: Mapping[str, Any]) -> Given:
     found, environments = Given(), _environments(env)
     if data is not None and len(environments) != 1:
         raise ConfigError(
-            "data is for one environment, given as env, or for reward functions, as in train(reward=exact, "
-            "data=rows); several tasks name their sources in tasks.NAME.source"
+            "data is for one environment, given as env, or for functions whose rewards are added: train("
+            f"reward=[{', '.join(environments) or 'exact'}], data=rows); several tasks have their own sources"
         )
     splits = _splits(data)
     twice = [each for each in environments.values() if not isinstance(each, str | type)]

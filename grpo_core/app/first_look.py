@@ -28,18 +28,24 @@ BUGS = frozenset({"AttributeError", "ImportError", "ModuleNotFoundError", "NameE
 async def judge_one_reply(
     environments: Mapping[str, EnvironmentPool], prompts: Mapping[str, Sequence[Prompt]]
 ) -> None:
-    """Evaluate one reply of each task.  Raises PluginError for a bug or an invalid result."""
+    """Evaluate one reply of each task.  Raises PluginError for a bug, or a result that is no number."""
     for task, part in prompts.items():
         environment = environments[task]
         if environment.player is not None or environment.needs_group or not part:
             continue
         (solved,) = await environment.solve(part[:1])
         reply = {"role": "assistant", "content": solved or "I do not know."}
-        episode = Episode(prompt=part[0], messages=(*part[0].messages, reply), finish_reason="length")
+        await environment.open({task: part[0]})
+        messages = (*part[0].messages, reply)
+        episode = Episode(prompt=part[0], messages=messages, session=task, finish_reason="length")
         (feedback,) = await environment.evaluate([episode])
-        if feedback.error and feedback.error.partition(":")[0] in BUGS:
-            frames = environment.first_traceback
-            raise PluginError(f"task {task!r}: evaluate raised {feedback.error}\n{frames}".rstrip())
+        await environment.close([task])
+        error = feedback.error or ""
+        if error.partition(":")[0] in BUGS:
+            raised = f"{error}\n{environment.first_traceback}".rstrip()
+            raise PluginError(f"task {task!r}: evaluate raised {raised}")
+        if error.startswith("reward is "):  # not a number, as ``environments.feedback`` says it
+            raise PluginError(f"task {task!r}: evaluate of the reply {reply['content']!r:.80}: {error}")
 
 
 async def first_look(

@@ -11,15 +11,14 @@ from rich.console import Console
 from rich.text import Text
 
 from grpo_core.app import build, measuring
-from grpo_core.app.launch import RUNS, configure, continued, new_run, tasks_of
+from grpo_core.app.launch import RUNS, continued, new_run, tasks_of
 from grpo_core.commands.complaints import complain, say, to_a_reader
-from grpo_core.config import Config, check_settings, merge, parse_settings, read_toml
+from grpo_core.config import check_settings, merge, parse_settings, read_toml
 from grpo_core.config.setup import steps_of_profile
 from grpo_core.contracts.errors import ConfigError
 from grpo_core.contracts.unicode import inert
 from grpo_core.loop.endings import GOAL_REACHED
 from grpo_core.plugins.hints import install_command
-from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.options import AsJson, Flag, Settings, Words
 from grpo_core.processes.aio import to_the_end
 from grpo_core.processes.interrupts import INTERRUPTED
@@ -229,19 +228,6 @@ def verify(run: Path, /) -> int:
     found = verified(run)
     say(str(found))
     return 1 if found.findings else 0
-
-
-def configured(
-    config_file: Path | None,
-    *,
-    envs: Sequence[str] | None,
-    chosen: Mapping[str, str | None],
-    settings: Sequence[str] | None,
-    block: Sequence[str],
-) -> tuple[Config, PluginHost]:
-    """Build the configuration of a command from its file and its options; return it and the plugins."""
-    tables = [read_toml(config_file)] if config_file else []
-    return configure(tables, _changes(envs, chosen, settings), block)
 
 
 def _changes(

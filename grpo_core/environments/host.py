@@ -12,6 +12,7 @@ import inspect
 import itertools
 import math
 import pickle
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NoReturn
@@ -37,6 +38,9 @@ from grpo_core.text.messages import readable
 
 MOST_PROMPTS = 100_000
 """Limit for a generator of prompts: all are drawn at once, because an epoch needs a length."""
+
+COUNTED = 2.0
+"""Seconds after which the number of prompts that were read so far is printed again."""
 
 UNREADABLE = "a prompt cannot be sent to the trainer's process; put plain data into answer and info"
 
@@ -184,30 +188,37 @@ class EnvironmentHost:
 
     def prompts(self, split: str) -> bytes:
         """Return the checked prompts of a split, pickled here so that an error names its prompt."""
+        where = f"{self._who}: prompts({split!r})"
+        complete: dict[str, Prompt] = {}
+        due = time.monotonic() + COUNTED
+        for index, prompt in enumerate(self._offered(split, where)):
+            made = self._complete(prompt, str(index), f"{where}[{index}]")
+            if made.id in complete:
+                raise PluginError(f"{where}: two prompts have the id {made.id!r}; ids must be unique")
+            complete[made.id] = made
+            if time.monotonic() > due:
+                print(f"{where}: {index + 1:,} prompts so far", flush=True)
+                due += COUNTED
+        return _pickled(list(complete.values()), where)
+
+    def _offered(self, split: str, where: str) -> Iterator[Any]:
+        """Yield what the environment offers.  Raises PluginError, also for an endless generator."""
+        more = False
         try:
             given = self._environment.prompts(split)
-            prompts = (
-                [given[index] for index in range(len(given))]
-                if hasattr(given, "__len__")
-                else list(itertools.islice(given, MOST_PROMPTS + 1))
-            )
+            if hasattr(given, "__len__"):
+                yield from (given[index] for index in range(len(given)))
+            else:
+                drawn = iter(given)
+                yield from itertools.islice(drawn, MOST_PROMPTS)
+                more = next(drawn, None) is not None
         except (Exception, SystemExit) as error:
-            raise PluginError(f"{self._who}: prompts({split!r}) raised {self._describe(error)}") from error
-        where = f"{self._who}: prompts({split!r})"
-        if not hasattr(given, "__len__") and len(prompts) > MOST_PROMPTS:
+            raise PluginError(f"{where} raised {self._describe(error)}") from error
+        if more:
             raise PluginError(
                 f"{where}: yields more than {MOST_PROMPTS:,} prompts; return a sequence, which may be longer "
                 "and compute its items on access, or end the iteration"
             )
-        complete = [
-            self._complete(prompt, str(index), f"{where}[{index}]") for index, prompt in enumerate(prompts)
-        ]
-        seen: set[str] = set()
-        for prompt in complete:
-            if prompt.id in seen:
-                raise PluginError(f"{where}: two prompts have the id {prompt.id!r}; ids must be unique")
-            seen.add(prompt.id)
-        return _pickled(complete, where)
 
     def from_source(self, prompts: Sequence[Prompt]) -> bytes | None:
         """Return the pickled prompts for rows of a source, or None if they stay unchanged.

@@ -135,8 +135,8 @@ class PluginHost:
         known = {name for each in found for name in each.names} | {BUILT_IN}
         if not elsewhere:
             if allow:
-                _check_known(allow, known | names_of_command_plugins(), source)
-            _check_known(block, known - {BUILT_IN}, "the list of plugins to leave out")
+                check_known(allow, known | names_of_command_plugins(), source)
+            check_known(block, known - {BUILT_IN}, "the list of plugins to leave out")
         for each in found:
             plugin, names = each.plugin, each.names
             if allow is not None and names.isdisjoint(allow):
@@ -484,7 +484,8 @@ def _row(plugin: Plugin) -> dict[str, Any]:
     }
 
 
-def _check_known(names: Iterable[str], known: set[str], source: str) -> None:
+def check_known(names: Iterable[str], known: set[str], source: str) -> None:
+    """Raise ConfigError if a name is not the name of an installed plugin."""
     for name in names:
         if name not in known:
             raise ConfigError(

@@ -8,7 +8,7 @@
     fake_run, measured_by                    a training, and what a strategy measures
     check_canary, check_completions          compare an engine with weights, and completions with requests
     MemoryLoader                             a loader in memory, for tests of samplers
-    find_offer, make_offer                   what an installed plugin offers, by name
+    make_offer                               what an installed plugin offers, by name
     bound                                    a function with its options, as a run calls it
     Optimization, flat                       optimizers as the trainer uses them, and their states
     run                                      runs a coroutine on virtual time
@@ -25,7 +25,6 @@ from grpo_core.plugins.lazy import attach
 if TYPE_CHECKING:
     from grpo_core.contracts.completions import check_completions as check_completions
     from grpo_core.demo.demonstrations import demonstrations as demonstrations
-    from grpo_core.testing.clock import Deadlock as Deadlock
     from grpo_core.testing.clock import run as run
     from grpo_core.testing.fakes import FakeEngine as FakeEngine
     from grpo_core.testing.fakes import FakeEnvironment as FakeEnvironment
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     from grpo_core.testing.hosted import HostedEnvironment as HostedEnvironment
     from grpo_core.testing.hosted import finished as finished
     from grpo_core.testing.offers import bound as bound
-    from grpo_core.testing.offers import find_offer as find_offer
     from grpo_core.testing.offers import make_offer as make_offer
     from grpo_core.testing.runs import a_run as a_run
     from grpo_core.testing.runs import check_canary as check_canary

@@ -1,8 +1,8 @@
-"""Finds the offers of installed plugins by name, and binds others, for tests of a plugin."""
+"""Makes the offers of installed plugins by name, and binds others, for tests of a plugin."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo_core.contracts.hookspecs import Function, Offer
@@ -10,25 +10,18 @@ from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.offers import Bound, Kind, Plugin, Selected, as_offer
 
 
-def find_offer(kind: Kind, name: str, *, plugins: Sequence[str] | None = None) -> Callable[..., Any]:
-    """The factory that is offered as ``name``, as a configuration finds it.
+def make_offer(
+    kind: Kind, name: str, *args: Any, plugins: Sequence[str] | None = None, **options: Any
+) -> Any:
+    """Make what is offered as ``name``, after the checks that a configuration's options pass.
 
     Args:
         kind: "environment", "sampler", "engine", ...
         name: as in a configuration, for example ``"math:sort"``.
         plugins: names of the plugins that may be loaded; None: all that are installed.
 
-    Raises PluginError if there is no such offer, or if its plugin is broken.
-    """
-    return PluginHost.discover(plugins).factory(kind, name)
-
-
-def make_offer(
-    kind: Kind, name: str, *args: Any, plugins: Sequence[str] | None = None, **options: Any
-) -> Any:
-    """Call the factory with these options, after the checks that a configuration's options pass.
-
-    Raises PluginError for options that it does not have.
+    Raises PluginError if there is no such offer, if its plugin is broken, or for options that it does not
+    have.
     """
     return PluginHost.discover(plugins).make(kind, name, *args, **options)
 

@@ -3,7 +3,7 @@
 import pytest
 
 import grpo_core as grpo
-from grpo_core.testing import find_offer
+from grpo_core.kit import PluginHost
 from grpo_plugin_curriculum.learnable import Learnable
 from grpo_plugin_devkit.samplers import check_sampler
 
@@ -69,7 +69,7 @@ def test_it_moves_gradually():
 
 
 def test_it_is_offered_by_name():
-    assert find_offer("sampler", "learnable", plugins=["curriculum"]) is Learnable
+    assert PluginHost.discover(["curriculum"]).factory("sampler", "learnable") is Learnable
 
 
 @pytest.mark.parametrize("options", [{"floor": 0}, {"memory": 1.0}])

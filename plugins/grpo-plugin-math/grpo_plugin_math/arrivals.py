@@ -5,8 +5,6 @@ from collections.abc import Sequence
 
 import grpo_core as grpo
 
-DIGITS = "0123456789"
-
 
 class Arrivals(grpo.Environment):
     """``7:`` is ``7``; then ``3:`` is ``37``; then ``5:`` is ``357``; and so on.

@@ -10,7 +10,8 @@ from statistics import fmean
 import pytest
 
 import grpo_core as grpo
-from grpo_core.testing import find_offer, make_offer
+from grpo_core.kit import PluginHost
+from grpo_core.testing import make_offer
 from grpo_plugin_devkit.environments import check_environment
 from grpo_plugin_reasoning_gym.environment import ReasoningGym, last_answer
 from grpo_plugin_reasoning_gym.tasks import REFUSED, is_answer
@@ -44,7 +45,9 @@ def answering(answer):
 
 
 def test_a_task_is_found_by_its_prefix_and_listing_it_imports_nothing():
-    environment = find_offer("environment", "reasoning_gym:chain_sum", plugins=["reasoning_gym"])(size=3)
+    environment = PluginHost.discover(["reasoning_gym"]).factory("environment", "reasoning_gym:chain_sum")(
+        size=3
+    )
     assert len(environment.prompts("train")) == 3
     code = """if True:
         import sys

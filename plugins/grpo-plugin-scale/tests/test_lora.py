@@ -20,8 +20,8 @@ from test_trainer import batch, in_bfloat16, model, ragged, same, save, weights
 from test_trainer import setup as full_setup
 
 from grpo_core.app import preflight
-from grpo_core.commands.running import configured
-from grpo_core.config import as_table, build
+from grpo_core.app.launch import configure
+from grpo_core.config import as_table, build, parse_settings, read_toml
 from grpo_core.config.setup import TrainerSetup
 from grpo_core.contracts.errors import CheckpointError, ConfigError, ModelError, WeightSyncError
 from grpo_core.demo import tiny
@@ -37,6 +37,8 @@ from grpo_plugin_scale.lora import LoraConfig
 from grpo_plugin_scale.training import lora as lora_module
 
 model = model  # a fixture of the trainer's tests
+
+SORT = {"tasks": {"sort": {"env": "math:sort"}}}
 
 CPU = torch.device("cpu")
 
@@ -421,7 +423,7 @@ def test_a_target_that_can_have_no_adapter_is_refused_in_one_line(
 
 
 def test_lora_without_peft_is_one_line_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, host = configured(None, envs=["math:sort"], chosen={}, settings=["model.lora.rank=4"], block=())
+    config, host = configure([], parse_settings(["model.lora.rank=4"], SORT))
     preflight.check(config, host)
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ConfigError) as raised:
@@ -432,14 +434,14 @@ def test_lora_without_peft_is_one_line_with_the_command(monkeypatch: pytest.Monk
 def test_a_reference_that_adapters_cannot_hold_is_refused() -> None:
     settings = ["model.lora.rank=4", "loss.options.kl_coefficient=0.1"]
     settings += ["trainer.reference_every=5", "trainer.reference_mix=0.5"]
-    config, host = configured(None, envs=["math:sort"], chosen={}, settings=settings, block=())
+    config, host = configure([], parse_settings(settings, SORT))
     with pytest.raises(ConfigError, match=r"trainer.reference_mix = 0.5 mixes two sets"):
         preflight.check(config, host)
 
 
 def test_an_empty_section_turns_lora_on(tmp_path: Path) -> None:
     (tmp_path / "lora.toml").write_text("[model.lora]\n")
-    config, host = configured(tmp_path / "lora.toml", envs=["math:sort"], chosen={}, settings=[], block=())
+    config, host = configure([read_toml(tmp_path / "lora.toml")], SORT)
     assert config.section(LoraConfig, None) == LoraConfig()
     assert build([as_table(config)], host.sections) == config
 

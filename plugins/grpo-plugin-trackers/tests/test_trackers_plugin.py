@@ -14,7 +14,8 @@ import pytest
 from logged import Logged
 
 import grpo_core as grpo
-from grpo_core.testing import a_run, find_offer, make_offer
+from grpo_core.kit import PluginHost
+from grpo_core.testing import a_run, make_offer
 from grpo_plugin_devkit.trackers import check_tracker
 from grpo_plugin_trackers.openmetrics import named
 
@@ -76,7 +77,7 @@ def test_tensorboard_shows_the_metrics_and_rollouts_of_a_run(tmp_path):
     assert found["validation/sort/accuracy"] == [(2, 0.75)]
     (text,) = texts
     assert text.count("<tr>") == 4
-    check_tracker(find_offer("tracker", "tensorboard"))
+    check_tracker(PluginHost.discover().factory("tracker", "tensorboard"))
 
 
 # ---------------------------------------------------------------------------------- Weights & Biases
@@ -179,7 +180,7 @@ def test_wandb_without_a_key_is_refused_before_the_run(tmp_path, monkeypatch):
 @pytest.mark.long
 @pytest.mark.usefixtures("offline")
 def test_wandb_keeps_the_contract():
-    check_tracker(find_offer("tracker", "wandb"), mode="offline")
+    check_tracker(PluginHost.discover().factory("tracker", "wandb"), mode="offline")
 
 
 def checkpoint(path, step):
@@ -265,7 +266,7 @@ def test_trackio_keeps_checkpoints_as_versions_of_an_artifact(tmp_path, trackio)
 
 @pytest.mark.long
 def test_trackio_keeps_the_contract(trackio):
-    check_tracker(find_offer("tracker", "trackio"))
+    check_tracker(PluginHost.discover().factory("tracker", "trackio"))
 
 
 # ---------------------------------------------------------------------------------- OpenMetrics
@@ -350,7 +351,7 @@ def test_a_gauge_has_a_name_that_every_reader_of_the_format_takes(metric, gauge)
 @pytest.mark.long
 def test_openmetrics_keeps_the_contract():
     pytest.importorskip("prometheus_client")
-    check_tracker(find_offer("tracker", "openmetrics"), port=0)
+    check_tracker(PluginHost.discover().factory("tracker", "openmetrics"), port=0)
 
 
 # ---------------------------------------------------------------------------------- together
