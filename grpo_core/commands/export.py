@@ -25,7 +25,6 @@ from grpo_core.storage.run_directory import RunDirectory, planned_steps
 from grpo_core.validation.target import check_adapters, started_from
 
 Form = Literal["merged", "adapters"]
-CARD = "README.md"
 SECTIONS = (
     *("tasks", "model", "rollout", "advantage", "shaping", "loss", "optimizer", "trainer", "pipeline"),
     *("sampler", "dynamic_sampling", "filters"),
@@ -133,7 +132,7 @@ def write(export: Export, target: Path) -> None:
             about = json.loads((part / ADAPTERS).read_text(encoding="utf-8"))
             about["base_model_name_or_path"] = base_model(export)
             (part / ADAPTERS).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
-        (part / CARD).write_text(card(export), encoding="utf-8")
+        (part / "README.md").write_text(card(export), encoding="utf-8")
         part.rename(target)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)

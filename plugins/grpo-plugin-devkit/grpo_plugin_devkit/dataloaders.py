@@ -25,7 +25,6 @@ READ = 24
 PLACES = (1, 2, 7, 16)
 """Numbers of prompts after which the dataloader is resumed."""
 DEADLINE = 60.0
-_TASK = "checked"
 
 
 def check_dataloader(
@@ -112,7 +111,7 @@ class DataloaderContract(Contract):
 
     @contextlib.contextmanager
     def _started(self) -> Iterator[Dataloader]:
-        dataloader = Dataloader(_TASK, self._name, self._make, self._source, seed=0, deadline=DEADLINE)
+        dataloader = Dataloader("checked", self._name, self._make, self._source, seed=0, deadline=DEADLINE)
         try:
             yield dataloader
         finally:

@@ -11,8 +11,6 @@ import grpo_core as grpo
 
 log = logging.getLogger(__name__)
 
-LOOPBACK = "127.0.0.1"
-
 
 class OpenMetrics(grpo.Tracker):
     """Serves the newest value of each metric as ``grpo_core_NAME{run="...", of="..."}``.
@@ -29,7 +27,7 @@ class OpenMetrics(grpo.Tracker):
         host: address; everybody who can reach it can read the metrics.
     """
 
-    def __init__(self, run: grpo.RunInfo, port: int = 9464, host: str = LOOPBACK) -> None:
+    def __init__(self, run: grpo.RunInfo, port: int = 9464, host: str = "127.0.0.1") -> None:
         self._run, self._port, self._host = run.name, port, host
         self._registry: Any = None
         self._server: Any = None
