@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -118,6 +119,41 @@ def test_a_new_engine_refuses_to_promise_what_its_batches_cannot_keep(tmp_path):
     engine = load_object(f"{file}:MyEngine", who="test")
     with pytest.raises(ConfigError, match=f"engine {name}: rows that are decoded together"):
         engine(EngineSetup(model="m", reproducible=True))
+
+
+@pytest.mark.long
+def test_every_kind_of_plugin_works_with_every_other_kind(tmp_path):
+    """One run with a new plugin of each kind: all pairs of them, before and after a resume."""
+    pytest.importorskip("openai")
+    names, projects = zip(*(made(tmp_path, *one) for one in MADE), strict=True)
+    name = dict(zip(NAMES, names, strict=True))
+    chosen = {**SMALL, "trainer.steps": 1, "trainer.prompts_per_step": 8}
+    chosen |= {"validation.prompts": 2, "validation.every": 1, "model.options.warm_start_steps": 80}
+    for kind in ("environment", "environment_multi_turn", "environment_tools", "environment_judge", "agent"):
+        chosen[f"tasks.{kind}.env"] = name[kind]
+        if kind not in ("agent", "environment_judge"):  # an agent's prompts are its own
+            chosen[f"tasks.{kind}_rows"] = f'{{env = "{name[kind]}", dataloader = "{name["dataloader"]}"}}'
+    for key in ("sampler", "validation", "engine", "loss", "advantage"):
+        chosen[f"{key}.name"] = name[key]
+    chosen[f"filters.{name['filter']}"] = "{share = 1.0}"
+    chosen["tracking.trackers"] = f'["files", "terminal", "report", "{name["tracker"]}"]'
+    settings = [word for key, value in chosen.items() for word in ("--set", f"{key}={value}")]
+    paths = os.pathsep.join(map(str, projects))
+    told = done("grpo-core train --output run", paths, tmp_path, *settings)
+    assert "1 of 1 steps" in told
+    assert "survived" not in told
+    more = done("grpo-core train --resume run --set trainer.steps=2", paths, tmp_path)
+    assert "2 of 2 steps" in more
+    assert "laws hold over 2 steps" in done("grpo-core verify run", paths, tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "time/step" in line]
+    assert [line["step"] for line in steps] == [1, 2]
+    assert any("clipped" in line for line in steps), "the metric of the loss"
+    tasks = [key.removeprefix("tasks.").removesuffix(".env") for key in chosen if key.startswith("tasks.")]
+    assert {f"validation/{task}/always" for task in tasks} <= set().union(*lines), "of the strategy"
+    assert {f"reward/{task}" for task in tasks} <= set().union(*steps), "of the sampler and dataloader"
+    table = (tmp_path / "run" / f"{name['tracker']}.csv").read_text().splitlines()
+    assert [row.partition(",")[0] for row in table] == ["step", "1", "2"]
 
 
 @pytest.mark.slow
