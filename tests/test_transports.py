@@ -74,7 +74,7 @@ def test_no_version_is_written_over_while_it_is_sent(writer):
     ones = writer.write(1, [("a", torch.ones(size, dtype=torch.uint8))])
     *where, publication = json.loads(ones.location.removeprefix("collective:"))
     partner = collective._Partner(*where, CPU)
-    assert partner._ask({"publication": publication}) == {}, "it is being sent from now on"
+    assert partner._send({"publication": publication}) == {}, "it is being sent from now on"
     twos = [("a", torch.full((size,), 2, dtype=torch.uint8))]
     writing = threading.Thread(target=writer.write, args=(2, twos))
     writing.start()
