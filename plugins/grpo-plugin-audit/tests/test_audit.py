@@ -411,7 +411,7 @@ def test_a_guess_that_is_right_by_chance_is_no_defect():
 
     found = audited(Cups)
     assert found["reward.named_moves"].severity == "noted"
-    assert "chance" in found["reward.named_moves"].advice
+    assert "guessing" in found["reward.named_moves"].advice
     assert found["semantic.canary_floor"].severity == "noted"
 
 
