@@ -302,13 +302,13 @@ def test_a_call_that_waits_to_be_decoded_alone_can_be_cancelled(references: Any,
 
 
 @pytest.mark.long
-def test_fused_kernels_of_torch_give_the_same(references: Any, tmp_path: Path) -> None:
-    hf, requests = references("qwen3"), mixed_requests(30)
-    model = engine_model("qwen3", hf, tmp_path)
-    assert isinstance(model, Llama)
-    model.rows_first = True
-    decoder = Decoder(model, max_rows=12)
-    decoder.load([tensors(hf)], 0)
+@pytest.mark.parametrize("kind", ["llama-bias", "qwen3"])
+def test_the_products_of_other_devices_give_the_same(
+    kind: str, references: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("grpo_core.engines.local.linear._packs", lambda _: False)
+    hf, requests = references(kind), mixed_requests(30)
+    decoder = decoder_of(kind, hf, tmp_path, max_rows=12)
     completions = run(decoder, requests, at_once=5)
     for request, completion in zip(requests, completions, strict=True):
         assert (logprobs_by(hf, request, completion) - torch.tensor(completion.logprobs)).abs().max() <= 1e-4

@@ -1,6 +1,11 @@
 """How fast the engine `local` decodes, against transformers' ``generate`` in the same process.
 
     python tests/benchmarks/bench_engine.py [--threads 1] [--demo]
+    python tests/benchmarks/bench_engine.py --real bfloat16 --threads 2
+
+``--real`` compares with vLLM and with the limit of matrix products instead, on SmolLM2-135M-Instruct (of
+grpo-plugin-smollm2, which downloads it once): 64 tokens after 40, in groups of 8, the median of 3 rounds in
+which both sides take turns.  The limit is the fastest of three ways to compute all products of a step.
 
 Prints one line per figure: name, value, limit, ok or short.  Both sides get the same weights, prompts,
 lengths and threads, and sample at temperature 1; the ratio uses the better of transformers' dynamic and
@@ -14,12 +19,14 @@ import asyncio
 import json
 import os
 import random
+import subprocess
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 import torch
 from attrs import frozen
@@ -27,7 +34,9 @@ from attrs import frozen
 from grpo_core.contracts.records import EngineSetup, GenerationRequest
 from grpo_core.engines.local.decoder import Decoder
 from grpo_core.engines.local.engine import LocalEngine
+from grpo_core.engines.local.linear import Linear
 from grpo_core.engines.local.llama import Llama, Shape
+from grpo_core.processes import cpu
 from grpo_core.weights.shm import SharedMemoryWriter
 
 warnings.simplefilter("ignore")
@@ -189,13 +198,121 @@ def through_child(hf, load: Workload, threads: int) -> None:  # type: ignore[no-
     line(f"child, {load.name}: speed of the decoder's own", direct / child, 0.7)
 
 
+PROMPT, TOKENS = 40, 64
+SMOLLM2 = ((64, 1.1), (8, 1.0), (1, 1.0))
+"""Rows, and the least ratio to vLLM that is good enough in bfloat16."""
+LEAST_SHARE = {"float32": 0.65, "bfloat16": 0.40}
+
+
+def real_requests(rows: int) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(
+            prompt_ids=[(31 * j + 7 * (i // 8) + 5) % 40000 for j in range(PROMPT)], max_tokens=TOKENS, seed=i
+        )
+        for i in range(rows)
+    ]
+
+
+def serve_vllm(model: str, dtype: str, threads: int) -> None:
+    """In a separate process: decode as many rows as each line of the input says."""
+    os.environ |= {
+        "OMP_NUM_THREADS": str(threads),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}" if threads > 1 else "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(model, dtype=dtype, max_model_len=512, max_num_seqs=64)
+    print("ready", file=answers, flush=True)
+    for text in sys.stdin:
+        rows = int(text)
+        prompts = [{"prompt_token_ids": r.prompt_ids.tolist()} for r in real_requests(rows)[::8]]
+        parameters = SamplingParams(n=min(8, rows), max_tokens=TOKENS, ignore_eos=True, logprobs=0)
+        begin = time.perf_counter()
+        llm.generate(prompts, parameters, use_tqdm=False)
+        print(time.perf_counter() - begin, file=answers, flush=True)
+
+
+def product_limit(shape: Shape, rows: int, dtype: torch.dtype) -> float:
+    """Seconds of a step's products alone."""
+    s = shape
+    q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
+    sizes = [(q + 2 * kv, s.width), (s.width, q), (2 * s.mlp, s.width), (s.width, s.mlp)] * s.layers
+    weights = [torch.randn(o, i, dtype=dtype) for o, i in [*sizes, (s.vocabulary, s.width)]]
+    pairs = [(torch.randn(rows, w.shape[1], dtype=dtype), w) for w in weights]
+    packed = [(x, Linear(w)) for x, w in pairs]
+    ways: list[Callable[[], object]] = [
+        lambda: [x @ w.t() for x, w in pairs],
+        lambda: [w @ x.t() for x, w in pairs],
+        lambda: [linear(x) for x, linear in packed],
+    ]
+    return min(best(way, 5) for way in ways)
+
+
+def compare_real(threads: int, dtype: str, rounds: int) -> None:
+    from safetensors.torch import load_file
+
+    from grpo_plugin_smollm2.source import cached
+
+    model = str(cached())
+    shape = Shape.of(json.loads(Path(model, "config.json").read_text()))
+    assert shape is not None
+    vllm = subprocess.Popen(
+        [sys.executable, __file__, "--vllm", model, dtype, "--threads", str(threads)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert vllm.stdin is not None
+    assert vllm.stdout is not None
+    if not vllm.stdout.readline():
+        raise SystemExit("vLLM does not start; run this script with --vllm to see why")
+    kind = getattr(torch, dtype)
+    weights = {name: tensor.to(kind) for name, tensor in load_file(Path(model, "model.safetensors")).items()}
+    writer = SharedMemoryWriter()
+    with tempfile.TemporaryDirectory() as logs, asyncio.Runner() as runner:
+        engine = LocalEngine(EngineSetup(model=model, threads=threads, log_directory=logs))
+        runner.run(engine.update_weights(writer.write(0, weights.items())))
+        for rows, least in SMOLLM2:
+            ours, theirs = [], []
+            for _ in range(rounds + 1):
+                print(rows, file=vllm.stdin, flush=True)
+                theirs.append(float(vllm.stdout.readline()))
+                begin = time.perf_counter()
+                runner.run(engine.generate(real_requests(rows)))
+                ours.append(time.perf_counter() - begin)
+            mine, peer = median(ours[1:]), median(theirs[1:])
+            name = f"SmolLM2, {dtype}, {rows} rows"
+            line(f"{name}: tokens/s", rows * TOKENS / mine, None)
+            line(f"{name}: times vLLM", peer / mine, least if dtype == "bfloat16" else None)
+            limit = product_limit(shape, rows, kind) * TOKENS
+            line(
+                f"{name}: share of the matmul limit", limit / mine, LEAST_SHARE[dtype] if rows == 64 else None
+            )
+        runner.run(engine.aclose())
+    vllm.stdin.close()
+    vllm.wait()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--demo", action="store_true", help="the demo model only")
+    parser.add_argument("--real", choices=LEAST_SHARE, help="SmolLM2-135M-Instruct against vLLM")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--vllm", nargs=2, metavar=("MODEL", "DTYPE"), help="serve vLLM's side of --real")
     options = parser.parse_args()
+    if options.vllm:
+        return serve_vllm(*options.vllm, options.threads)
+    if options.real:
+        cpu.prepare(options.threads)
+        return compare_real(options.threads, options.real, options.rounds)
     torch.set_num_threads(options.threads)
     demo = model(100, 64, 2, 4, 128, tied=True)
     equal = Workload(name="512 equal", prompts=64, group_size=8, max_tokens=6, ragged=False, limit=1.3)

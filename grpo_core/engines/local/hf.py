@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grpo_core.contracts.errors import ModelError
 from grpo_core.engines.local.batch import Shapes
-from grpo_core.engines.local.llama import check_shapes, copy_all
+from grpo_core.engines.local.llama import check_shapes
 from grpo_core.models.files import keep_softcapping
 from grpo_core.weights.names import checkpoint_tensors, module_tensors
 
@@ -61,11 +61,18 @@ class TransformersModel:
         checkpoint, modules = self._names
         tensors = modules if shapes.keys() & modules.keys() - checkpoint.keys() else checkpoint
         buffers = {name for name, tensor in tensors.items() if isinstance(tensor, torch.nn.Buffer)}
-        check_shapes(shapes, tensors, optional=self._tied | buffers)  # a trainer may leave buffers out
+        expected = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        check_shapes(shapes, expected, optional=self._tied | buffers)  # a trainer may leave buffers out
 
     def load(self, buckets: Iterable[Mapping[str, Tensor]]) -> None:
         checkpoint, modules = self._names
-        copy_all(buckets, {**modules, **checkpoint})
+        targets = {**modules, **checkpoint}
+        for bucket in buckets:
+            for name, tensor in bucket.items():
+                if name in targets:  # a tied tensor may come a second time
+                    targets[name].copy_(tensor)
+                del tensor
+            del bucket  # the next one needs memory
 
     def new_cache(self) -> TransformersCache:
         return TransformersCache(self)

@@ -50,6 +50,6 @@ def memory(
             change="engine.options.max_rows",
         ),
     ]
-    if config.get("tie_word_embeddings"):  # its head is a separate tensor
+    if config.get("tie_word_embeddings") and where == "host":  # in another layout than the embedding
         parts.append(MemoryPart(name="head", nbytes=size * vocabulary * width, device=where, certain=False))
     return parts

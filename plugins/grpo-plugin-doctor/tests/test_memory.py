@@ -323,6 +323,7 @@ def test_the_local_engine_tells_its_weights_and_its_cache():
     }
     few = sizes(local_memory(LOAD, max_rows=10, dtype="float32", device="cuda"))
     assert few["weights"] == (4000, "cuda")
+    assert "head" not in few
     assert few["keys and values"] == (10 * 320 * (2 * 3 * 2 * 16) * 4, "cuda")
 
 
