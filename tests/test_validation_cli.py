@@ -145,10 +145,13 @@ def test_what_an_engine_measures_is_written_whatever_is_around_it(tmp_path):
     done = grpo(tmp_path, "train", "--env", "math:sort", "--set", "tasks.sort.options.length=3",
         "--output", "run", "--engine", "./mine.py:measured", "--set", "engine.max_requests=8",
         "--set", "engine.workers=2", "--set", "trainer.steps=1", "--set", "trainer.prompts_per_step=2",
-        "--set", "validation.prompts=4", "--set", "validation.engine.threads=1")  # fmt: skip
+        "--set", "validation.prompts=4", "--set", "validation.engine.name=./mine.py:measured",
+        "--set", "validation.engine.max_requests=8")  # fmt: skip
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert {"engine_cache_use/engine_0", "engine_cache_use/engine_1"} <= rows[-1].keys() | rows[-2].keys()
+    written = {name for row in rows for name in row if name.startswith("engine_cache_use/")}
+    engines = {name.partition("/")[2] for name in written}
+    assert engines == {"engine_0", "engine_1", "validation_engine"}
 
 
 @pytest.mark.slow

@@ -389,7 +389,7 @@ async def _pipeline(
         readings=lambda: {
             **run.trackers.metrics(),
             **run.trackers.incidents.read(),
-            **readings.of_engine(engine),
+            **readings.of_engines(engines),
             **readings.memory(),
         },
         validate=validate,

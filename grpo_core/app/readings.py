@@ -6,20 +6,25 @@ import contextlib
 import os
 import re
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 
 from grpo_core.contracts.protocols import Engine
 from grpo_core.engines.wrapped import measured
 from grpo_core.processes.child import descendants, living
 
-ALONE = "engine"
-"""The name of a single engine."""
+def of_engines(engines: Mapping[str, Engine]) -> dict[str, float]:
+    """Return the metrics of engines by their sections, as ``engine_NAME/ENGINE``.
 
-
-def of_engine(engine: Engine) -> dict[str, float]:
-    """Return the metrics of an engine, or of the engines of a pool, as ``engine_NAME/ENGINE``."""
-    named = {name if "/" in name else f"{name}/{ALONE}": value for name, value in measured(engine).items()}
-    return {f"engine_{name}": value for name, value in named.items()}
+    ENGINE is ``engine`` or ``validation_engine``; in a pool its number follows, such as ``engine_0``.
+    """
+    found: dict[str, float] = {}
+    for section, engine in engines.items():
+        of = section.replace(".", "_")
+        for name, value in measured(engine).items():
+            metric, _, member = name.partition("/")
+            found[f"engine_{metric}/{of.removesuffix('engine')}{member or 'engine'}"] = value
+    return found
 
 
 def memory() -> dict[str, float]:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -119,3 +123,23 @@ def test_a_server_keeps_the_laws_of_decoding_with_weights_from_a_file(server, ki
         await engine.aclose()
 
     asyncio.run(story())
+
+
+@pytest.mark.nightly
+def test_what_two_servers_measure_is_in_the_metrics_of_a_run(server, tmp_path):
+    url, model = server
+    with vllm_server(model, ARGUMENTS, tmp_path / "server.log", ENVIRONMENT) as other:
+        command = (
+            f"train --env math:sort --engine vllm:http --output run --set model.path={model} "
+            f"--set engine.options.url=['{url}','{other}'] --set engine.max_requests=8 "
+            "--set tasks.sort.options.length=2 --set rollout.max_tokens=8 --set trainer.steps=3 "
+            "--set trainer.prompts_per_step=2 --set validation.prompts=4 --set validation.engine.threads=1"
+        )
+        program = Path(sys.executable).with_name("grpo-core")
+        done = subprocess.run(
+            [program, *command.split()], cwd=tmp_path, capture_output=True, text=True, timeout=150
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    written = {name for row in rows for name in row}
+    assert {"engine_cache_use/engine_0", "engine_cache_use/engine_1"} <= written
