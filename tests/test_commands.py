@@ -97,6 +97,7 @@ def test_a_command_of_ours_that_is_not_installed_names_what_installs_it():
     )
 
 
+@pytest.mark.long
 def test_it_runs_and_its_own_help_is_its_whole_documentation(site):
     where = site()
     assert grpo(where, "greet", "Ada").stdout.startswith("hello Ada")
@@ -113,6 +114,7 @@ def test_a_plugin_that_does_not_import_is_named_and_takes_no_command_down(site):
     assert grpo(where, "plugins").returncode == 0
 
 
+@pytest.mark.long
 def test_a_name_that_is_in_use_stays_with_its_owner(site):
     where = site("train")
     assert "Train a model" in grpo(where, "train", "--help").stdout

@@ -192,6 +192,7 @@ MESSAGES = st.builds(
 )
 
 
+@pytest.mark.long
 @given(st.lists(MESSAGES, max_size=4), st.booleans())
 def test_whatever_comes_is_refused_or_reads_the_same_when_it_is_read_again(messages, sampled):
     try:

@@ -101,6 +101,7 @@ def test_rows_of_a_file_are_played_by_hand(here, capsys, monkeypatch):
     assert "reward 1, a success" in told
 
 
+@pytest.mark.long
 def test_a_class_of_a_test_may_have_a_source(here):
     class Contract(EnvironmentContract):
         environment = "./spell.py:Spell"

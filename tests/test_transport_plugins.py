@@ -109,6 +109,7 @@ def test_no_process_of_a_run_looks_for_a_transport_among_plugins_that_are_not_al
     assert not (installed / "imported").exists(), (installed / "imported").read_text()
 
 
+@pytest.mark.long
 def test_an_unknown_transport_is_refused_before_anything_starts(tmp_path):
     done = train(tmp_path, "engine.transport=shn")
     assert done.returncode == 2
@@ -130,6 +131,7 @@ def test_the_transports_of_the_project_keep_their_contract(name):
     check_transport(name)
 
 
+@pytest.mark.long
 def test_a_transport_of_a_plugin_is_checked(installed):
     check_transport("spool")
     done = subprocess.run([GRPO, "check", "spool"], cwd=installed, capture_output=True, text=True, timeout=60)

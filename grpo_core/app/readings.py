@@ -13,6 +13,7 @@ from grpo_core.contracts.protocols import Engine
 from grpo_core.engines.wrapped import measured
 from grpo_core.processes.child import descendants, living
 
+
 def of_engines(engines: Mapping[str, Engine]) -> dict[str, float]:
     """Return the metrics of engines by their sections, as ``engine_NAME/ENGINE``.
 

@@ -16,7 +16,7 @@ An engine:
 A placement, which runs engines and environments somewhere else (see ``grpo_plugin_ray``):
 
     Placement, Devices, EnvironmentSpec, EnvironmentWorker, Retain    its contract
-    EnvironmentProcess, PluginHost, PluginSelection, Selected   make environments and engines in a worker
+    EnvironmentProcess, PluginHost, PluginSelection, offers   make environments and engines in a worker
     copies, transport_of        keep and read published weights
     interpreters                take variables that env_vars names
     measured, BackgroundMetrics   metrics of an engine that is elsewhere
@@ -90,15 +90,15 @@ A sampler, a validation strategy or a tracker with a state:
 
 A command that plays environments, in addition to ``grpo_core.Run``:
 
-    configure, parse_settings, check_settings   read a configuration, with the command line's settings
-    Config, TaskConfig, check_task, tasks_of    check the environments that it names
+    launch, parse_settings, check_settings   read and check a configuration, with the command line's settings
+    Config, TaskConfig, check_task              check the environments that it names
     Tasks, LocalPlacement, EnvironmentClient    start the environments of a configuration
     sourced                                     one environment with the prompts of a source
-    find_target, configure_target, start_session, check_config   let a model play
-    interrupts, task_name, merge, PlayingText, TextRenderer   let a person play
+    find_target, start_session                  let a model play
+    interrupts, merge, PlayingText, TextRenderer   let a person play
     groups_in, prompts_in, as_json           read a file of rollouts, and write a line of one
     leakage, assistant_message               compare prompts, read a reply
-    aio, wrong_input, lines_of_incidents, new_directory, unused, cut   what commands share
+    aio, wrong_input, lines_of_incidents, cut   what commands share
     AsJson, Flag, Settings, Words            annotations of options of any command
 
 A contract that ``grpo-core check`` tries (see ``grpo_plugin_devkit``):
@@ -108,7 +108,7 @@ A contract that ``grpo-core check`` tries (see ``grpo_plugin_devkit``):
     checked_sample              calls a sampler, and checks its prompts
     EnvironmentPool             merges the calls of rollouts, as in a run
     rows                        what an advantage function returns, and its check
-    HOOKS, Kind                 hooks by the kind of their offers
+    offers                      hooks by the kind of their offers
 
 A command that shows runs, in addition to ``grpo_core.Run``:
 
@@ -133,7 +133,7 @@ A command that computes steps of a run again, or reads settings:
 
 A command that estimates a run before it starts (see ``grpo_plugin_doctor``):
 
-    check_config, check_model, model_source    check a configuration and its model
+    launch, model_source        check a configuration and its model
     gpus, engine_dtype, find_transport, teacher_model    what a run will start on this machine
     directory_here, ModelFiles, size_of    read the files of a model
     Scorer, MicroBatch, Passes, for_training, packing    compute what training computes
@@ -150,16 +150,9 @@ from grpo_core.plugins.lazy import attach
 
 if TYPE_CHECKING:
     from grpo_core.app import gpus as gpus
+    from grpo_core.app import launch as launch
     from grpo_core.app import resume as resume
     from grpo_core.app.gpus import Devices as Devices
-    from grpo_core.app.launch import check_config as check_config
-    from grpo_core.app.launch import check_model as check_model
-    from grpo_core.app.launch import configure as configure
-    from grpo_core.app.launch import configure_target as configure_target
-    from grpo_core.app.launch import new_directory as new_directory
-    from grpo_core.app.launch import task_name as task_name
-    from grpo_core.app.launch import tasks_of as tasks_of
-    from grpo_core.app.launch import unused as unused
     from grpo_core.app.model_sources import ModelRequest as ModelRequest
     from grpo_core.app.model_sources import StartModel as StartModel
     from grpo_core.app.model_sources import model_source as model_source
@@ -252,13 +245,11 @@ if TYPE_CHECKING:
     from grpo_core.models.files import local_directory as local_directory
     from grpo_core.models.files import size_of as size_of
     from grpo_core.models.fitting import ModelFiles as ModelFiles
+    from grpo_core.plugins import offers as offers
     from grpo_core.plugins.configured import changed as changed
     from grpo_core.plugins.configured import configured as configured
     from grpo_core.plugins.host import PluginHost as PluginHost
     from grpo_core.plugins.installed import import_file as import_file
-    from grpo_core.plugins.offers import HOOKS as HOOKS
-    from grpo_core.plugins.offers import Kind as Kind
-    from grpo_core.plugins.offers import Selected as Selected
     from grpo_core.plugins.options import AsJson as AsJson
     from grpo_core.plugins.options import Flag as Flag
     from grpo_core.plugins.options import Settings as Settings

@@ -38,7 +38,7 @@ from grpo_core.kit import (
     TaskConfig,
     Tasks,
     check_task,
-    configure,
+    launch,
     lines_of_incidents,
     report,
     reported_to,
@@ -194,7 +194,7 @@ class SecondOpinion(Tracker):
 
     def environment(self) -> AbstractAsyncContextManager[Any]:
         """Run the second environment until the block ends."""
-        config, host = configure([self._run.config], {})
+        config, host = launch.configure([self._run.config], {})
         logs = self._run.directory / "logs"
         logs.mkdir(exist_ok=True)
         return started(self.audit, config, host, logs)

@@ -30,17 +30,14 @@ from grpo_core.kit import (
     as_json,
     check_settings,
     check_task,
-    configure,
     cut,
     groups_in,
     inert,
+    launch,
     lines_of_incidents,
-    new_directory,
     parse_settings,
     prompts_in,
     reported_to,
-    tasks_of,
-    unused,
     wrong_input,
 )
 from grpo_plugin_audit.differences import TaskDifference, shown
@@ -107,8 +104,8 @@ def score(
         found = find(stored, step or [], validation=validation)
         wanted = _prompts(found)
         config, tasks, host, notes = _configured(found, list(wanted), env or [], set_ or [], no_plugin or [])
-        directory = new_directory(
-            output or unused(found.directory / SCORED / datetime.now().strftime("%Y%m%d-%H%M%S"))
+        directory = launch.new_directory(
+            output or launch.unused(found.directory / SCORED / datetime.now().strftime("%Y%m%d-%H%M%S"))
         )
     errors = Console(stderr=True)
 
@@ -212,9 +209,9 @@ def _configured(
                 f"--env {each}: no rollout is of task {task!r}; the tasks are {', '.join(names)}"
             )
         others |= {task: env} if equals else dict.fromkeys(names, each)
-        tasks_of([env or each])
+        launch.tasks_of([env or each])
     changes: dict[str, Any] = {"tasks": {name: {"env": env} for name, env in others.items()}}
-    config, host = configure([stored.table], parse_settings(settings, changes), block)
+    config, host = launch.configure([stored.table], parse_settings(settings, changes), block)
     why = "stored rollouts are judged again, and that does not depend on this key"
     check_settings(parse_settings(settings), _read_by_score(config, names), why, but=["tasks.*.weight"])
     sets = config.validation.sets

@@ -15,7 +15,7 @@ import grpo_core as grpo
 import grpo_plugin_audit
 from grpo_core import ConfigError, Group, Prompt, Rollout
 from grpo_core.contracts.events import RunStarted
-from grpo_core.kit import configure
+from grpo_core.kit import launch
 from grpo_core.reporting.verification import verified
 from grpo_core.testing import HostedEnvironment, check_config_sections, run
 from grpo_plugin_audit.evidence import Evidence
@@ -250,6 +250,7 @@ def test_a_resumed_run_has_no_second_alarm_about_the_same_and_another_environmen
     assert "other limits" in stricter.warnings[0]
 
 
+@pytest.mark.long
 def test_the_sections_trackers_and_checks_keep_their_contracts():
     check_config_sections(grpo_plugin_audit)
     check_preflight(grpo_plugin_audit)
@@ -306,7 +307,7 @@ def test_refused_solutions_are_said_at_the_start():
 )
 def test_mistakes_of_the_section_are_refused(audit, message):
     with pytest.raises(grpo.GrpoError, match=message):
-        checked(*configure([{"tasks": {"sort": {"env": "math:sort"}}, "audit": audit}], {}))
+        checked(*launch.configure([{"tasks": {"sort": {"env": "math:sort"}}, "audit": audit}], {}))
 
 
 @pytest.mark.long
@@ -316,9 +317,9 @@ def test_the_environments_are_started_and_tried_before_a_run(tmp_path):
         "tasks": {"sort": {"env": f"{tmp_path}/twin.py:hackable"}},
         "audit": {"second_opinion": f"{tmp_path}/twin.py:shouting"},
     }
-    (message,) = checked(*configure([table], {}))
+    (message,) = checked(*launch.configure([table], {}))
     assert "refuses 4 of 4 solutions of the environment of task 'sort'" in message
-    assert checked(*configure([{"tasks": table["tasks"]}], {})) == []
+    assert checked(*launch.configure([{"tasks": table["tasks"]}], {})) == []
 
 
 # ---------------------------------------------------------------------------------- a whole run

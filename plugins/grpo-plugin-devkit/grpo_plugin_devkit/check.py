@@ -15,14 +15,13 @@ from rich.text import Text
 from grpo_core import ConfigError, GrpoError, PluginError, load_object
 from grpo_core.kit import (
     Config,
-    Kind,
     LocalPlacement,
     PluginHost,
-    Selected,
     Settings,
     Words,
     inert,
     needs_of,
+    offers,
     parse_settings,
     sourced,
 )
@@ -30,7 +29,7 @@ from grpo_plugin_devkit.conformance import Finding, finding_of, message_of
 from grpo_plugin_devkit.contracts import Contract
 from grpo_plugin_devkit.environments import findings_by_name
 
-CHECKED: Mapping[Kind, str] = {
+CHECKED: Mapping[offers.Kind, str] = {
     "environment": "evaluate",
     "dataloader": "split",
     "player": "play",
@@ -51,7 +50,7 @@ CHECKED: Mapping[Kind, str] = {
 }
 """Kinds that can be checked, with the method or first parameter by which a class or function is
 recognised."""
-CONTRACTS: Mapping[Kind, str] = {
+CONTRACTS: Mapping[offers.Kind, str] = {
     "dataloader": "grpo_plugin_devkit.dataloaders:DataloaderContract",
     "player": "grpo_plugin_devkit.players:PlayerContract",
     "validation_strategy": "grpo_plugin_devkit.strategies:ValidationContract",
@@ -68,7 +67,7 @@ CONTRACTS: Mapping[Kind, str] = {
     "transport": "grpo_plugin_devkit.transports:TransportContract",
     "preflight": "grpo_plugin_devkit.modules:PreflightContract",
 }
-FUNCTIONS: tuple[Kind, ...] = ("dataloader", "loss", "advantage", "optimizer", "filter", "preflight")
+FUNCTIONS: tuple[offers.Kind, ...] = ("dataloader", "loss", "advantage", "optimizer", "filter", "preflight")
 """Kinds whose offers are recognised by the first parameter."""
 STYLES = {"passed": ("ok    ", "green"), "failed": ("FAILED", "bold red"), "noted": ("note  ", "yellow")}
 
@@ -130,15 +129,15 @@ def check(
     return 1 if counts["failed"] else 0
 
 
-def find(host: PluginHost, name: str, kind: str | None = None) -> Selected:
+def find(host: PluginHost, name: str, kind: str | None = None) -> offers.Selected:
     """Find the offer with this name, of any kind.
 
     Raises PluginError if there is no such offer, ConfigError if it could be of several kinds.
     """
     if kind is not None and kind not in CHECKED:
         raise ConfigError(f"--kind {kind}: there is no such kind; expected {', '.join(CHECKED)}")
-    found: dict[Kind, Selected] = {}
-    missing: dict[Kind, PluginError] = {}
+    found: dict[offers.Kind, offers.Selected] = {}
+    missing: dict[offers.Kind, PluginError] = {}
     for each in CHECKED:
         if kind in (None, each):
             try:
@@ -157,7 +156,7 @@ def find(host: PluginHost, name: str, kind: str | None = None) -> Selected:
     raise next(near, next(iter(missing.values())))
 
 
-def _is_a(kind: Kind, offer: Selected) -> bool:
+def _is_a(kind: offers.Kind, offer: offers.Selected) -> bool:
     """Whether a hook offers it as this kind, or its signature fits (see ``CHECKED``)."""
     factory = offer.load()
     if offer.offer in offer.plugin.offers.get(kind, {}).values():
@@ -172,7 +171,7 @@ def _is_a(kind: Kind, offer: Selected) -> bool:
 
 def findings(
     host: PluginHost,
-    offer: Selected,
+    offer: offers.Selected,
     options: Mapping[str, Any],
     tasks: Sequence[str] = (),
     sections: sourced.Sections | None = None,
@@ -198,7 +197,7 @@ def findings(
 
 
 def _contract(
-    host: PluginHost, offer: Selected, options: Mapping[str, Any], sections: sourced.Sections
+    host: PluginHost, offer: offers.Selected, options: Mapping[str, Any], sections: sourced.Sections
 ) -> Contract:
     """Return the contract for an offer's kind."""
     kind, name = offer.kind, offer.name

@@ -19,7 +19,7 @@ from typing import Literal
 from attrs import frozen
 
 from grpo_core import ConfigError
-from grpo_core.kit import HOOKS, Flag, Kind, PluginHost, inert
+from grpo_core.kit import Flag, PluginHost, inert, offers
 
 TEMPLATES = Path(__file__).parent / "templates"
 LONGEST_NAME = 32
@@ -38,7 +38,7 @@ class Sort:
         needs: distributions that the plugin imports.
     """
 
-    kind: Kind
+    kind: offers.Kind
     contract: str
     trains: str
     a_class: bool = True
@@ -176,7 +176,7 @@ def write(sort: str, name: str, variants: list[str], where: Path) -> Path:
     return target
 
 
-def _check_name(name: str, kind: Kind) -> None:
+def _check_name(name: str, kind: offers.Kind) -> None:
     rule = "a name has lower-case letters, digits and underscores, and begins with a letter"
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name.endswith("_") or "__" in name:
         near = re.sub(r"_+", "_", re.sub(r"[^a-z0-9]", "_", name.lower())).strip("_0123456789")
@@ -216,7 +216,7 @@ def _files(sort: str, name: str, variant: str) -> dict[str, str]:
         "file": sort,
         "title": sort if sort != "validation" else "validation strategy",
         "summary": f"{about[0].upper()}{about[1:]}.",
-        "hook": HOOKS[chosen.kind],
+        "hook": offers.HOOKS[chosen.kind],
         "kit": kit,
         "contract": contract,
         "dependencies": ", ".join(f'"{each}"' for each in needs),

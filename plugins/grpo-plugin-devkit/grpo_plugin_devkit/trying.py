@@ -23,16 +23,14 @@ from grpo_core.kit import (
     Words,
     aio,
     check_task,
-    configure,
-    configure_target,
     find_target,
+    launch,
     lines_of_incidents,
     merge,
     parse_settings,
     reported_to,
     sourced,
     start_session,
-    task_name,
     wrong_input,
 )
 from grpo_plugin_devkit.person import InputEnded, Person, Replies
@@ -123,10 +121,10 @@ def try_(
 
 
 async def _by_hand(name: str, options: dict[str, Any], choice: Choice, block: Sequence[str]) -> None:
-    task = task_name(name)
+    task = launch.task_name(name)
     with wrong_input():
         changes = {**_changes({}, task, name, options), "rollout": BY_HAND}
-        config, host = configure([], changes, block)
+        config, host = launch.configure([], changes, block)
         check_task(task, config.tasks[task], config, host)
     transcript = Transcript(Console(highlight=False), echo=not sys.stdin.isatty())
 
@@ -177,11 +175,11 @@ async def _by_model(
     with wrong_input():
         found = find_target(target, block=block)
         of_run = found.table.get("tasks", {})
-        task = name if name in of_run else task_name(name)
+        task = name if name in of_run else launch.task_name(name)
         changes = _changes(of_run, task, name, options)
         if engine is not None:
             changes = merge({"engine": {"name": engine}}, changes)
-        config, host = configure_target(found, changes, block, tasks=True)
+        config, host = launch.configure_target(found, changes, block, tasks=True)
     transcript = Transcript(Console(highlight=False), echo=True)
     errors = Console(stderr=True)
 

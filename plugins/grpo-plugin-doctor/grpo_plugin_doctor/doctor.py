@@ -24,16 +24,13 @@ from grpo_core.kit import (
     PluginHost,
     Settings,
     Words,
-    check_config,
-    check_model,
-    configure,
     directory_here,
     inert,
+    launch,
     model_source,
     parse_settings,
     read_toml,
     scratch_directory,
-    tasks_of,
 )
 from grpo_plugin_doctor import Health, machine, memory
 
@@ -100,12 +97,12 @@ def doctor(
     python = machine.resident()
     run: Config | None = None
     if config or model or env or engine or trainer or settings:
-        changes: dict[str, Any] = {"tasks": tasks_of(env)} if env else {}
+        changes: dict[str, Any] = {"tasks": launch.tasks_of(env)} if env else {}
         changes |= {"model": {"path": model}} if model else {}
         changes |= {"engine": {"name": engine}} if engine else {}
         changes |= {"trainer": {"name": trainer}} if trainer else {}
         tables = [read_toml(config)] if config else []
-        run, host = configure(tables, parse_settings(settings or [], changes), no_plugin or [])
+        run, host = launch.configure(tables, parse_settings(settings or [], changes), no_plugin or [])
     else:
         host = PluginHost.discover(block=no_plugin or [])
     gpus = machine.gpus()
@@ -260,14 +257,14 @@ def _of_plugins(host: PluginHost) -> Iterator[Check]:
 def _of_configuration(config: Config, host: PluginHost, gpus: Sequence[machine.Gpu]) -> Iterator[Check]:
     about = f"{', '.join(config.tasks) or 'no task'} with model {config.model.path}"
     try:
-        check_config(config, host)
+        launch.check_config(config, host)
     except GrpoError as error:
         yield Check(name="configuration", found=about, status="problem", advice=str(error))
     else:
         yield Check(name="configuration", found=about)
     path = config.model.path
     try:
-        odd = check_model(config, host)  # inconsistencies in the model's files
+        odd = launch.check_model(config, host)  # inconsistencies in the model's files
     except ModelError as error:
         yield Check(name="model", found=path, status="problem", advice=str(error))
     else:

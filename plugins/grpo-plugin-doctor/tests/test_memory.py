@@ -20,8 +20,8 @@ from grpo_core.contracts.errors import ConfigError, ModelError
 from grpo_core.contracts.records import EngineLoad, MemoryPart
 from grpo_core.demo.tiny import make_tiny_model
 from grpo_core.engines.local.memory import memory as local_memory
-from grpo_core.kit import configure, parse_settings, tasks_of
 from grpo_core.kit import configured as built
+from grpo_core.kit import launch, parse_settings
 from grpo_core.plugins.host import PluginHost
 from grpo_core.training.memory import trainer_parts
 from grpo_core.training.model import ModelSource, Scorer
@@ -45,7 +45,7 @@ def certain_parts(*case):
 
 def configured(*settings):
     """Return the configuration of a run on sorting, and its plugins."""
-    return configure([], parse_settings(settings, {"tasks": tasks_of(["math:sort"])}))
+    return launch.configure([], parse_settings(settings, {"tasks": launch.tasks_of(["math:sort"])}))
 
 
 def sizes(parts):

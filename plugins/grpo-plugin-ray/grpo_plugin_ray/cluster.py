@@ -18,7 +18,7 @@ from typing import Any
 from attrs import evolve, field, frozen
 
 from grpo_core import ChildDied, ConfigError, EngineError, GrpoError, PluginError
-from grpo_core.kit import Incident, RemoteTraceback, Selected, report
+from grpo_core.kit import Incident, RemoteTraceback, offers, report
 
 ENVIRON = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 """Environment variables that select Ray's future defaults, to avoid its warnings."""
@@ -109,7 +109,7 @@ class PluginRequirement:
     versions: Mapping[str, str] = field(factory=dict)
 
     @classmethod
-    def of(cls, selected: Selected) -> PluginRequirement:
+    def of(cls, selected: offers.Selected) -> PluginRequirement:
         plugin = selected.plugin
         installed = (plugin.distribution,) if _version(plugin.distribution) != MISSING else ()
         allow = () if plugin.distribution == "grpo-core" else installed

@@ -22,7 +22,7 @@ from grpo_core.kit import (
     Words,
     changed,
     complain,
-    configure,
+    launch,
     parse_settings,
     read_toml,
     say,
@@ -117,7 +117,7 @@ def simulate(
     tables = [read_toml(config)] if config else []
     changes, variants = parse_settings(settings or []), variants_of(sweep or [], cross=cross)
     check_comparable(dict.fromkeys(key for _, each in variants for key in flat(each)))
-    run, host = configure(tables, changes, no_plugin or [])
+    run, host = launch.configure(tables, changes, no_plugin or [])
     service = read_times(times, time or [], fitting(run.rollout.max_tokens))
     for key in unknown(flat(changes)):
         complain(

@@ -11,7 +11,7 @@ from moe import FAMILIES, make_moe_model
 from test_trainer import setup
 
 from grpo_core import ConfigError
-from grpo_core.kit import configure, parse_settings, tasks_of
+from grpo_core.kit import launch, parse_settings
 from grpo_plugin_scale.config import check
 from grpo_plugin_scale.training.trainer import create
 
@@ -19,8 +19,11 @@ DIVIDED = ["trainer.ranks=2"], ["trainer.weights=bfloat16", "model.dtype=bfloat1
 
 
 def checked(model: Path, *settings: str) -> None:
-    config, host = configure(
-        [], parse_settings(list(settings), {"model": {"path": str(model)}, "tasks": tasks_of(["math:sort"])})
+    config, host = launch.configure(
+        [],
+        parse_settings(
+            list(settings), {"model": {"path": str(model)}, "tasks": launch.tasks_of(["math:sort"])}
+        ),
     )
     check(config=config, host=host)
 

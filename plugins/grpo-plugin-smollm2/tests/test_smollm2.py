@@ -52,6 +52,7 @@ def kept(index):
     return list((index.parent / "cache" / "grpo-core").iterdir())
 
 
+@pytest.mark.long
 def test_without_a_network_a_run_ends_with_one_message(index):
     done = subprocess.run(
         [GRPO, "train", "--model", "smollm2", "--env", "math:sort"],
