@@ -29,44 +29,27 @@ from grpo_plugin_devkit.conformance import Finding, finding_of, message_of
 from grpo_plugin_devkit.contracts import Contract
 from grpo_plugin_devkit.environments import findings_by_name
 
-CHECKED: Mapping[offers.Kind, str] = {
-    "environment": "evaluate",
-    "dataloader": "split",
-    "player": "play",
-    "sampler": "sample",
-    "validation_strategy": "validate",
-    "engine": "generate",
-    "loss": "inputs",
-    "advantage": "groups",
-    "filter": "group",
-    "tracker": "rollouts",
-    "trainer": "publish",
-    "optimizer": "parameter_groups",
-    "model": "start_model",
-    "data_plane": "put",
-    "placement": "connected",
-    "transport": "reader",
-    "preflight": "config",
+CHECKED: Mapping[offers.Kind, tuple[str, str]] = {
+    "environment": ("evaluate", ""),
+    "dataloader": ("split", "grpo_plugin_devkit.dataloaders:DataloaderContract"),
+    "player": ("play", "grpo_plugin_devkit.players:PlayerContract"),
+    "sampler": ("sample", ""),
+    "validation_strategy": ("validate", "grpo_plugin_devkit.strategies:ValidationContract"),
+    "engine": ("generate", "grpo_plugin_devkit.decoding:DecodingContract"),
+    "loss": ("inputs", "grpo_plugin_devkit.objectives:LossContract"),
+    "advantage": ("groups", "grpo_plugin_devkit.objectives:AdvantageContract"),
+    "filter": ("group", "grpo_plugin_devkit.filters:FilterContract"),
+    "tracker": ("rollouts", "grpo_plugin_devkit.trackers:TrackerContract"),
+    "trainer": ("publish", "grpo_plugin_devkit.trainers:TrainerContract"),
+    "optimizer": ("parameter_groups", "grpo_plugin_devkit.optimizers:OptimizerContract"),
+    "model": ("start_model", "grpo_plugin_devkit.model_sources:ModelSourceContract"),
+    "data_plane": ("put", "grpo_plugin_devkit.planes:DataPlaneContract"),
+    "placement": ("connected", "grpo_plugin_devkit.placements:PlacementContract"),
+    "transport": ("reader", "grpo_plugin_devkit.transports:TransportContract"),
+    "preflight": ("config", "grpo_plugin_devkit.modules:PreflightContract"),
 }
-"""Kinds that can be checked, with the method or first parameter by which a class or function is
-recognised."""
-CONTRACTS: Mapping[offers.Kind, str] = {
-    "dataloader": "grpo_plugin_devkit.dataloaders:DataloaderContract",
-    "player": "grpo_plugin_devkit.players:PlayerContract",
-    "validation_strategy": "grpo_plugin_devkit.strategies:ValidationContract",
-    "engine": "grpo_plugin_devkit.decoding:DecodingContract",
-    "loss": "grpo_plugin_devkit.objectives:LossContract",
-    "advantage": "grpo_plugin_devkit.objectives:AdvantageContract",
-    "filter": "grpo_plugin_devkit.filters:FilterContract",
-    "tracker": "grpo_plugin_devkit.trackers:TrackerContract",
-    "trainer": "grpo_plugin_devkit.trainers:TrainerContract",
-    "optimizer": "grpo_plugin_devkit.optimizers:OptimizerContract",
-    "model": "grpo_plugin_devkit.model_sources:ModelSourceContract",
-    "data_plane": "grpo_plugin_devkit.planes:DataPlaneContract",
-    "placement": "grpo_plugin_devkit.placements:PlacementContract",
-    "transport": "grpo_plugin_devkit.transports:TransportContract",
-    "preflight": "grpo_plugin_devkit.modules:PreflightContract",
-}
+"""Kinds that can be checked: the method or first parameter by which a class or function is recognised, and
+the contract.  Environments and samplers are checked by functions."""
 FUNCTIONS: tuple[offers.Kind, ...] = ("dataloader", "loss", "advantage", "optimizer", "filter", "preflight")
 """Kinds whose offers are recognised by the first parameter."""
 STYLES = {"passed": ("ok    ", "green"), "failed": ("FAILED", "bold red"), "noted": ("note  ", "yellow")}
@@ -158,13 +141,13 @@ def find(host: PluginHost, name: str, kind: str | None = None) -> offers.Selecte
 
 def _is_a(kind: offers.Kind, offer: offers.Selected) -> bool:
     """Whether a hook offers it as this kind, or its signature fits (see ``CHECKED``)."""
-    factory = offer.load()
+    (mark, _), factory = CHECKED[kind], offer.load()
     if offer.offer in offer.plugin.offers.get(kind, {}).values():
         return True
     if kind not in FUNCTIONS:
-        return hasattr(factory, CHECKED[kind])
+        return hasattr(factory, mark)
     try:
-        return next(iter(inspect.signature(factory).parameters), "") == CHECKED[kind]
+        return next(iter(inspect.signature(factory).parameters), "") == mark
     except (TypeError, ValueError):  # some callables written in C have no signature
         return False
 
@@ -203,7 +186,7 @@ def _contract(
     kind, name = offer.kind, offer.name
     make = functools.partial(host.make, kind, name, **options)
     text = kind == "engine" and offer.offer.gives == "text"
-    target = "grpo_plugin_devkit.text_engines:TextEngineContract" if text else CONTRACTS[kind]
+    target = "grpo_plugin_devkit.text_engines:TextEngineContract" if text else CHECKED[kind][1]
     contract: Callable[..., Contract] = load_object(target, who="check")
     match kind:
         case "loss":
