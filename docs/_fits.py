@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from unittest import mock
 
 from grpo_core import ConfigError
-from grpo_core.kit import configure, parse_settings, tasks_of
+from grpo_core.kit import launch, parse_settings
 from grpo_plugin_doctor import machine, memory
 from grpo_plugin_doctor.activations import model_shapes
 from grpo_plugin_doctor.machine import Gpu, Memory
@@ -93,9 +93,9 @@ def cards(model: str, count: int) -> Iterator[str]:
 def check(model: str, count: int, *settings: str) -> None:
     """Check a run with rows of 1,280 tokens as `train` does.  Raises ConfigError if it cannot fit."""
     wanted = ["engine.name=vllm", "rollout.max_tokens=1024", "trainer.prompts_per_step=8", *settings]
-    given = parse_settings(wanted, {"model": {"path": "m"}, "tasks": tasks_of(["math:sort"])})
+    given = parse_settings(wanted, {"model": {"path": "m"}, "tasks": launch.tasks_of(["math:sort"])})
     with cards(model, count):
-        memory.checked(*configure([], given))
+        memory.checked(*launch.configure([], given))
 
 
 def cell(model: str, count: int, settings: Sequence[str]) -> str:
