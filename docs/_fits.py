@@ -7,19 +7,19 @@ It asks the estimate with which `train` refuses a run, about shapes without memo
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest import mock
 
 from grpo_core import ConfigError
 from grpo_core.kit import launch, parse_settings
-from grpo_plugin_doctor import machine, memory
-from grpo_plugin_doctor.activations import model_shapes
+from grpo_plugin_doctor import activations, machine, memory
 from grpo_plugin_doctor.machine import Gpu, Memory
 
 HERE = Path(__file__).parent
@@ -65,29 +65,42 @@ CHANGES = (
 """Changes that are added one after the other until the run fits."""
 
 
+model_shapes = functools.cache(activations.model_shapes)
+activation_bytes = functools.cache(activations.activation_bytes)
+"""Most rows of the table ask for the same passes, each of which takes seconds."""
+
+
+@functools.cache
+def written(model: str) -> TemporaryDirectory[str]:
+    """Write a model's configuration."""
+    directory = TemporaryDirectory()
+    Path(directory.name, "config.json").write_text(json.dumps(MODELS[model]), encoding="utf-8")
+    return directory
+
+
 @contextmanager
 def cards(model: str, count: int) -> Iterator[str]:
     """Pretend that this machine has some H100s and a model."""
-    with TemporaryDirectory() as directory:
-        Path(directory, "config.json").write_text(json.dumps(MODELS[model]), encoding="utf-8")
-        shapes = model_shapes(directory).tensors
-        answers = {
-            (machine, "host_memory"): HOST,
-            (machine, "build_of_torch"): "cuda 13.0",
-            (machine, "gpus"): [H100] * count,
-            (memory, "directory_here"): Path(directory),
-            (memory, "shapes_in"): shapes,
-            (memory, "dtypes_in"): dict.fromkeys(shapes, "BF16"),
-        }
-        patches = [mock.patch.object(*where, return_value=answer) for where, answer in answers.items()]
-        with mock.patch.dict("os.environ", {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count)))}):
-            for patch in patches:
-                patch.start()
-            try:
-                yield directory
-            finally:
-                for patch in patches:
-                    patch.stop()
+    directory = written(model).name
+    shapes = model_shapes(directory).tensors
+    answers = {
+        (machine, "host_memory"): HOST,
+        (machine, "build_of_torch"): "cuda 13.0",
+        (machine, "gpus"): [H100] * count,
+        (memory, "directory_here"): Path(directory),
+        (memory, "shapes_in"): shapes,
+        (memory, "dtypes_in"): dict.fromkeys(shapes, "BF16"),
+    }
+    patches = [mock.patch.object(*where, return_value=answer) for where, answer in answers.items()]
+    patches += [
+        mock.patch.object(activations, "model_shapes", model_shapes),
+        mock.patch.object(activations, "activation_bytes", activation_bytes),
+        mock.patch.dict("os.environ", {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count)))}),
+    ]
+    with ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        yield directory
 
 
 def check(model: str, count: int, *settings: str) -> None:
