@@ -24,7 +24,7 @@ pytest.importorskip("grpo_plugin_ray")
 
 from grpo_core import ConfigError, PluginError, TrainerError
 from grpo_core.app.preflight import check
-from grpo_core.kit import configure, parse_settings, read_weights
+from grpo_core.kit import launch, parse_settings, read_weights
 from grpo_plugin_ray import trainer as ray_trainer
 from grpo_plugin_ray.cluster import ENVIRON, ENVIRON_ALONE
 from grpo_plugin_ray.cluster import load as load_ray
@@ -61,7 +61,7 @@ def test_any_number_of_ranks_with_gpus_is_left_to_ray():
 
 def chosen(settings: list[str]) -> Any:
     given = ["tasks.t.env=math:sort", "placement.name=ray", "trainer.name=ray", *settings]
-    return configure([], parse_settings(given))
+    return launch.configure([], parse_settings(given))
 
 
 def test_the_interface_of_an_address_is_found():
