@@ -17,7 +17,7 @@ CHUNK_BYTES = 32 << 20
 """Size in bytes of the buffer for a chunk's logits on a CPU, where it should stay in a cache."""
 CUDA_CHUNK_BYTES = 1 << 30
 """Size in bytes of that buffer on a GPU, which reads the whole weight [V, D] again for each chunk."""
-KEEP_BYTES = 128 << 20
+KEEP_BYTES = 256 << 20
 """Probabilities up to this size are kept for the backward pass instead of being recomputed."""
 
 
@@ -87,18 +87,21 @@ class _TokenLogprobs(torch.autograd.Function):
         needed = any(ctx.needs_input_grad)
         keep = needed and n * vocabulary * hidden.itemsize <= KEEP_BYTES
         logprobs, entropy = hidden.new_empty(n), hidden.new_empty(n)
-        kept = hidden.new_empty(n, vocabulary) if keep else None
+        kept_dtype = hidden.dtype if entropy_gradient else dtype
+        kept = hidden.new_empty(n, vocabulary, dtype=kept_dtype) if keep else None
         logits = hidden.new_empty(min(chunk, n), vocabulary)
-        probabilities = torch.empty_like(logits) if kept is None else logits
+        probabilities = torch.empty_like(logits)
         rounded_hidden, rounded_weight = rounded(hidden, dtype), rounded(weight, dtype)
         for begin in range(0, n, chunk):
             part = slice(begin, min(begin + chunk, n))
             rows = part.stop - begin
             log_p = _logits(rounded_hidden[part], rounded_weight, bias, temperature, logits[:rows])
             torch.log_softmax(log_p, dim=1, out=log_p)
-            p = torch.exp(log_p, out=probabilities[:rows] if kept is None else kept[part])
+            p = torch.exp(log_p, out=probabilities[:rows])
             logprobs[part] = log_p.gather(1, targets[part, None])[:, 0]
             entropy[part] = -torch.linalg.vecdot(p, log_p)
+            if kept is not None:
+                kept[part] = p.scatter_(1, targets[part, None], 0.0)
         if needed:
             ctx.save_for_backward(hidden, weight, bias, targets, kept, entropy if entropy_gradient else None)
             ctx.temperature, ctx.dtype, ctx.chunk = temperature, dtype, chunk
@@ -109,43 +112,56 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        """Compute the gradients for one part of the vocabulary at a time, if the probabilities were kept.
+
+        So the weight's gradient, which is as large as the weight, is written once and not for each chunk.
+        """
         hidden, weight, bias, targets, kept, entropy = ctx.saved_tensors
         to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
-        grad_hidden = torch.empty_like(hidden) if to_hidden else None
+        grad_hidden = torch.zeros_like(hidden) if to_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=hidden.dtype) if to_weight else None
         grad_bias = torch.zeros_like(bias, dtype=hidden.dtype) if to_bias else None
-        rounded_hidden, rounded_weight = rounded(hidden, ctx.dtype), rounded(weight, ctx.dtype)
-        product_hidden, product_weight = rounded_hidden.to(ctx.dtype), rounded_weight.to(ctx.dtype)
-        n = hidden.shape[0]
-        buffer = hidden.new_empty(min(ctx.chunk, n), weight.shape[0])
+        product_hidden, product_weight = hidden.to(ctx.dtype), weight.to(ctx.dtype)
+        (n, vocabulary), at_target = (hidden.shape[0], weight.shape[0]), hidden.new_zeros(hidden.shape[0], 1)
+        rows = ctx.chunk if kept is None else max(1, n)
+        width = max(1, ctx.chunk * vocabulary // rows)
+        if kept is None:
+            rounded_hidden, rounded_weight = rounded(hidden, ctx.dtype), rounded(weight, ctx.dtype)
+            buffer = hidden.new_empty(min(rows, n), vocabulary)
         grad = (grad / ctx.temperature)[:, None]
         if entropy is not None:
             entropy = entropy[:, None]
             grad_entropy = (grad_entropy / ctx.temperature)[:, None]
-        for begin in range(0, n, ctx.chunk):
-            part = slice(begin, min(begin + ctx.chunk, n))
-            d_logits = buffer[: part.stop - begin]
+        for begin in range(0, n, rows):
+            part = slice(begin, min(begin + rows, n))
             if kept is None:
-                _logits(rounded_hidden[part], rounded_weight, bias, ctx.temperature, d_logits)
-                torch.softmax(d_logits, dim=1, out=d_logits)
-            p = d_logits if kept is None else kept[part]
-            if entropy is not None:  # of an entropy h: -p (log p + h)
-                d_entropy = torch.special.entr(p).sub_(p * entropy[part]).mul_(grad_entropy[part])
-            torch.mul(p, -grad[part], out=d_logits)
-            if entropy is not None:
-                d_logits += d_entropy
-            # Of a logprob: onehot(target) - p.  A row's sum is 0; near 1, 1 - p would lose its digits.
-            d_logits.scatter_(1, targets[part, None], 0.0)
-            d_logits.scatter_(1, targets[part, None], -d_logits.sum(1, keepdim=True))
-            if grad_bias is not None:
-                grad_bias += d_logits.sum(0)
-            factor = d_logits.to(ctx.dtype)  # not before: a probability near 1 would be rounded to 1
-            if grad_hidden is not None:
-                grad_hidden[part] = factor @ product_weight
-            if grad_weight is not None and factor.dtype == grad_weight.dtype:
-                grad_weight.addmm_(factor.T, product_hidden[part])
-            elif grad_weight is not None:
-                grad_weight += factor.T @ product_hidden[part]
+                again = buffer[: part.stop - begin]
+                _logits(rounded_hidden[part], rounded_weight, bias, ctx.temperature, again)
+                torch.softmax(again, dim=1, out=again)
+                again.scatter_(1, targets[part, None], 0.0)
+            for first in range(0, vocabulary, width):
+                columns = slice(first, first + width)
+                p = (again if kept is None else kept)[:, columns]
+                if entropy is not None:  # of an entropy h: -p (log p + h)
+                    d_entropy = torch.special.entr(p).sub_(p * entropy[part]).mul_(grad_entropy[part])
+                d_logits = torch.mul(p, -grad[part].to(p.dtype), out=p if kept is None else None)
+                if entropy is not None:
+                    d_logits += d_entropy
+                at_target[part] -= d_logits.sum(1, keepdim=True)
+                if grad_bias is not None:
+                    grad_bias[columns] += d_logits.sum(0)
+                factor = d_logits.to(ctx.dtype)
+                if grad_hidden is not None:
+                    grad_hidden[part] += factor @ product_weight[columns]
+                if grad_weight is not None:
+                    grad_weight[columns] += factor.T @ product_hidden[part]
+        # Of a logprob: onehot(target) - p.  A row's sum is 0; near 1, 1 - p would lose its digits.
+        if grad_bias is not None:
+            grad_bias.index_put_((targets,), at_target[:, 0], accumulate=True)
+        if grad_hidden is not None:
+            grad_hidden += at_target * product_weight[targets]
+        if grad_weight is not None:
+            grad_weight.index_put_((targets,), at_target * product_hidden, accumulate=True)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
 
 
