@@ -15,7 +15,6 @@ from types import SimpleNamespace
 import attrs
 import flash
 import pytest
-import safetensors.torch
 import torch
 from peft import LoraConfig as PeftConfig
 from scaled import scaled
@@ -39,7 +38,6 @@ from grpo_core.training.logprobs import token_logprobs
 from grpo_core.training.model import ModelSource
 from grpo_core.training.passes import Passes
 from grpo_core.training.ranks import Alone
-from grpo_core.training.snapshot import Snapshot
 from grpo_core.weights import shm
 from grpo_core.weights.reading import read_weights
 from grpo_core.weights.shm import SharedMemoryWriter
@@ -127,53 +125,6 @@ def test_the_head_of_a_gpu_multiplies_rounded_factors_and_has_larger_chunks():
     assert torch.allclose(entropy_there.double(), entropy, atol=1e-5)
     for wanted, gradient in zip(exact, gradients, strict=True):
         assert ((gradient - wanted).norm(dim=1) <= 0.03 * wanted.norm(dim=1)).all()
-
-
-@pytest.mark.slow
-@on_a_gpu
-def test_a_snapshot_of_a_gpu_is_pinned_and_complete_before_training_goes_on():
-    tensor, seen = torch.arange(4.0, device=GPU), []
-    snapshot = Snapshot()
-    with pinning(lambda gpu: seen.append(f"synchronized {gpu}")) as runtime:
-        snapshot.save({"a": tensor}, lambda state: seen.append(state["a"].tolist()))
-        snapshot.written().result()
-        assert seen == ["synchronized gpu:0", [0.0, 1.0, 2.0, 3.0]], "the copies were begun without waiting"
-        snapshot.save({"a": tensor + 1}, lambda state: seen.append(state["a"].tolist()))
-        snapshot.written().result()
-        assert seen[2:] == ["synchronized gpu:0", [1.0, 2.0, 3.0, 4.0]]
-        assert runtime.ever == 1, "once: the memory is kept"
-        del snapshot
-        gc.collect()
-        assert not runtime.pinned, "the memory is given back"
-        assert not runtime.late, "before it is unmapped"
-
-
-@on_a_gpu
-def test_a_snapshot_is_one_pinned_block_of_the_bytes_that_it_copies(tmp_path):
-    """Pinned one by one, each tensor would take the next power of two."""
-    tensors = {f"t{i}": torch.randn(33, 125).to(GPU) for i in range(20)}
-    tensors |= {
-        "turned": torch.randn(33, 5).to(GPU).t(),
-        "empty": torch.zeros(0, device=GPU),
-        "tied": tensors["t0"],
-    }
-    snapshot = Snapshot()
-    path = tmp_path / "state.safetensors"
-
-    def write(state):
-        assert {name: t.stride() for name, t in state.items()} == {n: t.stride() for n, t in tensors.items()}
-        assert state["tied"] is state["t0"]
-        addresses = {t.untyped_storage().data_ptr() for name, t in state.items() if name != "empty"}
-        assert len(addresses) == 21, "of a shared storage transformers would write clones"
-        safetensors.torch.save_file({name: state[name] for name in ("t0", "t1", "empty")}, path)
-
-    with pinning() as runtime:
-        snapshot.save(tensors, write)
-        snapshot.written().result()
-        copied = sum(t.nbytes for name, t in tensors.items() if name != "tied")
-        (pinned,) = runtime.pinned.values()
-        assert copied <= pinned < 1.01 * copied + 21 * 64
-    assert torch.equal(safetensors.torch.load_file(path)["t1"], tensors["t1"].cpu())
 
 
 @on_a_gpu

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -798,10 +799,9 @@ def test_resumed_training_is_the_same_bit_for_bit(model: str, tmp_path: Path, up
 
 @pytest.mark.long
 @pytest.mark.parametrize("again", [False, True])
-def test_a_save_holds_the_moment_of_the_cut_while_training_goes_on(
+def test_the_weights_do_not_change_while_a_checkpoint_is_written_from_them(
     model: str, tmp_path: Path, again: bool
 ) -> None:
-    """Also the second time, in memory that holds another copy already."""
     trainer, twin = TorchTrainer(setup(model)), TorchTrainer(setup(model))
     for step in range(2):
         for each in (trainer, twin):
@@ -811,22 +811,27 @@ def test_a_save_holds_the_moment_of_the_cut_while_training_goes_on(
         for each in (trainer, twin):
             each.step(batch(ragged(seed=2), 2))
     disk = threading.Event()
-    trainer._saving._snapshot._thread.submit(disk.wait)
+    trainer._saving._thread.submit(disk.wait)
     trainer.save(tmp_path / "saved")
-    trainer.step(batch(ragged(seed=8), trainer.version))
-    assert not trainer.written().done()
-    disk.set()
-    trainer.written().result()
+    computed = threading.Event()
+    trainer._saving.settled, settled = (lambda: (computed.set(), settled())), trainer._saving.settled
+    with ThreadPoolExecutor(1) as pool:
+        step = pool.submit(trainer.step, batch(ragged(seed=8), trainer.version))
+        assert computed.wait(60), "the gradient is computed meanwhile"
+        assert not step.done()
+        assert all(map(torch.equal, weights(trainer).values(), weights(twin).values()))
+        disk.set()
+        step.result()
+    assert trainer.written().done()
     assert not same(trainer, twin)
     assert same(twin, TorchTrainer(setup(model, resume_from=tmp_path / "saved")))
 
 
-def test_without_a_copy_training_waits_until_all_is_written(model: str, tmp_path: Path) -> None:
+def test_without_async_save_training_waits_until_all_is_written(model: str, tmp_path: Path) -> None:
     trainer = TorchTrainer(attrs.evolve(setup(model), async_save=False))
     trainer.step(batch(ragged()))
     trainer.save(tmp_path)
     assert trainer.written().done()
-    assert not trainer._saving._snapshot._memory
     assert same(trainer, TorchTrainer(setup(model, resume_from=tmp_path)))
 
 

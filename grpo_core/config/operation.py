@@ -32,8 +32,8 @@ class CheckpointConfig:
     keep_best: int = field(default=1, validator=ge(1), metadata=only_with("best"))
     """Number of checkpoints to keep for `best`."""
     async_save: bool = True
-    """Save in the background from a snapshot in host memory, which stays allocated (12 bytes per float32
-    parameter). If false, training waits until the checkpoint is written."""
+    """Write a checkpoint while the next step computes its gradient; the update of the weights waits for it.
+    If false, training waits until the checkpoint is written."""
 
 
 @frozen(kw_only=True)

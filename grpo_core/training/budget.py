@@ -11,13 +11,14 @@ from grpo_core.training.logprobs import KEEP_BYTES
 def token_budget(config: TrainerConfig, vocabulary: int, device: torch.device) -> int:
     """Return the largest number of tokens of a micro-batch, padding included.
 
-    On a CPU it is small enough that the head keeps its probabilities for the backward pass (with a large
-    vocabulary a fifth of the work) and that activations stay near the cache; products of fewer than 1024
-    tokens would be inefficient.
+    On a CPU it is small enough that the head keeps its probabilities for the backward pass, up to a
+    vocabulary of 65,536 (a fifth of the work), in half of ``KEEP_BYTES`` if it can, so that activations stay
+    small; products of fewer than 1024 tokens would be inefficient.
     """
     if device.type != "cpu":
         return config.tokens_per_microbatch
-    return min(config.tokens_per_microbatch, max(1024, KEEP_BYTES // (torch.float32.itemsize * vocabulary)))
+    kept = KEEP_BYTES // 2 // (torch.float32.itemsize * vocabulary)
+    return min(config.tokens_per_microbatch, max(1024, kept))
 
 
 def overhead(parameters: int, device: torch.device) -> int:

@@ -30,7 +30,6 @@ def trainer_parts(
     device: str,
     on_device: bool,
     reference: bool,
-    async_save: bool,
     teacher: int = 0,
 ) -> list[MemoryPart]:
     """Return the parts that the number of parameters determines: a run needs all of them.
@@ -46,7 +45,6 @@ def trainer_parts(
         device: "host" or a GPU.
         on_device: whether the trainer keeps published weights on its device.
         reference: whether the loss needs logprobs of a reference; adapters need no second model for it.
-        async_save: whether checkpoints are written from a copy.
         teacher: bytes of the teacher's weights; 0 without a teacher.
     """
     changed = FLOAT32 * trained
@@ -86,7 +84,4 @@ def trainer_parts(
     if teacher:
         change = 'a smaller teacher, teacher.dtype = "bfloat16"'
         parts.append(MemoryPart(name=TEACHER, nbytes=teacher, device=device, change=change))
-    if async_save:
-        change = "checkpoint.async_save = false"
-        parts.append(MemoryPart(name="checkpoint copy", nbytes=changed + kept, change=change))
     return parts

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from functools import partial
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from grpo_core.losses.entropy import EntropyControl
 from grpo_core.training.model import Model
 from grpo_core.training.optimization import Optimization
 from grpo_core.training.ranks import Ranks
-from grpo_core.training.snapshot import Snapshot
 from grpo_core.training.state_files import disk_errors, read_about, read_state, write_state
 
 _MODEL = "model/"
@@ -30,6 +28,8 @@ _RNG, _RNG_CUDA = "rng", "rng_cuda"
 class Checkpointer:
     """Saves everything that a trainer needs to continue, and restores it.
 
+    A thread writes the tensors themselves, not a copy of them: whoever changes them waits for ``settled``.
+
     Args:
         model: saved; a resumed trainer has loaded it already.
         optimizers: their state is saved and restored.
@@ -37,7 +37,6 @@ class Checkpointer:
         device: of the trainer.
         entropy: the control of an entropy bonus, if the loss has one.
         moves_reference: whether the reference is refreshed, so that it has to be saved.
-        copies: whether a copy is written while training continues; see ``Snapshot``.
         readable: returns a readable tensor for a tensor that is elsewhere.
     """
 
@@ -50,16 +49,18 @@ class Checkpointer:
         device: torch.device,
         entropy: EntropyControl | None,
         moves_reference: bool,
-        copies: bool,
         readable: Callable[[Tensor], Tensor],
     ) -> None:
         self._model, self._optimizers, self._ranks, self._device = model, optimizers, ranks, device
         self._entropy, self._moves_reference = entropy, moves_reference
         self._chosen = None if entropy is None else entropy.coefficient
-        self._snapshot, self._readable = Snapshot(copies=copies), readable
+        self._readable = readable
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._written: Future[None] | None = None
 
     def save(self, directory: Path, version: int) -> None:
-        """Copy all that is needed to continue; it is written into ``directory`` while training continues."""
+        """Begin to write all that is needed to continue into ``directory``."""
+        self.settled()
         model = {f"{_MODEL}{name}": tensor for name, tensor in self._model.saved().items()}
         state, about = self._optimizers.saved()
         if self._moves_reference:
@@ -69,7 +70,7 @@ class Checkpointer:
         about["version"] = version
         if self._entropy is not None:
             about["entropy"] = [self._entropy.coefficient, self._entropy.measured, self._chosen]
-        self._snapshot.save(state, partial(self._write, directory, about))
+        self._written = self._thread.submit(self._write, directory, about, state)
 
     def _random(self) -> dict[str, Tensor]:
         """Return the states of this rank's random numbers: for dropout each rank draws for its own rows."""
@@ -91,7 +92,13 @@ class Checkpointer:
 
     def written(self) -> Future[None]:
         """Done when the last save is written, or with the OSError that prevents it."""
-        return self._snapshot.written()
+        assert self._written is not None, "nothing was saved"
+        return self._written
+
+    def settled(self) -> None:
+        """Return when no tensor is read any more, so that all of them may change."""
+        if self._written is not None:
+            self._written.exception()  # the caller that waits for ``written`` raises it
 
     def _write(self, directory: Path, about: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
         """``trainer/`` (a transformers directory) and ``optimizer/``; no pickles."""

@@ -133,7 +133,6 @@ class TorchTrainer:
             device=self.device,
             entropy=self._entropy,
             moves_reference=self._moves_reference,
-            copies=setup.async_save,
             readable=self.readable,
         )
         self._freed = cpu.FreedMemory()
@@ -249,6 +248,7 @@ class TorchTrainer:
         for number, (indices, update) in enumerate(zip(divided, updates, strict=True)):
             self._update(Update.of(share, number, indices), update, totals)
         self.version += 1
+        self._saving.settled()
         if self._moves_reference and self.version % self._config.reference_every == 0:
             self.model.refresh_reference(self._config.reference_mix)
         metrics = totals.metrics(self._ranks)
@@ -372,6 +372,8 @@ class TorchTrainer:
         if finite:
             self._changed = True
             factor = schedule(self._config, share.step * self._config.updates_per_step + number)
+            with part("wait for the checkpoint"):
+                self._saving.settled()
             with part("optimizer"):
                 self.optimizers.step(factor)
             totals.add({"grad_norm": norm[None], "lr": norm.new_tensor([self._config.lr * factor])})
@@ -505,8 +507,10 @@ class TorchTrainer:
         return weights
 
     def save(self, directory: Path) -> None:
-        """Copy the state needed to continue; it is written into ``directory`` while training continues."""
+        """Write the state needed to continue into ``directory``, until the next update of the weights."""
         self._saving.save(directory, self.version)
+        if not self.setup.async_save:
+            self._saving.settled()
 
     def written(self) -> Future[None]:
         """Done when what was saved last is written, or with the OSError for which it cannot be."""

@@ -290,7 +290,6 @@ def _trainer_parts(
         on_device=on_device,
         reference="reference" in needs,
         teacher=of_teacher * ITEMSIZE[_chosen(config.teacher.dtype, device)],
-        async_save=config.checkpoint.async_save,
     )
 
 

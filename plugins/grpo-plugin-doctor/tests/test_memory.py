@@ -58,39 +58,36 @@ def sizes(parts):
 def parts_of(**changes):
     chosen = {
         "parameters": 1000, "optimizer": 8000, "dtype": "float32", "device": "host", "on_device": False,
-        "reference": False, "async_save": True,
+        "reference": False,
     } | changes  # fmt: skip
     usual = dict.fromkeys(("trained", "published"), chosen["parameters"])
     usual |= {"config": None, "weights": 4 * chosen["parameters"]}
     return trainer_parts(**usual | chosen)
 
 
-def test_a_trainer_on_the_host_holds_28_bytes_of_a_parameter_with_its_checkpoint():
+def test_a_trainer_on_the_host_holds_20_bytes_of_a_parameter():
     assert sizes(parts_of()) == {
         "weights": (4000, "host"),
         "gradients": (4000, "host"),
         "optimizer": (8000, "host"),
         "published weights": (4000, "host"),
-        "checkpoint copy": (12000, "host"),
     }
     assert all(part.certain for part in parts_of())
 
 
-def test_a_trainer_on_a_gpu_leaves_publication_and_checkpoint_to_the_host():
+def test_a_trainer_on_a_gpu_leaves_publication_to_the_host():
     assert sizes(parts_of(dtype="bfloat16", device="cuda:1", reference=True)) == {
         "weights": (4000, "cuda:1"),
         "gradients": (4000, "cuda:1"),
         "optimizer": (8000, "cuda:1"),
         "published weights": (2000, "host"),
         "reference": (4000, "cuda:1"),
-        "checkpoint copy": (12000, "host"),
     }
 
 
-def test_a_block_that_engines_read_on_the_gpu_is_there_and_no_copy_means_no_copy():
-    found = sizes(parts_of(dtype="bfloat16", device="cuda", on_device=True, async_save=False))
+def test_a_block_that_engines_read_on_the_gpu_is_there():
+    found = sizes(parts_of(dtype="bfloat16", device="cuda", on_device=True))
     assert found["published weights"] == (2000, "cuda")
-    assert "checkpoint copy" not in found
 
 
 def test_a_trainer_of_adapters_holds_gradients_and_moments_of_these_alone():
@@ -100,7 +97,6 @@ def test_a_trainer_of_adapters_holds_gradients_and_moments_of_these_alone():
         "optimizer": (80, "host"),
         "published weights": (40, "host"),
         "adapters": (40, "host"),
-        "checkpoint copy": (120, "host"),
     }
 
 
@@ -382,16 +378,15 @@ def checked(directory, *settings):
 
 def test_eight_billion_parameters_do_not_fit_a_small_host(tmp_path):
     there = machine.host_memory()
-    if there is None or there.available > 36 * EIGHT_PARAMETERS:
+    if there is None or there.available > 24 * EIGHT_PARAMETERS:
         pytest.skip("this host would hold them")
     with pytest.raises(ConfigError) as caught:
         checked(eight_billion(tmp_path / "eight"), "trainer.device=cpu")
     text = str(caught.value)
     for told in (
-        f"the run needs at least {memory.size(36 * EIGHT_PARAMETERS)} of the host's memory, which has ",
+        f"the run needs at least {memory.size(24 * EIGHT_PARAMETERS)} of the host's memory, which has ",
         f"trainer's optimizer {memory.size(8 * EIGHT_PARAMETERS)}",
         f"engine's weights {memory.size(4 * EIGHT_PARAMETERS)}",
-        "checkpoint.async_save = false",
         'model.dtype = "bfloat16"',
         "--set health.max_memory=0 turns the check off",
     ):
@@ -407,7 +402,7 @@ def test_the_check_can_be_turned_off(tmp_path):
 @pytest.mark.slow
 def test_a_gpu_is_named_with_its_parts(tmp_path, two_gpus):
     with pytest.raises(ConfigError) as caught:
-        checked(eight_billion(tmp_path / "eight"), "trainer.device=cuda:1", "checkpoint.async_save=false")
+        checked(eight_billion(tmp_path / "eight"), "trainer.device=cuda:1")
     text = str(caught.value)
     assert text.startswith("the run needs at least 120 GiB of GPU cuda:1, which has 21.5 GiB available")
     assert "trainer's weights 29.9 GiB, trainer's gradients 29.9 GiB, trainer's optimizer 59.8 GiB" in text
@@ -431,7 +426,7 @@ def certain(directory, *settings):
     return {each.device: each.certain for each in memory.capacities(parts, machine.gpus())}
 
 
-ON_GPUS = ["trainer.device=cuda", "checkpoint.async_save=false", "engine.options.device=cuda"]
+ON_GPUS = ["trainer.device=cuda", "engine.options.device=cuda"]
 
 
 def test_trainer_and_engines_are_counted_on_the_gpus_that_they_are_given(four_billion, two_gpus):
@@ -606,7 +601,6 @@ def test_the_estimate_of_memory_knows_the_bytes_of_each_optimizer(tmp_path: Path
         config, host = built([tables])
         (trainer, *_) = certain_parts(config, host, str(directory), shapes, [])
         parts = {part.name: part.nbytes for part in trainer.parts}
-        assert parts["checkpoint copy"] == parts["weights"] + parts["optimizer"]
         return parts["optimizer"]
 
     embeddings, gains = 2 * 128256 * 4096, 65 * 4096

@@ -78,6 +78,7 @@ class ScaledTrainer(TorchTrainer):
         self._resting.come_back()
         weights = super().publish(canary)
         if self._section.offload:
+            self._saving.settled()
             self._resting.leave([*self.model.weights(), *self.optimizers.tensors()])
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()  # frees memory for the engine on the same GPU
