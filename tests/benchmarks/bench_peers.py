@@ -1,7 +1,7 @@
 """A step of grpo-core next to one of TRL's GRPOTrainer: generation and training on the same work.
 
     make bench-peers        (installs the peer into .venv-peers)
-    python tests/benchmarks/bench_peers.py [--work demo tiny larger] [--dtype float32 bfloat16] [--threads 2]
+    python tests/benchmarks/bench_peers.py [--work demo tiny larger smollm2] [--dtype float32 bfloat16] [--threads 2]
 
 The runs alternate, each in processes of its own.  Here generation and training take turns (max_staleness 0),
 so nothing is gained by running them beside each other; both sides have the same weights, threads and numbers
@@ -15,6 +15,7 @@ import asyncio
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,7 @@ from pathlib import Path
 
 import torch
 from attrs import evolve, frozen
+from grpo_plugin_smollm2.source import cached
 
 from grpo_core.config import ModelConfig, TrainerConfig
 from grpo_core.config.setup import TrainerSetup
@@ -51,6 +53,8 @@ class Work:
     layers: int
     microbatch: int
     """Rows of the peer's micro-batch, the fastest that was found."""
+    pretrained: bool = False
+    """Whether the model is that of grpo-plugin-smollm2, with its width, heads and layers."""
 
 
 WORKS = {
@@ -64,10 +68,17 @@ WORKS = {
     "larger": Work(
         prompts=64, max_tokens=64, vocabulary=32000, width=384, heads=6, layers=4, microbatch=64
     ),
+    "smollm2": Work(
+        prompts=8, prompt_tokens=40, max_tokens=48, vocabulary=49152, width=576, heads=9, layers=30,
+        microbatch=16, pretrained=True,
+    ),
 }  # fmt: skip
 
 
 def make_model(directory: Path, work: Work) -> None:
+    if work.pretrained:
+        shutil.copytree(cached(), directory, dirs_exist_ok=True)
+        return
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -108,7 +119,6 @@ async def ours(directory: Path, work: Work, *, dtype: str, threads: int, steps: 
                 GenerationRequest(
                     prompt_ids=prompt,
                     max_tokens=work.max_tokens,
-                    stop_token_ids=(1,),
                     seed=chance.getrandbits(32),
                 )
                 for prompt in prompts
@@ -225,6 +235,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", nargs="+", choices=WORKS, default=list(WORKS))
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--microbatch", type=int, help="rows of the peer's, instead of the work's own number")
     parser.add_argument(
         "--steps", type=int, default=3, help="of each run; the first of several is not counted"
     )
@@ -233,7 +244,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, help="in a step, instead of the work's own number")
     parser.add_argument("--side", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    works = {n: evolve(WORKS[n], prompts=given.prompts or WORKS[n].prompts) for n in given.work}
+    chosen = {"prompts": given.prompts, "microbatch": given.microbatch}
+    chosen = {name: value for name, value in chosen.items() if value}
+    works = {name: evolve(WORKS[name], **chosen) for name in given.work}
     options = {"threads": given.threads, "steps": given.steps}
     if given.side:
         print(

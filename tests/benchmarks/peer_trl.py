@@ -46,7 +46,10 @@ def main() -> None:
     torch.set_num_threads(work.threads)
     tokenizer = AutoTokenizer.from_pretrained(work.model)
     chance = random.Random(0)
-    words = [token for token in tokenizer.get_vocab() if not token.startswith("<")]
+    vocabulary = tokenizer.get_vocab()
+    plain = [token for token in vocabulary if not token.startswith("<")]
+    # with a byte-level tokenizer these words are one token each, after a space
+    words = [token[1:] for token in plain if token[0] == "Ġ" and token[1:].isalpha()] or plain
     prompts = [
         " ".join(chance.choices(words, k=work.prompt_tokens)) for _ in range(work.prompts * work.steps)
     ]
@@ -85,6 +88,7 @@ def main() -> None:
                 save_strategy="no",
                 logging_strategy="no",
                 disable_tqdm=True,
+                generation_kwargs={"min_new_tokens": work.max_tokens},  # both sides make as many tokens
             ),
         ).train()
     updates = [times.seconds[i : i + work.updates] for i in range(0, len(times.seconds), work.updates)]
