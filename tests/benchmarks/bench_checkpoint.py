@@ -1,8 +1,8 @@
 """How long a checkpoint holds training up, in copies of what it holds.
 
-Training waits for the cut: a copy of weights and optimizer into memory that is kept.  The rest (serialised,
-hashed, synced to the disk) is written while it goes on.  The yardstick is a copy in memory of the same bytes
-into memory that was touched before: weights and both moments of AdamW.
+Training waits for the cut, in which nothing is copied.  Weights and optimizer are written while the next step
+computes its gradient, and its update waits for the rest, which is not measured here.  The yardstick is a copy
+in memory of the same bytes into memory that was touched before: weights and both moments of AdamW.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A step of grpo-core next to one of TRL's GRPOTrainer: generation and training on the same work.
 
     make bench-peers        (installs the peer into .venv-peers)
-    python tests/benchmarks/bench_peers.py [--work demo tiny larger smollm2] [--dtype float32 bfloat16] [--threads 2]
+    python tests/benchmarks/bench_peers.py [--work demo tiny larger smollm2] [--dtype float32 bfloat16]
 
 The runs alternate, each in processes of its own.  Here generation and training take turns (max_staleness 0),
 so nothing is gained by running them beside each other; both sides have the same weights, threads and numbers

@@ -305,12 +305,12 @@ def test_train_refuses_a_run_that_cannot_fit_and_starts_nothing(tmp_path):
 
 @pytest.mark.slow
 def test_a_tight_run_warns_and_a_resumed_run_is_refused_as_well(tmp_path, small, monkeypatch):
-    """A stand-in for /proc/meminfo has just enough for the 36 bytes of each of the 88,576 parameters."""
+    """A stand-in for /proc/meminfo has just enough for the 24 bytes of each of the 88,576 parameters."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(machine, "ROOT", tmp_path)
     (tmp_path / "proc").mkdir()
     meminfo = tmp_path / "proc" / "meminfo"
-    meminfo.write_text("MemTotal: 9999 kB\nMemAvailable: 3300 kB\n")
+    meminfo.write_text("MemTotal: 9999 kB\nMemAvailable: 2200 kB\n")
     settings = [f"model.path={small}", "trainer.steps=2", "trainer.prompts_per_step=2",
                 "rollout.group_size=2", "rollout.max_tokens=4", "checkpoint.every=1",
                 "validation.every=0"]  # fmt: skip
@@ -319,12 +319,12 @@ def test_a_tight_run_warns_and_a_resumed_run_is_refused_as_well(tmp_path, small,
         line for line in Path("run/events.jsonl").read_text().splitlines() if '"WarningRaised"' in line
     ]
     assert any(
-        "memory is tight: the run needs at least 3.04 MiB of the host's memory" in line for line in warnings
+        "memory is tight: the run needs at least 2.03 MiB of the host's memory" in line for line in warnings
     )
 
-    meminfo.write_text("MemTotal: 9999 kB\nMemAvailable: 3000 kB\n")
+    meminfo.write_text("MemTotal: 9999 kB\nMemAvailable: 2000 kB\n")
     before = Path("run/config.toml").read_bytes()
-    with pytest.raises(ConfigError, match=r"the run needs at least 3\.04 MiB"):
+    with pytest.raises(ConfigError, match=r"the run needs at least 2\.03 MiB"):
         train(settings=["trainer.steps=3"], resume="run")
     assert Path("run/config.toml").read_bytes() == before
     assert train(settings=["trainer.steps=3", "health.max_memory=0"], resume="run") == 0
