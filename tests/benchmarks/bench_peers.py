@@ -24,7 +24,6 @@ from pathlib import Path
 
 import torch
 from attrs import evolve, frozen
-from grpo_plugin_smollm2.source import cached
 
 from grpo_core.config import ModelConfig, TrainerConfig
 from grpo_core.config.setup import TrainerSetup
@@ -32,6 +31,7 @@ from grpo_core.contracts.advantages import normalize
 from grpo_core.contracts.records import Batch, EngineSetup, GenerationRequest, Row
 from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.training.process import ProcessTrainer
+from grpo_plugin_smollm2.source import cached
 
 HERE = Path(__file__).parent
 PEER = HERE.parent.parent / ".venv-peers" / "bin" / "python"
