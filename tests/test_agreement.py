@@ -93,7 +93,7 @@ def test_ten_thousand_syncs_of_a_bfloat16_engine_end_no_run(noise: Noise, kept: 
     found = [asked(chance, noise, step=steps[i % 4], kept=kept) for i in range(10_000)]
     assert [each.fault for each in found if each.fault] == []
     assert not any(each.proves for each in found[::4]), "nothing is proved by steps smaller than rounding"
-    assert sum(each.proves for each in found[3::4]) > 2400, "large steps prove the sync"
+    assert sum(each.proves for each in found[3::4]) > 2350, "large steps prove the sync, unless one is spared"
 
 
 @pytest.mark.long
@@ -124,13 +124,58 @@ def test_the_power_bounds_how_often_the_older_weights_are_mistaken() -> None:
 
 def test_an_engine_that_rounds_as_before_is_compared_by_what_has_moved() -> None:
     """The weights have moved by less than the engine always differs from the trainer."""
-    before = said(-1.0, answer=(1, -1.05))
-    canaries = [attrs.evolve(said(-1.04), before=before)] * CONTEXTS
-    moved = agreement(canaries, [(1, -1.09)] * CONTEXTS, EXPLAINED["bfloat16"])
-    assert moved.proves, "it has moved as the trainer, although its answer is far from the trainer's"
-    assert not agreement(canaries, [(1, -1.07)] * CONTEXTS, EXPLAINED["bfloat16"]).proves
-    stuck = agreement(canaries, [(1, -1.05)] * CONTEXTS, EXPLAINED["bfloat16"])
-    assert "nearer to older weights" in stuck.fault, "although the trainer's answer is as near"
+    tops = [-0.5 - i / 10 for i in range(CONTEXTS)]
+    canaries = [attrs.evolve(said(top - 0.04), before=said(top, answer=(1, top - 0.05))) for top in tops]
+
+    def found(moved: float) -> Agreement:
+        return agreement(canaries, [(1, top - 0.05 - moved) for top in tops], EXPLAINED["bfloat16"])
+
+    assert found(0.04).proves, "it has moved as the trainer, although its answer is far from the trainer's"
+    assert not found(0.02).proves
+    assert "nearer to older weights" in found(0.0).fault, "although the trainer's answer is as near"
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "dtype", "shows"),
+    [
+        ([-3.9] * CONTEXTS, "bfloat16", False),
+        ([-0.001] * CONTEXTS, "bfloat16", False),
+        ([-3.9 - 0.002 * i for i in range(CONTEXTS)], "bfloat16", False),
+        ([-3.9 - 0.002 * i for i in range(CONTEXTS)], "float32", True),
+        ([-3.9] * (CONTEXTS - 2) + [-0.1] * 2, "bfloat16", False),
+        ([-3.9] * (CONTEXTS - 3) + [-0.1] * 3, "bfloat16", True),
+    ],
+    ids=["flat", "sure", "nearly flat", "in float32", "two that are spared", "three"],
+)
+def test_where_one_answer_would_match_all_contexts_a_match_proves_nothing(
+    logprobs: list[float], dtype: str, shows: bool
+) -> None:
+    """An engine that ignores its contexts, or has wrong tensors, would match as well."""
+    canaries = [attrs.evolve(said(now), before=said(now - 1.0, answer=(1, now - 1.0))) for now in logprobs]
+    right = agreement(canaries, [(1, now) for now in logprobs], EXPLAINED[dtype])
+    assert right.power > POWER
+    assert not right.fault
+    assert right.proves == shows
+    ignores = agreement(canaries, [(1, logprobs[0])] * CONTEXTS, EXPLAINED[dtype])
+    assert bool(ignores.fault) == shows, "its answer is the same to all"
+    assert not ignores.proves
+
+
+def test_answers_with_different_tokens_show_that_the_contexts_are_read() -> None:
+    sure = [Canary(prompt_ids=(1,), token_ids=(i, 99), logprobs=(-0.001, -8.0)) for i in range(CONTEXTS)]
+    older = [attrs.evolve(each, logprobs=(-1.0, -8.0), answer=(each.token_ids[0], -1.0)) for each in sure]
+    canaries = [attrs.evolve(now, before=before) for now, before in zip(sure, older, strict=True)]
+    assert agreement(canaries, [(i, -0.001) for i in range(CONTEXTS)], EXPLAINED["bfloat16"]).proves
+
+
+def test_a_match_that_spares_a_context_proves_nothing() -> None:
+    """It may be a near tie of experts, or a wrong tensor that matters there."""
+    tops = [-0.5 - i / 10 for i in range(CONTEXTS)]
+    canaries = [attrs.evolve(said(top), before=said(top - 1.0, answer=(1, top - 1.0))) for top in tops]
+    for spared, proves in ((0.9, True), (1.1, False)):
+        answers = [(1, tops[0] - spared), *((1, top) for top in tops[1:])]
+        found = agreement(canaries, answers, EXPLAINED["bfloat16"])
+        assert (found.fault, found.proves) == ("", proves)
 
 
 # ---------------------------------------------------------------------------------- differences
@@ -251,7 +296,7 @@ def test_movement_adds_up_over_the_steps_until_a_sync_is_proved() -> None:
         known = Canary(prompt_ids=(1,), token_ids=(1, 2), logprobs=(-float(version) - 1, -90.0))
         weights = Weights(version=version, location="", nbytes=0, tensors=(), canary=(known,))
         weights = canaries.published(weights)
-        canaries.verified(weights, Agreement(answers=((1, -1.0),), power=POWER if proved else 0.0))
+        canaries.verified(weights, Agreement(answers=((1, -1.0),), proves=proved))
         older = weights.canary[0].before
         return None if older is None else -older.logprobs[0] - 1
 
@@ -420,11 +465,11 @@ class Planting:
         for fault in faults:
             self.engine.use = fault(around)
             found = await self._verified(weights)
-            outcomes[fault.__name__] = "found" if found.fault else "right" if found.proves else "unproved"
+            outcomes[fault.__name__] = outcome(found)
         self.engine.use = lambda context: now
         right = await self._verified(weights)
         assert not right.fault
-        outcomes["none"] = "right" if right.proves else "unproved"
+        outcomes["none"] = outcome(right)
         self.canaries.verified(weights, right)
         self.older = now if right.proves else self.older
         groups = played(self.engine.module, weights.version)
@@ -441,6 +486,10 @@ class Planting:
         except WeightSyncError as error:
             assert self.engine.asked == before + 2, "it is asked again before it ends a run"
             return Agreement(fault=str(error))
+
+
+def outcome(found: Agreement) -> str:
+    return "found" if found.fault else "right" if found.proves else "unproved"
 
 
 def planted(given: TrainerSetup, faults: Sequence[Fault], dtype: torch.dtype) -> Counter[tuple[str, str]]:
@@ -467,7 +516,8 @@ def test_in_float32_each_fault_is_found_at_each_of_a_hundred_syncs(model: str) -
 
 @pytest.mark.slow
 def test_in_bfloat16_older_weights_are_found_with_power_and_wrong_tensors_always(model: str) -> None:
-    # larger steps may make it sure of each answer, by which then nothing can be told apart
+    # with larger steps, random rewards may end in a model that is flat or sure after nearly
+    # each context, where wrong tensors may match: such a sync is unproved
     given = setup(model, lr=7e-4)
     given = attrs.evolve(given, model=attrs.evolve(given.model, dtype="bfloat16"))
     found = planted(given, (stale, swapped, not_loaded), torch.bfloat16)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from attrs import frozen
 
@@ -100,8 +100,7 @@ def model_source(config: ModelConfig, plugins: PluginHost) -> StartModelSource:
     """
     known = install_command("model", config.path) and not Path(config.path).is_dir()
     if known or plugins.offers("model", config.path):
-        source: StartModelSource = plugins.make("model", config.path, **config.options)
-        return source
+        return cast(StartModelSource, plugins.make("model", config.path, **config.options))
     if config.options:
         raise ConfigError(
             f"model.options: model {config.path!r} is a directory or hub id, which has no options"

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from attrs import evolve, frozen
 
@@ -79,8 +79,7 @@ class Parts:
     def placement(self) -> Placement:
         """Make the placement of engines and environments, not yet connected."""
         chosen = self.config.placement
-        placement: Placement = self.plugins.make("placement", chosen.name, self.plugins, **chosen.options)
-        return placement
+        return cast(Placement, self.plugins.make("placement", chosen.name, self.plugins, **chosen.options))
 
     @property
     def place_of_trainer(self) -> str:
@@ -105,8 +104,7 @@ class Parts:
         Raises ConfigError if it cannot work with the placement.
         """
         chosen = self.config.data_plane
-        plane: DataPlane = self.plugins.make("data_plane", chosen.name, placement, **chosen.options)
-        return plane
+        return cast(DataPlane, self.plugins.make("data_plane", chosen.name, placement, **chosen.options))
 
     # ------------------------------------------------------------------------------ engines and trainer
 
@@ -273,8 +271,7 @@ class Parts:
         weights = {name: task.weight for name, task in self.config.tasks.items()}
         known: dict[str, Any] = {"seed": self.config.seed, "weights": weights}
         options = {key: value for key, value in known.items() if key in takes} | chosen.options
-        sampler: Sampler = self.plugins.make("sampler", chosen.name, **options)
-        return sampler
+        return cast(Sampler, self.plugins.make("sampler", chosen.name, **options))
 
     def advantages(self) -> AdvantageFunction:
         """Make the advantage function, clipped as its section sets."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import cache, cached_property
 from inspect import signature
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -139,7 +139,7 @@ def _by_flash(
     indices, queries, keys, most_queries, most_keys = packed.keys
     if len(indices) > len(key):
         key, value = key[indices], value[indices]
-    computed: Any = varlen_attn(
+    attended: Any = varlen_attn(
         query,
         key,
         value,
@@ -151,8 +151,7 @@ def _by_flash(
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    attended: Tensor = computed
-    return attended
+    return cast(Tensor, attended)
 
 
 def _has_kernel(query: Tensor, value: Tensor) -> bool:

@@ -69,7 +69,7 @@ def pack(
     block: Callable[[int], torch.Tensor],
     location: Callable[[], str],
     dtype: torch.dtype | None = None,
-    ranks: Publishers | None = None,
+    ranks: Publishers = ALONE,
     apart: bool = False,
 ) -> Weights:
     """Copy tensors into a block, one after the other.  Tied tensors appear once, under one name.
@@ -83,7 +83,6 @@ def pack(
         apart: whether each of them has a separate block for its rows; see ``layout.slices``.  Otherwise all
             write to one block, where the rows form the whole tensors.
     """
-    ranks = ranks or ALONE
     shares = [_share(name, tensor, dtype, ranks) for name, tensor in tensors]
     offsets, nbytes = laid_out([share.nbytes for share in shares])
     places, size = [offset + share.begin for share, offset in zip(shares, offsets, strict=True)], nbytes
@@ -99,10 +98,7 @@ def pack(
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor without gradient; if ranks hold parts of it, all of them must call this."""
     part: Any = tensor.detach()
-    if not _is_divided(part):
-        return cast(torch.Tensor, part)
-    gathered: torch.Tensor = part.full_tensor()
-    return gathered
+    return cast(torch.Tensor, part.full_tensor() if _is_divided(part) else part)
 
 
 @frozen(eq=False)
