@@ -68,6 +68,12 @@ class Trainer(End):
     def __init__(self, gpu=None):
         super().__init__(_trainer, gpu)
 
+    @classmethod
+    def whose_aborts_hang(cls, gpu):
+        made = cls.__new__(cls)
+        End.__init__(made, _trainer_whose_aborts_hang, gpu)
+        return made
+
     def write(self, version, halt=""):
         """Publish; return the weights.  ``halt``: a moment, "before" or "during", of the first transfer."""
         self.tell(version, halt)
@@ -132,6 +138,7 @@ class _Halt:
         setattr(Line, name, method)
 
     def amid_nccl(self):
+        self.before(Pair, "__init__", "meeting")
         self.before(Pair, "move", "during", lambda pair, block: block.numel() > 1)
 
 
@@ -155,6 +162,11 @@ def _trainer(pipe, gpu):
     while True:
         version, halt.moment = pipe.recv()
         pipe.send(writer.write(version, [("a", torch.full((SIZE,), version, dtype=torch.uint8))]))
+
+
+def _trainer_whose_aborts_hang(pipe, gpu):
+    fake_gpus.ProcessGroup.abort_hangs = True
+    _trainer(pipe, gpu)
 
 
 def _engine(pipe, gpu):

@@ -91,6 +91,10 @@ class ProcessGroup:
     Options = Options
     groups: list[ProcessGroup] = []  # noqa: RUF012
     """All groups of this process."""
+    meeting = 10.0
+    """Seconds in which a communicator has to be made."""
+    abort_hangs = False
+    """Whether an abort never returns."""
 
     def __init__(self, store, rank, size, options):
         assert size == 2
@@ -118,6 +122,8 @@ class ProcessGroup:
         return Work(self, lambda: receive(end, memoryview(block.numpy().data)))
 
     def abort(self):
+        if self.abort_hangs:
+            threading.Event().wait()
         self.aborted.set()
         if self._socket is not None:
             with contextlib.suppress(OSError):
@@ -125,12 +131,15 @@ class ProcessGroup:
             self._socket.close()
 
     def _connected(self):
-        """Make the communicator, at the first transfer."""
+        """Make the communicator, at the first transfer; only its time limit ends the wait for the partner."""
         if self._socket is None and self.rank == 0:
             with socket.create_server(("127.0.0.1", 0)) as listening:
-                listening.settimeout(10)
+                listening.settimeout(self.meeting)
                 self.store.set("0:1", str(listening.getsockname()[1]).encode())
-                self._socket = listening.accept()[0]
+                try:
+                    self._socket = listening.accept()[0]
+                except TimeoutError:
+                    raise RuntimeError("NCCL timed out in non-blocking wait") from None
         elif self._socket is None:
             self._socket = socket.create_connection(("127.0.0.1", int(self.store.get("0:1"))))
         return self._socket

@@ -13,6 +13,7 @@ import re
 import signal
 import socket
 import threading
+from datetime import timedelta
 from pathlib import Path
 
 import fake_gpus
@@ -94,6 +95,30 @@ def test_an_engine_that_is_killed_keeps_neither_the_trainer_nor_other_engines_wa
         dying.kill()
         assert other.read(first) == 1
         assert other.read(trainer.write(2)) == 2
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_killed_while_nccl_connects_it_holds_no_other_up():
+    """NCCL waits for it, as long as a communicator may take to be made."""
+    with ends((Trainer, "GPU-0"), (Engine, "GPU-1"), (Engine, "GPU-2")) as (trainer, dying, other):
+        first = trainer.write(1)
+        assert dying.read(first, "meeting") == "meeting"
+        dying.kill()
+        assert other.read(first) == 1
+        assert other.read(trainer.write(2)) == 2
+
+
+@pytest.mark.slow
+def test_an_abort_of_nccl_that_never_returns_holds_neither_the_trainer_nor_other_engines_up():
+    """The version in the middle of whose transfer the engine died keeps its block."""
+    given = ((Trainer.whose_aborts_hang, "GPU-0"), (Engine, "GPU-1"), (Engine, "GPU-2"))
+    with ends(*given) as (trainer, dying, other):
+        first = trainer.write(1)
+        assert dying.read(first, "during") == "during"
+        dying.kill()
+        assert other.read(first) == 1
+        for version in (2, 3):
+            assert other.read(trainer.write(version)) == version
 
 
 @pytest.mark.slow
@@ -305,6 +330,11 @@ def test_torch_has_the_options_that_are_set():
     for name in ("is_completed", "wait"):
         assert hasattr(torch._C._distributed_c10d.Work, name)
     assert hasattr(torch.distributed.ProcessGroupGloo._Options(), "_timeout")
+    if torch.distributed.is_nccl_available():  # a build for CUDA, also without a GPU
+        options = torch.distributed.ProcessGroupNCCL.Options()
+        for name in fake_gpus.Config.__slots__:
+            setattr(options.config, name, 1)
+        options._timeout = timedelta(seconds=1)
 
 
 def test_an_error_of_nccl_is_an_error_of_the_weight_sync_and_aborts_the_group(gpus, monkeypatch):
