@@ -15,7 +15,7 @@ from adapting import with_lora
 from separate_gpu import GPU, MixedError, on_a_gpu
 from test_engine_local import logprobs_by, mixed_requests, run, tensors
 from test_trainer import batch, ragged, setup
-from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from grpo_core.config.setup import TrainerSetup
@@ -150,7 +150,7 @@ def test_a_pass_of_a_large_model_leaves_no_tensor_behind() -> None:
         for _ in range(2):
             logprobs, _ = policy.score(micro, 1.0)
             logprobs.sum().backward()
-        with pytest.raises(FakeTensorDeviceMismatchError):
+        with pytest.raises(RuntimeError, match=r"two (different )?devices"):
             policy.score(attrs.evolve(micro, targets=torch.zeros(2048, dtype=torch.int64)), 1.0)
     assert sum(parameter.nbytes for parameter in module.parameters()) > 2 << 30
     assert {str(parameter.grad.device) for parameter in module.parameters()} == {"gpu:0"}
