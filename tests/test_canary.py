@@ -68,7 +68,7 @@ def test_an_engine_that_still_uses_older_weights_stops_the_run_before_the_next_r
     stuck = Run(engine=Listener(used=lambda version: min(version, 2)), trainer=Singer(), max_staleness=0)
     with pytest.raises(
         WeightSyncError,
-        match=r"does not use the weights of version 3: to token 1 .* the logprob -1\.2.* the trainer -1\.3",
+        match=r"does not use the weights of version 3: for token 1 .* logprob is -1\.2.* trainer's -1\.3",
     ):
         stuck()
     dispatched = [slot.generation_version for event in stuck.of(Dispatched) for slot in event.slots]
