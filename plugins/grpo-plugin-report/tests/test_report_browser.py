@@ -307,6 +307,8 @@ class TestReading:
         told = chromium.run("return document.querySelector('.Learning .ends').innerText")
         for text in ("version 1", "sort, all alike: reward 1", "question v", "version 1 said", "expected 42"):
             assert text in told, text
+        for text in ("at step 0: reward", "version 0 said"):
+            assert text in told, f"the reply before training: {text}"
         chromium.run("document.querySelector('.ends button').click()")
         heading = "document.querySelector('.rollout h3').textContent"
         shown = chromium.run(f"return new Promise(done => setTimeout(() => done({heading})))")

@@ -317,11 +317,14 @@ function browse(root) {
     ends.hidden = false;
   }
   function end(name, one) {
+    const first = scored.findLast(other => other.of.set === one.of.set && other.of.same === one.of.same && other.of.step < one.of.step);
     const asked = one.of.messages.at(-1), read = element("button", { type: "button" }, "read");
     read.addEventListener("click", () => { form.reset(); setTimeout(() => { show(one.key); pane.scrollIntoView(); }); });
     const text = value => element("pre", { dir: "auto" }, value.length > 700 ? `${value.slice(0, 350)} … ${value.slice(-350)}` : value || "no text");
+    const reply = of => element("div", { class: "message assistant" }, text(said(of.messages.at(-1) || {})));
     return element("div", {}, element("p", {}, element("b", {}, `${one.of.task}, ${name}: reward ${plain(one.reward)} `), read),
-      asked ? text(said(asked)) : "", element("div", { class: "message assistant" }, text(said(one.messages.at(-1) || {}))),
+      asked ? text(said(asked)) : "", reply(one),
+      first ? element("p", { class: "dim" }, `at step ${first.of.step}: reward ${plain(first.reward)}`) : "", first ? reply(first) : "",
       one.of.answer ? element("p", { class: "dim" }, "expected ", element("code", {}, one.of.answer.slice(0, 200))) : "");
   }
 
