@@ -1,4 +1,4 @@
-"""A sentence becomes JSON: the keys are given, and their values are checked."""
+"""A sentence of one of four forms becomes JSON: the keys are given, and their values are checked."""
 
 import itertools
 import json
@@ -38,10 +38,19 @@ CITIES = [
     "Warsaw",
     "Geneva",
 ]
+FORMS = [
+    "{name}, {age}, is from {city}.",
+    "In {city} lives {name}, who is {age}.",
+    "At {age}, {name} moved to {city}.",
+    "{city} is the home of {name} (aged {age}).",
+]
 
 
 class Record(grpo.Environment):
-    """Pays 0.2 for a JSON object, 0.2 for exactly the keys, and 0.2 for each right value of three."""
+    """Pays 0.2 for a JSON object, 0.2 for exactly the keys, and 0.2 for each right value of three.
+
+    An answer that is right in all of them gets 0.2 more if nothing follows it.
+    """
 
     success = 1.0
 
@@ -53,11 +62,11 @@ class Record(grpo.Environment):
     def prompts(self, split):
         return [
             grpo.Prompt(
-                messages=f"{name} is {age} years old and lives in {city}. Write this as JSON with the "
-                'keys "name", "age" (a number) and "city".',
-                answer=json.dumps({"name": name, "age": age, "city": city}),
+                messages=f"{form.format(name=name, age=age, city=city)} Write this as JSON with the keys "
+                '"city", "name" and "age" (a number).',
+                answer=json.dumps({"city": city, "name": name, "age": age}),
             )
-            for name, age, city in self._people[split]
+            for (name, age, city), form in zip(self._people[split], itertools.cycle(FORMS), strict=False)
         ]
 
     def evaluate(self, episodes):
@@ -73,7 +82,11 @@ class Record(grpo.Environment):
         values = sum(is_object and key in given and given[key] == wanted[key] for key in wanted)
         # in fifths, so that a whole answer is exactly 1
         reward = (is_object + keys + values) / 5
-        return grpo.Feedback(reward=reward, metrics={"object": is_object, "keys": keys, "values": values / 3})
+        # pays for the end as well: text after the object changes nothing in the fifths
+        ends = is_object and reply[reply.rindex("}") + 1 :].strip() in ("", "```")
+        reward += 0.2 * (reward == 1 and ends)
+        parts = {"object": is_object, "keys": keys, "values": values / 3, "ends": ends}
+        return grpo.Feedback(reward=reward, metrics=parts)
 
     def solve(self, prompt):
         return prompt.answer
