@@ -33,6 +33,7 @@ class Publishers(Protocol):
         ...
 
 
+@frozen
 class OnePublisher:
     """A process that publishes alone."""
 
