@@ -100,6 +100,8 @@ def changed(page, command, site):
 
 
 def without_numbers(text):
+    """A run of two steps may end before a weight sync is proved, and says so; those of the pages are longer."""
+    text = re.sub(r"weight sync unproved: \d+ syncs; ", "", text)
     return re.sub(r"\d[\d.,]*", "0", text)
 
 
@@ -149,7 +151,7 @@ def test_a_tutorial_does_what_it_says(page, tmp_path):
                 assert line in without_numbers(told).splitlines(), f"{block}: {line!r} is not in\n{told}"
         elif block.language == "bash":
             told = ""
-            for command in block.text.splitlines():
+            for command in block.text.replace("\\\n", " ").splitlines():
                 if command in ("mkdir grpo-plugin-caesar", "cd grpo-plugin-caesar"):
                     continue
                 if reason := not_run(page, command):
