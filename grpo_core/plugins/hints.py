@@ -30,7 +30,10 @@ OFFERED: Mapping[str, Mapping[Kind, tuple[str, ...]]] = {
     "grpo-plugin-scale": {"engine": ("pool",), "transport": ("collective", "cuda_ipc")},
     "grpo-plugin-smollm2": {"model": ("smollm2",)},
     "grpo-plugin-transferqueue": {"data_plane": ("transferqueue",)},
-    **{f"'grpo-plugin-trackers[{name}]'": {"tracker": (name,)} for name in ("tensorboard", "wandb")},
+    **{
+        f"'grpo-plugin-trackers[{name}]'": {"tracker": (name,)}
+        for name in ("openmetrics", "tensorboard", "wandb")
+    },
     **{f"grpo-plugin-{name.replace('_', '-')}": {"environment": (name,)} for name in ENVIRONMENTS},
     "grpo-plugin-judge": {"environment": ("compose", "judge")},
 }

@@ -1,4 +1,4 @@
-"""Trackers for other tools: ``tensorboard``, ``wandb`` and ``trackio``."""
+"""Trackers for other tools: ``tensorboard``, ``wandb``, ``trackio`` and ``openmetrics``."""
 
 import grpo_core as grpo
 
@@ -16,5 +16,9 @@ def grpo_trackers() -> dict[str, grpo.Offer]:
         ),
         "trackio": grpo.Offer(
             "grpo_plugin_trackers.trackio:Trackio", requires={"trackio": "pip install trackio"}
+        ),
+        "openmetrics": grpo.Offer(
+            "grpo_plugin_trackers.openmetrics:OpenMetrics",
+            requires={"prometheus_client": "pip install 'grpo-plugin-trackers[openmetrics]'"},
         ),
     }

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ import grpo_core as grpo
 from grpo_core.kit import PluginHost
 from grpo_core.testing import a_run, make_offer
 from grpo_plugin_devkit.trackers import check_tracker
+from grpo_plugin_trackers.openmetrics import named
 
 STEP = {"loss": 0.5, "reward/sort": 0.25, "time/step": 1.5}
 VALIDATION = {"validation/sort/accuracy": 0.75}
@@ -266,6 +269,91 @@ def test_trackio_keeps_the_contract(trackio):
     check_tracker(PluginHost.discover().factory("tracker", "trackio"))
 
 
+# ---------------------------------------------------------------------------------- OpenMetrics
+
+
+def served(tracker):
+    from prometheus_client.parser import text_string_to_metric_families
+
+    with urllib.request.urlopen(tracker.address, timeout=10) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+    return {(s.name, s.labels["of"]): s.value for family in families for s in family.samples}
+
+
+@pytest.mark.long
+def test_the_newest_numbers_are_served_on_loopback(tmp_path):
+    pytest.importorskip("prometheus_client")
+    tracker = made("openmetrics", tmp_path, port=0)
+    tracker.metrics(1, STEP)
+    tracker.metrics(2, {**STEP, "loss": 0.25})
+    tracker.metrics(2, VALIDATION)
+    assert tracker.address.startswith("http://127.0.0.1:")
+    assert served(tracker) == {
+        ("grpo_core_loss", ""): 0.25,
+        ("grpo_core_reward", "sort"): 0.25,
+        ("grpo_core_time", "step"): 1.5,
+        ("grpo_core_step", ""): 2.0,
+        ("grpo_core_validation_accuracy", "sort"): 0.75,
+        ("grpo_core_validation_step", ""): 2.0,
+    }
+    address = tracker.address
+    tracker.close()
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(address, timeout=10)
+
+
+@pytest.mark.long
+def test_what_a_later_step_does_not_have_is_served_no_longer(tmp_path):
+    """An alarm about errors ends when there are none; a validation stays until the next of its set."""
+    pytest.importorskip("prometheus_client")
+    tracker = made("openmetrics", tmp_path, port=0)
+    tracker.metrics(1, {**STEP, "errors/sort": 3.0, "errors/sum": 1.0})
+    tracker.metrics(1, {"validation/sort/accuracy": 0.5, "validation/sort/reward": 0.25})
+    tracker.metrics(1, {"validation/sum/accuracy": 0.5})
+    tracker.metrics(2, {**STEP, "errors/sum": 2.0})
+    tracker.metrics(2, VALIDATION)
+    told = served(tracker)
+    tracker.close()
+    assert {key: told[key] for key in told if "errors" in key[0]} == {("grpo_core_errors", "sum"): 2.0}
+    assert {key: told[key] for key in told if "validation" in key[0]} == {
+        ("grpo_core_validation_accuracy", "sort"): 0.75,
+        ("grpo_core_validation_accuracy", "sum"): 0.5,
+        ("grpo_core_validation_step", ""): 2.0,
+    }
+
+
+@pytest.mark.long
+def test_a_free_port_is_told(tmp_path):
+    pytest.importorskip("prometheus_client")
+    tracker = made("openmetrics", tmp_path, port=0)
+    with Logged() as log:
+        tracker.metrics(1, STEP)
+        tracker.metrics(2, STEP)
+    address = tracker.address
+    tracker.close()
+    assert log.text == f"tracker openmetrics serves {address}"
+
+
+@pytest.mark.parametrize(
+    ("metric", "gauge"),
+    [
+        ("feedback_a-b/sort", ("grpo_core_feedback_a_b", "sort")),
+        ("feedback_größe/größen", ("grpo_core_feedback_gr_f6__df_e", "größen")),
+        ("feedback_对/sort", ("grpo_core_feedback__5bf9_", "sort")),
+        ("feedback_错/sort", ("grpo_core_feedback__9519_", "sort")),
+    ],
+)
+def test_a_gauge_has_a_name_that_every_reader_of_the_format_takes(metric, gauge):
+    assert named(metric) == gauge
+    assert re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*", gauge[0])
+
+
+@pytest.mark.long
+def test_openmetrics_keeps_the_contract():
+    pytest.importorskip("prometheus_client")
+    check_tracker(PluginHost.discover().factory("tracker", "openmetrics"), port=0)
+
+
 # ---------------------------------------------------------------------------------- together
 
 
@@ -274,6 +362,7 @@ def test_trackio_keeps_the_contract(trackio):
 def test_all_of_them_have_what_metrics_jsonl_has(tmp_path):
     """One run with all trackers: the same names and values everywhere."""
     pytest.importorskip("tensorboard")
+    pytest.importorskip("prometheus_client")
     run = grpo.train(
         env="math:sort",
         trainer={"steps": 2, "prompts_per_step": 4},
@@ -281,8 +370,9 @@ def test_all_of_them_have_what_metrics_jsonl_has(tmp_path):
         model={"path": "tiny", "options": {"warm_start_steps": 2}},
         validation={"prompts": 4},
         tracking={
-            "trackers": ["files", "tensorboard", "wandb"],
+            "trackers": ["files", "tensorboard", "wandb", "openmetrics"],
             "wandb": {"mode": "offline"},
+            "openmetrics": {"port": 0},
         },
         output=tmp_path / "run",
     )
