@@ -91,6 +91,7 @@ def test_a_function_is_trained_on_and_the_run_shows_what_happened(made):
     assert {"loop", "trainer"} <= {span["lane"] for span in run.timeline()}
     assert len([*run.rows(run.texts()[2])]) == len([r for group in run.rollouts(2) for r in group.rollouts])
     assert (run.state, run.damaged) == ("finished", {})
+    assert "ordered" in run._repr_html_()
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -250,6 +251,26 @@ class Run:
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r})"
+
+    def _repr_html_(self) -> str:
+        """Return a table of the first and the last validation, for Jupyter."""
+        from grpo_core.loop.metrics import headline
+        from grpo_core.validation.results import score
+
+        by_task: dict[str, list[dict[str, Any]]] = {}
+        for row in self.validations():
+            by_task.setdefault(row["task"], []).append(row)
+        lines = ""
+        for task, rows in by_task.items():
+            last = rows[-1]
+            metric = (
+                headline({key: value for key, value in last.items() if key not in ("step", "task")}) or ""
+            )
+            cells = [task, metric, *(score(metric, row) for row in (rows[0], last))]
+            lines += "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
+        head = "<tr><th>task</th><th>metric</th><th>first</th><th>last</th></tr>"
+        table = f"<table>{head}{lines}</table>" if lines else ""
+        return f"<p>Run <code>{escape(str(self.path))}</code></p>{table}"
 
 
 def _object(line: str) -> dict[str, Any] | None:
