@@ -589,6 +589,10 @@ def test_a_session_without_a_model_plays_the_one_that_training_would_start_from(
 
     async def story():
         async with grpo_core.session(SMALL, env={"sorting": Sorting()}, status=said.append) as session:
+            with pytest.raises(
+                grpo_core.ConfigError, match=r"is of task ''.*has sorting; play the prompts that"
+            ):
+                await session.play([grpo_core.Prompt(messages="not from session.prompts()")])
             return await session.play((await session.prompts())[:2], group_size=2)
 
     rollouts = [rollout for group in asyncio.run(story()) for rollout in group]

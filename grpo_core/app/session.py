@@ -71,8 +71,15 @@ class Session:
             temperature: None is the temperature of training.
             environments: other environments to judge the rollouts, by task.
 
-        An unfinished rollout has no reward, and the reason in ``error``.  Raises EngineError.
+        An unfinished rollout has no reward, and the reason in ``error``.  Raises ConfigError for a prompt of
+        another task, and EngineError.
         """
+        for prompt in prompts:
+            if prompt.environment not in self.environments:
+                raise ConfigError(
+                    f"prompt {prompt.id!r} is of task {prompt.environment!r}, and this session has "
+                    f"{', '.join(self.environments)}; play the prompts that session.prompts() returns"
+                )
         sampling = sampling_params(self.config.rollout)
         if temperature is not None:
             sampling = evolve(sampling, temperature=temperature)
