@@ -177,7 +177,7 @@ def written(model, tmp_path_factory):  # noqa: F811
     found |= set(  # of these, some take no virtual time
         times(Span(lane=lane, what=what, begin=0.0, end=1.0, busy=1.0) for lane, what in TIMES)
     )
-    found |= {*readings.memory(), *readings.of_engine(Measured())}
+    found |= {*readings.memory(), *readings.of_engines({"engine": Measured()})}
     found |= names_of_a_canary()
     trainer = TorchTrainer(attrs.evolve(setup(model, loss={"kl_coefficient": 0.01}), max_non_finite=0.5))
     rows = ragged()

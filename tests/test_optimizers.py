@@ -307,7 +307,7 @@ def test_the_state_of_another_optimizer_is_refused(model: str, tmp_path: Path) -
     trainer = TorchTrainer(setup(model, OptimizerConfig()))
     trainer.step(batch(ragged()))
     save(trainer, tmp_path)
-    with pytest.raises(CheckpointError, match="it is of 'adamw', not of 'muon'"):
+    with pytest.raises(CheckpointError, match="it belongs to 'adamw', not to 'muon'"):
         TorchTrainer(setup(model, OptimizerConfig(name="muon"), resume_from=tmp_path))
 
 
@@ -324,7 +324,7 @@ def test_a_state_of_another_shape_is_refused_for_each_optimizer(
     state = load_file(file)
     key = next(k for k, v in state.items() if k.endswith(("absmax1", "momentum_buffer")))
     save_file({**state, key: torch.zeros(3)}, file)
-    with pytest.raises(CheckpointError, match=r"there is .*\[3\] float32.*expected"):
+    with pytest.raises(CheckpointError, match=r"has .*\[3\] float32.*expected"):
         TorchTrainer(setup(model, chosen, resume_from=tmp_path))
 
 

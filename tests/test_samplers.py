@@ -120,7 +120,7 @@ class KeepsEverything(Mix):
 @pytest.mark.parametrize(
     ("faulty", "message"),
     [
-        (Forgetful, "two samplers resumed from one state draw other prompts"),
+        (Forgetful, "a resumed sampler draws other prompts than an uninterrupted one"),
         (lambda: ForgetsWhatItHeard(known_after=1), "a resumed sampler draws other prompts"),
         (Undetermined, "the same calls, repeated, gave other|draws? other prompts"),
         (Wasteful, r"taken from the loaders and not returned: \[\('c'"),

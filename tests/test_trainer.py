@@ -861,9 +861,9 @@ def test_a_saved_model_is_an_ordinary_one_without_pickles(model: str, tmp_path: 
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        ("another shape", "of model.norm.weight there is .*exp_avg .*expected exp_avg .*float32"),
-        ("another type", "of model.norm.weight there is .*exp_avg_sq .*int64"),
-        ("a slot less", "of model.norm.weight there is .*expected .*step"),
+        ("another shape", "model.norm.weight has .*exp_avg .*expected exp_avg .*float32"),
+        ("another type", "model.norm.weight has .*exp_avg_sq .*int64"),
+        ("a slot less", "model.norm.weight has .*expected .*step"),
     ],
 )
 def test_an_optimizer_state_that_does_not_fit_is_refused(

@@ -84,4 +84,7 @@ def trainer_parts(
     if teacher:
         change = 'a smaller teacher, teacher.dtype = "bfloat16"'
         parts.append(MemoryPart(name=TEACHER, nbytes=teacher, device=device, change=change))
+    if device != "host":
+        copied = max(changed, kept)  # a checkpoint's weights, then the state of the optimizer
+        parts.append(MemoryPart(name="checkpoint copy", nbytes=copied, certain=False, change=fewer))
     return parts

@@ -105,9 +105,9 @@ class Checkpointer:
         model = {name.removeprefix(_MODEL): t for name, t in state.items() if name.startswith(_MODEL)}
         rest = {name: tensor for name, tensor in state.items() if not name.startswith(_MODEL)}
         with disk_errors():
-            self._model.write(directory / "trainer", model)
+            self._model.write(directory / "trainer", on_host(model))
             mine = {"rank": self._ranks.rank, "ranks": self._ranks.size}
-            write_state(directory / "optimizer", rest, about, **mine)
+            write_state(directory / "optimizer", on_host(rest), about, **mine)
 
     def resume(self, directory: Path) -> int:
         """Continue from a saved directory; return the version.  Raises CheckpointError."""
@@ -142,3 +142,15 @@ class Checkpointer:
             if chosen == self._chosen:  # otherwise it begins at the value chosen for this start
                 self._entropy.coefficient = coefficient
         return int(about["version"])
+
+
+def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors, those of a GPU as copies in host memory; names of one tensor share a copy."""
+    copies: dict[tuple[int, torch.Size], Tensor] = {}
+    found = {}
+    for name, tensor in tensors.items():
+        key = tensor.data_ptr(), tensor.shape
+        if key not in copies:
+            copies[key] = tensor.cpu()
+        found[name] = copies[key]
+    return found

@@ -82,6 +82,7 @@ def test_a_trainer_on_a_gpu_leaves_publication_to_the_host():
         "optimizer": (8000, "cuda:1"),
         "published weights": (2000, "host"),
         "reference": (4000, "cuda:1"),
+        "checkpoint copy": (8000, "host"),
     }
 
 

@@ -390,7 +390,7 @@ def test_requests_and_weights_wait_for_a_server_that_is_away():
 def test_a_server_that_stays_away_ends_the_run_with_its_name():
     async def story(engine, server):
         server.faults["/inference/v1/generate"] = [(503, "loading")] * 1000
-        expected = r"away for 0 s .*unavailable_for.*/v1/generate: status 503: loading"
+        expected = r"unavailable for 0 s .*unavailable_for.*/v1/generate: status 503: loading"
         with pytest.raises(Unavailable, match=expected):
             await engine.generate([REQUEST])
 
