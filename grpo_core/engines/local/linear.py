@@ -54,7 +54,7 @@ class Linear:
 
 
 def _packs(dtype: torch.dtype) -> bool:
-    if not torch._C._has_mkldnn:
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     bfloat16 = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return dtype == torch.float32 or bool(bfloat16)
