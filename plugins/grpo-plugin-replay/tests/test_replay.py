@@ -198,7 +198,7 @@ def test_a_step_without_fingerprints_is_not_said_to_be_the_same(run, capsys):
     without_fingerprints(run, step=3)
     assert replay.replay(run, step=4) == 0
     third, fourth = capsys.readouterr().out.splitlines()[1:]
-    assert third.startswith("step 3: computed again, and compared with nothing")
+    assert third.startswith("step 3: computed again, and not compared, because there are no fingerprints")
     assert fourth.startswith("step 4: the same weights and optimizer state, bit for bit (")
 
 
