@@ -136,7 +136,7 @@ def test_an_end_of_the_turn_at_which_no_completion_stops_is_told(ends, stop, war
     renderer = letters(f"{{% for m in messages %}}{{{{ m.content }}}}{ends} {{% endfor %}}")
     told = looked(Sums(), renderer, stop=stop, max_tokens=4)
     assert list(told) == (["no_turn_end"] if warned else [])
-    assert not warned or "ends a turn with '~', which is neither a stop token nor in rollout.stop" in told["no_turn_end"]
+    assert not warned or "ends a turn with '~', which is neither a stop token" in told["no_turn_end"]
 
 
 def test_tools_that_the_template_leaves_out_are_told():

@@ -309,7 +309,8 @@ def main() -> None:
     parser.add_argument("--vllm", nargs=2, metavar=("MODEL", "DTYPE"), help="serve vLLM's side of --real")
     options = parser.parse_args()
     if options.vllm:
-        return serve_vllm(*options.vllm, options.threads)
+        path, dtype = options.vllm
+        return serve_vllm(path, dtype, options.threads)
     if options.real:
         cpu.prepare(options.threads)
         return compare_real(options.threads, options.real, options.rounds)
