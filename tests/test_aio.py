@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 
@@ -94,3 +95,24 @@ def test_the_first_error_of_tasks_that_run_together_is_raised_as_it_is():
 
     run(story())
     assert ended == ["cancelled"]
+
+
+def test_a_deadline_around_a_gather_that_failed_before_is_a_timeout_and_no_cancellation():
+    """asyncio.TaskGroup leaves its caller with a cancellation that is counted and never taken back."""
+
+    async def fail():
+        await asyncio.sleep(1)
+        raise ZeroDivisionError
+
+    async def late():
+        async with asyncio.timeout(10):
+            with contextlib.suppress(ZeroDivisionError):
+                await gather([fail(), asyncio.sleep(2)])
+            await asyncio.sleep(100)
+
+    async def story():
+        with pytest.raises(TimeoutError):
+            await late()
+        assert not asyncio.current_task().cancelling()
+
+    run(story())

@@ -37,10 +37,22 @@ def raising_root_cause() -> Iterator[None]:
 
 
 async def gather(awaitables: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Await all together; the first error cancels the others, waits for them, and is raised unchanged."""
+    """Await all together; the first error cancels the others, waits for them, and is raised unchanged.
+
+    Before Python 3.13, the error of an ``asyncio.TaskGroup`` leaves its task with a cancellation that is
+    counted: an ``asyncio.timeout`` around it then ends in CancelledError.
+    """
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
+    if not tasks:
+        return []
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        await cancel([task for task in tasks if not task.done()])
+    errors = [task.exception() for task in tasks if task in done and not task.cancelled()]
     with raising_root_cause():
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(awaitable) for awaitable in awaitables]
+        for error in filter(None, errors):
+            raise error
     return [task.result() for task in tasks]
 
 

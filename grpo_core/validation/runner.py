@@ -5,7 +5,6 @@ The strategies go through the same ``play`` and the same environment batching as
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -20,7 +19,7 @@ from grpo_core.contracts.records import Group, Prompt, Rollout
 from grpo_core.environments.feedback import as_number
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, cause, derive_seed, play
 from grpo_core.loop.rows import sampled_versions
-from grpo_core.processes.aio import UNLIMITED, Limit, Slots, raising_root_cause
+from grpo_core.processes.aio import UNLIMITED, Limit, Slots, gather, raising_root_cause
 from grpo_core.text.messages import readable
 
 Results = Mapping[str, Mapping[str, float]]
@@ -109,11 +108,8 @@ class Context:
                     joined.append([])
                 joined[-1] += part
             parts = joined
-        async with asyncio.TaskGroup() as group:
-            playing = [
-                group.create_task(self._play(part, sampling, lockstep=batched)) for part in parts if part
-            ]
-        rollouts = [rollout for part in playing for rollout in part.result()]
+        played = await gather(self._play(part, sampling, lockstep=batched) for part in parts if part)
+        rollouts = [rollout for part in played for rollout in part]
         found = {id(request): rollout for request, rollout in zip(requests, rollouts, strict=True)}
         versions = sampled_versions(rollouts)
         others = set(versions[versions != self.version].tolist())

@@ -6,7 +6,6 @@ over its prompts with a bootstrap interval.
 
 from __future__ import annotations
 
-import asyncio
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from math import inf
@@ -20,6 +19,7 @@ from grpo_core.contracts.playing import derive_seed
 from grpo_core.contracts.protocols import ValidationContext
 from grpo_core.contracts.records import Rollout
 from grpo_core.loop.metrics import accuracy, accuracy_finished, completion_tokens, feedback_means, truncated
+from grpo_core.processes.aio import gather
 from grpo_core.validation.estimates import MANY, mean_with_interval
 from grpo_core.validation.results import SHARES
 
@@ -78,9 +78,7 @@ class ScoringStrategy:
 
     async def validate(self, context: ValidationContext) -> dict[str, dict[str, float]]:
         tasks = sorted(context.prompts)
-        async with asyncio.TaskGroup() as group:
-            running = [group.create_task(self._measure(context, task)) for task in tasks]
-        return {task: of_task.result() for task, of_task in zip(tasks, running, strict=True)}
+        return dict(zip(tasks, await gather(self._measure(context, task) for task in tasks), strict=True))
 
     async def _measure(self, context: ValidationContext, task: str) -> dict[str, float]:
         rollouts = await context.rollout(
