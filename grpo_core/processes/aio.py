@@ -48,7 +48,7 @@ async def gather(awaitables: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
     finally:
-        await cancel([task for task in tasks if not task.done()])
+        await cancel(tasks)
     errors = [task.exception() for task in tasks if task in done and not task.cancelled()]
     with raising_root_cause():
         for error in filter(None, errors):
