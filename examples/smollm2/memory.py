@@ -1,4 +1,4 @@
-"""Two turns: the model hears where three people live, replies, and is then asked about one of them."""
+"""Two turns about where three people live: who lives in a city, then in which city somebody else lives."""
 
 import random
 
@@ -26,7 +26,8 @@ class Memory(grpo.Environment):
             grpo.Prompt(
                 messages=" ".join(
                     f"{name} lives in {city}." for name, city in zip(names, cities, strict=True)
-                ),
+                )
+                + f" Who lives in {cities[(asked + 1) % 3]}? Reply with the name only.",
                 answer=[names[asked], cities[asked]],
             )
             for names, cities, asked in cases
@@ -38,6 +39,8 @@ class Memory(grpo.Environment):
     def _judged(self, episode):
         name, wanted = episode.prompt.answer
         if episode.turn == 0:
-            return grpo.Feedback(done=False, messages=f"In which city does {name} live?")
+            return grpo.Feedback(
+                done=False, messages=f"And in which city does {name} live? Reply with the city only."
+            )
         named = [city for city in CITIES if city in episode.reply]
         return grpo.Feedback(reward=float(named == [wanted]))

@@ -47,10 +47,7 @@ FORMS = [
 
 
 class Record(grpo.Environment):
-    """Pays 0.2 for a JSON object, 0.2 for exactly the keys, and 0.2 for each right value of three.
-
-    An answer that is right in all of them gets 0.2 more if nothing follows it.
-    """
+    """Pays 0.2 for a JSON object, 0.2 for exactly the keys, and 0.2 for each right value of three."""
 
     success = 1.0
 
@@ -80,13 +77,8 @@ class Record(grpo.Environment):
         is_object = isinstance(given, dict)
         keys = is_object and given.keys() == wanted.keys()
         values = sum(is_object and key in given and given[key] == wanted[key] for key in wanted)
-        # in fifths, so that a whole answer is exactly 1
-        reward = (is_object + keys + values) / 5
-        # pays for the end as well: text after the object changes nothing in the fifths
-        ends = is_object and reply[reply.rindex("}") + 1 :].strip() in ("", "```")
-        reward += 0.2 * (reward == 1 and ends)
-        parts = {"object": is_object, "keys": keys, "values": values / 3, "ends": ends}
-        return grpo.Feedback(reward=reward, metrics=parts)
+        parts = {"object": is_object, "keys": keys, "values": values / 3}
+        return grpo.Feedback(reward=(is_object + keys + values) / 5, metrics=parts)
 
     def solve(self, prompt):
         return prompt.answer
