@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from size import code_lines, counted, sums
 
-LIMITS = {"core": 21_729, "built-in": 4_523, "all distributions": 51_784}
+LIMITS = {"core": 21_728, "built-in": 4_496, "all distributions": 51_733}
 
 
 @pytest.mark.parametrize("part", LIMITS)
