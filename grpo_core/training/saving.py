@@ -28,7 +28,8 @@ _RNG, _RNG_CUDA = "rng", "rng_cuda"
 class Checkpointer:
     """Saves everything that a trainer needs to continue, and restores it.
 
-    A thread writes the tensors themselves, not a copy of them: whoever changes them waits for ``settled``.
+    A thread reads the tensors themselves while training continues: whoever changes them waits for
+    ``settled``.  Those of a GPU are copied to the host first.
 
     Args:
         model: saved; a resumed trainer has loaded it already.

@@ -248,8 +248,8 @@ class TorchTrainer:
         for number, (indices, update) in enumerate(zip(divided, updates, strict=True)):
             self._update(Update.of(share, number, indices), update, totals)
         self.version += 1
-        self._saving.settled()
         if self._moves_reference and self.version % self._config.reference_every == 0:
+            self._saving.settled()  # a step without a finite gradient has not waited
             self.model.refresh_reference(self._config.reference_mix)
         metrics = totals.metrics(self._ranks)
         with part("fingerprints"):

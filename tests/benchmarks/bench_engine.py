@@ -214,7 +214,7 @@ def real_requests(rows: int) -> list[GenerationRequest]:
 
 
 def serve_vllm(model: str, dtype: str, threads: int) -> None:
-    """In a separate process: decode as many rows as each line of the input says."""
+    """Decode as many rows as each line of the input says; runs in a separate process."""
     os.environ |= {
         "OMP_NUM_THREADS": str(threads),
         "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -137,7 +137,7 @@ class Truth:
         self.published: dict[int, Mapping[str, bytes]] = {}
         """The weights of each version."""
         self._said: dict[bytes, list[tuple[bytes, Tokens]]] = {}
-        """By ids: the tokens of each completion, and the ids that they continued.
+        """The tokens of each completion, and the ids that they continued, by the completion's ids.
 
         A slot that is played again after a resume gets the same ids, with other versions.
         """

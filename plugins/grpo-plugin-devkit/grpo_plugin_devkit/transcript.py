@@ -27,7 +27,7 @@ class Transcript:
     def __init__(self, console: Console, *, echo: bool) -> None:
         self._console, self._echo = console, echo
         self._begun = ""
-        """What is printed of a reply that is being sampled."""
+        """The text of the reply being sampled, as far as it is printed."""
 
     def line(self, text: str, style: str = "") -> None:
         """Print a line that is not part of the conversation."""

@@ -69,7 +69,7 @@ class _Kept:
     objects: list[Any] = field(repr=False)
     """Object references."""
     indices: list[tuple[int, int]]
-    """For each part the index of its object, and its index within the object."""
+    """The index of each part's object, and its index within the object."""
     nbytes: int
 
 
