@@ -83,8 +83,9 @@ def test_auto_packs_on_a_cpu_and_on_a_gpu_that_has_a_kernel(model: str) -> None:
     (micro,) = micros(TorchTrainer(setup(model)))
     assert micro.packed
     gpu = torch.device("cuda")
-    assert packing.packs_well(torch.bfloat16, gpu)
-    assert not packing.packs_well(torch.float32, gpu)
+    assert packing.packs_well("auto", gpu)
+    assert packing.packs_well("bfloat16", gpu)
+    assert not packing.packs_well("float32", gpu)
 
 
 def test_packed_rows_have_no_padding(model: str) -> None:

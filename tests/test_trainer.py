@@ -244,9 +244,20 @@ def test_weights_are_published_in_the_dtype_of_the_products_and_checksummed_as_s
         assert torch.equal(tensors[name], parameter.bfloat16())
 
 
-def test_the_dtype_auto_is_bfloat16_on_a_gpu_and_float32_on_a_cpu() -> None:
-    chosen = {device: compute_dtype(ModelConfig(), torch.device(device)) for device in ("cpu", "cuda")}
-    assert chosen == {"cpu": torch.float32, "cuda": torch.bfloat16}
+@pytest.mark.parametrize(
+    ("device", "has_products", "parameters", "chosen"),
+    [
+        ("cuda", False, 90_000, torch.bfloat16),
+        ("cpu", False, 135_000_000, torch.float32),
+        ("cpu", True, 135_000_000, torch.bfloat16),
+        ("cpu", True, 90_000, torch.float32),
+    ],
+)
+def test_the_dtype_auto_is_bfloat16_where_it_is_fast(
+    device: str, has_products: bool, parameters: int, chosen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": has_products})
+    assert compute_dtype(ModelConfig(), torch.device(device), parameters) is chosen
 
 
 def test_the_metrics_of_a_step_have_the_names_that_everything_else_reads(model: str) -> None:

@@ -183,12 +183,12 @@ async def _start_engine(
     renderer = await asyncio.to_thread(parts.renderer, str(path), [section])
     writer = SharedMemoryWriter()
     stack.callback(lambda: writer)  # keeps the written weights, also for an engine that restarts
-    tensors, base = await asyncio.to_thread(saved_tensors, path, target.adapters, config)
+    tensors, base, parameters = await asyncio.to_thread(saved_tensors, path, target.adapters, config)
     dtype = None
     if base:  # engines that add adapters themselves get them as in a weight sync of the run
         chosen = config.trainer.device
         device = resolve_device(chosen, "trainer.device") if chosen == "auto" else torch.device(chosen)
-        dtype = published_dtype(config.model, engine_dtype([section]), device)
+        dtype = published_dtype(config.model, engine_dtype([section]), device, parameters)
     await engine.update_weights(evolve(writer.write(target.version, tensors, dtype=dtype), base=base))
     return engine, renderer
 

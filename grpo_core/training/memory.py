@@ -11,9 +11,7 @@ from grpo_core.contracts.records import MemoryPart
 
 FLOAT32 = 4
 """Bytes of a parameter, of its gradient, and of each of AdamW's moments."""
-WEIGHTS = "weights"
 PUBLISHED = "published weights"
-REFERENCE = "reference"
 TEACHER = "teacher"
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -55,7 +53,7 @@ def trainer_parts(
     fewer = "model.lora.rank" if adapters else smaller
     leaner = 'optimizer.name = "adamw_8bit" or "muon"'
     parts = [
-        MemoryPart(name=WEIGHTS, nbytes=weights, device=device, change=smaller),
+        MemoryPart(name="weights", nbytes=weights, device=device, change=smaller),
         MemoryPart(name="gradients", nbytes=changed, device=device, change=fewer),
         MemoryPart(
             name="optimizer",
@@ -75,7 +73,7 @@ def trainer_parts(
     elif reference:
         parts.append(
             MemoryPart(
-                name=REFERENCE,
+                name="reference",
                 nbytes=FLOAT32 * parameters,
                 device=device,
                 change="a loss without a reference",

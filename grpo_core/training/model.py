@@ -19,6 +19,7 @@ from grpo_core.config import ModelConfig, TeacherConfig
 from grpo_core.contracts.errors import ModelError
 from grpo_core.contracts.records import Canary
 from grpo_core.models.files import chat_template
+from grpo_core.processes import cpu
 from grpo_core.training.logprobs import rounded, token_logprobs
 from grpo_core.training.microbatch import MicroBatch
 from grpo_core.training.packing import packed_inputs, use_packing
@@ -68,7 +69,7 @@ class ModelSource:
         """Make the scorer of a module, which may still be on the host, with the source's choices."""
         if self.passes.packing:
             use_packing(module)
-        dtype = compute_dtype(self.config, self.device)
+        dtype = compute_dtype(self.config, self.device, sum(map(Tensor.numel, module.parameters())))
         around = self.passes.around(self.device)
         # layers would be compiled for the trial's few tokens, and perhaps for another device
         trial = torch.compiler.set_stance("force_eager") if self.passes.compiled else nullcontext()
@@ -367,17 +368,18 @@ class Scorer:
         return torch.autocast(self.device.type, torch.bfloat16)
 
 
-def compute_dtype(config: ModelConfig | TeacherConfig, device: torch.device) -> torch.dtype:
-    """Return the dtype of matrix products."""
-    if config.dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    dtype: torch.dtype = getattr(torch, config.dtype)
+def compute_dtype(config: ModelConfig | TeacherConfig, device: torch.device, size: int = 0) -> torch.dtype:
+    """Return the dtype of the matrix products of a model with ``size`` parameters; 0: a small one."""
+    chosen = config.dtype
+    if chosen == "auto":
+        chosen = "bfloat16" if device.type == "cuda" or cpu.prefers_bfloat16(size) else "float32"
+    dtype: torch.dtype = getattr(torch, chosen)
     return dtype
 
 
-def published_dtype(config: ModelConfig, engines: str, device: torch.device) -> torch.dtype:
+def published_dtype(config: ModelConfig, engines: str, device: torch.device, size: int) -> torch.dtype:
     """Return the dtype of the engines' weights: the engines' choice if it is smaller than the trainer's."""
-    mine = compute_dtype(config, device)
+    mine = compute_dtype(config, device, size)
     theirs: torch.dtype = mine if engines == "auto" else getattr(torch, engines)
     return theirs if theirs.itemsize < mine.itemsize else mine
 

@@ -38,7 +38,7 @@ from grpo_core.training.building import trained_section
 from grpo_core.training.digest import Digests
 from grpo_core.training.loss_output import checked
 from grpo_core.training.microbatch import MicroBatch, collate, without_rows
-from grpo_core.training.model import FullModel, Model, ModelSource, compute_dtype, published_dtype
+from grpo_core.training.model import FullModel, Model, ModelSource, published_dtype
 from grpo_core.training.optimization import Optimization, divided
 from grpo_core.training.packing import PackingError, packs_well
 from grpo_core.training.passes import Passes
@@ -102,8 +102,7 @@ class TorchTrainer:
             check_vocabulary(setup.model, setup.teacher)
         resume = Path(setup.resume_from) if setup.resume_from else None
         passes = self.passes()
-        dtype = compute_dtype(setup.model, self.device)
-        slow = self._config.packing == "auto" and not packs_well(dtype, self.device)
+        slow = self._config.packing == "auto" and not packs_well(setup.model.dtype, self.device)
         if slow or setup.model.attention:  # packing sets its own attention
             passes = evolve(passes, packing=False)
         try:
@@ -496,7 +495,7 @@ class TorchTrainer:
 
     def publish(self, canary: Sequence[tuple[int, ...]] = ()) -> Weights:
         """Publish the current weights where engines read them, over the version before."""
-        dtype = published_dtype(self.setup.model, self.setup.engine_dtype, self.device)
+        dtype = published_dtype(self.setup.model, self.setup.engine_dtype, self.device, self.model.parameters)
         with part("publication"):
             weights = self._writer.write(self.version, self.model.published(), dtype=dtype)
         with part("logprobs of the canary"):

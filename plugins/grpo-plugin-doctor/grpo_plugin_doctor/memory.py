@@ -33,16 +33,13 @@ from grpo_core.kit import (
     teacher_model,
 )
 from grpo_core.kit import gpus as gpu_choice
+from grpo_core.kit import memory as sizes
 from grpo_plugin_doctor import Health, machine
 from grpo_plugin_doctor.parameters import dtypes_in, linear_parameters, lora_shapes, shapes_in
 
 if TYPE_CHECKING:
     from grpo_plugin_doctor.activations import Pass
 
-FLOAT32 = 4
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
-WEIGHTS, PUBLISHED, REFERENCE, TEACHER = "weights", "published weights", "reference", "teacher"
-"""Names of a trainer's parts."""
 KEPT_ACTIVATIONS = 0.2
 """Overhead of the heap of a trainer on a CPU, as a share of the activations."""
 HOST = "host"
@@ -189,7 +186,7 @@ def checked(config: Config, host: PluginHost) -> list[str]:
     shapes = None if directory is None else shapes_in(directory)
     if shapes is None:
         return []
-    gpus = machine.gpus() if 4 * FLOAT32 * sum(map(prod, shapes.values())) >= SMALLEST else []
+    gpus = machine.gpus() if 4 * sizes.FLOAT32 * sum(map(prod, shapes.values())) >= SMALLEST else []
     case = Case(config, host, str(directory), shapes, gpus)
     processes = needed_parts(case)
     found = capacities(processes, gpus)
@@ -239,7 +236,7 @@ def certain_parts(case: Case) -> list[ProcessMemory]:
         """Return the indices of the known GPUs visible to a process with these environment variables."""
         return tuple(gpu for gpu in gpu_choice.gpus_seen(variables, count) if gpu < len(case.gpus))
 
-    dtype = _sent(_chosen(config.model.dtype, case.device), engine_dtype(engines.values()))
+    dtype = _sent(_computed(case), engine_dtype(engines.values()))
     parameters = sum(map(prod, case.shapes.values()))
     found: list[ProcessMemory] = []
     trainer = case.host.find("trainer", config.trainer.name)
@@ -275,7 +272,7 @@ def _trainer_parts(
     needs = case.parts.needs
     teacher = directory_here(teacher_model(config.teacher.path)) if "teacher" in needs else None
     of_teacher = sum(map(prod, (shapes_in(teacher) or {}).values())) if teacher else 0
-    weights = FLOAT32 * parameters
+    weights = sizes.FLOAT32 * parameters
     if lora is not None and device != HOST:  # on a host, loading needs float32 copies anyway
         weights -= 2 * _that_stay_in_bfloat16(case)
     return memory(
@@ -289,14 +286,14 @@ def _trainer_parts(
         device=device,
         on_device=on_device,
         reference="reference" in needs,
-        teacher=of_teacher * ITEMSIZE[_chosen(config.teacher.dtype, device)],
+        teacher=of_teacher * sizes.ITEMSIZE[_chosen(config.teacher.dtype, device)],
     )
 
 
 def _that_stay_in_bfloat16(case: Case) -> int:
     """Count the parameters that a trainer of adapters keeps in the files' 16-bit dtype."""
     here = directory_here(case.directory)
-    if here is None or _chosen(case.config.model.dtype, case.device) != "bfloat16":
+    if here is None or _computed(case) != "bfloat16":
         return 0
     dtypes = dtypes_in(here)
     return linear_parameters(
@@ -311,7 +308,7 @@ def _ranks(
 
     The teacher is replicated.
     """
-    shared = [part if part.name == TEACHER else evolve(part, nbytes=part.nbytes // ranks) for part in parts]
+    shared = [own if own.name == sizes.TEACHER else evolve(own, nbytes=own.nbytes // ranks) for own in parts]
     if ranks == 1 or device == HOST:
         yield _process("trainer", shared, seen, count=ranks)
         return
@@ -344,13 +341,20 @@ def number_of(device: str) -> int | None:
 
 def _sent(trainer: str, engines: str) -> str:
     """Return the dtype of the published weights: the smaller one of trainer and engines."""
-    return engines if engines != "auto" and ITEMSIZE[engines] < ITEMSIZE[trainer] else trainer
+    return engines if engines != "auto" and sizes.ITEMSIZE[engines] < sizes.ITEMSIZE[trainer] else trainer
 
 
-def _chosen(dtype: str, device: str) -> str:
-    if dtype == "auto":
-        return "float32" if device == HOST else "bfloat16"
-    return dtype
+def _chosen(dtype: str, device: str, parameters: int = 0) -> str:
+    if dtype != "auto":
+        return dtype
+    from grpo_core.kit import cpu  # imports torch
+
+    return "bfloat16" if device != HOST or cpu.prefers_bfloat16(parameters) else "float32"
+
+
+def _computed(case: Case) -> str:
+    """Return the dtype of the model's matrix products."""
+    return _chosen(case.config.model.dtype, case.device, sum(map(prod, case.shapes.values())))
 
 
 def row_tokens(config: Config, positions: int) -> int:
@@ -480,7 +484,7 @@ def with_passes(
         tokens=row_tokens(config, size_of(directory, "max_position_embeddings")),
         sampled=config.rollout.max_tokens * max(1, config.rollout.max_turns),
         vocabulary=vocabulary,
-        dtype=_chosen(config.model.dtype, device),
+        dtype=_computed(case),
         on_gpu=device != HOST,
         copies=trainer.get("weights") == "bfloat16",
     )
@@ -504,7 +508,7 @@ def with_passes(
 
 def _checkpoint_bytes(case: Case) -> int:
     """Return the bytes of a checkpoint; an optimizer without a declared state counts as AdamW."""
-    weights = FLOAT32 * sum(map(prod, case.trained.values()))
+    weights = sizes.FLOAT32 * sum(map(prod, case.trained.values()))
     kept = case.optimizer
     return weights + (2 * weights if kept is None else kept)
 
@@ -529,7 +533,7 @@ def _activations(nbytes: int, trained: int, device: str) -> tuple[MemoryPart, ..
     part = MemoryPart(name="activations", nbytes=nbytes, device=device, certain=device != HOST, change=change)
     if device != HOST:
         return (part,)
-    kept = FLOAT32 * trained + int(KEPT_ACTIVATIONS * nbytes)
+    kept = sizes.FLOAT32 * trained + int(KEPT_ACTIVATIONS * nbytes)
     return part, MemoryPart(name="freed, not given back", nbytes=kept, certain=False)
 
 
@@ -539,13 +543,10 @@ def _base(nbytes: int) -> MemoryPart:
 
 def _copies(config: Config, processes: Sequence[ProcessMemory]) -> Iterator[MemoryPart]:
     """Yield the copy of the published weights that a pool of engines keeps."""
-    published = [
-        part for process in processes for part in process.count * process.parts if part.name == PUBLISHED
-    ]
-    if config.engine.workers > 1 and published:
-        nbytes = sum(part.nbytes for part in published)
-        change = "engine.workers"
-        yield evolve(published[0], nbytes=nbytes, name="copy of the weights", certain=False, change=change)
+    held = [part for each in processes for part in each.count * each.parts if part.name == sizes.PUBLISHED]
+    if config.engine.workers > 1 and held:
+        nbytes, change = sum(part.nbytes for part in held), "engine.workers"
+        yield evolve(held[0], nbytes=nbytes, name="copy of the weights", certain=False, change=change)
 
 
 # ---------------------------------------------------------------------------------- messages

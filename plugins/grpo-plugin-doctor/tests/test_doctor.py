@@ -192,7 +192,8 @@ def test_a_model_that_is_made_is_estimated_before_it_is_made(doctor_here, tmp_pa
 def test_a_large_model_is_a_problem_with_what_to_change(doctor_here, tmp_path):
     directory = eight_billion(tmp_path / "eight")
     settings = ["--set", f"model.path={directory}", "--set", "health.max_memory=0.001"]
-    data, checks = doctor_here("--env", "math:sort", *settings, "--set", "trainer.device=cpu", status=1)
+    settings += ["--set", "trainer.device=cpu", "--set", "model.dtype=float32"]
+    data, checks = doctor_here("--env", "math:sort", *settings, status=1)
     assert data["memory"]["parameters"] == EIGHT_PARAMETERS
     assert checks["run's memory"]["status"] == "problem"
     assert 'model.dtype = "bfloat16"' in checks["run's memory"]["advice"]
@@ -293,7 +294,7 @@ def test_a_mistake_in_the_file_is_wrong_input(tmp_path):
 @pytest.mark.long
 def test_train_refuses_a_run_that_cannot_fit_and_starts_nothing(tmp_path):
     model = eight_billion(tmp_path / "eight")
-    settings = ["--set", f"model.path={model}", "--set", "trainer.device=cpu"]
+    settings = ["--set", f"model.path={model}", "--set", "trainer.device=cpu", "--set", "model.dtype=float32"]
     settings += ["--env", "math:sort", "--output", "run", "--set", "health.max_memory=0.1"]
     done = grpo(tmp_path, "train", *settings)
     assert done.returncode == 2

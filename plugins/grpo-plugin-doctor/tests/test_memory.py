@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from math import prod
 from pathlib import Path
@@ -382,7 +383,7 @@ def test_eight_billion_parameters_do_not_fit_a_small_host(tmp_path):
     if there is None or there.available > 24 * EIGHT_PARAMETERS:
         pytest.skip("this host would hold them")
     with pytest.raises(ConfigError) as caught:
-        checked(eight_billion(tmp_path / "eight"), "trainer.device=cpu")
+        checked(eight_billion(tmp_path / "eight"), "trainer.device=cpu", "model.dtype=float32")
     text = str(caught.value)
     for told in (
         f"the run needs at least {memory.size(24 * EIGHT_PARAMETERS)} of the host's memory, which has ",
@@ -393,6 +394,17 @@ def test_eight_billion_parameters_do_not_fit_a_small_host(tmp_path):
     ):
         assert told in text
     assert "\n" not in text
+
+
+@pytest.mark.parametrize(("has_products", "nbytes"), [(False, 24), (True, 20)])
+def test_a_processor_with_bfloat16_products_holds_smaller_weights_for_engines(
+    tmp_path, monkeypatch, has_products, nbytes
+):
+    """20 bytes a parameter: weights, gradients and AdamW's moments, and what is published and decoded."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": has_products})
+    monkeypatch.setattr(machine, "host_memory", lambda: Memory(total=1 << 34, available=1 << 34))
+    with pytest.raises(ConfigError, match=re.escape(memory.size(nbytes * EIGHT_PARAMETERS))):
+        checked(eight_billion(tmp_path / "eight"), "trainer.device=cpu")
 
 
 def test_the_check_can_be_turned_off(tmp_path):

@@ -7,7 +7,8 @@ from typing import Any
 from attrs import evolve
 
 from grpo_core import MemoryPart
-from grpo_core.kit import Config, trainer_parts
+from grpo_core.kit import Config
+from grpo_core.kit import memory as of_torch
 from grpo_plugin_scale.config import ScaledConfig
 
 MOVED = ("weights", "adapters", "optimizer", "reference")
@@ -16,7 +17,7 @@ MOVED = ("weights", "adapters", "optimizer", "reference")
 
 def memory(*, config: Config, **known: Any) -> list[MemoryPart]:
     """Return the parts, summed over all ranks; takes the arguments of ``trainer_parts``."""
-    section, parts = config.section(ScaledConfig), trainer_parts(config=config, **known)
+    section, parts = config.section(ScaledConfig), of_torch.trainer_parts(config=config, **known)
     if section.weights == "bfloat16" and not config.trainer.reference_every:
         parts = [evolve(one, nbytes=one.nbytes // 2) if one.name == "reference" else one for one in parts]
     moved = sum(part.nbytes for part in parts if part.device != "host" and part.name in MOVED)

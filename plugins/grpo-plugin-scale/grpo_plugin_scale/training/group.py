@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from grpo_core.kit import return_freed_memory
+from grpo_core.kit import cpu
 
 T = TypeVar("T")
 
@@ -89,7 +89,7 @@ class Group:
                     made = make()
                 except Exception as error:  # raise after the collective, so that no rank waits for this one
                     failed = error
-                return_freed_memory()  # otherwise each rank would keep memory that only one needs at a time
+                cpu.return_freed_memory()  # each rank would keep memory that only one needs at a time
             dist.barrier()
         if failed is not None:
             raise failed

@@ -27,8 +27,8 @@ from grpo_core.kit import (
     ModelSource,
     Scorer,
     checkpoint_tensors,
+    cpu,
     layout,
-    return_freed_memory,
     wrong_input,
 )
 from grpo_plugin_scale.training.resting import memory_of
@@ -293,7 +293,7 @@ def _halve(module: nn.Module) -> None:
             freed += weight.data.nbytes
             weight.data = small
         if freed >= FREED:  # this thread's allocator does not reuse memory that loader threads freed
-            return_freed_memory()
+            cpu.return_freed_memory()
             freed = 0
 
 
