@@ -40,12 +40,15 @@ def test_time_counts_as_busy_once_however_many_generate():
 
     first, second, third = run(story())
     assert first["time/generate"] == 5.0 + 2.0, "from 0 to 5 and from 6 to 8"
-    assert (first["time/step"], first["overlap"]) == (8.0, pytest.approx(7 / 8))
+    assert (first["time/step"], first["overlap"]) == (8.0, 0.0)
     assert (second["time/generate"], second["time/step"]) == (3.0, 4.0)
     assert (third["time/generate"], third["time/step"]) == (0.0, pytest.approx(0.0, abs=1e-6))
 
 
-def test_the_busier_side_counts_and_a_failed_generation_too():
+@pytest.mark.parametrize(
+    ("train", "overlap"), [(3.0, 0.0), (3.5, 1 / 8), (4.0, 1 / 4), (6.0, 3 / 4), (9.0, 1.0)]
+)
+def test_sides_overlap_while_both_work_and_a_failed_generation_counts(train, overlap):
     async def story():
         meter = Meter()
         meter.begin()
@@ -53,11 +56,11 @@ def test_the_busier_side_counts_and_a_failed_generation_too():
             await asyncio.sleep(1.0)
             raise ValueError("lost")
         await asyncio.sleep(3.0)
-        return read(meter, waited=2.5, train=3.0)
+        return read(meter, waited=2.5, train=train)
 
     found = run(story())
     assert (found["time/generate"], found["time/wait_for_groups"]) == (1.0, 2.5)
-    assert found["overlap"] == pytest.approx(3 / 4)
+    assert found["overlap"] == pytest.approx(overlap)
 
 
 def test_sampled_tokens_and_errors_are_counted_from_one_step_to_the_next():

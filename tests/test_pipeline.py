@@ -308,7 +308,8 @@ def test_generation_and_training_overlap():
     done = Run(max_staleness=2, engine=engine, environment=FakeEnvironment(seconds=0.0), steps=40)()
     times = [event.metrics["time/step"] for event in done.of(StepEnded)[5:]]
     assert sum(times) / len(times) == pytest.approx(1.0, rel=0.02)
-    assert done.of(StepEnded)[-1].metrics["overlap"] >= 0.97
+    shares = [event.metrics["overlap"] for event in done.of(StepEnded)[5:-3]]
+    assert sum(shares) / len(shares) == pytest.approx(0.9, abs=0.02), "generation waits for a tenth"
 
 
 def test_a_straggler_does_not_hold_the_steps_that_need_not_wait():

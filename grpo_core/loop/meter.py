@@ -50,8 +50,9 @@ class Meter:
     ) -> dict[str, float]:
         """Return metrics since the last call.
 
-        ``overlap`` is the busier side's share of the step's time.  Generated tokens are divided by the time
-        in which rollouts are played, trained tokens by the time in which the trainer computes.
+        ``overlap`` is the share of the step's time in which both sides work, if one of them always does.
+        Generated tokens are divided by the time in which rollouts are played, trained tokens by the time in
+        which the trainer computes.
         """
         now = self.now()
         elapsed = max(now - self._last, 1e-9)
@@ -65,7 +66,7 @@ class Meter:
             "time/generate": self._busy,
             "tokens_per_second/generation": self._tokens / self._busy if self._busy else 0.0,
             "tokens_per_second/training": trained.get("tokens/trained", 0.0) / training if training else 0.0,
-            "overlap": min(max(self._busy, training) / elapsed, 1.0),
+            "overlap": min(max(self._busy + training - elapsed, 0.0) / elapsed, 1.0),
             "buffer/in_flight": float(buffer.in_flight),
             "buffer/retrying": float(buffer.retrying),
             "buffer/ready": float(buffer.ready),

@@ -55,7 +55,7 @@ class Forecast:
 
     seconds_per_step: float
     overlap: float
-    """Share of the time in which the busier side, generation or training, was busy."""
+    """Share of the time in which generation and training were both busy."""
     generating: float
     """Share of the time in which rollouts ran."""
     training: float
@@ -81,7 +81,7 @@ def summarise(steps: Sequence[Mapping[str, float]]) -> Forecast:
     seconds = max(mean("time/step"), 1e-9)
     return Forecast(
         seconds_per_step=mean("time/step"),
-        overlap=mean("overlap"),
+        overlap=fmean(step["overlap"] * step["time/step"] for step in counted) / seconds,
         generating=min(mean("time/generate") / seconds, 1.0),
         training=mean("time/train") / seconds,
         waiting=mean("time/wait_for_groups") / seconds,

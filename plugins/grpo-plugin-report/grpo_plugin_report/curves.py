@@ -156,7 +156,7 @@ ASYNCHRONY = (
     Plot("staleness, in steps", {"mean": "staleness_mean", "most": "staleness_max"}, low=0),
     Plot("seconds of a step", {"step": "time/step", "generating": "time/generate", "training": "time/train",
                                "waiting for groups": "time/wait_for_groups"}, low=0),
-    Plot("overlap", {"busier side": "overlap"}, "share of a step in which the busier side works", 0, 1, True),
+    Plot("overlap", {"": "overlap"}, "share of a step in which both sides work", 0, 1, True),
     Plot("tokens per second", {"generated": "tokens_per_second/generation",
                                "trained": "tokens_per_second/training"}, low=0),
     Plot("seconds of weights and checks", {"publication": "time/publish", "weight sync": "time/sync",
