@@ -13,6 +13,7 @@ import pytest
 import torch
 from test_lora import setup as lora_setup
 from test_trainer import setup
+from transformers import AutoTokenizer
 
 from grpo_core.config.setup import TrainerSetup
 from grpo_core.contracts.errors import WeightSyncError
@@ -37,6 +38,7 @@ from grpo_core.training.model import Scorer
 from grpo_core.training.trainer import TorchTrainer
 from grpo_core.weights.names import checkpoint_tensors
 from grpo_core.weights.reading import read_weights
+from grpo_plugin_smollm2 import source
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -362,12 +364,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(directory)
 
 
+Prompts = Sequence[tuple[int, ...]]
+"""Prompts of one length."""
+
+
 @torch.no_grad()
-def played(module: torch.nn.Module, step: int) -> list[Group]:
+def played(module: torch.nn.Module, step: int, prompts: Prompts) -> list[Group]:
     """Groups that the model has sampled, with random rewards as advantages."""
     chance = torch.Generator().manual_seed(step)
-    prompts = [tiny.encode(f"{i}=") for i in torch.randint(0, 9, (8,), generator=chance).tolist()]
-    ids = torch.tensor([prompt for prompt in prompts for _ in "12"])
+    drawn = [prompts[i] for i in torch.randint(0, len(prompts), (8,), generator=chance).tolist()]
+    ids, length = torch.tensor([prompt for prompt in drawn for _ in "12"]), len(prompts[0])
     logprobs = torch.zeros(len(ids), 0)
     for _ in range(8):
         log_p = torch.log_softmax(module(ids).logits[:, -1].float(), -1)
@@ -376,7 +382,9 @@ def played(module: torch.nn.Module, step: int) -> list[Group]:
     rollouts = [
         Rollout(
             messages=(),
-            segments=(Segment(prompt_ids=row[:2], tokens=Tokens.generated(row[2:], its, (step,) * 8)),),
+            segments=(
+                Segment(prompt_ids=row[:length], tokens=Tokens.generated(row[length:], its, (step,) * 8)),
+            ),
             finish_reason="length",
             reward=(reward := float(number % 2) * 2 - 1),
             advantage=reward,
@@ -426,8 +434,13 @@ def cached(around: Around) -> Use:
 
 
 def swapped(around: Around) -> Use:
+    prefixes = "model.layers.0.", "model.layers.1."
+
     def other(name: str) -> str:
-        return name.translate(str.maketrans("01", "10")) if name.startswith("model.layers.") else name
+        for mine, its in (prefixes, prefixes[::-1]):
+            if name.startswith(mine):
+                return its + name.removeprefix(mine)
+        return name
 
     used = {name: around.now[other(name)] for name in around.now}
     return lambda context: used
@@ -447,9 +460,9 @@ def without_adapters(around: Around) -> Use:
 class Planting:
     """Weight syncs of a real trainer, each also with an engine that has a fault."""
 
-    def __init__(self, trainer: TorchTrainer, engine: Planted, blank: Tensors) -> None:
-        self.trainer, self.engine, self.blank = trainer, engine, blank
-        self.canaries = Canaries([tuple(tiny.encode(f"{i}=")) for i in range(12)])
+    def __init__(self, trainer: TorchTrainer, engine: Planted, blank: Tensors, prompts: Prompts) -> None:
+        self.trainer, self.engine, self.blank, self.prompts = trainer, engine, blank, prompts
+        self.canaries = Canaries(prompts[:12])
         self.first: Tensors = {}
         self.older: Tensors = {}
 
@@ -472,7 +485,7 @@ class Planting:
         outcomes["none"] = outcome(right)
         self.canaries.verified(weights, right)
         self.older = now if right.proves else self.older
-        groups = played(self.engine.module, weights.version)
+        groups = played(self.engine.module, weights.version, self.prompts)
         for each in groups:
             self.canaries.finished(each)
         self.trainer.step(make_batch(groups, step=weights.version, temperature=1.0))
@@ -492,13 +505,18 @@ def outcome(found: Agreement) -> str:
     return "found" if found.fault else "right" if found.proves else "unproved"
 
 
-def planted(given: TrainerSetup, faults: Sequence[Fault], dtype: torch.dtype) -> Counter[tuple[str, str]]:
+SUMS = [tuple(tiny.encode(f"{i}=")) for i in range(9)]
+
+
+def planted(
+    given: TrainerSetup, faults: Sequence[Fault], dtype: torch.dtype, prompts: Prompts = SUMS
+) -> Counter[tuple[str, str]]:
     """Count the outcomes of 100 syncs, each of them also with an engine that has one of the faults."""
     torch.manual_seed(1)
     path = given.model.path
     own = checkpoint_tensors(models.load(path, device=torch.device("cpu")))
     blank = {name: torch.randn_like(tensor) * tensor.std() for name, tensor in own.items()}
-    planting = Planting(TorchTrainer(given), Planted(path, dtype), blank)
+    planting = Planting(TorchTrainer(given), Planted(path, dtype), blank, prompts)
 
     async def story() -> Counter[tuple[str, str]]:
         await planting.sync(())
@@ -531,3 +549,44 @@ def test_in_bfloat16_older_weights_are_found_with_power_and_wrong_tensors_always
 def test_adapters_that_an_engine_leaves_out_are_found_at_each_sync(model: str) -> None:
     found = planted(lora_setup(model, lr=1e-3), (without_adapters,), torch.float32)
     assert found == {("without_adapters", "found"): 100, ("none", "right"): 100}
+
+
+@pytest.fixture(scope="module")
+def real() -> tuple[str, Prompts]:
+    """SmolLM2, and prompts of its chat template."""
+    directory = str(source.cached())
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    asked = [f"What is {a} plus {b}?" for a in range(10, 50, 3) for b in range(11, 50, 5)]
+    texts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
+        )
+        for text in asked
+    ]
+    prompts = [tuple(tokenizer(text, add_special_tokens=False).input_ids) for text in texts]
+    return directory, [prompt for prompt in prompts if len(prompt) == len(prompts[0])]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_on_a_real_model_in_bfloat16_no_fault_is_taken_for_right(real: tuple[str, Prompts]) -> None:
+    directory, prompts = real
+    given = setup(directory, lr=1e-5)
+    given = attrs.evolve(given, model=attrs.evolve(given.model, dtype="bfloat16"))
+    found = planted(given, (stale, cached, swapped, not_loaded), torch.bfloat16, prompts)
+    print(sorted(found.items()))
+    assert found["none", "right"] > 0
+    assert not any(found[fault, "right"] for fault in ("stale", "cached", "swapped", "not_loaded"))
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_on_a_real_model_adapters_that_an_engine_leaves_out_are_not_taken_for_right(
+    real: tuple[str, Prompts],
+) -> None:
+    directory, prompts = real
+    given = lora_setup(directory, lr=1e-4, dtype="bfloat16")
+    found = planted(given, (without_adapters,), torch.bfloat16, prompts)
+    print(sorted(found.items()))
+    assert found["without_adapters", "found"] > 0
+    assert not found["without_adapters", "right"]
