@@ -115,6 +115,23 @@ def test_the_options_page_knows_every_offer_of_this_repository():
                 assert all(re.search(rf"^### `(\w+:)?{re.escape(name)}`$", text, re.M) for name in named)
 
 
+# ---------------------------------------------------------------------------------- words
+
+WORDS = {
+    "all pages": 59_500,
+    "ARCHITECTURE.md": 2_000,
+    "CONTRIBUTING.md": 1_000,
+    "README.md": 800,
+    "SECURITY.md": 600,
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_the_documents_do_not_grow(name):
+    words = sum(len(page.read_text().split()) for page in PAGES if name in ("all pages", name_of(page)))
+    assert 0 < words <= WORDS[name], f"{name}: {words} words; what of it does a reader not need?"
+
+
 # ---------------------------------------------------------------------------------- what pages name
 
 
