@@ -21,7 +21,7 @@ def test_an_address_of_this_machine_is_fine(url):
 @pytest.mark.parametrize(
     "url", ["", "127.0.0.1:8000", "ftp://127.0.0.1", "http://", "http://a:b", "http://[::"]
 )
-def test_what_is_no_address_says_what_one_looks_like(url):
+def test_the_error_of_a_malformed_address_shows_a_valid_one(url):
     with pytest.raises(
         ConfigError, match=r"judge: url = .*; expected something like http://127\.0\.0\.1:8000"
     ):

@@ -332,7 +332,7 @@ def test_gdpo_sees_the_parts_of_the_reward() -> None:
         methods.gdpo([its], weights={"left": 1.0})
 
 
-def test_gdpo_masks_a_rollout_whose_part_is_no_number() -> None:
+def test_gdpo_masks_a_rollout_whose_part_is_not_a_number() -> None:
     its = with_parts([1.0, 1.0, 2.0], right=[0.0, 1.0, 1.0])
     odd = evolve(its.rollouts[1], metrics={}, left_out={"right": "nan"})
     its = evolve(its, rollouts=(its.rollouts[0], odd, its.rollouts[2]))

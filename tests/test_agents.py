@@ -375,7 +375,7 @@ def test_an_agent_is_checked_in_the_process_of_its_test():
     check_environment(Asks)
 
 
-def test_what_an_agent_does_wrong_in_the_process_of_its_test_is_told():
+def test_what_an_agent_does_wrong_in_the_process_of_its_test_is_reported():
     with pytest.raises(AssertionError, match=r"its agent plays a rollout: .* KeyError: 'a0'"):
         check_environment(lambda: Asks("wrong"))
 

@@ -197,7 +197,7 @@ def test_of_many_tokens_that_are_alike_the_engine_may_find_another_one_likeliest
     assert difference(flat, (500, -6.88)) == pytest.approx(0.02)
 
 
-def test_a_trainer_whose_logprobs_are_no_numbers_agrees_with_nobody() -> None:
+def test_a_trainer_whose_logprobs_are_not_numbers_agrees_with_no_engine() -> None:
     broken = Canary(prompt_ids=(1,), token_ids=(1, 2), logprobs=(math.nan, math.nan))
     for token in (1, 3):
         assert agreement([broken], [(token, -1.0)], EXPLAINED["bfloat16"]).fault
@@ -569,7 +569,7 @@ def real() -> tuple[str, Prompts]:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-def test_on_a_real_model_in_bfloat16_no_fault_is_taken_for_right(real: tuple[str, Prompts]) -> None:
+def test_on_a_real_model_in_bfloat16_no_fault_counts_as_right(real: tuple[str, Prompts]) -> None:
     directory, prompts = real
     given = setup(directory, lr=1e-5)
     given = attrs.evolve(given, model=attrs.evolve(given.model, dtype="bfloat16"))
@@ -581,7 +581,7 @@ def test_on_a_real_model_in_bfloat16_no_fault_is_taken_for_right(real: tuple[str
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-def test_on_a_real_model_adapters_that_an_engine_leaves_out_are_not_taken_for_right(
+def test_on_a_real_model_adapters_that_an_engine_leaves_out_do_not_count_as_right(
     real: tuple[str, Prompts],
 ) -> None:
     directory, prompts = real

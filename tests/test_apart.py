@@ -409,7 +409,7 @@ def test_a_rollout_may_edit_its_reply_to_what_another_one_has_sampled():
     sampled(other, "x", "a", "go on")
 
 
-def test_rollouts_of_one_prompt_may_go_on_with_each_others_replies():
+def test_rollouts_of_one_prompt_may_continue_with_each_others_replies():
     one, other = recorders("1", "1")
     sampled(one, "x")
     sampled(other, "x", "a", "go on")

@@ -112,7 +112,7 @@ def test_rewards_are_added_with_their_weights_and_common_keys_stand_alone(tmp_pa
         assert each.reward == pytest.approx(each.metrics["ordered"] + 0.1 * each.metrics["short"])
 
 
-def test_reward_functions_of_one_name_are_added_and_have_metrics_of_their_own():
+def test_reward_functions_of_one_name_are_added_and_have_separate_metrics():
     judge = added([lambda reply: 1.0, (lambda reply: 10.0, 0.5)])
     prompt = grpo_core.Prompt(messages="hi")
     feedback = asyncio.run(judge(grpo_core.Episode(prompt=prompt, messages=prompt.messages)))

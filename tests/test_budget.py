@@ -110,7 +110,7 @@ def test_without_retries_the_first_failures_count():
 
 
 @pytest.mark.long
-def test_a_rate_of_one_lets_a_run_go_on_whatever_fails():
+def test_a_rate_of_one_lets_a_run_continue_whatever_fails():
     done = judged_run(lambda number: number < 500, max_error_rate=1.0, steps=3)()
     assert done.result == "finished"
 
@@ -132,7 +132,7 @@ def test_a_group_that_is_compared_is_one_call_and_other_rollouts_are_one_each_if
 
 
 @pytest.mark.parametrize("needs_group", [True, False])
-def test_a_lost_rollout_is_no_failure_of_its_environment(needs_group):
+def test_a_lost_rollout_is_not_a_failure_of_its_environment(needs_group):
     assert errors_of_calls([rollout(error="engine died", lost=True)] * 2, needs_group=needs_group) == []
 
 

@@ -175,7 +175,7 @@ def test_an_engine_that_does_not_answer_is_given_the_weights_again_and_asked_aga
 
 
 @pytest.mark.parametrize("deadline", [None, 60.0])
-def test_a_timeout_of_an_engine_s_own_is_not_told_as_the_deadline_of_the_canary(deadline):
+def test_a_timeout_inside_an_engine_is_not_reported_as_the_deadline_of_the_canary(deadline):
     class Impatient(Listener):
         async def generate(self, requests):
             raise TimeoutError("the socket timed out")

@@ -25,7 +25,7 @@ The ids are those of a list of cases for this kind of program.  What is not here
 | B5 | test_the_groups_that_are_missing_of_a_step_are_reserved_and_no_more |
 | B8, B9, B11, B12, B16, C12 | test_a_restored_step_is_completed_with_new_prompts |
 | C6 | test_in_order_a_group_waits_for_its_step |
-| C8 | test_admission_goes_on_with_the_version_and_not_before |
+| C8 | test_admission_continues_with_the_version_and_not_before |
 | H2 | test_chosen_tasks_fill_each_draw |
 | H3 | test_a_sampler_that_returns_too_few_gets_an_error_with_both_numbers |
 | H5 | test_the_sampler_is_asked_once_a_reservation_with_all_three_versions |
@@ -183,7 +183,7 @@ def test_in_order_a_group_waits_for_its_step():
     assert (buffer.take(), buffer.take()) == (["now"], ["later"])
 
 
-def test_admission_goes_on_with_the_version_and_not_before():
+def test_admission_continues_with_the_version_and_not_before():
     buffer = a_buffer(policy="deadline")
     slots = fill(buffer)
     assert len(slots) == 2

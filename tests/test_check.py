@@ -328,7 +328,7 @@ def test_a_sampler_with_tasks_in_its_options_needs_their_names(capsys):
     assert "name them: --task A --task B" in told
 
 
-def test_a_setting_of_the_section_environment_that_is_no_table_is_one_clear_line(capsys):
+def test_a_setting_of_the_section_environment_that_is_not_a_table_is_one_clear_line(capsys):
     with pytest.raises(ConfigError, match="'environment': expected a table, got 'math:copy'"):
         checked(capsys, "math:copy", "--set", "environment=math:copy")
 

@@ -69,7 +69,7 @@ def test_a_written_checkpoint_is_found_and_read(tmp_path):
     }
 
 
-def test_a_state_that_is_no_json_is_one_clear_error_and_older_checkpoints_stay(tmp_path):
+def test_a_state_that_is_not_json_is_one_clear_error_and_older_checkpoints_stay(tmp_path):
     async def story():
         finish = await checkpoint.begin(
             tmp_path, step=2, pipeline={"buffer": {1j}}, loaders={}, save_trainer=save_trainer, keep=1

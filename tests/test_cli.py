@@ -392,7 +392,7 @@ def test_a_checkpoint_can_be_validated_and_is_an_ordinary_transformers_directory
 
 
 @pytest.mark.slow
-def test_a_run_that_fails_says_where_it_is_and_how_to_go_on(here):
+def test_a_run_that_fails_says_where_it_is_and_how_to_continue(here):
     said = refused(here, "train", "--env", "./envs.py:BreaksLater", *SMALL, "--set", "checkpoint.every=1",
                    "--set", "trainer.steps=50", "--output", "run")  # fmt: skip
     assert "evaluate returned" in said
@@ -400,7 +400,7 @@ def test_a_run_that_fails_says_where_it_is_and_how_to_go_on(here):
 
 
 @pytest.mark.long
-def test_a_finished_run_says_how_to_go_on(trained):
+def test_a_finished_run_says_how_to_continue(trained):
     run, _ = trained
     for more, said in [
         ([], "run: finished all of its 4 steps; for more, add --set trainer.steps=8\n"),
@@ -704,7 +704,7 @@ def test_an_environment_that_hangs_is_killed_at_its_deadline(here):
 
 
 @pytest.mark.slow
-def test_one_bad_prompt_is_skipped_and_the_run_goes_on(here):
+def test_one_bad_prompt_is_skipped_and_the_run_continues(here):
     done = grpo(here, "train", "--env", "./envs.py:OneBadPrompt", *SMALL, "--set", "trainer.steps=10",
                 "--set", "rollout.max_retries=1", "--output", "run")  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -728,7 +728,7 @@ def test_an_environment_in_a_file_of_fourteen_lines(here):
     assert done.returncode == 0, done.stderr
 
 
-def test_a_reader_that_wants_no_more_is_no_error(here):
+def test_a_reader_that_stops_reading_is_not_an_error(here):
     reading, writing = os.pipe()
     os.close(reading)
     try:

@@ -195,7 +195,7 @@ def test_a_transfer_that_cannot_be_ended_keeps_its_block_and_the_next_version_ge
 
 
 @pytest.mark.slow
-def test_engines_go_on_whatever_happens_to_them_or_to_the_trainer_in_a_weight_sync(tmp_path, monkeypatch):
+def test_engines_continue_whatever_happens_to_them_or_to_the_trainer_in_a_weight_sync(tmp_path, monkeypatch):
     """One engine of a pool is killed in the middle of a transfer, and the other one is frozen."""
     made, killed, real = [], [], collective.Line.send_block
 

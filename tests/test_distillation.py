@@ -255,7 +255,7 @@ def test_a_teacher_and_a_loss_that_do_not_fit_are_refused_before_anything_starts
         preflight.check(config, PluginHost.discover())
 
 
-def test_a_run_without_a_checkpoint_is_no_teacher(tmp_path: Path) -> None:
+def test_a_run_without_a_checkpoint_is_not_a_teacher(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("")
     config = build([{"loss": {"name": "distillation"}, "teacher": {"path": str(tmp_path)}}])
     with pytest.raises(ConfigError, match="a run that has no checkpoint yet"):

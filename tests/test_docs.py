@@ -228,7 +228,7 @@ def test_the_examples_validate_on_no_prompt_that_they_train_on(name, part):
     assert not train & held_out
 
 
-def test_each_option_of_the_examples_has_a_line_of_its_own():
+def test_each_option_of_the_examples_has_its_own_line():
     options = generator("options")
     strategy = load_object(f"{ROOT / 'examples' / 'custom_validation.py'}:Reliable", who="")
     meanings = options._meanings(strategy)

@@ -66,7 +66,7 @@ def test_a_goal_waits_for_a_metric_that_is_not_always_there(metric, values):
 
 
 @pytest.mark.parametrize("text", ["reward", "reward > 3", "reward >= high", "reward >= nan", ">= 3"])
-def test_what_is_no_goal_is_refused_when_the_configuration_is_read(text):
+def test_a_malformed_goal_is_refused_when_the_configuration_is_read(text):
     with pytest.raises(ValueError, match="'stop_when' must be NAME >= NUMBER"):
         TrainerConfig(stop_when=text)
 

@@ -248,7 +248,7 @@ def test_the_tokens_of_running_requests_can_be_seen(kind: str, references: Any, 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
-def test_a_call_that_is_decoded_alone_is_the_same_to_the_last_bit_whatever_runs_beside_it(
+def test_a_call_that_is_decoded_alone_is_the_same_to_the_last_bit_whatever_else_runs(
     kind: str, references: Any, tmp_path: Path
 ) -> None:
     model = engine_model(kind, references(kind), tmp_path)

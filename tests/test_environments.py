@@ -280,7 +280,7 @@ def test_a_metric_and_a_reward_may_be_any_kind_of_number(kind):
 
 
 @pytest.mark.parametrize("kind", NO_NUMBERS)
-def test_a_metric_that_is_no_number_is_left_out_and_its_reward_stays(kind):
+def test_a_metric_that_is_not_a_number_is_left_out_and_its_reward_stays(kind):
     """A description of a reply must not decide whether the reply counts."""
     given, shown = NO_NUMBERS[kind]
     metrics = {"speed": given, "form": 1.0}

@@ -113,7 +113,7 @@ def test_22_slow_prompts_are_trained_like_all_others_and_nothing_finished_is_thr
 
 @pytest.mark.long
 @pytest.mark.parametrize("size", [1, 3, 4, 5, 9])
-def test_24_a_small_dataset_begins_anew_and_never_ends_a_run(size):
+def test_24_a_small_dataset_begins_again_and_never_ends_a_run(size):
     loader = TaskLoader("task", prompts(size), seed=0)
     small = Run(steps=6)
     small.pipeline.prompts.draw = lambda request: loader.take(request.expected_prompts)

@@ -52,7 +52,7 @@ def test_numbers_that_change_places_change_the_fingerprint():
     assert digests({"a": swapped}).taken().weights != digests(weights).taken().weights
 
 
-def test_names_are_told_once_and_again_when_the_tensors_are_others():
+def test_names_are_sent_once_and_again_when_the_tensors_change():
     of = digests({"w": torch.zeros(3)})
     assert [of.taken().names, of.taken().names] == [("w",), ()]
     of._optimizers.tensors = {"w/moment": torch.zeros(3), "w/step": torch.tensor(1.0)}
@@ -60,7 +60,7 @@ def test_names_are_told_once_and_again_when_the_tensors_are_others():
 
 
 @pytest.mark.long
-def test_a_step_has_fingerprints_which_a_trainer_that_continues_goes_on_with(model, tmp_path):  # noqa: F811
+def test_a_step_has_fingerprints_with_which_a_resumed_trainer_continues(model, tmp_path):  # noqa: F811
     whole = TorchTrainer(setup(model))
     first = whole.step(batch(ragged()))
     whole.save(tmp_path)

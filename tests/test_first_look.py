@@ -122,7 +122,7 @@ def test_solutions_that_do_not_fit_into_a_completion_are_counted(max_tokens, war
     )
 
 
-def test_a_tokenizer_without_an_end_is_told_unless_there_is_a_stop_string():
+def test_a_tokenizer_without_an_end_is_a_warning_unless_there_is_a_stop_string():
     (message,) = looked(Sums(), letters(eos=False)).values()
     assert "no end-of-sequence token and rollout.stop is empty: every completion runs to" in message
     assert looked(Sums(), letters(eos=False), stop=["\n"], max_tokens=3) == {}
@@ -132,14 +132,14 @@ def test_a_tokenizer_without_an_end_is_told_unless_there_is_a_stop_string():
     ("ends", "stop", "warned"),
     [("<end>", [], False), ("", [], False), ("~", [], True), ("~", ["~"], False), ("~", ["+"], True)],
 )
-def test_an_end_of_the_turn_at_which_no_completion_stops_is_told(ends, stop, warned):
+def test_an_end_of_the_turn_at_which_no_completion_stops_is_a_warning(ends, stop, warned):
     renderer = letters(f"{{% for m in messages %}}{{{{ m.content }}}}{ends} {{% endfor %}}")
     told = looked(Sums(), renderer, stop=stop, max_tokens=4)
     assert list(told) == (["no_turn_end"] if warned else [])
     assert not warned or "ends a turn with '~', which is neither a stop token" in told["no_turn_end"]
 
 
-def test_tools_that_the_template_leaves_out_are_told():
+def test_tools_that_the_template_leaves_out_are_a_warning():
     told = looked(Tools(), letters(IGNORES_TOOLS))
     assert list(told) == ["tools_unseen/sums"]
     assert "its 1 tools are not in the prompt, because the chat template ignores tools" in told.popitem()[1]
@@ -179,7 +179,7 @@ def asked(*texts):
     return [Prompt(messages=text, id=str(i)) for i, text in enumerate(texts)]
 
 
-def test_held_out_prompts_that_are_trained_on_are_told():
+def test_held_out_prompts_that_are_trained_on_are_a_warning():
     trained = {"sums": asked("1+1=", "2+2=", "3+3="), "words": asked("a", "b")}
     sets = [held_out(asked("9+9=", " 2+2= ")), held_out(asked("c", "b"), "spelling")]
     found = leaks(trained, sets)

@@ -54,7 +54,7 @@ def test_our_environments_pay_for_right_replies_alone(name, wrong):
     assert rewards(environment, train[0], train[0].answer, wrong) == [1.0, 0.0]
 
 
-def test_our_game_goes_on_after_a_wrong_guess():
+def test_our_game_continues_after_a_wrong_guess():
     environment = make_offer("environment", f"{OURS}/game.py:Guess")
     prompt = grpo.Prompt(messages="game 0:", answer="6")
     (feedback,) = environment.evaluate(episodes(prompt, ["4"]))

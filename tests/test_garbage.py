@@ -28,7 +28,7 @@ def test_an_import_looks_at_its_objects_a_few_times():
     assert told(code) == ["True", "True", "True"]
 
 
-def test_it_runs_as_often_as_the_program_had_chosen_and_passes_over_what_lives():
+def test_it_runs_as_often_as_before_and_skips_living_objects():
     code = """if True:
         gc.set_threshold(900, 8, 7)
         collect_rarely()

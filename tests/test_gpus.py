@@ -72,7 +72,7 @@ def test_a_trainer_on_a_gpu_needs_one():
     ],
     ids=str,
 )
-def test_the_trainer_has_a_gpu_of_its_own_and_the_engines_share_the_others(
+def test_the_trainer_has_its_own_gpu_and_the_engines_share_the_others(
     trainer, engine, count, expected, shared
 ):
     assert seen(trainer, count, engine) == (expected, shared)
@@ -111,7 +111,7 @@ def test_numbers_mean_what_they_mean_to_nvidia_smi_unless_the_user_has_chosen_by
     assert variables.get("CUDA_DEVICE_ORDER") == expected
 
 
-def test_the_choice_is_told_unless_there_is_none():
+def test_the_choice_is_printed_unless_there_is_none():
     assert choose(TRAINER, {"engine": THREE}, 8).told == "GPUs: trainer 0; engine 1+2, 3+4, 5+6"
     assert choose(TRAINER, {"engine": THREE}, 1).told == ""
 

@@ -77,7 +77,7 @@ def test_a_token_that_only_fills_a_grid_gives_no_gradient_and_no_nan() -> None:
     assert all(torch.isfinite(each).all() for each in found)
 
 
-def test_parts_of_very_different_lengths_have_grids_of_their_own() -> None:
+def test_parts_of_very_different_lengths_have_separate_grids() -> None:
     lengths = [2000, 1990, 20, 22, 21]
     assert [(len(g.before), g.queries) for g in Grids(lengths, [-1] * 5, CPU).grids] == [(2, 2000), (3, 22)]
 

@@ -174,7 +174,7 @@ def test_the_first_step_whose_weights_are_all_0_says_so_with_the_correction_and_
         assert part in finding.message
 
 
-def test_weights_of_0_are_seen_beside_another_term_of_the_loss():
+def test_weights_of_0_are_seen_although_the_loss_has_another_term():
     (finding,) = lost_signal([{"signal": 0.3, "importance_weight_mean": 0.0}], MASKED)
     assert "trained nearly nothing" in finding.message
 

@@ -115,7 +115,7 @@ def feedback_on(leaky, reply, tmp_path, tool=False):
         ("dies", "child: $KEY_OF_TODAY"),
     ],
 )
-def test_an_error_of_an_environment_does_not_tell_the_values_of_its_variables(leaky, reply, told, tmp_path):
+def test_an_error_of_an_environment_does_not_show_the_values_of_its_variables(leaky, reply, told, tmp_path):
     feedback, incidents, traceback, _ = feedback_on(leaky, reply, tmp_path)
     assert told in feedback.error
     assert SECRET not in f"{feedback}{incidents}{traceback}"
@@ -139,7 +139,7 @@ def test_what_an_environment_says_to_the_model_is_not_changed(leaky, tmp_path):
     assert feedback.messages[0]["content"] == f"your key is {SECRET}"
 
 
-def test_an_environment_that_cannot_be_made_or_opened_does_not_tell_a_value(leaky, tmp_path):
+def test_an_environment_that_cannot_be_made_or_opened_does_not_show_a_value(leaky, tmp_path):
     config = EnvironmentConfig(env_vars={"JUDGE_KEY": "$KEY_OF_TODAY"})
 
     async def story():

@@ -98,7 +98,7 @@ def test_a_surrogate_that_a_model_spells_reaches_its_tool_and_the_tokenizer_as_a
     assert Renderer.load(str(tmp_path)).continuation_ids(feedback.messages, before=(), said=said, end=None)
 
 
-def test_a_call_whose_arguments_are_nested_too_deep_is_no_call():
+def test_a_call_whose_arguments_are_nested_too_deep_is_not_a_call():
     (_, (call,)) = parse_calls(f'<tool_call>{{"name": "f", "arguments": {"[" * 500}{"]" * 500}}}</tool_call>')
     assert call["function"]["name"] == ""
 
@@ -123,7 +123,7 @@ def test_feedback_has_only_texts_that_can_be_written():
 
 
 @pytest.mark.long
-def test_an_error_of_any_length_is_told_in_a_few_lines():
+def test_an_error_of_any_length_is_printed_in_a_few_lines():
     told = describe(ValueError("E" * 50_000_000 + "!"))
     assert len(told) < 2100
     assert told.startswith("ValueError: EEE")
@@ -396,7 +396,7 @@ def test_a_task_without_prompts_is_named(project):
     assert "task 'noprompts': prompts('train') of its environment is empty" in message
 
 
-def test_a_solution_that_is_longer_than_the_tiny_model_is_no_demonstration():
+def test_a_solution_that_is_longer_than_the_tiny_model_is_not_a_demonstration():
     class Solved(FakeEnvironment):
         async def solve(self, prompts):
             return [prompt.answer for prompt in prompts]

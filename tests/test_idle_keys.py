@@ -180,7 +180,7 @@ def grpo_optimizers():
 """
 
 
-def test_a_check_is_told_only_what_it_asks_for(host: PluginHost, tmp_path: Any) -> None:
+def test_a_check_gets_only_the_arguments_that_it_names(host: PluginHost, tmp_path: Any) -> None:
     """An optimizer whose check does not name the betas is checked without them."""
     (tmp_path / "mine.py").write_text(OPTIMIZER)
     name = f"{tmp_path}/mine.py:checked"

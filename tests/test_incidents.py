@@ -116,7 +116,7 @@ def test_thousands_of_incidents_in_a_step_are_two_events_and_one_number():
     assert len(json.dumps([plain(event) for event in heard.incidents])) < 50_000
 
 
-def test_in_a_long_step_incidents_are_told_again_after_some_seconds():
+def test_in_a_long_step_incidents_are_reported_again_after_some_seconds():
     now, told = [0.0], []
     counts = IncidentCounts(
         lambda incident, count: told.append((now[0], incident.message, count)), lambda: now[0]
@@ -130,7 +130,7 @@ def test_in_a_long_step_incidents_are_told_again_after_some_seconds():
     assert counts.read() == {}
 
 
-def test_what_is_held_back_is_told_before_the_run_ends():
+def test_what_is_held_back_is_reported_before_the_run_ends():
     heard = Heard()
 
     def story(trackers):
@@ -184,7 +184,7 @@ def test_a_line_is_one_line_whatever_the_message_is():
     assert len(text) < 320
 
 
-def test_numbers_of_incidents_are_told_the_most_frequent_first():
+def test_numbers_of_incidents_are_listed_the_most_frequent_first():
     assert (
         by_kind({"died": 1.0, "retried": 12.0, "batch_failed": 1.0}) == "12 retried, 1 batch_failed, 1 died"
     )

@@ -546,7 +546,7 @@ def test_an_engine_that_reports_versions_that_nobody_published_is_an_error():
 
 
 @pytest.mark.slow
-def test_a_run_whose_environment_fails_keeps_its_steps_and_goes_on_when_that_is_mended(tmp_path, capsys):
+def test_a_run_whose_environment_fails_keeps_its_steps_and_continues_when_that_is_mended(tmp_path, capsys):
     judged = []
 
     def judge(reply):

@@ -35,7 +35,7 @@ def survivor(tmp_path_factory):
     return run, run.end()
 
 
-def test_a_run_whose_engine_and_environment_die_goes_on(survivor):
+def test_a_run_whose_engine_and_environment_die_continues(survivor):
     run, said = survivor
     assert run.process.returncode == 0, said
     check_accounting(run.directory)
@@ -74,7 +74,7 @@ def test_a_run_says_what_it_has_survived_in_four_places(survivor):
     assert {key: each.count for key, each in incidents.items()} == counted
 
 
-def test_a_run_whose_trainer_dies_says_so_in_seconds_and_how_to_go_on(tmp_path):
+def test_a_run_whose_trainer_dies_says_so_in_seconds_and_how_to_continue(tmp_path):
     run = Run(tmp_path)
     run.wait(lambda: run.steps >= 3)
     pids = run.kill("trainer")

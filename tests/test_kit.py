@@ -203,7 +203,7 @@ def test_a_request_that_fails_takes_the_rest_of_its_call_along():
     assert lengths(line.replies[3]) == [4]
 
 
-def test_a_failed_step_fails_the_running_requests_and_others_go_on():
+def test_a_failed_step_fails_the_running_requests_and_others_continue():
     server = Counting()
     server.faults["step"] = EngineError("out of memory")
     line, _ = served(update(1), generate(2, 4), generate(3, 4), 2, generate(4, 4), server=server)
@@ -226,7 +226,7 @@ def test_a_cancelled_call_is_forgotten_and_not_answered():
     assert server.steps < 10
 
 
-def test_decoding_goes_on_while_weights_are_loaded():
+def test_decoding_continues_while_weights_are_loaded():
     _, server = served(update(1))
     server.steps_to_load = 3
     line, _ = served(generate(2, 9), 2, update(3, version=1), server=server)

@@ -153,7 +153,7 @@ def warned(found, *, positions=100, **rollout):
     return looked(Sums(), renderer(positions=positions), prompts=found, **{"max_tokens": 20, **rollout})
 
 
-def test_prompts_that_cannot_be_played_are_told_before_the_run_begins():
+def test_prompts_that_cannot_be_played_are_reported_before_the_run_begins():
     assert warned(prompts(5, 80)) == {}
     assert warned(prompts(5, 90, 81)) == {
         "long_prompts/sums": "task 'sums': no rollout can play 2 of its 3 prompts, such as 'p90' with 90 "

@@ -149,7 +149,7 @@ def test_nothing_is_looked_at_before_the_first_prompt_is_taken():
 
 
 @pytest.mark.parametrize("taken", range(8))
-def test_a_pickled_loader_goes_on_where_it_was(taken):
+def test_a_pickled_loader_continues_where_it_was(taken):
     loader = TaskLoader("a", prompts(3), seed=0)
     loader.take(taken)
     there = pickle.loads(pickle.dumps(loader))

@@ -477,7 +477,7 @@ def test_a_resumed_run_has_the_coefficient_that_it_had(model: str, tmp_path: Pat
 
 
 @pytest.mark.long
-def test_a_coefficient_that_is_set_anew_for_a_resume_counts(model: str, tmp_path: Path) -> None:
+def test_a_coefficient_that_a_resume_changes_counts(model: str, tmp_path: Path) -> None:
     first = TorchTrainer(setup(model, loss={**HELD, "entropy_target": 4.7}))
     first.step(batch(ragged()))
     save(first, tmp_path)

@@ -249,7 +249,7 @@ def test_feedback_in_parts_is_text():
 
 
 @pytest.mark.parametrize("arguments", ["{garbled", "[1]", '"tea"'], ids=["no JSON", "a list", "a text"])
-def test_arguments_that_are_no_object_are_an_error_with_the_prompts_id(tmp_path, arguments):
+def test_arguments_that_are_not_an_object_are_an_error_with_the_prompts_id(tmp_path, arguments):
     rows = [{**ROWS[0], "prompt": talk("price", arguments)}]
     with pytest.raises(
         PluginError, match=r"prompt 'price': message 2 \(assistant\): the arguments of price are"

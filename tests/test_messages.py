@@ -149,7 +149,7 @@ def test_what_no_model_could_read_is_refused(messages, why):
 
 
 @pytest.mark.parametrize("arguments", ["{garbled", "[1]", '"tea"', "7", [1], 7, "[" * 100_000, '{"a": NaN}'])
-def test_arguments_that_are_no_json_object_are_refused(arguments):
+def test_arguments_that_are_not_a_json_object_are_refused(arguments):
     with pytest.raises(MessageError, match=r"arguments of price are .*; expected a JSON object|number nan"):
         called(arguments)
 

@@ -62,7 +62,7 @@ def of_lengths(*lengths):
     return group(*(rollout(float(n), versions=(0,) * n) for n in lengths))
 
 
-def test_lengths_are_told_by_the_shortest_the_median_and_the_longest():
+def test_lengths_are_summarized_by_the_shortest_the_median_and_the_longest():
     found = task_metrics([of_lengths(*range(1, 21))], step=0)
     told = [found[f"completion_tokens_{part}/sort"] for part in ("min", "p50", "p95", "max")]
     assert told == [1, 10, 19, 20]
@@ -100,7 +100,7 @@ def test_the_latency_of_an_environment_is_that_of_its_calls():
     }
 
 
-def test_successes_that_were_cut_off_are_no_finished_ones():
+def test_successes_that_were_cut_off_do_not_count_as_finished():
     ended, cut = (attrs.evolve(rollout(reason=reason), success=True) for reason in ("stop", "length"))
     found = task_metrics([group(ended, cut, attrs.evolve(cut, success=False))], step=0)
     assert found["accuracy/sort"] == pytest.approx(2 / 3)
@@ -213,7 +213,7 @@ def test_a_name_has_one_slash_at_most_and_two_behind_validation(written):
         assert name.count("/") <= (2 if name.startswith("validation/") else 1), name
 
 
-def test_metrics_that_the_page_calls_absent_at_times_are_no_misspelt_goals():
+def test_goals_may_name_metrics_that_are_absent_at_times():
     measured = ("time/", "validation/")  # others of these groups are always there
     absent = {name for name, meaning in PAGE.items() if "absent if" in meaning}
     assert {name for name in absent if not name.startswith((*measured, *AT_TIMES))} == set()

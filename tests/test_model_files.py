@@ -59,7 +59,7 @@ def add_token(model, text, *, special, id=99):
     file.write_text(json.dumps(table))
 
 
-def test_files_that_fit_together_are_no_news(model):
+def test_files_that_fit_together_are_not_mentioned(model):
     assert check_files(model) == []
     rows(model, 128)  # padding
     assert check_files(model) == []

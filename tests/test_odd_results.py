@@ -136,7 +136,7 @@ def test_a_prompt_whose_messages_have_no_end_is_refused():
         EnvironmentHost.around(made).prompts("train")
 
 
-def test_a_solution_that_is_no_text_is_refused():
+def test_a_solution_that_is_not_text_is_refused():
     made = Looks("")
     made.solve = lambda prompt: 7
     with pytest.raises(PluginError, match=r"solve returned 7 \(int\), expected text or None"):

@@ -392,7 +392,7 @@ def generators(monkeypatch):
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:1"])
-def test_the_random_numbers_of_a_gpu_go_on_where_they_were_saved(tmp_path, generators, model, device):
+def test_the_random_numbers_of_a_gpu_continue_where_they_were_saved(tmp_path, generators, model, device):
     """A checkpoint of a GPU is resumed on a CPU as well, which has none."""
     trainer = trainers.TorchTrainer(setup(model))
     saving, there = trainer._saving, torch.device(device)

@@ -171,7 +171,7 @@ def test_a_run_survives_an_outage_and_loses_nothing(seconds, seed):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_run_whose_service_stays_away_ends_with_a_checkpoint_and_goes_on_from_there(seed):
+def test_a_run_whose_service_stays_away_ends_with_a_checkpoint_and_continues_from_there(seed):
     away = Away(20.0, 660.0)
     story, incidents = waiting(away, run=saving, config={"unavailable_for": 600.0}, steps=20)
     with pytest.raises(
@@ -214,7 +214,7 @@ class TwoTasks:
         return [evolve(prompt, environment=next(names)) for prompt in self.draw(request)]
 
 
-def test_other_tasks_and_the_trainer_go_on_while_one_task_waits():
+def test_other_tasks_and_the_trainer_continue_while_one_task_waits():
     away, other = Away(20.0, 300.0), FakeEnvironment()
     story, incidents = waiting(away, max_staleness=8, steps=30)
     story.pipeline.playing.environments["other"] = other
@@ -272,7 +272,7 @@ def test_a_service_that_hangs_is_away_when_calls_with_two_prompts_took_too_long(
 
 
 @pytest.mark.parametrize("error", [late(), REFUSED])
-def test_a_prompt_that_no_call_answers_is_unscored_alone_and_the_run_goes_on(error):
+def test_a_prompt_that_no_call_answers_is_unscored_alone_and_the_run_continues(error):
     """One poisoned prompt hangs its judge, or makes it drop the connection."""
 
     def feedback(episode):

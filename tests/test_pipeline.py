@@ -335,7 +335,7 @@ def test_with_in_order_the_same_seed_gives_the_same_weights_whatever_finishes_fi
     assert len({weights(seed) for seed in range(8)}) == 1
 
 
-def test_the_sampler_is_told_the_trainers_version_although_the_engine_holds_an_older_one():
+def test_the_sampler_gets_the_trainers_version_although_the_engine_holds_an_older_one():
     """A filtered group frees its slot while the engine still takes the weights of the last step."""
     equal = FakeEnvironment(lambda e: Feedback(reward=float(e.prompt.id not in "048" and e.reply == "a")))
     dynamic = DynamicSampling(max_extra_groups=100)
@@ -528,7 +528,7 @@ def test_an_engine_that_never_takes_new_weights_is_named_at_its_deadline():
 
 
 @pytest.mark.parametrize("who", ["engine", "sampler"])
-def test_a_timeout_of_a_plugin_s_own_is_not_told_as_a_deadline_of_the_run(who):
+def test_a_timeout_inside_a_plugin_is_not_reported_as_a_deadline_of_the_run(who):
     async def update_weights(weights):
         raise TimeoutError("the socket timed out")
 
@@ -1006,7 +1006,7 @@ def slow_disk(seconds, fails_at=None):
     return save
 
 
-def test_training_goes_on_while_a_checkpoint_is_written_and_only_the_next_one_waits_for_it():
+def test_training_continues_while_a_checkpoint_is_written_and_only_the_next_one_waits_for_it():
     done = Run(schedule={"save_every": 4}, save=slow_disk(10_000.0))()
     story = [event for event in done.events if isinstance(event, (StepEnded, Saving, Saved))]
     saves = [(type(event).__name__, event.step) for event in story if not isinstance(event, StepEnded)]

@@ -159,7 +159,7 @@ def test_a_call_is_answered_on_the_childs_main_thread():
 
 
 @pytest.mark.long
-def test_a_child_has_a_group_of_its_own_in_its_parents_session():
+def test_a_child_has_its_own_group_in_its_parents_session():
     """So ctrl-C in a terminal does not reach it, and Linux shares the cores among all of a run."""
 
     async def use(c):

@@ -267,7 +267,7 @@ def continue_bit_for_bit(
 
 
 @pytest.mark.slow
-def test_what_three_ranks_have_saved_one_and_two_continue_bit_for_bit(
+def test_one_rank_and_two_continue_bit_for_bit_from_a_checkpoint_of_three(
     model: str, of_three: Path, tmp_path: Path
 ) -> None:
     assert len(list((of_three / "trainer").glob("model-*.safetensors"))) == 3

@@ -314,7 +314,7 @@ def test_a_malformed_file_of_a_model_is_one_clear_error(directory, tmp_path, fil
     assert len(str(raised.value).splitlines()) == 1
 
 
-def test_the_event_loop_goes_on_while_a_long_conversation_is_rendered_and_a_short_one_waits(tokenizer):
+def test_the_event_loop_continues_while_a_long_conversation_is_rendered_and_a_short_one_waits(tokenizer):
     renderer = Renderer(tokenizer)
     begun, release, finished = threading.Event(), threading.Event(), []
 

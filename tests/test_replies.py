@@ -127,7 +127,7 @@ def causes(steps, metrics=None, **options):
     return [finding.metric for finding in findings(steps, metrics, **options)]
 
 
-def test_rows_without_an_advantage_are_no_signal_whatever_else_the_loss_trains_them_for():
+def test_rows_without_an_advantage_are_not_a_signal_whatever_else_the_loss_trains_them_for():
     """A KL term trains all rows; only a teacher makes up for rewards that are all equal."""
     equal = step([reply(0.5, advantage=0.0)] * 64)
     assert causes([equal] * WINDOW) == ["rows"]
@@ -158,7 +158,7 @@ def test_successes_that_do_not_end_are_said_before_half_of_them_are_cut():
     assert "rollout.max_tokens alone feeds it" in finding.message
 
 
-def test_failures_that_are_cut_are_no_successes():
+def test_failures_that_are_cut_are_not_successes():
     """The same two means as above: what counts is which replies are cut."""
     assert causes([with_cut(0.6, cut_right=0.0)] * WINDOW) == []
 

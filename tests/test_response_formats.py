@@ -59,7 +59,7 @@ def test_reasoning_that_the_prompt_opens_is_reasoning():
     assert message == {"role": "assistant", "content": "yes", "reasoning_content": "no no"}
 
 
-def test_a_garbled_call_is_a_call_without_a_name_that_the_model_is_told_of():
+def test_a_garbled_call_is_a_call_without_a_name_and_an_error_for_the_model():
     message = read("qwen3", QWEN3, 'yes<tool_call>\n{"name": "price", "arg\n</tool_call><|im_end|>')
     (call,) = message["tool_calls"]
     assert call["function"]["name"] == ""

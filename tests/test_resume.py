@@ -171,7 +171,7 @@ def test_a_run_that_has_trained_is_never_removed(tmp_path, trained):
 
 
 @pytest.mark.long
-def test_a_file_is_no_directory(here):
+def test_a_file_is_not_a_directory(here):
     text = refused(here, "train", "--env", "math:sort", "--output", "envs.py")
     assert text == "grpo-core: --output envs.py is a file; give a directory for the run"
 
@@ -471,7 +471,7 @@ def test_options_of_a_part_that_is_replaced_are_dropped(tmp_path):
 
 
 @pytest.mark.long
-def test_env_is_no_word_of_a_resume(tmp_path):
+def test_a_resume_refuses_env(tmp_path):
     a_run(tmp_path / "run")
     text = refused(tmp_path, "train", "--resume", "run", "--env", "math:copy")
     assert text == (
@@ -574,7 +574,7 @@ def test_a_value_of_another_type_in_a_checkpoint_is_one_error_that_names_file_an
         lambda state: {**state, "buffer": {k: v for k, v in state["buffer"].items() if k != "skipped"}},
     ],
 )
-def test_a_resealed_state_is_one_error(tmp_path, change):
+def test_a_changed_state_with_a_right_checksum_is_one_error(tmp_path, change):
     directory = a_run(tmp_path / "run", ready=1)
     resealed(directory / "pipeline.json", change(checkpoint.read_pipeline(directory)))
     loaders = {"sort": TaskLoader("sort", prompts(20, "sort"), seed=0)}
@@ -721,7 +721,7 @@ def test_a_sampler_that_breaks_its_contract_is_named_at_its_first_draw(sampler, 
         stream.draw(request)
 
 
-def test_a_sampler_in_place_of_another_starts_without_its_state(tmp_path):
+def test_a_sampler_that_replaces_another_starts_without_its_state(tmp_path):
     directory = a_run(tmp_path / "run")
     loaders = {"sort": TaskLoader("sort", prompts(20, "sort"), seed=0)}
     stream = PromptStream(sampler=Curriculum(), loaders=loaders, name="curriculum")

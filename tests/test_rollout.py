@@ -128,7 +128,7 @@ def guess(episode):
     return Feedback(reward=-0.25, done=False, messages="no")
 
 
-def test_turns_go_on_while_the_environment_says_so_and_rewards_are_summed():
+def test_turns_continue_while_the_environment_says_so_and_rewards_are_summed():
     environment = FakeEnvironment(guess, max_turns=3)
     first, second, third, fourth = played(requests(4), {"task": environment})
     assert [r.turns for r in (first, second, third, fourth)] == [1, 2, 3, 3]
@@ -206,7 +206,7 @@ def test_rollouts_lost_by_the_engine_are_unscored_and_bugs_are_not_hidden():
 
 
 @pytest.mark.parametrize("deadline", [None, 60.0])
-def test_a_timeout_of_an_engine_s_own_is_not_told_as_the_deadline_of_the_rollouts(deadline):
+def test_a_timeout_inside_an_engine_is_not_reported_as_the_deadline_of_the_rollouts(deadline):
     engine = FakeEngine(fault=lambda request: TimeoutError("the socket timed out"))
     with pytest.raises(TimeoutError, match="the socket timed out"):
         played(requests(2), {"task": FakeEnvironment()}, engine, deadline)
@@ -415,7 +415,7 @@ def test_advantages_of_another_shape_name_the_function():
         batch_of([a_group([0.0, 1.0])], broken)
 
 
-def test_an_empty_list_is_no_advantage_of_a_rollout_with_tokens():
+def test_an_empty_list_is_not_an_advantage_of_a_rollout_with_tokens():
     with pytest.raises(
         PluginError, match=r"rollout 1: the advantages have shape \[0\]; expected one for each"
     ):
@@ -449,7 +449,7 @@ def test_with_all_rows_those_without_an_advantage_stay_unless_nothing_was_sample
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), "high", {}])
-def test_an_advantage_that_is_no_finite_number_names_the_prompt_and_the_rollout(bad):
+def test_an_advantage_that_is_not_a_finite_number_names_the_prompt_and_the_rollout(bad):
     with pytest.raises(PluginError, match=r"prompt 'p', rollout 1: the advantage is .*; expected a finite"):
         batch_of([a_group([0.0, 1.0])], lambda groups: [[0.0, bad]])
 

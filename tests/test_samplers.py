@@ -240,7 +240,7 @@ def test_a_plain_function_of_a_file_is_a_sampler(tmp_path):
         wrong.sampler()
 
 
-def test_a_copy_of_the_stream_goes_on_where_it_was():
+def test_a_copy_of_the_stream_continues_where_it_was():
     stream = PromptStream(sampler=Mix(), loaders=loaders(a=5, b=5), name="mix")
     stream.draw(request(3))
     copy = pickle.loads(pickle.dumps(stream))

@@ -123,7 +123,7 @@ def test_distributions_are_cut_as_by_the_warpers_of_transformers(
 
 
 @pytest.mark.parametrize("vocabulary", [SMALL, LARGE])
-def test_a_row_that_is_not_cut_is_the_same_bit_for_bit_beside_one_that_is(vocabulary: int) -> None:
+def test_a_row_that_is_not_cut_is_the_same_bit_for_bit_next_to_one_that_is(vocabulary: int) -> None:
     logits = torch.randn(64, vocabulary, generator=torch.Generator().manual_seed(2))
     uniforms = sampling.next_uniforms(sampling.counters(range(64)))
     cuts = torch.zeros(64, 3, dtype=torch.float64)

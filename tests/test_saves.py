@@ -32,7 +32,7 @@ def test_checkpoints_by_time_are_due_after_the_first_step_that_ends_then():
     assert saves.due(5, 2201.0)
 
 
-def test_a_checkpoint_by_steps_begins_the_minutes_anew():
+def test_a_checkpoint_by_steps_restarts_the_minutes():
     saves = Saves(every=4, seconds=600.0)
     saves.begin(0.0)
     assert saves.due(4, 500.0)

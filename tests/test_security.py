@@ -191,7 +191,7 @@ def test_a_secret_in_the_configuration_is_refused_before_anything_is_written(
 
 
 @pytest.mark.parametrize("key", NO_SECRETS)
-def test_an_ordinary_option_is_no_secret(key):
+def test_an_ordinary_option_is_not_a_secret(key):
     assert not list(secrets_in(parse_setting(f"{key}={NO_SECRETS[key]}")))
 
 

@@ -216,7 +216,7 @@ def test_reasoning_that_a_user_makes_the_template_forget_ends_a_segment():
     assert played.renderer._tokenizer.decode(played.sampled()) == 2 * (THOUGHT + "<|end|>")
 
 
-def test_a_reply_without_reasoning_goes_on_although_a_last_turn_would_show_some():
+def test_a_reply_without_reasoning_continues_although_a_last_turn_would_show_some():
     found, played = counts(make_renderer(FORGETS), (said("yes"), "yes<|end|>", [user("again")]))
     assert found == [1]
     assert played.row() == played.text()
@@ -315,7 +315,7 @@ def test_a_template_that_takes_arguments_as_text_gets_text():
     assert '{"item": "tea"}' in renderer._text([user("?"), said("yes", "price")], generation=False)
 
 
-def test_calls_that_the_model_wrote_in_its_own_way_stay():
+def test_calls_stay_as_the_model_wrote_them():
     odd = '<call>{"arguments":{"item":"tea"},"name":"price"}</call>'
     found, played = counts(
         make_renderer(FORGETS), (said("yes", "price"), f"yes{odd}<|end|>", answered("price")), tools=[TOOL]

@@ -495,7 +495,7 @@ def test_a_session_whose_attribute_tools_is_something_else_has_no_tools_by_it():
     host.end()
 
 
-def test_a_tool_that_is_unavailable_leaves_its_episode_unscored_and_the_others_go_on():
+def test_a_tool_that_is_unavailable_leaves_its_episode_unscored_and_the_others_continue():
     host = EnvironmentHost.around(environment(tools=[ADD, SEARCH], max_turns=2))
     lost, answered = host.evaluate([saying("0", call=("search", {})), saying("1", call=("add-up", {"a": 1}))])
     assert (lost.done, lost.reward, lost.error) == (True, None, "the search engine does not answer")

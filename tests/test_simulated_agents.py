@@ -66,7 +66,7 @@ def test_an_engine_that_fails_and_recovers_loses_no_rollout_of_an_agent_that_tri
 
 
 @pytest.mark.long
-def test_a_killed_run_of_agents_goes_on_and_trains_each_completion_once():
+def test_a_killed_run_of_agents_continues_and_trains_each_completion_once():
     outcome = holds(5, faults=evolve(NONE, kill=1.0), lives=3)
     assert outcome.lives[0] == "killed"
     assert outcome.lives[-1] == "finished"

@@ -18,7 +18,7 @@ def test_the_code_does_not_grow(part):
     assert lines > LIMITS[part] - 200, f"{part}: only {lines} lines; lower the limit in {__name__}.py"
 
 
-def test_blank_lines_comments_and_docstrings_are_no_code(tmp_path):
+def test_blank_lines_comments_and_docstrings_do_not_count(tmp_path):
     file = tmp_path / "module.py"
     file.write_text(
         '"""Text.\n\nMore."""\n\n# why\nx = """a\nb"""\n\n\ndef f():\n    "Text."\n    return (\n        x)\n'

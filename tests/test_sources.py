@@ -188,7 +188,7 @@ def test_nothing_is_opened_before_it_is_asked_for(tmp_path):
         loader.take(1)
 
 
-def test_a_pickled_source_opens_its_file_anew(file):
+def test_a_pickled_source_opens_its_file_again(file):
     first = source(file(ROWS))
     first.open()
     there = pickle.loads(pickle.dumps(first))
@@ -372,7 +372,7 @@ LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% en
         ({"template": "x", "answer_template": LOOPS}, "takes more than 2 s for row 1"),
     ],
 )
-def test_a_template_without_an_end_has_a_time_and_a_memory_of_its_own(file, monkeypatch, config, message):
+def test_an_endless_template_has_a_limit_of_time_and_memory(file, monkeypatch, config, message):
     monkeypatch.setattr(templates, "SECONDS", 2.0)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     rows = [{"prompt": f"{level}", "level": level % 4} for level in range(4, 11)]

@@ -12,7 +12,7 @@ from grpo_core.contracts.errors import ModelError
 from grpo_core.text.rendering import Rendered
 
 
-def test_what_a_template_raises_is_told_as_before():
+def test_what_a_template_raises_is_reported_as_before():
     renderer = make_renderer("{{ raise_exception('only users, please') }}")
     with pytest.raises(ModelError, match="cannot render messages of user: only users, please"):
         renderer.prompt_ids([user("hi")])
@@ -51,7 +51,7 @@ def test_only_so_many_texts_are_kept():
     assert (kept.find(talks[-1], (TOOL,)), kept.find(talks[-2], ())) == ("12", "1234")
 
 
-def test_a_template_that_tells_the_time_is_rendered_anew(monkeypatch):
+def test_a_template_that_shows_the_time_is_rendered_again(monkeypatch):
     """Its text of a minute ago is not how the conversation begins now, which would end the segment."""
     minute = ["1"]
 

@@ -53,7 +53,7 @@ def test_the_stages_of_the_loop_follow_one_another_without_a_gap(clock, timeline
     assert all(one.end == other.begin for one, other in pairwise(spans))
 
 
-def test_each_stage_is_told_when_it_begins(clock):
+def test_each_stage_is_reported_when_it_begins(clock):
     told = []
     timeline = Timeline(clock, tell=told.append)
     with taken_down(timeline):
@@ -73,7 +73,7 @@ def test_calls_that_run_at_the_same_time_are_one_span(clock, timeline):
     assert span.seconds == 5.0, "one of the calls takes three seconds, the other one two"
 
 
-def test_what_still_runs_is_told_until_now_and_goes_on(clock, timeline):
+def test_what_still_runs_is_counted_until_now_and_continues(clock, timeline):
     with timeline.during("engine", "generate"):
         clock.now = 2.0
         (first,) = timeline.take()
@@ -103,7 +103,7 @@ def test_a_short_gap_is_within_a_span(clock, timeline):
     assert (span.busy, span.end) == (3.0, 3.0 + GAP)
 
 
-def test_without_a_timeline_nothing_is_taken_down(clock, timeline):
+def test_without_a_timeline_nothing_is_recorded(clock, timeline):
     stage("step")
     with during("trainer", "step"):
         clock.now = 1.0

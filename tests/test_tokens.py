@@ -111,7 +111,7 @@ def test_what_cannot_be_tokens_is_refused_where_the_completion_is_made(ids, mess
 
 
 @pytest.mark.parametrize("logprobs", [np.array([False]), np.array(["-0.5"]), np.array([-1j])])
-def test_arrays_of_anything_but_numbers_are_no_logprobs(logprobs):
+def test_arrays_of_anything_but_numbers_are_not_logprobs(logprobs):
     with pytest.raises(PluginError, match=r"returned an array of .*; expected numbers as logprobs"):
         Completion(token_ids=[1], logprobs=logprobs, versions=[0], finish_reason="stop")
 

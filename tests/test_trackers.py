@@ -521,7 +521,7 @@ def test_the_report_is_left_out_where_no_plugin_offers_it(tmp_path, plugin, more
     checked('tracking.trackers=["files", "report"]')
 
 
-def test_a_misspelt_key_beside_the_trackers_is_refused():
+def test_a_misspelt_key_next_to_the_trackers_is_refused():
     with pytest.raises(ConfigError, match=r"unknown configuration key 'tracking\.tracker'\. Did you mean"):
         configured('tracking.tracker=["files"]')
 

@@ -335,7 +335,7 @@ def test_a_step_without_a_reward_does_not_show_the_reward_0():
     assert "reward none  staleness" in text
 
 
-def test_an_accuracy_and_the_parts_of_a_reward_stand_beside_it():
+def test_an_accuracy_and_the_parts_of_a_reward_stand_next_to_it():
     """A part that is gamed shows there, while the accuracy stays at 0."""
     parts = {"feedback_format/sums": 0.9871, "feedback_value/sums": 0.0, "std_feedback_value/sums": 0.1}
     step = StepEnded(step=1, metrics=of_tasks(8, sums=0.3) | {"accuracy/sums": 0.0} | parts)
@@ -347,7 +347,7 @@ def test_an_accuracy_and_the_parts_of_a_reward_stand_beside_it():
     assert "accuracy" not in shown(terminal=False, events=[same])
 
 
-def test_a_reward_stands_beside_an_accuracy_where_they_differ():
+def test_a_reward_stands_next_to_an_accuracy_where_they_differ():
     first, last = {"accuracy": 0.0, "reward": 0.013}, {"accuracy": 0.0, "reward": 0.3}
     assert progress(first, last) == "accuracy 0.0% -> 0.0%, reward 0.013 -> 0.3"
     assert (
@@ -362,7 +362,7 @@ def test_a_run_with_one_validation_shows_its_result_once():
     assert progress(only, {**only}) == "accuracy 20.0% -> 20.0%, reward 0.3 -> 0.3"
 
 
-def test_of_many_tasks_the_largest_are_named_and_the_others_are_counted():
+def test_the_largest_of_many_tasks_are_named_and_the_others_are_counted():
     metrics = of_tasks(2, **{f"t{i}": 0.5 for i in range(9)}) | {"groups/t7": 30.0}
     (line,) = shown(terminal=False, events=[StepEnded(step=1, metrics=metrics)]).splitlines()
     assert (
@@ -437,7 +437,7 @@ class Clock:
         return self.now
 
 
-def test_the_seconds_of_what_goes_on_and_of_a_checkpoint_beside_it_are_told():
+def test_the_seconds_of_the_current_stage_and_of_a_checkpoint_during_it_are_shown():
     clock = Clock()
     now = Now(9, clock)
     now.receive(StatusChanged(message="loading the model"))
@@ -490,7 +490,7 @@ def test_the_time_that_is_left_follows_the_last_steps():
     assert last.endswith(" s, about 2:00:00 left")
 
 
-def test_without_a_number_of_steps_nothing_is_told_of_the_end():
+def test_without_a_number_of_steps_no_end_is_shown():
     """A run of epochs knows the number when it has started, and the event says it."""
     unknown = Config(trainer=TrainerConfig(steps=1, epochs=2.0))
     text = shown(terminal=False, events=steps([10.0] * 9), config=unknown)

@@ -198,7 +198,7 @@ def test_metrics_of_all_turns_are_kept_and_the_last_value_of_each_counts():
     assert rollout.metrics == {"turn 0": 1.0, "turn 1": 1.0, "turn 2": 1.0, "last": 2.0}
 
 
-def test_a_metric_whose_last_value_is_no_number_has_none():
+def test_a_metric_whose_last_value_is_not_a_number_has_none():
     """An earlier turn's value would pass for the last one."""
 
     def feedback(episode):
@@ -244,7 +244,7 @@ def test_the_template_is_checked_for_later_turns_if_there_may_be_some(max_turns)
 
 
 @pytest.mark.parametrize("lost_in", [0, 1])
-def test_a_rollout_whose_engine_is_lost_is_no_orphan_of_its_environment(lost_in):
+def test_a_rollout_whose_engine_is_lost_is_not_an_orphan_of_its_environment(lost_in):
     """The environment's answer is the last message when the engine fails in the second turn."""
     engine = FakeEngine()
     engine.fault = lambda r: EngineError("lost") if len(r.prompt_ids) > 8 or lost_in == 0 else None
@@ -287,7 +287,7 @@ def test_in_lockstep_a_rollout_that_has_failed_is_not_evaluated_again():
     assert environment.calls == [3, 2, 2]
 
 
-def test_one_prompt_with_other_tools_is_rendered_anew():
+def test_one_prompt_with_other_tools_is_rendered_again():
     tools = ({"type": "function", "function": {"name": "a"}}, {"type": "function", "function": {"name": "b"}})
 
     class Environment(FakeEnvironment):
@@ -484,7 +484,7 @@ def test_calls_in_a_last_turn_are_not_run_and_the_environment_evaluates():
     assert (episode.turn, episode.finish_reason, episode.reply) == (3, "turns", "")
 
 
-def test_time_that_is_over_is_a_reason_of_its_own_and_no_feedback():
+def test_a_deadline_is_a_separate_reason_and_not_feedback():
     environment = FakeEnvironment(go_on, max_turns=99, seconds=1.0)
     (rollout,) = played(environment, FakeEngine(latency=lambda rng: 1.0), deadline=5.5)
     assert (rollout.finish_reason, rollout.reward, rollout.lost) == ("deadline", None, True)

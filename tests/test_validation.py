@@ -105,7 +105,7 @@ def test_a_strategy_may_take_any_number_of_sets_of_rollouts_that_each_keep_the_d
     assert validated(Patient(), FakeEnvironment(right), engine=slow, deadline=60.0)["task"]["accuracy"] == 1.0
 
 
-def test_a_strategy_may_play_prompts_of_its_own_which_are_read_as_all_others():
+def test_a_strategy_may_play_its_own_prompts_which_are_read_like_all_others():
     class Asks:
         def __init__(self, content):
             said = [{"role": "user", "content": content}]

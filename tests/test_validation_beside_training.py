@@ -145,7 +145,7 @@ class Training:
 # ---------------------------------------------------------------------------------- on training's engine
 
 
-def test_training_goes_on_meanwhile_on_one_fixed_version():
+def test_training_continues_meanwhile_on_one_fixed_version():
     done = Training(Pipelined())()
     assert [event.version for event in done.of(Validated)] == [0, 4, 8, 12]
     in_between = [meanwhile for _, _, meanwhile in done.seen[1:-1]]
@@ -198,7 +198,7 @@ def test_a_failing_validation_lets_a_paused_run_end():
 
 
 @pytest.mark.long
-def test_training_does_not_wait_for_an_engine_of_its_own():
+def test_training_does_not_wait_for_a_separate_engine():
     """Each validation takes several steps; training is the same, at the same times."""
     own = FakeEngine(latency=slowly, update_seconds=0.0)
     for policy in ("deadline", "in_order"):
@@ -236,7 +236,7 @@ def test_an_error_of_the_dedicated_engine_ends_the_run():
     assert not training.engine.running
 
 
-def test_an_engine_of_its_own_that_does_not_take_the_weights_ends_the_run():
+def test_a_separate_engine_that_does_not_take_the_weights_ends_the_run():
     with pytest.raises(WeightSyncError, match=r"version 0 .* within 100 s \(validation.engine.deadline\)"):
         Training(Batched(), own=FakeEngine(update_seconds=1000.0))()
 
@@ -339,7 +339,7 @@ def broken_laws(versions, *, engine):
     return [violation.law for violation in laws.violations]
 
 
-def test_an_engine_of_its_own_measures_versions_in_order_and_training_s_engine_the_one_it_holds():
+def test_a_separate_engine_measures_versions_in_order_and_the_training_engine_the_one_it_holds():
     assert broken_laws([0, 2], engine=True) == []
     assert broken_laws([2, 0], engine=True) == ["validation"]
     assert broken_laws([3], engine=True) == ["validation"]

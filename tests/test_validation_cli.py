@@ -128,7 +128,7 @@ def run(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_run_validates_on_an_engine_of_its_own(run):
+def test_a_run_validates_on_a_separate_engine(run):
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "validation/sort/accuracy" in row] == [0, 2, 4]
     assert (run / "logs" / "validation" / "engine-local.log").exists()

@@ -278,7 +278,7 @@ def test_a_server_that_is_still_starting_ends_with_its_rollout(stubborn, tmp_pat
     slow(story, tmp_path, {"task": {"tools": {"stubborn": stubborn}}})
 
 
-def test_a_simulated_user_is_a_model_of_its_own_and_is_not_trained():
+def test_a_simulated_user_is_a_separate_model_and_is_not_trained():
     """The environment is one of verifiers; the user is served at an address, as anybody's model would be."""
 
     def user(conversation):

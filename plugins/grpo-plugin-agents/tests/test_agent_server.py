@@ -258,7 +258,7 @@ def test_thinking_is_given_apart_from_the_reply(stream):
         ("is <think> a tag?", " yes\n", (None, " yes\n")),
     ],
 )
-def test_thinking_that_is_cut_off_or_begun_by_the_prompt_is_no_reply(prompt, text, parts):
+def test_thinking_that_is_cut_off_or_begun_by_the_prompt_is_not_a_reply(prompt, text, parts):
     async def play(scene):
         body = {"messages": [{"role": "user", "content": prompt}]}
         message = (await scene.post("/chat/completions", body))[1]["choices"][0]["message"]
@@ -267,7 +267,7 @@ def test_thinking_that_is_cut_off_or_begun_by_the_prompt_is_no_reply(prompt, tex
     story(play, text)
 
 
-def test_an_agent_goes_on_from_the_completion_whose_thinking_it_sends_back():
+def test_an_agent_continues_from_the_completion_whose_thinking_it_sends_back():
     async def play(scene):
         body = {"messages": ASKED, "n": 2}
         choices = (await scene.post("/chat/completions", body))[1]["choices"]
@@ -309,7 +309,7 @@ def test_the_last_turn_of_a_recording_is_the_last_that_was_played():
     assert recording.turn_tokens[0] > recording.turn_tokens[2] > recording.turn_tokens[1]
 
 
-def test_fields_that_the_run_cannot_follow_are_told_or_refused():
+def test_fields_that_the_run_cannot_follow_are_reported_or_refused():
     async def play(scene):
         tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
         asked = {"messages": ASKED, "tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
@@ -359,7 +359,7 @@ def test_a_client_stops_and_shortens_completions_but_the_temperature_is_the_runs
 
 
 @pytest.mark.long
-def test_an_openai_client_of_responses_goes_on_by_id_and_by_items():
+def test_an_openai_client_of_responses_continues_by_id_and_by_items():
     async def play(scene):
         async with scene.openai() as model:
             tool = {"type": "function", "name": "price", "parameters": {"type": "object"}, "strict": False}

@@ -117,7 +117,7 @@ def test_a_worse_version_is_not_played_to_the_end_and_a_better_one_becomes_the_s
     assert same["prompts"] < 1200
 
 
-def test_a_version_that_is_not_certainly_better_is_no_standard():
+def test_a_version_that_is_not_certainly_better_does_not_become_the_standard():
     """Otherwise the bar drifts: each version would be compared with the one before, however bad that was."""
     strategy, context = Paired(), Context([0.5, 0.51, 0.5], n=100)
     validated(strategy, context, 0)
@@ -202,7 +202,7 @@ def test_missing_scores_make_no_version_better():
     assert 0 < len(state["missing"]) < 30
 
 
-def test_the_first_version_is_no_standard_if_it_lacks_many_scores():
+def test_the_first_version_is_not_the_standard_if_it_lacks_many_scores():
     strategy, context = Paired(), Lacking([0.7, 0.7], n=100)
     context.lacks = 1.0
     assert "accuracy" not in validated(strategy, context, 1)

@@ -77,7 +77,7 @@ def test_the_reward_may_be_a_weighted_sum_of_its_parts() -> None:
         shaping_by(weights={"polite": 1.0})([given])
 
 
-def test_a_rollout_whose_paid_part_is_no_number_is_unscored_and_another_metric_changes_nothing() -> None:
+def test_a_rollout_whose_paid_part_is_not_a_number_is_unscored_and_another_metric_changes_nothing() -> None:
     one = evolve(a_group([0.5]).rollouts[0], metrics={"right": 1.0}, left_out={"short": "nan"})
     found = shaping_by(weights={"right": 1.0, "short": -1.0}).checked(one)
     assert (found.reward, found.error) == (

@@ -119,7 +119,7 @@ def test_nothing_is_found_where_nothing_is_wrong():
     assert findings["reward.surface_forms"].severity == "noted"
 
 
-def test_yes_is_no_mistake_of_a_task_whose_answers_are_yes_and_no():
+def test_yes_is_not_a_mistake_of_a_task_whose_answers_are_yes_and_no():
     class Even(Sums):
         def prompts(self, split):
             begin = 0 if split == "train" else 40
@@ -271,7 +271,7 @@ def test_several_turns_are_played_to_the_end():
     assert findings["reward.range"].result == "rewards from 0 to 1"
 
 
-def test_an_environment_that_breaks_its_contract_is_no_further_audited():
+def test_an_environment_that_breaks_its_contract_is_not_audited_further():
     class Wrong(Sums):
         def judge(self, reply, prompt):
             return "x"
@@ -349,7 +349,7 @@ def test_a_reward_for_a_near_miss_is_found(judged, kind, severity):
     assert "of a solution's reward" not in found.result
 
 
-def test_a_part_of_the_reward_for_a_near_miss_is_no_defect():
+def test_a_part_of_the_reward_for_a_near_miss_is_not_a_defect():
     class Graded(Sums):
         def judge(self, reply, prompt):
             return 1.0 if reply.strip() == prompt.answer else 0.9 * (reply.strip()[:1] == prompt.answer[:1])
@@ -399,7 +399,7 @@ def test_a_move_that_the_prompt_names_and_its_repetition_are_played():
     assert audited(Sums)["reward.named_moves"].severity == "not applicable"
 
 
-def test_a_guess_that_is_right_by_chance_is_no_defect():
+def test_a_guess_that_is_right_by_chance_is_not_a_defect():
     class Cups(Moves):
         def prompts(self, split):
             said = "Under which cup is the ball: [0], [1] or [2]?"

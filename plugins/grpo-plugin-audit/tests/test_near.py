@@ -46,10 +46,10 @@ def exercises(template, seed, n):
         "Solve: {} boxes hold {} balls each, and {} balls are lost on the way; how many balls are there now?",
     ],
 )
-def test_exercises_of_one_template_are_no_near_duplicates(template):
+def test_exercises_of_one_template_are_not_near_duplicates(template):
     assert nearly_leaked(exercises(template, 1, 3000), exercises(template, 2, 300)) == {}
 
 
-def test_a_few_exercises_with_other_figures_are_no_near_duplicates():
+def test_a_few_exercises_with_other_figures_are_not_near_duplicates():
     train = [CLIPS.replace("48", "52"), BAKER.replace("12", "7").replace(" 7 ", " 12 "), "2+3*4="]
     assert nearly_leaked(train, [CLIPS, BAKER, "2+3-4="]) == {}

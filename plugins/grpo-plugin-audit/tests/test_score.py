@@ -202,7 +202,7 @@ def test_all_that_an_environment_says_of_a_rollout_is_in_the_line_that_a_fork_re
 
 
 @pytest.mark.long
-def test_a_corrected_reward_is_compared_by_rollout_and_written_beside_the_run(a_run, tmp_path, capsys):
+def test_a_corrected_reward_is_compared_by_rollout_and_written_into_the_run(a_run, tmp_path, capsys):
     report = scored(capsys, a_run, "--set", "tasks.game.options.factor=3", "--output", tmp_path / "out")
     found = report["tasks"]["game"]
     lines = [json.loads(line) for line in (tmp_path / "out" / "rollouts.jsonl").read_text().splitlines()]
@@ -257,7 +257,7 @@ def test_groups_that_are_compared_are_judged_as_whole_groups(game):
     assert len({each.reward for each in judged}) == 2
 
 
-def test_a_conversation_that_would_end_earlier_or_go_on_is_judged_as_far_as_it_goes(game):
+def test_a_conversation_that_would_end_earlier_or_later_is_judged_as_far_as_it_goes(game):
     module = loaded(game)
     groups = groups_of(module.Game(), reply=lambda request, rng: rng.choice("ab"))
     shorter = run(

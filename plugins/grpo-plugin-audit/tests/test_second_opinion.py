@@ -93,7 +93,7 @@ def test_exploits_are_found_soon_also_after_a_long_clean_time(before):
         assert before <= found < before + 60
 
 
-def test_evidence_goes_on_after_a_resume_as_if_nothing_had_happened():
+def test_evidence_continues_after_a_resume_as_if_nothing_had_happened():
     rng = random.Random(3)
     shares = [0.1] * 40
     straight, before, after = (Evidence(tolerance=0.02, level=1e-9) for _ in range(3))
@@ -184,7 +184,7 @@ def test_successes_that_are_refused_make_one_alarm_and_stop_the_run_if_that_is_w
     assert metrics["second_opinion_evidence/fine"] < 0.1
 
 
-def test_without_stop_the_run_goes_on():
+def test_without_stop_the_run_continues():
     heard = Heard()
     heard.after([[group(n, [EXPLOIT]) for n in range(8)]] * 4)
     assert len(heard.warnings) == 1
@@ -234,7 +234,7 @@ def test_a_slow_second_opinion_leaves_steps_out_instead_of_growing():
     assert heard.set["second_opinion_judged/double"] == 2 * WAITING
 
 
-def test_a_resumed_run_has_no_second_alarm_about_the_same_and_another_environment_begins_anew():
+def test_a_resumed_run_has_no_second_alarm_about_the_same_and_another_environment_begins_again():
     first = Heard()
     first.after([[group(n, [EXPLOIT]) for n in range(8)]] * 4)
     again = Heard()
@@ -356,7 +356,7 @@ SMALL = (
 
 
 @pytest.mark.slow
-def test_a_run_stops_at_the_alarm_and_a_resumed_one_goes_on_with_its_evidence(tmp_path):
+def test_a_run_stops_at_the_alarm_and_a_resumed_one_continues_with_its_evidence(tmp_path):
     (tmp_path / "twin.py").write_text(TWIN)
     settings = [word for setting in SMALL.split() for word in ("--set", setting)]
     begin = [

@@ -255,7 +255,7 @@ def test_a_reply_without_code_earns_nothing_and_is_counted():
         ("[1", "expected a list of"),
     ],
 )
-def test_what_is_no_test_is_refused_before_the_run(tests, why):
+def test_malformed_tests_are_refused_before_the_run(tests, why):
     with pytest.raises(grpo.PluginError) as raised:
         cases_of(tests, "prompt '7'")
     assert why in str(raised.value)

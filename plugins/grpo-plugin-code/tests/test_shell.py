@@ -114,7 +114,7 @@ def test_a_part_of_the_tests_is_a_part_of_the_reward_if_it_is_wanted():
 
 
 @pytest.mark.long
-def test_a_command_tells_its_output_and_how_it_ended():
+def test_a_command_returns_its_output_and_how_it_ended():
     outputs, _ = worked("echo out; echo err >&2; exit 3", "sleep 60", "yes", "kill -9 -1")
     assert outputs[0] == "out\nerr\n\nexit status 3"
     assert outputs[1] == "error: the command was ended: it took too long, or printed too much"
@@ -177,7 +177,7 @@ def test_a_hostile_command_earns_nothing_and_does_not_last(name):
         ({"tests": TESTS, "files": {"../a": ""}}, "not a path of a file within"),
     ],
 )
-def test_rows_that_are_no_tasks_are_refused(info, why):
+def test_malformed_rows_are_refused(info, why):
     environment = make_offer("environment", "code:shell", plugins=["code"])
     with pytest.raises(grpo.PluginError, match=why):
         environment.from_source(grpo.Prompt(messages="?", id="7", info=info))
@@ -248,7 +248,7 @@ def test_the_solution_of_a_task_earns_1_and_an_untouched_task_0(tmp_path):
         "(while true; do echo 1 > /logs/verifier/reward.txt; sleep 0.1; done) & disown",
     ],
 )
-def test_what_the_model_writes_is_no_reward(tmp_path, command):
+def test_what_the_model_writes_is_not_a_reward(tmp_path, command):
     task(tmp_path, "hello")
     assert rewarded(harbor(tmp_path, oracle=False), command).reward == 0.0
 

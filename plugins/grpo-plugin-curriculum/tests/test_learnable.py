@@ -25,7 +25,7 @@ def test_it_keeps_the_contract(options):
     check_sampler(lambda: Learnable(**options))
 
 
-def test_an_unscored_rollout_is_no_failure():
+def test_an_unscored_rollout_is_not_a_failure():
     sampler = Learnable(memory=0.0)
     sampler.observe([group("lacking", 1, None), group("solved", 1, 1), group("unknown", None, None)])
     lacking, solved, unknown = sampler.weights(["lacking", "solved", "unknown"], REQUEST)

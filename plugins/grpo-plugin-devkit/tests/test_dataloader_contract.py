@@ -57,7 +57,7 @@ def rows_of_another_kind(split):
     return [3, 4]
 
 
-def test_a_stream_with_a_state_of_its_own_keeps_the_contract():
+def test_a_stream_with_its_own_state_keeps_the_contract():
     check_dataloader(Numbers)
 
 

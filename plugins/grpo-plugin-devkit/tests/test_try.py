@@ -195,7 +195,7 @@ def test_input_that_ends_early_ends_the_rollout_and_says_so():
     assert played(["/quit", "2.5"]).endswith("/quit")
 
 
-def test_an_environment_that_fails_shows_its_error_and_goes_on_to_the_next_prompt():
+def test_an_environment_that_fails_shows_its_error_and_continues_to_the_next_prompt():
     class Broken(Shop):
         def evaluate(self, episodes):
             raise RuntimeError("\x1b[31mno judge\n")
@@ -234,7 +234,7 @@ def test_lines_are_replies_and_commands(lines, replies):
         read()
 
 
-def test_a_call_where_there_are_no_tools_is_said_to_be_one():
+def test_a_call_without_tools_is_reported():
     said = []
     read = Replies(io.StringIO("/call add a=1\nthen\n"), said.append, lambda: False)
     assert (read(), said) == ("then", ["  this environment has no tools"])
@@ -262,7 +262,7 @@ def test_lines_of_standard_input_are_played_by_the_command():
     assert "tool multiply\n  6\nthe input has ended: this rollout has no reward\n" in ended.stdout
 
 
-def test_a_directory_that_holds_no_run_is_no_model(tmp_path):
+def test_a_directory_that_holds_no_run_is_not_a_model(tmp_path):
     with pytest.raises(ConfigError, match=r"nope is not a run \(there is no config.toml in it\)"):
         try_("math:sort", run=tmp_path / "nope")
 

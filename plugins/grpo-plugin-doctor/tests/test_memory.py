@@ -294,7 +294,7 @@ def test_a_model_whose_code_looks_at_its_numbers_is_unknown_in_one_line(tmp_path
     assert "Traceback" not in capfd.readouterr().err + log.text
 
 
-def test_a_configuration_that_is_no_model_is_refused_in_one_line(tmp_path):
+def test_a_configuration_that_is_not_a_model_is_refused_in_one_line(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "no such"}')
     with pytest.raises(ModelError, match="no configuration of a causal language model"):
         model_shapes(str(tmp_path))
@@ -311,7 +311,7 @@ LOAD = EngineLoad(
 )  # fmt: skip
 
 
-def test_the_local_engine_tells_its_weights_and_its_cache():
+def test_the_local_engine_declares_its_weights_and_its_cache():
     found = sizes(local_memory(LOAD))
     assert found == {
         "weights": (2000, "host"),
@@ -360,7 +360,7 @@ def test_parameters_are_counted_by_the_headers_of_the_files(tmp_path, llama):
     ],
     ids=str,
 )
-def test_files_that_do_not_tell_their_size_are_left_to_the_trainer(tmp_path, config, content):
+def test_files_of_unknown_size_are_left_to_the_trainer(tmp_path, config, content):
     (tmp_path / "config.json").write_text(config)
     if content is not None:
         (tmp_path / "model.safetensors").write_bytes(content)
@@ -459,7 +459,7 @@ def test_weights_for_engines_of_16_bits_take_half_of_the_room(four_billion, two_
     assert (whole["host"], half["host"]) == (4 * FOUR, 2 * FOUR)
 
 
-def test_the_ranks_of_a_trainer_hold_equal_parts_on_gpus_of_their_own(four_billion, two_gpus):
+def test_the_ranks_of_a_trainer_hold_equal_parts_on_separate_gpus(four_billion, two_gpus):
     cpu_engine = "engine.options.device=cpu"
     found = certain(four_billion, *ON_GPUS[:2], cpu_engine, "trainer.ranks=2")
     assert (found["cuda:0"], found["cuda:1"]) == (8 * FOUR, 8 * FOUR)

@@ -122,7 +122,7 @@ def test_a_walk_over_the_frozen_lake_is_drawn_and_rewarded():
     assert feedback[-1].done
 
 
-def test_a_reply_that_is_no_action_is_told_why_and_the_game_goes_on():
+def test_a_reply_that_is_not_an_action_gets_a_reason_and_the_game_continues():
     _, answers, feedback = played(offered("FrozenLake-v1", **LAKE, wrong_action=-0.1), "jump", "down")
     assert answers[0] == (
         "error: 'jump' names no action. Reply with one of these actions: left, down, right, up."
@@ -132,7 +132,7 @@ def test_a_reply_that_is_no_action_is_told_why_and_the_game_goes_on():
 
 
 @pytest.mark.parametrize("reply", ["", "north", "9", "-1", "9" * 400, "1.5e400", "2.1", "1e-1"])
-def test_a_number_that_is_no_action_is_none(reply):
+def test_a_number_that_is_not_an_action_is_refused(reply):
     _, (answer,), _ = played(offered("FrozenLake-v1", show="observation"), reply)
     assert answer.startswith("error: ")
     assert answer.endswith("Reply with an action: a number from 0 to 3.")
@@ -163,7 +163,7 @@ def test_an_array_is_a_list_and_an_observation_is_json(file):
     assert (feedback[-1].reward, feedback[-1].done) == (0.75, True)
 
 
-def test_a_number_that_is_no_whole_number_turns_no_dial(file):
+def test_a_fraction_turns_no_dial(file):
     replies = ["[1.9, 2.2]", "[1e-3, 0]", "[1e400, 0]", "[1.0, 2]"]
     _, answers, feedback = played(offered(f"{file}:Dials"), *replies)
     assert [answer.split(". Reply")[0] for answer in answers] == [
@@ -228,7 +228,7 @@ def test_a_step_that_raises_is_unscored_and_no_other_game_steps_twice(file):
     assert [each.done for each in (first, last, *later)] == [False] * 4 + [True] * 2, "three steps each"
 
 
-def test_thinking_is_no_part_of_the_action(file):
+def test_thinking_is_not_part_of_the_action(file):
     _, answers, _ = played(offered(f"{file}:Echo"), "<think>hm, a < b</think>\n\nhello", "you")
     assert answers == ["hello", "you"]
     _, (answer,), _ = played(offered("FrozenLake-v1", **LAKE), "<think>left or down?</think>I do not know.")

@@ -142,7 +142,7 @@ def test_a_task_passes_the_check_of_environments(task):
 @pytest.mark.skipif(
     not OTHER, reason="needs GRPO_INSPECT_PYTHON: a virtual environment with inspect-ai and without torch"
 )
-def test_tasks_run_in_a_virtual_environment_of_their_own(tmp_path):
+def test_tasks_run_in_a_separate_virtual_environment(tmp_path):
     command = [sys.executable, "-m", "grpo_core", "check", f"inspect:{TASKS}@choosing"]
     told = subprocess.run(
         [*command, "--set", f"environment.python={OTHER}"], capture_output=True, text=True, cwd=tmp_path
@@ -179,7 +179,7 @@ def test_scorers_are_averaged_and_their_outages_are_unscored():
 
 @with_inspect
 @pytest.mark.long
-def test_a_label_is_no_reward():
+def test_a_label_is_not_a_reward():
     async def story(process):
         return await process.evaluate([episode((await process.prompts("train"))[0], "x")])
 
@@ -190,7 +190,7 @@ def test_a_label_is_no_reward():
 
 @with_inspect
 @pytest.mark.long
-def test_thinking_is_no_part_of_the_answer():
+def test_thinking_is_not_part_of_the_answer():
     async def story(process):
         prompt = (await process.prompts("train"))[0]
         said = [f"<think>hm</think>{prompt.answer}", f"<think>{prompt.answer}</think>no"]
@@ -257,7 +257,7 @@ def test_a_data_set_that_another_process_shuffles_otherwise_never_scores_a_right
 
 @with_inspect
 @pytest.mark.long
-def test_solvers_that_rewrite_the_conversation_are_told_so():
+def test_solvers_that_rewrite_the_conversation_get_an_error():
     async def story(process):
         return await process.evaluate([episode((await process.prompts("train"))[0], "4")])
 

@@ -157,7 +157,7 @@ def test_rewards_are_added_with_their_weights_and_are_metrics(parts, short):
     assert right.answer == "1 it is", "what votes are counted on is the first part's"
 
 
-def test_a_metric_of_a_part_that_is_no_number_is_left_out_of_the_whole(parts):
+def test_a_metric_of_a_part_that_is_not_a_number_is_left_out_of_the_whole(parts):
     environment = parts(right={"kind": "Right"}, odd={"kind": "Odd"})
     (feedback,) = judged(environment, "0")
     assert (feedback.reward, feedback.left_out) == (0.5, {"odd_ratio": "nan"})

@@ -259,7 +259,7 @@ def test_several_judges_are_combined_and_their_agreement_is_a_metric():
         assert feedback.reward == reward
 
 
-def test_votes_of_one_judge_have_seeds_of_their_own_and_show_its_noise():
+def test_votes_of_one_judge_have_different_seeds_and_show_its_noise():
     (feedback,), judges = judged("please", model="seeded", votes=3)
     assert sorted(request.get("seed", 0) for request in judges.requests) == [0, 1, 2]
     assert feedback.reward == pytest.approx((0 + 0.2 + 0.4) / 3)
@@ -286,7 +286,7 @@ def test_a_judge_that_lies_has_no_score_and_the_other_ones_count(lie, tmp_path):
     assert time.monotonic() - begin < 10
 
 
-def test_a_score_beside_half_a_character_is_kept(tmp_path):
+def test_a_score_next_to_half_a_character_is_kept(tmp_path):
     assert judged("please", model="split", cache=tmp_path / "answers")[0][0].reward == 0.9
 
 

@@ -56,7 +56,7 @@ def test_an_answer_is_in_the_last_box_or_behind_the_last_mark(reply, answer):
         ("2x", "x \\cdot 2"),
     ],
 )
-def test_the_same_answer_in_other_clothes_counts(given, reference):
+def test_the_same_answer_in_another_form_counts(given, reference):
     assert equal(given, reference)
 
 
@@ -104,7 +104,7 @@ def test_an_answer_has_to_be_worked_out(given):
         ("6:2", "3"),
     ],
 )
-def test_a_question_that_is_repeated_as_a_formula_is_no_answer(question, value):
+def test_a_question_that_is_repeated_as_a_formula_is_not_an_answer(question, value):
     """The value of most of these is what math-verify finds, and the model has not found it."""
     assert not equal(question, value)
     assert equal(value, value)
@@ -119,7 +119,7 @@ def test_a_formula_counts_where_the_reference_is_one():
 
 
 @pytest.mark.parametrize(("given", "reference"), [("3_{4}", "3"), ("55_{7}", "55"), ("[5, 5]", "5")])
-def test_a_number_of_another_base_and_an_interval_are_no_number(given, reference):
+def test_a_number_of_another_base_and_an_interval_are_not_numbers(given, reference):
     assert not equal(given, reference)
 
 
@@ -211,7 +211,7 @@ def test_an_answer_of_some_brackets_is_parsed():
     assert equal("((((1))))/2", "1/2")
 
 
-def test_off_the_main_thread_it_refuses_instead_of_judging_otherwise():
+def test_off_the_main_thread_it_refuses_to_judge():
     told = []
 
     def judge():

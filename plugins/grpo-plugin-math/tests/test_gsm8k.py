@@ -86,7 +86,7 @@ def test_the_question_comes_with_the_instruction():
     assert message["content"].endswith("How many has she?")
 
 
-def test_it_has_no_questions_of_its_own_and_says_where_they_come_from():
+def test_it_has_no_questions_and_says_where_they_come_from():
     with pytest.raises(grpo.ConfigError, match=r"there are no questions: give the task a source"):
         GSM8K().prompts("train")
 

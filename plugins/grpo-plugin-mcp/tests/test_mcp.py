@@ -168,7 +168,7 @@ def test_the_model_calls_the_tools_of_a_server_and_the_other_environment_judges(
 
 
 @pytest.mark.long
-def test_rollouts_have_servers_of_their_own_or_share_one(judge):
+def test_each_rollout_has_its_own_server_or_all_share_one(judge):
     for kind, second in (("rollout", "2"), ("worker", "3")):
         with hosting(judge, server=kind) as host:
             host.open([("a", PROMPT), ("b", PROMPT)])

@@ -219,7 +219,7 @@ def test_recorded_rollouts_get_these_rewards_from_the_servers_of_nemo_gym(server
 # ---------------------------------------------------------------------------------- sessions and rewards
 
 
-def test_rollouts_have_sessions_of_their_own_and_numbers_of_its_answer_are_metrics():
+def test_each_rollout_has_its_own_session_and_numbers_of_its_answer_are_metrics():
     server = Server()
     with serving(server.app) as url, hosted(url) as host:
         prompt = prompt_of(host, row())
@@ -400,7 +400,7 @@ def test_a_refusal_of_a_tool_is_an_answer_that_the_model_reads():
 
 
 @pytest.mark.parametrize("status", [502, 504])
-def test_a_tool_behind_a_server_that_is_gone_is_no_answer_and_unscored(status):
+def test_a_tool_behind_a_server_that_is_gone_leaves_the_rollout_unscored(status):
     with serving(Server(failing={"/increment_counter": [status]}).app) as url, hosted(url) as host:
         _, answers, feedback = played(host, row(expected_count=2), call("increment_counter", count=1), "2")
     assert (answers, feedback.reward) == ([], None)

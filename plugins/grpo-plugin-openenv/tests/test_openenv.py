@@ -182,7 +182,7 @@ def test_the_end_of_an_episode_ends_the_rollout():
     assert [each.done for each in feedback] == [False, True]
 
 
-def test_rollouts_have_connections_of_their_own():
+def test_each_rollout_has_its_own_connection():
     server = Server()
     with serving(server.app) as url, hosted(url) as host:
         prompt = host.openenv.prompts("train")[0]
@@ -234,12 +234,12 @@ def test_a_reply_is_the_only_required_text_of_an_action_or_json():
 
 
 @pytest.mark.parametrize("reply", ["", "no", "{", "[1]", '{"x": ', "}{"])
-def test_a_reply_that_is_no_action_says_what_one_is(reply):
+def test_a_reply_that_is_not_an_action_gets_the_form_of_an_action(reply):
     with pytest.raises(ValueError, match="expected a JSON object with the fields x"):
         Actions(MOVE).of(reply)
 
 
-def test_the_model_reads_why_its_action_was_refused_and_goes_on():
+def test_the_model_reads_why_its_action_was_refused_and_continues():
     with serving(Server(schema={**ECHO, "required": []}).app) as url:
         with hosted(url, action="message", wrong_action=-0.5, raises_are_wrong=True) as host:
             answers, feedback = played(host, "boom", "hi")
@@ -253,7 +253,7 @@ def test_the_model_reads_why_its_action_was_refused_and_goes_on():
     assert [each.reward for each in feedback] == [-0.5, -0.5]
 
 
-def test_thinking_is_no_part_of_the_action():
+def test_thinking_is_not_part_of_the_action():
     with serving(Server().app) as url, hosted(url) as host:
         answers, _ = played(host, "<think>hm, a < b</think>\n\nhello", " as it is ")
     assert answers == ["hello", " as it is "]
@@ -279,7 +279,7 @@ def test_a_last_step_without_a_reward_adds_nothing_to_the_earlier_ones():
     assert (feedback[-1].done, feedback[-1].error) == (True, None)
 
 
-def test_a_truth_value_is_no_reward():
+def test_a_truth_value_is_not_a_reward():
     with serving(Server().app) as url, hosted(url) as host:
         _, (feedback,) = played(host, "true")
     assert (feedback.reward, feedback.error) == (None, "openenv: step gave the reward True")

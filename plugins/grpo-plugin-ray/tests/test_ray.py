@@ -564,7 +564,7 @@ def test_agents_in_a_ray_worker_find_the_model_and_end_with_their_rollouts(ray, 
     asyncio.run(story())
 
 
-def test_what_an_environment_survives_in_a_worker_is_told_to_the_driver(ray, tmp_path):
+def test_what_an_environment_survives_in_a_worker_is_reported_to_the_driver(ray, tmp_path):
     async def story():
         pool = ray_environments(tmp_path, 1)
         await pool.start()
@@ -761,7 +761,7 @@ with cluster.connected("", cpus=4):
         ),
     ],
 )
-def test_only_a_trainer_that_needs_a_gpu_of_its_own_reserves_one(gpus, expected):
+def test_only_a_trainer_that_needs_its_own_gpu_reserves_one(gpus, expected):
     done = subprocess.run(
         [sys.executable, "-c", CHOICES],
         env=os.environ | {"RAY_OVERRIDE_RESOURCES": f'{{"GPU": {gpus}}}'},

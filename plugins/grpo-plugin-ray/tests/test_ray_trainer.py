@@ -267,7 +267,7 @@ def test_a_cluster_without_room_is_an_error_with_what_the_ranks_ask_for(joined, 
 
 
 @pytest.mark.slow
-def test_an_error_of_a_rank_is_told_as_one_of_this_machine(joined, model):
+def test_an_error_of_a_rank_is_reported_like_an_error_of_this_machine(joined, model):
     async def story() -> None:
         async with running(spread(model, ranks=2)) as trainer:
             with pytest.raises(TrainerError, match="step 7 was requested from a trainer at version 0"):
@@ -285,7 +285,7 @@ def test_a_trainer_without_a_cluster_is_refused(model):
 
 
 @pytest.mark.slow
-def test_a_run_on_two_machines_trains_what_one_machine_trains_and_goes_on_without_a_cluster(
+def test_a_run_on_two_machines_trains_what_one_machine_trains_and_continues_without_a_cluster(
     machines, tmp_path
 ):
     here = train(tmp_path, "here")

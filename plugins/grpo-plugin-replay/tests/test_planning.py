@@ -82,7 +82,7 @@ def test_staleness_is_what_the_real_buffer_allows(host):
     assert found.staleness_max == 2
 
 
-def test_a_row_that_has_others_beside_it_is_slower(seconds):
+def test_a_row_is_slower_while_others_run(seconds):
     eight_rows = 10 * (0.1 + 7 * 0.01)
     assert seconds(config(0), times(engine={"row": 0.01})) == pytest.approx(eight_rows + 3.0)
 

@@ -177,7 +177,7 @@ def test_adapters_with_dropout_and_a_resume_with_other_settings_are_replayed_fro
 
 
 @pytest.mark.slow
-def test_a_step_that_was_computed_otherwise_is_told_with_its_first_tensor(run, capsys):
+def test_a_step_that_was_computed_differently_is_reported_with_its_first_tensor(run, capsys):
     """The run says that it trained with another learning rate than it did."""
     events = run / "events.jsonl"
     lines = [json.loads(line) for line in events.read_text().splitlines()]
@@ -218,7 +218,7 @@ def without_fingerprints(run, step):
         (("rollouts/step-000003.jsonl.gz",), "tracking.files.every = 1 and tracking.files.keep = 0"),
     ],
 )
-def test_what_was_not_stored_is_told_with_the_setting_that_stores_it(settings, message, run):
+def test_what_was_not_stored_is_named_with_the_setting_that_stores_it(settings, message, run):
     (run / settings[0]).unlink()
     with pytest.raises(ConfigError, match=message):
         replay.replay(run, step=4)
@@ -256,7 +256,7 @@ def test_a_flipped_bit_is_found_before_anything_is_computed(file, name, message,
 
 
 @pytest.mark.slow
-def test_a_fork_shows_the_first_number_that_differs_and_the_metrics_beside_each_other(runs, tmp_path, capsys):
+def test_a_fork_shows_the_first_number_that_differs_and_the_metrics_side_by_side(runs, tmp_path, capsys):
     """Rollout 1 of the first group has another reward, as ``grpo-core score`` writes it."""
     (first, *_), *_ = stored = [group.rollouts for group in history.read(runs[0]).groups(1)]
     judged = {"step": 1, "group": 0, "seed": stored[0][1].seed, "reward": first.reward + 7, "success": None}
@@ -399,7 +399,7 @@ def test_a_fork_computes_with_the_threads_that_are_asked_for(runs, capsys):
         ('{"step": 1}', r"is not a file of rewards"),
     ],
 )
-def test_rewards_that_cannot_be_read_are_told_without_a_class(tmp_path, content, message):
+def test_rewards_that_cannot_be_read_are_reported_without_a_class(tmp_path, content, message):
     file = tmp_path / "rewards.jsonl"
     if content is not None:
         file.write_text(content)

@@ -292,7 +292,7 @@ def _arms_and_runs(*paths):
     return arms.grouped([[each.table] for each in files], [each.name for each in runs]), runs
 
 
-def test_a_seed_that_is_there_twice_is_told(tmp_path, html):
+def test_a_repeated_seed_is_reported(tmp_path, html):
     twice = [run(tmp_path / name, 4) for name in ("one", "again")]
     assert "which intervals take for an independent one: A2 again." in Page(page_of(*twice)).text
     assert "independent" not in html
@@ -306,7 +306,7 @@ def test_runs_of_one_name_are_told_apart_by_their_directories(tmp_path):
     assert [row[0] for row in cells(page, "<h2>Runs")] == ["A1 one/run", "A2 two/run"]
 
 
-def test_a_run_that_was_continued_with_other_settings_is_no_seed_of_the_others(tmp_path, paths):
+def test_a_run_that_was_continued_with_other_settings_is_not_a_seed_of_the_others(tmp_path, paths):
     changed = run(tmp_path / "changed", 9)
     (changed / "config-1.toml").write_text("seed = 9\n[trainer]\nlr = 7.0\n")
     page = page_of(paths[0], changed)
@@ -314,7 +314,7 @@ def test_a_run_that_was_continued_with_other_settings_is_no_seed_of_the_others(t
     assert "B changed was continued with other settings" in page
 
 
-def test_tasks_that_not_all_runs_have_are_left_out_and_told(tmp_path, paths):
+def test_tasks_that_not_all_runs_have_are_left_out_and_named(tmp_path, paths):
     both = run(tmp_path / "both", tasks=("sort", "other"))
     page = page_of(paths[0], both)
     assert "Tasks that not all of the runs have are left out: other." in page

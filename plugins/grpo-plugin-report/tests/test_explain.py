@@ -301,7 +301,7 @@ def test_an_error_comes_before_what_is_merely_slow() -> None:
     assert "run_failed" not in causes(facts), "the disk explains the error"
 
 
-def test_single_steps_of_a_long_run_are_no_cause() -> None:
+def test_single_steps_of_a_long_run_are_not_a_cause() -> None:
     ones = [1.0] * 5000
     facts = of(time__step=ones, entropy=ones, logprob_diff_mean=[0.01] * 4999 + [1.2])
     facts.series["non_finite_rows"] = Series()
@@ -380,7 +380,7 @@ def test_a_fix_that_was_applied_is_not_asked_for_again(run: Path, capsys: pytest
     assert named(run) == []
 
 
-def test_a_task_of_short_answers_that_joins_is_no_collapse_of_the_policy() -> None:
+def test_a_task_of_short_answers_that_joins_is_not_a_collapse_of_the_policy() -> None:
     """The entropy is a mean over the tokens of all tasks: it falls although no task has changed."""
     collapsed = {"entropy": [1.0] * 5 + [0.1] * 5, "time/step": [1.0] * 10}
     assert "entropy_collapsed" in causes(of(**collapsed, groups__words=[8.0] * 10, reward__words=[0.3] * 10))

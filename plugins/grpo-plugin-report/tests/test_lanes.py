@@ -113,7 +113,7 @@ def test_the_clock_counts_each_second_of_the_run_once(found, time):
     [{}, {"step": 1, "lane": 3, "what": "x", "begin": 1, "end": 2, "busy": 1}, {"begin": "x"},
      {"step": 1, "lane": "loop", "what": "step", "begin": 1, "end": None, "busy": 1}],
 )  # fmt: skip
-def test_lines_that_are_no_spans_are_left_out(line):
+def test_lines_that_are_not_spans_are_left_out(line):
     assert lanes.spans([line]) == []
 
 

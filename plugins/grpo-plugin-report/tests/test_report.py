@@ -279,7 +279,7 @@ def test_a_validation_that_lacks_scores_has_a_band_and_no_point(tmp_path):
     assert task.intervals == [(4, 0.2, 0.75)]
 
 
-def test_a_part_that_is_no_share_has_a_chart_of_its_own():
+def test_a_part_that_is_not_a_share_has_its_own_chart():
     steps = [{"step": i, "feedback_tries/a": 3.5, "feedback_exact/a": 0.5, "groups/a": 1.0} for i in (1, 2)]
     drawn = dict(curves.charts(tasks_of(steps, [], {}), steps, {}))["Reward parts"]
     assert [chart.title for chart in drawn] == ["a: parts", "a: tries"]
@@ -313,7 +313,7 @@ def test_a_run_without_a_step_has_a_report(tmp_path):
     assert "killed" in text
 
 
-def test_a_run_that_goes_on_says_how_far_it_is(tmp_path):
+def test_a_running_run_says_how_far_it_is(tmp_path):
     run = tmp_path / "run"
     record(run, [event for event in run_of("sort") if not isinstance(event, RunEnded)])
     directory, _ = RunDirectory.open(run)

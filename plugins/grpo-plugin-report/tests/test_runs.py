@@ -72,7 +72,7 @@ def test_a_run_that_did_not_say_how_it_ended_was_killed(made, reason):
     assert runs.summary(made("r", reason=reason).path).state == (reason or "killed")
 
 
-def test_a_run_that_goes_on_is_running_and_is_not_pruned(made):
+def test_a_run_in_progress_is_running_and_is_not_pruned(made):
     run = made("r", reason="")
     run.lock()
     before = (run.path / ".lock").read_bytes()
@@ -84,7 +84,7 @@ def test_a_run_that_goes_on_is_running_and_is_not_pruned(made):
     assert runs.summary(run.path).state == "killed"
 
 
-def test_of_a_directory_the_runs_that_go_on_are_left_out_and_all_others_are_pruned(made, tmp_path, capsys):
+def test_running_runs_of_a_directory_are_left_out_and_all_others_are_pruned(made, tmp_path, capsys):
     first, goes_on, last = (made(name) for name in ("a", "b", "c"))
     goes_on.lock()
     assert runs.prune([tmp_path], keep=1, yes=True) == 0
@@ -94,7 +94,7 @@ def test_of_a_directory_the_runs_that_go_on_are_left_out_and_all_others_are_prun
     assert printed.err.startswith(f"left out: {goes_on.path}: process ")
 
 
-def test_nothing_is_pruned_if_a_run_that_is_named_goes_on(made):
+def test_nothing_is_pruned_if_a_named_run_is_running(made):
     first, goes_on = made("a"), made("b")
     goes_on.lock()
     with pytest.raises(ConfigError, match="is running in it"):
@@ -155,7 +155,7 @@ def test_checkpoints_that_stay_for_ever_are_not_pruned(made):
     assert sorted(p.name for p in run.checkpoints.glob("step-*")) == ["step-000002", "step-000004"]
 
 
-def test_metrics_that_are_not_there_are_no_empty_table(made):
+def test_without_metrics_no_empty_table_is_written(made):
     run = made("r")
     for empty in (lambda path: path.write_text(""), lambda path: path.unlink()):
         empty(run.path / "metrics.jsonl")
@@ -192,7 +192,7 @@ def test_an_export_does_not_flood_a_terminal(made, tmp_path, capsys, monkeypatch
     assert len(list(csv.DictReader(io.StringIO(Path("r.csv").read_text())))) == 4
 
 
-def test_what_is_no_run_is_named(tmp_path, made, capsys):
+def test_a_directory_without_a_run_is_named(tmp_path, made, capsys):
     with pytest.raises(ConfigError, match="nowhere is neither a run nor a directory of runs"):
         runs.list_([tmp_path / "nowhere"])
     assert runs.list_([tmp_path]) == 0
@@ -221,7 +221,7 @@ def test_a_run_that_was_trained_is_listed_pruned_and_still_verified(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_of_epochs_is_told_with_the_number_of_its_steps_by_everything(tmp_path):
+def test_everything_shows_a_run_of_epochs_with_its_number_of_steps(tmp_path):
     """Six prompts are two steps of three; trainer.steps, whose default is another number, plays no part."""
     (tmp_path / "letters.py").write_text(
         "import grpo_core as grpo\n"

@@ -104,7 +104,7 @@ def test_the_page_is_made_once_for_each_change(run, monkeypatch):
 @pytest.mark.parametrize(
     "request_line", [b"GET /" + b"a" * 70_000 + b" HTTP/1.1", b"\x16\x03\x01\xff", b"GET\0"]
 )
-def test_what_is_no_request_is_refused_without_a_word_in_the_terminal(run, request_line, capsys):
+def test_malformed_requests_are_refused_without_a_word_in_the_terminal(run, request_line, capsys):
     async def story(url, fetch):
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.split(":")[2].split("/")[0]))
         writer.write(request_line + b"\r\n\r\n")

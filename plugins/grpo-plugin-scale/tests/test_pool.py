@@ -316,7 +316,7 @@ def test_a_member_that_never_works_is_given_up_and_the_others_continue():
     run(story())
 
 
-def test_a_timeout_of_an_engine_s_own_is_a_failure_and_not_told_as_the_deadline_of_the_pool():
+def test_a_timeout_inside_an_engine_is_a_failure_and_not_reported_as_the_deadline_of_the_pool():
     async def story():
         world = World()
 
@@ -390,7 +390,7 @@ def test_an_engine_that_breaks_its_contract_ends_the_run():
     run(story())
 
 
-def test_a_pool_tells_the_tokens_of_each_engine_since_it_was_asked_last():
+def test_a_pool_reports_the_tokens_of_each_engine_since_the_last_report():
     async def story():
         world = World()
         pool = world.pool(2)
@@ -611,7 +611,7 @@ def test_a_member_that_is_behind_goes_straight_to_the_newest_and_delays_no_later
     run(story())
 
 
-def test_running_requests_go_on_with_the_new_weights_and_say_so():
+def test_running_requests_continue_with_the_new_weights_and_say_so():
     async def story():
         world = World()
         pool = world.pool(2)
@@ -695,7 +695,7 @@ class Choosy(FakeEngine):
         await super().update_weights(weights)
 
 
-def test_weights_that_all_refuse_are_an_error_and_all_go_on_as_they_were():
+def test_weights_that_all_refuse_are_an_error_and_all_continue_as_they_were():
     async def story():
         pool = EnginePool(lambda number: Choosy(), 2)
         await pool.update_weights(weights_without_canary(0))
@@ -749,7 +749,7 @@ class Fallen(FakeEngine):
         await super().update_weights(weights)
 
 
-def test_a_member_that_cannot_be_given_its_weights_is_told_of_even_if_newer_ones_come_at_once():
+def test_a_member_that_cannot_get_its_weights_is_reported_even_if_newer_ones_come_at_once():
     incidents = []
 
     async def story():

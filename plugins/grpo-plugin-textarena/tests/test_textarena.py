@@ -121,7 +121,7 @@ def test_a_game_whose_reward_is_a_text_pays_what_an_unfinished_one_does(game):
 
 
 @pytest.mark.parametrize("reward", ["0.5", float("nan"), None])
-def test_a_reward_that_is_no_number_breaks_no_run(reward):
+def test_a_reward_that_is_not_a_number_ends_no_run(reward):
     player = Player("GuessTheNumber-v0", unfinished=0.125)
     number = number_of(player)
     player.open("a")
@@ -135,7 +135,7 @@ def test_a_reward_that_is_no_number_breaks_no_run(reward):
 # ---------------------------------------------------------------------------------- chance
 
 
-def test_what_a_game_draws_does_not_depend_on_the_games_beside_it():
+def test_what_a_game_draws_does_not_depend_on_other_games():
     moves = ["[left]", "[down]", "[right]", "[down]", "[left]", "[up]"]
 
     def told(player, names):
@@ -162,7 +162,7 @@ def test_a_game_leaves_the_global_random_numbers_as_they_were():
     assert [*found, random.random()] == expected
 
 
-def test_chance_goes_on_where_it_was():
+def test_chance_continues_where_it_was():
     one, other = Chance.of(3), Chance.of(3)
     with drawing_from(one):
         whole = [random.random(), random.random()]
@@ -284,7 +284,7 @@ def test_without_textarena_the_message_says_what_to_install(monkeypatch):
 @pytest.mark.skipif(
     not OTHER, reason="needs GRPO_TEXTARENA_PYTHON: a virtual environment with textarena and without torch"
 )
-def test_games_run_in_a_virtual_environment_of_their_own(tmp_path):
+def test_games_run_in_a_separate_virtual_environment(tmp_path):
     command = [sys.executable, "-m", "grpo_core", "check", "textarena:GuessTheNumber-v0"]
     told = subprocess.run(
         [*command, "--set", f"environment.python={OTHER}"], capture_output=True, text=True, cwd=tmp_path

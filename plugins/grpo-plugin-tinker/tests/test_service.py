@@ -174,7 +174,7 @@ def test_it_trains_and_the_canary_finds_the_service_in_agreement(server, tmp_pat
     assert "its weights are at the service: such a run is validated while it trains" in measured.stderr
 
 
-def test_a_killed_run_goes_on_where_it_was(server, tmp_path):
+def test_a_killed_run_continues_where_it_was(server, tmp_path):
     run = tmp_path / "run"
     process = subprocess.Popen(command(server, run, steps=5), stderr=subprocess.DEVNULL)
     wait_for_steps(run, 2, process)

@@ -323,7 +323,7 @@ def test_what_a_later_step_does_not_have_is_served_no_longer(tmp_path):
 
 
 @pytest.mark.long
-def test_a_free_port_is_told(tmp_path):
+def test_a_free_port_is_reported(tmp_path):
     pytest.importorskip("prometheus_client")
     tracker = made("openmetrics", tmp_path, port=0)
     with Logged() as log:

@@ -78,7 +78,7 @@ def test_without_transferqueue_the_message_says_what_to_install():
 @pytest.mark.skipif(
     not OTHER, reason="needs GRPO_TRANSFERQUEUE_PYTHON: a virtual environment with TransferQueue and Ray"
 )
-def test_they_pass_in_a_virtual_environment_of_their_own():
+def test_they_pass_in_a_separate_virtual_environment():
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [OTHER, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", Path(__file__)]
     told = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)

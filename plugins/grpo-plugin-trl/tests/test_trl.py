@@ -176,7 +176,7 @@ def test_the_state_of_the_trainer_is_not_known():
         judged(ours("reads_state"), [episode("a")])
 
 
-def test_a_reward_that_is_no_number_is_an_error_that_names_the_function():
+def test_a_reward_that_is_not_a_number_is_an_error_that_names_the_function():
     with pytest.raises(
         grpo.PluginError, match="'in_words' returned a value that is not a number: could not convert"
     ):
@@ -274,7 +274,7 @@ def test_a_reset_that_is_not_the_same_for_the_same_row_is_refused():
     assert "it must be the same for the same row" in start.error
 
 
-def test_rollouts_have_instances_of_their_own():
+def test_each_rollout_has_its_own_instance():
     environment = ours("Counter")
     prompt = environment.from_source(grpo.Prompt(messages="?", id="0"))
     first, second = environment.open(prompt), environment.open(prompt)

@@ -154,7 +154,7 @@ def test_tasksets_that_cannot_be_trained_on_are_refused_at_the_start(taskset, op
 @pytest.mark.skipif(
     not OTHER, reason="needs GRPO_VERIFIERS_PYTHON: a virtual environment with verifiers and without torch"
 )
-def test_tasksets_run_in_a_virtual_environment_of_their_own(tmp_path):
+def test_tasksets_run_in_a_separate_virtual_environment(tmp_path):
     command = [sys.executable, "-m", "grpo_core", "check", "verifiers:words_of_verifiers"]
     told = subprocess.run(
         [*command, "--set", f"environment.python={OTHER}", "--set", "solution=answer"],

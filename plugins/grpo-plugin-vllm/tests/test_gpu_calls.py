@@ -224,7 +224,7 @@ def test_an_engine_in_turn_with_the_trainer_keeps_requests_while_it_rests(tried)
     tried(story, in_turn=True)
 
 
-def test_an_engine_beside_the_trainer_does_not_rest(tried):
+def test_an_engine_next_to_the_trainer_does_not_rest(tried):
     async def story(tried):
         await tried.engine.update_weights(weights(0))
         await tried.engine.rest()

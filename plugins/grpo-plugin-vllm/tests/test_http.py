@@ -291,7 +291,7 @@ def test_running_requests_are_kept_by_a_pause_and_their_keys_and_values_if_asked
     played(story, keep_cache=keep_cache)
 
 
-def test_the_parts_of_a_trainers_ranks_are_told_with_their_checksums():
+def test_the_parts_of_a_trainers_ranks_are_sent_with_their_checksums():
     import torch
 
     from grpo_plugin_vllm.transfer import as_table, from_table
@@ -437,7 +437,7 @@ def test_a_server_that_cannot_read_the_weights_and_dies_says_how_it_could_get_th
     played(story, directory=tmp_path / "w" if elsewhere else None)
 
 
-def test_an_update_that_is_dropped_is_begun_anew_and_a_dropped_completion_is_asked_again():
+def test_a_dropped_update_and_a_dropped_completion_are_requested_again():
     async def story(engine, server):
         server.faults["/update_weights"] = ["drop"]
         server.calls.clear()
@@ -677,7 +677,7 @@ BODIES = {
 
 
 @pytest.mark.parametrize("body", BODIES)
-def test_a_body_that_is_no_answer_is_an_error_of_the_engine(body):
+def test_a_malformed_answer_is_an_error_of_the_engine(body):
     async def story(engine, server):
         told, message = BODIES[body]
         server.faults["/inference/v1/generate"] = [web.Response(body=told)]
@@ -743,7 +743,7 @@ def test_a_redirect_is_not_followed(status):
 
 
 @pytest.mark.parametrize("answer", [[], {}, {"data": []}, {"data": [{"max_model_len": "x"}]}, 7, None])
-def test_a_server_that_tells_no_size_is_refused(answer):
+def test_a_server_that_reports_no_size_is_refused(answer):
     async def main():
         async with Server() as server:
             server.faults["/v1/models"] = [web.json_response(answer)]

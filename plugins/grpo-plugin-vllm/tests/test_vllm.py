@@ -121,7 +121,7 @@ def test_vllm_computes_no_adapters_where_there_are_none(tmp_path):
     asyncio.run(story())
 
 
-def test_vllm_in_a_process_of_its_own_keeps_the_contract_of_engines(tmp_path, monkeypatch):
+def test_vllm_in_its_own_process_keeps_the_contract_of_engines(tmp_path, monkeypatch):
     """As on GPUs, with weights that are sent; and when its parent is killed, it does not stay behind."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
 
@@ -200,7 +200,7 @@ def test_vllm_keeps_the_contract_of_engines(tmp_path):
     asyncio.run(story())
 
 
-def test_reproducible_completions_are_the_same_to_the_last_bit_whatever_runs_beside_them(tmp_path):
+def test_reproducible_completions_are_the_same_to_the_last_bit_whatever_else_runs(tmp_path):
     """Calls that overlap, that were cancelled, and that come again, as after a canary."""
     setup = EngineSetup(
         model=str(make_test_model(tmp_path)), log_directory=str(tmp_path), deadline=120.0, reproducible=True
