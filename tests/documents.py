@@ -77,7 +77,7 @@ class Block:
 
 @frozen
 class Command:
-    """A command that a page tells its reader to type."""
+    """A command that the reader of a page types."""
 
     page: Path
     line: int

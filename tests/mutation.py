@@ -116,7 +116,7 @@ def _statements(function: ast.AST, wanted: list[ast.stmt]) -> Iterator[_Place]:
 
 
 def _same(wanted: Any, node: Any, held: list[Any]) -> bool:
-    """Compare two syntax trees; append to ``held`` what stands in the place of each ``...`` of the first."""
+    """Compare two syntax trees; append to ``held`` what the second has for each ``...`` of the first."""
     if isinstance(wanted, list):
         if _is_hole(wanted):
             held.append(node)

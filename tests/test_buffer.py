@@ -161,7 +161,7 @@ def test_kept_rollouts_hold_the_last_step_that_may_train_them():
 
 
 def test_what_failed_is_offered_again_in_the_order_of_its_deadlines():
-    """Slot 0 was stamped anew, so slot 1, which kept a rollout, has the earlier deadline."""
+    """Slot 0 was stamped again, so slot 1, which kept a rollout, has the earlier deadline."""
     buffer = a_buffer(max_staleness=2)
     slots = fill(buffer)
     for slot in slots[2:4]:

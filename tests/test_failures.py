@@ -425,7 +425,7 @@ def test_40_no_port_is_opened_but_free_ones_by_collective_transport():
 
 @pytest.mark.long
 def test_53_no_process_is_ever_forked():
-    """A fork copies locks that threads hold; children are started anew, or by a server without threads."""
+    """A fork copies locks that threads hold; children are spawned, or started by a server without threads."""
     for path in MODULES:
         named = {"fork"} if path.name in ("fork.py", "cli.py") else set()  # the command of that name
         assert not (names_used(path) - named) & {"fork", "forkpty", "ProcessPoolExecutor"}, path

@@ -40,7 +40,7 @@ def with_gradients(function: Any, tensors: list[Tensor], upstream: Tensor) -> li
 
 @st.composite
 def parts(draw: Any) -> tuple[list[int], list[int]]:
-    """Rows of their own, and prompts with what follows them, of one token or many."""
+    """Separate rows, and prompts with what follows them, of one token or many."""
     lengths: list[int] = []
     before: list[int] = []
     for members in draw(st.lists(st.integers(0, 4), min_size=1, max_size=6)):

@@ -92,7 +92,7 @@ def test_a_program_that_nohup_has_started_ignores_sighup_in_its_loop():
 
 
 class Running:
-    """A pipeline, as far as a signal is about it."""
+    """The part of a pipeline that handles signals."""
 
     in_step = True
 
@@ -225,7 +225,7 @@ class subprocess_of:  # noqa: N801 - reads as what it is
 
 
 class Terminal:
-    """A program in a terminal of its own, which can be closed."""
+    """A program in its own terminal, which can be closed."""
 
     def __init__(self, *arguments, cwd, ignore_hangup=False):
         self.ours, theirs = pty.openpty()

@@ -37,7 +37,7 @@ from grpo_plugin_devkit.trainers import TrainerContract
 
 
 class InProcess(grpo.Trainer):
-    """The built-in trainer without a process of its own."""
+    """The built-in trainer, in this process."""
 
     def __init__(self, setup):
         self.setup = setup

@@ -164,7 +164,7 @@ def resumed(state, n, workers):
 
 
 def check_every_position(n, workers, positions):
-    """Cut there, resume, cut again at once and after one more prompt: it goes on as if nothing had been."""
+    """Cut there, resume, cut again at once and after one more prompt: it continues as if uncut."""
     stream = ids(TaskLoader("a", prompts(n), seed=5).take(max(positions) + 6))
     loader = TaskLoader("a", prompts(n), seed=5, workers=workers)
     for position in positions:

@@ -73,7 +73,7 @@ def agree(one: TorchTrainer, other: TorchTrainer, tolerance: float = 1e-9) -> No
 @pytest.mark.long
 @pytest.mark.parametrize("budget", [1, 30, 8192], ids=["a row each", "some rows", "all rows"])
 def test_packed_rows_train_the_weights_of_padded_rows(model: str, budget: int) -> None:
-    """A row that is longer than the budget is trained in a micro-batch of its own."""
+    """A row that is longer than the budget is trained in a separate micro-batch."""
     padded = trained(setup(model, updates_per_step=2))
     packed = trained(setup(model, updates_per_step=2, packing=True, tokens_per_microbatch=budget))
     agree(padded, packed)

@@ -318,7 +318,7 @@ def plane(tmp_path: Path) -> FilePlane:
 
 
 class Forgetful(FakeTrainer):
-    """Keeps no batch, as a trainer in a process of its own."""
+    """Keeps no batch, like a trainer in a separate process."""
 
     async def step(self, batch):
         result = await super().step(batch)

@@ -1,4 +1,4 @@
-"""Plugins are found, checked and used by name; a broken one takes nobody down."""
+"""Plugins are found, checked and used by name; a broken one harms no other."""
 
 import json
 import subprocess

@@ -225,7 +225,7 @@ def kilobytes(pid: int, name: str) -> int:
 
 
 def forget_peak(pid: int) -> None:
-    """Let the peak of a process's memory begin anew."""
+    """Reset the peak of a process's memory."""
     Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 

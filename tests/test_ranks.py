@@ -176,7 +176,7 @@ def test_several_ranks_train_the_weights_that_one_trains(
 ) -> None:
     """An update has three or four rows, so that with four ranks one has nothing to compute.
 
-    A row whose loss is no number is left out of step 1 by all ranks, and so is an update of step 2 whose
+    A row whose loss is not a number is left out of step 1 by all ranks, and so is an update of step 2 whose
     gradient is infinite.
     """
     path, teacher = (model, untied) if tied else (untied, model)

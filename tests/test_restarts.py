@@ -8,7 +8,7 @@ from grpo_core.processes.aio import RestartBudget
 
 
 class Flaky:
-    """Fails as often as it is told, then succeeds."""
+    """Fails a given number of times, then succeeds."""
 
     def __init__(self, failures, error=ValueError):
         self.failures, self.error, self.calls = failures, error, 0

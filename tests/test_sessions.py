@@ -390,7 +390,7 @@ def undocumented(x: int) -> int:
 
 class Exits:
     def leave(self) -> str:
-        """Raises what is no Exception."""
+        """Raises something other than an Exception."""
         sys.exit(3)
 
     async def fail(self) -> str:

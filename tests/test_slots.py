@@ -266,7 +266,7 @@ def test_a_call_that_takes_all_slots_is_not_passed_by():
 @pytest.mark.slow
 @pytest.mark.parametrize("pool", [False, True])
 def test_a_free_slot_takes_the_next_episode_at_once(file, pool):
-    """One call lasts until the fourth wave waits beside it: with a barrier after each wave it would hang."""
+    """One call lasts until the fourth wave waits next to it: with a barrier after each wave it would hang."""
 
     async def story(environment):
         first = asyncio.create_task(environment.evaluate(saying("wait 4")))

@@ -142,7 +142,7 @@ def test_a_step_that_is_not_stored_and_a_file_that_is_damaged_are_named(tmp_path
 
 @pytest.mark.parametrize("length", [500, 4000])
 def test_a_token_takes_at_most_14_bytes(length):
-    """64 rollouts of 8 prompts, with prompts of 200 tokens of their own."""
+    """64 rollouts of 8 prompts, each with a prompt of 200 tokens."""
     given = [
         group(
             *(

@@ -104,7 +104,7 @@ def place(lines, event, nth=0):
 
 
 def on(name, change):
-    """A change of the lines of a file."""
+    """Change the lines of a file."""
 
     def apply(run):
         lines = lines_of(run / name)

@@ -61,7 +61,7 @@ def played(environment, engine, n=1, *, sampling=SAMPLING, deadline=None, group=
 
 
 class WeightsTrackingEngine(FakeEngine):
-    """Says what it was told to; remembers each request with what it said."""
+    """Gives prepared replies; remembers each request with its reply."""
 
     def __init__(self, lengths, cut):
         super().__init__()
@@ -546,7 +546,7 @@ def test_a_prompt_for_which_an_engine_has_no_room_is_reported():
 
 
 class Counters(grpo.Environment):
-    """Each rollout has a counter of its own, which its tool moves; the reward is where it stands."""
+    """Each rollout has its own counter, which its tool moves; the reward is its value."""
 
     max_turns = 3
 

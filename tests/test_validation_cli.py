@@ -118,7 +118,7 @@ def test_the_example_keeps_the_contract():
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A short run that validates on an engine of its own."""
+    """A short run that validates on a separate engine."""
     cwd = tmp_path_factory.mktemp("validated")
     done = grpo(cwd, "train", "--env", "math:sort", "--set", "tasks.sort.options.length=3", "--output", "run",
         "--set", "trainer.steps=4", "--set", "trainer.prompts_per_step=4", "--set", "validation.every=2",

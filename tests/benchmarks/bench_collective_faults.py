@@ -1,4 +1,4 @@
-"""Random faults of trainers and engines that exchange weights by ``collective``, in processes of their own.
+"""Random faults of trainers and engines that exchange weights by ``collective``, in separate processes.
 
     python tests/benchmarks/bench_collective_faults.py [number of faults] [seed]
 

@@ -102,7 +102,7 @@ CASES = {
 
 
 class Dying(Run):
-    """A run that goes on for long enough."""
+    """A run that lasts long enough."""
 
     def __init__(self, cwd: Path, case: Case) -> None:
         self.case = case

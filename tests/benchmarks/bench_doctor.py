@@ -1,4 +1,4 @@
-"""The memory that ``grpo-core doctor`` predicts, beside the memory that a run takes, for three models.
+"""The memory that ``grpo-core doctor`` predicts, next to the memory that a run takes, for three models.
 
     python tests/benchmarks/bench_doctor.py [19M] [40M] [100M]
 

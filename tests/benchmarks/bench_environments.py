@@ -1,4 +1,4 @@
-"""The cost of running environments in processes of their own.
+"""The cost of running environments in separate processes.
 
 Batches of 64 episodes are judged by an environment here, and by the same one in its process, in turn; the
 throughputs are compared pair by pair.  Once with answers that math-verify has to compare, as those of a model

@@ -105,7 +105,7 @@ print(seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3)
 
 
 def cost(command: str, run: Path, steps: int) -> tuple[float, float]:
-    """Return the seconds and the peak memory, in MB, of one command in a process of its own."""
+    """Return the seconds and the peak memory, in MB, of one command in a separate process."""
     arguments = [sys.executable, "-c", PROGRAM, command, str(run), str(steps - EVERY)]
     said = subprocess.run(arguments, check=True, capture_output=True, text=True).stdout
     seconds, peak = map(float, said.split())

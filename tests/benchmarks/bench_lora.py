@@ -1,4 +1,4 @@
-"""A weight sync of adapters beside one of all weights, on models of 100 million parameters.
+"""A weight sync of adapters next to one of all weights, on models of 100 million parameters.
 
     python tests/benchmarks/bench_lora.py
 
@@ -134,7 +134,7 @@ def adapted(path: str) -> TorchTrainer:
 
 
 def memory(path: str) -> None:
-    """Print the memory of a trainer of adapters in a process of its own."""
+    """Print the memory of a trainer of adapters in a separate process."""
     directory, small = Path(path).with_name("bfloat16"), Path(path).with_name("small")
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     model.save_pretrained(directory)

@@ -103,7 +103,7 @@ def _places(node: ast.AST) -> Iterator[tuple[ast.AST, str, int | None]]:
 
 
 def _changes(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield what may stand in the place of a node; its operators and constants are nodes of their own."""
+    """Yield what may stand in the place of a node; its operators and constants are separate nodes."""
     if type(node) in OTHER:
         yield OTHER[type(node)]()
     elif isinstance(node, ast.Constant) and isinstance(node.value, bool):

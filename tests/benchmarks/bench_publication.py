@@ -41,7 +41,7 @@ def figure(path: str, name: str) -> int:
 
 
 class Watch:
-    """Measures what some processes take and write from now on."""
+    """Measures the memory and the writes of some processes from now on."""
 
     def __init__(self, pids: list[int]) -> None:
         self._pids = pids

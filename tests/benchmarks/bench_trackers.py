@@ -1,4 +1,4 @@
-"""Measures what trackers cost a run: one that hangs and one that raises, beside those that write its files.
+"""Measures what trackers cost a run: one that hangs, one that raises, and the ones that write its files.
 
     python tests/benchmarks/bench_trackers.py [STEPS]
 

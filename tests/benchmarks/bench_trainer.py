@@ -232,7 +232,7 @@ def head_logprobs(
 
 
 def peak(fused: bool, n: int, d: int, v: int) -> float:
-    """Bytes at the peak of forward and backward, less the two gradients; in a process of its own."""
+    """Bytes at the peak of forward and backward, less the two gradients; in a separate process."""
     arguments = [sys.executable, __file__, "--peak", str(int(fused)), str(n), str(d), str(v)]
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed is given back at once
     output = subprocess.run(arguments, check=True, capture_output=True, text=True, env=environment).stdout

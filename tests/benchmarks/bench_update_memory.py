@@ -1,4 +1,4 @@
-"""Memory that an engine needs while it takes new weights, beside the weights themselves.
+"""Memory that an engine needs while it takes new weights, in addition to the weights themselves.
 
     python tests/benchmarks/bench_update_memory.py [--engine local|vllm] [--transport shm|collective]
 

@@ -66,7 +66,7 @@ def engine(model: Path, device: str, **options: object):  # type: ignore[no-unty
 
 
 def serve_directly(model: str, device: str) -> None:
-    """In a process of its own: vLLM's offline engine, asked for the same at each line of its input."""
+    """vLLM's offline engine in a separate process; it generates the same at each line of its input."""
     import inspect
 
     from attrs import evolve
@@ -211,7 +211,7 @@ async def updates(device: str) -> None:
 
 
 def said(directory: Path) -> list[float]:
-    """Seconds without decoding of each update, as the engine's log tells."""
+    """Seconds without decoding of each update, as the engine's log says."""
     text = (directory / "engine-vllm.log").read_text()
     return [float(seconds) for seconds in re.findall(r"([\d.]+) s without decoding", text)]
 

@@ -312,7 +312,7 @@ def _trained(model: Path, device: str, kind: type[TorchTrainer]) -> dict[str, to
 
 
 def figures(kind: str, shape: str, device: str) -> tuple[str, str, bool]:
-    """Measure in processes of their own, which end with their memory."""
+    """Measure in separate processes, whose memory is freed when they end."""
     found = _measured(kind, shape, device)
     if kind == "engine" and _has("vllm"):
         found["share of vLLM alone"] = found["tokens/s"] / _measured("alone", shape, device)["tokens/s"]

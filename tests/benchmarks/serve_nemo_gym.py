@@ -72,7 +72,7 @@ def serve(name: str, answers: int) -> None:
 
 
 def started(name: str) -> tuple[int, bytes]:
-    """Return the process of a server, and what it told about its start."""
+    """Return the process of a server, and what it printed at its start."""
     reads, writes = os.pipe()
     if (child := os.fork()) == 0:
         os.close(reads)

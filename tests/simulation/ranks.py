@@ -90,7 +90,7 @@ class SimulatedRanks(ScaledProcess):
             raise
 
     def _check(self, error: Exception) -> None:
-        """A death is told with the name of the rank, at once; a rank that hangs, when its time is up.
+        """A death is reported with the name of the rank, at once; a rank that hangs, when its time is up.
 
         Calls after that, such as to save what is left, find no rank any more.
         """

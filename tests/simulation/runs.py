@@ -127,7 +127,7 @@ class Killed(BaseException):
 
 
 class Broken(BaseException):
-    """A law does not hold; there is no point in going on."""
+    """A law does not hold; there is no point in continuing."""
 
 
 class Loader(TaskLoader):
@@ -524,7 +524,7 @@ class Simulation:
             self._disk.cut_power(self._dice.random)
 
     def _rot(self) -> None:
-        """Damage the newest checkpoint that holds, if there is another to go on from."""
+        """Damage the newest checkpoint that holds, if there is another to continue from."""
         named = [directory for _, directory in checkpoint.complete_names(self._checkpoints)]
         if len(named) < 2 or not self._dice.happens("rot"):
             return

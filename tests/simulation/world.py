@@ -805,7 +805,7 @@ class SimulatedDisk(FaultyDisk):
 
 
 class SimulatedRenderer(FakeRenderer):
-    """Rewrites history after some completions: the rollout goes on in a new segment."""
+    """Rewrites history after some completions: the rollout continues in a new segment."""
 
     def continuation_ids(
         self, messages: Sequence[Message], *, said: Message, **others: Any
@@ -922,7 +922,7 @@ class SimulatedTrainer(Trainer):
         return {"version": self.version, "digest": self.digest.hex(), "broken": self._broken}
 
     async def write(self, path: Path, data: bytes) -> None:
-        """Write a file while training goes on, steps perhaps, and one with the weights as numbers."""
+        """Write a file while training continues, perhaps for steps, and one with the weights as numbers."""
         number = np.array([math.nan if json.loads(data)["broken"] else 1.0], np.float32)
         await asyncio.sleep(self.dice.random.expovariate(1.0))
         await self._disk.run(lambda: self._disk.write(path, data))

@@ -292,7 +292,7 @@ def test_several_completions_of_one_request_are_branches():
 
 
 def test_the_last_turn_of_a_recording_is_the_last_that_was_played():
-    """A question beside the conversation makes a row of its own, before the row that goes on after it."""
+    """A question outside the conversation makes a separate row, before the row that continues after it."""
 
     async def play(scene):
         async with scene.openai() as model:

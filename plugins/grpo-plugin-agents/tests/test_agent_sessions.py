@@ -358,7 +358,7 @@ def test_the_model_reads_the_conversation_that_the_agent_has_sent(data, seed):
 
 
 def test_of_equal_completions_the_newest_is_continued():
-    """An agent that asks again for what it had goes on from the second answer."""
+    """An agent that repeats a request continues from the second answer."""
     renderer = renderer_for("plain")
     engine = Says(renderer, "yes", "yes", "no answer", seconds=lambda: 0.0)
     asked = {"role": "user", "content": "what"}

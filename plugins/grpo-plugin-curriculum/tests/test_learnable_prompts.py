@@ -222,7 +222,7 @@ def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
 
 
 def lives(*, cut: int | None = None) -> list[dict[str, Any]]:
-    """The events of a run that draws four prompts a step; it may be cut, and go on from there."""
+    """The events of a run that draws four prompts a step; it may be cut and resumed."""
     events: list[dict[str, Any]] = []
     stream, slot = a_stream(n=12), 0
     saved: list[Any] = []
@@ -245,7 +245,7 @@ def lives(*, cut: int | None = None) -> list[dict[str, Any]]:
 
 
 def broken(events: list[dict[str, Any]]) -> Counter[str]:
-    """The laws of drawing that a story breaks; slots and steps are not told of."""
+    """The laws of drawing that a story breaks; it does not cover slots and steps."""
     laws = Laws()
     laws.terms = _terms()
     accounts = [laws._now.copy()]

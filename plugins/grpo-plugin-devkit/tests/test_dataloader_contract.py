@@ -15,7 +15,7 @@ numbers = itertools.count()
 
 
 class Numbers:
-    """An endless stream of rows with a state of its own."""
+    """An endless stream of rows with its own state."""
 
     def __init__(self, split="train", at=0):
         self.at = at

@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture
 def two_gpus(tmp_path, monkeypatch):
-    """A machine with two GPUs, as a stand-in for nvidia-smi tells it."""
+    """A machine with two GPUs, as a stand-in for nvidia-smi reports it."""
     tool = tmp_path / "bin" / "nvidia-smi"
     tool.parent.mkdir()
     tool.write_text(

@@ -346,7 +346,7 @@ def test_weights_that_were_not_put_are_refused(ray, publisher):
 
 
 def test_a_missing_cluster_is_a_configuration_error():
-    """In a process of its own: here is one already."""
+    """In a separate process: this one has a cluster already."""
     train = [GRPO, "train", "--env", "math:sort", "--ray", "127.0.0.1:1"]
     done = subprocess.run(train, capture_output=True, text=True)
     assert done.returncode == ConfigError.exit_status
@@ -698,7 +698,7 @@ class OnThreeGpus(Run):
 
 
 def seen_by(run: Run, log: str) -> str:
-    """Return the GPUs that a process sees, which is found by the file of its output."""
+    """Return the GPUs of a process, which is found by the file of its output."""
     for pid in run.everything():
         with suppress(OSError):
             if os.readlink(f"/proc/{pid}/fd/1").endswith(log):

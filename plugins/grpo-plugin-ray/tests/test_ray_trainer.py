@@ -89,7 +89,7 @@ def test_a_machine_without_the_directory_of_the_run_is_named(tmp_path):
 
 @pytest.fixture(scope="module")
 def machines() -> Iterator[Any]:
-    """A cluster of two nodes of this machine, each with a loopback address of its own."""
+    """A cluster of two nodes of this machine, each with its own loopback address."""
     for name, value in (ENVIRON | ENVIRON_ALONE).items():
         os.environ.setdefault(name, value)
     ray = load_ray()

@@ -51,7 +51,7 @@ OTHER = {
 
 
 def train(directory, *arguments, **settings):
-    """Run ``grpo-core train`` in a process of its own."""
+    """Run ``grpo-core train`` in a separate process."""
     sets = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
     command = [GRPO, "train", *arguments, *sets]
     done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=300)

@@ -24,7 +24,7 @@ GRPO = Path(sys.executable).with_name("grpo-core")
 
 @pytest.fixture
 def run(tmp_path):
-    """A run that goes on, after one step."""
+    """A running run, after one step."""
     config = build([{"tasks": {"sort": {"env": "math:sort"}}, "trainer": {"steps": 4}}])
     run = RunDirectory.create(tmp_path / "r", config)
     steps(run, 1)

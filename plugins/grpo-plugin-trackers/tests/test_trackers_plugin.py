@@ -184,7 +184,7 @@ def test_wandb_keeps_the_contract():
 
 
 def checkpoint(path, step):
-    """A complete checkpoint's directory, and the event that tells of it."""
+    """A complete checkpoint's directory, and its event."""
     directory = path / f"step-{step:06d}"
     directory.mkdir()
     (directory / "manifest.json").write_text(json.dumps({"step": step}))
@@ -218,7 +218,7 @@ def test_wandb_keeps_checkpoints_as_versions_of_an_artifact(tmp_path):
 
 @pytest.fixture
 def trackio(tmp_path, monkeypatch):
-    """Trackio with a database of its own; it reads the variable when it is imported."""
+    """Trackio with a separate database; it reads the variable when it is imported."""
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     for name in [name for name in sys.modules if name.partition(".")[0] == "trackio"]:
         monkeypatch.delitem(sys.modules, name)

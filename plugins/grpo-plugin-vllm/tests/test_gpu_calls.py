@@ -288,7 +288,7 @@ print(*calls[:8])
 
 
 def in_stand_in(program, *given):
-    """The lines that a program prints beside the stand-in for vLLM."""
+    """The lines that a program prints when it finds the stand-in for vLLM."""
     path = os.pathsep.join([str(STAND_IN), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-c", program, *given],

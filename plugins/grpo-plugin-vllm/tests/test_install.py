@@ -1,4 +1,4 @@
-"""The packages of `make install-vllm` agree with the rest of the environment, and is for CPUs."""
+"""The packages of `make install-vllm` agree with the rest of the environment, and are for CPUs."""
 
 from __future__ import annotations
 
