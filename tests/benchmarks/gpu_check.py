@@ -9,7 +9,8 @@ installed.  Two ranks need two GPUs.  Each half ends with the tests marked `gpu`
 process may hold the GPU, as far as nvidia-smi names processes.
 
 Figures are of random models with the shapes of Qwen3-0.6B and 4B, beside what was computed on paper for one
-H100, and what peers publish.  One that is less than half as good as on paper fails.
+H100, and what peers publish.  One that is less than half as good as on paper fails.  Whole runs of these
+models, with the settings that docs/one-gpu.md has for one card, show that trainer and engine fit it together.
 
 On a CPU (``--device cpu``) the same checks run with fewer transports and a tiny model: this tests the script.
 On a machine without a network the first half runs with the wheels of `make gpu-wheels`:
@@ -33,6 +34,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -43,6 +45,8 @@ from typing import Any
 
 import torch
 from attrs import asdict, evolve, frozen
+from gpu_figures import GIB, SHAPES
+from gpu_figures import make as make_random
 
 from grpo_core import __version__
 from grpo_core.config import ModelConfig, TrainerConfig
@@ -96,13 +100,15 @@ PAPER: dict[str, dict[str, tuple[float, str]]] = {
     "engine 0.6B": {
         "tokens/s": (14_000, ""), "share of vLLM alone": (0.95, ""), "shm: s to publish": (0.75, ""),
         "shm: s without decoding": (0.3, ""), "cuda_ipc: s to publish": (0.03, TITAN),
-        "cuda_ipc: s without decoding": (0.15, ""), "logprobs differ by, most": (0.2, EXACTLY),
+        "cuda_ipc: s without decoding": (0.15, ""), "GiB that all processes hold": (43, ""),
+        "logprobs differ by, mean": (0.03, ""), "logprobs differ by, most": (0.2, EXACTLY),
         "s that an update takes from requests": (1.7, "prime-rl keeps keys and values"),
     },
     "engine 4B": {
         "tokens/s": (10_000, ""), "share of vLLM alone": (1.0, ""), "shm: s to publish": (5, ""),
         "shm: s without decoding": (1.5, ""), "cuda_ipc: s to publish": (0.1, VERL),
-        "cuda_ipc: s without decoding": (0.2, ""), "logprobs differ by, most": (0.2, EXACTLY),
+        "cuda_ipc: s without decoding": (0.2, ""), "GiB that all processes hold": (57, ""),
+        "logprobs differ by, mean": (0.03, ""), "logprobs differ by, most": (0.2, EXACTLY),
         "s that an update takes from requests": (7.5, "prime-rl keeps keys and values"),
     },
 }  # fmt: skip
@@ -408,9 +414,8 @@ def whole_run(
         "validation.every": steps,
         "engine.options.device": device,
     }
-    if engine == "vllm":
-        settings |= {"engine.options.memory_fraction": 0.3} if device == "cuda" else {}
-        settings |= {"engine.options.cache_mib": 64} if device == "cpu" else {}
+    if engine == "vllm" and device == "cpu":
+        settings["engine.options.cache_mib"] = 64
     chosen = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
     if "--env" not in more:
         chosen += ["--env", "math:sort", "--set", "model.options.width=128"]
@@ -418,7 +423,10 @@ def whole_run(
     with tempfile.TemporaryDirectory() as directory:
         grpo = [sys.executable, "-m", "grpo_core"]
         arguments = ["train", "--engine", engine, *chosen, *more, "--output", "run"]
-        done = subprocess.run([*grpo, *arguments], cwd=directory, capture_output=True, text=True, check=False)
+        with most_in_use(device) as most:
+            done = subprocess.run(
+                [*grpo, *arguments], cwd=directory, capture_output=True, text=True, check=False
+            )
         if done.returncode:
             return expected, f"exit status {done.returncode}: {(done.stdout + done.stderr)[-2000:]}", False
         holds = subprocess.run([*grpo, "verify", "run"], cwd=directory, capture_output=True, check=False)
@@ -428,8 +436,44 @@ def whole_run(
             for event in events
             if event["event"] == "Validated"
         )
+        metrics = map(json.loads, Path(directory, "run", "metrics.jsonl").read_text().splitlines())
+        trainers = max(line.get("memory_gpu/trainer", 0.0) for line in metrics) / 1024
     seen = f"accuracy {first:.1%} -> {last:.1%}; verify ended with {holds.returncode}"
+    if device == "cuda":
+        seen += f"; trainer allocates {trainers:.1f} GiB at most, all processes hold {most[0]:.1f}"
     return expected, seen, last >= first + learns and holds.returncode == 0
+
+
+def run_of_shape(shape: str, device: str, *settings: str) -> tuple[str, str, bool]:
+    """Train a random model, which learns nothing: the question is whether it fits."""
+    wanted = [f"rollout.max_tokens={SHAPES[shape].tokens // 8}", "trainer.prompts_per_step=8", *settings]
+    if device == "cuda":
+        wanted += ["trainer.gpus=[0]", "engine.gpus=[0]"]
+    more = [part for each in wanted for part in ("--set", each)]
+    dtype = "bfloat16" if device == "cuda" else "float32"
+    with tempfile.TemporaryDirectory() as directory:
+        model = make_random(SHAPES[shape], Path(directory, "m"))
+        of_it = ("--model", str(model), "--env", "math:sort", *more)
+        return whole_run("vllm", device, dtype, *of_it, learns=-1.0, steps=3)
+
+
+@contextlib.contextmanager
+def most_in_use(device: str) -> Iterator[list[float]]:
+    """Ask the driver five times a second for the GiB that all processes hold; the list has the most."""
+    most, ended = [0.0], threading.Event()
+
+    def ask() -> None:
+        while device == "cuda" and not ended.wait(0.2):
+            free, whole = torch.cuda.mem_get_info()
+            most[0] = max(most[0], (whole - free) / GIB)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        yield most
+    finally:
+        ended.set()
+        asking.join()
 
 
 def holders() -> set[str]:
@@ -454,6 +498,13 @@ def leaving_nobody(check: Check, before: set[str]) -> tuple[str, str, bool]:
 
 DTYPES = ("float32", "bfloat16")
 LORA = ("--set", "model.lora.rank=8", "--set", "trainer.lr=0.001")
+ONE_CARD = {
+    "tiny": (),
+    "0.6B": (),
+    "4B": ("trainer.activations=recompute", "trainer.weights=bfloat16", "optimizer.name=adamw_8bit"),
+}
+"""Settings with which docs/one-gpu.md says that a model fits a card beside its engine."""
+IN_TURN = ("engine.options.in_turn=true", "engine.options.memory_fraction=0.8", "pipeline.max_staleness=0")
 REAL = ("--model", "smollm2", "--env", "math:addition", "--set", "trainer.prompts_per_step=4")
 
 
@@ -488,6 +539,10 @@ def checks(device: str) -> Iterator[tuple[str, Check]]:
         steps, more = (10, ()) if device == "cuda" else (2, ("--set", "engine.options.cache_mib=512"))
         real = partial(whole_run, "vllm", device, dtype, *REAL, *more, learns=-0.3, steps=steps)
         yield "run of a real model", real
+    for s in shapes:
+        yield f"run of a random model beside vllm, {s}", partial(run_of_shape, s, device, *ONE_CARD[s])
+    if device == "cuda":
+        yield "run of a random model in turn with vllm, 0.6B", partial(run_of_shape, "0.6B", device, *IN_TURN)
     yield from ((f"figures of the engine, {s}", partial(figures, "engine", s, device)) for s in shapes)
     yield "tests marked gpu, vllm", partial(gpu_tests, "plugins/grpo-plugin-vllm/tests/test_vllm.py")
 
