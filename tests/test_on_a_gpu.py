@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.util
 import inspect
 import json
 import os
@@ -477,3 +478,16 @@ def test_the_checks_of_a_gpu_train_with_fsdp_on_one_rank_and_find_the_same_weigh
     assert done.returncode == 0, done.stdout + done.stderr
     (result,) = json.loads((tmp_path / "said.json").read_text())["results"]
     assert (result["check"], result["ok"]) == ("FSDP on one rank", True)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vLLM is not installed: make install-vllm")
+@pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="Ray is not installed")
+def test_the_checks_of_a_gpu_give_one_to_the_engine_in_a_ray_worker(monkeypatch):
+    """Without `engine.gpus_per_worker` it would see none."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "benchmarks"))
+    gpu_check = importlib.import_module("gpu_check")
+    (check,) = (check for name, check in gpu_check.checks("cuda") if "Ray" in name)
+    assert "--ray" in check.args
+    (given,) = (each for each in check.args if each.startswith("engine.gpus_per_worker="))
+    assert 0 < float(given.partition("=")[2]) < 1, "the trainer needs the rest where there is no other GPU"

@@ -534,7 +534,8 @@ def checks(device: str) -> Iterator[tuple[str, Check]]:
         name = f"run with vllm, LoRA, native_lora={way}"
         yield name, partial(whole_run, "vllm", device, dtype, *LORA, *native, learns=0.0)
     if _has("ray"):
-        yield "run with vllm in a Ray worker", partial(whole_run, "vllm", device, dtype, "--ray")
+        half = ("--set", "engine.gpus_per_worker=0.5") if device == "cuda" else ()
+        yield "run with vllm in a Ray worker", partial(whole_run, "vllm", device, dtype, "--ray", *half)
     if _has("grpo_plugin_smollm2"):  # its model is downloaded as a wheel
         steps, more = (10, ()) if device == "cuda" else (2, ("--set", "engine.options.cache_mib=512"))
         real = partial(whole_run, "vllm", device, dtype, *REAL, *more, learns=-0.3, steps=steps)
