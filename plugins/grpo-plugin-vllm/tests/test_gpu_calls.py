@@ -252,7 +252,7 @@ class Model(torch.nn.Linear):
         return {name for name, _ in weights}
 
 def read_weights(weights, *, device, verify=True):
-    calls.append(f"read-on-{device}" + "-verified" * verify)
+    calls.append(f"read-on-{device}" + "-verified" * verify + "-added-to-base" * bool(weights.base))
     return {"weight": torch.ones(2, 2)}
 
 def read_buckets(weights, **how):
@@ -261,7 +261,7 @@ def read_buckets(weights, **how):
 worker.read_weights, worker.read_buckets = read_weights, read_buckets
 gpu = torch.device("cuda", 1)
 info = TensorInfo(name="weight", dtype="float32", shape=(2, 2), offset=0, checksum=0)
-table = as_table(Weights(version=1, location="nowhere", nbytes=16, tensors=(info,)))
+table = as_table(Weights(version=1, location="nowhere", nbytes=16, tensors=(info,), base="model"))
 fetching = worker.Fetching()
 fetching.device = gpu
 fetching.fetch_weights(table)
@@ -302,13 +302,16 @@ def in_stand_in(program, *given):
 
 
 def test_a_worker_on_a_gpu_loads_layer_by_layer_and_waits_for_the_copies_before_it_says_so():
-    """Parameters that no checkpoint names, as the scales of a quantised model, need not be brought."""
+    """Adapters are verified without the model below them, which is read once, to load their sum.
+
+    Parameters that no checkpoint names, as the scales of a quantised model, need not be brought.
+    """
     (said,) = in_stand_in(WORKER)
     assert said.split() == [
         "use-cuda:1",
         "read-on-cuda:1-verified",
         "initialize",
-        "read-on-cuda:1",
+        "read-on-cuda:1-added-to-base",
         "load",
         "synchronize",
         "finalize",
