@@ -509,9 +509,13 @@ SUMS = [tuple(tiny.encode(f"{i}=")) for i in range(9)]
 
 
 def planted(
-    given: TrainerSetup, faults: Sequence[Fault], dtype: torch.dtype, prompts: Prompts = SUMS
+    given: TrainerSetup,
+    faults: Sequence[Fault],
+    dtype: torch.dtype,
+    prompts: Prompts = SUMS,
+    syncs: int = 100,
 ) -> Counter[tuple[str, str]]:
-    """Count the outcomes of 100 syncs, each of them also with an engine that has one of the faults."""
+    """Count the outcomes of some syncs, each of them also with an engine that has one of the faults."""
     torch.manual_seed(1)
     path = given.model.path
     own = checkpoint_tensors(models.load(path, device=torch.device("cpu")))
@@ -520,7 +524,7 @@ def planted(
 
     async def story() -> Counter[tuple[str, str]]:
         await planting.sync(())
-        return Counter([outcome for _ in range(100) for outcome in (await planting.sync(faults)).items()])
+        return Counter([outcome for _ in range(syncs) for outcome in (await planting.sync(faults)).items()])
 
     return asyncio.run(story())
 
@@ -573,7 +577,7 @@ def test_on_a_real_model_in_bfloat16_no_fault_counts_as_right(real: tuple[str, P
     directory, prompts = real
     given = setup(directory, lr=1e-5)
     given = attrs.evolve(given, model=attrs.evolve(given.model, dtype="bfloat16"))
-    found = planted(given, (stale, cached, swapped, not_loaded), torch.bfloat16, prompts)
+    found = planted(given, (stale, cached, swapped, not_loaded), torch.bfloat16, prompts, syncs=20)
     print(sorted(found.items()))
     assert found["none", "right"] > 0
     assert not any(found[fault, "right"] for fault in ("stale", "cached", "swapped", "not_loaded"))
@@ -586,7 +590,7 @@ def test_on_a_real_model_adapters_that_an_engine_leaves_out_do_not_count_as_righ
 ) -> None:
     directory, prompts = real
     given = lora_setup(directory, lr=1e-4, dtype="bfloat16")
-    found = planted(given, (without_adapters,), torch.bfloat16, prompts)
+    found = planted(given, (without_adapters,), torch.bfloat16, prompts, syncs=20)
     print(sorted(found.items()))
     assert found["without_adapters", "found"] > 0
     assert not found["without_adapters", "right"]
