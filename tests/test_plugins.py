@@ -1,6 +1,7 @@
 """Plugins are found, checked and used by name; a broken one harms no other."""
 
 import json
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -78,6 +79,15 @@ def test_an_installed_plugin_is_listed_with_its_offers(install):
         "seconds": 0,
     }
     assert json.loads(json.dumps(listing(host))) == listing(host)
+
+
+def test_a_plugin_that_is_installed_or_removed_while_the_program_runs_is_noticed(install, tmp_path):
+    install("grpo-plugin-words", WORDS, entry="words")
+    assert "late" not in [each.name for each in PluginHost.discover().plugins]
+    install("late", "raise SystemExit('I came late')")
+    assert plugin(PluginHost.discover(), "late").error == "SystemExit: I came late"
+    shutil.rmtree(tmp_path / "site" / "late-1.2.dist-info")
+    assert "late" not in [each.name for each in PluginHost.discover().plugins]
 
 
 def test_an_option_may_have_any_name(tmp_path):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from size import code_lines, counted, sums
 
-LIMITS = {"core": 21_728, "built-in": 4_495, "all distributions": 51_731}
+LIMITS = {"core": 21_727, "built-in": 4_495, "all distributions": 51_730}
 
 
 @pytest.mark.parametrize("part", LIMITS)

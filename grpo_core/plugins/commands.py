@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from importlib.metadata import entry_points
 from types import ModuleType
 
 from attrs import define, field
 
 from grpo_core.contracts.errors import PluginError
 from grpo_core.contracts.hookspecs import Command
+from grpo_core.plugins.installed import entries_of
 from grpo_core.plugins.offers import Plugin
 
 GROUP = "grpo_core.commands"
@@ -34,9 +34,8 @@ def find_commands(core: ModuleType) -> Commands:
     The commands of a plugin are left out if its module cannot be imported, or if a name is in use.
     """
     found, allowed = Commands(offered_commands(core)), allowed_names()
-    for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
-        owner = entry.dist
-        if owner is None or (allowed is not None and not {entry.name, owner.name} & {*allowed}):
+    for entry, owner in entries_of(GROUP):
+        if allowed is not None and not {entry.name, owner.name} & {*allowed}:
             continue
         plugin = Plugin(name=entry.name, distribution=owner.name, version=owner.version, module=entry.value)
         try:
@@ -54,8 +53,7 @@ def find_commands(core: ModuleType) -> Commands:
 
 def names_of_command_plugins() -> set[str]:
     """Return the names by which ``GRPO_PLUGINS`` may allow the plugins that offer commands."""
-    found = entry_points(group=GROUP)
-    return {entry.name for entry in found} | {entry.dist.name for entry in found if entry.dist is not None}
+    return {name for entry, owner in entries_of(GROUP) for name in (entry.name, owner.name)}
 
 
 def offered_commands(module: ModuleType) -> dict[str, Command]:

@@ -269,9 +269,8 @@ class PluginHost:
             if name.startswith(f"{plugin.name}:"):
                 if plugin.fault is not None:
                     raise self._broken(kind, name, plugin)
-                if (
-                    found := matching(plugin.offers.get(kind, {}), name.removeprefix(f"{plugin.name}:"))
-                ) is not None:
+                inner = name.removeprefix(f"{plugin.name}:")
+                if (found := matching(plugin.offers.get(kind, {}), inner)) is not None:
                     return Selected(kind, name, plugin, *found)
         bare = [
             Selected(kind, name, plugin, *found)
@@ -283,13 +282,9 @@ class PluginHost:
         if len(bare) == 1:
             return bare[0]
         if bare:
+            plugins = " and ".join(str(selected.plugin) for selected in bare)
             spellings = " or ".join(repr(f"{selected.plugin.name}:{name}") for selected in bare)
-            raise SelectionError(
-                f"{spaced(kind)} {name!r} is offered by "
-                + " and ".join(str(each.plugin) for each in bare)
-                + f"; "
-                f"write {spellings}"
-            )
+            raise SelectionError(f"{spaced(kind)} {name!r} is offered by {plugins}; write {spellings}")
         raise self._unknown(kind, name)
 
     def offers(self, kind: Kind, name: str) -> bool:
@@ -343,9 +338,8 @@ class PluginHost:
             for function in self._implementations(hook, module):
                 plugin.offers.setdefault(kind, {}).update(checked_offers(hook, function()))
         for function in self._implementations(SECTIONS, module):
-            from grpo_core.config.sections import (
-                offered_sections,
-            )  # environments run where it cannot be imported
+            # environments run where it cannot be imported
+            from grpo_core.config.sections import offered_sections
 
             try:
                 plugin.sections = offered_sections(function(), self.sections.added)

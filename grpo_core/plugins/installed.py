@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import re
 import sys
 from collections import Counter
 from collections.abc import Iterable
 from contextvars import ContextVar
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import Distribution, EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +40,29 @@ class Installed:
         return {self.plugin.name, self.entry.name, self.plugin.distribution}
 
 
+def entries_of(group: str) -> tuple[tuple[EntryPoint, Distribution], ...]:
+    """Return the entry points of a group with their distributions, by name.
+
+    All distributions are read again only when a directory that Python searches has changed.
+    """
+    paths = [os.path.abspath(path) for path in sys.path]
+    searched = tuple((path, os.stat(path).st_mtime_ns) for path in paths if os.path.exists(path))
+    return _entries_of(group, searched)
+
+
+@functools.cache
+def _entries_of(group: str, searched: object) -> tuple[tuple[EntryPoint, Distribution], ...]:
+    found = sorted(entry_points(group=group), key=lambda entry: entry.name)
+    return tuple((entry, entry.dist) for entry in found if entry.dist is not None)
+
+
 def installed(reserved: Iterable[str]) -> list[Installed]:
     """Return every entry point of the group; the distribution distinguishes equal names.
 
     ``reserved`` names are in use already.
     """
     entries = []
-    for entry in entry_points(group=hookspecs.PROJECT):
-        if (owner := entry.dist) is None:
-            continue
+    for entry, owner in entries_of(hookspecs.PROJECT):
         about = owner.metadata  # each access reads the file
         plugin = Plugin(
             name=entry.name, distribution=about["Name"], version=about["Version"], module=entry.value
