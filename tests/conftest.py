@@ -29,6 +29,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 def pytest_collection_finish():
     """A million objects of tests and libraries stay: no test looks at them again."""
     spare_the_collector()
+    collect_rarely()  # what a test leaves may stay until the next fifty thousand objects
 
 
 SKIPPED = (

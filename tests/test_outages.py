@@ -533,8 +533,8 @@ async def by_aiohttp(url, seconds):
 async def by_openai(url, seconds):
     import openai
 
-    client = openai.AsyncOpenAI(base_url=url, api_key="none", timeout=seconds, max_retries=0)
-    await client.post("/", body=["a"], cast_to=object)
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", timeout=seconds, max_retries=0) as client:
+        await client.post("/", body=["a"], cast_to=object)
 
 
 async def by_requests(url, seconds):
@@ -545,8 +545,12 @@ async def by_requests(url, seconds):
 
 async def by_urllib(url, seconds):
     request = urllib.request.Request(url, b'["a"]')
-    with urllib.request.urlopen(request, timeout=seconds) as response:  # noqa: ASYNC210
-        response.read()
+    try:
+        with urllib.request.urlopen(request, timeout=seconds) as response:  # noqa: ASYNC210
+            response.read()
+    except urllib.error.HTTPError as error:
+        error.close()
+        raise
 
 
 async def by_a_wrapper(url, seconds):
@@ -565,7 +569,6 @@ async def by_a_group(url, seconds):
 CLIENTS = [by_httpx, by_aiohttp, by_openai, by_requests, by_urllib, by_a_wrapper, by_a_group]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # sockets that clients leave
 @pytest.mark.parametrize("mode", ["refuse", "reset", "half", "hang", "503", "503 later"])
 @pytest.mark.parametrize("ask", CLIENTS)
 def test_the_errors_of_the_usual_clients_say_that_a_service_is_away(server, ask, mode):
