@@ -161,6 +161,7 @@ def _offering(monkeypatch, tmp_path, *, work=WORK, help="Greet somebody.", impor
     return __import__(name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

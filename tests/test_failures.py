@@ -436,6 +436,7 @@ def test_53_no_process_is_ever_forked():
 # ---------------------------------------------------------------------------------- configuration, files
 
 
+@pytest.mark.long
 @given(
     rollout=st.builds(RolloutConfig, deadline=st.floats(0.1, 1e5), max_retries=st.integers(0, 9)),
     max_staleness=st.integers(0, 9),

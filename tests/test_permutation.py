@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from grpo_core.data.permutation import Permutation
 
 
+@pytest.mark.long
 @given(n=st.integers(0, 3000), key=st.text(max_size=8))
 def test_every_number_occurs_once(n, key):
     order = Permutation(n, key)
