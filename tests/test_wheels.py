@@ -1,4 +1,7 @@
-"""The wheels of all projects work where they are installed from a directory into an empty environment."""
+"""Wheels work where they are installed from a directory into an empty environment.
+
+``make dist`` builds those of all projects, and tests/distributions.py checks them.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +41,9 @@ def run(*command, cwd=None, **environ):
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory):
-    """A directory with the wheels of all projects."""
+    """A directory with the wheels that are installed."""
     made = tmp_path_factory.mktemp("dist")
-    for project in distributions.PROJECTS:
+    for project in [ROOT, *(ROOT / "plugins" / name for name in INSTALLED[1:])]:
         source = tmp_path_factory.mktemp("source") / project.name
         if project == ROOT:
             for name in ("pyproject.toml", "README.md", "LICENSE"):
@@ -85,8 +88,7 @@ def environment(index, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("build") is None, reason="the package build is not installed")
 @pytest.mark.timeout(900)
-def test_wheels_are_installed_into_an_empty_environment_and_train(index, environment, tmp_path):
-    assert len(list(index.glob("*.whl"))) == len(distributions.PROJECTS)
+def test_wheels_are_installed_into_an_empty_environment_and_train(environment, tmp_path):
     clean = {"GRPO_PLUGINS": "math,curriculum,devkit"}
     grpo = environment / "bin" / "grpo-core"
     program = "import grpo_core; print(grpo_core.__file__)"
