@@ -140,20 +140,28 @@ def metrics(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.slow
-def test_a_run_without_the_plugin_of_pages_says_how_to_get_its_page(tmp_path):
-    done = grpo(tmp_path, "train", *SORT, *SMALL, "--output", "run", "--no-plugin", "report")
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A small run without the plugin of pages, whose learning rate is given."""
+    cwd = tmp_path_factory.mktemp("plain")
+    without = ["--set", "trainer.lr=1e-3", "--no-plugin", "report"]
+    done = grpo(cwd, "train", *SORT, *SMALL, *without, "--output", "run")
     assert done.returncode == 0, done.stderr
+    return cwd / "run", done
+
+
+@pytest.mark.slow
+def test_a_run_without_the_plugin_of_pages_says_how_to_get_its_page(plain):
+    run, done = plain
     *_, page, last = done.stdout.splitlines()
     assert page == "its page: pip install grpo-plugin-report, then grpo-core report run"
     assert last.endswith("run: run")
-    assert not (tmp_path / "run" / "report.html").exists()
+    assert not (run / "report.html").exists()
 
 
 @pytest.mark.slow
-def test_the_defaults_that_a_model_changes_are_said_once(tmp_path):
-    done = grpo(tmp_path, "train", *SORT, *SMALL, "--set", "trainer.lr=1e-3", "--output", "run")
-    first, *others = done.stdout.splitlines()
+def test_the_defaults_that_a_model_changes_are_said_once(plain):
+    first, *others = plain[1].stdout.splitlines()
     assert first.startswith("defaults of the model 'tiny': ")
     assert "trainer.threads = 1" in first
     assert "trainer.lr " not in first, "it was given"

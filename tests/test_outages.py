@@ -741,8 +741,16 @@ def away_in_a_process(judges, server, mode, *, seconds=2.5, name="Batched", call
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["refuse", "reset", "half", "503", "503 later"])
-@pytest.mark.parametrize("concurrency", [0, 8])
+@pytest.mark.parametrize(
+    ("mode", "concurrency"),
+    [
+        ("refuse", 0), ("reset", 8), ("half", 0), ("503", 8), ("503 later", 0),
+        *(
+            pytest.param(mode, concurrency, marks=pytest.mark.nightly)
+            for mode, concurrency in [("refuse", 8), ("reset", 0), ("half", 8), ("503", 0), ("503 later", 8)]
+        ),
+    ],
+)  # fmt: skip
 def test_an_environment_in_its_process_waits_with_one_call_at_a_time(judges, server, mode, concurrency):
     incidents, starts = away_in_a_process(judges, server, mode, concurrency=concurrency)
     asked = [at for at, how in server.calls if how]

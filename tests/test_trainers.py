@@ -149,21 +149,10 @@ def test_a_trainer_of_nothing_but_the_protocol_trains_a_run_and_is_resumed(here:
 
 
 @pytest.mark.slow
-def test_the_trainer_of_the_examples_trains_a_run_and_is_resumed(here: Path) -> None:
-    example = ["--set", f"trainer.name={ROOT / 'examples' / 'custom_trainer.py'}:accelerated"]
-    done = train(here, "--env", "./my.py:Length", *SMALL, *example)
-    assert done.returncode == 0, done.stderr
-    assert [row["step"] for row in steps(here)] == [1, 2, 3]
-    assert all(row["tokens/trained"] > 0 and row["overlap"] > 0 for row in steps(here))
-    done = train(here, "--resume", "run", "--set", "trainer.steps=5")
-    assert done.returncode == 0, done.stderr
-    assert [row["step"] for row in steps(here)] == [1, 2, 3, 4, 5]
-
-
-@pytest.mark.slow
-def test_the_trainer_of_the_examples_takes_rows_whose_tokens_are_in_a_data_plane(
+def test_the_trainer_of_the_examples_trains_a_run_and_is_resumed(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its rows have their tokens in a data plane; those of tests/test_public_api.py have them themselves."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))  # the trainer's process imports the plane's reader
     (here / "plane.py").write_text("from file_plane import FilePlane\n")
     example = ["--set", f"trainer.name={ROOT / 'examples' / 'custom_trainer.py'}:accelerated"]
@@ -172,8 +161,11 @@ def test_the_trainer_of_the_examples_takes_rows_whose_tokens_are_in_a_data_plane
     done = train(here, "--env", "./my.py:Length", *SMALL, *example, *plane)
     assert done.returncode == 0, done.stderr
     assert [row["step"] for row in steps(here)] == [1, 2, 3]
-    assert all(row["tokens/trained"] > 0 for row in steps(here))
+    assert all(row["tokens/trained"] > 0 and row["overlap"] > 0 for row in steps(here))
     assert (here / "plane" / "fetched").exists()
+    done = train(here, "--resume", "run", "--set", "trainer.steps=5")
+    assert done.returncode == 0, done.stderr
+    assert [row["step"] for row in steps(here)] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.slow
