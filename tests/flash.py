@@ -6,8 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+
+from grpo_core.training import packing
+
+needs_grouped_heads = pytest.mark.skipif(
+    not packing._has_varlen(), reason="torch's flash attention of packed rows has grouped heads from 2.12 on"
+)
 
 
 @contextmanager

@@ -244,6 +244,7 @@ def test_weights_of_a_gpu_are_rounded_there_and_copied_into_pinned_shared_memory
         assert runtime.ever == 1, "nothing is pinned for a CPU"
 
 
+@flash.needs_grouped_heads
 @pytest.mark.parametrize("window", [None, 2])
 @on_a_gpu
 def test_packed_rows_of_16_bits_are_one_call_of_flash_attention_with_the_results_of_a_call_for_each(window):

@@ -81,6 +81,7 @@ def test_a_trainer_on_a_gpu_leaves_no_tensor_behind(
         torch.testing.assert_close(found[name], tensor, rtol=rtol, atol=atol)
 
 
+@flash.needs_grouped_heads
 @on_a_gpu
 def test_a_trainer_on_a_gpu_packs_rows_by_calls_of_flash_attention(tmp_path: Path) -> None:
     """The heads have the size that its kernels take."""
