@@ -436,11 +436,12 @@ def whole_run(
             for event in events
             if event["event"] == "Validated"
         )
-        metrics = map(json.loads, Path(directory, "run", "metrics.jsonl").read_text().splitlines())
-        trainers = max(line.get("memory_gpu/trainer", 0.0) for line in metrics) / 1024
+        metrics = list(map(json.loads, Path(directory, "run", "metrics.jsonl").read_text().splitlines()))
+    tokens, trainers = (max(line.get(key, 0) for line in metrics) for key in (TRAINED, TRAINERS))
     seen = f"accuracy {first:.1%} -> {last:.1%}; verify ended with {holds.returncode}"
+    seen += f"; {tokens:.0f} tokens trained in a step at most"
     if device == "cuda":
-        seen += f"; trainer allocates {trainers:.1f} GiB at most, all processes hold {most[0]:.1f}"
+        seen += f"; trainer allocates {trainers / 1024:.1f} GiB at most, all processes hold {most[0]:.1f}"
     return expected, seen, last >= first + learns and holds.returncode == 0
 
 
@@ -453,7 +454,8 @@ def run_of_shape(shape: str, device: str, *settings: str) -> tuple[str, str, boo
     dtype = "bfloat16" if device == "cuda" else "float32"
     with tempfile.TemporaryDirectory() as directory:
         model = make_random(SHAPES[shape], Path(directory, "m"))
-        of_it = ("--model", str(model), "--env", "math:sort", *more)
+        environment = f"{Path(__file__).with_name('halves.py')}:Halves"
+        of_it = ("--model", str(model), "--env", environment, *more)
         return whole_run("vllm", device, dtype, *of_it, learns=-1.0, steps=3)
 
 
@@ -498,6 +500,8 @@ def leaving_nobody(check: Check, before: set[str]) -> tuple[str, str, bool]:
 
 DTYPES = ("float32", "bfloat16")
 LORA = ("--set", "model.lora.rank=8", "--set", "trainer.lr=0.001")
+TRAINED, TRAINERS = "tokens/trained", "memory_gpu/trainer"
+"""Metrics of a step."""
 ONE_CARD = {
     "tiny": (),
     "0.6B": (),
@@ -506,6 +510,11 @@ ONE_CARD = {
 """Settings with which docs/one-gpu.md says that a model fits a card beside its engine."""
 IN_TURN = ("engine.options.in_turn=true", "engine.options.memory_fraction=0.8", "pipeline.max_staleness=0")
 REAL = ("--model", "smollm2", "--env", "math:addition", "--set", "trainer.prompts_per_step=4")
+SHORT = (
+    *("--set", "engine.options.cache_mib=512", "--set", "rollout.max_tokens=32"),
+    *("--set", "rollout.group_size=4", "--set", "validation.prompts=32"),
+)
+"""Settings with which a real model is trained on a CPU."""
 
 
 def checks(device: str) -> Iterator[tuple[str, Check]]:
@@ -537,7 +546,7 @@ def checks(device: str) -> Iterator[tuple[str, Check]]:
         half = ("--set", "engine.gpus_per_worker=0.5") if device == "cuda" else ()
         yield "run with vllm in a Ray worker", partial(whole_run, "vllm", device, dtype, "--ray", *half)
     if _has("grpo_plugin_smollm2"):  # its model is downloaded as a wheel
-        steps, more = (10, ()) if device == "cuda" else (2, ("--set", "engine.options.cache_mib=512"))
+        steps, more = (10, ()) if device == "cuda" else (2, SHORT)
         real = partial(whole_run, "vllm", device, dtype, *REAL, *more, learns=-0.3, steps=steps)
         yield "run of a real model", real
     for s in shapes:
