@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from unittest import mock
 
 from grpo_core import ConfigError
-from grpo_core.kit import launch, parse_settings
+from grpo_core.kit import files, launch, parse_settings
 from grpo_plugin_doctor import activations, machine, memory
 from grpo_plugin_doctor.machine import Gpu, Memory
 
@@ -87,7 +87,7 @@ def cards(model: str, count: int) -> Iterator[str]:
         (machine, "host_memory"): HOST,
         (machine, "build_of_torch"): "cuda 13.0",
         (machine, "gpus"): [H100] * count,
-        (memory, "directory_here"): Path(directory),
+        (files, "directory_here"): Path(directory),
         (memory, "shapes_in"): shapes,
         (memory, "dtypes_in"): dict.fromkeys(shapes, "BF16"),
     }

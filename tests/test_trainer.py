@@ -44,6 +44,7 @@ from grpo_core.contracts.tokens import Tokens
 from grpo_core.demo import tiny
 from grpo_core.loop.rows import make_batch, with_advantages
 from grpo_core.loop.schedule import schedule
+from grpo_core.models import files
 from grpo_core.plugins.host import PluginHost
 from grpo_core.processes import cpu
 from grpo_core.processes.cores import thread_count
@@ -254,9 +255,16 @@ def test_weights_are_published_in_the_dtype_of_the_products_and_checksummed_as_s
     ],
 )
 def test_the_dtype_auto_is_bfloat16_where_it_is_fast(
-    device: str, has_products: bool, parameters: int, chosen: Any, monkeypatch: pytest.MonkeyPatch
+    device: str,
+    has_products: bool,
+    parameters: int,
+    chosen: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": has_products})
+    processor = tmp_path / "cpuinfo"
+    processor.write_text("flags : fma avx512_bf16 avx" if has_products else "flags : fma avx")
+    monkeypatch.setattr(files, "PROCESSOR", processor)
     assert compute_dtype(ModelConfig(), torch.device(device), parameters) is chosen
 
 

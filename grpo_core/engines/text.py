@@ -61,7 +61,6 @@ class TextRenderer:
 
     def continuation_ids(self, messages: Sequence[Message], **_: Any) -> None:
         """Return None: each request to the service contains the whole conversation."""
-        return None
 
     def message(self, text: str, *, token_ids: Ids, **_: Any) -> Message:
         return self._replies[int(token_ids[0])]

@@ -54,7 +54,7 @@ A data plane, which keeps the tokens of finished rollouts outside of the run's p
 A source of models:
 
     ModelRequest, StartModel    its argument, and its result
-    build, Renderer, chat_template    read its preset and its tokenizer
+    build, Renderer            read its preset and its tokenizer
 
 An environment that is made of others:
 
@@ -125,7 +125,7 @@ A command that computes steps of a run again, or reads settings:
     configured, changed, merge, structured, read_toml    make a configuration, or another table, of tables
     resume                      the keys in which two tables differ, and their values
     Parts, rows                            make the trainer of a run again, and the rows of a step
-    fault, started_from, local_directory   find what the trainer continues from
+    fault, started_from         find what the trainer continues from
     Pipeline, Checks, PromptStream         the loop of a run, its checks and its prompts
     RolloutRequest, play, sampling_params  play rollouts as a run plays them
     LimitedEngine                          an engine that gets a limited number of requests at once
@@ -135,7 +135,7 @@ A command that estimates a run before it starts (see ``grpo_plugin_doctor``):
 
     launch, model_source        check a configuration and its model
     gpus, engine_dtype, find_transport, teacher_model    what a run will start on this machine
-    directory_here, ModelFiles, size_of    read the files of a model
+    files, ModelFiles           find and read the files of a model
     Scorer, MicroBatch, Passes, for_training, packing    compute what training computes
     token_budget, extra_bytes_on_gpu, state_bytes    compute its memory
 
@@ -240,10 +240,7 @@ if TYPE_CHECKING:
     from grpo_core.loop.rollout import play as play
     from grpo_core.loop.schedule import rate as rate
     from grpo_core.loop.timeline import during as during
-    from grpo_core.models.files import chat_template as chat_template
-    from grpo_core.models.files import directory_here as directory_here
-    from grpo_core.models.files import local_directory as local_directory
-    from grpo_core.models.files import size_of as size_of
+    from grpo_core.models import files as files
     from grpo_core.models.fitting import ModelFiles as ModelFiles
     from grpo_core.plugins import offers as offers
     from grpo_core.plugins.configured import changed as changed

@@ -14,6 +14,9 @@ from grpo_core.contracts.errors import ConfigError, one_line
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 FIRST_FOR_GPUS = "2.10"
 """First version of torch with all operations of a trainer on a GPU; 2.12 packs rows in one call."""
+LARGE = 96 << 20
+"""Bytes from which a block is memory of its own, which is returned when the block is freed.  With the holes
+of such blocks, a trainer of 135 million parameters had 5.7 GB after five steps, and 5.3 GB without."""
 KEPT_FREE = 256 << 20
 """Bytes of freed memory that a process keeps for later allocations."""
 GROWN = 1 << 30
@@ -49,7 +52,7 @@ def prepare(threads: int) -> None:
     torch.set_num_threads(threads)
     if (mallopt := _of_malloc("mallopt")) is not None:
         # keep freed memory: the system would zero each returned page at its next use
-        mallopt(_M_MMAP_THRESHOLD, 1 << 30)
+        mallopt(_M_MMAP_THRESHOLD, LARGE)
         mallopt(_M_TRIM_THRESHOLD, KEPT_FREE)
     _choose_float32_products()
 
@@ -105,14 +108,6 @@ def _of_malloc(name: str) -> Any:
         return getattr(ctypes.CDLL(None), name)
     except (OSError, AttributeError, TypeError):
         return None
-
-
-def prefers_bfloat16(parameters: int) -> bool:
-    """Return whether this processor computes a model of this size much faster in bfloat16 than in float32.
-
-    With AVX512-BF16, 135 million parameters train 1.4 times and decode 1.5 times as fast.
-    """
-    return parameters >= 50_000_000 and torch.cpu.get_capabilities().get("avx512_bf16", False)
 
 
 def _choose_float32_products() -> None:

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from grpo_core.config import ModelConfig, TeacherConfig
 from grpo_core.contracts.errors import ModelError
 from grpo_core.contracts.records import Canary
-from grpo_core.models.files import chat_template
-from grpo_core.processes import cpu
+from grpo_core.models.files import chat_template, prefers_bfloat16
 from grpo_core.training.logprobs import rounded, token_logprobs
 from grpo_core.training.microbatch import MicroBatch
 from grpo_core.training.packing import packed_inputs, use_packing
@@ -372,7 +371,7 @@ def compute_dtype(config: ModelConfig | TeacherConfig, device: torch.device, siz
     """Return the dtype of the matrix products of a model with ``size`` parameters; 0: a small one."""
     chosen = config.dtype
     if chosen == "auto":
-        chosen = "bfloat16" if device.type == "cuda" or cpu.prefers_bfloat16(size) else "float32"
+        chosen = "bfloat16" if device.type == "cuda" or prefers_bfloat16(size) else "float32"
     dtype: torch.dtype = getattr(torch, chosen)
     return dtype
 

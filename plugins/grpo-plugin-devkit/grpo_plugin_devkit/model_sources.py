@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_core import GrpoError, Prompt
-from grpo_core.kit import ModelRequest, Renderer, StartModel, build, chat_template
+from grpo_core.kit import ModelRequest, Renderer, StartModel, build, files
 from grpo_core.testing import HostedEnvironment, prompts
 from grpo_plugin_devkit.contracts import Contract
 
@@ -66,7 +66,7 @@ class ModelSourceContract(Contract):
         found = self._start("first")
         path = Path(found.path)
         assert (path / "config.json").is_file(), f"{path} has no config.json"
-        renderer = Renderer.load(str(path), trust_remote_code=False, chat_template=chat_template(""))
+        renderer = Renderer.load(str(path), trust_remote_code=False, chat_template=files.chat_template(""))
         assert renderer.prompt_ids([{"role": "user", "content": "ab"}]), "its tokenizer gives no tokens"
         self._made, self.begun = found, True
 

@@ -24,7 +24,7 @@ from grpo_core.kit import (
     PluginHost,
     Settings,
     Words,
-    directory_here,
+    files,
     inert,
     launch,
     model_source,
@@ -305,7 +305,7 @@ def _of_memory(
 def _model_directory(config: Config, host: PluginHost, scratch: Path) -> str | None:
     """Return a directory with the model's config.json, or its hub id."""
     if not host.offers("model", config.model.path):
-        return str(directory_here(config.model.path) or config.model.path)
+        return str(files.directory_here(config.model.path) or config.model.path)
     describe_model = getattr(model_source(config.model, host), "configuration", None)
     if describe_model is None:
         return None

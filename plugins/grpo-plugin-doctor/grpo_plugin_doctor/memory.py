@@ -24,11 +24,10 @@ from grpo_core.kit import (
     PluginHost,
     as_table,
     build,
-    directory_here,
     engine_dtype,
+    files,
     find_transport,
     parse_settings,
-    size_of,
     state_bytes,
     teacher_model,
 )
@@ -182,7 +181,7 @@ def checked(config: Config, host: PluginHost) -> list[str]:
     Raises ConfigError if the run cannot fit.
     """
     path, share = config.model.path, config.section(Health).max_memory
-    directory = None if host.offers("model", path) or not share else directory_here(path)
+    directory = None if host.offers("model", path) or not share else files.directory_here(path)
     shapes = None if directory is None else shapes_in(directory)
     if shapes is None:
         return []
@@ -270,7 +269,7 @@ def _trainer_parts(
     config, device, lora = case.config, case.device, case.lora
     parameters, trained = (sum(map(prod, shapes.values())) for shapes in (case.shapes, case.trained))
     needs = case.parts.needs
-    teacher = directory_here(teacher_model(config.teacher.path)) if "teacher" in needs else None
+    teacher = files.directory_here(teacher_model(config.teacher.path)) if "teacher" in needs else None
     of_teacher = sum(map(prod, (shapes_in(teacher) or {}).values())) if teacher else 0
     weights = sizes.FLOAT32 * parameters
     if lora is not None and device != HOST:  # on a host, loading needs float32 copies anyway
@@ -292,7 +291,7 @@ def _trainer_parts(
 
 def _that_stay_in_bfloat16(case: Case) -> int:
     """Count the parameters that a trainer of adapters keeps in the files' 16-bit dtype."""
-    here = directory_here(case.directory)
+    here = files.directory_here(case.directory)
     if here is None or _computed(case) != "bfloat16":
         return 0
     dtypes = dtypes_in(here)
@@ -345,11 +344,9 @@ def _sent(trainer: str, engines: str) -> str:
 
 
 def _chosen(dtype: str, device: str, parameters: int = 0) -> str:
-    if dtype != "auto":
-        return dtype
-    from grpo_core.kit import cpu  # imports torch
-
-    return "bfloat16" if device != HOST or cpu.prefers_bfloat16(parameters) else "float32"
+    if dtype == "auto":
+        return "bfloat16" if device != HOST or files.prefers_bfloat16(parameters) else "float32"
+    return dtype
 
 
 def _computed(case: Case) -> str:
@@ -383,7 +380,7 @@ def _load(
         config=_config_of(case.directory),
         dtype=dtype,
         requests=min(requests, engine.max_requests or requests),
-        tokens=row_tokens(case.config, size_of(case.directory, "max_position_embeddings")),
+        tokens=row_tokens(case.config, files.size_of(case.directory, "max_position_embeddings")),
         gpu_bytes=first.total if first else 0,
     )
 
@@ -481,7 +478,7 @@ def with_passes(
     work = trained_pass(
         config.trainer,
         rows=max(1, rollouts // config.trainer.updates_per_step),
-        tokens=row_tokens(config, size_of(directory, "max_position_embeddings")),
+        tokens=row_tokens(config, files.size_of(directory, "max_position_embeddings")),
         sampled=config.rollout.max_tokens * max(1, config.rollout.max_turns),
         vocabulary=vocabulary,
         dtype=_computed(case),

@@ -22,7 +22,7 @@ from grpo_core.contracts.records import EngineLoad, MemoryPart
 from grpo_core.demo.tiny import make_tiny_model
 from grpo_core.engines.local.memory import memory as local_memory
 from grpo_core.kit import configured as built
-from grpo_core.kit import launch, parse_settings
+from grpo_core.kit import files, launch, parse_settings
 from grpo_core.plugins.host import PluginHost
 from grpo_core.training.memory import trainer_parts
 from grpo_core.training.model import ModelSource, Scorer
@@ -401,7 +401,9 @@ def test_a_processor_with_bfloat16_products_holds_smaller_weights_for_engines(
     tmp_path, monkeypatch, has_products, nbytes
 ):
     """20 bytes a parameter: weights, gradients and AdamW's moments, and what is published and decoded."""
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": has_products})
+    processor = tmp_path / "cpuinfo"
+    processor.write_text("avx512_bf16" if has_products else "")
+    monkeypatch.setattr(files, "PROCESSOR", processor)
     monkeypatch.setattr(machine, "host_memory", lambda: Memory(total=1 << 34, available=1 << 34))
     with pytest.raises(ConfigError, match=re.escape(memory.size(nbytes * EIGHT_PARAMETERS))):
         checked(eight_billion(tmp_path / "eight"), "trainer.device=cpu")

@@ -14,7 +14,7 @@ from grpo_core.kit import (
     RunDirectory,
     TrainerConfig,
     fault,
-    local_directory,
+    files,
     started_from,
 )
 
@@ -48,7 +48,7 @@ async def trainer_again(
     teacher, chosen = config.teacher.path, config.trainer
     start, parts = str(started_from(RunDirectory(run), config)), Parts(config, host)
     setup = evolve(
-        parts.trainer_setup(start, teacher and local_directory(teacher)),
+        parts.trainer_setup(start, teacher and files.local_directory(teacher)),
         trainer=evolve(chosen, threads=threads or chosen.threads, profile=0),
         resume_from=str(saved) if saved else None,
         async_save=False,

@@ -10,7 +10,7 @@ from attrs import field, frozen
 from attrs.validators import ge
 
 from grpo_core import ConfigError
-from grpo_core.kit import Config, ModelFiles, PluginHost, directory_here
+from grpo_core.kit import Config, ModelFiles, PluginHost, files
 
 
 @frozen(kw_only=True)
@@ -89,7 +89,7 @@ def refuse_experts(section: ScaledConfig, path: str) -> None:
 
     transformers stacks these tensors while loading, and FSDP2 cannot shard them.
     """
-    if not section.divides or (directory := directory_here(path)) is None:
+    if not section.divides or (directory := files.directory_here(path)) is None:
         return
     tensors = ModelFiles(directory).tensors
     if name := next((name for name in tensors if re.search(r"\.experts\.\d+\.", name)), ""):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_core import ModelError
-from grpo_core.kit import ModelRequest, StartModel, size_of
+from grpo_core.kit import ModelRequest, StartModel, files
 
 FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
 """Patterns of a model's files except its weights."""
@@ -40,7 +40,7 @@ class HostedModel:
     async def start_model(self, request: ModelRequest) -> StartModel:
         """Return the directory of the tokenizer.  Raises ModelError if there is none."""
         path = await asyncio.to_thread(self._directory)
-        positions = await asyncio.to_thread(size_of, path, "max_position_embeddings")
+        positions = await asyncio.to_thread(files.size_of, path, "max_position_embeddings")
         return StartModel(path=path, positions=positions, doing=f"connecting to the service for {self._name}")
 
     def _directory(self) -> str:
