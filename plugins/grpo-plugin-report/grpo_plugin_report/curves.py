@@ -186,8 +186,7 @@ def charts(tasks: Sequence[Task], steps: Sequence[Row], config: Row) -> list[tup
               if name.startswith("memory/")}  # fmt: skip
     processes = Plot("memory of processes", memory, "MiB, those of this machine", low=0)
     sections = [
-        ("Learning", [one for task in tasks for one in _learning(task)]),
-        ("Reward parts", [one for task in tasks for one in _reward_parts(task)]),
+        ("Learning", [one for task in tasks for one in (*_learning(task), *_reward_parts(task))]),
         ("Groups", [_drawn(plot, steps, tasks) for plot in GROUPS[len(tasks) < 2 :]]),  # one is a flat line
         ("Asynchrony", [_drawn(plot, steps) for plot in (stale, *ASYNCHRONY[1:], processes)]),
         ("Health", [_drawn(plot, steps) for plot in HEALTH]),
