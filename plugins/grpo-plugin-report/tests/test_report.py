@@ -282,7 +282,7 @@ def test_a_validation_that_lacks_scores_has_a_band_and_no_point(tmp_path):
 def test_a_part_that_is_not_a_share_has_its_own_chart():
     steps = [{"step": i, "feedback_tries/a": 3.5, "feedback_exact/a": 0.5, "groups/a": 1.0} for i in (1, 2)]
     drawn = dict(curves.charts(tasks_of(steps, [], {}), steps, {}))["Learning"]
-    assert [chart.title for chart in drawn] == ["a: parts", "a: tries"], "beside its rewards, if there are any"
+    assert [chart.title for chart in drawn] == ["a: parts", "a: tries"], "beside the rewards, if any"
 
 
 def test_only_the_script_of_the_page_may_run(tmp_path):
