@@ -112,6 +112,7 @@ class TorchTrainer:
                 raise
             passes = evolve(passes, packing=False)
             self.model, self._teacher = self._models(resume, passes)
+        self._published = published_dtype(setup.model, setup.engine_dtype, self.device, self.model.parameters)
         self._named = list(self.model.trainable())
         self._parameters = [parameter for _, parameter in self._named]
         self.layout = Layout(packed=passes.packing, together="sequences" in self._needs)
@@ -190,8 +191,7 @@ class TorchTrainer:
         )
         section = trained_section(self.setup)
         model = self.build(source) if section is None else section.build_model(source)
-        has_teacher = "teacher" in self._needs
-        teacher = Teacher(self.setup.teacher, self.device, passes) if has_teacher else None
+        teacher = Teacher(self.setup.teacher, self.device, passes) if "teacher" in self._needs else None
         cpu.return_freed_memory()  # the memory of weights that have moved to a GPU
         return model, teacher
 
@@ -495,9 +495,8 @@ class TorchTrainer:
 
     def publish(self, canary: Sequence[tuple[int, ...]] = ()) -> Weights:
         """Publish the current weights where engines read them, over the version before."""
-        dtype = published_dtype(self.setup.model, self.setup.engine_dtype, self.device, self.model.parameters)
         with part("publication"):
-            weights = self._writer.write(self.version, self.model.published(), dtype=dtype)
+            weights = self._writer.write(self.version, self.model.published(), dtype=self._published)
         with part("logprobs of the canary"):
             predicted = self.model.next_tokens(canary) if canary else ()  # ranks gather layers for it
             weights = evolve(weights, canary=predicted, base=self.model.base)

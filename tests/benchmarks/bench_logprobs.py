@@ -81,12 +81,12 @@ def main() -> None:
     asked = requests(model)
     for dtype in chosen.dtype:
         setup = TrainerSetup(
-            model=ModelConfig(path=model),
+            model=attrs.evolve(ModelConfig(path=model), dtype=dtype),
             trainer=TrainerConfig(threads=2),
             loss=LossConfig(),
             plugins=(),
         )
-        trainer = TorchTrainer(attrs.evolve(setup, model=attrs.evolve(setup.model, dtype=dtype)))
+        trainer = TorchTrainer(setup)
         for name in chosen.engine:
             rows = [
                 Row(

@@ -542,7 +542,8 @@ def _copies(config: Config, processes: Sequence[ProcessMemory]) -> Iterator[Memo
     """Yield the copy of the published weights that a pool of engines keeps."""
     held = [part for each in processes for part in each.count * each.parts if part.name == sizes.PUBLISHED]
     if config.engine.workers > 1 and held:
-        nbytes, change = sum(part.nbytes for part in held), "engine.workers"
+        nbytes = sum(part.nbytes for part in held)
+        change = "engine.workers"
         yield evolve(held[0], nbytes=nbytes, name="copy of the weights", certain=False, change=change)
 
 

@@ -309,7 +309,7 @@ function browse(root) {
     const newest = scored.filter(one => one.of.set === last.of.set && one.of.step === last.of.step).sort((a, b) => b.reward - a.reward);
     ends.append(element("h3", {}, `Best and worst of the newest ${last.of.set === "validation" ? "validation, version" : "step,"} ${last.of.step}`));
     const tasks = [...new Set(newest.map(one => one.of.task))].sort();
-    if (tasks.length > 1 || ends.parentElement.children.length % 2) ends.classList.add("wide");
+    if (tasks.length > 1 || ends.parentElement.children.length % 2) ends.classList.add("wide"); // alone in its row
     for (const task of tasks) {
       const its = newest.filter(one => one.of.task === task), alike = its[0].reward === its.at(-1).reward;
       for (const [name, one] of alike ? [["all alike", its[0]]] : [["best", its[0]], ["worst", its.at(-1)]]) ends.append(end(name, one));

@@ -89,7 +89,7 @@ class Group:
                     made = make()
                 except Exception as error:  # raise after the collective, so that no rank waits for this one
                     failed = error
-                cpu.return_freed_memory()  # each rank would keep memory that only one needs at a time
+                cpu.return_freed_memory()  # or each rank would keep memory that only one needs at a time
             dist.barrier()
         if failed is not None:
             raise failed
