@@ -1,6 +1,6 @@
-"""The demo as it is shipped: how well its two sides overlap, what it learns, and how soon it begins.
+"""The demo as it is shipped: the share of its longer side in a step, what it learns, and how soon it begins.
 
-    overlap = max(T_generate, T_train) / T_step
+    share of the longer side = max(T_generate, T_train) / T_step
 
 T_step is a step's time in an asynchronous run, T_generate and T_train are measured alone: in a synchronous
 run of the same configuration, where nothing runs beside them.  Medians over the steps after the first ten.
@@ -50,7 +50,7 @@ def main() -> None:
     show("step, asynchronous (s)", step)
     show("generation alone (s)", generate)
     show("training alone (s)", learn)
-    show("overlap efficiency of the demo", max(generate, learn) / step, 0.85)
+    show("share of the longer side in a step of the demo", max(generate, learn) / step, 0.85)
     accuracies = [
         (r["step"], r["time"], a) for r in whole if (a := r.get("validation/sort/accuracy")) is not None
     ]
