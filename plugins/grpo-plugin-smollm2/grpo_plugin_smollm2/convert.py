@@ -20,6 +20,9 @@ def convert(weights: Path, directory: Path) -> None:
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
+    # transformers 5.17 takes <|im_start|> for the end of a turn, and warns of the spaces
+    tokenizer.add_special_tokens({"eos_token": "<|im_end|>", "pad_token": "<|im_end|>"})
+    tokenizer.clean_up_tokenization_spaces = False
     tokenizer.model_max_length = POSITIONS
     read = AutoModelForCausalLM.from_pretrained(weights.parent, gguf_file=weights.name, dtype=torch.float32)
     config = read.config

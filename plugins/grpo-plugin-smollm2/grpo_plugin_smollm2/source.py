@@ -114,7 +114,7 @@ def _convert(weights: Path, directory: Path) -> None:
     if done.returncode:
         raise ModelError(
             f"model 'smollm2': {weights.name} cannot be converted ({_last_line(done.stderr)}); it takes "
-            "transformers, gguf and 1 GB of memory"
+            "transformers, accelerate, gguf and 1 GB of memory"
         )
 
 

