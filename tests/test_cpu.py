@@ -9,7 +9,9 @@ from grpo_core.processes import cpu
 @pytest.fixture(autouse=True)
 def _as_before():
     threads, precision = torch.get_num_threads(), torch.backends.mkldnn.matmul.fp32_precision
+    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     yield
+    torch.backends.cuda.enable_cudnn_sdp(cudnn)
     torch.set_num_threads(threads)
     torch.backends.mkldnn.matmul.fp32_precision = precision
 
@@ -45,6 +47,13 @@ def test_matrix_tiles_are_never_asked_to_compute_float32(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})
     cpu.prepare(1)
     assert torch.backends.mkldnn.matmul.fp32_precision == before
+
+
+def test_attention_of_cudnn_is_off() -> None:
+    """It plans each length anew, and torch prefers it on some GPUs."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    cpu.prepare(1)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_the_number_of_threads_is_the_configured_one() -> None:

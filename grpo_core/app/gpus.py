@@ -264,8 +264,7 @@ def gpus_seen(variables: Mapping[str, str], count: int) -> Gpus:
     shown = variables.get("CUDA_VISIBLE_DEVICES")
     if shown is None:
         return tuple(range(count))
-    names = _names(count)
-    return tuple(names.index(name) for name in shown.split(","))
+    return tuple(map(_names(count).index, shown.split(",")))
 
 
 def _names(count: int) -> list[str]:
