@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from size import code_lines, counted, sums
 
-LIMITS = {"core": 21_725, "built-in": 4_493, "all distributions": 51_724}
+LIMITS = {"core": 21_725, "built-in": 4_492, "all distributions": 51_723}
 
 
 @pytest.mark.parametrize("part", LIMITS)

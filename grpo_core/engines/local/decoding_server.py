@@ -228,9 +228,7 @@ class DecodingServer(ABC):
     # ------------------------------------------------------------------------------ weights
 
     def _loading(self, weights: Weights) -> Iterator[None]:
-        steps = self.load(weights)
-        if steps is not None:
-            yield from steps
+        yield from self.load(weights) or ()
 
     def _go_on_with(self, update: _Update) -> None:
         try:

@@ -189,9 +189,10 @@ class Llama:
 
     def _normed(self, x: Tensor) -> Tensor:
         """Apply the RMS norm without its weight to [N, width]."""
-        if x.dtype != torch.float32:
+        if x.device.type != "cpu":
             return F.rms_norm(x, (self.shape.width,), None, self.shape.eps)
-        return x * torch.addmv(self._eps, x.square(), self._mean).rsqrt_()[:, None]
+        wide = x.float()
+        return (wide * torch.addmv(self._eps, wide.square(), self._mean).rsqrt_()[:, None]).to(x.dtype)
 
 
 class LlamaCache:
