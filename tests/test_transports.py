@@ -382,7 +382,7 @@ from grpo_core.weights.reading import read_buckets, read_weights
 weights = pickle.loads(bytes.fromhex(sys.argv[1]))
 import torch
 tensors = read_weights(weights, device=torch.device("cuda")).values()
-print([float(tensor.float().mean()) for tensor in tensors], {tensor.device.type for tensor in tensors})
+print([float(tensor.cpu().float().mean()) for tensor in tensors], {tensor.device.type for tensor in tensors})
 """
 
 

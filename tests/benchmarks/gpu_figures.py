@@ -139,7 +139,7 @@ def of_trainer(shape: Shape, device: str, model: Path) -> dict[str, float]:
     speed = metrics["tokens/trained"] / metrics["time/train"]
     found = {"tokens/s": speed, "MFU": speed * shape.operations(made.model.parameters) / H100}
     if device == "cuda":
-        found["peak GiB"] = torch.cuda.max_memory_allocated() / GIB
+        found["peak GiB"] = metrics["memory_gpu/trainer"] / 1024  # a step resets torch's own count
     return found
 
 
