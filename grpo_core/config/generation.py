@@ -51,7 +51,7 @@ class EngineConfig(PluginChoice):
     transport: str = "auto"
     """Transport of weights to engines: `shm` works through shared memory (in a cluster, its object store),
     `cuda_ipc` by a handle to GPU memory, `collective` by NCCL between GPUs and by TCP otherwise; a plugin may
-    offer others. `auto` is `shm`: `cuda_ipc` and `collective` have not been run on GPUs yet."""
+    offer others. `auto` is `shm`: `collective` has not been run between GPUs yet."""
     collective_host: str = field(default="127.0.0.1", metadata=only_with(COLLECTIVE))
     """Address of the trainer's machine at which engines reach it (`collective` only); on a cluster, an
     address in its network."""
