@@ -50,8 +50,8 @@ def resolve_device(configured: str, key: str) -> torch.device:
 def prepare(threads: int) -> None:
     """Apply the settings to this process; they do not change the precision of results."""
     torch.set_num_threads(threads)
-    # torch prefers it on Hopper: it takes time and memory for each new length, and with a mask gradients may
-    # be NaN (pytorch#196678)
+    # torch prefers cuDNN's attention on Hopper: it takes time and memory for each new length, and with a mask
+    # gradients may be NaN (pytorch#196678)
     torch.backends.cuda.enable_cudnn_sdp(False)
     if (mallopt := _of_malloc("mallopt")) is not None:
         # keep freed memory: the system would zero each returned page at its next use

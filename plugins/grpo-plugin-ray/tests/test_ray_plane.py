@@ -84,7 +84,7 @@ class TestPlane:
         async def story() -> None:
             plane = made(RayPlacement(PluginHost.discover()))
             await plane.started()
-            before = await settled()
+            before = await left_after_start()
             placed = await plane.put(group(lengths))
             assert await settles(before + 3), "short rollouts share an object; the prompt is in the last"
             assert await plane.held() == (6, 8 * sum(lengths) + 4 * 2), "five rollouts, and their prompt once"
@@ -110,8 +110,8 @@ class TestPlane:
         asyncio.run(story())
 
 
-async def settled() -> int:
-    """Objects that are left when Ray frees no more of those that the start needed."""
+async def left_after_start() -> int:
+    """Objects of this process when Ray frees no more of those that the start needed."""
     found = [owned()]
     while len(found) < 5 or len(set(found[-5:])) > 1:
         await asyncio.sleep(0.05)

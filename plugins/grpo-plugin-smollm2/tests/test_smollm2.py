@@ -129,10 +129,10 @@ def test_the_real_model_reads_text_as_the_published_one():
     assert "lm_head.weight" not in tensors  # tied
 
 
-def required(*names: str) -> set[str]:
-    """The distributions that these need, directly or not; no extras."""
+def required(distribution_name: str) -> set[str]:
+    """The distributions that this one needs, itself included; no extras."""
     found: set[str] = set()
-    todo = list(names)
+    todo = [distribution_name]
     while todo:
         name = canonicalize_name(todo.pop())
         if name not in found:
