@@ -560,7 +560,7 @@ def test_without_a_number_of_steps_no_end_is_shown():
 def test_the_live_view_says_what_the_run_waits_for():
     text = " ".join(shown(terminal=True, events=steps([10.0] * 3)).split())
     assert "now waiting for the groups of step 4" in text
-    assert "waiting 50% of the time for replies; the engine works 0%, the trainer 10%" in text
+    assert "waiting 50% for replies; at work: engine 0%, trainer 10%" in text
     ready = [*steps([10.0]), GroupsReady(step=1, groups=groups())]
     assert "now training step 2" in " ".join(shown(terminal=True, events=ready).split())
     ended = [*ready, RunEnded(step=1, reason="finished")]

@@ -307,7 +307,7 @@ class TerminalTracker(Tracker):
         """Return the lines about staleness, waits and tokens."""
         newest = self._recent[-1]
         training, playing = self._share("time/train"), self._share("time/generate")
-        waits = f"of the time for replies; the engine works {playing:.0%}, the trainer {training:.0%}"
+        waits = f"for replies; at work: engine {playing:.0%}, trainer {training:.0%}"
         rates = f"generated, {self._mean('tokens_per_second/training'):,.0f} trained with prompts"
         return [
             (
