@@ -168,7 +168,7 @@ def shown(*, terminal, events=EVENTS, view="live", config=None, width=100, envir
     return out.getvalue()
 
 
-def on(out, *, terminal, view="live", config=None, width=100, environ=None):
+def on(out, *, terminal, view="live", config=None, width=100, environ=None, **run):
     """A tracker that writes into a stream."""
 
     class Terminal(TerminalTracker):
@@ -179,7 +179,7 @@ def on(out, *, terminal, view="live", config=None, width=100, environ=None):
             )
 
     config = as_table(config or Config(trainer=TrainerConfig(steps=10)))
-    return Terminal(RunInfo(name="run", directory=Path("run"), config=config), view=view)
+    return Terminal(RunInfo(**{"name": "run", "directory": Path("run"), "config": config} | run), view=view)
 
 
 def test_without_a_terminal_there_is_a_line_for_each_thing_that_happens():
@@ -448,13 +448,27 @@ def test_lines_are_wrapped_at_words_on_a_terminal_and_nowhere_else():
     assert shown(terminal=False, events=warned, width=40) == f"warning, step 0: {words}\n"
 
 
+def resumed(run, *events, measured):
+    """The view of a run that continues after step 1."""
+    out = io.StringIO()
+    tracker = on(out, terminal=True, directory=run.path, resumed_from=1, measured=measured)
+    for event in (StatusChanged(message="loading the model"), *events):
+        tracker.event(event)
+    tracker.close()
+    return " ".join(out.getvalue().split())
+
+
 def test_a_resumed_run_shows_its_earlier_curves_and_its_last_validation(tmp_path):
     run = recorded(tmp_path)
-    started = RunStarted(step=1, directory=str(run.path), config={}, resumed=True)
-    drawn = " ".join(shown(terminal=True, events=[started]).split())
+    drawn = resumed(run, measured=1)
+    assert "step 1/10" in drawn, "before the first step of this start"
     assert "validation sort 90.0% ▁▇" in drawn
     step = StepEnded(step=2, metrics={"reward/sort": 1.0, "groups/sort": 1.0})
-    assert "reward 1.000 ▃█" in " ".join(shown(terminal=True, events=[started, step]).split())
+    assert "reward 1.000 ▃█" in resumed(run, step, measured=1)
+
+
+def test_a_validation_that_a_resumed_run_makes_again_is_not_drawn_twice(tmp_path):
+    assert "validation sort 4.0% ▁" in resumed(recorded(tmp_path), measured=0)
 
 
 def test_the_clock_runs_from_the_start_of_the_program_and_not_from_the_first_step(monkeypatch):

@@ -6,7 +6,6 @@ import textwrap
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
@@ -110,12 +109,14 @@ class TerminalTracker(Tracker):
         """Values of the metric that represents each task, by task; None where a validation has none."""
         self._scores: dict[str, str] = {}
         """The last value of each as text."""
-        self._step = 0
+        self._step = run.resumed_from or 0
         self._warned: set[str] = set()
         self._survived: Counter[str] = Counter()
         """Number of incidents by kind."""
         self._lines = Lines()
         self._sample: tuple[str, str, float] | None = None
+        if run.resumed_from is not None:
+            self._refill(run)
         console, live = self.console, view == "live"
         drawn = console.is_terminal and console.width >= _WIDE and not console.is_dumb_terminal
         self._live = (
@@ -161,8 +162,6 @@ class TerminalTracker(Tracker):
             case events.RunStarted():
                 self._step, self._steps = event.step, planned_steps(None, event.config) or self._steps
                 self._heard, self._ended = time.monotonic(), event.time
-                if event.resumed:
-                    self._refill(Path(event.directory, "metrics.jsonl"))
             case events.GroupsReady():
                 group = event.groups[0]
                 scored = [r for r in group.rollouts if r.reward is not None]
@@ -211,15 +210,15 @@ class TerminalTracker(Tracker):
             self._validation.setdefault(task, []).append(metrics.get(name or ""))
             self._scores[task] = score(name or "", metrics)
 
-    def _refill(self, file: Path) -> None:
-        """Draw what a resumed run has done before."""
-        rows = [row for row in metrics_rows(file) if row["step"] <= self._step]
+    def _refill(self, run: RunInfo) -> None:
+        """Keep what a resumed run has done before."""
+        rows = [row for row in metrics_rows(run.directory / "metrics.jsonl") if row["step"] <= self._step]
         for row in rows:
             self._keep_rewards(row)
         for row in validations(rows):
-            self._keep_validation(
-                row["task"], {key: value for key, value in row.items() if value is not None}
-            )
+            if row["step"] <= (run.measured or 0):  # later ones are made again
+                known = {key: value for key, value in row.items() if value is not None}
+                self._keep_validation(known.pop("task"), known)
 
     def _line(self, text: str) -> None:
         """Print a line, except in a live or quiet view."""
