@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ import pytest
 
 from grpo_core import stored_rollouts
 from grpo_core.app.build import Outcome
+from grpo_core.commands.complaints import NEXT, complain, say
 from grpo_core.commands.running import _summary
 from grpo_core.loop import checkpoint
 from grpo_core.reporting.verification import verified
@@ -168,6 +170,29 @@ def test_the_first_line_says_what_trains_and_the_defaults_of_the_model_are_in_th
     trainer = tomllib.loads((run / "config.toml").read_text())["trainer"]
     assert (trainer["threads"], trainer["lr"]) == (1, 1e-3)
     assert "trainer.threads" not in done.stdout
+
+
+def test_a_terminal_wraps_lines_at_words_and_leaves_commands_whole(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "40")
+    result, command = (
+        "finished: sort: validation accuracy 10.0% -> 90.0%; run: run",
+        f"{NEXT}a {'long ' * 20}end",
+    )
+    monkeypatch.setattr(sys, "stdout", out := Terminal())
+    say(f"{result}\n{command}")
+    monkeypatch.setattr(sys, "stderr", err := Terminal())
+    complain(result)
+    wrapped = ["finished: sort: validation accuracy", "10.0% -> 90.0%; run: run"]
+    assert out.getvalue().splitlines() == [*wrapped, command]
+    assert err.getvalue().splitlines() == wrapped
+    monkeypatch.setattr(sys, "stdout", out := io.StringIO())
+    say(result)
+    assert out.getvalue() == f"{result}\n"
 
 
 # ---------------------------------------------------------------------------------- mistakes before any work
