@@ -42,10 +42,10 @@ endif
 	@$(PIP) --no-compile --no-build-isolation -c constraints.txt -e . $(addprefix -e ,$(DEMO))
 	@touch $(SMALL)
 
-# All plugins, and what tests and linters need
+# All plugins, and what tests and linters need; a dependency without a wheel may be built by something else
 $(READY): $(SMALL) $(wildcard plugins/*/pyproject.toml)
 	@echo "installing all plugins, and what the tests need, into $(VENV)"
-	@$(PIP) --no-build-isolation -c constraints.txt $(PROJECTS)
+	@$(PIP) --no-build-isolation -c constraints.txt $(PROJECTS) || $(PIP) -c constraints.txt $(PROJECTS)
 	@touch $(READY)
 
 # The tests run the real vLLM, built for CPUs.  Nothing is resolved: what it asks for beyond the lock is CUDA's.
