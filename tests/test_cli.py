@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections import Counter
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import pytest
 
 from grpo_core import stored_rollouts
 from grpo_core.app.build import Outcome
+from grpo_core.commands.complaints import NEXT, complain, say
 from grpo_core.commands.running import _summary
 from grpo_core.loop import checkpoint
 from grpo_core.reporting.verification import verified
@@ -153,19 +156,43 @@ def plain(tmp_path_factory):
 @pytest.mark.slow
 def test_a_run_without_the_plugin_of_pages_says_how_to_get_its_page(plain):
     run, done = plain
-    *_, page, last = done.stdout.splitlines()
-    assert page == "its page: pip install grpo-plugin-report, then grpo-core report run"
-    assert last.endswith("run: run")
+    *_, result, page, following = done.stdout.splitlines()
+    assert result.endswith("run: run")
+    assert page == "page: pip install grpo-plugin-report, then grpo-core report run"
+    assert following == "next: grpo-core export run"
     assert not (run / "report.html").exists()
 
 
 @pytest.mark.slow
-def test_the_defaults_that_a_model_changes_are_said_once(plain):
-    first, *others = plain[1].stdout.splitlines()
-    assert first.startswith("defaults of the model 'tiny': ")
-    assert "trainer.threads = 1" in first
-    assert "trainer.lr " not in first, "it was given"
-    assert not any("defaults of the model" in line for line in others)
+def test_the_first_line_says_what_trains_and_the_defaults_of_the_model_are_in_the_configuration(plain):
+    run, done = plain
+    assert done.stdout.splitlines()[0] == "training tiny on math:sort, 4 steps: a toy model"
+    trainer = tomllib.loads((run / "config.toml").read_text())["trainer"]
+    assert (trainer["threads"], trainer["lr"]) == (1, 1e-3)
+    assert "trainer.threads" not in done.stdout
+
+
+def test_a_terminal_wraps_lines_at_words_and_leaves_commands_whole(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "40")
+    result, command = (
+        "finished: sort: validation accuracy 10.0% -> 90.0%; run: run",
+        f"{NEXT}a {'long ' * 20}end",
+    )
+    monkeypatch.setattr(sys, "stdout", out := Terminal())
+    say(f"{result}\n{command}")
+    monkeypatch.setattr(sys, "stderr", err := Terminal())
+    complain(result)
+    wrapped = ["finished: sort: validation accuracy", "10.0% -> 90.0%; run: run"]
+    assert out.getvalue().splitlines() == [*wrapped, command]
+    assert err.getvalue().splitlines() == wrapped
+    monkeypatch.setattr(sys, "stdout", out := io.StringIO())
+    say(result)
+    assert out.getvalue() == f"{result}\n"
 
 
 # ---------------------------------------------------------------------------------- mistakes before any work
@@ -279,9 +306,12 @@ def trained(tmp_path_factory):
 @pytest.mark.long
 def test_a_run_trains_validates_saves_and_prints_a_summary(trained):
     run, done = trained
-    assert "finished: sort: validation" in done.stdout.splitlines()[-1]
-    assert "4 of 4 steps" in done.stdout.splitlines()[-1]
-    assert "run: run" in done.stdout.splitlines()[-1]
+    *_, result, page, following = done.stdout.splitlines()
+    assert "finished: sort: validation" in result
+    assert "4 of 4 steps" in result
+    assert result.endswith("run: run")
+    assert (page, following) == ("page: run/report.html", "next: grpo-core export run")
+    assert "proved" not in done.stdout, "4 steps raise no doubt about the weight sync"
     rows = metrics(run)
     assert [row["step"] for row in rows if "time/step" in row] == [1, 2, 3, 4]
     assert [row["step"] for row in rows if "validation/sort/accuracy" in row] == [0, 2, 4]
@@ -297,7 +327,7 @@ def test_a_run_trains_validates_saves_and_prints_a_summary(trained):
 def test_the_last_line_of_a_resumed_run_counts_its_own_steps(trained):
     run, _ = trained
     outcome = Outcome(reason="finished", step=4, steps=4, directory=run, seconds=2.0, began=2)
-    assert "; 4 of 4 steps, 2 of them now in 2 s; " in _summary(outcome, "")
+    assert "; 4 of 4 steps, 2 of them now in 2 s; " in _summary(outcome)
 
 
 @pytest.mark.slow
@@ -318,8 +348,8 @@ def test_accuracy_is_claimed_only_where_a_success_is_declared(here):
         assert names & claimed == (claimed if headline == "accuracy" else set()), task
         first, last = (row[f"validation/{task}/{headline}"] for row in (rows[0], rows[-1]))
         shown = "{:.1%} -> {:.1%}" if headline == "accuracy" else "{:.4g} -> {:.4g}"
-        assert f"{task}: validation {headline} {shown.format(first, last)}" in done.stdout.splitlines()[-1]
-    assert done.stdout.splitlines()[-1].startswith("finished: ")
+        assert f"{task}: validation {headline} {shown.format(first, last)}" in done.stdout.splitlines()[-3]
+    assert done.stdout.splitlines()[-3].startswith("finished: ")
 
 
 @pytest.mark.slow
@@ -404,7 +434,7 @@ def test_a_run_that_fails_says_where_it_is_and_how_to_continue(here):
     said = refused(here, "train", "--env", "./envs.py:BreaksLater", *SMALL, "--set", "checkpoint.every=1",
                    "--set", "trainer.steps=50", "--output", "run")  # fmt: skip
     assert "evaluate returned" in said
-    assert said.endswith("run: run (continue with: grpo-core train --resume run)")
+    assert said.endswith("run: run next: grpo-core train --resume run")
 
 
 @pytest.mark.long
@@ -483,7 +513,7 @@ def test_a_broken_loss_or_advantage_is_one_line_that_names_it(here, part, name, 
         here, "train", *FORTY, *LONG, "--set", f"{part}.name=./objectives.py:{name}", "--output", "run"
     )
     line, *hint = [line for line in done.stderr.splitlines() if line]
-    known = ("run: run (continue with: ", "step ")
+    known = ("run: run", "next: grpo-core train --resume run", "step ")
     assert all(each.startswith(known) for each in hint), "where it is and what is saved, if it has trained"
     assert line.startswith("grpo-core: " + message.format(file=here / "objectives.py"))
     assert done.returncode == 1
@@ -562,7 +592,7 @@ def test_a_run_that_is_ended_continues_where_it_was(here, how):
     out, err = process.communicate(timeout=60)
     if how != signal.SIGKILL:
         assert process.returncode == 130, err
-        assert "continue with: grpo-core train --resume run" in out.splitlines()[-1]
+        assert out.splitlines()[-1] == "next: grpo-core train --resume run"
     assert "Traceback" not in err
     again = grpo(here, "train", "--resume", "run")
     assert again.returncode == 0, again.stderr

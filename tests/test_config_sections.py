@@ -128,7 +128,9 @@ def test_a_model_may_change_the_defaults_of_sections(install, tmp_path):  # noqa
     }
     start = new_run([table], {}, output=tmp_path / "run")
     start.directory.unlock()
-    assert start.preset == "defaults of the model 'small': budget.tokens = 5, model.adapters = {\"rank\": 2}"
+    written = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
+    assert (written["budget"]["tokens"], written["model"]["adapters"]["rank"]) == (5, 2)
+    assert start.notes == (f"training small on math:sort, {start.config.trainer.steps} steps",)
 
 
 def test_a_file_that_a_section_names_is_found_from_any_directory(installed, tmp_path, monkeypatch):

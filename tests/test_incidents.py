@@ -16,6 +16,7 @@ from grpo_core.contracts.errors import EngineError
 from grpo_core.contracts.events import IncidentReported, PromptSkipped, RunEnded, StepEnded
 from grpo_core.contracts.incidents import (
     EVERY,
+    WORDS,
     IncidentCounts,
     IncidentKind,
     Lines,
@@ -185,9 +186,12 @@ def test_a_line_is_one_line_whatever_the_message_is():
 
 
 def test_numbers_of_incidents_are_listed_the_most_frequent_first():
-    assert (
-        by_kind({"died": 1.0, "retried": 12.0, "batch_failed": 1.0}) == "12 retried, 1 batch_failed, 1 died"
-    )
+    counts = {"died": 1.0, "retried": 12.0, "batch_failed": 1.0}
+    assert by_kind(counts) == "12 repeated calls, 1 call that passed in parts, 1 dead process"
+
+
+def test_every_kind_of_incident_has_a_name_for_people():
+    assert WORDS.keys() == set(get_args(IncidentKind))
 
 
 # ---------------------------------------------------------------------------------- what the pipeline reports

@@ -69,7 +69,7 @@ def test_a_run_says_what_it_has_survived_in_four_places(survivor):
         by_kind[kind] += n
     for kind, n in by_kind.items():
         assert sum(row.get(f"incidents/{kind}", 0) for row in metrics) == n
-    assert f"survived in this run: {told_by_kind(by_kind)} (events.jsonl has each)" in said
+    assert f"recovered in this run from {told_by_kind(by_kind)} (events.jsonl has each)" in said
     incidents = Files.read(run.directory).facts.incidents
     assert {key: each.count for key, each in incidents.items()} == counted
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import threading
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from grpo_core.app import model_sources
 from grpo_core.contracts.errors import ModelError
 from grpo_core.models.files import keep_softcapping, local_directory
 from grpo_core.weights.layout import load_tensors
@@ -41,6 +44,30 @@ def test_a_hub_id_that_cannot_be_had(monkeypatch):
         ModelError, match=r"'no-one/nothing': no such directory here, and it cannot be loaded"
     ):
         local_directory("no-one/nothing")
+
+
+@pytest.mark.parametrize("total", [20_000_000, None])
+def test_a_download_shows_how_far_it_is(tmp_path, monkeypatch, total):
+    monkeypatch.setattr(model_sources, "PACE", 0.01)
+    (tmp_path / "older.whl").write_bytes(b"x" * 1000)
+    (seen, told), continued = ([], []), threading.Event()
+
+    def download():
+        (tmp_path / "new").mkdir()
+        (tmp_path / "new" / "a.whl").write_bytes(b"x" * 5_000_000)
+        (tmp_path / "new" / "other.txt").write_bytes(b"x" * 7_000_000)
+        assert continued.wait(30)
+        return "there"
+
+    def status(message, part=None):
+        seen.append(threading.current_thread())
+        told.append((message, part))
+        continued.set()
+
+    watched = model_sources.watched(download, tmp_path, status, "it", total=total, files="*.whl")
+    assert asyncio.run(watched) == "there"
+    assert told == [("fetching it, 5 of 20 MB", 0.25) if total else ("fetching it, 5 MB", None)]
+    assert seen == [threading.current_thread()], "it belongs to the event loop"
 
 
 def test_attention_keeps_its_soft_caps():

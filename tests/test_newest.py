@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,3 +68,30 @@ def test_the_lock_of_the_environment_for_gpus_has_versions_that_its_projects_tak
     recipe = makefile.partition("\ngpu-check:")[2].partition("\n\n")[0]
     assert "$(GPU_LOCK)" in recipe
     assert "$(READY)" not in recipe, "it would install the builds for CPUs, and no vLLM"
+
+
+def recipes(target: str, directory: Path) -> list[str]:
+    """Return the commands of pip that make would run for a target in a new clone."""
+    told = subprocess.run(
+        ["make", "-n", target, f"VENV={directory}"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return [line for line in told.stdout.splitlines() if " install " in line and "torch ||" not in line]
+
+
+def test_the_demo_installs_the_core_and_two_plugins_and_shows_it(tmp_path):
+    small, everything = recipes("demo", tmp_path), recipes("install", tmp_path)
+    named = re.findall(r"-e (\S+)", " ".join(small))
+    assert named == [".", "plugins/grpo-plugin-math", "plugins/grpo-plugin-report"]
+    assert everything[: len(small)] == small
+    assert "-e .[dev]" in everything[-1]
+    assert not [line for line in everything if "--quiet" in line or " -q " in line]
+    assert not any("install" in line for line in recipes("lint", tmp_path) if "quiet_pip" not in line)
+
+
+def test_pip_does_not_list_what_is_there(tmp_path):
+    there = ["install", "--no-index", "--dry-run", "pip"]
+    for pip, lists in ((["-m", "pip"], True), ([ROOT / "tests" / "quiet_pip.py"], False)):
+        done = subprocess.run(
+            [sys.executable, *pip, *there], cwd=tmp_path, capture_output=True, text=True, check=True
+        )
+        assert ("Requirement already satisfied: pip" in done.stdout) == lists

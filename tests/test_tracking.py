@@ -30,6 +30,7 @@ from grpo_core.contracts.events import (
     StatusChanged,
     StepEnded,
     Validated,
+    WarningRaised,
 )
 from grpo_core.contracts.records import Group, Prompt, Rollout, RunInfo, Segment
 from grpo_core.contracts.tokens import Tokens
@@ -158,20 +159,27 @@ def test_a_directory_without_a_run(tmp_path):
         RunDirectory.latest(tmp_path)
 
 
-def shown(*, terminal, events=EVENTS, view="live", config=None, width=100):
+def shown(*, terminal, events=EVENTS, view="live", config=None, width=100, environ=None):
     out = io.StringIO()
-
-    class Terminal(TerminalTracker):
-        @staticmethod
-        def make_console():
-            return Console(file=out, force_terminal=terminal, width=width, color_system=None, _environ={})
-
-    config = as_table(config or Config(trainer=TrainerConfig(steps=10)))
-    tracker = Terminal(RunInfo(name="run", directory=Path("run"), config=config), view=view)
+    tracker = on(out, terminal=terminal, view=view, config=config, width=width, environ=environ)
     for event in events:
         call(tracker, event)
     tracker.close()
     return out.getvalue()
+
+
+def on(out, *, terminal, view="live", config=None, width=100, environ=None, **run):
+    """A tracker that writes into a stream."""
+
+    class Terminal(TerminalTracker):
+        @staticmethod
+        def make_console():
+            return Console(
+                file=out, force_terminal=terminal, width=width, color_system=None, _environ=environ or {}
+            )
+
+    config = as_table(config or Config(trainer=TrainerConfig(steps=10)))
+    return Terminal(RunInfo(**{"name": "run", "directory": Path("run"), "config": config} | run), view=view)
 
 
 def test_without_a_terminal_there_is_a_line_for_each_thing_that_happens():
@@ -212,7 +220,7 @@ def test_in_a_terminal_the_view_shows_progress_reward_validation_and_a_sample():
         "reward",
         "staleness",
         "tokens/s",
-        "12345 ← prompt 0",
+        "prompt 0 → 12345",
     ):
         assert part in text, part
 
@@ -228,7 +236,7 @@ def test_a_sample_of_a_chat_is_the_reply_and_the_end_of_its_question():
                   generation_version=0, target_version=0)  # fmt: skip
     lines = shown(terminal=True, events=[GroupsReady(step=0, groups=(group,))], width=80).splitlines()
     (sample,) = (line for line in lines if line.startswith("sample"))
-    assert " ".join(sample.split()) == "sample 1 It is 42. ← Why? Why? 6 x 7?"
+    assert " ".join(sample.split()) == "sample 1 Why? Why? 6 x 7? → It is 42."
 
 
 def test_lines_may_be_wanted_in_a_terminal_too():
@@ -271,14 +279,14 @@ def test_a_cause_is_one_line_a_minute_at_most_and_the_end_has_the_numbers():
         "survived, step 3: engine 0: status 503: full retry",
         "survived, step 3: engine 0: status 503: full retry",
         "survived, step 3: engine 0: status 503: full retry (13 more times)",
-        "survived in this run: 14 retried, 1 died (events.jsonl has each)",
+        "recovered in this run from 14 repeated calls, 1 dead process (events.jsonl has each)",
     ]
 
 
 def test_the_live_view_counts_incidents_by_kind_when_there_are_any():
-    assert "survived" not in shown(terminal=True)
+    assert "recovered" not in shown(terminal=True)
     text = " ".join(shown(terminal=True, events=INCIDENTS[:-1]).split())
-    assert "survived 15 14 retried, 1 died" in text
+    assert "recovered from 14 repeated calls, 1 dead process" in text
 
 
 def test_with_several_tasks_each_has_a_line_in_the_view():
@@ -427,6 +435,63 @@ def test_the_live_view_says_in_which_stage_the_loop_is(stage, words):
     assert f"now {words}" in " ".join(shown(terminal=True, events=events).split())
 
 
+def test_a_dumb_terminal_shows_the_lines_of_a_pipe():
+    assert shown(terminal=True, environ={"TERM": "dumb"}).split() == shown(terminal=False).split()
+
+
+def test_lines_are_wrapped_at_words_on_a_terminal_and_nowhere_else():
+    words = "the evaluate method of the environment ./with/a/name/that/is/longer/than/a/whole/line.py failed"
+    warned = [WarningRaised(cause="x", message=words)]
+    lines = shown(terminal=True, view="lines", events=warned, width=40).splitlines()
+    assert [word for line in lines for word in line.split()] == f"warning, step 0: {words}".split()
+    assert [len(line) <= 40 for line in lines] == [True, True, False, True]
+    assert shown(terminal=False, events=warned, width=40) == f"warning, step 0: {words}\n"
+
+
+def resumed(run, *events, measured):
+    """The view of a run that continues after step 1."""
+    out = io.StringIO()
+    tracker = on(out, terminal=True, directory=run.path, resumed_from=1, measured=measured)
+    for event in (StatusChanged(message="loading the model"), *events):
+        tracker.event(event)
+    tracker.close()
+    return " ".join(out.getvalue().split())
+
+
+def test_a_resumed_run_shows_its_earlier_curves_and_its_last_validation(tmp_path):
+    run = recorded(tmp_path)
+    drawn = resumed(run, measured=1)
+    assert "step 1/10" in drawn, "before the first step of this start"
+    assert "validation sort 90.0% ▁▇" in drawn
+    step = StepEnded(step=2, metrics={"reward/sort": 1.0, "groups/sort": 1.0})
+    assert "reward 1.000 ▃█" in resumed(run, step, measured=1)
+
+
+def test_a_validation_that_a_resumed_run_makes_again_is_not_drawn_twice(tmp_path):
+    assert "validation sort 4.0% ▁" in resumed(recorded(tmp_path), measured=0)
+
+
+def test_the_clock_runs_from_the_start_of_the_program_and_not_from_the_first_step(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("grpo_core.reporting.terminal.time.monotonic", clock)
+    out = io.StringIO()
+    tracker = on(out, terminal=True)
+    clock.now = 18.0
+    tracker.event(RunStarted(directory="d", config={}))
+    clock.now = 20.0
+    tracker.close()
+    assert " 0:20" in out.getvalue()
+    assert " 0:02" not in out.getvalue()
+
+
+def test_a_download_has_a_bar_until_it_ends():
+    fetching = StatusChanged(message="fetching the model, 40 of 80 MB", part=0.5)
+    drawn = " ".join(shown(terminal=True, events=[fetching]).split())
+    assert f"now fetching the model, 40 of 80 MB {'━' * 16}{'╌' * 16}" in drawn
+    assert "╌" not in shown(terminal=True, events=[fetching, StatusChanged(message="loading the model")])
+    assert shown(terminal=False, events=[fetching]) == "fetching the model, 40 of 80 MB\n"
+
+
 class Clock:
     """A clock that stands still until it is moved."""
 
@@ -509,7 +574,7 @@ def test_without_a_number_of_steps_no_end_is_shown():
 def test_the_live_view_says_what_the_run_waits_for():
     text = " ".join(shown(terminal=True, events=steps([10.0] * 3)).split())
     assert "now waiting for the groups of step 4" in text
-    assert "waiting 50% for groups; training 10%, rollouts 0% of the time" in text
+    assert "waiting 50% for replies; at work: engine 0%, trainer 10%" in text
     ready = [*steps([10.0]), GroupsReady(step=1, groups=groups())]
     assert "now training step 2" in " ".join(shown(terminal=True, events=ready).split())
     ended = [*ready, RunEnded(step=1, reason="finished")]
@@ -524,7 +589,7 @@ def rows_of(view):
 
 def test_the_readme_shows_the_rows_that_are_drawn():
     readme = (ROOT / "README.md").read_text()
-    printed = readme[: readme.index("In the end, one line shows")]
+    printed = readme[: readme.index("The end shows what")]
     assert rows_of(printed) == rows_of(shown(terminal=True))
 
 

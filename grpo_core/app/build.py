@@ -19,7 +19,7 @@ from grpo_core.app import provenance, readings
 from grpo_core.app.first_look import first_look, judge_one_reply, leaks
 from grpo_core.app.gpus import Devices
 from grpo_core.app.lengths import RunPrompts, has_tokenizer
-from grpo_core.app.model_sources import ModelRequest, StartModel, model_source
+from grpo_core.app.model_sources import ModelRequest, StartModel, fetched, model_source
 from grpo_core.app.parts import (
     SYNC_ATTEMPTS,
     SYNC_GRACE,
@@ -58,7 +58,7 @@ from grpo_core.loop.pipeline import Pipeline, Save, Validate, Watch, Written
 from grpo_core.loop.retention import Retention
 from grpo_core.loop.timeline import Timeline, taken_down
 from grpo_core.loop.versions import Interval
-from grpo_core.models.files import chat_template, local_directory
+from grpo_core.models.files import chat_template
 from grpo_core.models.fitting import check_files
 from grpo_core.processes.garbage import spare_the_collector
 from grpo_core.reporting.room import DiskRoom
@@ -297,7 +297,7 @@ async def build_pipeline(config: Config, run: RunContext) -> tuple[Config, Pipel
     await judge_one_reply(tasks.environments, at_hand)
     plane = await _data_plane(parts, run)
     model = await _start_model(parts, run, found)
-    teacher = config.teacher.path and await asyncio.to_thread(local_directory, config.teacher.path)
+    teacher = config.teacher.path and await fetched(config.teacher.path, run.trackers.status)
     check_lengths(config.rollout, model.positions)
 
     async def load_renderer() -> tuple[Renderer, RunPrompts]:
@@ -465,6 +465,7 @@ async def _start_model(parts: Parts, run: RunContext, found: RunPrompts) -> Star
             prompts=prompts,
             environments=run.tasks.environments,
             seed=config.seed,
+            status=run.trackers.status,
         )
     )
     if start.prepare is None:  # it may have just been downloaded

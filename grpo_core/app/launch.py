@@ -17,7 +17,7 @@ from grpo_core.app.model_sources import model_source
 from grpo_core.app.parts import Parts
 from grpo_core.app.paths import with_absolute_paths
 from grpo_core.app.resume import Launch
-from grpo_core.config import Config, as_table, build, merge, replace_parts
+from grpo_core.config import Config, build, merge, replace_parts
 from grpo_core.contracts.errors import ConfigError, wrong_input
 from grpo_core.models.files import chat_template, directory_here
 from grpo_core.models.fitting import check_files
@@ -45,22 +45,18 @@ def new_run(
     if output is None:
         output = unused(RUNS / ("+".join(config.tasks) + datetime.now().strftime("-%Y%m%d-%H%M%S")))
     directory = RunDirectory.create(output, config)
-    return Launch(
-        config=config, host=host, directory=directory, warnings=warnings, preset=_of_preset(config, host)
-    )
+    opening = _opening(config, host)
+    return Launch(config=config, host=host, directory=directory, warnings=warnings, notes=(opening,))
 
 
-def _of_preset(config: Config, host: PluginHost) -> str:
-    """Return a message about the model's defaults that the run uses."""
-    preset = build([model_source(config.model, host).preset], host.sections)
-    usual = as_table(build([], host.sections))
-    of_run = {key: value for key, _, value in continuing.differences(usual, as_table(config))}
-    changed = [
-        f"{key} = {continuing.shown(value)}"
-        for key, _, value in continuing.differences(usual, as_table(preset))
-        if of_run.get(key) == value
-    ]
-    return f"defaults of the model {config.model.path!r}: {', '.join(changed)}" if changed else ""
+def _opening(config: Config, host: PluginHost) -> str:
+    """Return the first line of a new run: what it trains, on what, and about how long."""
+    chosen, model = config.trainer, config.model.path
+    length = f"{chosen.epochs:g} epochs" if chosen.epochs else f"{chosen.steps} steps"
+    about = getattr(model_source(config.model, host), "about", lambda steps: "") if model else None
+    told = about and about(0 if chosen.epochs else chosen.steps)
+    tasks = ", ".join(task.env for task in config.tasks.values())
+    return f"training {model or config.engine.name} on {tasks}, {length}" + (f": {told}" if told else "")
 
 
 def continued(

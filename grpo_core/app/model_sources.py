@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 from attrs import frozen
 
@@ -13,9 +14,25 @@ from grpo_core.config import ModelConfig
 from grpo_core.contracts.errors import ConfigError, did_you_mean
 from grpo_core.contracts.playing import EnvironmentClient
 from grpo_core.contracts.records import Prompt
-from grpo_core.models.files import check_path, local_directory, size_of
+from grpo_core.models.files import check_path, hub_cache, local_directory, size_of
 from grpo_core.plugins.hints import install_command
 from grpo_core.plugins.host import PluginHost
+
+T = TypeVar("T")
+PACE = 1.0
+"""Seconds between two looks at a download."""
+LEAST = 5_000_000
+"""Bytes of a download that are worth another message."""
+
+
+class Status(Protocol):
+    """Shows an activity, and the share of it that is done, if that is known."""
+
+    def __call__(self, message: str, part: float | None = None) -> None: ...
+
+
+def silent(message: str, part: float | None = None) -> None:
+    """Show nothing."""
 
 
 class SolvingEnvironment(EnvironmentClient, Protocol):
@@ -53,6 +70,8 @@ class ModelRequest:
     """The training prompts by task."""
     environments: Mapping[str, SolvingEnvironment]
     seed: int
+    status: Status = silent
+    """Shows an activity, and the share of it that is done; call it on the event loop."""
 
 
 class StartModelSource(Protocol):
@@ -60,7 +79,7 @@ class StartModelSource(Protocol):
 
     A plugin offers sources by the hook ``grpo_models``, and ``model.path`` selects one by name.  Optional:
     ``configuration() -> Mapping``, the contents of the config.json that the model will have, for an estimate
-    of the run's memory.
+    of the run's memory; ``about(steps) -> str``, what it is and how long a run takes, for its first line.
     """
 
     @property
@@ -86,10 +105,51 @@ class Pretrained:
         check_path(self._path, self._hint)
 
     async def start_model(self, request: ModelRequest) -> StartModel:
-        path = await asyncio.to_thread(local_directory, self._path)
+        path = await fetched(self._path, request.status)
         return StartModel(
             path=path, positions=await asyncio.to_thread(size_of, path, "max_position_embeddings")
         )
+
+
+async def fetched(path: str, status: Status) -> str:
+    """Return the directory of a model; a hub id is downloaded once."""
+    return await watched(lambda: local_directory(path), hub_cache(path), status, path)
+
+
+async def watched(
+    work: Callable[[], T],
+    directory: Path,
+    status: Status,
+    name: str,
+    *,
+    total: int | None = None,
+    files: str = "*",
+) -> T:
+    """Download something on a thread; show how much the files below a directory have grown meanwhile.
+
+    Args:
+        name: what is downloaded.
+        total: its size, if it is known.
+        files: pattern of the files.
+    """
+    begin = shown = await asyncio.to_thread(_size, directory, files)
+    task = asyncio.ensure_future(asyncio.to_thread(work))
+    while not (await asyncio.wait([task], timeout=PACE))[0]:
+        now = await asyncio.to_thread(_size, directory, files)
+        if now - shown >= max(LEAST, (now - begin) / 10):
+            shown, done = now, min(now - begin, total or now)
+            of = f" of {total / 1e6:,.0f}" if total else ""
+            status(f"fetching {name}, {done / 1e6:,.0f}{of} MB", done / total if total else None)
+    return task.result()
+
+
+def _size(directory: Path, files: str) -> int:
+    """Return the bytes of some files below a directory that is changing."""
+    found = 0
+    for path in directory.rglob(files):
+        with suppress(OSError):  # renamed meanwhile
+            found += 0 if path.is_symlink() else path.stat().st_size
+    return found
 
 
 def model_source(config: ModelConfig, plugins: PluginHost) -> StartModelSource:

@@ -76,8 +76,6 @@ class Launch:
     """Set if nothing is left to train."""
     notes: tuple[str, ...] = ()
     """Messages to the user: where the run continues, and what changed."""
-    preset: str = ""
-    """Message to the user about defaults that the model of a new run changes."""
     warnings: Sequence[tuple[str, str]] = ()
     """Causes and messages from ``grpo_preflight``, which the run emits."""
 

@@ -200,11 +200,16 @@ async def _start_model(
     from grpo_core.processes import cpu
 
     config, scratch = parts.config, stack.enter_context(scratch_directory())
+
+    def show(message: str, part: float | None = None) -> None:
+        status(message)
+
     request = ModelRequest(
         directory=Path(scratch) / "model",
         prompts=partial(tasks.prompts, "train"),
         environments=tasks.environments,
         seed=config.seed,
+        status=show,
     )
     start = await model_source(config.model, parts.plugins).start_model(request)
     if (make := start.prepare) is not None:

@@ -10,13 +10,15 @@ import os
 import resource
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TextIO
 
 from grpo_core.contracts.errors import one_line, out_of_memory, shortened, traceback_of
 from grpo_core.contracts.unicode import inert
 
 LONGEST_ERROR = 6_000
 """Largest number of characters printed of an error."""
+NEXT = "next: "
+"""Begin of a line with a command to run next."""
 
 
 def unexpected(error: Exception) -> str:
@@ -40,12 +42,26 @@ def _memory_limit() -> str:
 
 def say(text: str) -> None:
     """Print a line of a command's result and flush; it may quote a model or a plugin."""
-    print(inert(text), flush=True)
+    _print(text, sys.stdout)
 
 
 def complain(text: str) -> None:
     """Print an error; it may quote a model's output in full."""
-    print(inert(shortened(text, LONGEST_ERROR)), file=sys.stderr)
+    _print(shortened(text, LONGEST_ERROR), sys.stderr)
+
+
+def _print(text: str, file: TextIO) -> None:
+    """Print lines: on a terminal they are wrapped at words, except commands, which are copied."""
+    if not file.isatty():
+        print(inert(text), file=file, flush=True)
+        return
+    from rich.console import Console
+
+    from grpo_core.reporting.terminal import write
+
+    console = Console(file=file)
+    for line in text.split("\n"):
+        write(console, line, wrap=not line.startswith(NEXT))
 
 
 class _Terminal(io.FileIO):

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.text import Text
 
 from grpo_core.app import build, measuring
 from grpo_core.app.launch import RUNS, continued, new_run, tasks_of
-from grpo_core.commands.complaints import complain, say, to_a_reader
+from grpo_core.commands.complaints import NEXT, complain, say, to_a_reader
 from grpo_core.config import check_settings, merge, parse_settings, read_toml
 from grpo_core.config.setup import steps_of_profile
 from grpo_core.contracts.errors import ConfigError
-from grpo_core.contracts.unicode import inert
 from grpo_core.loop.endings import GOAL_REACHED
 from grpo_core.plugins.hints import install_command
 from grpo_core.plugins.options import AsJson, Flag, Settings, Words
 from grpo_core.processes.aio import to_the_end
 from grpo_core.processes.interrupts import INTERRUPTED
 from grpo_core.reporting.selection import REPORT
+from grpo_core.reporting.terminal import write
 from grpo_core.reporting.verification import verified
 from grpo_core.storage.run_directory import RunDirectory
 from grpo_core.validation.results import progress, table
@@ -41,6 +41,8 @@ MEASURED_BY = (
     "trainer.device",
 )
 """Patterns of the keys that a validation without training depends on."""
+DOUBTFUL = 20
+"""Number of weight syncs without a proof in a row that are worth a warning; up to 11 are usual."""
 
 
 def train(
@@ -127,10 +129,8 @@ def train(
     view = start.config.tracking.options.get("terminal", {}).get("view")
     tell = complain if view == "json" else say  # standard output has JSON and nothing else
     with to_a_reader():
-        for note in start.notes:
+        for note in start.notes if resume is not None or view not in ("quiet", "json") else ():
             tell(note)
-        if start.preset and view not in ("quiet", "json"):
-            tell(start.preset)
     directory, again, over = start.directory, start.again(block), start.over
     if over is not None and over.complete:
         directory.unlock()
@@ -139,21 +139,23 @@ def train(
         outcome = to_the_end(build.train(start))
     except KeyboardInterrupt:
         with to_a_reader():
-            tell(f"interrupted at once; run: {directory.path} (continue with: {again})")
+            tell(f"interrupted at once; run: {directory.path}\n{NEXT}{again}")
         return INTERRUPTED
     except Exception as error:
         if directory.has_trained():
-            error.add_note(f"run: {directory.path} (continue with: {again})")
+            error.add_note(f"run: {directory.path}\n{NEXT}{again}")
         raise
     finally:
         directory.unlock()
     with to_a_reader():
         if start.config.trainer.profile and over is None:
             tell(_profile(directory.profile, start.config.trainer.profile))
-        if REPORT in start.config.tracking.trackers and not start.host.offers("tracker", REPORT):
-            page = install_command("tracker", REPORT)
-            tell(f"its page: {page}, then grpo-core report {directory.path}")
-        tell(_summary(outcome, again))
+        tell(_summary(outcome))
+        if directory.page.is_file():
+            tell(f"page: {directory.page}")
+        elif REPORT in start.config.tracking.trackers and not start.host.offers("tracker", REPORT):
+            tell(f"page: {install_command('tracker', REPORT)}, then grpo-core report {directory.path}")
+        tell(NEXT + _next(outcome, again))
     return INTERRUPTED if outcome.reason == "interrupted" else 0
 
 
@@ -204,7 +206,7 @@ def validate(
     console = Console(stderr=True)
 
     def tell(text: str, style: str = "dim") -> None:
-        console.print(Text(inert(text), style=style), soft_wrap=True)
+        write(console, text, style)
 
     report = to_the_end(measurement.play(tell))
     tell(f"results and rollouts: {measurement.directory}", "")
@@ -260,19 +262,27 @@ def _profile(directory: Path, steps: int) -> str:
     )
 
 
-def _summary(outcome: build.Outcome, again: str) -> str:
-    """Summarise a run in one line: its scores, steps, seconds and directory; ``again`` continues it."""
+def _summary(outcome: build.Outcome) -> str:
+    """Summarise a run in one line: its scores, steps, seconds and directory; a doubt is a line before it."""
     found = RunDirectory(outcome.directory).scores()
     scores = [(task, progress(first, last)) for task, (first, last) in found.items()]
     learnt = ", ".join(f"{task}: validation {score}" for task, score in scores if score)
     now = f", {outcome.step - outcome.began} of them now" if outcome.began else ""
     did = f"{outcome.step} of {outcome.steps} steps{now} in {outcome.seconds:.0f} s"
-    if outcome.unproved:
-        since = "" if outcome.proved is None else f" since version {outcome.proved}"
-        did += f"; weight sync unproved: {outcome.unproved} sync{'s' * (outcome.unproved > 1)}{since}"
     line = f"{outcome.reason}: {learnt + '; ' if learnt else ''}{did}; run: {outcome.directory}"
+    if outcome.unproved < DOUBTFUL:
+        return line
+    return (
+        f"warning: nothing has shown that the engine used the last {outcome.unproved} versions of the "
+        f"weights: they differ by less than its rounding. Is trainer.lr too small?\n{line}"
+    )
+
+
+def _next(outcome: build.Outcome, again: str) -> str:
+    """Return the command that a user needs next; ``again`` continues the run."""
     if outcome.reason == GOAL_REACHED:
-        again += " --set trainer.stop_when=''"
+        return f"{again} --set trainer.stop_when=''"
     if outcome.reason != "finished":
-        line += f" (continue with: {again})"
-    return line
+        return again
+    weights = any(RunDirectory(outcome.directory).checkpoints.glob("step-*/trainer/**/*.safetensors"))
+    return shlex.join(["grpo-core", "export" if weights else "validate", str(outcome.directory)])

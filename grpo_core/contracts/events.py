@@ -22,9 +22,11 @@ class Event:
 
 @frozen(kw_only=True)
 class StatusChanged(Event):
-    """The run begins another activity, described for people: "loading the model"."""
+    """The run begins another activity, or has continued one, described for people: "loading the model"."""
 
     message: str
+    part: float | None = None
+    """Share of the activity that is done, if it is known."""
 
 
 @frozen(kw_only=True)

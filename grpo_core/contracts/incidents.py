@@ -43,6 +43,30 @@ IncidentKind = Literal[
     "available",  # it answers again
 ]
 
+WORDS: Mapping[str, str] = {
+    "batch_failed": "call{s} that passed in parts",
+    "call_failed": "failed call{s}",
+    "deadline": "call{s} over the deadline",
+    "died": "dead process{es}",
+    "replaced": "replaced engine{s}",
+    "given_up": "engine{s} given up",
+    "retried": "repeated call{s}",
+    "session_lost": "lost session{s}",
+    "doubted": "answer{s} right only on a second call",
+    "late": "slow weight update{s}",
+    "rollouts_late": "late batch{es} of rollouts",
+    "rollouts_lost": "batch{es} of rollouts played again",
+    "rollouts_orphaned": "batch{es} of rollouts without their process",
+    "unscored": "batch{es} of rollouts without a reward",
+    "skipped": "skipped prompt{s}",
+    "agent_option": "unused option{s} of agents",
+    "passed_over": "unusable checkpoint{s}",
+    "textless": "token{s} without text",
+    "not_removed": "checkpoint{s} that could not be removed",
+    "unavailable": "unavailable service{s}",
+    "available": "service{s} back again",
+}
+"""Names of the kinds for people."""
 MESSAGE = 2_000
 """Largest number of characters of a message."""
 EVERY = 10.0
@@ -203,6 +227,10 @@ def lines_of_incidents(status: Callable[[str], None]) -> Callable[[Incident], No
 
 
 def by_kind(counts: Mapping[str, float]) -> str:
-    """Return numbers of incidents as text, the most frequent kind first: "12 retried, 1 died"."""
+    """Return numbers of incidents as text, the most frequent kind first: "12 failed calls, ..."."""
     ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    return ", ".join(f"{count:g} {kind}" for kind, count in ranked)
+    one, several = {"s": "", "es": ""}, {"s": "s", "es": "es"}
+    named = ((WORDS.get(kind, kind), count) for kind, count in ranked)
+    return ", ".join(
+        f"{count:g} {words.format(**(one if count == 1 else several))}" for words, count in named
+    )

@@ -13,6 +13,9 @@ from grpo_core.app.model_sources import ModelRequest, StartModel
 from grpo_core.contracts.errors import ConfigError
 from grpo_core.demo.demonstrations import CONTEXT, demonstrations
 
+SECONDS = 0.6
+"""Seconds of a step of math:sort on two cores, start and validation included."""
+
 
 class TinyModel:
     """The ``StartModelSource`` of the tiny model.
@@ -46,6 +49,11 @@ class TinyModel:
         from grpo_core.demo.tiny import tiny_config
 
         return tiny_config(width=self._width, layers=self._layers)
+
+    def about(self, steps: int) -> str:
+        """Describe the model and the time of a run."""
+        minutes = steps * SECONDS / 60
+        return "a toy model" + (f", about {minutes:.0f} minutes on two cores" if minutes >= 2 else "")
 
     async def start_model(self, request: ModelRequest) -> StartModel:
         """Return a model in the run's directory, or the one that an earlier start made there."""

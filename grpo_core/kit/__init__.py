@@ -54,6 +54,7 @@ A data plane, which keeps the tokens of finished rollouts outside of the run's p
 A source of models:
 
     ModelRequest, StartModel    its argument, and its result
+    watched                     downloads on a thread, and shows how far it is
     build, Renderer            read its preset and its tokenizer
 
 An environment that is made of others:
@@ -156,6 +157,7 @@ if TYPE_CHECKING:
     from grpo_core.app.model_sources import ModelRequest as ModelRequest
     from grpo_core.app.model_sources import StartModel as StartModel
     from grpo_core.app.model_sources import model_source as model_source
+    from grpo_core.app.model_sources import watched as watched
     from grpo_core.app.parts import Parts as Parts
     from grpo_core.app.parts import engine_dtype as engine_dtype
     from grpo_core.app.parts import sampling_params as sampling_params

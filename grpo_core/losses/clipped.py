@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 LARGEST_LOG_RATIO = 20.0
 """Largest log ratio: exp(20) is finite, but too large a weight to learn from."""
 IDLE_CLIP = Remark(
-    "one update a step: the ratio of policy to proximal logprobs is 1, so the clip of the loss does nothing"
+    "loss.options.clip_low and clip_high do nothing: with trainer.updates_per_step = 1 the policy has not "
+    "moved yet when a batch is trained"
 )
 
 
@@ -33,7 +34,8 @@ def _problems(given: Mapping[str, Any], setting: LossSetting) -> Iterator[str | 
             "importance_cap does nothing with trainer.proximal = 'generation': proximal / generation is 1. "
             "Leave it out, or recompute the proximal logprobs"
         )
-    if setting.updates_per_step == 1 and setting.proximal == "recompute":
+    clips = {"clip_low", "clip_high"} & given.keys()
+    if clips and setting.updates_per_step == 1 and setting.proximal == "recompute":
         yield IDLE_CLIP
 
 

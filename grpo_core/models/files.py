@@ -104,9 +104,18 @@ def chat_template(name: str) -> str | None:
         ) from error
 
 
+def hub_cache(path: str) -> Path:
+    """Return the directory of the hub's cache for a hub id; it may not exist."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE, f"models--{path.replace('/', '--')}")
+
+
 def _download(repository: str) -> str:
     from huggingface_hub import snapshot_download
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
+    disable_progress_bars()  # they would break the live view, which shows its own
     try:
         return str(snapshot_download(repository, allow_patterns=list(_PATTERNS)))
     except Exception as error:

@@ -40,6 +40,8 @@ class Now:
     """Number of steps of the run; 0 if unknown."""
     clock: Callable[[], float] = time.monotonic
     _text: str = field(init=False, default="starting")
+    part: float | None = field(init=False, default=None)
+    """Share of the current activity that is done, if it is known."""
     _since: float = field(init=False, default=0.0)
     """Start of the current activity."""
     _waits: bool = field(init=False, default=False)
@@ -63,6 +65,7 @@ class Now:
         match event:
             case events.StatusChanged():
                 self._is(event.message)
+                self.part = event.part
             case events.RunStarted():
                 self._version = event.step
                 self.steps = planned_steps(None, event.config) or self.steps
@@ -115,11 +118,11 @@ class Now:
 
     def _is(self, text: str) -> None:
         if text != self._text or self._waits:
-            self._text, self._since, self._waits = text, self.clock(), False
+            self._text, self._since, self._waits, self.part = text, self.clock(), False, None
 
     def _wait(self) -> None:
         if not self._waits:
-            self._waits, self._since = True, self.clock()
+            self._waits, self._since, self.part = True, self.clock(), None
 
     def _of_groups(self) -> str:
         ready, wanted = self._ready, self._wanted

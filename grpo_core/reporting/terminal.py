@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any, Literal
 
@@ -25,7 +26,7 @@ from grpo_core.loop.metrics import headline
 from grpo_core.reporting.files import plain
 from grpo_core.reporting.stages import Now
 from grpo_core.reporting.stored import as_json
-from grpo_core.storage.run_directory import planned_steps
+from grpo_core.storage.run_directory import metrics_rows, planned_steps, validations
 from grpo_core.validation.results import as_line, score
 
 View = Literal["live", "lines", "quiet", "json"]
@@ -46,6 +47,8 @@ _PACE = 20
 """Number of steps from which the remaining time is estimated."""
 _RECENT = 10
 """Steps that shown rates are averaged over: groups are finished in bursts."""
+_CELL_PACE, _CELL_WIDTH = 0.5, 100
+"""Seconds between two pictures in a notebook, and their columns."""
 _PARTS = 3
 """Number of parts of a reward that are shown next to it."""
 _NAMED = 6
@@ -65,13 +68,22 @@ def sparkline(
     return "".join(" " if height is None else _BARS[round(height * (len(_BARS) - 1))] for height in heights)
 
 
+def write(console: Console, text: str, style: str = "", *, wrap: bool = True) -> None:
+    """Print a line that may quote a model; on a terminal it is wrapped at words, and no word is broken."""
+    lines = [inert(text)]
+    if wrap and console.is_terminal:
+        lines = textwrap.wrap(lines[0], console.width, break_long_words=False, break_on_hyphens=False)
+    console.print(Text("\n".join(lines), style=style), soft_wrap=True)
+
+
 class TerminalTracker(Tracker):
     """Shows the run on standard output.
 
     Args:
-        view: "live" redraws a few lines, and prints lines where standard output is not a terminal of at least
-            80 columns; "lines" prints a line for each step and each validation; "quiet" prints warnings and
-            incidents; "json" prints the events of ``events.jsonl``, except events of single prompts.
+        view: "live" redraws a few lines in a terminal of at least 80 columns or in the cell of a notebook,
+            and prints lines elsewhere; "lines" prints a line for each step and each validation; "quiet"
+            prints warnings and incidents; "json" prints the events of ``events.jsonl``, except events of
+            single prompts.
     """
 
     def __init__(self, run: RunInfo, *, view: View = "live") -> None:
@@ -80,6 +92,7 @@ class TerminalTracker(Tracker):
         self._steps = planned_steps(run.config)
         """Number of steps of the run; 0 while unknown."""
         self._started = time.monotonic()
+        """The start of the program, as in the summary."""
         self._now = Now(self._steps)
         self._ended = 0.0
         """Time of the end of the last step, in seconds since 1970; of the start before the first."""
@@ -96,22 +109,22 @@ class TerminalTracker(Tracker):
         """Values of the metric that represents each task, by task; None where a validation has none."""
         self._scores: dict[str, str] = {}
         """The last value of each as text."""
-        self._step = 0
+        self._step = run.resumed_from or 0
         self._warned: set[str] = set()
         self._survived: Counter[str] = Counter()
         """Number of incidents by kind."""
         self._lines = Lines()
         self._sample: tuple[str, str, float] | None = None
+        if run.resumed_from is not None:
+            self._refill(run)
+        console, live = self.console, view == "live"
+        drawn = console.is_terminal and console.width >= _WIDE and not console.is_dumb_terminal
         self._live = (
-            Live(
-                get_renderable=lambda: Group(self._head(), _beside(self._rows())),
-                console=self.console,
-                refresh_per_second=8,
-                transient=False,
-            )
-            if view == "live" and self.console.is_terminal and self.console.width >= _WIDE
+            Live(get_renderable=self._picture, console=console, refresh_per_second=8)
+            if live and drawn
             else None
         )
+        self._cell = _Cell(self._picture) if live and console.is_jupyter else None
 
     @staticmethod
     def make_console() -> Console:
@@ -122,13 +135,20 @@ class TerminalTracker(Tracker):
         """Leave the last view on the screen."""
         if self._live:
             self._live.stop()
+        if self._cell:
+            self._cell.draw()
 
     def say(self, text: str) -> None:
         """Print a line above the live view."""
-        self.console.print(Text(inert(text)), soft_wrap=True)
+        write(self.console, text)
 
     def event(self, event: events.Event) -> None:
         """Show what the event changes."""
+        self._receive(event)
+        if self._cell:
+            self._cell.changed()
+
+    def _receive(self, event: events.Event) -> None:
         if self._view == "json":
             if isinstance(event, _AS_JSON):
                 print(as_json({"time": event.time, **plain(event)}), file=self.console.file, flush=True)
@@ -141,8 +161,7 @@ class TerminalTracker(Tracker):
                 self._line(event.message)
             case events.RunStarted():
                 self._step, self._steps = event.step, planned_steps(None, event.config) or self._steps
-                self._started = self._heard = time.monotonic()
-                self._ended = event.time
+                self._heard, self._ended = time.monotonic(), event.time
             case events.GroupsReady():
                 group = event.groups[0]
                 scored = [r for r in group.rollouts if r.reward is not None]
@@ -155,10 +174,7 @@ class TerminalTracker(Tracker):
                 self._line(self._of_step())
             case events.Validated():
                 for task, metrics in event.results.items():
-                    name = headline(metrics)
-                    if name is not None or "unscored" in metrics:
-                        self._validation.setdefault(task, []).append(metrics.get(name or ""))
-                        self._scores[task] = score(name or "", metrics)
+                    self._keep_validation(task, metrics)
                     self._line(f"validation of version {event.version}: {task}: {as_line(metrics)}")
             case events.Saved():
                 self._line(f"saved {event.directory}")
@@ -172,7 +188,7 @@ class TerminalTracker(Tracker):
                     what = "waits" if event.kind == "unavailable" else "survived"
                     self.say(f"{what}, step {event.step}: {line}")
             case events.RunEnded() if self._survived:
-                self.say(f"survived in this run: {by_kind(self._survived)} (events.jsonl has each)")
+                self.say(f"recovered in this run from {by_kind(self._survived)} (events.jsonl has each)")
 
     def _count(self, event: events.StepEnded) -> None:
         """Keep the time and the numbers of a step."""
@@ -180,14 +196,33 @@ class TerminalTracker(Tracker):
         self._seconds.append(event.time - self._ended)
         self._ended, self._heard = event.time, time.monotonic()
         self._recent.append(event.metrics)
-        for task in _tasks_of(event.metrics):
+        self._keep_rewards(event.metrics)
+
+    def _keep_rewards(self, metrics: Mapping[str, Any]) -> None:
+        for task in _tasks_of(metrics):
             self._tasks.add(task)
-            if (reward := event.metrics.get(f"reward/{task}")) is not None:
+            if (reward := metrics.get(f"reward/{task}")) is not None:
                 self._rewards.setdefault(task, []).append(reward)
+
+    def _keep_validation(self, task: str, metrics: Mapping[str, Any]) -> None:
+        name = headline(metrics)
+        if name is not None or "unscored" in metrics:
+            self._validation.setdefault(task, []).append(metrics.get(name or ""))
+            self._scores[task] = score(name or "", metrics)
+
+    def _refill(self, run: RunInfo) -> None:
+        """Keep what a resumed run has done before."""
+        rows = [row for row in metrics_rows(run.directory / "metrics.jsonl") if row["step"] <= self._step]
+        for row in rows:
+            self._keep_rewards(row)
+        for row in validations(rows):
+            if row["step"] <= (run.measured or 0):  # later ones are made again
+                known = {key: value for key, value in row.items() if value is not None}
+                self._keep_validation(known.pop("task"), known)
 
     def _line(self, text: str) -> None:
         """Print a line, except in a live or quiet view."""
-        if not self._live and self._view != "quiet":
+        if not self._live and not self._cell and self._view != "quiet":
             self.say(text)
 
     # ------------------------------------------------------------------------------ drawing
@@ -230,6 +265,9 @@ class TerminalTracker(Tracker):
             return ""
         return f", about {_clock(max(0.0, fmean(seconds) * left - since))} left"
 
+    def _picture(self) -> RenderableType:
+        return Group(self._head(), _beside(self._rows()))
+
     def _head(self) -> RenderableType:
         now = time.monotonic()
         times = _clock(now - self._started) + self._left(since=now - self._heard)
@@ -242,7 +280,8 @@ class TerminalTracker(Tracker):
         """Return the lines below the head."""
         rows: list[ViewRow] = []
         if text := self._now.text():
-            rows.append(("now", text, Text()))
+            part = self._now.part
+            rows.append(("now", text, Text("" if part is None else _bar(part), style="green")))
         if text := self._now.checkpoint():
             rows.append(("checkpoint", text, Text()))
         for task, values in sorted(self._validation.items()):
@@ -251,10 +290,10 @@ class TerminalTracker(Tracker):
         if self._recent:
             rows += [*self._learning(), *self._speeds()]
         if self._survived:
-            rows.append(("survived", f"{self._survived.total()}", Text(by_kind(self._survived), style="dim")))
+            rows.append(("recovered", "", Text(f"from {by_kind(self._survived)}", style="dim")))
         if self._sample:
             prompt, reply, reward = self._sample
-            shown = f"{cut(reply or 'no text', _SAMPLE_WIDTH)} ← {prompt[-_PROMPT_WIDTH:]}"
+            shown = f"{prompt[-_PROMPT_WIDTH:]} → {cut(reply or 'no text', _SAMPLE_WIDTH)}"
             rows.append(("sample", f"{reward:g}", Text(shown)))
         return rows
 
@@ -267,7 +306,7 @@ class TerminalTracker(Tracker):
         """Return the lines about staleness, waits and tokens."""
         newest = self._recent[-1]
         training, playing = self._share("time/train"), self._share("time/generate")
-        waits = f"for groups; training {training:.0%}, rollouts {playing:.0%} of the time"
+        waits = f"for replies; at work: engine {playing:.0%}, trainer {training:.0%}"
         rates = f"generated, {self._mean('tokens_per_second/training'):,.0f} trained with prompts"
         return [
             (
@@ -297,6 +336,33 @@ class TerminalTracker(Tracker):
             name, value, picture = self._reward(f"reward {task}", rewards, _TASK_WIDTH)
             rows.append((name, value, Text.assemble(picture.plain.ljust(_TASK_WIDTH), "  ", numbers)))
         return rows
+
+
+class _Cell:
+    """The one output of a notebook's cell that shows a run."""
+
+    def __init__(self, picture: Callable[[], RenderableType]) -> None:
+        from IPython.display import display
+
+        self._picture, self._drawn = picture, 0.0
+        self._output: Any = display({"text/plain": ""}, raw=True, display_id=True)  # type: ignore[no-untyped-call]
+
+    def changed(self) -> None:
+        """Draw, unless it was drawn just now."""
+        if time.monotonic() - self._drawn >= _CELL_PACE:
+            self.draw()
+
+    def draw(self) -> None:
+        console = Console(width=_CELL_WIDTH, force_jupyter=False, force_terminal=False)
+        with console.capture() as text:
+            console.print(self._picture())
+        self._output.update({"text/plain": text.get()}, raw=True)
+        self._drawn = time.monotonic()
+
+
+def _bar(part: float) -> str:
+    """Draw a share as a bar."""
+    return "━" * round(part * _WIDTH) + "╌" * (_WIDTH - round(part * _WIDTH))
 
 
 def _beside(rows: Sequence[ViewRow]) -> RenderableType:

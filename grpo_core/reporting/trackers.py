@@ -142,9 +142,9 @@ class Trackers:
         if stuck:
             raise stuck[0]
 
-    def status(self, message: str) -> None:
-        """Emit the run's current activity."""
-        self.emit(events.StatusChanged(step=self.step, message=message))
+    def status(self, message: str, part: float | None = None) -> None:
+        """Emit the run's current activity, and the share of it that is done."""
+        self.emit(events.StatusChanged(step=self.step, message=message, part=part))
 
     def stage(self, stage: str) -> None:
         """Emit the stage of the loop that begins."""

@@ -76,6 +76,7 @@ class RunDirectory:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
+        self.page = path / "report.html"
         self.profile = path / "profile"
         """Directory of the traces and the table of ``trainer.profile``."""
         self.model = path / "model"

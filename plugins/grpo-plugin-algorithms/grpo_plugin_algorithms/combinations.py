@@ -62,11 +62,13 @@ def problems(
     low, begin, high = (full[f"entropy_{name}"] for name in ("min", "coefficient", "max"))
     if full["entropy_target"] is not None and not low <= begin <= high:
         yield f"entropy_coefficient = {begin} is not between entropy_min = {low} and entropy_max = {high}"
-    yield from _remarks(full, setting, declared)
+    yield from _remarks(given, full, setting, declared)
 
 
-def _remarks(full: Mapping[str, Any], setting: LossSetting, declared: Declared) -> Iterator[Remark]:
-    """Yield remarks: neither weight nor ratio corrects for older weights, or a clip cannot act."""
+def _remarks(
+    given: Mapping[str, Any], full: Mapping[str, Any], setting: LossSetting, declared: Declared
+) -> Iterator[Remark]:
+    """Yield remarks: neither weight nor ratio corrects for older weights, or a given clip cannot act."""
     fixed = full["on_policy"] or setting.proximal == "recompute"
     weightless = full["correction"] == "off" or (setting.proximal == "generation" and not full["on_policy"])
     if setting.max_staleness and weightless and (fixed or "ratio" in declared.lacks):
@@ -82,7 +84,7 @@ def _remarks(full: Mapping[str, Any], setting: LossSetting, declared: Declared) 
             "'token_truncate', or pipeline.max_staleness = 0",
             costs=True,
         )
-    if setting.updates_per_step == 1 and fixed and "clip_low" in full:
+    if setting.updates_per_step == 1 and fixed and {"clip_low", "clip_high"} & given.keys():
         yield IDLE_CLIP
 
 

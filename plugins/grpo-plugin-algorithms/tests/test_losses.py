@@ -321,12 +321,14 @@ def test_a_loss_that_does_not_correct_for_older_weights_says_what_that_costs(
         assert not any(each.costs for each in remarks_of(loss, options, LossSetting(proximal=proximal)))
 
 
-def test_a_clip_that_cannot_act_is_said_once() -> None:
+def test_a_given_clip_that_cannot_act_is_said_once() -> None:
     for loss in (grpo, further.gspo, further.cispo, losses.grpo):
-        (remark,) = remarks_of(loss, {}, LossSetting(max_staleness=1))
-        assert "the clip of the loss does nothing" in remark.message
-        for setting in (LossSetting(updates_per_step=2), LossSetting(proximal="generation")):
-            assert not remarks_of(loss, {}, setting)
+        for name in ("clip_low", "clip_high"):
+            (remark,) = remarks_of(loss, {name: 0.3}, LossSetting(max_staleness=1))
+            assert name in remark.message
+            for setting in (LossSetting(updates_per_step=2), LossSetting(proximal="generation")):
+                assert not remarks_of(loss, {name: 0.3}, setting)
+        assert not remarks_of(loss, {}, LossSetting(max_staleness=1))
 
 
 def test_an_objective_of_a_plugin_says_what_its_options_may_be() -> None:

@@ -19,6 +19,8 @@ WIDTH, HEIGHT = 1000, 20
 """Size of the view of a lane, in its units."""
 COLUMNS = 250
 """Number of columns over the time of the run; each shows the share in which a lane was busy."""
+CHARACTER = 1.9
+"""Width of a label's character, in percent of the narrowest view (350 px)."""
 ZOOMED = 4
 """Number of steps in a view that shows each span."""
 MOST_SPANS = 800
@@ -196,7 +198,7 @@ def _overview(
         for lane, kinds in sorted(columns.items(), key=lambda one: _order(one[0]))
     )
     each = max(1, len(steps) // 6)
-    marks = [(clock.at(ranges[step][0]) / clock.seconds * 100, f"step {step[1]}") for step in steps[::each]]
+    marks = [(clock.at(ranges[step][0]) / clock.seconds * 100, f"{step[1]}") for step in steps[::each]]
     return View(f"The whole run, {duration(clock.seconds)}", lanes, tuple(_apart(marks)))
 
 
@@ -248,7 +250,7 @@ def _zoomed(
             share = min(1.0, span.busy / (span.end - span.begin)) if span.end > span.begin else 0.0
             busy.setdefault(span.kind, []).append((right - left) / WIDTH * share)
         drawn.append(Drawn(lane, _busy(busy, 1), spans=tuple(bars)))
-    marks = [(position(ranges[step][0]) / WIDTH * 100, f"step {step[1]}") for step in steps]
+    marks = [(position(ranges[step][0]) / WIDTH * 100, f"{step[1]}") for step in steps]
     numbers = f"{steps[0][1]} to {steps[-1][1]}" if len(steps) > 1 else f"{steps[0][1]}"
     return View(f"{title} {numbers}, {duration(length)}", tuple(drawn), tuple(_apart(marks)), opened)
 
@@ -267,12 +269,13 @@ def _order(lane: str) -> tuple[int, str]:
 
 
 def _apart(marks: Iterable[tuple[float, str]]) -> list[tuple[float, str]]:
-    """Return the marks, without labels that would overlap."""
+    """Return the marks, the first one as "step N", without labels that would overlap on a narrow screen."""
     kept: list[tuple[float, str]] = []
-    last = -100.0
-    for position, text in marks:
-        free = position <= 92 and position - last >= 14
-        last = position if free else last
+    end = 0.0
+    for position, number in marks:
+        text = number if end else f"step {number}"
+        free = end <= position <= 100 - CHARACTER * len(text)
+        end = position + CHARACTER * (len(text) + 2) if free else end
         kept.append((round(position, 2), text if free else ""))
     return kept
 

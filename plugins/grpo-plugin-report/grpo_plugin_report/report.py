@@ -178,7 +178,7 @@ def tiles(files: Files) -> list[tuple[str, str, str]]:
         plays, trains = (min(1.0, facts.of(f"time/{side}").total / seconds) for side in ("generate", "train"))
         tiles += [
             ("tokens generated", number(generated), f"{number(generated / seconds)} per second"),
-            ("busy", f"{plays:.0%}, {trains:.0%}", "engines and trainer, of the time"),
+            ("engines at work", f"{plays:.0%}", f"of the time; the trainer {trains:.0%}"),
             ("staleness", f"{plain(stale):.2f}", f"steps; at most {plain(most):.0f}"),
         ]
     return tiles

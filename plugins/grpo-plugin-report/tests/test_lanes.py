@@ -55,11 +55,21 @@ def test_a_lane_is_drawn_as_the_share_of_the_time_in_which_it_was_busy():
     assert [*busy] == ["engine", "environment sort", "loop", "trainer", "sync"]
 
 
+def test_labels_of_steps_do_not_overlap_in_the_narrowest_view():
+    marks = lanes._apart((position, str(1000 + position)) for position in range(0, 100, 7))
+    placed = [(position, text) for position, text in marks if text]
+    assert placed[0] == (0, "step 1000")
+    assert len(placed) > 5
+    ends = [position + lanes.CHARACTER * (len(text) + 1) for position, text in placed]
+    assert all(end <= begin for end, (begin, _) in zip(ends, placed[1:], strict=False))
+    assert ends[-1] <= 100 + lanes.CHARACTER
+
+
 def test_some_steps_are_shown_span_by_span():
     _, newest, slowest = views(lanes.spans(rows(100)))
     assert newest.title == "Newest steps, 97 to 100, 8 s"
     assert slowest.title == "Slowest step, 1, among 1 to 4, 8 s"
-    assert [text for _, text in newest.marks] == ["step 97", "step 98", "step 99", "step 100"]
+    assert [text for _, text in newest.marks] == ["step 97", "98", "99", "100"]
     (loop,) = (lane for lane in newest.lanes if lane.name == "loop")
     kinds = [(kind, x, width, high) for kind, x, width, high, _ in loop.spans]
     assert kinds[:3] == [("wait", 0, 125, lanes.THIN), ("training", 125, 125, lanes.HEIGHT),

