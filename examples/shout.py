@@ -16,7 +16,7 @@ class Shout(grpo.Environment):
 
     def prompts(self, split):
         words = ["".join(letters) for letters in itertools.product("abcdefgh", repeat=5)]
-        random.Random(0).shuffle(words)  # held-out words look like the others
+        random.Random(0).shuffle(words)
         chosen = words[400:] if split == "train" else words[:400]
         return [grpo.Prompt(messages=f"{word}:", answer=word.upper()) for word in chosen]
 
