@@ -11,7 +11,8 @@ from typing import Any
 
 from grpo_core.app.model_sources import ModelRequest, StartModel
 from grpo_core.contracts.errors import ConfigError
-from grpo_core.demo.demonstrations import CONTEXT, demonstrations
+from grpo_core.demo.demonstrations import POSITIONS, demonstrations, lengths
+from grpo_core.models.files import size_of
 
 
 class TinyModel:
@@ -45,26 +46,33 @@ class TinyModel:
         """Return the config.json of the model to be made."""
         from grpo_core.demo.tiny import tiny_config
 
-        return tiny_config(width=self._width, layers=self._layers)
+        return tiny_config(width=self._width, layers=self._layers, positions=POSITIONS)
 
     async def start_model(self, request: ModelRequest) -> StartModel:
         """Return a model in the run's directory, or the one that an earlier start made there."""
         path = str(request.directory)
         if _complete(request.directory):
-            return StartModel(path=path, positions=CONTEXT)
+            return StartModel(path=path, positions=size_of(path, "max_position_embeddings"))
         prompts = await request.prompts()
         solved = await demonstrations(request.environments, prompts) if self._warm_start_steps else ()
+        turns = max((each.max_turns for each in request.environments.values()), default=1)
+        positions, max_tokens = lengths(solved, turns)
         make = partial(
             _make,
             request.directory,
             solved,
+            positions=positions,
             width=self._width,
             layers=self._layers,
             warm_start_steps=self._warm_start_steps,
             seed=request.seed,
         )
         return StartModel(
-            path=path, prepare=make, positions=CONTEXT, doing="making a tiny model and warming it up"
+            path=path,
+            prepare=make,
+            positions=positions,
+            max_tokens=max_tokens,
+            doing="making a tiny model and warming it up",
         )
 
 

@@ -21,20 +21,22 @@ import torch
 from grpo_core.contracts.errors import ConfigError
 from grpo_core.contracts.records import Row
 from grpo_core.contracts.tokens import NOT_SAMPLED, Tokens
-from grpo_core.demo.demonstrations import CONTEXT
+from grpo_core.demo.demonstrations import LONGEST, POSITIONS
 from grpo_core.training.microbatch import collate
 from grpo_core.training.model import Scorer
 
 PAD, END, UNKNOWN = "<|pad|>", "<|end|>", "<|unknown|>"
 CHARACTERS = "\n" + "".join(c for c in map(chr, range(32, 127)) if c in string.printable)
 BATCH = 128
+TOKENS = BATCH * POSITIONS
+"""Largest number of tokens of a warm-up step, which bounds its memory."""
 LR = 4e-3
 
 Demonstrations = Sequence[Sequence[str]]
 """Conversations: a prompt, a reply, an answer, a reply, ..., with a reply at the end."""
 
 
-def tiny_config(*, width: int, layers: int) -> dict[str, Any]:
+def tiny_config(*, width: int, layers: int, positions: int) -> dict[str, Any]:
     """Return the contents of the model's config.json."""
     return {
         "model_type": "llama",
@@ -44,7 +46,7 @@ def tiny_config(*, width: int, layers: int) -> dict[str, Any]:
         "num_hidden_layers": layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
-        "max_position_embeddings": CONTEXT,
+        "max_position_embeddings": positions,
         "tie_word_embeddings": True,
         "pad_token_id": 0,
         "bos_token_id": None,
@@ -58,6 +60,7 @@ def make_tiny_model(
     *,
     width: int = 64,
     layers: int = 2,
+    positions: int = POSITIONS,
     warm_start_steps: int = 40,
     seed: int = 0,
 ) -> None:
@@ -68,7 +71,7 @@ def make_tiny_model(
     if warm_start_steps and not demonstrations:
         raise ConfigError(
             'model.path = "tiny" starts from solved prompts, but the environment solves none within its '
-            f"{CONTEXT} positions: define solve(prompt), choose a model, or set "
+            f"{LONGEST} positions: define solve(prompt), choose a model, or set "
             "model.options.warm_start_steps = 0"
         )
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -76,18 +79,18 @@ def make_tiny_model(
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(LlamaConfig(**tiny_config(width=width, layers=layers)))
+        model = LlamaForCausalLM(LlamaConfig(**tiny_config(width=width, layers=layers, positions=positions)))
     warm_start(model, demonstrations, steps=warm_start_steps, seed=seed)
     directory.parent.mkdir(parents=True, exist_ok=True)
     beside = directory.with_name(f"{directory.name}.{os.getpid()}.part")
     logging.disable_progress_bar()  # about a file that is written in a millisecond
     model.save_pretrained(beside)
-    write_tokenizer(beside)
+    write_tokenizer(beside, positions)
     shutil.rmtree(directory, ignore_errors=True)
     beside.replace(directory)
 
 
-def write_tokenizer(directory: Path) -> None:
+def write_tokenizer(directory: Path, positions: int = POSITIONS) -> None:
     """A token for each printable ASCII character and newline; prompts are plain text, without a template."""
     from tokenizers import Tokenizer, decoders, models
 
@@ -101,7 +104,7 @@ def write_tokenizer(directory: Path) -> None:
         "pad_token": PAD,
         "eos_token": END,
         "unk_token": UNKNOWN,
-        "model_max_length": CONTEXT,
+        "model_max_length": positions,
         "clean_up_tokenization_spaces": False,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
@@ -113,16 +116,17 @@ def encode(text: str) -> tuple[int, ...]:
 
 
 def warm_start(model: torch.nn.Module, demonstrations: Demonstrations, *, steps: int, seed: int) -> None:
-    """Take supervised steps on replies and their ends, with 128 demonstrations each, drawn by ``seed``."""
+    """Take supervised steps on replies and their ends, each with demonstrations drawn by ``seed``."""
     if not steps:
         return
     rows = [_row(*texts) for texts in demonstrations]
+    batch = min(BATCH, TOKENS // max(len(row.prompt_ids) + len(row.tokens) for row in rows))
     order = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
     policy = Scorer(model.train())
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = LR * min(1.0, (step + 1) / 5)
-        micro = collate(order.choices(rows, k=BATCH), policy.device)
+        micro = collate(order.choices(rows, k=batch), policy.device)
         logprobs, _ = policy.score(micro, temperature=1.0)
         torch.autograd.backward(-logprobs.mean())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
