@@ -56,7 +56,7 @@ def _in_wheel(path: Path, package: Path, distribution: str) -> bool:
     root = next((each for each in package.parents[:2] if (each / "pyproject.toml").is_file()), None)
     if root is None:
         installed = importlib.metadata.files(distribution) or ()
-        return any(file.locate().resolve() == path.resolve() for file in installed)
+        return any(Path(file.locate()).resolve() == path.resolve() for file in installed)
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
     backend = project.get("build-system", {}).get("build-backend", "setuptools.build_meta")
     if not backend.startswith("setuptools"):
