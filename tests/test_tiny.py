@@ -141,3 +141,15 @@ def test_a_length_that_nobody_knows_is_asked_for() -> None:
     assert with_max_tokens(build([{"rollout": {"max_tokens": 7}}]), 95).rollout.max_tokens == 7
     with pytest.raises(ConfigError, match=r"rollout\.max_tokens is 0"):
         with_max_tokens(config, 0)
+
+
+@pytest.mark.long
+def test_the_warm_up_of_long_solutions_takes_more_steps(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Until some replies are right: one that is never right teaches nothing afterwards."""
+    monkeypatch.setattr(tiny, "STEPS", 4)
+    call = '{"fruit": "pear"}'
+    tiny.make_tiny_model(tmp_path / "m", [(f"{n}?", call) for n in range(100)], width=16, layers=1)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
+    assert tiny._solved(Scorer(model), [tiny._row(f"{n}?", call) for n in range(8)]) > 0.02

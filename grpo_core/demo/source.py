@@ -22,14 +22,14 @@ class TinyModel:
         width: width of the hidden states.
         layers: number of layers.
         warm_start_steps: number of supervised steps on the environments' solutions before reinforcement
-            learning.
+            learning; None: from 40 to 200, until the model samples 1 of 20 solutions.
     """
 
-    def __init__(self, *, width: int = 64, layers: int = 2, warm_start_steps: int = 40) -> None:
+    def __init__(self, *, width: int = 64, layers: int = 2, warm_start_steps: int | None = None) -> None:
         for name, value, least in (
             ("width", width, 8),
             ("layers", layers, 1),
-            ("warm_start_steps", warm_start_steps, 0),
+            ("warm_start_steps", 0 if warm_start_steps is None else warm_start_steps, 0),
         ):
             if not isinstance(value, int) or value < least:
                 raise ConfigError(f"{name} is {value!r}, expected a whole number of at least {least}")
@@ -54,7 +54,7 @@ class TinyModel:
         if _complete(request.directory):
             return StartModel(path=path, positions=size_of(path, "max_position_embeddings"))
         prompts = await request.prompts()
-        solved = await demonstrations(request.environments, prompts) if self._warm_start_steps else ()
+        solved = await demonstrations(request.environments, prompts) if self._warm_start_steps != 0 else ()
         turns = max((each.max_turns for each in request.environments.values()), default=1)
         positions, max_tokens = lengths(solved, turns)
         make = partial(

@@ -28,6 +28,12 @@ from grpo_core.training.model import Scorer
 PAD, END, UNKNOWN = "<|pad|>", "<|end|>", "<|unknown|>"
 CHARACTERS = "\n" + "".join(c for c in map(chr, range(32, 127)) if c in string.printable)
 BATCH = 128
+STEPS, MOST_STEPS = 40, 200
+"""Numbers of steps that the warm-up takes at least and at most, unless they are set."""
+ENOUGH = 0.05
+"""Share of right conversations at which the warm-up ends: rewards can raise it from there."""
+SOME = 32
+"""Number of demonstrations that measure the share."""
 TOKENS = BATCH * POSITIONS
 """Largest number of tokens of a warm-up step, which bounds its memory."""
 LR = 4e-3
@@ -61,14 +67,14 @@ def make_tiny_model(
     width: int = 64,
     layers: int = 2,
     positions: int = POSITIONS,
-    warm_start_steps: int = 40,
+    warm_start_steps: int | None = None,
     seed: int = 0,
 ) -> None:
     """Write config, tokenizer and warm-started weights into ``directory``; it appears complete or not at all.
 
     The weights are a function of the arguments.  Raises ConfigError without demonstrations.
     """
-    if warm_start_steps and not demonstrations:
+    if warm_start_steps != 0 and not demonstrations:
         raise ConfigError(
             'model.path = "tiny" starts from solved prompts, but the environment solves none within its '
             f"{LONGEST} positions: define solve(prompt), choose a model, or set "
@@ -115,16 +121,24 @@ def encode(text: str) -> tuple[int, ...]:
     return tuple(CHARACTERS.find(c) + 3 if c in CHARACTERS else 2 for c in text)
 
 
-def warm_start(model: torch.nn.Module, demonstrations: Demonstrations, *, steps: int, seed: int) -> None:
-    """Take supervised steps on replies and their ends, each with demonstrations drawn by ``seed``."""
-    if not steps:
+def warm_start(
+    model: torch.nn.Module, demonstrations: Demonstrations, *, steps: int | None, seed: int
+) -> None:
+    """Take supervised steps on replies and their ends, each with demonstrations drawn by ``seed``.
+
+    ``steps = None`` takes as many as a few right answers need.
+    """
+    if steps == 0:
         return
     rows = [_row(*texts) for texts in demonstrations]
     batch = min(BATCH, TOKENS // max(len(row.prompt_ids) + len(row.tokens) for row in rows))
     order = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
     policy = Scorer(model.train())
-    for step in range(steps):
+    some = random.Random(seed).sample(rows, min(SOME, len(rows)))
+    for step in range(MOST_STEPS if steps is None else steps):
+        if steps is None and step >= STEPS and step % 10 == 0 and _solved(policy, some) >= ENOUGH:
+            break
         optimizer.param_groups[0]["lr"] = LR * min(1.0, (step + 1) / 5)
         micro = collate(order.choices(rows, k=batch), policy.device)
         logprobs, _ = policy.score(micro, temperature=1.0)
@@ -133,6 +147,13 @@ def warm_start(model: torch.nn.Module, demonstrations: Demonstrations, *, steps:
         optimizer.step()
         optimizer.zero_grad()
     model.eval()
+
+
+def _solved(policy: Scorer, rows: Sequence[Row]) -> float:
+    """Return the mean probability of sampling a demonstration."""
+    with torch.no_grad():
+        scored = [policy.score(collate([row], policy.device), temperature=1.0)[0] for row in rows]
+    return sum(float(logprobs.sum().exp()) for logprobs in scored) / len(rows)
 
 
 def _row(prompt: str, *said: str) -> Row:

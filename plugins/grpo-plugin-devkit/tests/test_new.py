@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from grpo_core import ConfigError, EngineSetup, Rollout, load_object
-from grpo_core.kit import import_file
+from grpo_core import ConfigError, EngineSetup, Rollout, Run, load_object
+from grpo_core.kit import headline, import_file
 from grpo_plugin_devkit import new as scaffold
 from grpo_plugin_devkit import wheels
 
@@ -50,7 +50,7 @@ def made(where, sort, variant=""):
     return name, project
 
 
-def done(command, project, where, *more):
+def done(command, project, where, *more, seconds=240):
     """Run a command that a page of the plugin names."""
     words = [*shlex.split(command), *more]
     path = os.pathsep.join([str(project), os.environ.get("PYTHONPATH", "")])
@@ -61,7 +61,7 @@ def done(command, project, where, *more):
         env={**os.environ, "PYTHONPATH": path, "COLUMNS": "200"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=seconds,
     )
     assert ended.returncode == 0, f"{command}\n{ended.stdout}\n{ended.stderr}"
     return ended.stdout
@@ -164,8 +164,26 @@ def test_a_new_environment_trains_at_once(variant, tmp_path):
     """Tests of each kind train with the others; this one is about the files around them."""
     _, project = made(tmp_path, "environment", variant)
     train, _ = commands_of(project)
-    small = [word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")]
-    assert "2 of 2 steps" in done(train, project, tmp_path, *small)
+    small = [f"{key}={value}" for key, value in SMALL.items() if key != "rollout.max_tokens"]
+    told = done(train, project, tmp_path, *(word for each in small for word in ("--set", each)))
+    assert "2 of 2 steps" in told
+    assert "of its own solutions are longer" not in told
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize(("sort", "variant"), MADE, ids=NAMES)
+def test_a_new_plugin_raises_the_validation_unedited(sort, variant, tmp_path):
+    """With the command of its README, in forty steps; an environment passes the audit before."""
+    pytest.importorskip("openai" if sort == "agent" else "grpo_core")
+    name, project = made(tmp_path, sort, variant)
+    if sort == "environment":
+        done(f"grpo-core audit {name}", project, tmp_path)
+    train, _ = commands_of(project)
+    done(train, project, tmp_path, "--set", "trainer.steps=40", "--output", "run", seconds=3000)
+    measured = Run(tmp_path / "run").validations()
+    names = [name for name in measured[0] if name not in ("step", "task")]
+    assert measured[-1][headline(names)] > measured[0][headline(names)]
 
 
 READ = {
