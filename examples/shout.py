@@ -4,6 +4,7 @@ grpo-core train --env ./examples/shout.py:Shout
 """
 
 import itertools
+import random
 
 import grpo_core as grpo
 
@@ -15,7 +16,8 @@ class Shout(grpo.Environment):
 
     def prompts(self, split):
         words = ["".join(letters) for letters in itertools.product("abcdefgh", repeat=5)]
-        chosen = words[1::2] if split == "train" else words[::100]
+        random.Random(0).shuffle(words)
+        chosen = words[400:] if split == "train" else words[:400]
         return [grpo.Prompt(messages=f"{word}:", answer=word.upper()) for word in chosen]
 
     def evaluate(self, episodes):

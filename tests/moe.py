@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from grpo_core.demo.demonstrations import CONTEXT
+from grpo_core.demo.demonstrations import POSITIONS
 from grpo_core.demo.tiny import CHARACTERS, write_tokenizer
 
 FAMILIES = ("mixtral", "qwen3_moe", "glm4_moe")
@@ -23,7 +23,7 @@ def make_moe_model(directory: Path, family: str, *, experts: int = 4) -> Path:
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "max_position_embeddings": CONTEXT,
+        "max_position_embeddings": POSITIONS,
         "num_experts_per_tok": 2,
         "pad_token_id": 0,
         "bos_token_id": None,

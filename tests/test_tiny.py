@@ -9,8 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from grpo_core.app.model_sources import with_max_tokens
+from grpo_core.config import build
 from grpo_core.contracts.errors import ConfigError
 from grpo_core.demo import tiny
+from grpo_core.demo.demonstrations import LONGEST, lengths
 from grpo_core.training.microbatch import collate
 from grpo_core.training.model import Scorer
 
@@ -112,3 +115,41 @@ def test_only_the_replies_of_a_demonstration_are_learnt() -> None:
     assert tuple(row.prompt_ids) == tiny.encode("7:")
     assert tuple(row.tokens.ids) == (*tiny.encode("7"), 1, *tiny.encode("3:37"), 1)
     assert row.tokens.sampled.tolist() == [True, True, False, False, True, True, True]
+
+
+def test_its_lengths_follow_the_solutions() -> None:
+    """The longest reply with its end, and a quarter more, in each of the turns that may be played."""
+    short, tool = [("52=", "25")], [("pear=", "c" * 75, "8", "8"), ("fig=", "7")]
+    assert lengths(short, 1) == (256, 16)
+    assert lengths((), 1) == (256, 16)
+    assert lengths(tool, 3) == (5 + 3 * (95 + 1), 95)
+    assert lengths([("p" * 900, "c" * 400)], 1000)[0] == 2 * LONGEST
+
+
+def test_a_solution_longer_than_the_usual_positions_is_learnt(tmp_path: Path) -> None:
+    said = [("word:", "x" * 400), ("other:", "y" * 300)]
+    positions, _ = lengths(said, 1)
+    tiny.make_tiny_model(tmp_path / "m", said, width=16, layers=1, positions=positions, warm_start_steps=2)
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    assert config["max_position_embeddings"] == positions >= 5 + 501
+    assert AutoTokenizer.from_pretrained(tmp_path / "m").model_max_length == positions
+
+
+def test_a_length_that_nobody_knows_is_asked_for() -> None:
+    config = build([{"model": {"path": "tiny"}, "rollout": {"max_tokens": 0}}])
+    assert with_max_tokens(config, 95).rollout.max_tokens == 95
+    assert with_max_tokens(build([{"rollout": {"max_tokens": 7}}]), 95).rollout.max_tokens == 7
+    with pytest.raises(ConfigError, match=r"rollout\.max_tokens is 0"):
+        with_max_tokens(config, 0)
+
+
+@pytest.mark.long
+def test_the_warm_up_of_long_solutions_takes_more_steps(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Until some replies are right: one that is never right teaches nothing afterwards."""
+    monkeypatch.setattr(tiny, "STEPS", 4)
+    call = '{"fruit": "pear"}'
+    tiny.make_tiny_model(tmp_path / "m", [(f"{n}?", call) for n in range(100)], width=16, layers=1)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
+    assert tiny._solved(Scorer(model), [tiny._row(f"{n}?", call) for n in range(8)]) > 0.02

@@ -19,7 +19,7 @@ from grpo_core.app import provenance, readings
 from grpo_core.app.first_look import first_look, judge_one_reply, leaks
 from grpo_core.app.gpus import Devices
 from grpo_core.app.lengths import RunPrompts, has_tokenizer
-from grpo_core.app.model_sources import ModelRequest, StartModel, fetched, model_source
+from grpo_core.app.model_sources import ModelRequest, StartModel, fetched, model_source, with_max_tokens
 from grpo_core.app.parts import (
     SYNC_ATTEMPTS,
     SYNC_GRACE,
@@ -57,6 +57,7 @@ from grpo_core.loop.metrics import validation_metrics
 from grpo_core.loop.pipeline import Pipeline, Save, Validate, Watch, Written
 from grpo_core.loop.retention import Retention
 from grpo_core.loop.timeline import Timeline, taken_down
+from grpo_core.loop.trend import Trend
 from grpo_core.loop.versions import Interval
 from grpo_core.models.files import chat_template
 from grpo_core.models.fitting import check_files
@@ -65,7 +66,7 @@ from grpo_core.reporting.room import DiskRoom
 from grpo_core.reporting.selection import make_trackers
 from grpo_core.reporting.trackers import Trackers
 from grpo_core.storage.planes import check_reader
-from grpo_core.storage.run_directory import RunDirectory
+from grpo_core.storage.run_directory import RunDirectory, metrics_rows
 from grpo_core.text.rendering import Renderer
 from grpo_core.validation.engine import DedicatedValidator, WeightsTrackingEngine
 from grpo_core.validation.sets import Validation
@@ -259,11 +260,32 @@ async def _start(run: RunContext) -> Pipeline:
         directory.take_back_config()  # a resumed run drops changes that prevent its start
         raise
     run.emit(_started(config, run, pipeline.buffer.statistics()))
+    run.after.append(await asyncio.to_thread(warn_of_falls, run))
     for cause, message in run.warnings:
         run.emit(WarningRaised(step=run.step, cause=cause, message=message))
     for reason in run.start.found.passed_over if run.start.found else ():
         report("passed_over", "checkpoints", f"passed over {reason}")
     return pipeline
+
+
+def warn_of_falls(run: RunContext) -> Callable[[Event], None]:
+    """Return a receiver of events that warns if held-out prompts get worse and training prompts do not."""
+    trend = Trend()
+    if run.start.found is not None:
+        for row in metrics_rows(run.directory.path / "metrics.jsonl"):
+            trend.observe(row["step"], {name: each for name, each in row.items() if each is not None})
+
+    def receive(event: Event) -> None:
+        match event:
+            case StepEnded():
+                trend.observe(event.step, event.metrics)
+            case Validated():
+                found = trend.observe(event.version, validation_metrics(event.results))
+                for fall in filter(None, found.values()):
+                    cause = f"held_out/{fall.task}"
+                    run.emit(WarningRaised(step=event.version, cause=cause, message=fall.message))
+
+    return receive
 
 
 def _started(config: Config, context: RunContext, buffer: BufferStatistics) -> RunStarted:
@@ -298,6 +320,9 @@ async def build_pipeline(config: Config, run: RunContext) -> tuple[Config, Pipel
     plane = await _data_plane(parts, run)
     model = await _start_model(parts, run, found)
     teacher = config.teacher.path and await fetched(config.teacher.path, run.trackers.status)
+    if config.rollout.max_tokens == 0:
+        config = with_max_tokens(config, model.max_tokens)
+        run.directory.complete_config(config)
     check_lengths(config.rollout, model.positions)
 
     async def load_renderer() -> tuple[Renderer, RunPrompts]:

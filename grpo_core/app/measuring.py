@@ -119,7 +119,7 @@ class Measurement:
                 for message in messages.values():
                     status(message)
             status("validating")
-            parts = Parts(config, self.host)
+            parts = Parts(session.config, self.host)
             validation = parts.validation(found.held_out, session.engine, renderer, parts.places(), emit=emit)
             return await validation.measure(self.target.version, validation.parts)
 

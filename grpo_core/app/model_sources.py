@@ -8,9 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
-from attrs import frozen
+from attrs import evolve, frozen
 
-from grpo_core.config import ModelConfig
+from grpo_core.config import Config, ModelConfig
 from grpo_core.contracts.errors import ConfigError, did_you_mean
 from grpo_core.contracts.playing import EnvironmentClient
 from grpo_core.contracts.records import Prompt
@@ -56,6 +56,8 @@ class StartModel:
     None means that the directory exists."""
     positions: int = 2**31
     """Largest number of tokens of prompt and completions."""
+    max_tokens: int = 0
+    """Replaces ``rollout.max_tokens = 0``.  0: the model does not know."""
     doing: str = "loading the model"
     """Status message while the model is loaded or made."""
 
@@ -72,6 +74,18 @@ class ModelRequest:
     seed: int
     status: Status = silent
     """Shows an activity, and the share of it that is done; call it on the event loop."""
+
+
+def with_max_tokens(config: Config, proposed: int) -> Config:
+    """Return the configuration with the model's ``max_tokens`` if it has none.  Raises ConfigError."""
+    if config.rollout.max_tokens:
+        return config
+    if not proposed:
+        raise ConfigError(
+            f"rollout.max_tokens is 0, and the model {config.model.path!r} does not know how long replies "
+            "are: set it to the largest number of tokens of one"
+        )
+    return evolve(config, rollout=evolve(config.rollout, max_tokens=proposed))
 
 
 class StartModelSource(Protocol):

@@ -11,7 +11,7 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from grpo_core.app.model_sources import ModelRequest, model_source
+from grpo_core.app.model_sources import ModelRequest, StartModel, model_source, with_max_tokens
 from grpo_core.app.parts import Parts, engine_dtype, sampling_params
 from grpo_core.app.placement import Placement
 from grpo_core.app.tasks import Tasks
@@ -137,7 +137,12 @@ async def start_session(
         if parts.text_engine(trains=False):
             engine, renderer = _start_text(parts, stack)
         else:
-            engine, renderer = await _start_engine(parts, target, tasks, placement, stack, status)
+            start = StartModel(path=str(target.model))
+            if target.model is None:
+                start = await _start_model(parts, tasks, stack, status)
+            config = with_max_tokens(config, start.max_tokens)
+            path = Path(start.path)
+            engine, renderer = await _start_engine(parts, target, path, placement, stack, status)
         yield Session(
             config=config, engine=engine, renderer=renderer, environments=tasks.environments, tasks=tasks
         )
@@ -157,12 +162,12 @@ def _start_text(parts: Parts, stack: contextlib.AsyncExitStack) -> tuple[Engine,
 async def _start_engine(
     parts: Parts,
     target: EvalTarget,
-    tasks: Tasks,
+    path: Path,
     placement: Placement,
     stack: contextlib.AsyncExitStack,
     status: Callable[[str], None],
 ) -> tuple[Engine, protocols.Renderer]:
-    """Start an engine with the weights of the target; it ends with the stack."""
+    """Start an engine with the weights of the target, in ``path``; it ends with the stack."""
     import torch
 
     from grpo_core.processes.cpu import resolve_device
@@ -172,7 +177,6 @@ async def _start_engine(
 
     config, engines = parts.config, parts.engines(trains=False)
     ((key, section),) = engines.items()
-    path = target.model or await _start_model(parts, tasks, stack, status)
     for odd in await asyncio.to_thread(check_files, path, chat_template(config.model.chat_template)):
         status(f"warning: {odd}")
     devices = await asyncio.to_thread(placement.devices, None, engines)
@@ -195,8 +199,8 @@ async def _start_engine(
 
 async def _start_model(
     parts: Parts, tasks: Tasks, stack: contextlib.AsyncExitStack, status: Callable[[str], None]
-) -> Path:
-    """Return the directory of the initial model; a made one is removed with the stack."""
+) -> StartModel:
+    """Return the initial model, which is made if necessary; a made one is removed with the stack."""
     from grpo_core.processes import cpu
 
     config, scratch = parts.config, stack.enter_context(scratch_directory())
@@ -221,4 +225,4 @@ async def _start_model(
             make()
 
         await asyncio.to_thread(prepare)
-    return Path(start.path)
+    return start

@@ -74,8 +74,9 @@ class RolloutConfig:
     """Number of rollouts of each prompt."""
     temperature: float = field(default=1.0, validator=gt(0))
     """Sampling temperature of the completions."""
-    max_tokens: int = field(default=256, validator=ge(1))
-    """Largest number of tokens in one completion."""
+    max_tokens: int = field(default=256, validator=ge(0))
+    """Largest number of tokens in one completion; 0 leaves it to a model that is made for the run, as `tiny`
+    is: a quarter more than the longest solution of its environments has."""
     max_prompt_tokens: int = field(default=0, validator=ge(0))
     """Leave out training and held-out prompts with more tokens than this before the run begins, with a
     warning that gives their number; 0 keeps all.  Prompts that leave no room for `max_tokens` are skipped

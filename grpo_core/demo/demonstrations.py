@@ -14,17 +14,37 @@ MOST = 5000
 """Largest number of prompts of all tasks together."""
 AT_ONCE = 256
 """Number of concurrent rollouts of one environment."""
-CONTEXT = 256
-"""Number of positions of the tiny model, for which each character is a token."""
+LONGEST = 1024
+"""Largest number of tokens of a demonstration; the tiny model has one for each character."""
+POSITIONS, MAX_TOKENS = 256, 16
+"""Number of positions, and of tokens of a completion, if all solutions are short."""
+TURNS = 8
+"""Largest number of completions of a rollout that positions are made for."""
 
 Demonstration = tuple[str, ...]
 """A conversation: the prompt, a reply, the environment's answer, a reply, ..."""
 
 
+def lengths(found: Sequence[Demonstration], turns: int) -> tuple[int, int]:
+    """Return the positions and the ``max_tokens`` that leave room for solutions, and for longer replies.
+
+    Args:
+        found: the demonstrations.
+        turns: largest number of completions of a rollout.
+    """
+    prompts, replies, answers = (
+        max((len(text) for texts in found for text in texts[part]), default=0)
+        for part in (slice(1), slice(1, None, 2), slice(2, None, 2))
+    )
+    max_tokens = max(MAX_TOKENS, (replies + 1) * 5 // 4)
+    rollout = prompts + min(turns, TURNS) * (max_tokens + answers)
+    return max(POSITIONS, min(rollout, 2 * LONGEST)), max_tokens
+
+
 async def demonstrations(
     environments: Mapping[str, SolvingEnvironment], prompts: Mapping[str, Sequence[Prompt]]
 ) -> tuple[Demonstration, ...]:
-    """Make a demonstration for each prompt for which ``solve`` knows a reply, unless it exceeds ``CONTEXT``.
+    """Make a demonstration for each prompt for which ``solve`` knows a reply, unless it exceeds ``LONGEST``.
 
     Args:
         environments: the environment of each task.
@@ -74,7 +94,7 @@ async def _played(environment: SolvingEnvironment, prompts: Sequence[Prompt]) ->
         if several:
             await environment.close(list(starts))
     found = [tuple(texts[: len(texts) // 2 * 2]) for texts in said.values() if len(texts) > 1]
-    return [texts for texts in found if sum(map(len, texts)) + len(texts) // 2 <= CONTEXT]
+    return [texts for texts in found if sum(map(len, texts)) + len(texts) // 2 <= LONGEST]
 
 
 def _text(messages: Sequence[Message]) -> str:

@@ -21,20 +21,28 @@ import torch
 from grpo_core.contracts.errors import ConfigError
 from grpo_core.contracts.records import Row
 from grpo_core.contracts.tokens import NOT_SAMPLED, Tokens
-from grpo_core.demo.demonstrations import CONTEXT
+from grpo_core.demo.demonstrations import LONGEST, POSITIONS
 from grpo_core.training.microbatch import collate
 from grpo_core.training.model import Scorer
 
 PAD, END, UNKNOWN = "<|pad|>", "<|end|>", "<|unknown|>"
 CHARACTERS = "\n" + "".join(c for c in map(chr, range(32, 127)) if c in string.printable)
 BATCH = 128
+STEPS, MOST_STEPS = 40, 200
+"""Numbers of steps that the warm-up takes at least and at most, unless they are set."""
+ENOUGH = 0.05
+"""Share of right conversations at which the warm-up ends: rewards can raise it from there."""
+SOME = 32
+"""Number of demonstrations that measure the share."""
+TOKENS = BATCH * POSITIONS
+"""Largest number of tokens of a warm-up step, which bounds its memory."""
 LR = 4e-3
 
 Demonstrations = Sequence[Sequence[str]]
 """Conversations: a prompt, a reply, an answer, a reply, ..., with a reply at the end."""
 
 
-def tiny_config(*, width: int, layers: int) -> dict[str, Any]:
+def tiny_config(*, width: int, layers: int, positions: int) -> dict[str, Any]:
     """Return the contents of the model's config.json."""
     return {
         "model_type": "llama",
@@ -44,7 +52,7 @@ def tiny_config(*, width: int, layers: int) -> dict[str, Any]:
         "num_hidden_layers": layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
-        "max_position_embeddings": CONTEXT,
+        "max_position_embeddings": positions,
         "tie_word_embeddings": True,
         "pad_token_id": 0,
         "bos_token_id": None,
@@ -58,17 +66,18 @@ def make_tiny_model(
     *,
     width: int = 64,
     layers: int = 2,
-    warm_start_steps: int = 40,
+    positions: int = POSITIONS,
+    warm_start_steps: int | None = None,
     seed: int = 0,
 ) -> None:
     """Write config, tokenizer and warm-started weights into ``directory``; it appears complete or not at all.
 
     The weights are a function of the arguments.  Raises ConfigError without demonstrations.
     """
-    if warm_start_steps and not demonstrations:
+    if warm_start_steps != 0 and not demonstrations:
         raise ConfigError(
             'model.path = "tiny" starts from solved prompts, but the environment solves none within its '
-            f"{CONTEXT} positions: define solve(prompt), choose a model, or set "
+            f"{LONGEST} positions: define solve(prompt), choose a model, or set "
             "model.options.warm_start_steps = 0"
         )
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -76,18 +85,18 @@ def make_tiny_model(
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(LlamaConfig(**tiny_config(width=width, layers=layers)))
+        model = LlamaForCausalLM(LlamaConfig(**tiny_config(width=width, layers=layers, positions=positions)))
     warm_start(model, demonstrations, steps=warm_start_steps, seed=seed)
     directory.parent.mkdir(parents=True, exist_ok=True)
     beside = directory.with_name(f"{directory.name}.{os.getpid()}.part")
     logging.disable_progress_bar()  # about a file that is written in a millisecond
     model.save_pretrained(beside)
-    write_tokenizer(beside)
+    write_tokenizer(beside, positions)
     shutil.rmtree(directory, ignore_errors=True)
     beside.replace(directory)
 
 
-def write_tokenizer(directory: Path) -> None:
+def write_tokenizer(directory: Path, positions: int = POSITIONS) -> None:
     """A token for each printable ASCII character and newline; prompts are plain text, without a template."""
     from tokenizers import Tokenizer, decoders, models
 
@@ -101,7 +110,7 @@ def write_tokenizer(directory: Path) -> None:
         "pad_token": PAD,
         "eos_token": END,
         "unk_token": UNKNOWN,
-        "model_max_length": CONTEXT,
+        "model_max_length": positions,
         "clean_up_tokenization_spaces": False,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
@@ -112,23 +121,39 @@ def encode(text: str) -> tuple[int, ...]:
     return tuple(CHARACTERS.find(c) + 3 if c in CHARACTERS else 2 for c in text)
 
 
-def warm_start(model: torch.nn.Module, demonstrations: Demonstrations, *, steps: int, seed: int) -> None:
-    """Take supervised steps on replies and their ends, with 128 demonstrations each, drawn by ``seed``."""
-    if not steps:
+def warm_start(
+    model: torch.nn.Module, demonstrations: Demonstrations, *, steps: int | None, seed: int
+) -> None:
+    """Take supervised steps on replies and their ends, each with demonstrations drawn by ``seed``.
+
+    ``steps = None`` takes as many as a few right answers need.
+    """
+    if steps == 0:
         return
     rows = [_row(*texts) for texts in demonstrations]
+    batch = min(BATCH, TOKENS // max(len(row.prompt_ids) + len(row.tokens) for row in rows))
     order = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
     policy = Scorer(model.train())
-    for step in range(steps):
+    some = random.Random(seed).sample(rows, min(SOME, len(rows)))
+    for step in range(MOST_STEPS if steps is None else steps):
+        if steps is None and step >= STEPS and step % 10 == 0 and _solved(policy, some) >= ENOUGH:
+            break
         optimizer.param_groups[0]["lr"] = LR * min(1.0, (step + 1) / 5)
-        micro = collate(order.choices(rows, k=BATCH), policy.device)
+        micro = collate(order.choices(rows, k=batch), policy.device)
         logprobs, _ = policy.score(micro, temperature=1.0)
         torch.autograd.backward(-logprobs.mean())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
     model.eval()
+
+
+def _solved(policy: Scorer, rows: Sequence[Row]) -> float:
+    """Return the mean probability of sampling a demonstration."""
+    with torch.no_grad():
+        scored = [policy.score(collate([row], policy.device), temperature=1.0)[0] for row in rows]
+    return sum(float(logprobs.sum().exp()) for logprobs in scored) / len(rows)
 
 
 def _row(prompt: str, *said: str) -> Row:

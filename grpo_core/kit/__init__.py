@@ -118,6 +118,7 @@ A command that shows runs, in addition to ``grpo_core.Run``:
     RunDirectory                locks the directory of a run
     Retention                   names the checkpoints to keep
     planned_steps               returns the number of steps of a whole run
+    Trend, Fall                 find tasks whose validation falls while their training does not
     headline, progress, SHARES  choose a task's representative metric, and format it
     thoughts                    keys of a message with its thoughts
 
@@ -242,6 +243,8 @@ if TYPE_CHECKING:
     from grpo_core.loop.rollout import play as play
     from grpo_core.loop.schedule import rate as rate
     from grpo_core.loop.timeline import during as during
+    from grpo_core.loop.trend import Fall as Fall
+    from grpo_core.loop.trend import Trend as Trend
     from grpo_core.models import files as files
     from grpo_core.models.fitting import ModelFiles as ModelFiles
     from grpo_core.plugins import offers as offers

@@ -284,6 +284,10 @@ class RunDirectory:
         replace_file(disk, self.path / CONFIG, as_toml(config).encode())
         self._earlier = earlier
 
+    def complete_config(self, config: Config) -> None:
+        """Write the configuration with a value that was not known before."""
+        replace_file(Disk(), self.path / CONFIG, as_toml(config).encode())
+
     def take_back_config(self) -> None:
         """Restore the configuration that ``replace_config`` replaced, if any."""
         if self._earlier is not None:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import io
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ from grpo_core.kit import (
 from grpo_plugin_devkit.conformance import Finding, finding_of, message_of
 from grpo_plugin_devkit.contracts import Contract
 from grpo_plugin_devkit.environments import findings_by_name
+from grpo_plugin_devkit.wheels import files_in_wheel
 
 CHECKED: Mapping[offers.Kind, tuple[str, str]] = {
     "environment": ("evaluate", ""),
@@ -97,6 +99,8 @@ def check(
         if offer.kind != "environment":  # environments are loaded in their own process only
             host.check_options(offer.kind, offer.name, options)
         title, found = str(offer), findings(host, offer, options, task or [], sections)
+        if offer.plugin.version:  # it is installed
+            found = itertools.chain(found, files_in_wheel(offer.plugin.module, offer.plugin.distribution))
     console.print(Text(inert(title), style="bold"))
     counts = {"passed": 0, "failed": 0, "noted": 0}
     for finding in found:

@@ -9,14 +9,16 @@ import shlex
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
 import yaml
 
-from grpo_core import ConfigError, EngineSetup, Rollout, load_object
-from grpo_core.kit import import_file
+from grpo_core import ConfigError, EngineSetup, Rollout, Run, load_object
+from grpo_core.kit import headline, import_file
 from grpo_plugin_devkit import new as scaffold
+from grpo_plugin_devkit import wheels
 
 MADE = [(sort, "") for sort in scaffold.SORTS] + [("environment", variant) for variant in scaffold.VARIANTS]
 IN_CI = ("environment", "agent", "loss", "sampler")
@@ -48,7 +50,7 @@ def made(where, sort, variant=""):
     return name, project
 
 
-def done(command, project, where, *more):
+def done(command, project, where, *more, seconds=240):
     """Run a command that a page of the plugin names."""
     words = [*shlex.split(command), *more]
     path = os.pathsep.join([str(project), os.environ.get("PYTHONPATH", "")])
@@ -59,7 +61,7 @@ def done(command, project, where, *more):
         env={**os.environ, "PYTHONPATH": path, "COLUMNS": "200"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=seconds,
     )
     assert ended.returncode == 0, f"{command}\n{ended.stdout}\n{ended.stderr}"
     return ended.stdout
@@ -162,8 +164,112 @@ def test_a_new_environment_trains_at_once(variant, tmp_path):
     """Tests of each kind train with the others; this one is about the files around them."""
     _, project = made(tmp_path, "environment", variant)
     train, _ = commands_of(project)
-    small = [word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")]
-    assert "2 of 2 steps" in done(train, project, tmp_path, *small)
+    small = [f"{key}={value}" for key, value in SMALL.items() if key != "rollout.max_tokens"]
+    told = done(train, project, tmp_path, *(word for each in small for word in ("--set", each)))
+    assert "2 of 2 steps" in told
+    assert "of its own solutions are longer" not in told
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize(("sort", "variant"), MADE, ids=NAMES)
+def test_a_new_plugin_raises_the_validation_unedited(sort, variant, tmp_path):
+    """With the command of its README, in forty steps; an environment passes the audit before."""
+    pytest.importorskip("openai" if sort == "agent" else "grpo_core")
+    name, project = made(tmp_path, sort, variant)
+    if sort == "environment":
+        done(f"grpo-core audit {name}", project, tmp_path)
+    train, _ = commands_of(project)
+    done(train, project, tmp_path, "--set", "trainer.steps=40", "--output", "run", seconds=3000)
+    measured = Run(tmp_path / "run").validations()
+    names = [name for name in measured[0] if name not in ("step", "task")]
+    assert measured[-1][headline(names)] > measured[0][headline(names)]
+
+
+READ = {
+    "stock.csv": "apple,3\n",
+    "data/prices.json": "{}",
+    "data/deep/words.txt": "word\n",
+    "more/rows.jsonl": "",
+}
+"""Files that an environment may read, by their paths in its package."""
+
+
+def with_files(project, name):
+    package = project / f"grpo_plugin_{name}"
+    for path, text in {**READ, "more/__init__.py": "", "__pycache__/old.pyc": "", ".hidden/x": ""}.items():
+        (package / path).parent.mkdir(parents=True, exist_ok=True)
+        (package / path).write_text(text)
+    return package
+
+
+def wheel_of(project, where):
+    build = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(where),
+    ]
+    subprocess.run([*build, str(project)], check=True)
+    (wheel,) = where.glob("*.whl")
+    return wheel
+
+
+@pytest.mark.long
+def test_the_wheel_of_a_new_plugin_has_the_files_that_it_reads(tmp_path):
+    name, project = made(tmp_path, "environment")
+    package = with_files(project, name).name
+    held = set(zipfile.ZipFile(wheel_of(project, tmp_path / "wheels")).namelist())
+    assert {f"{package}/{path}" for path in (*READ, "more/__init__.py", "environment.py")} <= held
+    assert not [each for each in held if each.endswith(".pyc")]
+
+
+def found_by_check(name):
+    """What `check` says of the wheel of an installed plugin, here in a process of the test."""
+    return list(wheels.files_in_wheel(f"grpo_plugin_{name}", f"grpo-plugin-{name.replace('_', '-')}"))
+
+
+def test_check_names_the_files_that_a_wheel_would_leave_out(tmp_path, monkeypatch):
+    name, project = made(tmp_path, "environment")
+    with_files(project, name)
+    monkeypatch.syspath_prepend(str(project))
+    (whole,) = found_by_check(name)
+    assert whole.outcome == "passed"
+    toml = project / "pyproject.toml"
+    toml.write_text(toml.read_text().replace('"*" = ["**/*"]', '"*" = ["*.json"]'))
+    (part,) = found_by_check(name)
+    assert part.outcome == "noted"
+    assert [path for path in READ if path in part.result] == [
+        "stock.csv",
+        "data/deep/words.txt",
+        "more/rows.jsonl",
+    ]
+    told = done(f"grpo-core check {name}", project, tmp_path)
+    assert "stock.csv" in told
+    assert " 0 failed" in told
+
+
+@pytest.mark.long
+def test_check_names_the_files_that_an_installed_wheel_lacks(tmp_path, monkeypatch):
+    name, project = made(tmp_path, "environment")
+    toml = project / "pyproject.toml"
+    toml.write_text(toml.read_text().replace('"*" = ["**/*"]', '"*" = ["*.csv"]'))
+    package = with_files(project, name)
+    wheel = wheel_of(project, tmp_path / "wheels")
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(tmp_path / "site")]
+    subprocess.run([*install, str(wheel)], check=True)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    (whole,) = found_by_check(name)
+    assert (whole.outcome, "stock.csv" in whole.result) == ("passed", False)
+    (tmp_path / "site" / package.name / "by_hand.csv").write_text("")
+    (part,) = found_by_check(name)
+    assert part.outcome == "noted"
+    assert "by_hand.csv" in part.result
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from grpo_core import ConfigError
 from grpo_core.kit import (
@@ -38,6 +38,8 @@ ROLLOUTS = 12_800
 """Number of rollouts that suffices for the means and takes about a second."""
 SWEEP = (0, 1, 2, 4)
 """Default values of ``pipeline.max_staleness`` to compare."""
+SHORT = 16
+"""Limit of a completion if it depends on a model that is made when the run starts."""
 
 SIMULATED = (
     "advantage.*",
@@ -118,6 +120,8 @@ def simulate(
     changes, variants = parse_settings(settings or []), variants_of(sweep or [], cross=cross)
     check_comparable(dict.fromkeys(key for _, each in variants for key in flat(each)))
     run, host = launch.configure(tables, changes, no_plugin or [])
+    if run.rollout.max_tokens == 0:  # the model is not made
+        run = evolve(run, rollout=evolve(run.rollout, max_tokens=SHORT))
     service = read_times(times, time or [], fitting(run.rollout.max_tokens))
     for key in unknown(flat(changes)):
         complain(

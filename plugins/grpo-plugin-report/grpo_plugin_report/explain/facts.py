@@ -17,7 +17,7 @@ from typing import Any
 from attrs import define, field
 
 from grpo_core import Run
-from grpo_core.kit import planned_steps
+from grpo_core.kit import Fall, Trend, planned_steps
 
 STARTING = ("start", "first weight sync", "first validation")
 """Stages of the loop before its first step, excluded from shares of the time."""
@@ -142,6 +142,8 @@ class Facts:
     """Warnings by cause."""
     incidents: dict[tuple[str, str], Messages] = field(factory=dict)
     """Incidents by kind and component."""
+    falls: dict[str, Fall | None] = field(factory=dict)
+    """Tasks whose newest validation is worse, while their training is not."""
     skipped: dict[str, Messages] = field(factory=dict)
     """Skipped prompts by task."""
     prompts: dict[str, Prompts] = field(factory=dict)
@@ -176,11 +178,13 @@ class Facts:
     def read(cls, run: Run) -> Facts:
         """Read the files of a run."""
         facts = cls(path=run.path, running=run.is_running, config=run.config)
+        trend = Trend()
         for row in run.rows(RECORDS[0]):
             step = _whole(row.get("step"))
-            for name, value in row.items():
-                if (number := _number(value)) is not None:
-                    facts.series.setdefault(name, Series()).add(step, number)
+            numbers = {name: number for name in row if (number := _number(row[name])) is not None}
+            for name, number in numbers.items():
+                facts.series.setdefault(name, Series()).add(step, number)
+            facts.falls |= trend.observe(step, numbers)
         for row in run.events(*WANTED):
             facts._take_event(row)
         for row in run.timeline():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from grpo_plugin_report.explain.causes import Finding, moved, percent
 from grpo_plugin_report.explain.facts import Facts
 
@@ -203,27 +201,20 @@ def entropy_collapsed(facts: Facts) -> Finding | None:
 
 
 def overfitted(facts: Facts) -> Finding | None:
-    """Training prompts get better while held-out prompts get worse."""
-    for task in facts.tasks:
-        reward = facts.of(f"reward/{task}")
-        held_out = facts.of(f"validation/{task}/reward")
-        if len(held_out) < 3 or len(reward) < 8:
-            continue
-        best, last = held_out.most, held_out.values[-1]
-        low = facts.of(f"validation/{task}/reward_low")
-        step = held_out.steps[held_out.values.index(best)]
-        surely = last < dict(zip(low.steps, low.values, strict=True)).get(step, math.inf)
-        if reward.last - reward.first > 0.1 and best - last > 0.08 and surely:
-            validated = facts.of(f"validation/{task}/prompts").values
-            return Finding(
-                f"Task {task!r} gets better on training prompts and worse on held-out ones.",
-                (
-                    f"mean reward in training: {moved(reward.first, reward.last)}",
-                    f"validation reward: {best:.3g} at step {step}, {last:.3g} at step {held_out.steps[-1]}",
-                    f"{len(facts.prompts[task].ids) if task in facts.prompts else 0} different training "
-                    f"prompts, {f'{validated[-1]:g}' if validated else 'unknown'} held-out ones",
-                ),
-                f'keep the best checkpoint (checkpoint.best = "validation/{task}/reward"), stop at '
-                f"step {step}, or add training prompts like the held-out ones",
-            )
+    """Held-out prompts get worse while training prompts do not."""
+    for fall in filter(None, facts.falls.values()):
+        before, now = fall.trained
+        validated = facts.of(f"validation/{fall.task}/prompts").values
+        trained = len(facts.prompts[fall.task].ids) if fall.task in facts.prompts else 0
+        return Finding(
+            f"Task {fall.task!r} gets worse on held-out prompts, and does not on training prompts.",
+            (
+                f"mean reward in training: {before:.3g} at that time, {now:.3g} at the end",
+                f"validation {fall.metric}: {fall.best:.3g} at step {fall.step}, {fall.last:.3g} at the end",
+                f"{trained} different training prompts, "
+                f"{f'{validated[-1]:g}' if validated else 'unknown'} held-out ones",
+            ),
+            "shuffle prompts with a seed before you split them, add training prompts like the held-out ones, "
+            f'or keep the best checkpoint (checkpoint.best = "validation/{fall.task}/{fall.metric}")',
+        )
     return None
