@@ -41,6 +41,8 @@ FIXED = (
     "optimizer.name",
 )
 """Keys that keep their values in all starts of a run with a checkpoint."""
+ENDS = ("trainer.steps", "trainer.epochs", "trainer.stop_when")
+"""Keys that say when a run ends."""
 LONGEST_NOTE = 300
 """Largest number of characters of an error in a note."""
 
@@ -115,12 +117,8 @@ def _found(
     config, host = configured([replace_parts(as_table(before), changes), changes], block, offers)
     found = checkpoint.newest(directory.checkpoints)
     over = None if found is None else _over(path, found, config, directory)
-    if over is not None and over.complete:
-        return Launch(
-            config=before, host=host, directory=directory, found=found, over=over, notes=(over.told,)
-        )
     config = with_absolute_paths(config, host)
-    edits = differences(as_table(before), as_table(config))
+    edits = list(differences(as_table(before), as_table(config)))
     notes = [f"{key}: {shown(old)} -> {shown(_given(changes, key, new))}" for key, old, new in edits]
     if found is None:
         notes.append(f"{path} has no checkpoint yet: starting from the beginning")
@@ -136,6 +134,16 @@ def _found(
                         f"{path}: {key} is {shown(fixed.get(key))} in its checkpoint and {shown(now)} now; "
                         "it cannot change within a run: keep it, or start a new run"
                     )
+            if over is not None and over.complete:
+                for key, old, new in edits:
+                    if key not in ENDS and not key.startswith("tracking."):
+                        raise ConfigError(
+                            f"{over.told}, or leave out {key} = {shown(new)}, which was {shown(old)}: "
+                            "nothing is left to train with it"
+                        )
+                return Launch(
+                    config=before, host=host, directory=directory, found=found, over=over, notes=(over.told,)
+                )
             _check_start(path, saved.get("start", ""), config, host)
             _check_staleness(path, state["buffer"]["ready"], config.pipeline.max_staleness)
             notes += _warnings(path, saved, config)

@@ -185,7 +185,7 @@ def test_a_run_without_events_is_explained_by_its_metrics(tmp_path: Path) -> Non
 def test_text_that_a_plugin_wrote_does_nothing_to_the_terminal(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    event = {"event": "ErrorRaised", "step": 3, "message": "\x1b[2Jgone", "traceback": ""}
+    event = {"event": "ErrorRaised", "step": 3, "message": "\x1b[2Jgone", "fault": None}
     with (run / "events.jsonl").open("a") as file:
         file.write(json.dumps(event) + "\n")
     command.explain(run, as_json=False)
