@@ -238,6 +238,10 @@ def test_a_run_that_was_killed_has_the_date_of_its_last_metrics_if_it_has_any() 
         (killed,) = [finding for finding in explained(facts) if finding.cause == "killed"]
         assert f"the run made {len(times)} of 4 steps; there is no checkpoint" in killed.evidence[2]
         assert told in killed.evidence[2]
+    facts.warnings["disk"] = Messages(1, 3, 3, "4 MB are free")
+    (full,) = [finding for finding in explained(facts) if finding.cause == "killed"]
+    assert full.title == "The disk of the run is full."
+    assert "OOM" not in f"{full}"
     facts.missing.append("events.jsonl")
     assert "killed" not in causes(facts), "nobody knows how it ended"
 
