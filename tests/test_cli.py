@@ -446,6 +446,11 @@ def test_a_finished_run_says_how_to_continue(trained):
     ]:
         done = grpo(run.parent, "train", "--resume", "run", *more)
         assert (done.returncode, done.stdout, done.stderr) == (0, said, "")
+    for change in ("rollout.max_tokens=9", "model.path=smollm2"):
+        key, _, value = change.partition("=")
+        said = refused(run.parent, "train", "--resume", "run", "--set", change)
+        assert key in said, "a change without an effect is not ignored"
+        assert value in said
 
 
 @pytest.mark.slow
@@ -498,7 +503,7 @@ def one_short(groups):
 @pytest.mark.parametrize(
     ("part", "name", "message"),
     [
-        ("loss", "raises", "loss '{file}:raises' of plugin 'objectives.py' (a file) raised Attr"),
+        ("loss", "raises", "loss '{file}:raises' of plugin 'objectives.py' (a file) raised objectives.py:"),
         pytest.param(
             "advantage", "one_short", "advantage '{file}:one_short' of plugin 'objectives.py' (a file) "
             "returned groups of sizes [3, 3, 3, 3]; expected one number or None for each rollout: "

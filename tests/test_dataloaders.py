@@ -251,7 +251,10 @@ def test_a_dataloader_that_raises_is_named_with_the_error(opened):
         raise OSError("no such table")
 
     dataloader = opened(fails)
-    with pytest.raises(PluginError, match=r"task 't': dataloader 'mine:rows': it raised OSError: no such"):
+    message = (
+        r"task 't': dataloader 'mine:rows': it raised test_dataloaders.py:\d+ in fails: OSError: no such"
+    )
+    with pytest.raises(PluginError, match=message):
         asyncio.run(dataloader.first(1))
     with pytest.raises(PluginError, match="no such table"):
         dataloader.take(1)

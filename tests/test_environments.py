@@ -127,11 +127,19 @@ SCENES = """
                 await asyncio.sleep(0)
                 return self.one(episode.reply)
 
-
     class Bare:
         def prompts(self, split):
             return [grpo.Prompt(messages="1+1=", answer="2")]
 """
+
+
+def at(code, method):
+    """The place of a line of SCENES, as errors show it."""
+    lines = textwrap.dedent(SCENES).splitlines()
+    return f"scenes.py:{next(number for number, line in enumerate(lines, 1) if code in line)} in {method}"
+
+
+RAISES, BATCH = at('case "raise"', "one"), at('case "no batches"', "evaluate")
 
 
 @pytest.fixture
@@ -328,8 +336,8 @@ def test_prompts_are_counted_while_they_are_read(scenes, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("mode", "message"),
     [
-        ("raises", "prompts('train') raised OSError: the disk is gone"),
-        ("exits", "prompts('train') raised SystemExit: 2"),
+        ("raises", f"prompts('train') raised {at('OSError', 'prompts')}: OSError: the disk is gone"),
+        ("exits", f"prompts('train') raised {at('SystemExit(2)', 'prompts')}: SystemExit: 2"),
         ("no prompt", "prompts('train')[1] is str, expected grpo_core.Prompt"),
         ("no message", "prompts('train')[1]: prompt '1': there are no messages; expected at least one"),
         ("bad message", "prompts('train')[1]: prompt '1': message 1 is 'hello'; expected one such as"),
@@ -385,12 +393,12 @@ def test_only_the_culprits_lose_their_rewards(scenes, name):
         results = await process.evaluate(episodes(*replies))
         assert [v.reward for v in results] == [1.0, None, 1.0, None, None, None, 1.0]
         errors = dict(zip(replies, [v.error for v in results], strict=True))
-        assert errors["raise"] == "KeyError: 'gold'"
+        assert errors["raise"] == f"{RAISES}: KeyError: 'gold'"
         assert "environment of task 'play' died (killed by SIGSEGV)" in errors["die"]
-        assert "evaluate raised SystemExit: 2" in errors["leave"]
+        assert "SystemExit: 2" in errors["leave"]
         assert errors["nan"].startswith("reward is nan")
-        assert "in one\n" in process.first_traceback
-        assert "KeyError: 'gold'" in process.first_traceback
+        assert "in one\n" in results[1].fault.traceback
+        assert results[1].fault.kind == "KeyError"
         # what asyncio.gather leaves behind when one of its tasks raises goes on, and dies a second time
         assert process.starts == (2 if name == "Scenes" else 3), "only a death needs a new process"
 
@@ -455,10 +463,10 @@ def test_a_batch_that_fails_while_its_parts_succeed_is_reported(scenes):
     assert [(i.kind, i.message) for i in incidents] == [
         (
             "batch_failed",
-            "batches of 4 fail (RuntimeError: CUDA out of memory); 4 of 4 single calls succeed",
+            f"batches of 4 fail ({BATCH}: RuntimeError: CUDA out of memory); 4 of 4 single calls succeed",
         )
     ] * 2
-    assert "in evaluate" in incidents[0].traceback
+    assert "in evaluate" in incidents[0].fault.traceback
 
 
 @pytest.mark.slow
@@ -469,11 +477,11 @@ def test_what_fails_is_reported_with_its_cause(scenes):
         await process.evaluate(episodes("a", "raise", "b"))
 
     first, death, single, batch = heard(scenes, story)
-    assert (first.kind, first.message) == ("call_failed", "KeyError: 'gold'")
-    assert "in one\n" in first.traceback
+    assert (first.kind, first.message) == ("call_failed", f"{RAISES}: KeyError: 'gold'")
+    assert "in one\n" in first.fault.traceback
     assert (death.kind, death.message) == ("died", "died (killed by SIGSEGV); it is started again")
     assert (single.kind, single.message) == (first.kind, first.message)
-    assert batch.message == "batches of 3 fail (KeyError: 'gold'); 2 of 3 single calls succeed"
+    assert batch.message == f"batches of 3 fail ({RAISES}: KeyError: 'gold'); 2 of 3 single calls succeed"
 
 
 @pytest.mark.slow
@@ -535,7 +543,7 @@ def test_groups_that_are_compared_stay_whole(scenes):
 def test_an_environment_that_always_fails_is_not_tried_forever(scenes):
     async def story(process):
         results = await process.evaluate(episodes(*["raise"] * 50))
-        assert [v.error for v in results] == ["KeyError: 'gold'"] * 50
+        assert [v.error for v in results] == [f"{RAISES}: KeyError: 'gold'"] * 50
         assert await process.evaluate(episodes("calls")) == [Feedback(reward=22.0)]
 
     run(scenes, story)
@@ -558,8 +566,11 @@ def test_a_caller_that_goes_away_takes_the_call_along(scenes):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mode": "cannot be made"}, "cannot be made: RuntimeError: no such table"),
-        ({"mode": "leaves"}, "cannot be made: SystemExit: 0"),
+        (
+            {"mode": "cannot be made"},
+            f"cannot be made: {at('no such table', '__init__')}: RuntimeError: no such",
+        ),
+        ({"mode": "leaves"}, f"cannot be made: {at('SystemExit(0)', '__init__')}: SystemExit: 0"),
         ({"mood": "fine"}, "has no option 'mood'. Did you mean 'mode'? Its options: mode='fine'"),
         ({"mode": "dies"}, "task 'play': the environment cannot be started: environment of task 'play' died"),
     ],
@@ -600,7 +611,7 @@ def test_prompts_that_cannot_leave_their_process_are_an_error(scenes, mode):
 @pytest.mark.slow
 def test_a_solution_that_raises_is_an_error(scenes):
     async def story(process):
-        with pytest.raises(PluginError, match="solve raised KeyError: '1'"):
+        with pytest.raises(PluginError, match=r"solve raised scenes.py:\d+ in solve: KeyError: '1'"):
             await process.solve((await process.prompts("train"))[1:])
 
     run(scenes, story, mode="cannot solve")

@@ -74,7 +74,7 @@ def test_wrong_input_is_one_message_and_status_2(here, arguments, message):
         (["train", "--env", "math:sort", "--model", "tniy"], "Did you mean 'tiny'?"),
         (
             ["train", "old"],
-            "old: not readable as TOML. It is the directory of a run: use `grpo-core train --res",
+            "old is a directory; expected a TOML configuration. It is the directory of a run: use `grpo-core",
         ),
         (["check", "old"], "It is the directory of a run"),
         (["report", "."], "It contains the runs old."),

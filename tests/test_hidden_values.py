@@ -82,7 +82,7 @@ def leaky(tmp_path, monkeypatch):
 
 
 def feedback_on(leaky, reply, tmp_path, tool=False):
-    """Return the feedback, the incidents, the first traceback and the log."""
+    """Return the feedback, the incidents and the log."""
     given = {"JUDGE_KEY": "$KEY_OF_TODAY", "JUDGE_HEADER": "Bearer ${KEY_OF_TODAY}"}
     message = {"role": "assistant", "content": reply}
     if tool:
@@ -99,7 +99,7 @@ def feedback_on(leaky, reply, tmp_path, tool=False):
                 (feedback,) = await process.evaluate(
                     [Episode(prompt=prompt, messages=(message,), session="s")]
                 )
-            return feedback, incidents, process.first_traceback, log.read_text()
+            return feedback, incidents, log.read_text()
         finally:
             await process.aclose()
 
@@ -116,13 +116,13 @@ def feedback_on(leaky, reply, tmp_path, tool=False):
     ],
 )
 def test_an_error_of_an_environment_does_not_show_the_values_of_its_variables(leaky, reply, told, tmp_path):
-    feedback, incidents, traceback, _ = feedback_on(leaky, reply, tmp_path)
+    feedback, incidents, _ = feedback_on(leaky, reply, tmp_path)
     assert told in feedback.error
-    assert SECRET not in f"{feedback}{incidents}{traceback}"
+    assert SECRET not in f"{feedback}{feedback.fault}{incidents}"
 
 
 def test_what_an_environment_prints_is_logged_without_the_values_of_its_variables(leaky, tmp_path):
-    feedback, _, _, log = feedback_on(leaky, "prints", tmp_path)
+    feedback, _, log = feedback_on(leaky, "prints", tmp_path)
     assert feedback.reward == 1.0
     assert "my key is $KEY_OF_TODAY" in log
     assert SECRET not in log

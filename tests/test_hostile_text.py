@@ -166,7 +166,10 @@ def test_a_long_error_of_an_environment_is_cut_everywhere_but_in_its_log_file(tm
     assert "the last row" in done.stderr
     assert len(done.stdout) + len(done.stderr) < 7_000
     rows = list(map(json.loads, (tmp_path / "run" / "events.jsonl").read_text().splitlines()))
-    said = [row.get(key, "") for row in rows for key in ("message", "error", "traceback")]
+    said = [row.get(key, "") for row in rows for key in ("message", "error")]
+    faults = [row["fault"] for row in rows if row.get("fault")]
+    assert {fault["kind"] for fault in faults} == {"PluginError" if kind == "Own" else "ValueError"}
+    said += [fault[key] for fault in faults for key in ("message", "traceback")]
     assert any("the last row" in text for text in said)
     assert max(map(len, said)) < 20_000
     log = (tmp_path / "run" / "logs" / f"environment-{kind.lower()}.log").read_text()

@@ -12,7 +12,7 @@ from recording import tracked
 from test_docs import ROOT
 from test_pipeline import Run
 
-from grpo_core.contracts.errors import EngineError
+from grpo_core.contracts.errors import EngineError, Fault
 from grpo_core.contracts.events import IncidentReported, PromptSkipped, RunEnded, StepEnded
 from grpo_core.contracts.incidents import (
     EVERY,
@@ -62,14 +62,19 @@ def test_trackers_receive_an_incident_as_an_event():
     async def story():
         trackers = Trackers({"heard": heard})
         with reported_to(trackers.report):
-            report("batch_failed", "environment of task 'sort'", "a batch of 8 failed", traceback="Traceback")
+            report(
+                "batch_failed",
+                "environment of task 'sort'",
+                "a batch of 8 failed",
+                fault=Fault("ValueError", "b", "Traceback"),
+            )
         await trackers.close()
 
     asyncio.run(story())
     (event,) = heard.events
     assert isinstance(event, IncidentReported)
     assert (event.kind, event.component) == ("batch_failed", "environment of task 'sort'")
-    assert event.traceback == "Traceback"
+    assert event.fault.traceback == "Traceback"
 
 
 class Heard(Tracker):
@@ -97,7 +102,7 @@ def test_thousands_of_incidents_in_a_step_are_two_events_and_one_number():
             for step in (1, 2):
                 for i in range(3_000):
                     report("retried", "engine 0", f"call {i}")
-                report("died", "engine 0", "x" * 5_000, traceback="y" * 50_000 + "end")
+                report("died", "engine 0", "x" * 5_000, fault=Fault("E", "z" * 9_000, "y" * 50_000 + "end"))
                 metrics.append(trackers.incidents.read())
                 trackers.emit(StepEnded(step=step, metrics={}))
 
@@ -112,8 +117,9 @@ def test_thousands_of_incidents_in_a_step_are_two_events_and_one_number():
     assert metrics == [{"incidents/died": 1.0, "incidents/retried": 3_000.0}] * 2
     died = heard.incidents[1]
     assert (len(died.message), died.message[-1]) == (2_000, "…")
-    assert len(died.traceback) == 20_000
-    assert died.traceback.endswith("end")
+    assert len(died.fault.message) < 2_100
+    assert len(died.fault.traceback) < 20_100
+    assert died.fault.traceback.endswith("end")
     assert len(json.dumps([plain(event) for event in heard.incidents])) < 50_000
 
 

@@ -298,7 +298,7 @@ def test_a_deadline_of_a_rollout_still_ends_what_is_late_for_another_reason():
 class Host:
     """A worker of a pool that plays an environment in this process, without batches."""
 
-    slots, runs_agents, first_traceback, player = "none", False, "", None
+    slots, runs_agents, player = "none", False, None
 
     def __init__(self, made):
         self.host = EnvironmentHost.around(made)

@@ -73,7 +73,9 @@ def test_a_plugin_warns_of_a_run_or_refuses_it(install):  # noqa: F811
 
 def test_a_check_that_fails_is_a_fault_of_its_plugin(install):  # noqa: F811
     install("budget", BUDGET.replace("if budget is None:", "if budget.none:"))
-    with pytest.raises(PluginError, match=r"preflight 'budget' of plugin 'budget'.* raised AttributeError"):
+    with pytest.raises(
+        PluginError, match=r"preflight 'budget' of plugin 'budget'.* raised .*: AttributeError"
+    ):
         checked()
 
 

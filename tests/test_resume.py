@@ -678,7 +678,7 @@ class Fails(NotJson):
     ("sampler", "message"),
     [
         ("NotJson", "its state_dict() cannot be saved as JSON: Object of type set is not JSON serializable"),
-        ("Fails", "state_dict() raised KeyError: 'seen'"),
+        ("Fails", "in state_dict: KeyError: 'seen'"),
     ],
 )
 def test_a_sampler_whose_state_is_not_json_fails_at_once(here, sampler, message):

@@ -22,7 +22,7 @@ from rich.console import Console
 from grpo_core import cli
 from grpo_core.commands import complaints
 from grpo_core.config import Config, TrackingConfig, as_table, parse_setting
-from grpo_core.contracts.errors import ConfigError
+from grpo_core.contracts.errors import ConfigError, Fault
 from grpo_core.contracts.events import (
     ErrorRaised,
     GroupsReady,
@@ -124,8 +124,8 @@ def test_an_error_of_any_length_is_short_in_events_and_rollouts(tmp_path):
     group = Group(prompt=Prompt(messages="1+1="), rollouts=(rollout,), generation_version=0, target_version=0)
     told = [
         PromptSkipped(task="a", prompt="p", error=long),
-        IncidentReported(kind="died", component="environment", message=long, traceback=long),
-        ErrorRaised(message=long, traceback=long),
+        IncidentReported(kind="died", component="environment", message=long, fault=Fault("E", long, long)),
+        ErrorRaised(message=long, fault=Fault("E", long, long)),
         ValidationPlayed(version=0, groups=(group,)),
     ]
     run = record(tmp_path / "run", told, Config(tracking=TrackingConfig(trackers=["files", "report"])))

@@ -413,11 +413,11 @@ def test_a_call_that_raises_is_reported_and_unscored_and_made_once(file):
 
     (results, calls, starts), incidents = tell(file, story)
     assert [each.reward for each in results] == [1.0, None, None, 2.0]
-    assert results[1].error == "RuntimeError: no such rubric"
-    assert results[2].error.endswith("evaluate raised SystemExit: 3")
+    assert results[1].error.endswith(" in one: RuntimeError: no such rubric")
+    assert results[2].error.endswith(": SystemExit: 3")
     assert (calls.reward, starts) == (5.0, 1)
     assert kinds(incidents) == ["call_failed", "call_failed"]
-    assert "in one\n" in incidents[0].traceback
+    assert "in one\n" in incidents[0].fault.traceback
 
 
 @pytest.mark.slow

@@ -555,8 +555,8 @@ def test_rows_are_asked_for_at_the_same_time_where_the_hook_is_async(file, hooks
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Raises", "from_source of prompt '0' raised KeyError: 'nothing'"),
-        ("RaisesLater", "from_source of prompt '0' raised KeyError: 'nothing'"),
+        ("Raises", "in from_source: KeyError: 'nothing'"),
+        ("RaisesLater", "in from_source: KeyError: 'nothing'"),
         ("Forgets", "from_source of prompt '0' is NoneType, expected grpo_core.Prompt"),
         ("Hides", "from_source: a prompt cannot be sent to the trainer's process; put plain data"),
     ],

@@ -482,13 +482,13 @@ def test_the_entropy_has_its_gradient_in_every_architecture(kind: str, losses: P
     ("name", "message"),
     [
         ("forgets_the_policy", "does not depend on policy_logprobs"),
-        ("raises", "raised AttributeError: .*no_such_thing"),
+        ("raises", "raised losses.py:.*: AttributeError: .*no_such_thing"),
         ("one_number", r"returned shape \(\); expected .* one loss for each of the 4 sampled tokens"),
         ("no_tuple", r"returned shape \(4,\); expected \(losses, metrics\), a tensor and a dict"),
         ("three", r"returned a tuple of 3; expected \(losses, metrics\)"),
         ("float_metric", "a value of type float as metric 'spread'; expected .* one number for each"),
         ("short_metric", r"returned shape \(\) as metric 'spread'; expected .* each of the 4 sampled tokens"),
-        ("many_lines", r"raised RuntimeError: mat1 and mat2 do not fit a frame of C\+\+ .*\.\.\.$"),
+        ("many_lines", r"RuntimeError: mat1 and mat2 do not fit a frame of C\+\+ "),
     ],
 )
 def test_a_loss_that_breaks_its_contract_is_named(model: str, losses: Path, name: str, message: str) -> None:

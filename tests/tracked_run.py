@@ -50,7 +50,7 @@ def a_run(path: Path, strategy: ValidationStrategy, *, task: str = "task", **cha
         return await run_strategy("tested", strategy, context)
 
     def tell(incident: Incident, count: int) -> None:
-        run.events.append(IncidentReported(count=count, **asdict(incident)))
+        run.events.append(IncidentReported(count=count, **asdict(incident, recurse=False)))
 
     incidents = IncidentCounts(tell, lambda: 0.0)
     run.pipeline.validate, run.pipeline.readings = validate, incidents.read

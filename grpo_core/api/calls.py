@@ -19,7 +19,7 @@ from grpo_core.app.launch import configure_target, continued, new_run
 from grpo_core.app.session import Session, start_session
 from grpo_core.app.stopping import Stop
 from grpo_core.config import merge
-from grpo_core.contracts.errors import ConfigError, wrong_input
+from grpo_core.contracts.errors import ConfigError, GrpoError, wrong_input
 from grpo_core.contracts.unicode import inert
 from grpo_core.plugins.installed import importing_file
 from grpo_core.processes.aio import to_the_end
@@ -27,6 +27,19 @@ from grpo_core.processes.interrupts import received
 from grpo_core.validation.target import find_target
 
 T = TypeVar("T")
+
+
+class _Short(contextlib.ContextDecorator):
+    """Raises errors of ours without the frames of the run, which its log has."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, GrpoError):
+            error.__cause__ = error.__traceback__ = None
+            error.__suppress_context__ = True
+
+
 PathLike = str | os.PathLike[str]
 LISTENING = 0.2
 """Seconds between checks for ctrl-C while a run is on another thread."""
@@ -34,6 +47,7 @@ OPTION = re.compile(r"--(output|resume|env|only)(?: ([^\s:;,]+))?")
 """A command-line option that is an argument here, with its value."""
 
 
+@_Short()
 def train(
     config: PathLike | Mapping[str, Any] | None = None,
     *,
@@ -118,6 +132,7 @@ def train(
     return Run(start.directory.path)
 
 
+@_Short()
 def validate(
     model: PathLike | None = None,
     *,

@@ -135,7 +135,7 @@ def _task(found: Given, name: str, env: Any, splits: Mapping[str, Any]) -> dict[
         return {"env": env, **_source(splits)}
     if isinstance(env, type) or (isinstance(env, functools.partial) and isinstance(env.func, type)):
         return {"env": found.offer("environment", name, env), **_source(splits)}
-    if hasattr(env, "evaluate") or hasattr(env, "run"):
+    if any(hasattr(env, method) for method in ("evaluate", "score", "run")):
         one = Offer(lambda: env, once=True)
         return {"env": found.offer("environment", name, one), **_source(splits)}
     if not callable(env):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -28,10 +27,12 @@ KNOWN: Mapping[str, Callable[[Episode], Any]] = {
     "episode": lambda episode: episode,
 }
 """Values that a function can receive by the name of a parameter."""
+TRL = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+"""Parameters of TRL's reward functions."""
 
 
 class RewardFunction(Environment):
-    """Judges replies with a function, one at a time.
+    """Judges replies with a function.
 
     Args:
         function: see ``grpo_core.train``.
@@ -43,6 +44,8 @@ class RewardFunction(Environment):
 
     def __init__(self, function: Callable[..., Any], name: str, data: Mapping[str, Sequence[Any]]) -> None:
         self._function = function
+        self.judged_by = getattr(function, "__name__", name)
+        """Name of the function, for errors."""
         self._arguments = Parameters.of(function, name)
         self._prompts = {split: prompts_of(rows, name) for split, rows in data.items()}
         check = function.check if isinstance(function, Added) else self._arguments.check
@@ -53,6 +56,10 @@ class RewardFunction(Environment):
     def prompts(self, split: str) -> Sequence[Prompt]:
         return self._prompts.get(split, [])
 
+
+class SyncRewardFunction(RewardFunction):
+    """Judges replies one at a time."""
+
     def evaluate(self, episodes: Sequence[Episode]) -> Sequence[Reward]:
         return [self._function(**self._arguments(episode)) for episode in episodes]
 
@@ -62,9 +69,9 @@ class AsyncRewardFunction(RewardFunction):
 
     concurrency = AT_ONCE
 
-    async def evaluate(self, episodes: Sequence[Episode]) -> Sequence[Reward]:  # type: ignore[override]
-        calls = (self._function(**self._arguments(episode)) for episode in episodes)
-        return list(await asyncio.gather(*calls))
+    async def score(self, episode: Episode) -> Reward:
+        reward: Reward = await self._function(**self._arguments(episode))
+        return reward
 
 
 def environment_of(
@@ -72,7 +79,7 @@ def environment_of(
 ) -> RewardFunction:
     """Return the environment of a function, sync or async."""
     called = function if inspect.isroutine(function) else type(function).__call__
-    kind = AsyncRewardFunction if inspect.iscoroutinefunction(called) else RewardFunction
+    kind = AsyncRewardFunction if inspect.iscoroutinefunction(called) else SyncRewardFunction
     return kind(function, name, data)
 
 
@@ -183,17 +190,17 @@ class Parameters:
 
     def check(self, prompt: Prompt) -> None:
         """Raise PluginError if a parameter is not a field of the prompt."""
-        for key, needed in self.needed.items():
-            if needed and key not in KNOWN and key not in prompt.info:
-                if key == "completions":
-                    raise PluginError(
-                        f"env: {self.name} takes 'completions', as reward functions of TRL do; write "
-                        f"env='trl:./file.py:{self.name}' (pip install grpo-plugin-trl), or take reply"
-                    )
-                raise PluginError(
-                    f"env: {self.name} takes {key!r}, and prompt {prompt.id!r} has no such field; it has "
-                    f"{', '.join([*KNOWN, *prompt.info])}"
-                )
+        missing = [key for key, needed in self.needed.items() if needed and key not in (*KNOWN, *prompt.info)]
+        if foreign := [key for key in missing if key in TRL]:
+            raise PluginError(
+                f"env: {self.name} takes {foreign[0]!r}, as reward functions of TRL do; write "
+                f"env='trl:./file.py:{self.name}' (pip install grpo-plugin-trl), or take reply"
+            )
+        if missing:
+            raise PluginError(
+                f"env: {self.name} takes {missing[0]!r}, and prompt {prompt.id!r} has no such field; it has "
+                f"{', '.join([*KNOWN, *prompt.info])}"
+            )
 
     def __call__(self, episode: Episode) -> dict[str, Any]:
         """Return the arguments of a call.  Raises PluginError as ``check`` does."""

@@ -34,7 +34,7 @@ from grpo_core.app.resume import Launch, changed_schedule, identity
 from grpo_core.app.stopping import Stop, interruptions
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config, as_table
-from grpo_core.contracts.errors import describe, traceback_of
+from grpo_core.contracts.errors import describe, fault_of
 from grpo_core.contracts.events import (
     ErrorRaised,
     Event,
@@ -186,7 +186,7 @@ async def _train(run: RunContext, interruptible: Callable[[Pipeline], None]) -> 
         emit(timeline.extended(step))
         interrupted, last = isinstance(error, asyncio.CancelledError), max(step, trackers.step)
         if not interrupted:
-            emit(ErrorRaised(step=last, message=describe(error), traceback=traceback_of(error)))
+            emit(ErrorRaised(step=last, message=describe(error), fault=fault_of(error)))
         emit(RunEnded(step=last, reason="interrupted" if interrupted else "failed"))
         raise
     else:

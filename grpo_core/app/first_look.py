@@ -12,6 +12,7 @@ from grpo_core.contracts.errors import GrpoError, ModelError, PluginError
 from grpo_core.contracts.records import Episode, Prompt
 from grpo_core.data.leakage import digest, leaked
 from grpo_core.data.sources import Source, missing
+from grpo_core.environments.feedback import BAD_REWARD
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.text.conventions import REPLIES, WITH_CALLS, misread
 from grpo_core.text.rendering import Renderer, Tools
@@ -40,12 +41,10 @@ async def judge_one_reply(
         episode = Episode(prompt=part[0], messages=messages, session=task, finish_reason="length")
         (feedback,) = await environment.evaluate([episode])
         await environment.close([task])
-        error = feedback.error or ""
-        if error.partition(":")[0] in BUGS:
-            raised = f"{error}\n{environment.first_traceback}".rstrip()
-            raise PluginError(f"task {task!r}: evaluate raised {raised}")
-        if error.startswith("reward is "):  # not a number, as ``environments.feedback`` says it
-            raise PluginError(f"task {task!r}: evaluate of the reply {reply['content']!r:.80}: {error}")
+        if (fault := feedback.fault) is not None and fault.kind in BUGS:
+            raise PluginError(f"task {task!r}: {feedback.error}").carrying(fault)
+        if fault is not None and fault.kind == BAD_REWARD:
+            raise PluginError(f"task {task!r}: reply {reply['content']!r:.80}: {feedback.error}")
 
 
 async def first_look(

@@ -33,7 +33,7 @@ from grpo_core.contracts.protocols import (
 from grpo_core.contracts.records import EngineSetup, Group, Prompt, Rollout
 from grpo_core.data.dataloaders import Dataloader
 from grpo_core.data.samplers import FunctionSampler, draws_itself
-from grpo_core.environments.budget import ErrorBudget, errors_of_calls
+from grpo_core.environments.budget import ErrorBudget, failures_of_calls
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.loop.advantages import Clipped
 from grpo_core.loop.agreement import Tolerance
@@ -410,10 +410,9 @@ class Parts:
         def observe(task: str, rollouts: Sequence[Rollout], attempts: int) -> None:
             for each in rollouts:
                 lost.observe(each)
-            environment = environments[task]
-            for error in errors_of_calls(rollouts, needs_group=environment.needs_group):
+            for failed in failures_of_calls(rollouts, needs_group=environments[task].needs_group):
                 again = attempts == 0 < max_retries
-                budgets[task].observe(error, last=not again, traceback=environment.first_traceback)
+                budgets[task].observe(failed, last=not again)
 
         return observe
 

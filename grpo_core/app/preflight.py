@@ -53,6 +53,14 @@ CHECKED = ("engine", "trainer", "loss", "optimizer", "advantage", "filter", "pla
 """Kinds whose names and options are checked alone; other kinds are made, or checked in context."""
 
 
+def _stands_alone(name: str, host: PluginHost) -> bool:
+    """Return whether an environment has prompts without any option."""
+    try:
+        return len(host.make("environment", name).prompts("train")) > 0
+    except Exception:  # it needs an option, a service, or data
+        return False
+
+
 def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
     """Raise ConfigError, PluginError or ModelError for the first invalid choice.
 
@@ -61,9 +69,12 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
     """
     if not config.tasks and (trains or not config.validation.sets):
         offered = sorted(f"{p.name}:{n}" for p in host.plugins for n in p.offers.get("environment", ()))
+        whole = [name for name in offered if trains and not name.endswith("*")]
+        first = next((name for name in whole if _stands_alone(name, host)), "")
+        proposed = f"try grpo-core train --env {first}; " if first else ""
         raise ConfigError(
             f"no task to {'train on' if trains else 'measure'}: give an environment with --env NAME, or "
-            "[tasks.NAME] in CONFIG.toml; installed: "
+            f"[tasks.NAME] in CONFIG.toml; {proposed}installed: "
             + (", ".join(offered) or "none (pip install grpo-plugin-math, for one)")
         )
     parts = Parts(config, host)

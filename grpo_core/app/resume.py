@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import isclose
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,8 @@ FIXED = (
     "optimizer.name",
 )
 """Keys that keep their values in all starts of a run with a checkpoint."""
+ENDS = ("trainer.steps", "trainer.epochs", "trainer.stop_when")
+"""Keys that say when a run ends."""
 LONGEST_NOTE = 300
 """Largest number of characters of an error in a note."""
 
@@ -113,12 +115,15 @@ def _found(
     config, host = configured([replace_parts(as_table(before), changes), changes], block, offers)
     found = checkpoint.newest(directory.checkpoints)
     over = None if found is None else _over(path, found, config, directory)
+    finished = None
     if over is not None and over.complete:
-        return Launch(
+        finished = Launch(
             config=before, host=host, directory=directory, found=found, over=over, notes=(over.told,)
         )
+    if finished is not None and not changes:
+        return finished
     config = with_absolute_paths(config, host)
-    edits = differences(as_table(before), as_table(config))
+    edits = list(differences(as_table(before), as_table(config)))
     notes = [f"{key}: {shown(old)} -> {shown(_given(changes, key, new))}" for key, old, new in edits]
     if found is None:
         notes.append(f"{path} has no checkpoint yet: starting from the beginning")
@@ -134,6 +139,9 @@ def _found(
                         f"{path}: {key} is {shown(fixed.get(key))} in its checkpoint and {shown(now)} now; "
                         "it cannot change within a run: keep it, or start a new run"
                     )
+            if finished is not None:
+                _check_nothing_is_ignored(edits, finished.notes[0])
+                return finished
             _check_start(path, saved.get("start", ""), config, host)
             _check_staleness(path, state["buffer"]["ready"], config.pipeline.max_staleness)
             notes += _warnings(path, saved, config)
@@ -162,6 +170,16 @@ def _found(
         over=over,
         notes=tuple(notes),
     )
+
+
+def _check_nothing_is_ignored(edits: Iterable[tuple[str, Any, Any]], told: str) -> None:
+    """Raise ConfigError for changes of a run that has nothing left to train."""
+    for key, old, new in edits:
+        if key not in ENDS and not key.startswith("tracking."):
+            raise ConfigError(
+                f"{told}, or leave out {key} = {shown(new)}, which was {shown(old)}: nothing is left to "
+                "train with it"
+            )
 
 
 def _over(path: Path, found: checkpoint.Found, config: Config, directory: RunDirectory) -> Over | None:

@@ -9,10 +9,13 @@ import logging
 import os
 import resource
 import sys
+import sysconfig
 from collections.abc import Iterator
+from importlib.machinery import PathFinder
+from traceback import walk_tb
 from typing import Any, TextIO
 
-from grpo_core.contracts.errors import one_line, out_of_memory, shortened, traceback_of
+from grpo_core.contracts.errors import one_line, out_of_memory, shortened, traceback_of, with_place
 from grpo_core.contracts.unicode import inert
 
 LONGEST_ERROR = 6_000
@@ -27,9 +30,27 @@ def unexpected(error: Exception) -> str:
     The notes of the error follow: they say what was saved.
     """
     if (cause := out_of_memory(error)) is None:
-        return traceback_of(error)
+        return hidden(error) or traceback_of(error)
     why = f" ({one_line(cause)})" if str(cause) else ""
     return "\n".join([f"grpo-core: out of memory{why}: {_memory_limit()}", *getattr(error, "__notes__", [])])
+
+
+def hidden(error: BaseException) -> str:
+    """Return a line about a module in front of an installed one of the same name, or ""."""
+    frames = [frame.f_globals for frame, _ in walk_tb(error.__traceback__)]
+    loaded = [vars(module) for name, module in sys.modules.copy().items() if "." not in name]
+    places = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    for module in (*frames, *loaded):
+        name, file = str(module.get("__name__")).partition(".")[0], str(module.get("__file__") or "")
+        if not file or file.startswith(tuple(places)):
+            continue
+        meant = PathFinder.find_spec(name, places)
+        if meant is not None and meant.origin not in (None, file) and meant.loader is not None:
+            return (
+                f"grpo-core: {file} hides the installed module {name!r}: rename it, or take its directory "
+                f"from PYTHONPATH ({with_place(error.__cause__ or error)})"
+            )
+    return ""
 
 
 def _memory_limit() -> str:

@@ -32,9 +32,11 @@ def read_toml(path: Path) -> dict[str, Any]:
         hint = "" if path.suffix == ".toml" else taken_elsewhere(str(path))
         raise ConfigError(f"{path}: no such file; expected a TOML configuration.{hint}") from None
     except IsADirectoryError:
-        raise ConfigError(f"{path}: not readable as TOML.{taken_elsewhere(str(path))}") from None
+        hint = taken_elsewhere(str(path))
+        raise ConfigError(f"{path} is a directory; expected a TOML configuration.{hint}") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path}: not readable as TOML: {error}.{taken_elsewhere(str(path))}") from None
+        hint = "" if path.suffix == ".toml" else taken_elsewhere(str(path))
+        raise ConfigError(f"{path}: not readable as TOML: {error}.{hint}") from None
     except RecursionError:
         raise ConfigError(f"{path}: not readable as TOML: its values are nested too deeply") from None
 

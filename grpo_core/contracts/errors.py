@@ -12,6 +12,7 @@
     ├── DataPlaneError       tokens of finished rollouts cannot be kept, or are lost
     ├── TrackingError        a tracker that the run needs failed, such as the one that writes its files
     ├── SamplingError        too few of the generated groups have a learning signal
+    ├── CodeError            code of an author raised an exception
     ├── DeadlineExceeded     an operation took longer than its deadline
     ├── Unavailable          a service does not answer: its calls wait until it does, or until the run ends
     ├── SessionLost          a tool's session is gone: its rollout is unscored, and is played again
@@ -21,6 +22,8 @@
 Every message says who, where, what was given, what was expected, and what to do.  The command line
 prints the message alone, without a traceback, and exits with ``exit_status``: 1 if something failed, 2 if the
 input is wrong.
+
+An error that stands for an exception of an author's code carries it as a ``Fault``, made where it was raised.
 """
 
 from __future__ import annotations
@@ -28,20 +31,58 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from traceback import format_exception
-from typing import Any
+from traceback import format_exception, walk_tb
+from typing import Any, Self
+
+from attrs import field, frozen
 
 from grpo_core.contracts.unicode import well_formed
 
 LONGEST_TRACEBACK = 20_000
 """Largest number of characters of a traceback that is sent or written: a message can contain a whole
 batch."""
+LONGEST_LINE = 600
+"""Largest number of characters of a fault's message in an error."""
+
+
+def _message(text: str) -> str:
+    return str(well_formed(shortened(text)))
+
+
+def _traceback(text: str) -> str:
+    return str(well_formed(shortened(text, LONGEST_TRACEBACK)))
+
+
+@frozen
+class Fault:
+    """An exception of an author's code, as text."""
+
+    kind: str
+    """Name of the exception's class."""
+    message: str = field(converter=_message)
+    """Its message; a very long one is shortened."""
+    traceback: str = field(default="", converter=_traceback)
+    """Its traceback, for logs."""
+    where: str = ""
+    """The last frame of the author's own code, as in "ok.py:28 in evaluate"; empty if there is none."""
+
+    def __str__(self) -> str:
+        message = shortened(" ".join(self.message.split()), LONGEST_LINE)
+        said = f"{self.kind}: {message}" if message else self.kind
+        return f"{self.where}: {said}" if self.where else said
 
 
 class GrpoError(Exception):
     """Base class of all errors that grpo-core raises on purpose.  ``str(error)`` is written for users."""
 
     exit_status = 1
+    fault: Fault | None = None
+    """The exception of an author's code behind it."""
+
+    def carrying(self, fault: Fault | None) -> Self:
+        """Set the fault; return the error."""
+        self.fault = fault
+        return self
 
 
 class ConfigError(GrpoError):
@@ -86,6 +127,15 @@ class TrackingError(GrpoError):
 
 class SamplingError(GrpoError):
     pass
+
+
+class CodeError(GrpoError):
+    """Raised in place of an exception of an author's code, whose class another process may not have."""
+
+    @classmethod
+    def of(cls, error: BaseException, mask: Callable[[str], str] = str) -> CodeError:
+        """Return the error for an exception; ``mask`` hides secrets."""
+        return cls(with_place(error, mask)).carrying(fault_of(error, mask))
 
 
 class DeadlineExceeded(GrpoError):  # noqa: N818 - reads as what happened
@@ -133,7 +183,8 @@ def plugin_errors(who: str, told: str = "") -> Iterator[None]:
     except GrpoError:
         raise
     except Exception as error:
-        raise PluginError(f"{who} raised {type(error).__name__}: {one_line(error)}{told}") from error
+        fault = fault_of(error)
+        raise PluginError(f"{who} raised {fault}{told}").carrying(fault) from error
 
 
 @contextmanager
@@ -154,12 +205,59 @@ def describe(error: BaseException) -> str:
     return described
 
 
+def with_place(error: BaseException, mask: Callable[[str], str] = str) -> str:
+    """As ``describe``, with the last frame of the author's code; ``mask`` hides secrets."""
+    return mask(message_of(error)) if isinstance(error, GrpoError) else str(fault_of(error, mask))
+
+
 def message_of(error: BaseException) -> str:
     """The message of an exception, also of one whose ``__str__`` raises."""
     try:
         return str(error)
     except Exception as failure:
         return f"(its __str__ raised {type(failure).__name__})"
+
+
+def fault_of(error: BaseException, mask: Callable[[str], str] = str) -> Fault:
+    """Return the fault that an error carries, or else a description of the error itself.
+
+    ``mask`` hides secrets.
+    """
+    if isinstance(error, GrpoError) and error.fault is not None:
+        return error.fault
+    return Fault(type(error).__name__, mask(message_of(error)), traceback_of(error, mask), _place(error))
+
+
+_CORE, _PYTHON = __file__.rpartition("contracts/")[0], reprlib.__file__.rpartition("/")[0] + "/"
+_CODE = ("<stdin>", "<string>", "<ipython")
+"""Names of code without a file that an author wrote."""
+
+
+def _library(file: str) -> str:
+    """Return the installed package of a file, or "" for a file of an author."""
+    for place in ("site-packages", "dist-packages"):
+        _, inside, rest = file.rpartition(f"/{place}/")
+        if inside:
+            return rest.partition("/")[0]
+    if file.startswith(_CORE):
+        return "grpo_core"
+    if file.startswith(_PYTHON) or (file.startswith("<") and not file.startswith(_CODE)):
+        return "stdlib"
+    return ""
+
+
+def _place(error: BaseException) -> str:
+    """Format the last frame of an author's code; an installed plugin's only if no other author's is there."""
+    frames = [
+        (_library(frame.f_code.co_filename), frame, line) for frame, line in walk_tb(error.__traceback__)
+    ]
+    libraries = [library for library, *_ in frames if library not in ("grpo_core", "stdlib")]
+    author = "" if "" in libraries else next(iter(libraries), None)
+    for library, frame, line in reversed(frames):
+        if library == author:
+            file = frame.f_code.co_filename.rpartition("/")[2]
+            return f"{file}:{line} in {frame.f_code.co_name}"
+    return ""
 
 
 def traceback_of(error: BaseException, mask: Callable[[str], str] = str) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import field, frozen
 
 if TYPE_CHECKING:
+    from grpo_core.contracts.errors import Fault
     from grpo_core.contracts.records import Group, Prompt, Slot, StateDigest
 
 
@@ -122,6 +123,8 @@ class PromptSkipped(Event):
     prompt: str
     error: str
     slot: int = -1
+    fault: Fault | None = None
+    """The exception of its environment's code in the last attempt."""
 
 
 @frozen(kw_only=True)
@@ -213,6 +216,8 @@ class WarningRaised(Event):
     cause: str
     """The metric, or a name of the cause."""
     message: str
+    fault: Fault | None = None
+    """The exception of an author's code, such as a tracker's."""
 
 
 @frozen(kw_only=True)
@@ -222,7 +227,8 @@ class IncidentReported(Event):
     kind: str
     component: str
     message: str
-    traceback: str = ""
+    fault: Fault | None = None
+    """The exception of an author's code that was survived."""
     count: int = 1
     """Number of incidents of this kind and component that the event stands for; ``message`` is from the last
     one."""
@@ -233,7 +239,8 @@ class ErrorRaised(Event):
     """The error that ends the run."""
 
     message: str
-    traceback: str = ""
+    fault: Fault | None = None
+    """The exception of an author's code behind it, or the error itself, with its traceback."""
 
 
 @frozen(kw_only=True)

@@ -16,7 +16,7 @@ from typing import Literal
 
 from attrs import define, evolve, field, frozen
 
-from grpo_core.contracts.errors import LONGEST_TRACEBACK, cut
+from grpo_core.contracts.errors import Fault, cut
 from grpo_core.contracts.unicode import well_formed
 
 IncidentKind = Literal[
@@ -85,13 +85,13 @@ class Incident:
         kind: its cause; incidents of one kind and component are counted together.
         component: the part of the run, as messages name it: ``environment of task 'sort'``.
         message: what happened, with which value, and what to do if it continues.
-        traceback: text for the log.
+        fault: the exception of an author's code, for the log.
     """
 
     kind: IncidentKind
     component: str
     message: str
-    traceback: str = ""
+    fault: Fault | None = None
 
 
 Receive = Callable[[Incident], None]
@@ -104,11 +104,10 @@ def _to_log(incident: Incident) -> None:
 _receive: ContextVar[Receive] = ContextVar("receiver of incidents", default=_to_log)
 
 
-def report(kind: IncidentKind, component: str, message: str, *, traceback: str = "") -> None:
+def report(kind: IncidentKind, component: str, message: str, *, fault: Fault | None = None) -> None:
     """Report a fault that was survived; call it on the event loop of the run."""
-    message, traceback = cut(message, MESSAGE), traceback[-LONGEST_TRACEBACK:]  # the end names the error
-    texts = {"message": well_formed(message), "traceback": well_formed(traceback)}
-    _receive.get()(Incident(kind=kind, component=component, **texts))
+    said = well_formed(cut(message, MESSAGE))
+    _receive.get()(Incident(kind=kind, component=component, message=said, fault=fault))
 
 
 @contextmanager

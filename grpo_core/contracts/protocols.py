@@ -115,6 +115,13 @@ class Environment:
         """
         raise NotImplementedError(f"{type(self).__name__} does not define evaluate(episodes)")
 
+    async def score(self, episode: Episode) -> float | Feedback | None:
+        """Return the result of one episode, as in ``evaluate``, of which it takes the place.
+
+        Eight run at once, unless ``concurrency`` says otherwise; the rollouts of a compared group always do.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define score(episode)")
+
     def solve(self, prompt: Prompt) -> str | None:
         """Return a reply with a full reward, or None; by default the answer, if it is a string."""
         return prompt.answer if isinstance(prompt.answer, str) else None

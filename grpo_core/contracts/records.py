@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
 
 from attrs import NOTHING, cmp_using, field, frozen
 
-from grpo_core.contracts.errors import PluginError, Unavailable
+from grpo_core.contracts.errors import Fault, PluginError, Unavailable
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -162,6 +162,8 @@ class Feedback:
     """Why the episode is unscored."""
     unavailable: Unavailable | None = None
     """The service that judges the episode is away: it is judged again when the service answers."""
+    fault: Fault | None = field(default=None, eq=False)
+    """The exception behind ``error``, or why there is no reward; only the core sets it."""
     lost: bool = False
     """Whether the session died with its process, which something else ended; only the core sets it."""
     left_out: Mapping[str, str] = field(factory=dict)
@@ -176,6 +178,8 @@ class SessionStart:
     """JSON schemas of the functions that the model may call, by ``transformers.utils.get_json_schema``."""
     error: str | None = None
     """Reason for which there is no session."""
+    fault: Fault | None = field(default=None, eq=False)
+    """The exception behind it; only the core sets it."""
     unavailable: Unavailable | None = None
     """The service that it needs is away: it is opened again when the service answers."""
 
@@ -639,6 +643,8 @@ class Rollout:
     """An ``EndReason``; empty before the first completion."""
     error: str | None = None
     """Why it is unscored and has to be played again."""
+    fault: Fault | None = field(default=None, eq=False)
+    """The exception behind ``error``, if its environment's code raised one."""
     lost: bool = False
     """Whether it is unscored because the engine gave it up, its deadline passed, or its session died with
     others; its environment is not at fault."""

@@ -23,7 +23,7 @@ from grpo_core.contracts.errors import (
     GrpoError,
     PluginError,
     describe,
-    one_line,
+    fault_of,
 )
 from grpo_core.contracts.records import Prompt
 from grpo_core.data.loaders import EndsWith, TaskLoader, as_it_is, workers_context
@@ -302,4 +302,5 @@ def raised(who: str, what: str, error: BaseException) -> GrpoError:
     """Return the error that names the dataloader."""
     if isinstance(error, GrpoError):
         return error
-    return PluginError(f"{who}: {what} raised {type(error).__name__}: {one_line(error)}")
+    fault = fault_of(error)
+    return PluginError(f"{who}: {what} raised {fault}").carrying(fault)

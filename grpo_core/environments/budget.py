@@ -20,19 +20,19 @@ IN_A_ROW = 20
 """Number of failures in a row that end the run."""
 
 
-def errors_of_calls(rollouts: Sequence[Rollout], *, needs_group: bool) -> list[str | None]:
-    """Return the error of each call behind the rollouts of a prompt, None where it succeeded.
+def failures_of_calls(rollouts: Sequence[Rollout], *, needs_group: bool) -> list[Rollout | None]:
+    """Return the failed rollout of each call behind the rollouts of a prompt, None where it succeeded.
 
     Lost rollouts, which are not the environment's fault, and rollouts that were not judged are left out.
     """
-    errors = [
-        rollout.error
+    failed = [
+        rollout if rollout.error is not None else None
         for rollout in rollouts
         if not rollout.lost and (rollout.error is not None or rollout.reward is not None)
     ]
-    if needs_group and errors:
-        return [next((error for error in errors if error is not None), None)]
-    return errors
+    if needs_group and failed:
+        return [next((each for each in failed if each is not None), None)]
+    return failed
 
 
 class ErrorBudget:
@@ -51,27 +51,27 @@ class ErrorBudget:
         self._failed: deque[bool] = deque(maxlen=WINDOW)
         self._in_a_row = in_a_row
         self._streak = 0
-        self._first = ""
+        self._first: Rollout | None = None
 
-    def observe(self, error: str | None, *, last: bool = True, traceback: str = "") -> None:
+    def observe(self, failed: Rollout | None, *, last: bool = True) -> None:
         """Count a call.
 
         Args:
-            error: its error; None if it succeeded.
+            failed: its rollout, with an error; None if it succeeded.
             last: whether a failure counts; the first of several attempts at a prompt does not.
-            traceback: text to show instead of the first error.
 
         Raises:
             PluginError: too many calls failed.
         """
-        if error is not None:
-            self._first = self._first or traceback or error
+        if failed is not None:
+            self._first = self._first or failed
             if not last:
                 return
-        self._failed.append(error is not None)
-        self._streak = 0 if error is None else self._streak + 1
-        if error is not None and (rule := self._broken_rule()):
-            raise PluginError(f"task {self._task!r}: {rule}. The first of them:\n{self._first.rstrip()}")
+        self._failed.append(failed is not None)
+        self._streak = 0 if failed is None else self._streak + 1
+        if self._first is not None and failed is not None and (rule := self._broken_rule()):
+            said = f"task {self._task!r}: {rule}. The first of them: {self._first.error}"
+            raise PluginError(said).carrying(self._first.fault)
 
     def _broken_rule(self) -> str:
         """Return the rule that the last failure broke, or ""."""

@@ -8,13 +8,16 @@ from typing import Any
 
 import attrs
 
-from grpo_core.contracts.errors import PluginError, describe, shortened, shown
+from grpo_core.contracts.errors import Fault, PluginError, describe, shortened, shown
 from grpo_core.contracts.records import Feedback
 from grpo_core.contracts.unicode import well_formed
 from grpo_core.text.messages import MessageError, check_turn, normalised
 
 LARGEST = 1e300
 """Rewards and metrics of this magnitude or more are invalid: their sums and squares would overflow."""
+
+NO_REWARD, BAD_REWARD = "no reward", "bad reward"
+"""Kinds of faults of results: None, and a reward that is not a finite number."""
 
 
 def as_feedback(
@@ -37,8 +40,9 @@ def as_feedback(
     UTF-8.
     """
     if isinstance(results, (str, bytes, Mapping)) or not isinstance(results, Iterable):
+        forgot = "; is a `return` missing?" if results is None else ""
         raise PluginError(
-            f"{who}: {method} returned {type(results).__name__}, expected one result per episode"
+            f"{who}: {method} returned {type(results).__name__}, expected one result per episode{forgot}"
         )
     results = list(results)
     if len(results) != expected:
@@ -65,7 +69,7 @@ def _readable(result: Any, place: str) -> Any:
 
 def _feedback(result: Any, who: str, method: str, mask: Callable[[str], str]) -> Feedback:
     if result is None:
-        return Feedback()
+        return Feedback(fault=Fault(NO_REWARD, f"{method} returned None"))
     if not isinstance(result, Feedback):
         return Feedback(**_reward(result, who, method))
     metrics, left_out = _metrics(result.metrics, mask)
@@ -76,6 +80,8 @@ def _feedback(result: Any, who: str, method: str, mask: Callable[[str], str]) ->
         reward = {"reward": None, "error": shortened(mask(_text(result.error, "an error", who, method)))}
     elif reward.get("error"):
         reward |= {"done": True, "messages": ()}
+    elif result.done and not reward:
+        reward = {"fault": Fault(NO_REWARD, f"{method} returned no reward")}
     messages = tuple(map(well_formed, result.messages))
     answer = None if result.answer is None else _text(result.answer, "an answer", who, method)
     known = {
@@ -122,10 +128,8 @@ def _reward(given: Any, who: str, method: str) -> dict[str, Any]:
         raise PluginError(f"{who}: {method} returned {said}, expected a float, a Feedback or None") from None
     if (number := as_number(reward)) is not None:
         return {"reward": number}
-    return {
-        "reward": None,
-        "error": f"reward is {reward}, expected a number between -{LARGEST:g} and {LARGEST:g}",
-    }
+    said = f"reward is {reward}, expected a number between -{LARGEST:g} and {LARGEST:g}"
+    return {"reward": None, "error": said, "fault": Fault(BAD_REWARD, said)}
 
 
 def as_number(given: Any) -> float | None:

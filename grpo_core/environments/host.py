@@ -20,7 +20,15 @@ from urllib.parse import urlsplit
 
 import attrs
 
-from grpo_core.contracts.errors import GrpoError, PluginError, SessionLost, Unavailable, describe, shown
+from grpo_core.contracts.errors import (
+    CodeError,
+    PluginError,
+    SessionLost,
+    Unavailable,
+    describe,
+    fault_of,
+    shown,
+)
 from grpo_core.contracts.protocols import Environment, Tool
 from grpo_core.contracts.records import AgentClient, Episode, Feedback, Prompt, SessionStart
 from grpo_core.contracts.unicode import lone_surrogate, unreadable, well_formed
@@ -32,6 +40,7 @@ from grpo_core.environments.tools import Toolbox, message, tools_of
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.selection import ALL_PLUGINS, PluginSelection
 from grpo_core.processes import bootstrap
+from grpo_core.processes.aio import gather
 from grpo_core.processes.served import Call, Connection
 from grpo_core.text.credentials import NOTHING_HIDDEN
 from grpo_core.text.messages import readable
@@ -47,6 +56,9 @@ UNREADABLE = "a prompt cannot be sent to the trainer's process; put plain data i
 
 CONCURRENCY = 0
 """Default number of calls at once."""
+
+SCORES = 8
+"""Default number of calls of an async ``score`` at once."""
 
 DEADLINE = 30.0
 """Default deadline of a call in seconds."""
@@ -121,15 +133,22 @@ class EnvironmentHost:
     ) -> None:
         self._task, self._who, self._environment = task, who, environment
         self._mask = NOTHING_HIDDEN
-        for method in ("prompts", "evaluate"):
-            if not callable(getattr(environment, method, None)):
-                raise PluginError(f"{who}: {type(environment).__name__} has no method {method!r}")
+        kind = type(environment).__name__
+        if not callable(getattr(environment, "prompts", None)):
+            raise PluginError(f"{who}: {kind} has no method 'prompts'")
         self._runs_agents = self._is_agent()
-        if not (self._runs_agents or self._defines("evaluate")):
+        self._scores = self._defines("score")
+        if self._scores and self._defines("evaluate"):
+            raise PluginError(f"{who}: {kind} has both 'evaluate' and 'score'; keep the one that judges")
+        self._evaluate_all = evaluate_of(environment)
+        if not (self._runs_agents or self._scores or self._defines("evaluate")) or not self._evaluate_all:
             raise PluginError(
-                f"{who}: {type(environment).__name__} has no method 'evaluate'; define evaluate(episodes), "
-                "which returns a reward for each episode"
+                f"{who}: {kind} has no method 'evaluate'; define evaluate(episodes), which returns a reward "
+                "for each episode, or async score(episode), which returns the reward of one"
             )
+        self._judge = "score" if self._scores else "evaluate"
+        if name := getattr(environment, "judged_by", ""):
+            self._who, self._judge = f"task {task!r}", f"reward function {name}"
         self._max_turns = self._number_of_turns()
         self._concurrency = self._declared_concurrency(concurrency)
         self._deadline = self._declared_deadline(deadline)
@@ -146,6 +165,7 @@ class EnvironmentHost:
     def serve(self, connection: Connection) -> None:
         """Answer the calls of the core until it is gone; secrets in errors are masked."""
         self._mask = connection.mask
+        connection.own_errors_only = True
 
         def begin(call: Call) -> Begun | None:
             if call.method == "evaluate":
@@ -184,7 +204,7 @@ class EnvironmentHost:
 
     @property
     def _evaluates_async(self) -> bool:
-        return inspect.iscoroutinefunction(self._environment.evaluate)
+        return inspect.iscoroutinefunction(self._evaluate_all)
 
     def prompts(self, split: str) -> bytes:
         """Return the checked prompts of a split, pickled here so that an error names its prompt."""
@@ -213,7 +233,7 @@ class EnvironmentHost:
                 yield from itertools.islice(drawn, MOST_PROMPTS)
                 more = next(drawn, None) is not None
         except (Exception, SystemExit) as error:
-            raise PluginError(f"{where} raised {self._describe(error)}") from error
+            raise self._raised(where, error) from error
         if more:
             raise PluginError(
                 f"{where}: yields more than {MOST_PROMPTS:,} prompts; return a sequence, which may be longer "
@@ -235,7 +255,7 @@ class EnvironmentHost:
         for prompt, given in zip(prompts, results, strict=True):
             where = f"{self._who}: from_source of prompt {prompt.id!r}"
             if isinstance(given, BaseException):
-                raise PluginError(f"{where} raised {self._describe(given)}") from given
+                raise self._raised(where, given) from given
             made.append(attrs.evolve(self._complete(given, prompt.id, where), id=prompt.id))
         return _pickled(made, f"{self._who}: from_source")
 
@@ -245,7 +265,7 @@ class EnvironmentHost:
         try:
             replies = [well_formed(solve(prompt)) for prompt in prompts] if solve else [None] * len(prompts)
         except (Exception, SystemExit) as error:
-            raise PluginError(f"{self._who}: solve raised {self._describe(error)}") from error
+            raise self._raised(f"{self._who}: solve", error) from error
         for reply in replies:
             if not isinstance(reply, (str, type(None))):
                 raise PluginError(
@@ -310,12 +330,13 @@ class EnvironmentHost:
         return self._defines("open")
 
     def _defines(self, name: str) -> bool:
-        method = getattr(type(self._environment), name, None) or getattr(self._environment, name, None)
-        return method not in (None, getattr(Environment, name))
+        return defines(self._environment, name)
 
     def _opened(self, name: str, value: Any) -> Steps[SessionStart]:
         if isinstance(value, BaseException):
-            return SessionStart(error=f"open raised {self._describe(value)}", unavailable=self._away(value))
+            fault = fault_of(value, self._mask)
+            said = f"open raised {fault}"
+            return SessionStart(error=said, fault=fault, unavailable=self._away(value))
         try:
             tools = self._toolbox([*getattr(self._environment, "tools", ()), *tools_of(value)])
         except Exception as error:
@@ -360,7 +381,7 @@ class EnvironmentHost:
                 raise result
             _raise(result)
         if isinstance(result, BaseException):
-            raise GrpoError(f"{self._who}: run raised {self._describe(result)}") from result
+            raise self._raised(f"{self._who}: run", result, CodeError) from result
         if result is None:
             return None
         return as_feedback([result], 1, self._who, method="run", mask=self._mask, ids=[prompt.id])[0]
@@ -417,13 +438,21 @@ class EnvironmentHost:
             return []
         if self._has_sessions:
             episodes = [attrs.evolve(episode, session=episode.session.value) for episode in episodes]
-        (results,) = yield from _each(self._environment.evaluate, [list(episodes)])
+        assert self._evaluate_all is not None
+        (results,) = yield from _each(self._evaluate_all, [list(episodes)])
         if isinstance(results, Exception):
             _raise(results)
         if isinstance(results, BaseException):  # sys.exit(), or a library's timeout
-            raise GrpoError(f"{self._who}: evaluate raised {self._describe(results)}") from results
+            raise self._raised(f"{self._who}: {self._judge}", results, CodeError) from results
         ids = [episode.prompt.id for episode in episodes]
-        return as_feedback(results, len(episodes), self._who, mask=self._mask, ids=ids)
+        return as_feedback(results, len(episodes), self._who, self._judge, mask=self._mask, ids=ids)
+
+    def _raised(
+        self, what: str, error: BaseException, kind: type[PluginError | CodeError] = PluginError
+    ) -> PluginError | CodeError:
+        """Return the error that says which method raised another one, without secrets."""
+        fault = fault_of(error, self._mask)
+        return kind(f"{what} raised {fault}").carrying(fault)
 
     def _describe(self, error: BaseException) -> str:
         """Describe an error without secrets."""
@@ -470,7 +499,7 @@ class EnvironmentHost:
             return configured
         number = getattr(self._environment, "concurrency", None)
         if number is None:
-            return CONCURRENCY
+            return SCORES if self._scores and self._evaluates_async else CONCURRENCY
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
             raise PluginError(
                 f"{self._who}: concurrency is {number!r}, expected a whole number of at least 0"
@@ -534,6 +563,27 @@ def _pickled(prompts: Sequence[Prompt], where: str) -> bytes:
         return pickle.dumps(prompts, protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:
         raise PluginError(f"{where}: {UNREADABLE}: {describe(error)}") from error
+
+
+def defines(environment: Any, name: str) -> bool:
+    """Return whether an environment has a method that is not the one of the base class."""
+    method = getattr(type(environment), name, None) or getattr(environment, name, None)
+    return method not in (None, getattr(Environment, name))
+
+
+def evaluate_of(environment: Any) -> Callable[[Sequence[Episode]], Any] | None:
+    """Return ``evaluate`` of an environment, made of ``score`` if it defines that; None without either."""
+    if not defines(environment, "score"):
+        evaluate: Callable[[Sequence[Episode]], Any] | None = getattr(environment, "evaluate", None)
+        return evaluate
+    score = environment.score
+    if not inspect.iscoroutinefunction(score):
+        return lambda episodes: [score(episode) for episode in episodes]
+
+    async def gathered(episodes: Sequence[Episode]) -> list[Any]:
+        return await gather(score(episode) for episode in episodes)
+
+    return gathered
 
 
 def units(episodes: Sequence[Episode], *, whole_groups: bool) -> list[list[Episode]]:

@@ -55,9 +55,6 @@ class EnvironmentWorker(EnvironmentClient, Protocol):
     def runs_agents(self) -> bool:
         """Whether its agents play their rollouts by themselves."""
 
-    @property
-    def first_traceback(self) -> str: ...
-
     async def start(self) -> None: ...
     async def prompts(self, split: str) -> list[Prompt]: ...
     async def from_source(self, prompts: Sequence[Prompt]) -> list[Prompt] | None: ...
@@ -105,10 +102,6 @@ class EnvironmentPool:
     def runs_agents(self) -> bool:
         """Whether its agents play their rollouts; known once it has started."""
         return self._workers[0].runs_agents
-
-    @property
-    def first_traceback(self) -> str:
-        return next((w.first_traceback for w in self._workers if w.first_traceback), "")
 
     async def start(self) -> None:
         """Start all workers together.  Raises the first error."""

@@ -35,6 +35,7 @@ from grpo_core.contracts.errors import (
     SelectionError,
     Unavailable,
     describe,
+    fault_of,
 )
 from grpo_core.contracts.incidents import report
 from grpo_core.contracts.playing import Player
@@ -46,7 +47,6 @@ from grpo_core.plugins.selection import ALL_PLUGINS, PluginSelection
 from grpo_core.processes.aio import RestartBudget, Slots, gather
 from grpo_core.processes.child import Child
 from grpo_core.processes.interpreters import Interpreter, from_here, variables_of
-from grpo_core.processes.served import RemoteTraceback
 from grpo_core.processes.thread import ThreadChild
 from grpo_core.text.credentials import Mask
 
@@ -106,14 +106,15 @@ class _Failure:
 
 @frozen
 class _Kind(Generic[T, R]):
-    """A kind of call: the method, the result that stands for a failure, and the prompt of an item."""
+    """A kind of call: the method, the record that stands for a failure, and the prompt of an item."""
 
     method: str
-    failed: Callable[[str, Unavailable | None], R]
+    record: Callable[..., R]
     prompt: Callable[[T], Prompt]
 
     def result(self, failure: _Failure) -> R:
-        return self.failed(describe(failure.error), failure.unavailable)
+        error = failure.error
+        return self.record(error=describe(error), fault=fault_of(error), unavailable=failure.unavailable)
 
 
 class EnvironmentProcess:
@@ -154,8 +155,6 @@ class EnvironmentProcess:
         self.slots: Slotted = "none"
         """The calls that run in slots; like the three above, it is known once the process has started."""
         self.starts = 0
-        self.first_traceback = ""
-        """Traceback of the first evaluation that failed."""
         self._config = config or EnvironmentConfig()
         self._made_with: dict[str, Any] = {
             "task": task,
@@ -215,9 +214,7 @@ class EnvironmentProcess:
         if not self._has_sessions:
             return [SessionStart(tools=self._tools)] * len(prompts)
         parts = [[pair] for pair in prompts.items()]
-        kind = _Kind[tuple[str, Prompt], SessionStart](
-            "open", lambda error, away: SessionStart(error=error, unavailable=away), lambda pair: pair[1]
-        )
+        kind = _Kind[tuple[str, Prompt], SessionStart]("open", SessionStart, lambda pair: pair[1])
         return await (self._in_slots if self.slots != "none" else self._in_a_batch)(kind, parts)
 
     async def evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
@@ -227,11 +224,7 @@ class EnvironmentProcess:
         """
         await self._started()
         parts = units(episodes, whole_groups=self.needs_group)
-        kind = _Kind[Episode, Feedback](
-            "evaluate",
-            lambda error, away: Feedback(error=error, unavailable=away),
-            lambda episode: episode.prompt,
-        )
+        kind = _Kind[Episode, Feedback]("evaluate", Feedback, lambda episode: episode.prompt)
         play = self._in_slots if in_slots(self.slots, episodes) else self._in_a_batch
         feedback = await play(kind, parts)
         if lost := sum(each.lost for each in feedback):
@@ -263,7 +256,7 @@ class EnvironmentProcess:
                 self._report_call(failure)
                 lost = failure.died and not failure.alone
                 away = failure.unavailable if failure.is_gone else None
-                return Feedback(error=describe(error), lost=lost, unavailable=away)
+                return Feedback(error=describe(error), fault=fault_of(error), lost=lost, unavailable=away)
             return found
 
     async def close(self, sessions: Sequence[str]) -> None:
@@ -351,7 +344,7 @@ class EnvironmentProcess:
                 self._name,
                 f"batches of {sum(map(len, parts))} fail ({self._brief(first.error)}); {succeeded} of "
                 f"{len(parts)} {'calls with one group' if self.needs_group else 'single calls'} succeed",
-                traceback=_traceback(first.error),
+                fault=fault_of(first.error),
             )
         return [result for i in range(len(parts)) for result in results[i]]
 
@@ -438,15 +431,12 @@ class EnvironmentProcess:
         return line.removeprefix(self._name).removeprefix(":").strip()[:300]
 
     def _report_call(self, failure: _Failure) -> None:
-        if failure.is_gone:  # the pool reports it
-            return
-        self.first_traceback = self.first_traceback or _traceback(failure.error)
-        if failure.died:
+        if failure.is_gone or failure.died:  # reported elsewhere
             return
         if isinstance(failure.error, DeadlineExceeded):
             report("deadline", self._name, self._brief(failure.error))
         else:
-            report("call_failed", self._name, self._brief(failure.error), traceback=_traceback(failure.error))
+            report("call_failed", self._name, self._brief(failure.error), fault=fault_of(failure.error))
 
     async def _call(self, method: str, argument: Any) -> Any:
         async def ask() -> Any:
@@ -529,9 +519,3 @@ class EnvironmentProcess:
         self._has_aclose = description["has_aclose"]
         self._tools = description["tools"]
         return child
-
-
-def _traceback(error: BaseException) -> str:
-    """Return the child's traceback if the error comes from it, otherwise the error as text."""
-    cause = error.__cause__
-    return str(cause) if isinstance(cause, RemoteTraceback) else describe(error)

@@ -59,6 +59,7 @@ A source of models:
 
 An environment that is made of others:
 
+    evaluate_of, SCORES             call another environment, whichever way it judges
     as_feedback, units, DEADLINE    read what one returns, and divide its episodes into calls
 
 A transport of weights (see ``grpo_plugin_scale``):
@@ -224,6 +225,8 @@ if TYPE_CHECKING:
     from grpo_core.environments.apart import new_key as new_key
     from grpo_core.environments.feedback import as_feedback as as_feedback
     from grpo_core.environments.host import DEADLINE as DEADLINE
+    from grpo_core.environments.host import SCORES as SCORES
+    from grpo_core.environments.host import evaluate_of as evaluate_of
     from grpo_core.environments.host import units as units
     from grpo_core.environments.outages import Service as Service
     from grpo_core.environments.outages import unavailable as unavailable

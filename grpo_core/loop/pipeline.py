@@ -501,12 +501,14 @@ class Pipeline:
         task, error, who = prompt.environment, first.error or "", f"rollouts of task {prompt.environment!r}"
         if self.buffer.fail(slot, kept):
             left = f"{self.playing.group_size - len(kept)} of {self.playing.group_size} rollouts"
-            report(cause(first), who, f"{left} of prompt {prompt.id!r} are played again: {error}")
+            said = f"{left} of prompt {prompt.id!r} are played again: {error}"
+            report(cause(first), who, said, fault=first.fault)
             return
         self.prompts.untrained(prompt, slot.target_version)
-        self.emit(
-            events.PromptSkipped(step=self._trained, slot=slot.id, task=task, prompt=prompt.id, error=error)
+        of_slot = events.PromptSkipped(
+            step=self._trained, slot=slot.id, task=task, prompt=prompt.id, error=error, fault=first.fault
         )
+        self.emit(of_slot)
         attempts = slot.attempts + 1
         report("skipped", who, f"prompt {prompt.id!r} is skipped after {attempts} attempts: {error}")
 

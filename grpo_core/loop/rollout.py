@@ -25,7 +25,7 @@ from typing import Any
 
 from attrs import evolve
 
-from grpo_core.contracts.errors import ChildDied, DeadlineExceeded, EngineError
+from grpo_core.contracts.errors import ChildDied, DeadlineExceeded, EngineError, plugin_errors
 from grpo_core.contracts.incidents import IncidentKind
 from grpo_core.contracts.playing import EnvironmentClient, completed, derive_seed
 from grpo_core.contracts.protocols import Engine, Renderer
@@ -259,8 +259,9 @@ class _Played(_Turns):
     async def _play_one(self, state: RolloutState) -> None:
         player = self._environment.player
         assert player is not None
+        who = f"task {state.request.prompt.environment!r}: play() of player {type(player).__name__}"
         while True:
-            with during(self._lane, "agent"):
+            with during(self._lane, "agent"), plugin_errors(who):
                 recording = await player.play(state.play(self._engine, self._renderer))
             feedback = recording.feedback
             if recording.error is not None or feedback is None or feedback.unavailable is None:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from attrs import define, evolve, field, frozen
 from attrs.validators import ge, gt, le
 
-from grpo_core.contracts.errors import PluginError
+from grpo_core.contracts.errors import Fault, PluginError
 from grpo_core.contracts.limits import Limits
 from grpo_core.contracts.playing import EnvironmentClient, Play, derive_seed
 from grpo_core.contracts.protocols import Engine, Renderer
@@ -123,6 +123,7 @@ class RolloutState:
     train: bool = True
     finish_reason: EndReason = "stop"
     error: str | None = None
+    fault: Fault | None = None
     lost: bool = False
     awaiting_reward: bool = False
     """Whether the environment has yet to answer the last completion."""
@@ -134,7 +135,7 @@ class RolloutState:
     def begin(self, opened: SessionStart, prompt_ids: Ids, context: int) -> None:
         self.tools, self.prompt_ids, self.context = opened.tools, prompt_ids, context
         if opened.error is not None:
-            self.give_up(opened.error)
+            self.give_up(opened.error, fault=opened.fault)
         elif problem := self._misfit():
             prompt = self.request.prompt
             self.give_up(f"prompt {prompt.id!r} of task {prompt.environment!r} {problem}", lost=True)
@@ -143,7 +144,7 @@ class RolloutState:
         """Begin a rollout for a player."""
         self.tools, self.context = opened.tools, context
         if opened.error is not None:
-            self.give_up(opened.error)
+            self.give_up(opened.error, fault=opened.fault)
 
     def play(self, engine: Engine, renderer: Renderer) -> Play:
         """Return the input of a player."""
@@ -187,7 +188,8 @@ class RolloutState:
         elif self._left_out and recording.turns:
             self.done = True
         elif failed is not None and not (recording.limited and recording.turns):
-            self.give_up(failed, lost=feedback is not None and feedback.lost)
+            assert feedback is not None
+            self.give_up(failed, lost=feedback.lost, fault=feedback.fault)
         elif not recording.turns:
             self.give_up("its player sampled no completion")
         elif feedback is None or failed is not None:
@@ -303,7 +305,9 @@ class RolloutState:
         if self.done:  # shown once more because its group is compared
             return False
         if feedback.error is not None or (feedback.done and feedback.reward is None):
-            self.give_up(feedback.error or "the environment returned no feedback", lost=feedback.lost)
+            fault = feedback.fault
+            error = feedback.error or (fault.message if fault else "the environment returned no feedback")
+            self.give_up(error, lost=feedback.lost, fault=fault)
             return False
         self.awaiting_reward = False
         self.reward = (self.reward or 0.0) + (feedback.reward or 0.0)
@@ -324,8 +328,8 @@ class RolloutState:
             self.done = True
         return not self.done
 
-    def give_up(self, error: str, *, lost: bool = False) -> None:
-        self.done, self.reward, self.error, self.lost = True, None, error, lost
+    def give_up(self, error: str, *, lost: bool = False, fault: Fault | None = None) -> None:
+        self.done, self.reward, self.error, self.lost, self.fault = True, None, error, lost, fault
 
     @property
     def success(self) -> bool | None:
@@ -362,6 +366,7 @@ class RolloutState:
             seed=self.request.seed,
             finish_reason=self.finish_reason,
             error=self.error,
+            fault=self.fault,
             lost=self.lost,
         )
 

@@ -50,13 +50,13 @@ INSTALL: Mapping[tuple[Kind, str], str] = {
 KEYS: Mapping[str, str] = {
     "audit": "grpo-plugin-audit",
     "health.max_memory": "grpo-plugin-doctor",
-    "model.lora": "grpo-plugin-scale",
+    "model.lora": "grpo-plugin-scale 'grpo-core[lora]'",
     "shaping": "grpo-plugin-algorithms",
     "trainer.offload": "grpo-plugin-scale",
     "trainer.ranks": "grpo-plugin-scale",
     "trainer.weights": "grpo-plugin-scale",
 }
-"""Our distributions of configuration keys and tables outside of the core."""
+"""What to install for configuration keys and tables outside of the core."""
 
 COMMANDS: Mapping[str, str] = {
     command: f"grpo-plugin-{plugin}"

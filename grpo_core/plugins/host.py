@@ -37,7 +37,9 @@ from grpo_core.contracts.errors import (
     SelectionError,
     describe,
     did_you_mean,
+    fault_of,
     one_line,
+    with_place,
 )
 from grpo_core.contracts.hookspecs import Offer
 from grpo_core.models.files import taken_elsewhere
@@ -206,7 +208,8 @@ class PluginHost:
         except (ConfigError, ValueError, TypeError) as error:
             raise SelectionError(f"{selected}: cannot be made: {describe(error)}") from error
         except (Exception, SystemExit) as error:  # a plugin's code may call sys.exit
-            raise PluginError(f"{selected}: cannot be made: {describe(error)}") from error
+            said = f"{selected}: cannot be made: {with_place(error)}"
+            raise PluginError(said).carrying(fault_of(error)) from error
         finally:
             _making.reset(making)
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from grpo_core.contracts.errors import ConfigError, describe, did_you_mean
+from grpo_core.contracts.errors import ConfigError, did_you_mean, with_place
 from grpo_core.plugins.installed import import_file
 
 
@@ -29,7 +29,7 @@ def load_object(name: str, *, who: str) -> Any:
     try:
         module = _file(Path(home).expanduser().resolve()) if home.endswith(".py") else _module(home)
     except Exception as error:
-        raise ConfigError(f"{who}: {home} cannot be imported: {describe(error)}") from error
+        raise ConfigError(f"{who}: {home} cannot be imported: {with_place(error)}") from error
     found = module
     for part in attribute.split("."):
         if not hasattr(found, part):

@@ -17,12 +17,12 @@ from attrs import define, field, frozen
 
 from grpo_core.contracts.errors import (
     ConfigError,
-    GrpoError,
     PluginError,
     SelectionError,
-    describe,
     did_you_mean,
-    one_line,
+    fault_of,
+    plugin_errors,
+    with_place,
 )
 from grpo_core.contracts.hookspecs import Function, Offer
 from grpo_core.contracts.typed import wrong
@@ -83,7 +83,7 @@ class Plugin:
         """The fault in one line, or an empty string."""
         if self.fault is None:
             return ""
-        return " ".join(describe(self.fault).split())
+        return " ".join(with_place(self.fault).split())
 
     def __str__(self) -> str:
         return f"plugin {self.name!r} ({f'{self.distribution} {self.version}'.strip()})"
@@ -115,7 +115,8 @@ class Selected:
         try:
             return cast("Factory", getattr(importlib.import_module(module), attribute))
         except Exception as error:
-            raise PluginError(f"{self}: {function} cannot be loaded: {describe(error)}") from error
+            said = f"{self}: {function} cannot be loaded: {with_place(error)}"
+            raise PluginError(said).carrying(fault_of(error)) from error
 
 
 @frozen
@@ -128,12 +129,8 @@ class Bound(Generic[Argument, Returned]):
 
     def __call__(self, given: Argument, /) -> Returned:
         """Raises PluginError with the plugin's name if the function raises."""
-        try:
+        with plugin_errors(str(self.selected)):
             return self.function(given, **self.options)
-        except GrpoError:
-            raise
-        except Exception as error:
-            raise PluginError(f"{self.selected} raised {type(error).__name__}: {one_line(error)}") from error
 
     def __str__(self) -> str:
         return str(self.selected)

@@ -69,7 +69,7 @@ class Connection:
 
     Args:
         sock: the socket to the parent.
-        own_errors_only: whether to send foreign errors as text, because the parent may not have their
+        own_errors_only: whether to send foreign errors as a CodeError, because the parent may not have their
             classes.
 
     Attributes:
@@ -83,7 +83,7 @@ class Connection:
         self._kept = 0
         """Number of errors written to it."""
         self._socket = sock
-        self._own_errors_only = own_errors_only
+        self.own_errors_only = own_errors_only
         self._sending = threading.Lock()
         self._selector = selectors.DefaultSelector()
         self._selector.register(sock, selectors.EVENT_READ)
@@ -107,22 +107,22 @@ class Connection:
         self._send(framed(Answer(id, result)))
 
     def fail(self, id: int, error: BaseException) -> None:
-        """Send an error; one that cannot be pickled or read is sent as a GrpoError with its type and text."""
+        """Send an error; one that cannot be pickled or read is sent as a CodeError."""
         text = errors.traceback_of(error, self.mask)
         self._keep_whole(error, text)
+        as_code = errors.CodeError.of(error, self.mask)
         error = self.mask.error(error)
         if isinstance(error, errors.GrpoError) and len(errors.message_of(error)) > LONGEST_ERROR:
             error.args = (errors.shortened(errors.message_of(error), LONGEST_ERROR),)
         ends = not isinstance(error, Exception)  # such as SystemExit, which must end only this process
-        if ends or (self._own_errors_only and not isinstance(error, errors.GrpoError)):
-            error = errors.GrpoError(errors.describe(error))
+        if ends or (self.own_errors_only and not isinstance(error, errors.GrpoError)):
+            error = as_code
         try:
             str(error)
             frame = framed(Answer(id, error=error, traceback=text))
             pickle.loads(frame[LENGTH.size :])
         except Exception:
-            described = errors.GrpoError(errors.describe(error))
-            frame = framed(Answer(id, error=described, traceback=text))
+            frame = framed(Answer(id, error=as_code, traceback=text))
         self._send(frame)
 
     def _keep_whole(self, error: BaseException, sent: str) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from attrs import asdict, evolve
 
 from grpo_core.contracts import events
-from grpo_core.contracts.errors import LONGEST_TRACEBACK, ConfigError, GrpoError, TrackingError, shortened
+from grpo_core.contracts.errors import ConfigError, GrpoError, TrackingError, fault_of, shortened
 from grpo_core.contracts.incidents import Incident, IncidentCounts
 from grpo_core.contracts.protocols import Tracker
 from grpo_core.contracts.records import RunInfo
@@ -197,7 +197,7 @@ class Trackers:
         return all(thread.ended for thread in self._threads)
 
     def _tell(self, incident: Incident, count: int) -> None:
-        self.emit(events.IncidentReported(step=self.step, count=count, **asdict(incident)))
+        self.emit(events.IncidentReported(step=self.step, count=count, **asdict(incident, recurse=False)))
 
     def _required(self) -> list[TrackerThread]:
         return [thread for thread in self._threads if thread.required]
@@ -209,7 +209,7 @@ class Trackers:
     def _report(self, name: str, error: TrackingError, required: bool) -> None:
         if not required:
             message = f"{error}; it is not called again"
-            self.emit(events.WarningRaised(step=self.step, cause=name, message=message))
+            self.emit(events.WarningRaised(step=self.step, cause=name, message=message, fault=error.fault))
             return
         self._error = self._error or error
         self._failed.set()
@@ -340,13 +340,13 @@ class TrackerThread:
             what_to_do = (
                 ". The run needs it: fix the cause and continue with --resume" if self.required else ""
             )
-            named = "" if isinstance(error, GrpoError | OSError) else f"{type(error).__name__}: "
-            failure = TrackingError(f"{self.who} failed in {self.doing}: {named}{error}{what_to_do}")
+            said = error if isinstance(error, GrpoError | OSError) else fault_of(error)
+            failure = TrackingError(f"{self.who} failed in {self.doing}: {said}{what_to_do}")
             if self.required and isinstance(error, ConfigError):
                 failure = TrackingError(str(error))
                 failure.exit_status = error.exit_status
             failure.__cause__ = error
-            self._drop(failure)
+            self._drop(failure.carrying(fault_of(error)))
 
     def _when_here(self, work: Callable[[], object]) -> None:
         """Do the work; retry it while an error says that a service is unavailable."""
@@ -374,7 +374,7 @@ class TrackerThread:
             first, self.dropped = not self.dropped, True
             self._change.notify_all()
         if first and not self.required:
-            log.warning("%s; it is not called again", error, exc_info=error.__cause__)
+            log.warning("%s; it is not called again", error)
         if first:
             self._on_failure(self.who, error, self.required)
 
@@ -402,9 +402,7 @@ def _as_saved(state: Any) -> Any:
 def _long_texts(event: events.Event) -> dict[str, Any]:
     """Return the long texts of an error, shortened: some contain all the data of a batch."""
     texts = {name: getattr(event, name, "") for name in ("error", "message")}
-    found = {name: shortened(text) for name, text in texts.items() if text}
-    traceback = getattr(event, "traceback", "")
-    return found | ({"traceback": shortened(traceback, LONGEST_TRACEBACK)} if traceback else {})
+    return {name: shortened(text) for name, text in texts.items() if text}
 
 
 def _tokens(item: Item) -> int:

@@ -12,6 +12,7 @@
     bound                                    a function with its options, as a run calls it
     Optimization, flat                       optimizers as the trainer uses them, and their states
     run                                      runs a coroutine on virtual time
+    strategies                               prompts, episodes and feedback for property tests with Hypothesis
 
 The contracts of environments, samplers, engines and all other parts come with ``grpo-plugin-devkit``.
 """
@@ -25,6 +26,7 @@ from grpo_core.plugins.lazy import attach
 if TYPE_CHECKING:
     from grpo_core.contracts.completions import check_completions as check_completions
     from grpo_core.demo.demonstrations import demonstrations as demonstrations
+    from grpo_core.testing import strategies as strategies
     from grpo_core.testing.clock import run as run
     from grpo_core.testing.fakes import FakeEngine as FakeEngine
     from grpo_core.testing.fakes import FakeEnvironment as FakeEnvironment

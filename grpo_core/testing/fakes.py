@@ -202,7 +202,6 @@ class FakeEnvironment:
 
     slots: Literal["none", "tools", "all"] = "none"
     runs_agents = False
-    first_traceback = ""
 
     def __init__(
         self,

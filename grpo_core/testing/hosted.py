@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from grpo_core.contracts.errors import PluginError, describe
+from grpo_core.contracts.errors import PluginError, fault_of, with_place
 from grpo_core.contracts.incidents import report
 from grpo_core.contracts.playing import Player
 from grpo_core.contracts.records import AgentClient, Episode, Feedback, Prompt, SessionStart
@@ -46,8 +46,6 @@ class HostedEnvironment:
     The code of an environment with ``async def run`` runs in a thread, one call after another: its agent
     calls the model, which the caller's event loop serves.
     """
-
-    first_traceback = ""
 
     def __init__(self, environment: Any, *, task: str = "task") -> None:
         self.host = EnvironmentHost.around(environment, task=task)
@@ -98,10 +96,10 @@ class HostedEnvironment:
         except PluginError:
             raise
         except Exception as error:
-            failure = describe(error)
+            failure, fault = with_place(error), fault_of(error)
         parts = units(episodes, whole_groups=self.needs_group)
         if len(parts) == 1:
-            return [Feedback(error=failure)] * len(episodes)
+            return [Feedback(error=failure, fault=fault)] * len(episodes)
         feedback = [each for part in parts for each in self._evaluate(part)]
         if all(each.error is None for each in feedback):
             report(
@@ -109,6 +107,7 @@ class HostedEnvironment:
                 self._description["who"],
                 f"a call with {len(episodes)} episodes failed ({failure}), and {len(parts)} calls with one "
                 f"{'group' if self.needs_group else 'episode'} each succeeded; correct evaluate for batches",
+                fault=fault,
             )
         return feedback
 
@@ -122,7 +121,7 @@ class HostedEnvironment:
         except PluginError:
             raise
         except Exception as error:
-            return Feedback(error=describe(error))
+            return Feedback(error=with_place(error), fault=fault_of(error))
 
     async def close(self, sessions: Sequence[str]) -> None:
         """End these sessions."""

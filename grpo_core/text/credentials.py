@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import quote
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
-from grpo_core.contracts.errors import GrpoError, Unavailable, message_of, shortened
+from grpo_core.contracts.errors import CodeError, GrpoError, Unavailable, message_of
 
 _NAME = re.compile(
     r"(^|_)((api|access|auth|private|secret|signing)_?keys?|secrets?|pass(word|wd|phrase)s?|credentials?"
@@ -72,12 +72,14 @@ class Mask:
         if (hidden := self(said)) == said:
             return error
         if not isinstance(error, GrpoError):
-            return GrpoError(shortened(f"{type(error).__name__}: {hidden}"))
+            return CodeError.of(error, self)
         try:
             found: BaseException = type(error)(hidden)
         except TypeError:
             found = GrpoError(hidden)
-        vars(found).update(exit_status=error.exit_status)
+        if (fault := error.fault) is not None:
+            fault = evolve(fault, message=self(fault.message), traceback=self(fault.traceback))
+        vars(found).update(exit_status=error.exit_status, fault=fault)
         if isinstance(found, Unavailable) and isinstance(error, Unavailable):
             found.retry_after, found.timed_out = error.retry_after, error.timed_out
         return found

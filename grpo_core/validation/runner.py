@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 from attrs import define, evolve, field
 
-from grpo_core.contracts.errors import DeadlineExceeded, PluginError, WeightSyncError
+from grpo_core.contracts.errors import DeadlineExceeded, PluginError, WeightSyncError, plugin_errors
 from grpo_core.contracts.incidents import report
 from grpo_core.contracts.playing import EnvironmentClient
 from grpo_core.contracts.protocols import Engine, Renderer, ValidationStrategy
 from grpo_core.contracts.records import Group, Prompt, Rollout
-from grpo_core.environments.feedback import as_number
+from grpo_core.environments.feedback import NO_REWARD, as_number
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, cause, derive_seed, play
 from grpo_core.loop.rows import sampled_versions
 from grpo_core.processes.aio import UNLIMITED, Limit, Slots, gather, raising_root_cause
@@ -243,12 +243,10 @@ async def run_strategy(
     """
     context._limit = limit = Limit(context.patience)
     try:
-        with raising_root_cause():
-            async with limit:
+        async with limit:
+            with plugin_errors(f"validation strategy {name!r}"), raising_root_cause():
                 results = await strategy.validate(context)
     except TimeoutError:
-        if not limit.expired:
-            raise
         raise DeadlineExceeded(
             f"validation strategy {name!r}: validate() neither returned nor played rollouts for "
             f"{context.patience:g} s, twice validation.deadline; look for what it waits for"
@@ -261,10 +259,15 @@ async def run_strategy(
     for task, rollouts in played.items():
         unscored = [rollout for rollout in rollouts if rollout.reward is None]
         if len(unscored) == len(rollouts):
+            fault = unscored[0].fault
+            if fault and all(each.fault and each.fault.kind == NO_REWARD for each in unscored):
+                raise PluginError(
+                    f"task {task!r}: {fault.message} for every reply; is a `return` missing?"
+                ).carrying(fault)
             raise PluginError(
                 f"task {task!r}: none of the {len(rollouts)} rollouts of the validation strategy {name!r} "
                 f"received feedback; the first one: {unscored[0].error or 'unscored'}"
-            )
+            ).carrying(fault)
         share = {"unscored": len(unscored) / len(rollouts)} if unscored else {}
         counts[task] = {"errors": float(len(unscored)), **share}
     return {

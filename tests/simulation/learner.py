@@ -198,7 +198,6 @@ class Judge:
 
     needs_group = False
     max_turns = 1
-    first_traceback = ""
     slots = "none"
 
     def __init__(

@@ -7,7 +7,6 @@ import errno
 import functools
 import hashlib
 import random
-import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from attrs import asdict, evolve
 from grpo_core.app.first_look import first_look, leaks
 from grpo_core.app.parts import Parts
 from grpo_core.config import Config, as_table, build, merge
-from grpo_core.contracts.errors import GrpoError, TrackingError, describe
+from grpo_core.contracts.errors import GrpoError, TrackingError, describe, fault_of
 from grpo_core.contracts.events import (
     ErrorRaised,
     Event,
@@ -101,7 +100,7 @@ class _Run:
         loop, timeline = asyncio.get_running_loop(), Timeline()
         self._incidents = IncidentCounts(
             lambda incident, count: self.emit(
-                IncidentReported(step=self.step, count=count, **asdict(incident))
+                IncidentReported(step=self.step, count=count, **asdict(incident, recurse=False))
             ),
             loop.time,
         )
@@ -124,8 +123,7 @@ class _Run:
             except GrpoError as error:
                 self._incidents.flush()
                 self.emit(timeline.extended(self.step))
-                text = "".join(traceback.format_exception(error))
-                self.emit(ErrorRaised(step=self.step, message=describe(error), traceback=text))
+                self.emit(ErrorRaised(step=self.step, message=describe(error), fault=fault_of(error)))
                 self.emit(RunEnded(step=self.step, reason="failed"))
             else:
                 self._incidents.flush()

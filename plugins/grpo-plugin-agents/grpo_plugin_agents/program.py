@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from grpo_core import AgentClient, ConfigError, Environment, Episode, Feedback, PluginError, Prompt
-from grpo_core.kit import PluginHost, import_file, orphans, read_json, shortened
+from grpo_core.kit import PluginHost, evaluate_of, import_file, orphans, read_json, shortened
 
 LAST_WORDS = 1 << 20
 """Number of bytes read from the end of a program's output."""
@@ -47,6 +47,7 @@ class AgentProgram(Environment):
         self._module = _module(words)
         judge = PluginHost.current().make("environment", reward) if reward else None
         self._judge: Any = judge or self._module
+        self._evaluate = evaluate_of(self._judge)
         for name in ("success", "needs_group", "concurrency", "deadline"):
             if hasattr(self._judge, name):
                 setattr(self, name, getattr(self._judge, name))
@@ -66,12 +67,12 @@ class AgentProgram(Environment):
 
     def evaluate(self, episodes: Sequence[Episode]) -> Any:
         """Judge conversations with the file, or with the environment of the option ``reward``."""
-        if not hasattr(self._judge, "evaluate"):
+        if self._evaluate is None:
             raise PluginError(
                 f"agent {self._command!r} returned no reward; return a number, or set the option reward to "
                 "the name of an environment that judges"
             )
-        return self._judge.evaluate(episodes)
+        return self._evaluate(episodes)
 
     def solve(self, prompt: Prompt) -> str | None:
         """Return the judge's solution of the prompt."""
@@ -86,7 +87,7 @@ class AgentProgram(Environment):
             return result
         output = await self._output(prompt, client)
         found = _result(output)
-        if found is None and not hasattr(self._judge, "evaluate"):
+        if found is None and self._evaluate is None:
             last = (output.strip().splitlines() or [""])[-1]
             raise RuntimeError(
                 f"{self._command!r} ended with the line {shortened(last, 200)!r}; expected "

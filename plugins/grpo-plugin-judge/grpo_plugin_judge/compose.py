@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import attrs
@@ -34,7 +34,7 @@ from grpo_core import (
     did_you_mean,
     errors,
 )
-from grpo_core.kit import DEADLINE, PluginHost, as_feedback, units
+from grpo_core.kit import DEADLINE, SCORES, PluginHost, as_feedback, evaluate_of, units
 
 KEYS = ("env", "options", "weight", "requires")
 """Keys of a part."""
@@ -58,13 +58,19 @@ class Part:
 
     @property
     def is_async(self) -> bool:
-        return inspect.iscoroutinefunction(self.environment.evaluate)
+        return inspect.iscoroutinefunction(self.evaluate)
+
+    @property
+    def evaluate(self) -> Callable[[Sequence[Episode]], Any]:
+        evaluate = evaluate_of(self.environment)
+        assert evaluate is not None
+        return evaluate
 
     @property
     def limit(self) -> int | None:
-        """Largest number of concurrent calls, if the environment declares it."""
+        """Largest number of concurrent calls, if the environment declares it or scores one episode a call."""
         number: int | None = getattr(self.environment, "concurrency", None)
-        return number
+        return SCORES if number is None and self.is_async and self.defines("score") else number
 
     def defines(self, name: str) -> bool:
         method = getattr(type(self.environment), name, None)
@@ -195,7 +201,7 @@ class Compose:
     def _feedback(self, part: Part, episodes: list[Episode]) -> Any:
         """Return a part's feedback, or an awaitable of it."""
         if not part.is_async or not part.limit:
-            return part.environment.evaluate(episodes)
+            return part.evaluate(episodes)
         return self._within_its_limit(part, part.limit, episodes)
 
     async def _within_its_limit(self, part: Part, limit: int, episodes: list[Episode]) -> list[Feedback]:
@@ -205,7 +211,7 @@ class Compose:
 
         async def one(unit: list[Episode]) -> list[Feedback]:
             async with gate:
-                answer = await part.environment.evaluate(unit)
+                answer = await part.evaluate(unit)
                 return as_feedback(answer, len(unit), who, ids=[each.prompt.id for each in unit])
 
         whole_groups = bool(getattr(part.environment, "needs_group", False))

@@ -16,6 +16,7 @@ import attrs
 from attrs import define, field
 
 import grpo_core as grpo
+from grpo_core.kit import SCORES, evaluate_of
 from grpo_plugin_mcp.server import Server
 
 SPARE = 10.0
@@ -90,7 +91,7 @@ class ToolsOfServer(grpo.Environment):
         self.max_turns = max(max_turns, getattr(inner, "max_turns", 1))
         self._has_sessions = _own(inner, "open")
         self._limit(calls_at_once)
-        if inspect.iscoroutinefunction(inner.evaluate):
+        if self._awaits:
             self.evaluate = self._judged_later  # type: ignore[method-assign]
 
     def _limit(self, calls_at_once: int) -> None:
@@ -99,7 +100,8 @@ class ToolsOfServer(grpo.Environment):
         A limit of the other environment also applies to its tools and sessions, which are called directly.
         """
         inner = self._environment
-        own = getattr(inner, "concurrency", None) or 0
+        scores = SCORES if self._awaits and _own(inner, "score") else 0
+        own = getattr(inner, "concurrency", None) or scores
         played = self._has_sessions or len(self.tools) > 0
         self._judging = asyncio.Semaphore(own) if own else contextlib.nullcontext()
         self.concurrency = own if own and played else max(calls_at_once, own)
@@ -123,11 +125,11 @@ class ToolsOfServer(grpo.Environment):
         return solve(prompt) if solve else None
 
     def evaluate(self, episodes: Sequence[grpo.Episode]) -> Any:
-        return self._environment.evaluate(_inner(episodes))
+        return self._evaluate(_inner(episodes))
 
     async def _judged_later(self, episodes: Sequence[grpo.Episode]) -> Any:
         async with self._judging:  # calls of tools have a separate limit
-            return await self._environment.evaluate(_inner(episodes))
+            return await self._evaluate(_inner(episodes))
 
     def open(self, prompt: grpo.Prompt) -> Awaitable[Session]:
         """Open the other environment's session, in this thread if it is not async, and then the server."""
@@ -236,9 +238,12 @@ class ToolsOfServer(grpo.Environment):
         inner, kind = self._environment, type(self._environment)
         if _own(inner, "run"):
             raise grpo.ConfigError("mcp: env is an agent, which calls its tools by itself")
-        for method in ("prompts", "evaluate"):
-            if not callable(getattr(inner, method, None)):
+        evaluate = evaluate_of(inner)
+        for method, defined in (("prompts", getattr(inner, "prompts", None)), ("evaluate", evaluate)):
+            if not callable(defined):
                 raise grpo.ConfigError(f"mcp: env: {kind.__name__} has no method {method!r}")
+        self._evaluate: Any = evaluate
+        self._awaits = inspect.iscoroutinefunction(evaluate)
 
 
 def _found(command: str) -> list[str]:

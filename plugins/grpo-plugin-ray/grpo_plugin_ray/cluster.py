@@ -200,7 +200,7 @@ def report_again(incidents: Iterable[Incident], name: str, who: str) -> None:
         who: name with machine and process.
     """
     for each in incidents:
-        report(each.kind, name, f"{who}: {each.message}", traceback=each.traceback)
+        report(each.kind, name, f"{who}: {each.message}", fault=each.fault)
 
 
 def brief(error: BaseException) -> str:

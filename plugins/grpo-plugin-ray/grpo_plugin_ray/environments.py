@@ -83,15 +83,12 @@ class RemoteEnvironment:
             "runs_agents": self._process.runs_agents,
         }
 
-    async def ask(self, method: str, *args: Any) -> tuple[Any, str, list[Incident]]:
-        """Call a method of ``EnvironmentProcess``.
-
-        Returns its result, the first traceback so far, and the incidents since the last answer.
-        """
+    async def ask(self, method: str, *args: Any) -> tuple[Any, list[Incident]]:
+        """Call a method of ``EnvironmentProcess``; return its result and the incidents since the last one."""
         with reported_to(self._incidents.append):
             answer = await getattr(self._process, method)(*args)
         incidents, self._incidents[:] = [*self._incidents], []
-        return answer, self._process.first_traceback, incidents
+        return answer, incidents
 
 
 class RayEnvironment:
@@ -110,7 +107,6 @@ class RayEnvironment:
         self.slots: Literal["none", "tools", "all"] = "none"
         self.runs_agents = False
         self.player: Any = None
-        self.first_traceback = ""
         self._name, self._made_from, self._resources = name, made_from, resources
         self._who = name
         self._worker: Any = None
@@ -185,12 +181,11 @@ class RayEnvironment:
             else:
                 return self._unpacked(answer)
 
-    def _unpacked(self, answer: tuple[Any, str, list[Incident]]) -> Any:
+    def _unpacked(self, answer: tuple[Any, list[Incident]]) -> Any:
         """Return the result in a worker's answer, and report its incidents."""
-        result, traceback, incidents = answer
+        result, incidents = answer
         self._deaths = 0
         report_again(incidents, self._name, self._who)
-        self.first_traceback = self.first_traceback or traceback
         return result
 
     async def _started(self) -> Any:

@@ -41,7 +41,7 @@ class Member:
     """First finding of ``grpo-core explain``."""
 
 
-def report(runs: list[Path], /, *, output: Path | None = None) -> int:
+def report(runs: list[Path] | None = None, /, *, output: Path | None = None) -> int:
     """Write report.html for a finished, running or killed run, or one page that compares several runs.
 
     The page of several runs draws their curves over one another, and shows their results, their settings and
@@ -55,6 +55,11 @@ def report(runs: list[Path], /, *, output: Path | None = None) -> int:
     output
         File of the page.  Several runs need it; default for one: RUN/report.html.
     """
+    if not runs:
+        there = sorted(str(each.parent) for each in Path("runs").glob("*/config.toml"))
+        raise ConfigError(
+            f"report: name a run, as in grpo-core report runs/NAME; here: {', '.join(there) or 'none'}"
+        )
     if len(runs) == 1:
         page = write_one(runs[0], output)
     elif output is None:

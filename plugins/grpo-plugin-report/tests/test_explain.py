@@ -185,7 +185,7 @@ def test_a_run_without_events_is_explained_by_its_metrics(tmp_path: Path) -> Non
 def test_text_that_a_plugin_wrote_does_nothing_to_the_terminal(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    event = {"event": "ErrorRaised", "step": 3, "message": "\x1b[2Jgone", "traceback": ""}
+    event = {"event": "ErrorRaised", "step": 3, "message": "\x1b[2Jgone", "fault": None}
     with (run / "events.jsonl").open("a") as file:
         file.write(json.dumps(event) + "\n")
     command.explain(run, as_json=False)
@@ -238,6 +238,10 @@ def test_a_run_that_was_killed_has_the_date_of_its_last_metrics_if_it_has_any() 
         (killed,) = [finding for finding in explained(facts) if finding.cause == "killed"]
         assert f"the run made {len(times)} of 4 steps; there is no checkpoint" in killed.evidence[2]
         assert told in killed.evidence[2]
+    facts.warnings["disk"] = Messages(1, 3, 3, "4 MB are free")
+    (full,) = [finding for finding in explained(facts) if finding.cause == "killed"]
+    assert full.title == "The disk of the run is full."
+    assert "OOM" not in f"{full}"
     facts.missing.append("events.jsonl")
     assert "killed" not in causes(facts), "nobody knows how it ended"
 

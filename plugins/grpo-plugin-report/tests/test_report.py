@@ -21,6 +21,7 @@ from tracked_run import a_run
 from grpo_core import ConfigError, Group, Prompt, Rollout, RunInfo, Segment, Tokens
 from grpo_core.cli import make_app
 from grpo_core.config import Config, TaskConfig, TrackingConfig
+from grpo_core.contracts.errors import Fault
 from grpo_core.contracts.events import (
     ErrorRaised,
     GroupsReady,
@@ -154,7 +155,7 @@ def test_problems_are_reported_once_per_cause(tmp_path):
             for step in (3, 4, 5)
         ),
         PromptSkipped(step=5, task="sort", prompt="seven", error="ValueError: bad row"),
-        ErrorRaised(step=5, message="trainer: out of memory", traceback="Traceback: here"),
+        ErrorRaised(step=5, message="trainer: out of memory", fault=Fault("E", "m", "Traceback: here")),
         RunEnded(step=5, reason="failed"),
     ]
     text = Page(record(tmp_path / "run", [RunStarted(directory="d", config={}), *events])).text
@@ -214,7 +215,7 @@ def test_hostile_text_stays_text(tmp_path):
         StepEnded(step=1, metrics=metrics(1, HOSTILE[:-2])),
         WarningRaised(step=1, cause=HOSTILE, message=HOSTILE),
         PromptSkipped(step=1, task=HOSTILE, prompt=HOSTILE, error=HOSTILE),
-        ErrorRaised(step=1, message=HOSTILE, traceback=HOSTILE),
+        ErrorRaised(step=1, message=HOSTILE, fault=Fault(HOSTILE, HOSTILE, HOSTILE, HOSTILE)),
     ]
     page = Page(record(tmp_path / "hostile", events))
     assert {tag for tag, _ in page.tags} <= {tag for tag, _ in harmless} | {

@@ -150,7 +150,7 @@ class Facts:
     error: Messages | None = None
     """The error that ended the run."""
     error_type: str = ""
-    """Class of the error, from the traceback."""
+    """Class of the error, or of the exception of an author's code behind it."""
     started: int = 0
     """Number of starts, including the first one."""
     resolved: Any = None
@@ -212,7 +212,8 @@ class Facts:
                 self.ended = str(row.get("reason"))
             case "ErrorRaised":
                 self.error = Messages(1, step, step, text)
-                self.error_type = _class_of(str(row.get("traceback", "")))
+                fault = row.get("fault")
+                self.error_type = str(fault.get("kind", "")) if isinstance(fault, dict) else ""
             case "WarningRaised":
                 add_message(self.warnings, str(row.get("cause")), step, text)
             case "IncidentReported":
@@ -352,12 +353,3 @@ def _number(value: Any) -> float | None:
 
 def _whole(value: Any) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53 else 0
-
-
-def _class_of(traceback: str) -> str:
-    """Return the class name of the error at the end of a traceback, without its module."""
-    for line in reversed(traceback.splitlines()):
-        name = line.partition(":")[0]
-        if line[:1].isalpha() and name.replace(".", "").replace("_", "").isalnum():
-            return name.rpartition(".")[2]
-    return ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import shutil
 from datetime import datetime
 
 from grpo_plugin_report.explain.causes import Finding, percent
@@ -287,10 +289,25 @@ def gradients_not_finite(facts: Facts) -> Finding | None:
     )
 
 
+NO_ROOM = 2**20
+"""Bytes of free space below which a run cannot record its end."""
+
+
+def _room(facts: Facts) -> float:
+    """Return the free bytes of the run's disk; infinity if they are unknown."""
+    try:
+        return shutil.disk_usage(facts.path).free
+    except OSError:
+        return math.inf
+
+
 def killed(facts: Facts) -> Finding | None:
-    """The process was killed."""
+    """The process was killed, or could not write its end."""
     if facts.ended or facts.running or facts.error is not None or "events.jsonl" in facts.missing:
         return None
+    if "disk" in facts.warnings or _room(facts) < NO_ROOM:
+        evidence = "events.jsonl has no end of the last start", f"{_room(facts):,.0f} bytes are free"
+        return Finding(REMEDIES[1][1], (*evidence, _kept(facts)), REMEDIES[1][2])
     times = facts.of("time").values
     last = f"its last metrics are of {_moment(times[-1])}" if times else "it has no metrics"
     return Finding(
