@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from grpo_core.contracts.errors import one_line, out_of_memory, shortened, traceback_of
-from grpo_core.contracts.unicode import inert
+from grpo_core.processes.secrets import inert
 
 LONGEST_ERROR = 6_000
 """Largest number of characters printed of an error."""
@@ -90,7 +90,7 @@ def drop_output() -> None:
 
 
 def make_log_inert() -> None:
-    """Escape hostile text in warnings that no configured handler prints."""
+    """Escape hostile text, and hide secrets, in warnings that no configured handler prints."""
 
     class Inert(logging.Formatter):
         def format(self, record: logging.LogRecord) -> str:

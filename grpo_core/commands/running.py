@@ -16,12 +16,12 @@ from grpo_core.commands.complaints import complain, say, to_a_reader
 from grpo_core.config import check_settings, merge, parse_settings, read_toml
 from grpo_core.config.setup import steps_of_profile
 from grpo_core.contracts.errors import ConfigError
-from grpo_core.contracts.unicode import inert
 from grpo_core.loop.endings import GOAL_REACHED
 from grpo_core.plugins.hints import install_command
 from grpo_core.plugins.options import AsJson, Flag, Settings, Words
 from grpo_core.processes.aio import to_the_end
 from grpo_core.processes.interrupts import INTERRUPTED
+from grpo_core.processes.secrets import inert
 from grpo_core.reporting.selection import REPORT
 from grpo_core.reporting.verification import verified
 from grpo_core.storage.run_directory import RunDirectory

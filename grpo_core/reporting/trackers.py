@@ -15,7 +15,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from attrs import asdict, evolve
+from attrs import asdict, evolve, fields
 
 from grpo_core.contracts import events
 from grpo_core.contracts.errors import LONGEST_TRACEBACK, ConfigError, GrpoError, TrackingError, shortened
@@ -24,6 +24,7 @@ from grpo_core.contracts.protocols import Tracker
 from grpo_core.contracts.records import RunInfo
 from grpo_core.environments.outages import JITTER, Outage, unavailable
 from grpo_core.loop.metrics import validation_metrics
+from grpo_core.processes.secrets import masked
 
 BACKLOG = 10_000
 """Number of events that may wait for a tracker."""
@@ -137,7 +138,7 @@ class Trackers:
         if isinstance(event, events.RunEnded):
             self.incidents.flush()
         self.step = max(self.step, event.step)
-        event = evolve(event, time=time.time(), **_long_texts(event))
+        event = evolve(event, time=time.time(), **_texts(event))
         stuck = [error for thread in self._threads if (error := thread.put(event)) is not None]
         if stuck:
             raise stuck[0]
@@ -380,7 +381,9 @@ class TrackerThread:
 
 
 def call(tracker: Tracker, event: events.Event) -> None:
-    """Call the methods of a tracker that an event is for."""
+    """Call the methods of a tracker that an event is for; its rollouts have no secrets."""
+    if isinstance(event, events.GroupsReady | events.ValidationPlayed):
+        event = masked(event)
     tracker.event(event)
     match event:
         case events.GroupsReady():
@@ -399,12 +402,15 @@ def _as_saved(state: Any) -> Any:
     return saved
 
 
-def _long_texts(event: events.Event) -> dict[str, Any]:
-    """Return the long texts of an error, shortened: some contain all the data of a batch."""
-    texts = {name: getattr(event, name, "") for name in ("error", "message")}
-    found = {name: shortened(text) for name, text in texts.items() if text}
-    traceback = getattr(event, "traceback", "")
-    return found | ({"traceback": shortened(traceback, LONGEST_TRACEBACK)} if traceback else {})
+def _texts(event: events.Event) -> dict[str, Any]:
+    """Return the texts of an event without secrets; long ones, such as a whole batch, are shortened."""
+    texts = {each.name: getattr(event, each.name) for each in fields(type(event))}
+    longest = {"error": 2000, "message": 2000, "traceback": LONGEST_TRACEBACK}
+    return {
+        name: shortened(masked(text), longest.get(name, len(text)))
+        for name, text in texts.items()
+        if isinstance(text, str) and text
+    }
 
 
 def _tokens(item: Item) -> int:
