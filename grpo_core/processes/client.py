@@ -127,7 +127,7 @@ class Client:
         if key:
             sent["Authorization"] = f"Bearer {key}"
         for name, value in sent.items():
-            if not value.isprintable() or not value.isascii() or value != value.strip():
+            if not value.isprintable() or not value.isascii() or " ".join(value.split()) != value:
                 what = "the key" if name == "Authorization" else f"the header {name}"
                 raise ConfigError(
                     f"{who}: {what} has a character that no header may have, such as a blank or a line end "
@@ -135,7 +135,7 @@ class Client:
                 )
         try:
             parts = urlsplit(url)
-            valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+            valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
         except ValueError:
             valid = False
         if not valid:
@@ -175,7 +175,7 @@ class Client:
         """
         what = f"{self._who}: {method} {self.url}{path}"
         async with (
-            _limited(what, self._seconds if seconds is None else seconds),
+            self._limited(what, self._seconds if seconds is None else seconds),
             self._session().request(
                 method,
                 self.url + path,
@@ -188,6 +188,36 @@ class Client:
         ):
             return await self._read(what, response, self._largest if largest is None else largest)
 
+    @contextlib.asynccontextmanager
+    async def _limited(self, what: str, seconds: float) -> AsyncIterator[None]:
+        """Limit the time of a request, and convert the errors of its connection."""
+        import aiohttp
+
+        try:
+            async with asyncio.timeout(seconds):
+                yield
+        except TimeoutError as error:
+            away = Unavailable(f"{what}: no answer within {seconds:g} s")
+            away.timed_out = not isinstance(error, aiohttp.ConnectionTimeoutError)
+            raise away from error
+        except (aiohttp.ClientSSLError, ssl.SSLError) as error:
+            raise ServiceError(f"{what}: {_of_tls(error)}") from error
+        except aiohttp.ClientConnectorError as error:
+            raise NotSent(f"{what}: no connection: {self._said(error)}") from error
+        except aiohttp.WSServerHandshakeError as error:
+            raise Unavailable(
+                f"{what}: no WebSocket: status {error.status}: {self._said(error.message)}"
+            ) from error
+        except aiohttp.ClientResponseError as error:
+            secure = (
+                "; the server expects https://" if "\\x15\\x03" in error.message else ""
+            )  # an alert of TLS
+            raise ServiceError(
+                f"{what}: the answer is not HTTP: {self._said(error.message)}{secure}"
+            ) from error
+        except (aiohttp.ClientError, ConnectionError) as error:
+            raise Unavailable(f"{what}: {type(error).__name__}: {self._said(error)}") from error
+
     async def _read(self, what: str, response: aiohttp.ClientResponse, largest: int) -> Answer:
         if 300 <= response.status < 400:
             raise _redirected(what, response)
@@ -195,9 +225,7 @@ class Client:
             body = await read_body(response.content.iter_any(), response.headers, largest)
         except ValueError as error:
             raise ServiceError(f"{what}: {said(str(error))}", status=response.status) from error
-        text = well_formed(body.decode(errors="replace"))
-        if self._key:  # a server may repeat it, and answers are stored
-            text = text.replace(self._key, "[key]")
+        text = self._without_key(well_formed(body.decode(errors="replace")))
         answer = Answer(what, response.status, text, {n: m.value for n, m in response.cookies.items()})
         if response.status in self._busy:
             raise NotSent(str(answer.refused()), retry_after=retry_after(response.headers))
@@ -210,7 +238,7 @@ class Client:
         """
         what = f"{self._who}: {self.url}{path}"
         try:
-            async with _limited(what, self._seconds):
+            async with self._limited(what, self._seconds):
                 return await self._session().ws_connect(self.url + path, max_msg_size=self._largest)
         except Unavailable as error:
             raise NotSent(str(error)) from error
@@ -240,35 +268,16 @@ class Client:
             )
         return self._http
 
+    def _without_key(self, text: str) -> str:
+        """Hide the key, which a server may repeat: answers are stored."""
+        return text.replace(self._key, "[key]") if self._key else text
+
+    def _said(self, text: object) -> str:
+        return said(self._without_key(str(text)))
+
     async def _refuse(self, _: Any, __: Any, found: aiohttp.TraceRequestRedirectParams) -> None:
         found.response.close()
         raise _redirected(f"{self._who}: {found.method} {self.url}", found.response)
-
-
-@contextlib.asynccontextmanager
-async def _limited(what: str, seconds: float) -> AsyncIterator[None]:
-    """Limit the time of a request, and convert the errors of its connection."""
-    import aiohttp
-
-    try:
-        async with asyncio.timeout(seconds):
-            yield
-    except TimeoutError as error:
-        away = Unavailable(f"{what}: no answer within {seconds:g} s")
-        away.timed_out = not isinstance(error, aiohttp.ConnectionTimeoutError)
-        raise away from error
-    except (aiohttp.ClientSSLError, ssl.SSLError) as error:
-        raise ServiceError(f"{what}: {_of_tls(error)}") from error
-    except aiohttp.ClientConnectorError as error:
-        raise NotSent(f"{what}: no connection: {said(str(error))}") from error
-    except aiohttp.WSServerHandshakeError as error:
-        raise Unavailable(f"{what}: no WebSocket: status {error.status}: {said(error.message)}") from error
-    except aiohttp.ClientResponseError as error:
-        raise ServiceError(
-            f"{what}: the answer is not HTTP ({said(error.message)}); does the server expect https://?"
-        ) from error
-    except (aiohttp.ClientError, ConnectionError) as error:
-        raise Unavailable(f"{what}: {type(error).__name__}: {said(str(error))}") from error
 
 
 def _redirected(what: str, response: aiohttp.ClientResponse) -> ServiceError:

@@ -127,16 +127,22 @@ class Asker:
             answer = await self._client.post("/chat/completions", question)
             if answer.status != 200:
                 raise answer.refused()
-            text = answer.json(dict)["choices"][0]["message"]["content"]
-            if not isinstance(text, str):
-                raise ValueError(f"expected a text, got {said(repr(text))}")
+            found = answer.json(dict)
+            try:
+                text = found["choices"][0]["message"]["content"]
+                if not isinstance(text, str):
+                    raise TypeError("the content is no text")
+            except (LookupError, TypeError) as error:
+                wrong = f"{type(error).__name__}: {error}"
+                raise ServiceError(
+                    f"{answer.what}: expected a chat completion, got {said(answer.text)} ({wrong})"
+                ) from None
             return text
 
         try:
             return await retried(attempt, self._retries, grpo.Unavailable)
-        except (grpo.Unavailable, ServiceError, LookupError, TypeError, ValueError) as error:
-            named = "" if isinstance(error, grpo.GrpoError) else f"{type(error).__name__}: "
-            raise NoScore(f"{self.judge.model} did not answer: {named}{error}") from error
+        except (grpo.Unavailable, ServiceError) as error:
+            raise NoScore(f"{self.judge.model} did not answer: {error}") from error
 
 
 def away_by(error: BaseException) -> grpo.Unavailable | None:
