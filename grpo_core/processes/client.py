@@ -215,6 +215,8 @@ class Client:
             raise ServiceError(
                 f"{what}: the answer is not HTTP: {self._said(error.message)}{secure}"
             ) from error
+        except ValueError as error:  # such as headers that a server said
+            raise ServiceError(f"{what}: the request cannot be sent: {self._said(error)}") from error
         except (aiohttp.ClientError, ConnectionError) as error:
             raise Unavailable(f"{what}: {type(error).__name__}: {self._said(error)}") from error
 
