@@ -23,6 +23,7 @@ from grpo_core.models.files import chat_template, directory_here
 from grpo_core.models.fitting import check_files
 from grpo_core.plugins.configured import configured
 from grpo_core.plugins.host import NO_OFFERS, Offers, PluginHost
+from grpo_core.processes import secrets
 from grpo_core.storage.run_directory import RunDirectory
 from grpo_core.validation.target import EvalTarget, without_overridden
 
@@ -90,6 +91,7 @@ def configure(
         offers: objects of the calling program.
     """
     given: dict[str, Any] = functools.reduce(merge, (*layers, changes), {})
+    secrets.learn(given)
     config, host = configured([given], block, offers)
     with wrong_input():
         hosted = Parts(config, host).text_engine(trains=False)  # without a model it has no preset

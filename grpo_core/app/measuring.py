@@ -27,6 +27,7 @@ from grpo_core.loop.metrics import validation_metrics
 from grpo_core.models.files import chat_template
 from grpo_core.models.fitting import check_files
 from grpo_core.plugins.host import NO_OFFERS, Offers, PluginHost
+from grpo_core.processes.secrets import masked
 from grpo_core.reporting.files import metrics_line
 from grpo_core.reporting.stored import write_validation
 from grpo_core.storage.run_directory import CONFIG
@@ -77,6 +78,7 @@ class Measurement:
             },
             "results": results,
         }
+        report = masked(report)
         provenance.write(self.directory, self.config, self.host)
         line = metrics_line(self.target.version, time.time(), validation_metrics(results))
         text = json.dumps(report, indent=2)

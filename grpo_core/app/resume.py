@@ -16,7 +16,7 @@ from grpo_core._version import __version__
 from grpo_core.app.parts import Parts, intervals
 from grpo_core.app.paths import with_absolute_paths
 from grpo_core.app.provenance import file_hashes
-from grpo_core.config import Config, TrainerConfig, as_table, replace_parts
+from grpo_core.config import Config, TrainerConfig, as_table, merge, replace_parts
 from grpo_core.contracts.errors import ConfigError, shortened
 from grpo_core.data.samplers import load_plugin_state
 from grpo_core.loop import checkpoint
@@ -28,6 +28,7 @@ from grpo_core.loop.schedule import rate
 from grpo_core.models.files import directory_here
 from grpo_core.plugins.configured import configured, model_section
 from grpo_core.plugins.host import NO_OFFERS, Offers, PluginHost
+from grpo_core.processes import secrets
 from grpo_core.storage.run_directory import RunDirectory, lost
 from grpo_core.validation.target import check_start, start_digest
 
@@ -112,6 +113,7 @@ def _found(
     block: Sequence[str],
     offers: Offers,
 ) -> Launch:
+    secrets.learn(merge(as_table(before), changes))
     config, host = configured([replace_parts(as_table(before), changes), changes], block, offers)
     found = checkpoint.newest(directory.checkpoints)
     over = None if found is None else _over(path, found, config, directory)

@@ -16,7 +16,7 @@ from traceback import walk_tb
 from typing import Any, TextIO
 
 from grpo_core.contracts.errors import one_line, out_of_memory, shortened, traceback_of, with_place
-from grpo_core.contracts.unicode import inert
+from grpo_core.processes.secrets import inert
 
 LONGEST_ERROR = 6_000
 """Largest number of characters printed of an error."""
@@ -127,7 +127,7 @@ def drop_output() -> None:
 
 
 def make_log_inert() -> None:
-    """Escape hostile text in warnings that no configured handler prints."""
+    """Escape hostile text, and hide secrets, in warnings that no configured handler prints."""
 
     class Inert(logging.Formatter):
         def format(self, record: logging.LogRecord) -> str:

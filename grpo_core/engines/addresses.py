@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import http.client
+import asyncio
 import ipaddress
-import urllib.request
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
 from grpo_core.contracts.errors import ConfigError, Unavailable
-from grpo_core.text.untrusted import read_json
-
-LARGEST = 1 << 24
-"""Largest answer in bytes: descriptions of servers are small, and a wrong server may send anything."""
+from grpo_core.processes.client import Client, ServiceError
 
 
 def checked_url(
@@ -58,24 +55,24 @@ def checked_url(
 def fetch_json(url: str, *, headers: Mapping[str, str] | None = None, seconds: float = 10.0) -> Any:
     """Return the JSON answer to a GET; for checks at the start, since it blocks.
 
-    Proxies of the system are not used, and redirects are not followed.
-
     Raises Unavailable if there is no answer, its status is not 200, or it is not JSON.
     """
-    request = urllib.request.Request(url, headers=dict(headers or {}))
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects)
+
+    async def fetch() -> Any:
+        client = Client(url, who="check", headers=headers, seconds=seconds)
+        try:
+            answer = await client.get("")
+            if answer.status != 200:
+                raise answer.refused()
+            return answer.json(object)
+        finally:
+            await client.aclose()
+
     try:
-        with opener.open(request, timeout=seconds) as response:
-            return read_json(response.read(LARGEST), object)
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        raise Unavailable(f"GET {url}: {getattr(error, 'reason', None) or error}") from error
-
-
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Treats a redirect as an error: it could name another machine."""
-
-    def redirect_request(self, *args: Any, **kwargs: Any) -> None:
-        return None
+        with ThreadPoolExecutor(1) as pool:  # the caller may run an event loop
+            return pool.submit(asyncio.run, fetch()).result()
+    except ServiceError as error:
+        raise Unavailable(str(error)) from error
 
 
 def is_loopback(host: str) -> bool:

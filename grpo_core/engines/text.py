@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 from attrs import evolve
 
-from grpo_core.contracts.errors import PluginError, shown
+from grpo_core.contracts.errors import EngineError, shown
 from grpo_core.contracts.protocols import Engine, TextEngine
 from grpo_core.contracts.records import Completion, GenerationRequest, Message, Reply, Rollout, Weights
 from grpo_core.contracts.tokens import Ids
@@ -74,13 +74,13 @@ class TextRenderer:
         return self._conversations[tuple(ids.tolist())]
 
     def completion(self, reply: Reply, request: GenerationRequest) -> Completion:
-        """Return the completion for a reply.  Raises PluginError for a malformed one."""
+        """Return the completion for a reply.  Raises EngineError for a malformed one."""
         try:
             (message,) = normalised([reply.message], sampled=True)
         except MessageError as error:
-            raise PluginError(f"engine: chat() returned a reply that cannot be read: {error}") from None
+            raise EngineError(f"engine: chat() returned a reply that cannot be read: {error}") from None
         if message["role"] != "assistant":
-            raise PluginError(
+            raise EngineError(
                 f"engine: chat() returned a message of the role {shown(message['role'])}; expected assistant"
             )
         number = next(self._numbers)

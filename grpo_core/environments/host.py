@@ -636,5 +636,5 @@ def _each(function: Callable[[Any], Any], items: Sequence[Any]) -> Steps[list[An
 
 def _print_errors(results: Sequence[Any]) -> None:
     for result in results:
-        if isinstance(result, BaseException):
+        if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
             traceback.print_exception(type(result), result, result.__traceback__)

@@ -44,6 +44,7 @@ from grpo_core.contracts.records import AgentClient, Episode, Feedback, Prompt, 
 from grpo_core.environments.host import UNREADABLE, EnvironmentHost, Slotted, in_slots, units
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.selection import ALL_PLUGINS, PluginSelection
+from grpo_core.processes import secrets
 from grpo_core.processes.aio import RestartBudget, Slots, gather
 from grpo_core.processes.child import Child
 from grpo_core.processes.interpreters import Interpreter, from_here, variables_of
@@ -489,7 +490,7 @@ class EnvironmentProcess:
                 name=self._name,
                 # with the same hashes in each process, a set of strings has the same order
                 environ={"CUDA_VISIBLE_DEVICES": "", "PYTHONHASHSEED": "0", **given},
-                mask=Mask(variables_of(self._config.env_vars, KEY)),
+                mask=Mask({**secrets.mask().values, **variables_of(self._config.env_vars, KEY)}),
                 log=self._log,
                 interpreter=interpreter,
             )

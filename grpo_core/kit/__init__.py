@@ -78,7 +78,10 @@ A player (see ``grpo_plugin_agents``):
 
 A client or a server of others:
 
+    Client, Answer, NotSent, ServiceError   ask a service over HTTP: bounded, without redirects
+    said, retried           what a server says, as one line for a message; a call that is repeated
     read_json, read_body    read their data, within limits; raise nothing but ValueError
+    masked                  a text, or data, without the secrets of this process
 
 A section of the configuration:
 
@@ -202,7 +205,6 @@ if TYPE_CHECKING:
     from grpo_core.contracts.tokens import fetched as fetched
     from grpo_core.contracts.typed import Count as Count
     from grpo_core.contracts.typed import checked as checked
-    from grpo_core.contracts.unicode import inert as inert
     from grpo_core.contracts.unicode import well_formed as well_formed
     from grpo_core.data import leakage as leakage
     from grpo_core.data import states as states
@@ -269,6 +271,14 @@ if TYPE_CHECKING:
     from grpo_core.processes import orphans as orphans
     from grpo_core.processes.child import Child as Child
     from grpo_core.processes.child import scratch_directory as scratch_directory
+    from grpo_core.processes.client import Answer as Answer
+    from grpo_core.processes.client import Client as Client
+    from grpo_core.processes.client import NotSent as NotSent
+    from grpo_core.processes.client import ServiceError as ServiceError
+    from grpo_core.processes.client import retried as retried
+    from grpo_core.processes.client import said as said
+    from grpo_core.processes.secrets import inert as inert
+    from grpo_core.processes.secrets import masked as masked
     from grpo_core.processes.served import RemoteTraceback as RemoteTraceback
     from grpo_core.processes.served import die_with as die_with
     from grpo_core.reporting.stored import as_json as as_json

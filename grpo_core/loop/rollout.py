@@ -189,7 +189,19 @@ class _Turns:
         return min(context, getattr(self._engine, "positions", 0) or context)
 
     async def _generate(self, states: Sequence[RolloutState]) -> None:
-        """Add one completion to each."""
+        """Add one completion to each; a request that fails ends its own rollout, or its compared group."""
+        try:
+            await self._generate_together(states)
+        except EngineError:
+            if len(states) == 1 or self._environment.needs_group:
+                raise
+            await _together([self._generate_alone(state) for state in states])
+
+    async def _generate_alone(self, state: RolloutState) -> None:
+        with _giving_up([state]):
+            await self._generate_together([state])
+
+    async def _generate_together(self, states: Sequence[RolloutState]) -> None:
         renderer = self._renderer
         requests = [state.generation_request(renderer.stop_token_ids) for state in states]
         with during("engine", "generate"):

@@ -37,9 +37,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from grpo_core.contracts import errors, incidents
-from grpo_core.processes import orphans
+from grpo_core.processes import orphans, secrets
 from grpo_core.processes.served import LENGTH, Answer, Call, RemoteTraceback, framed
-from grpo_core.text.credentials import NOTHING_HIDDEN, Mask
+from grpo_core.text.credentials import Mask
 
 if TYPE_CHECKING:
     from grpo_core.processes.interpreters import Interpreter
@@ -96,7 +96,8 @@ class Child:
         kwargs: keyword arguments of the factory; pickled.
         name: name of the child in messages (``"environment sort"``).
         environ: added to the child's environment variables.
-        mask: hides secrets in errors, in tracebacks and in the output of Python code.
+        mask: hides secrets in errors, in tracebacks and in the output of Python code; default: those of this
+            process.
         log: file for the child's output; None is the parent's standard error.
         interpreter: another Python to run it in.
     """
@@ -108,12 +109,12 @@ class Child:
         *,
         name: str,
         environ: Mapping[str, str] | None = None,
-        mask: Mask = NOTHING_HIDDEN,
+        mask: Mask | None = None,
         log: Path | None = None,
         interpreter: Interpreter | None = None,
     ) -> None:
         self.name = name
-        self._mask = mask
+        self._mask = secrets.mask() if mask is None else mask
         self._log = log
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Any]] = {}
@@ -132,7 +133,7 @@ class Child:
         finally:
             theirs.close()
         self._socket.setblocking(True)
-        self._socket.sendall(framed(Call(0, factory, (dict(kwargs or {}), mask))))
+        self._socket.sendall(framed(Call(0, factory, (dict(kwargs or {}), self._mask))))
         self._socket.setblocking(False)
 
     def _launch(

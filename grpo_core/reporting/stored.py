@@ -25,6 +25,7 @@ from attrs import fields
 from grpo_core.contracts.errors import ConfigError, cut, shortened
 from grpo_core.contracts.records import Group, Prompt, Rollout
 from grpo_core.loop.segments import segment_arrays, segments_of
+from grpo_core.processes.secrets import masked
 from grpo_core.storage.disk import Disk, replace_file
 from grpo_core.storage.run_directory import ROLLOUTS, VALIDATION, rollouts_step
 
@@ -186,7 +187,7 @@ def _lines(file: Path) -> list[dict[str, Any]]:
 
 def write_validation(directory: Path, step: int, groups: Sequence[Group]) -> None:
     """Write the rollouts of a validation below a directory, where ``stored_rollouts`` finds them."""
-    folder = directory / VALIDATION
+    folder, groups = directory / VALIDATION, masked(groups)
     folder.mkdir(exist_ok=True)
     replace_file(Disk(), folder / f"step-{step:06d}{TEXTS[1]}", packed(texts(groups)))
     replace_file(Disk(), folder / f"step-{step:06d}{TOKENS}", tokens(groups))

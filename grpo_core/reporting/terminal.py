@@ -21,8 +21,8 @@ from grpo_core.contracts.errors import cut
 from grpo_core.contracts.incidents import Lines, by_kind
 from grpo_core.contracts.protocols import Tracker
 from grpo_core.contracts.records import RunInfo
-from grpo_core.contracts.unicode import inert
 from grpo_core.loop.metrics import headline
+from grpo_core.processes.secrets import inert
 from grpo_core.reporting.files import plain
 from grpo_core.reporting.stages import Now
 from grpo_core.reporting.stored import as_json

@@ -15,15 +15,16 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from attrs import asdict, evolve
+from attrs import asdict, evolve, fields
 
 from grpo_core.contracts import events
-from grpo_core.contracts.errors import ConfigError, GrpoError, TrackingError, fault_of, shortened
+from grpo_core.contracts.errors import ConfigError, Fault, GrpoError, TrackingError, fault_of, shortened
 from grpo_core.contracts.incidents import Incident, IncidentCounts
 from grpo_core.contracts.protocols import Tracker
 from grpo_core.contracts.records import RunInfo
 from grpo_core.environments.outages import JITTER, Outage, unavailable
 from grpo_core.loop.metrics import validation_metrics
+from grpo_core.processes.secrets import masked
 
 BACKLOG = 10_000
 """Number of events that may wait for a tracker."""
@@ -137,7 +138,7 @@ class Trackers:
         if isinstance(event, events.RunEnded):
             self.incidents.flush()
         self.step = max(self.step, event.step)
-        event = evolve(event, time=time.time(), **_long_texts(event))
+        event = evolve(event, time=time.time(), **_texts(event))
         stuck = [error for thread in self._threads if (error := thread.put(event)) is not None]
         if stuck:
             raise stuck[0]
@@ -380,7 +381,9 @@ class TrackerThread:
 
 
 def call(tracker: Tracker, event: events.Event) -> None:
-    """Call the methods of a tracker that an event is for."""
+    """Call the methods of a tracker that an event is for; its rollouts have no secrets."""
+    if isinstance(event, events.GroupsReady | events.ValidationPlayed):
+        event = masked(event)
     tracker.event(event)
     match event:
         case events.GroupsReady():
@@ -399,10 +402,16 @@ def _as_saved(state: Any) -> Any:
     return saved
 
 
-def _long_texts(event: events.Event) -> dict[str, Any]:
-    """Return the long texts of an error, shortened: some contain all the data of a batch."""
-    texts = {name: getattr(event, name, "") for name in ("error", "message")}
-    return {name: shortened(text) for name, text in texts.items() if text}
+def _texts(event: events.Event) -> dict[str, Any]:
+    """Return the texts of an event without secrets; an error is shortened, since it may quote a whole batch."""
+    found = {}
+    for each in fields(type(event)):
+        value = getattr(event, each.name)
+        if isinstance(value, str | Fault):
+            found[each.name] = masked(value)
+        if isinstance(value, str) and each.name in ("error", "message"):
+            found[each.name] = shortened(found[each.name])
+    return found
 
 
 def _tokens(item: Item) -> int:

@@ -33,13 +33,22 @@ def secrets_in(value: Any, where: tuple[str, ...] = ()) -> Iterator[str]:
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from secrets_in(item, (*where, str(key)))
-    elif isinstance(value, str) and value and where and _names_secret(where[-1]):
+    elif isinstance(value, str) and value and where:
         named = "env_vars" in where[:-1] and any(not found[1] for found in REFERENCE.finditer(value))
-        if not named:
+        if (names_secret(where[-1]) and not named) or _address_with_secret(value):
             yield ".".join(where)
 
 
-def _names_secret(name: str) -> bool:
+def _address_with_secret(text: str) -> bool:
+    """Whether a text has an address with a password, or with a parameter that is named as a secret."""
+    if "://" not in text:
+        return False
+    parameters = re.findall(r"[?&]([^=&#\s]+)=[^&#\s$]", text)
+    return bool(re.search(r"://[^/\s@:]*:[^/\s@$]+@", text)) or any(map(names_secret, parameters))
+
+
+def names_secret(name: str) -> bool:
+    """Whether a variable, a key or a parameter has the name of a secret."""
     plain = re.sub(r"(?<=[a-z])(?=[A-Z])|[^A-Za-z0-9]", "_", name).lower()
     return bool(_NAME.search(plain)) and not _OF_A_TOKENIZER.search(plain)
 
@@ -59,10 +68,27 @@ class Mask:
     """
 
     values: Mapping[str, str] = field(factory=dict, repr=False)
+    _shown: list[tuple[str, str]] = field(init=False, repr=False, eq=False)
+    """The forms of the values with the variables' names, longest first."""
+
+    @_shown.default
+    def _forms(self) -> list[tuple[str, str]]:
+        found = {}
+        for name, value in self.values.items():
+            if len(value) >= SHORTEST:
+                shown = (
+                    value,
+                    quote(value),
+                    quote(value, safe=""),
+                    repr(value)[1:-1],
+                    json.dumps(value)[1:-1],
+                )
+                found.update(dict.fromkeys(shown, name))
+        return sorted(found.items(), key=lambda pair: len(pair[0]), reverse=True)
 
     def __call__(self, text: str) -> str:
         """Return the text without the values."""
-        for shown, name in self._shown():
+        for shown, name in self._shown:
             text = text.replace(shown, f"${name}")
         return text
 
@@ -83,21 +109,6 @@ class Mask:
         if isinstance(found, Unavailable) and isinstance(error, Unavailable):
             found.retry_after, found.timed_out = error.retry_after, error.timed_out
         return found
-
-    def _shown(self) -> list[tuple[str, str]]:
-        """Return the forms of the values with the variables' names, longest first."""
-        found = {}
-        for name, value in self.values.items():
-            if len(value) >= SHORTEST:
-                shown = (
-                    value,
-                    quote(value),
-                    quote(value, safe=""),
-                    repr(value)[1:-1],
-                    json.dumps(value)[1:-1],
-                )
-                found.update(dict.fromkeys(shown, name))
-        return sorted(found.items(), key=lambda pair: len(pair[0]), reverse=True)
 
 
 NOTHING_HIDDEN = Mask()

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
 from typing import Any
 
 from attrs import field, frozen
 
 import grpo_core as grpo
-from grpo_core.kit import read_body, unavailable, well_formed
+from grpo_core.kit import Client, ServiceError, retried, said
 from grpo_plugin_judge.cache import Cache, key_of
 
 KEYS = ("model", "url", "key_variable", "parameters", "name")
@@ -63,6 +62,8 @@ class Pace:
             await asyncio.sleep(begin - now)
 
 
+BUSY = frozenset({408, 409, 425, 429, *range(500, 600)})
+"""Statuses after which a request is sent again."""
 LARGEST = 4 << 20
 """Largest size of an answer in bytes; 100,000 tokens take half a million."""
 
@@ -74,8 +75,8 @@ class NoScore(Exception):  # noqa: N818 - named after the outcome
 class Asker:
     """The client of one judge.
 
-    Only the ``openai`` package retries: timeouts, lost connections, and the statuses 408, 409, 429 and 500 to
-    599, with exponential backoff or the delay that the server requests.
+    Requests are repeated after timeouts, lost connections, and the statuses of ``BUSY``, with exponential
+    backoff or after the delay that the server requests.
 
     Args:
         judge: the model and its address.
@@ -87,8 +88,11 @@ class Asker:
 
     def __init__(self, judge: JudgeModel, *, cache: Cache, pace: Pace, timeout: float, retries: int) -> None:
         self.judge = judge
-        self._cache, self._pace, self._timeout, self._retries = cache, pace, timeout, retries
-        self._client: Any = None
+        self._cache, self._pace, self._retries = cache, pace, retries
+        key = os.environ.get(judge.key_variable, "")
+        self._client = Client(
+            judge.url, who=f"judge {judge.model}", key=key, seconds=timeout, busy=BUSY, largest=LARGEST
+        )
 
     async def score(
         self, messages: Sequence[Mapping[str, str]], vote: int, read: Callable[[str], float | None]
@@ -115,67 +119,32 @@ class Asker:
             raise NoScore(f"{self.judge.model}: {error}") from None
 
     async def aclose(self) -> None:
-        if self._client is not None:
-            await self._client.close()
+        await self._client.aclose()
 
     async def _completed(self, question: Mapping[str, Any]) -> str:
-        import openai
+        async def attempt() -> str:
+            await self._pace.wait()
+            answer = await self._client.post("/chat/completions", question)
+            if answer.status != 200:
+                raise answer.refused()
+            found = answer.json(dict)
+            try:
+                text = found["choices"][0]["message"]["content"]
+                if not isinstance(text, str):
+                    raise TypeError("the content is no text")
+            except (LookupError, TypeError) as error:
+                wrong = f"{type(error).__name__}: {error}"
+                raise ServiceError(
+                    f"{answer.what}: expected a chat completion, got {said(answer.text)} ({wrong})"
+                ) from None
+            return text
 
-        if self._client is None:
-            self._client = openai.AsyncOpenAI(
-                base_url=self.judge.url,
-                api_key=os.environ.get(self.judge.key_variable) or "none",
-                timeout=self._timeout,
-                max_retries=self._retries,
-                http_client=_http_client(self._pace, self._timeout),
-            )
         try:
-            found = await self._client.chat.completions.create(**question)
-            text = found.choices[0].message.content
-            if not isinstance(text, str):
-                raise ValueError(f"expected a text, got {text!r:.80}")
-        except Exception as error:  # the client raises various errors for malformed answers
-            reason = f"{type(error).__name__}: {error.__cause__ or error}"
-            raise NoScore(f"{self.judge.model} did not answer: {reason:.1000}") from error
-        return str(well_formed(text))
+            return await retried(attempt, self._retries, grpo.Unavailable)
+        except (grpo.Unavailable, ServiceError) as error:
+            raise NoScore(f"{self.judge.model} did not answer: {error}") from error
 
 
 def away_by(error: BaseException) -> grpo.Unavailable | None:
-    """Describe an error as an outage of the judge; too long an answer is not an outage."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, ValueError):
-            return None
-        cause = cause.__cause__
-    return unavailable(error)
-
-
-def _http_client(pace: Pace, timeout: float) -> Any:
-    """Return a client with rate limit, without redirects, and with limits of size and time of an answer.
-
-    A redirect could lead to another machine.  The ``openai`` package retries on top of this client, so each
-    attempt counts against the rate limit.
-    """
-    import openai
-
-    kind: Any = openai.DefaultAsyncHttpxClient
-    http: Any = import_module(kind.__mro__[1].__module__.partition(".")[0])  # httpx or httpx2
-
-    class Bounded(kind):  # type: ignore[misc]
-        async def send(self, request: Any, **given: Any) -> Any:
-            await pace.wait()
-            try:
-                async with asyncio.timeout(timeout):  # httpx limits each read only
-                    return await super().send(request, **given)
-            except TimeoutError as error:
-                raise http.ReadTimeout(f"no answer within {timeout:g} s") from error
-
-    async def bound(response: Any) -> None:
-        try:
-            body = await read_body(response.stream, response.headers, LARGEST)
-        except ValueError as error:
-            raise http.ReadError(str(error)) from error
-        response.stream = http.ByteStream(body)
-
-    headers = {"Accept-Encoding": "identity"}
-    return Bounded(follow_redirects=False, headers=headers, event_hooks={"response": [bound]})
+    """Return the outage of the judge that an error reports, or None."""
+    return error.__cause__ if isinstance(error.__cause__, grpo.Unavailable) else None

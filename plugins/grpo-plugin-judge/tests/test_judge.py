@@ -201,14 +201,14 @@ def test_an_answer_without_a_score_on_the_scale_is_unscored(model, told):
 def test_an_outage_is_unscored_and_never_zero():
     (feedback,), judges = judged("Salt", model="kind", status=[503] * 9, retries=2)
     assert (feedback.reward, feedback.metrics["failed_answers"]) == (None, 1.0)
-    assert "kind did not answer: InternalServerError" in feedback.error
+    assert "kind did not answer: judge kind" in feedback.error
     assert len(judges.requests) == 3, "one layer retries, and twice is twice"
 
 
 def test_a_server_that_is_not_there_is_unscored():
     (feedback,), _ = judged("Salt", model="kind", url="http://127.0.0.1:9/v1", retries=0)
     assert feedback.reward is None
-    assert "APIConnectionError" in feedback.error
+    assert "no connection" in feedback.error
 
 
 def test_a_redirect_is_not_followed_and_a_huge_answer_is_not_read():
@@ -238,7 +238,7 @@ def test_a_judge_that_is_away_says_so_and_one_that_answers_nonsense_does_not():
 
 def test_a_wrong_request_is_not_repeated():
     (feedback,), judges = judged("please", model="kind", status=[400] * 9)
-    assert "BadRequestError" in feedback.error
+    assert "status 400" in feedback.error
     assert len(judges.requests) == 1
 
 
@@ -297,7 +297,7 @@ def test_an_answer_is_asked_for_as_it_is():
 
 def test_an_answer_that_never_ends_is_late():
     (feedback,), _ = judged("please", model="dripping", retries=0, timeout=0.5)
-    assert "APITimeoutError" in feedback.error
+    assert "no answer within 0.5 s" in feedback.error
 
 
 @pytest.mark.long

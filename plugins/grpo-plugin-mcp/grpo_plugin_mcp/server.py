@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from typing import Any
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any, TextIO
 
 import grpo_core as grpo
+from grpo_core.kit import inert
 
 PAGES = 100
 """Largest number of pages of a list of tools, against endless lists."""
+LINE = 4096
+"""Largest number of characters of a line that a server prints."""
 
 
 class Server:
@@ -64,6 +71,7 @@ class Server:
                 raise grpo.SessionLost(self._message(f"ended during the call of {name!r}", error)) from error
             raise ToolFailed(str(error)) from error
         except Exception as error:
+            self._end.set()  # a late answer would be taken for the next one's
             raise grpo.SessionLost(self._message(f"did not answer the call of {name!r}", error)) from error
         text = "\n".join(_text(part) for part in result.content)
         if getattr(result, "is_error", False):
@@ -83,21 +91,32 @@ class Server:
 
     async def _run(self, ready: asyncio.Future[None]) -> None:
         from mcp import Client, StdioServerParameters
+        from mcp.client.stdio import stdio_client
 
         program, *arguments = self._command
         parameters = StdioServerParameters(command=program, args=arguments, env=dict(self._variables))
         try:
-            async with Client(parameters, read_timeout_seconds=self._timeout) as client:
-                self._client = client
-                self.listed = await self._all_tools()
-                ready.set_result(None)
-                await self._end.wait()
+            with _printed() as log:
+                async with Client(
+                    stdio_client(parameters, errlog=log),
+                    read_timeout_seconds=self._timeout,
+                    message_handler=self._heard,
+                ) as client:
+                    self._client = client
+                    self.listed = await self._all_tools()
+                    ready.set_result(None)
+                    await self._end.wait()
         except BaseException as error:
             if ready.done():
                 raise
             first = _first(error)
             ready.set_exception(first if isinstance(first, Exception) else ConnectionError("it was ended"))
             ready.exception()  # there may be no waiter left
+
+    async def _heard(self, message: Any) -> None:
+        """End a server after a line that is no message: its answers can no longer be attributed."""
+        if isinstance(message, Exception):
+            self._end.set()
 
     async def _all_tools(self) -> list[Any]:
         tools, cursor = [], None
@@ -122,6 +141,21 @@ class Server:
         elif error is not None:
             what = f"{what}: {type(error).__name__}: {error}"
         return f"mcp: the server {' '.join(self._command)!r} {what}"
+
+
+@contextlib.contextmanager
+def _printed() -> Iterator[TextIO]:
+    """Yield a file for a server's standard error, whose lines are printed without control characters."""
+    reading, writing = os.pipe()
+
+    def printing() -> None:
+        with open(reading, encoding="utf-8", errors="replace") as lines:
+            while line := lines.readline(LINE):
+                print(inert(line.rstrip("\n")), file=sys.stderr, flush=True)
+
+    threading.Thread(target=printing, name="stderr of an MCP server", daemon=True).start()
+    with open(writing, "w", encoding="utf-8") as file:
+        yield file
 
 
 class ToolFailed(Exception):  # noqa: N818 - named after the outcome

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from typing import Any
 
-import aiohttp
-import stamina
 from attrs import define, field
 
 import grpo_core as grpo
-from grpo_core.kit import read_body, read_json
+from grpo_core import kit
+from grpo_core.kit import NotSent, ServiceError, retried
 
 BUSY = frozenset({429, 503})
 """Statuses that ask to retry later: the request had no effect."""
 
 LARGEST = 1 << 24
 """Largest size of an answer in bytes; /verify returns the whole rollout."""
-
-
-class _Unsent(Exception):  # noqa: N818 - internal: the server did not process the request
-    """Raised if a request had no effect, so that a retry is safe."""
 
 
 class Refused(grpo.GrpoError):
@@ -50,78 +45,34 @@ class Client:
     """
 
     def __init__(self, url: str, key: str, timeout: float, retries: int) -> None:
-        self._url, self._key, self._retries = url, key, retries
-        self._timeout = aiohttp.ClientTimeout(total=timeout)
-        self._http: aiohttp.ClientSession | None = None
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        self._retries = retries
+        self.headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._client = kit.Client(url, who="nemo_gym", key=key, seconds=timeout, busy=BUSY, largest=LARGEST)
+        self.aclose = self._client.aclose
 
     async def post(self, path: str, body: Any, session: Session) -> dict[str, Any]:
         """Return the JSON object of the answer.  Raises Unavailable, SessionLost, Refused."""
-        status, text = await self.answer(path, body, session)
-        if status != 200:
-            raise Refused(f"nemo_gym: POST {self._url}{path}: status {status}: {text[:1000]}")
+        answer = await self.answer(path, body, session)
+        if answer.status != 200:
+            raise Refused(str(answer.refused()))
         try:
-            return read_json(text, dict)
-        except ValueError:
-            raise Refused(
-                f"nemo_gym: POST {self._url}{path}: expected a JSON object, got {text[:200]!r}; is this a "
-                "resources server of NeMo Gym?"
-            ) from None
+            return answer.json(dict)
+        except ServiceError as error:
+            raise Refused(f"{error}; is this a resources server of NeMo Gym?") from None
 
     async def answer(
         self, path: str, body: Any, session: Session, headers: Mapping[str, str] | None = None
-    ) -> tuple[int, str]:
-        """Return status and text of the answer for any status.  Raises Unavailable, SessionLost."""
-        what = f"nemo_gym: POST {self._url}{path}"
-        try:
-            attempts = stamina.retry_context(
-                on=_Unsent, attempts=self._retries + 1, timeout=None, wait_max=8.0
-            )
-            async for attempt in attempts:
-                with attempt:
-                    return await self._once(path, body, session, headers or {})
-        except _Unsent as error:
-            raise grpo.Unavailable(f"{what}: {error} ({self._retries + 1} attempts)") from error
-        except TimeoutError as error:
-            raise grpo.SessionLost(f"{what}: no answer within {self._timeout.total:g} s") from error
-        except (aiohttp.ClientError, ValueError) as error:  # for example invalid headers
-            raise grpo.SessionLost(f"{what}: {type(error).__name__}: {error}") from error
-        raise AssertionError("a retry that ends without a result raises")
+    ) -> kit.Answer:
+        """Return the answer with any status.  Raises Unavailable, SessionLost."""
 
-    async def aclose(self) -> None:
-        if self._http is not None:
-            await self._http.close()
-            self._http = None
+        def attempt() -> Awaitable[kit.Answer]:
+            return self._client.post(path, body, cookies=session.cookies, headers=headers)
 
-    async def _once(
-        self, path: str, body: Any, session: Session, headers: Mapping[str, str]
-    ) -> tuple[int, str]:
-        if self._http is None:  # a shared cookie jar would mix rollouts
-            self._http = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0),
-                cookie_jar=aiohttp.DummyCookieJar(),
-                timeout=self._timeout,
-                headers={"Accept-Encoding": "identity", **self.headers},
-                auto_decompress=False,
-            )
         try:
-            async with self._http.post(
-                self._url + path, json=body, cookies=session.cookies, headers=headers, allow_redirects=False
-            ) as response:
-                try:
-                    text = (await read_body(response.content.iter_any(), response.headers, LARGEST)).decode(
-                        errors="replace"
-                    )
-                except ValueError as error:
-                    raise aiohttp.ClientPayloadError(str(error)) from error
-                if self._key:  # a server may echo the key, and messages are written to files
-                    text = text.replace(self._key, "[key]")
-                if response.status in BUSY:
-                    raise _Unsent(f"status {response.status}: {text[:300]}")
-                session.cookies |= {name: morsel.value for name, morsel in response.cookies.items()}
-                return response.status, text
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise _Unsent(f"no connection: {error}") from error
+            answer = await retried(attempt, self._retries)
+        except NotSent as error:
+            raise grpo.Unavailable(f"{error} ({self._retries + 1} attempts)") from error
+        except (ServiceError, grpo.Unavailable) as error:  # it may have changed the session
+            raise grpo.SessionLost(str(error)) from error
+        session.cookies |= answer.cookies
+        return answer

@@ -13,7 +13,7 @@ from typing import Any
 from attrs import define, field
 
 import grpo_core as grpo
-from grpo_core.kit import checked, read_json
+from grpo_core.kit import ServiceError, checked
 from grpo_plugin_nemo_gym.client import Client, Refused, Session
 from grpo_plugin_nemo_gym.responses import items_of, messages_of, response_of, tools_of
 
@@ -201,10 +201,10 @@ class NeMoGym(grpo.Environment):
         async def call(arguments: Mapping[str, Any]) -> str:
             # any other status is an answer, since the model may have misused the tool
             path = f"/{tool['name']}"
-            status, text = await self._client.answer(path, dict(arguments), rollout.session)
-            if status in ABSENT:
-                raise grpo.SessionLost(f"nemo_gym: POST {self._url}{path}: status {status}: {text[:500]}")
-            return text
+            answer = await self._client.answer(path, dict(arguments), rollout.session)
+            if answer.status in ABSENT:
+                raise grpo.SessionLost(str(answer.refused()))
+            return answer.text
 
         return _tool(tool["name"], tool.get("description"), tool.get("parameters"), call)
 
@@ -222,15 +222,13 @@ class NeMoGym(grpo.Environment):
         """Call the server's stateless MCP endpoint; return a list from its result."""
         body = {"jsonrpc": "2.0", "id": 1, "method": method, "params": params}
         headers = {**session.mcp_headers, "Accept": "application/json, text/event-stream"}
-        status, text = await self._client.answer(session.mcp_path, body, session, headers)
+        answer = await self._client.answer(session.mcp_path, body, session, headers)
         try:
-            answer = read_json(text, dict) if status == 200 else {}
-            found: list[dict[str, Any]] = checked(answer["result"].get(key, []), list[dict[str, Any]])
+            said = answer.json(dict) if answer.status == 200 else {}
+            found: list[dict[str, Any]] = checked(said["result"].get(key, []), list[dict[str, Any]])
             return found
-        except (ValueError, KeyError, AttributeError) as error:
-            raise grpo.SessionLost(
-                f"nemo_gym: {method} at {session.mcp_path}: status {status}: {text[:500]}"
-            ) from error
+        except (ValueError, KeyError, AttributeError, ServiceError) as error:
+            raise grpo.SessionLost(f"{answer.refused()} ({method})") from error
 
     def _part(self, value: Any, kind: Any, path: str) -> Any:
         """Return a part of an answer.  Raises Refused if it has another type."""

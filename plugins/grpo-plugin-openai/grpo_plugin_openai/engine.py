@@ -1,4 +1,4 @@
-"""The engine ``openai``: one chat completion for each turn, by the official SDK."""
+"""The engine ``openai``: one chat completion for each turn."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-import openai
 from rich.console import Console
 
 from grpo_core import (
@@ -24,7 +23,7 @@ from grpo_core import (
     TextEngine,
     Unavailable,
 )
-from grpo_core.kit import Service, cut, read_body, read_json, unavailable
+from grpo_core.kit import Client, MessageError, Service, ServiceError, normalised, said
 from grpo_plugin_openai.progress import Progress
 from grpo_plugin_openai.replies import Replies, digest
 
@@ -32,10 +31,11 @@ SENT = ("role", "content", "tool_calls", "tool_call_id", "name")
 """Keys of a message that the API accepts."""
 THOUGHTS = ("reasoning_content", "reasoning")
 """Keys under which servers return the reasoning of a model."""
-LARGEST = 32 << 20
-"""Largest size of an answer in bytes."""
-LONGEST = 300
-"""Largest number of characters of an answer in a message."""
+FINISHED = ("stop", "length", "tool_calls", "function_call", None)
+"""Finish reasons of a whole reply, and of one that a limit cut off; some servers send none."""
+BUSY = frozenset({408, 409, 425, 429, *range(500, 600)})
+"""Statuses after which a request is sent again."""
+OPENAI = "https://api.openai.com/v1"
 LOCAL = ("http://127.0.0.1", "http://localhost", "http://[::1]")
 """Prefixes of the addresses of servers on this machine, which need no key."""
 
@@ -83,17 +83,13 @@ class OpenAIEngine(TextEngine):
         extra: Mapping[str, Any] | None = None,
         replies: str = "runs/openai",
     ) -> None:
-        self._client = openai.AsyncOpenAI(
-            api_key=os.environ.get(key) or "none",
-            base_url=base_url or None,
-            max_retries=0,
-            timeout=timeout,
-            default_headers={"Accept-Encoding": "identity"},
+        self._client = Client(
+            base_url or OPENAI, who="engine openai", key=os.environ.get(key, ""), seconds=timeout, busy=BUSY
         )
         self._service = Service(model, unavailable_for, key="engine.options.unavailable_for")
         self._model, self._leave_out, self._extra = model, frozenset(leave_out), dict(extra or {})
         self._slots = asyncio.Semaphore(concurrency)
-        self._url = f"{self._client.base_url}chat/completions"
+        self._url = f"{self._client.url}/chat/completions"
         name = blake2b(f"{self._url} {model}".encode(), digest_size=6).hexdigest()
         self._replies = Replies(Path(replies) / f"{name}.jsonl" if replies else None)
         self._progress = Progress(Console(stderr=True), model, again=len(self._replies))
@@ -117,7 +113,7 @@ class OpenAIEngine(TextEngine):
 
     async def aclose(self) -> None:
         self._progress.end(self._replies.close())
-        await self._client.close()
+        await self._client.aclose()
 
     def _request(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], request: GenerationRequest
@@ -155,24 +151,16 @@ class OpenAIEngine(TextEngine):
 
     async def _once(self, body: Mapping[str, Any]) -> Any:
         """Send a request once; return the answer, or the error of an outage."""
-        fields = {name: value for name, value in body.items() if name not in ("model", "messages")}
         try:
-            async with self._client.chat.completions.with_streaming_response.create(
-                model=body["model"], messages=body["messages"], extra_body=fields
-            ) as response:
-                content = await read_body(response.iter_bytes(), response.headers, LARGEST)
-            return read_json(content, object)
-        except openai.APIStatusError as error:
-            said = f"{self._url} answered {error.status_code}: {cut(error.message, LONGEST)}"
-            if error.status_code in (408, 409, 429) or error.status_code >= 500:
-                return unavailable(error) or Unavailable(said)
-            raise PluginError(f"{said}{_remedy(error.status_code)}") from None
-        except ValueError as error:
-            raise EngineError(f"{self._url}: the answer cannot be read: {cut(str(error), LONGEST)}") from None
-        except Exception as error:  # while reading the body the SDK raises errors of httpx or httpx2
-            if (away := unavailable(error)) is None:
-                raise EngineError(f"{self._url}: {cut(str(error), LONGEST)}") from error
-            return away
+            answer = await self._client.post("/chat/completions", body)
+            if answer.status != 200:
+                raise answer.refused(_remedy(answer.status))
+            return answer.json(dict)
+        except Unavailable as error:
+            return error
+        except ServiceError as error:
+            # an answer that cannot be read costs one reply; whatever else it is, all others would be it, too
+            raise (EngineError if error.status == 200 else PluginError)(str(error)) from error
 
 
 def _absence(found: Any) -> Unavailable | None:
@@ -194,26 +182,36 @@ def _as_text(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments)
 
 
-def _read(answer: Any, url: str) -> tuple[Reply, int]:
-    """Return the reply in an answer, and the number of its prompt's tokens.  Raises EngineError."""
+def _read(answer: Mapping[str, Any], url: str) -> tuple[Reply, int]:
+    """Return the reply in an answer, and the number of its prompt's tokens.
+
+    Raises EngineError if there is none, as after a filter or a refusal: such a reply is unscored.
+    """
     try:
         (choice, *_) = answer["choices"]
         given, usage = choice["message"], answer.get("usage") or {}
+        reason = choice.get("finish_reason")
+        calls = given.get("tool_calls")
+        if refusal := given.get("refusal"):
+            raise EngineError(f"{url}: the model refused: {said(str(refusal))}")
+        if reason not in FINISHED or (given.get("content") is None and not calls):
+            raise EngineError(f"{url}: the reply is withheld (finish_reason {said(repr(reason))})")
         message: dict[str, Any] = {"role": "assistant", "content": given.get("content") or ""}
         if thought := next((given[name] for name in THOUGHTS if given.get(name)), None):
             message["reasoning_content"] = str(thought)
-        if calls := given.get("tool_calls"):
+        if calls:
             message["tool_calls"] = [{"type": "function", "function": call["function"]} for call in calls]
+        (message,) = normalised([message], sampled=True)
         reply = Reply(
             message=message,
-            finish_reason="length" if choice.get("finish_reason") == "length" else "stop",
+            finish_reason="length" if reason == "length" else "stop",
             completion_tokens=max(0, int(usage.get("completion_tokens") or 0)),
         )
         return reply, max(0, int(usage.get("prompt_tokens") or 0))
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, MessageError) as error:
         raise EngineError(
-            f"{url} did not answer with a chat completion: {cut(json.dumps(answer), LONGEST)} "
-            f"({type(error).__name__}: {error})"
+            f"{url} did not answer with a chat completion: {said(json.dumps(answer))} "
+            f"({type(error).__name__}: {said(str(error))})"
         ) from None
 
 

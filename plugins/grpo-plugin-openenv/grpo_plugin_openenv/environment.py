@@ -8,13 +8,11 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
-import aiohttp
 import attrs
-import stamina
 from attrs import define
 
 import grpo_core as grpo
-from grpo_core.kit import checked
+from grpo_core.kit import Client, NotSent, ServiceError, checked, retried
 from grpo_plugin_openenv.actions import Actions
 from grpo_plugin_openenv.connection import FULL, LARGEST, RAISED, WRONG_ACTION, Connection, Rejected
 
@@ -34,10 +32,6 @@ class Schema(TypedDict, total=False):
 
     properties: dict[str, dict[str, Any]]
     required: list[str]
-
-
-class _Unsent(Exception):  # noqa: N818 - internal: there is no session yet
-    """Raised without a connection or without capacity for a session, so that a retry is safe."""
 
 
 @define(eq=False)
@@ -114,7 +108,7 @@ class OpenEnv(grpo.Environment):
         self._observation, self._reset, self._wrong = observation, dict(reset or {}), wrong_action
         self._blamed = {WRONG_ACTION, RAISED} if raises_are_wrong else {WRONG_ACTION}
         self._prompts, self._seed = prompts, seed
-        self._http: aiohttp.ClientSession | None = None
+        self._http = self._client()
         self._starting = asyncio.Semaphore(STARTS_AT_ONCE)
         self.max_turns = max_turns
         self.concurrency = requests_at_once
@@ -133,7 +127,7 @@ class OpenEnv(grpo.Environment):
         """Use the row's columns as arguments of ``reset``, and append its observation to the prompt."""
         reset = {**self._reset, **prompt.info}
         async with self._starting:
-            said = await self._begins(self._session_client(), reset)
+            said = await self._begins(self._http, reset)
         *before, last = (dict(message) for message in prompt.messages)
         last["content"] = "\n".join(filter(None, [str(last.get("content") or ""), said]))
         return attrs.evolve(prompt, messages=(*before, last), info={"reset": reset, "observation": said})
@@ -142,7 +136,7 @@ class OpenEnv(grpo.Environment):
         return None
 
     async def open(self, prompt: grpo.Prompt) -> Session:
-        connection, said = await self._connected(self._session_client(), prompt.info["reset"])
+        connection, said = await self._connected(self._http, prompt.info["reset"])
         if said != prompt.info["observation"]:
             await connection.close()
             raise grpo.PluginError(
@@ -159,8 +153,7 @@ class OpenEnv(grpo.Environment):
         return [await self._stepped(episode) for episode in episodes]
 
     async def aclose(self) -> None:
-        if self._http is not None:
-            await self._http.close()
+        await self._http.aclose()
 
     # ------------------------------------------------------------------------------ steps
 
@@ -219,74 +212,49 @@ class OpenEnv(grpo.Environment):
     async def _begun(self, resets: Sequence[Mapping[str, Any]]) -> list[str]:
         """Return the initial observation for each of these arguments."""
         gate = asyncio.Semaphore(STARTS_AT_ONCE)
-        async with self._client() as http:
+        client = self._client()
 
-            async def one(reset: Mapping[str, Any]) -> str:
-                async with gate:
-                    return await self._begins(http, reset)
+        async def one(reset: Mapping[str, Any]) -> str:
+            async with gate:
+                return await self._begins(client, reset)
 
+        try:
             return await asyncio.gather(*map(one, resets))
+        finally:
+            await client.aclose()
 
-    async def _begins(self, http: aiohttp.ClientSession, reset: Mapping[str, Any]) -> str:
-        connection, said = await self._connected(http, reset)
+    async def _begins(self, client: Client, reset: Mapping[str, Any]) -> str:
+        connection, said = await self._connected(client, reset)
         await connection.close()
         return said
 
-    async def _connected(
-        self, http: aiohttp.ClientSession, reset: Mapping[str, Any]
-    ) -> tuple[Connection, str]:
+    async def _connected(self, client: Client, reset: Mapping[str, Any]) -> tuple[Connection, str]:
         """Open and reset a session; return it and its observation.  Raises Unavailable, PluginError."""
         number = self._retries + 1
         try:
-            async for attempt in stamina.retry_context(
-                on=_Unsent, attempts=number, timeout=None, wait_max=8.0
-            ):
-                with attempt:
-                    return await self._once(http, reset)
-        except _Unsent as error:
-            raise grpo.Unavailable(f"openenv: {self._url}: {error} ({number} attempts)") from error
-        raise AssertionError("a retry that ends without a result raises")
+            return await retried(lambda: self._once(client, reset), self._retries)
+        except NotSent as error:
+            raise grpo.Unavailable(f"{error} ({number} attempts)") from error
+        except ServiceError as error:
+            raise grpo.PluginError(str(error)) from error
 
-    async def _once(self, http: aiohttp.ClientSession, reset: Mapping[str, Any]) -> tuple[Connection, str]:
-        address = "ws" + self._url.removeprefix("http") + "/ws"
-        try:
-            async with asyncio.timeout(self._timeout):
-                socket = await http.ws_connect(
-                    address, headers=self._headers, max_msg_size=LARGEST, autoping=True
-                )
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise _Unsent(f"no connection: {type(error).__name__}: {error}") from error
+    async def _once(self, client: Client, reset: Mapping[str, Any]) -> tuple[Connection, str]:
+        socket = await client.connect("/ws")
         connection = Connection(socket, self._timeout)
         try:
             return connection, self._shown(await connection.ask("reset", reset))
         except BaseException as error:
             await connection.close()
             if isinstance(error, Rejected) and error.code == FULL:
-                raise _Unsent(
+                raise NotSent(
                     f"{error}; max_concurrent_envs of the server is its number of sessions"
                 ) from error
             if isinstance(error, Rejected):
                 raise grpo.PluginError(f"openenv: reset({dict(reset)}): {error}") from error
             raise
 
-    def _session_client(self) -> aiohttp.ClientSession:
-        """Return the HTTP client of the running event loop."""
-        if self._http is None:
-            self._http = self._client()
-        return self._http
-
-    def _client(self) -> aiohttp.ClientSession:
-        watch = aiohttp.TraceConfig()
-        watch.on_request_redirect.append(self._redirected)  # ws_connect has no option for it
-        return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), trace_configs=[watch])
-
-    async def _redirected(self, _: Any, __: Any, answer: aiohttp.TraceRequestRedirectParams) -> None:
-        """Refuse a redirect, since another machine would receive and reward the replies."""
-        answer.response.close()
-        raise grpo.PluginError(
-            f"openenv: {self._url} answers with a redirect (status {answer.response.status}), and redirects "
-            "are not followed: write the server's own address"
-        )
+    def _client(self) -> Client:
+        return Client(self._url, who="openenv", headers=self._headers, seconds=self._timeout, largest=LARGEST)
 
     def _schema(self) -> Mapping[str, Any]:
         """Return the JSON schema of actions.  Raises ConfigError if no server of OpenEnv answers."""

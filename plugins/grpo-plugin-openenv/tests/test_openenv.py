@@ -331,7 +331,7 @@ def test_a_server_that_has_gone_is_unscored():
     host = HostedEnvironment(environment).host
     (start,) = host.open([("s", prompt)])
     host.end()
-    assert "no connection: ClientConnectorError" in start.error
+    assert "no connection" in start.error
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
@@ -344,7 +344,7 @@ def test_a_session_follows_no_redirect_to_another_server(status):
     app.router.add_get("/ws", elsewhere)
     with serving(other.app) as other_url, serving(app) as url:
         environment = OpenEnv(url, retries=0, prompts=1, observation="echoed_message")
-        with pytest.raises(grpo.PluginError, match=rf"a redirect \(status {status}\).*not followed"):
+        with pytest.raises(grpo.PluginError, match=rf"status {status}: a redirect.*not followed"):
             environment.prompts("train")
     assert other.sessions == 0
 

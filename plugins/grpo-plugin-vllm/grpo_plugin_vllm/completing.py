@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from grpo_core import Completion, EngineError, FinishReason, GenerationRequest
+from grpo_core.kit import said
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -74,14 +75,18 @@ def checked(
     """
     # validate before allocating arrays, since a server could send any length
     lengths = [end - start for _, start, end in spans]
+    borders = [0, *(end for _, _, end in spans)]
+    in_order = [start for _, start, _ in spans] == borders[:-1] and borders[-1] == len(token_ids)
     if (
-        not len(token_ids) == len(logprobs) == sum(lengths)
+        len(token_ids) != len(logprobs)
+        or not in_order
         or min(lengths, default=0) < 0
         or finish_reason not in ("stop", "length")
     ):
         raise EngineError(
-            f"engine vllm: {len(token_ids)} tokens, {len(logprobs)} logprobs, {sum(lengths)} versions, "
-            f"finish reason {finish_reason!r}; expected one of each for each token, and stop or length"
+            f"engine vllm: {len(token_ids)} tokens, {len(logprobs)} logprobs, versions of the tokens "
+            f"{said(str([span[1:] for span in spans]))}, finish reason {said(repr(finish_reason))}; "
+            "expected one of each for each token, in order, and stop or length"
         )
     versions = np.repeat(np.array([version for version, _, _ in spans], np.int32), lengths)
     reason: FinishReason = finish_reason
