@@ -19,7 +19,7 @@ from grpo_core.app.parts import Parts
 from grpo_core.app.session import start_session
 from grpo_core.app.target import EvalTarget, find_target
 from grpo_core.app.tasks import Tasks
-from grpo_core.config import Config, as_toml
+from grpo_core.config import Config, ValidationConfig, as_toml
 from grpo_core.contracts.errors import ConfigError, wrong_input
 from grpo_core.contracts.events import Event, ValidationPlayed, WarningRaised
 from grpo_core.contracts.records import Group
@@ -118,6 +118,10 @@ class Measurement:
                 messages |= await conventions_of_validation(renderer, config.rollout.stop, found.held_out)
                 for message in messages.values():
                     status(message)
+            for part in found.held_out:
+                there, wanted = max(map(len, part.prompts.values()), default=0), part.config.prompts
+                if there < wanted != ValidationConfig().prompts:  # somebody has chosen it
+                    status(f"validation.prompts = {wanted}: there are {there}, and all of them are measured")
             status("validating")
             parts = Parts(config, self.host)
             validation = parts.validation(found.held_out, session.engine, renderer, parts.places(), emit=emit)
