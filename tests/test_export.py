@@ -152,7 +152,7 @@ def test_what_is_there_is_never_overwritten_and_nothing_is_left_of_a_failure(
     (tmp_path / "out").mkdir()
     with pytest.raises(ConfigError, match=r"out already exists; give another directory with --output"):
         exported(run, tmp_path / "out")
-    monkeypatch.setattr(export, "card", lambda chosen: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr(export, "card", lambda *chosen: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         exported(run, tmp_path / "new")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

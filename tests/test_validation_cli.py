@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from measured import MEASURED
 
+from grpo_core.app import target
+from grpo_core.app.target import without_overridden
 from grpo_core.config import as_table, as_toml, build
 from grpo_core.contracts.errors import ConfigError, ModelError
 from grpo_core.plugins.configured import configured
 from grpo_core.plugins.host import PluginHost
 from grpo_core.storage.run_directory import RunDirectory
-from grpo_core.validation import target
-from grpo_core.validation.target import without_overridden
 from grpo_plugin_devkit.strategies import check_validation_strategy
 
 GRPO = Path(sys.executable).with_name("grpo-core")

@@ -18,13 +18,13 @@ from grpo_core.app import build, measuring
 from grpo_core.app.launch import configure_target, continued, new_run
 from grpo_core.app.session import Session, start_session
 from grpo_core.app.stopping import Stop
+from grpo_core.app.target import find_target
 from grpo_core.config import merge
 from grpo_core.contracts.errors import ConfigError, GrpoError, wrong_input
 from grpo_core.plugins.installed import importing_file
 from grpo_core.processes.aio import to_the_end
 from grpo_core.processes.interrupts import received
 from grpo_core.processes.secrets import inert
-from grpo_core.validation.target import find_target
 
 T = TypeVar("T")
 
@@ -139,11 +139,12 @@ def validate(
     env: Any = None,
     data: Any = None,
     only: Sequence[str] = (),
+    step: int | None = None,
     output: PathLike | None = None,
     no_plugins: Sequence[str] = (),
     **settings: Any,
 ) -> dict[str, dict[str, float]]:
-    """Measure a model, or a run's newest checkpoint, as ``grpo-core validate`` does.
+    """Measure a model, or a run's checkpoint, as ``grpo-core validate`` does.
 
     Args:
         model: directory of a run or of a model, a hub id, or a ``Run``; an engine of a hosted model needs
@@ -151,6 +152,7 @@ def validate(
         env, data, settings: as for ``train``; by default the run's.  The list or path that is given
             as data holds the held-out prompts.
         only: names of the tasks and validation sets of the run that are measured; without names all are.
+        step: step of the run's checkpoint; by default the newest one.
         output: directory for the results and the rollouts.  Default: RUN/validated/DATE.
         no_plugins: installed plugins that are not loaded.
 
@@ -167,6 +169,7 @@ def validate(
             asked.table,
             tasks=env is not None,
             only=names("only", only),
+            step=step,
             output=None if output is None else Path(output),
             block=names("no_plugins", no_plugins),
             offers=asked.offers,

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from html import escape
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from grpo_core.config import read_toml
@@ -190,7 +191,9 @@ class Run:
         return dict(complete_names(self.path / "checkpoints"))
 
     def model(self, step: int | None = None) -> PreTrainedModel:
-        """Load the weights of a checkpoint with transformers, and with peft if they are adapters.
+        """Load the weights of a checkpoint, as the engine of training held them, with transformers.
+
+        Adapters are loaded with peft, onto the model that they belong to.
 
         Args:
             step: step of the checkpoint; None is the newest one that is intact.
@@ -201,16 +204,23 @@ class Run:
 
         from grpo_core.loop.checkpoint import choose_checkpoint
         from grpo_core.models.files import ADAPTERS
-        from grpo_core.validation.target import started_from
+        from grpo_core.weights.names import read_held
 
         saved = choose_checkpoint(self.path, step).directory / "trainer"
         if not (saved / ADAPTERS).is_file():
-            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(saved)
+            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(saved, dtype="auto")
+            read_held(model, saved)
             return model
         from peft import PeftModel
 
-        base = AutoModelForCausalLM.from_pretrained(started_from(*RunDirectory.open(self.path)))
-        adapted: PreTrainedModel = PeftModel.from_pretrained(base, saved)
+        from grpo_core.app.model_sources import started_from
+        from grpo_core.training.building import write_part
+
+        run, config = RunDirectory.open(self.path)
+        base = AutoModelForCausalLM.from_pretrained(started_from(run, config))
+        with TemporaryDirectory() as part:
+            write_part(saved, config, Path(part))
+            adapted: PreTrainedModel = PeftModel.from_pretrained(base, part)
         return adapted
 
     def tokenizer(self, step: int | None = None) -> PreTrainedTokenizerBase:

@@ -30,7 +30,7 @@ from grpo_core.app.parts import (
 )
 from grpo_core.app.placement import Placement
 from grpo_core.app.preflight import interval_of
-from grpo_core.app.resume import Launch, changed_schedule, identity
+from grpo_core.app.resume import Launch, changed_schedule, check_held, identity
 from grpo_core.app.stopping import Stop, interruptions
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config, as_table
@@ -46,7 +46,7 @@ from grpo_core.contracts.events import (
 )
 from grpo_core.contracts.incidents import report, reported_to
 from grpo_core.contracts.protocols import DataPlane, Engine, Tracker, Trainer
-from grpo_core.contracts.records import Group, Prompt
+from grpo_core.contracts.records import Group, Prompt, Weights
 from grpo_core.data.dataloaders import Dataloader
 from grpo_core.data.loaders import TaskLoader
 from grpo_core.data.samplers import PromptStream
@@ -66,6 +66,7 @@ from grpo_core.reporting.room import DiskRoom
 from grpo_core.reporting.selection import make_trackers
 from grpo_core.reporting.trackers import Trackers
 from grpo_core.storage.planes import check_reader
+from grpo_core.storage.published import Published
 from grpo_core.storage.run_directory import RunDirectory, metrics_rows
 from grpo_core.text.rendering import Renderer
 from grpo_core.validation.engine import DedicatedValidator, WeightsTrackingEngine
@@ -356,7 +357,7 @@ async def build_pipeline(config: Config, run: RunContext) -> tuple[Config, Pipel
     await trainer.started()  # after the imports: a trainer in a thread may import the same modules
     if renderer is None:
         renderer, found = await load_renderer()
-    pipeline = await _pipeline(parts, run, found, renderer, trainer, plane, engines)
+    pipeline = await _pipeline(parts, run, found, renderer, trainer, plane, engines, Path(model.path))
     pipeline.resting = [engines[key] for key in sorted(devices.shared) if hasattr(engines[key], "rest")]
     return config, pipeline
 
@@ -369,8 +370,12 @@ async def _pipeline(
     trainer: Trainer,
     plane: DataPlane,
     engines: Mapping[str, Engine],
+    start: Path,
 ) -> Pipeline:
-    """Connect the started parts; restore them from the checkpoint of a resumed run."""
+    """Connect the started parts; restore them from the checkpoint of a resumed run.
+
+    ``start`` is the directory of the model that the run starts from.
+    """
     config, prompts, held_out = parts.config, found.prompts, found.held_out
     environments = run.tasks.environments
     found_odd = await first_look(config.rollout, environments, prompts, renderer, held_out)
@@ -386,7 +391,8 @@ async def _pipeline(
     buffer, loaders, places = parts.buffer(), _loaders(config, run.tasks, prompts), parts.places()
     stream = PromptStream(sampler=parts.sampler(), loaders=loaders, name=config.sampler.name)
     _restore(run, checkpoint.restore, buffer, loaders, stream)
-    engine, own = engines["engine"], engines.get("validation.engine")
+    engine = WeightsTrackingEngine(engines["engine"], partial(_check_held, parts, run, engines["engine"]))
+    own = engines.get("validation.engine")
     validation = parts.validation(
         held_out, own or engine, renderer, places, emit=run.emit, last=config.trainer.steps
     )
@@ -396,7 +402,6 @@ async def _pipeline(
     validate: Validate = validation
     watch: list[Watch] = [trainer.watch, run.trackers.watch]
     if own is not None:
-        engine = WeightsTrackingEngine(engine)
         validate = _dedicated(parts, run, validation, own, engine)
         watch.append(validate.watch)
     pipeline = Pipeline(
@@ -419,7 +424,7 @@ async def _pipeline(
         },
         validate=validate,
         validate_first=validation.measured < run.step,
-        save=_save(config, run, trainer, buffer, loaders, stream, validation),
+        save=_save(parts, run, trainer, buffer, loaders, stream, validation, engine, start),
     )
     run.trackers.on_stop(partial(pipeline.stop, at_leisure=True))
     if config.trainer.stop_when:
@@ -565,17 +570,32 @@ def _dedicated(
     )
 
 
+def _check_held(parts: Parts, run: RunContext, engine: Engine, weights: Weights) -> None:
+    """Raise ConfigError if the engine of a resumed run holds other weights than before."""
+    if (found := run.start.found) is None:
+        return
+    try:
+        now = parts.published(engine, weights, weights.version)
+        check_held(run.directory.path, Published.read(found.directory / "trainer"), now)
+    except BaseException:
+        run.directory.take_back_config()
+        raise
+
+
 def _save(
-    config: Config,
+    parts: Parts,
     run: RunContext,
     trainer: Trainer,
     buffer: Buffer[Prompt, Group],
     loaders: Loaders,
     stream: PromptStream,
     validation: Validation,
+    engine: WeightsTrackingEngine,
+    start: Path,
 ) -> Save:
     """Return the function that writes a checkpoint."""
-    process = identity(config)
+    config, found, process = parts.config, run.start.found, identity(parts.config, start)
+    before = None if found is None else Published.read(found.directory / "trainer")
 
     async def save(step: int, failure: Failure | None) -> Written:
         cut = checkpoint.cut(buffer, stream, validation, failure)
@@ -592,6 +612,9 @@ def _save(
             loaders=checkpoint.loader_states(loaders, cut["buffer"]),
             trackers=states,
             save_trainer=trainer.save,
+            published=before
+            if engine.weights is None
+            else parts.published(engine, engine.weights, version=step),
             keep=config.checkpoint.keep if failure is None else None,
             spared=run.retention.spared,
         )

@@ -17,6 +17,7 @@ from grpo_core.app.model_sources import model_source
 from grpo_core.app.parts import Parts
 from grpo_core.app.paths import with_absolute_paths
 from grpo_core.app.resume import Launch
+from grpo_core.app.target import EvalTarget, without_overridden
 from grpo_core.config import Config, build, merge, replace_parts
 from grpo_core.contracts.errors import ConfigError, wrong_input
 from grpo_core.models.files import chat_template, directory_here
@@ -25,7 +26,6 @@ from grpo_core.plugins.configured import configured
 from grpo_core.plugins.host import NO_OFFERS, Offers, PluginHost
 from grpo_core.processes import secrets
 from grpo_core.storage.run_directory import RunDirectory
-from grpo_core.validation.target import EvalTarget, without_overridden
 
 RUNS = Path("runs")
 """The default parent directory of runs."""

@@ -1,4 +1,4 @@
-"""Measures a model, or a run's newest checkpoint, and stores the results with the rollouts."""
+"""Measures a model, or a run's checkpoint, and stores the results with the rollouts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from grpo_core.app.launch import RUNS, configure_target, new_directory, unused
 from grpo_core.app.lengths import RunPrompts
 from grpo_core.app.parts import Parts
 from grpo_core.app.session import start_session
+from grpo_core.app.target import EvalTarget, find_target
 from grpo_core.app.tasks import Tasks
-from grpo_core.config import Config, as_toml
+from grpo_core.config import Config, ValidationConfig, as_toml
 from grpo_core.contracts.errors import ConfigError, wrong_input
 from grpo_core.contracts.events import Event, ValidationPlayed, WarningRaised
 from grpo_core.contracts.records import Group
@@ -34,7 +35,6 @@ from grpo_core.storage.run_directory import CONFIG
 from grpo_core.text.rendering import Renderer
 from grpo_core.validation.runner import Results
 from grpo_core.validation.sets import HeldOut
-from grpo_core.validation.target import EvalTarget, find_target
 
 
 @frozen(kw_only=True)
@@ -120,6 +120,10 @@ class Measurement:
                 messages |= await conventions_of_validation(renderer, config.rollout.stop, found.held_out)
                 for message in messages.values():
                     status(message)
+            for part in found.held_out:
+                there, wanted = max(map(len, part.prompts.values()), default=0), part.config.prompts
+                if there < wanted != ValidationConfig().prompts:  # somebody has chosen it
+                    status(f"validation.prompts = {wanted}: there are {there}, and all of them are measured")
             status("validating")
             parts = Parts(session.config, self.host)
             validation = parts.validation(found.held_out, session.engine, renderer, parts.places(), emit=emit)
@@ -132,6 +136,7 @@ def prepare(
     *,
     tasks: bool,
     only: Sequence[str] = (),
+    step: int | None = None,
     output: Path | None,
     block: Sequence[str] = (),
     offers: Offers = NO_OFFERS,
@@ -143,12 +148,13 @@ def prepare(
         changes: a table that overrides the target's configuration.
         tasks: whether the changes define tasks.
         only: names of the tasks and sets to measure; empty for all.
+        step: of the run's checkpoint; None is the newest one.
         output: directory for the results; None makes one next to the run, or in runs/.
         block: plugins that are not to be loaded.
         offers: objects of the calling program.
     """
     with wrong_input():
-        measured = find_target(target, changes.get("plugins"), block)
+        measured = find_target(target, changes.get("plugins"), block, step)
     config, host = configure_target(measured, changes, block, offers, tasks=tasks)
     engine = (config.validation.engine or config.engine).name
     if Parts(config, host).text_engine(trains=False):  # of a run only the tasks are used

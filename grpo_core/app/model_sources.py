@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
 from attrs import evolve, frozen
 
-from grpo_core.config import Config, ModelConfig
-from grpo_core.contracts.errors import ConfigError, did_you_mean
+from grpo_core.config import Config, ModelConfig, as_table
+from grpo_core.contracts.errors import ConfigError, ModelError, did_you_mean
 from grpo_core.contracts.playing import EnvironmentClient
 from grpo_core.contracts.records import Prompt
 from grpo_core.models.files import check_path, hub_cache, local_directory, size_of
+from grpo_core.plugins.configured import configured
 from grpo_core.plugins.hints import install_command
 from grpo_core.plugins.host import PluginHost
+from grpo_core.storage.published import FILE
+from grpo_core.storage.run_directory import RunDirectory
 
 T = TypeVar("T")
 PACE = 1.0
@@ -120,9 +125,18 @@ class Pretrained:
 
     async def start_model(self, request: ModelRequest) -> StartModel:
         path = await fetched(self._path, request.status)
-        return StartModel(
-            path=path, positions=await asyncio.to_thread(size_of, path, "max_position_embeddings")
-        )
+        positions = await asyncio.to_thread(size_of, path, "max_position_embeddings")
+        if not (Path(path) / FILE).is_file():
+            return StartModel(path=path, positions=positions)
+        # a checkpoint's: others read its masters, which are not the weights that were trained
+        copy = partial(_write_held, Path(path), request.directory)
+        return StartModel(path=str(request.directory), prepare=copy, positions=positions)
+
+
+def _write_held(directory: Path, target: Path) -> None:
+    from grpo_core.weights.layout import write_held  # imports torch
+
+    write_held(directory, target)
 
 
 async def fetched(path: str, status: Status) -> str:
@@ -181,3 +195,30 @@ def model_source(config: ModelConfig, plugins: PluginHost) -> StartModelSource:
         )
     names = {name for plugin in plugins.plugins for name in plugin.offers.get("model", {})}
     return Pretrained(config.path, did_you_mean(config.path, names))
+
+
+def started_from(run: RunDirectory, config: Config, block: Sequence[str] = ()) -> Path:
+    """Return the directory of the model that a run started from, by the source that ``model.path`` names.
+
+    ``block`` are plugins that are not loaded.  Raises ModelError if the model is missing.
+    """
+    if (run.model / "config.json").exists():
+        return run.model
+
+    _, plugins = configured([as_table(config)], block, stored=True)
+
+    async def gone() -> Mapping[str, Sequence[Prompt]]:
+        raise ModelError(f"model {config.model.path!r}: was made in {run.model}, and is not there any more")
+
+    async def find() -> Path:
+        request = ModelRequest(directory=run.model, prompts=gone, environments={}, seed=config.seed)
+        start = await model_source(config.model, plugins).start_model(request)
+        if start.prepare is not None:
+            await gone()
+        return Path(start.path)
+
+    try:
+        with ThreadPoolExecutor(1) as thread:  # an event loop may run in this one
+            return thread.submit(asyncio.run, find()).result()
+    except ModelError as error:
+        raise ModelError(f"{run.path}: the model that it started from is missing: {error}") from None

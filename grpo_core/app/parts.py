@@ -30,7 +30,7 @@ from grpo_core.contracts.protocols import (
     ShapingSection,
     ValidationStrategy,
 )
-from grpo_core.contracts.records import EngineSetup, Group, Prompt, Rollout
+from grpo_core.contracts.records import EngineSetup, Group, Prompt, Rollout, Weights
 from grpo_core.data.dataloaders import Dataloader
 from grpo_core.data.samplers import FunctionSampler, draws_itself
 from grpo_core.environments.budget import ErrorBudget, failures_of_calls
@@ -46,10 +46,12 @@ from grpo_core.loop.pipeline import Checks, Learning, ObserveAttempt, Playing, S
 from grpo_core.loop.rollout import LostBudget, SamplingParams
 from grpo_core.loop.versions import Interval
 from grpo_core.models.files import chat_template
+from grpo_core.plugins.configured import model_section
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.offers import Bound
 from grpo_core.processes.aio import UNLIMITED, Slots
 from grpo_core.processes.cores import thread_count
+from grpo_core.storage.published import Published
 from grpo_core.text.rendering import Renderer
 from grpo_core.validation.runner import Context
 from grpo_core.validation.sets import HeldOut, Measured, Validation
@@ -173,6 +175,18 @@ class Parts:
             env_vars=[{**self.plugins.variables(), **each} for each in env_vars or [{}]],
         )
 
+    def published(self, engine: Engine, weights: Weights, version: int) -> Published | None:
+        """Describe the newest weights of the engine of training, for the checkpoint of a version."""
+        option = self.config.engine.options.get("dtype", "auto")
+        sums = not weights.base and model_section(self.config) is not None  # other machines round otherwise
+        return Published.of(
+            weights,
+            version=version,
+            engine=getattr(engine, "dtype", "") if option == "auto" else str(option),
+            apart=getattr(engine, "keeps_adapters", False),
+            exact=not sums,
+        )
+
     def canary_tolerance(self, section: EngineConfig) -> Tolerance:
         """Return the tolerance for an engine, whose dtype may be unknown."""
         dtype = section.options.get("dtype", "auto")
@@ -202,7 +216,7 @@ class Parts:
             seed=config.seed,
             colocated=config.pipeline.max_staleness > 0,
             async_save=config.checkpoint.async_save,
-            engine_dtype=engine_dtype(self.engines().values()),
+            engine_dtype=engine_dtype(config.engine),
             collective_host=config.engine.collective_host,
             collective_ports=config.engine.collective_ports,
             max_non_finite=config.health.max_non_finite,
@@ -474,12 +488,10 @@ def sampling_params(config: RolloutConfig) -> SamplingParams:
     )
 
 
-def engine_dtype(engines: Iterable[EngineConfig]) -> Literal["auto", "bfloat16", "float16"]:
-    """Return the 16-bit dtype that all engines set for weights by their option ``dtype``, or "auto"."""
-    options = [engine.options.get("dtype") for engine in engines]
-    if all(option == "bfloat16" for option in options):
-        return "bfloat16"
-    return "float16" if all(option == "float16" for option in options) else "auto"
+def engine_dtype(engine: EngineConfig) -> Literal["auto", "bfloat16", "float16"]:
+    """Return the 16-bit dtype that an engine sets for weights by its option ``dtype``, or "auto"."""
+    option = engine.options.get("dtype")
+    return option if option in ("bfloat16", "float16") else "auto"
 
 
 def intervals(config: ValidationConfig) -> list[Interval]:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 
 from attrs import evolve, fields, fields_dict, frozen
 
+from grpo_core.app.target import teacher_model
 from grpo_core.config import Config, PluginChoice, SourceConfig, ValidationSetConfig
 from grpo_core.contracts.errors import GrpoError
 from grpo_core.contracts.records import SectionValues, name_of_class
@@ -20,7 +21,6 @@ from grpo_core.plugins.paths import absolute
 from grpo_core.plugins.paths import with_absolute_path as with_absolute_name
 from grpo_core.plugins.paths import with_absolute_paths as with_absolute_options
 from grpo_core.plugins.paths import with_absolute_paths_of_file as with_absolute_options_of_file
-from grpo_core.validation.target import teacher_model
 
 Choice = TypeVar("Choice", bound=PluginChoice)
 

@@ -12,6 +12,7 @@ from typing import cast
 
 from grpo_core.app.model_sources import model_source
 from grpo_core.app.parts import Parts
+from grpo_core.app.target import teacher_model
 from grpo_core.app.workers import of_task, workers_of
 from grpo_core.config import (
     CUTS,
@@ -47,7 +48,6 @@ from grpo_core.processes.interpreters import Interpreter, from_here
 from grpo_core.reporting.selection import check_trackers
 from grpo_core.storage.planes import check_reader
 from grpo_core.text.response_formats import check_response_format
-from grpo_core.validation.target import teacher_model
 
 CHECKED = ("engine", "trainer", "loss", "optimizer", "advantage", "filter", "player")
 """Kinds whose names and options are checked alone; other kinds are made, or checked in context."""

@@ -13,9 +13,10 @@ from typing import Any
 from attrs import evolve, frozen
 
 from grpo_core._version import __version__
-from grpo_core.app.parts import Parts, intervals
+from grpo_core.app.parts import Parts, engine_dtype, intervals
 from grpo_core.app.paths import with_absolute_paths
 from grpo_core.app.provenance import file_hashes
+from grpo_core.app.target import check_start, start_digest
 from grpo_core.config import Config, TrainerConfig, as_table, merge, replace_parts
 from grpo_core.contracts.errors import ConfigError, shortened
 from grpo_core.data.samplers import load_plugin_state
@@ -25,12 +26,12 @@ from grpo_core.loop.endings import GOAL_REACHED, Goal
 from grpo_core.loop.saved import SavedPipeline, SavedRun
 from grpo_core.loop.schedule import KEYS as SCHEDULE
 from grpo_core.loop.schedule import rate
-from grpo_core.models.files import directory_here
+from grpo_core.models.files import directory_here, published_dtype
 from grpo_core.plugins.configured import configured, model_section
 from grpo_core.plugins.host import NO_OFFERS, Offers, PluginHost
 from grpo_core.processes import secrets
+from grpo_core.storage.published import Published
 from grpo_core.storage.run_directory import RunDirectory, lost
-from grpo_core.validation.target import check_start, start_digest
 
 FIXED = (
     "seed",
@@ -144,7 +145,8 @@ def _found(
             if finished is not None:
                 _check_nothing_is_ignored(edits, finished.notes[0])
                 return finished
-            _check_start(path, saved.get("start", ""), config, host)
+            _check_start(directory, saved.get("start", ""), config, host)
+            _check_dtype(path, Published.read(found.directory / "trainer"), before, config)
             _check_staleness(path, state["buffer"]["ready"], config.pipeline.max_staleness)
             notes += _warnings(path, saved, config)
             if failure := state.get("failure"):
@@ -231,13 +233,16 @@ def begin(resumed: Launch) -> None:
             resumed.directory.remove_model()  # it was made for the previous configuration
 
 
-def identity(config: Config) -> dict[str, Any]:
-    """Return the values that later starts of the run compare; each checkpoint contains them."""
+def identity(config: Config, start: Path) -> dict[str, Any]:
+    """Return the values that later starts of the run compare; each checkpoint contains them.
+
+    ``start`` is the directory of the model that the run started from.
+    """
     return {
         "grpo_core": __version__,
         "fixed": _fixed(config),
         "schedule": _schedule(config.trainer),
-        "start": start_digest(directory_here(config.model.path)),
+        "start": start_digest(start),
         "teacher": _teacher_digest(config),
         "files": file_hashes(config),
     }
@@ -274,7 +279,7 @@ def _fixed(config: Config) -> dict[str, Any]:
     return {key: _value(config, key) for key in (*FIXED, *(section.fixed if section else ()))}
 
 
-def _check_start(path: Path, before: str, config: Config, host: PluginHost) -> None:
+def _check_start(run: RunDirectory, before: str, config: Config, host: PluginHost) -> None:
     """Reject other base weights under adapters, or as the reference of a loss."""
     if model_section(config) is not None:
         why = "to which its adapters belong"
@@ -282,7 +287,35 @@ def _check_start(path: Path, before: str, config: Config, host: PluginHost) -> N
         why = "with which its loss compares the policy"
     else:
         return
-    check_start(path, before, directory_here(config.model.path), why)
+    made = (run.model / "config.json").exists()
+    check_start(run.path, before, run.model if made else directory_here(config.model.path), why)
+
+
+def _check_dtype(path: Path, held: Published | None, before: Config, config: Config) -> None:
+    """Reject changes by which weights would get another dtype; what "auto" means is known later."""
+    was, now = ((each.model.dtype, engine_dtype(each.engine)) for each in (before, config))
+    if held is not None and was != now and now[0] != "auto":
+        check_held(path, held, evolve(held, sent=published_dtype(*now)))
+
+
+def check_held(path: Path, before: Published | None, now: Published | None) -> None:
+    """Raise ConfigError if the engine of training would hold other weights than before the resume."""
+    if before is None or now is None:
+        return
+    for was, found in (
+        (before.sent, now.sent),
+        (before.dtype, now.dtype),
+        (before.merged or "float32", now.merged or "float32"),
+    ):
+        if was != found:
+            raise ConfigError(
+                f"{path}: its engine held weights in {was}, and would hold them in {found} now; this cannot "
+                f'change within a run: set model.dtype = "{before.sent}" and the dtype of the engine as it '
+                "was, or start a new run"
+            )
+    if before.version == now.version:
+        known = ((name, *each) for name, each in now.tensors.items())
+        before.check((name, dtype, total) for name, dtype, total in known if total is not None)
 
 
 def _check_states(directory: Path, state: SavedPipeline, config: Config, host: PluginHost) -> None:

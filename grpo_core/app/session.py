@@ -12,8 +12,9 @@ from typing import Any
 from attrs import evolve, frozen
 
 from grpo_core.app.model_sources import ModelRequest, StartModel, model_source, with_max_tokens
-from grpo_core.app.parts import Parts, engine_dtype, sampling_params
+from grpo_core.app.parts import Parts, sampling_params
 from grpo_core.app.placement import Placement
+from grpo_core.app.target import EvalTarget
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config
 from grpo_core.contracts import protocols
@@ -30,7 +31,7 @@ from grpo_core.plugins.host import PluginHost
 from grpo_core.processes.aio import gather
 from grpo_core.processes.child import scratch_directory
 from grpo_core.processes.cores import thread_count
-from grpo_core.validation.target import EvalTarget
+from grpo_core.storage.published import Published
 
 
 @frozen(kw_only=True)
@@ -167,12 +168,8 @@ async def _start_engine(
     stack: contextlib.AsyncExitStack,
     status: Callable[[str], None],
 ) -> tuple[Engine, protocols.Renderer]:
-    """Start an engine with the weights of the target, in ``path``; it ends with the stack."""
-    import torch
-
-    from grpo_core.processes.cpu import resolve_device
+    """Start an engine with the weights of the target; it ends with the stack."""
     from grpo_core.training.building import saved_tensors
-    from grpo_core.training.model import published_dtype
     from grpo_core.weights.shm import SharedMemoryWriter
 
     config, engines = parts.config, parts.engines(trains=False)
@@ -187,13 +184,11 @@ async def _start_engine(
     renderer = await asyncio.to_thread(parts.renderer, str(path), [section])
     writer = SharedMemoryWriter()
     stack.callback(lambda: writer)  # keeps the written weights, also for an engine that restarts
-    tensors, base, parameters = await asyncio.to_thread(saved_tensors, path, target.adapters, config)
-    dtype = None
-    if base:  # engines that add adapters themselves get them as in a weight sync of the run
-        chosen = config.trainer.device
-        device = resolve_device(chosen, "trainer.device") if chosen == "auto" else torch.device(chosen)
-        dtype = published_dtype(config.model, engine_dtype([section]), device, parameters)
-    await engine.update_weights(evolve(writer.write(target.version, tensors, dtype=dtype), base=base))
+    tensors, base, dtype = await asyncio.to_thread(saved_tensors, path, target.adapters, config)
+    weights = evolve(writer.write(target.version, tensors, dtype=dtype), base=base)
+    if target.adapters is not None and (record := Published.read(target.adapters)) is not None:
+        record.check((info.name, info.dtype, info.checksum) for info in weights.tensors)
+    await engine.update_weights(weights)
     return engine, renderer
 
 

@@ -14,17 +14,21 @@ from attrs import evolve, frozen
 
 from grpo_core._version import __version__
 from grpo_core.api.run import Run
+from grpo_core.app.model_sources import started_from
+from grpo_core.app.target import check_adapters
 from grpo_core.commands.complaints import complain, say
 from grpo_core.config import Config, TaskConfig, as_table
 from grpo_core.contracts.errors import ConfigError
 from grpo_core.loop.checkpoint import choose_checkpoint
 from grpo_core.models.files import ADAPTERS
+from grpo_core.models.fitting import ModelFiles
 from grpo_core.plugins.loading import load_object
 from grpo_core.plugins.options import Flag
 from grpo_core.storage.run_directory import RunDirectory, planned_steps
-from grpo_core.validation.target import check_adapters, started_from
 
 Form = Literal["merged", "adapters"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 SECTIONS = (
     *("tasks", "model", "rollout", "advantage", "shaping", "loss", "optimizer", "trainer", "pipeline"),
     *("sampler", "dynamic_sampling", "filters"),
@@ -42,6 +46,8 @@ class Export:
     step: int
     form: Form | None
     """None for a run that trained all weights: it has only one form."""
+    dtype: str = ""
+    """Dtype of a merged model; empty: that of the engine of training."""
 
     @property
     def saved(self) -> Path:
@@ -60,6 +66,7 @@ def export(
     output: Path | None = None,
     merged: Flag = False,
     adapters: Flag = False,
+    dtype: Dtype | None = None,
 ) -> int:
     """Write a checkpoint of a run as a directory for transformers or peft, with a model card.
 
@@ -75,17 +82,24 @@ def export(
         Add the adapters of a run with LoRA to the weights of its model.
     adapters
         Write the adapters of a run with LoRA alone; this is the default for such a run.
+    dtype
+        Dtype of a merged model.  Default: the dtype of the sums in the engine of training, or float32 if it
+        kept adapters apart.  Other weights are written as that engine held them.
     """
     if merged and adapters:
         raise ConfigError("use --merged or --adapters, not both")
-    chosen = find(run, step, "merged" if merged else "adapters" if adapters else None)
+    if dtype and not merged:
+        raise ConfigError(
+            f"--dtype {dtype} is for --merged; other weights have the dtype of the run's engine"
+        )
+    chosen = find(run, step, "merged" if merged else "adapters" if adapters else None, dtype or "")
     target = output or run / "exported" / chosen.name
     write(chosen, target)
     say(str(target))
     return 0
 
 
-def find(directory: Path, step: int | None, form: Form | None) -> Export:
+def find(directory: Path, step: int | None, form: Form | None, dtype: Dtype | Literal[""] = "") -> Export:
     """Choose a checkpoint of a run; without a step the newest one that is intact.
 
     Raises ConfigError if there is none, or it has no such form, CheckpointError if it is damaged.
@@ -98,7 +112,7 @@ def find(directory: Path, step: int | None, form: Form | None) -> Export:
     if form == "adapters" and not with_adapters:
         raise ConfigError(f"{directory} trained all weights and has no adapters; leave out --adapters")
     form = (form or "adapters") if with_adapters else None
-    return Export(run=run, config=config, checkpoint=found.directory, step=found.step, form=form)
+    return Export(run=run, config=config, checkpoint=found.directory, step=found.step, form=form, dtype=dtype)
 
 
 def write(export: Export, target: Path) -> None:
@@ -120,31 +134,48 @@ def write(export: Export, target: Path) -> None:
             f"{part}: another export is writing it, or was interrupted; remove it, or give another --output"
         ) from None
     try:
-        if export.form == "merged":
-            from grpo_core.training.building import write_whole
-
-            start = started_from(export.run, export.config)
-            check_adapters(export.run.path, export.checkpoint, start)
-            write_whole(start, export.saved, export.config, part)
-        else:
-            shutil.copytree(export.saved, part, dirs_exist_ok=True)
+        left = _write_weights(export, part)
+        if left < 1:
+            complain(f"note: {left:.0%} of the change is left in {dtypes(part)} (docs/lora.md)")
         if export.form == "adapters":  # others find their model by its hub id, if it has one
             about = json.loads((part / ADAPTERS).read_text(encoding="utf-8"))
             about["base_model_name_or_path"] = base_model(export)
             (part / ADAPTERS).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
-        (part / "README.md").write_text(card(export), encoding="utf-8")
+        (part / "README.md").write_text(card(export, dtypes(part)), encoding="utf-8")
         part.rename(target)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
 
 
+def _write_weights(export: Export, part: Path) -> float:
+    """Write the weights as the engine of training held them; return the share of the change that is left."""
+    from grpo_core.training import building
+    from grpo_core.weights.layout import write_held
+
+    if export.form == "merged":
+        start = started_from(export.run, export.config)
+        check_adapters(export.run.path, export.checkpoint, start)
+        return building.write_whole(start, export.saved, export.config, part, export.dtype)
+    if export.form == "adapters":
+        building.write_part(export.saved, export.config, part)
+    else:
+        write_held(export.saved, part)
+    return 1.0
+
+
+def dtypes(directory: Path) -> str:
+    """Return the dtypes of the weights in a directory."""
+    found = {each.dtype for each in ModelFiles(directory).tensors.values()}
+    return ", ".join(sorted(DTYPES.get(each, each) for each in found))
+
+
 def base_model(export: Export) -> str:
     """Return the hub id or the directory of the model that the run started from."""
-    path = export.config.model.path
-    if path.count("/") == 1 and not Path(path).expanduser().exists():
+    path, made = export.config.model.path, (export.run.model / "config.json").exists()
+    if not made and path.count("/") == 1 and not Path(path).expanduser().exists():
         return path
-    if export.form == "adapters" and not (export.run.model / "config.json").exists():
+    if not made and path.count("/") and export.form == "adapters":
         return str(Path(path).expanduser().absolute())  # it need not exist: adapters only name it
     return str(started_from(export.run, export.config).absolute())
 
@@ -152,7 +183,7 @@ def base_model(export: Export) -> str:
 # ---------------------------------------------------------------------------------- the model card
 
 
-def card(export: Export) -> str:
+def card(export: Export, dtype: str) -> str:
     """Return the text of the model card: the origin of the weights, and how to load them."""
     base, run = base_model(export), export.run.path.resolve().name
     of_hub = not Path(base).is_absolute()
@@ -192,6 +223,7 @@ def card(export: Export) -> str:
             f"Trained with GRPO by grpo-core {__version__}. {what}",
             "",
             f"* Base model: {base if of_hub else f'`{export.config.model.path}`'}",
+            f"* Weights: {dtype}",
             f"* Run: `{run}`, step {export.step}{f' of {steps}' if steps else ''}",
             *(f"* Task `{name}`: `{task.env}`" for name, task in export.config.tasks.items()),
             *scores,

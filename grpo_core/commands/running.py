@@ -165,6 +165,7 @@ def validate(
     *,
     env: Words = None,
     only: Words = None,
+    step: int | None = None,
     validation: str | None = None,
     engine: str | None = None,
     set_: Settings = None,
@@ -172,7 +173,7 @@ def validate(
     as_json: AsJson = False,
     no_plugin: Words = None,
 ) -> int:
-    """Validate a model, or the newest checkpoint of a run, on held-out prompts.
+    """Validate a model, or a checkpoint of a run, on held-out prompts.
 
     Parameters
     ----------
@@ -183,6 +184,8 @@ def validate(
         of the run.
     only
         Task or validation set of the run to measure; may be repeated.  Default: all.
+    step
+        Step of the run's checkpoint.  Default: the newest one.
     validation
         Validation strategy for the prompts.  Default: the strategy of the run.
     engine
@@ -201,7 +204,7 @@ def validate(
     why = "validate measures the model as it is and does not use this key"
     check_settings(parse_settings(set_ or []), MEASURED_BY, why, but=["tasks.*.weight"])
     measurement = measuring.prepare(
-        model, changes, tasks=bool(env), only=only or [], output=output, block=no_plugin or []
+        model, changes, tasks=bool(env), only=only or [], step=step, output=output, block=no_plugin or []
     )
     console = Console(stderr=True)
 

@@ -47,7 +47,7 @@ class TrainerSetup(WithSections):
     transport: str = "shm"
     """Transport of weights to engines; see ``EngineConfig``.  From a CPU, ``cuda_ipc`` is ``shm``."""
     engine_dtype: Literal["auto", "bfloat16", "float16"] = "auto"
-    """Dtype of the engines' weights; they are sent in it if it is smaller than the trainer's."""
+    """Dtype of the training engine's weights; they are sent in it if it is smaller than the trainer's."""
     collective_host: str = "127.0.0.1"
     """Address at which engines reach the trainer, for ``collective``."""
     collective_ports: tuple[int, int] = (0, 0)

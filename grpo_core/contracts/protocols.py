@@ -248,6 +248,9 @@ class Engine(Protocol):
     An engine that may compute in another dtype than the weights' has an attribute ``dtype``, such as
     "bfloat16", from the first ``update_weights`` on: the canary allows for the rounding then.
 
+    An engine that computes with adapters next to the weights, not with their sum, has an attribute
+    ``keeps_adapters = True`` from then on.
+
     An engine that may have room for fewer tokens than the model has positions has an attribute ``positions``
     from then on: the largest number of tokens of a prompt with its completion, or 0 if it is unknown.
     Rollouts end there.

@@ -162,6 +162,7 @@ if TYPE_CHECKING:
     from grpo_core.app.model_sources import ModelRequest as ModelRequest
     from grpo_core.app.model_sources import StartModel as StartModel
     from grpo_core.app.model_sources import model_source as model_source
+    from grpo_core.app.model_sources import started_from as started_from
     from grpo_core.app.model_sources import watched as watched
     from grpo_core.app.parts import Parts as Parts
     from grpo_core.app.parts import engine_dtype as engine_dtype
@@ -171,6 +172,8 @@ if TYPE_CHECKING:
     from grpo_core.app.placement import Retain as Retain
     from grpo_core.app.preflight import check_task as check_task
     from grpo_core.app.session import start_session as start_session
+    from grpo_core.app.target import find_target as find_target
+    from grpo_core.app.target import teacher_model as teacher_model
     from grpo_core.app.tasks import Tasks as Tasks
     from grpo_core.commands.complaints import complain as complain
     from grpo_core.commands.complaints import say as say
@@ -320,9 +323,6 @@ if TYPE_CHECKING:
     from grpo_core.training.trainer import TorchTrainer as TorchTrainer
     from grpo_core.validation.results import SHARES as SHARES
     from grpo_core.validation.results import progress as progress
-    from grpo_core.validation.target import find_target as find_target
-    from grpo_core.validation.target import started_from as started_from
-    from grpo_core.validation.target import teacher_model as teacher_model
     from grpo_core.weights import layout as layout
     from grpo_core.weights import publishing as publishing
     from grpo_core.weights.names import checkpoint_tensors as checkpoint_tensors

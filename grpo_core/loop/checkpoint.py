@@ -2,7 +2,8 @@
 
     checkpoints/step-000120/
         manifest.json                 sha256 and size of each of the other files; written last
-        trainer/ optimizer/           the trainer's own files (safetensors, JSON)
+        trainer/ optimizer/           the trainer's own files (safetensors, JSON), and trainer/published.json:
+                                      the weights as the engine of training held them
         pipeline.json                 buffer, prompts in flight, sampler
         pipeline.safetensors          tokens of the rollouts that wait to be trained, if any
         train_dataloader_TASK.json    position of each loader; of a plugin's dataloader its state, and the
@@ -52,8 +53,9 @@ from grpo_core.loop.saved import (
 from grpo_core.loop.segments import segment_arrays, segments_of
 from grpo_core.models.files import not_finite
 from grpo_core.storage.disk import REPLACED, Disk, files, fingerprint, put, seal
+from grpo_core.storage.published import Published
 
-FORMAT = 5
+FORMAT = 6
 _MANIFEST = "manifest.json"
 _PARTIAL = ".partial"
 _ARRAYS = "pipeline.safetensors"
@@ -78,6 +80,7 @@ async def begin(
     loaders: Mapping[str, Mapping[str, Any]],
     trackers: Callable[[], Awaitable[Mapping[str, Any]]] | None = None,
     save_trainer: Callable[[Path], Awaitable[Callable[[], Awaitable[None]]]],
+    published: Published | None = None,
     keep: int | None,
     spared: Callable[[Collection[int]], Collection[int]] = lambda steps: (),
     disk: Disk | None = None,
@@ -93,6 +96,7 @@ async def begin(
         loaders: state of each loader, by task.
         trackers: waits for the states of the trackers, by name.
         save_trainer: ``Trainer.save`` of the trainer.
+        published: what the engine of training held.
     """
     disk = disk or Disk()
     streams: dict[str, bytes] = {}
@@ -111,6 +115,8 @@ async def begin(
         try:
             await written()
             await disk.run(lambda: _check_weights(partial))
+            if published is not None:
+                await disk.run(lambda: published.write(disk, partial / "trainer"))
             if trackers is not None and (tracked := await trackers()):
                 streams[_TRACKERS] = as_json(tracked)
             await disk.run(lambda: _write(disk, partial, step, pipeline, streams))

@@ -234,6 +234,21 @@ def prefers_bfloat16(parameters: int) -> bool:
     return parameters >= 50_000_000 and PROCESSOR.exists() and "avx512_bf16" in PROCESSOR.read_text()
 
 
+def computed_dtype(chosen: str, parameters: int = 0, *, on_gpu: bool) -> str:
+    """Return the dtype of a model's matrix products: the ``chosen`` one, or what "auto" means here.
+
+    ``parameters`` is the size of the model; 0 is a small one.
+    """
+    if chosen != "auto":
+        return chosen
+    return "bfloat16" if on_gpu or prefers_bfloat16(parameters) else "float32"
+
+
+def published_dtype(computed: str, engine: str) -> str:
+    """Return the dtype of the weights that engines receive: the training engine's if that is narrower."""
+    return engine if engine != "auto" and computed == "float32" else computed
+
+
 def size_of(directory: str, name: str) -> int:
     """Return a size of a model by its name in config.json; ``UNKNOWN_SIZE`` if it is not given.
 

@@ -403,7 +403,7 @@ def _as_saved(state: Any) -> Any:
 
 
 def _texts(event: events.Event) -> dict[str, Any]:
-    """Return the texts of an event without secrets; an error is shortened, since it may quote a whole batch."""
+    """Return the texts of an event without secrets; an error that quotes a whole batch is shortened."""
     found = {}
     for each in fields(type(event)):
         value = getattr(event, each.name)

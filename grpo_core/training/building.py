@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from attrs import evolve
 
-from grpo_core.config import Config, ModelConfig
+from grpo_core.config import Config
 from grpo_core.contracts.records import WithSections
 from grpo_core.plugins.configured import ModelSection, model_section
+from grpo_core.storage.published import Published
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from grpo_core.training.model import Model, ModelSource
@@ -30,8 +32,15 @@ class TrainedSection(ModelSection, Protocol):
         """Load the model, with its saved part if the source names one.  Raises ModelError."""
         ...
 
-    def write_whole(self, source: ModelSource, directory: Path) -> None:
-        """Write the saved part as a whole model, which transformers loads.  Raises ModelError."""
+    def write_part(self, saved: Path, directory: Path, dtype: torch.dtype) -> None:
+        """Write the saved part, which was published in a dtype, as peft loads it; the model is not needed."""
+        ...
+
+    def write_whole(self, source: ModelSource, directory: Path, dtype: torch.dtype) -> float:
+        """Write the saved part as a whole model, for transformers; return the share of it that is left.
+
+        In a 16-bit dtype small changes are rounded away.  Raises ModelError.
+        """
         ...
 
 
@@ -43,24 +52,44 @@ def trained_section(config: WithSections) -> TrainedSection | None:
 
 def saved_tensors(
     model: Path, part: Path | None, config: Config
-) -> tuple[Sequence[tuple[str, Tensor | LowRankSum]], str, int]:
+) -> tuple[Sequence[tuple[str, Tensor | LowRankSum]], str, torch.dtype | None]:
     """Read the tensors that engines load, from a model and its saved part, such as adapters.
 
-    Returns the tensors, the directory of the model to which engines add them, and that model's number of
-    parameters; "" and 0 if they take all weights.  Raises ModelError.
+    Returns the tensors, the directory of the model to which engines add them ("" if they take all weights),
+    and the dtype in which they were published (None: their own).  Raises ModelError.
     """
     from grpo_core.weights.layout import load_tensors
 
     if part is None:
-        return load_tensors(model), "", 0
-    made = _section(config).build_model(_source(model, part, config.model))
-    return made.published(), made.base, made.parameters
+        return load_tensors(model), "", None
+    source = _source(model, part, config)
+    made = _section(config).build_model(source)
+    return made.published(), made.base, source.published
 
 
-def write_whole(model: Path, part: Path, config: Config, directory: Path) -> None:
-    """Write a model with its saved part, as transformers loads it.  Raises ModelError."""
-    exact = evolve(config.model, dtype="float32")  # a sum in bfloat16 would lose small changes
-    _section(config).write_whole(_source(model, part, exact), directory)
+def write_part(part: Path, config: Config, directory: Path) -> None:
+    """Write the saved part of a model as engines got it, as peft loads it.  Raises ModelError."""
+    import torch
+
+    record = Published.read(part)
+    dtype = torch.float32 if record is None else getattr(torch, record.sent)
+    _section(config).write_part(part, directory, dtype)
+
+
+def write_whole(model: Path, part: Path, config: Config, directory: Path, dtype: str) -> float:
+    """Write a model with its saved part as transformers loads it, in the dtype of the engine's sums.
+
+    Args:
+        dtype: another dtype; "" is the engine's, or float32 if it kept both apart.
+
+    Returns the share of the change that is left in that dtype.  Raises ModelError.
+    """
+    import torch
+
+    exact = evolve(config, model=evolve(config.model, dtype="float32"))  # bfloat16 would lose small changes
+    record = Published.read(part)
+    chosen = dtype or (record and record.merged) or "float32"
+    return _section(config).write_whole(_source(model, part, exact), directory, getattr(torch, chosen))
 
 
 def _section(config: Config) -> TrainedSection:
@@ -69,9 +98,16 @@ def _section(config: Config) -> TrainedSection:
     return section
 
 
-def _source(model: Path, part: Path, config: ModelConfig) -> ModelSource:
+def _source(model: Path, part: Path, config: Config) -> ModelSource:
     import torch
 
     from grpo_core.training.model import ModelSource
 
-    return ModelSource(start=str(model), saved=part, config=config, device=torch.device("cpu"))
+    record = Published.read(part)
+    return ModelSource(
+        start=str(model),
+        saved=part,
+        published=None if record is None else getattr(torch, record.sent),
+        config=config.model,
+        device=torch.device("cpu"),
+    )

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from grpo_core.config import ModelConfig, TeacherConfig
 from grpo_core.contracts.errors import ModelError
 from grpo_core.contracts.records import Canary
-from grpo_core.models.files import chat_template, prefers_bfloat16
+from grpo_core.models import files
+from grpo_core.models.files import chat_template
 from grpo_core.training.logprobs import rounded, token_logprobs
 from grpo_core.training.microbatch import MicroBatch
 from grpo_core.training.packing import packed_inputs, use_packing
@@ -39,6 +40,8 @@ class ModelSource:
     """Directory or hub id of the model that the run starts from; it has the tokenizer as well."""
     saved: Path | None
     """Directory that ``Model.write`` wrote, to continue from; None begins at ``start``."""
+    published: torch.dtype | None = None
+    """Dtype in which engines got the saved part, to read it as they did; None: as its trainer continues."""
     config: ModelConfig
     device: torch.device
     passes: Passes = field(factory=Passes)
@@ -369,18 +372,10 @@ class Scorer:
 
 def compute_dtype(config: ModelConfig | TeacherConfig, device: torch.device, size: int = 0) -> torch.dtype:
     """Return the dtype of the matrix products of a model with ``size`` parameters; 0: a small one."""
-    chosen = config.dtype
-    if chosen == "auto":
-        chosen = "bfloat16" if device.type == "cuda" or prefers_bfloat16(size) else "float32"
-    dtype: torch.dtype = getattr(torch, chosen)
+    dtype: torch.dtype = getattr(
+        torch, files.computed_dtype(config.dtype, size, on_gpu=device.type == "cuda")
+    )
     return dtype
-
-
-def published_dtype(config: ModelConfig, engines: str, device: torch.device, size: int) -> torch.dtype:
-    """Return the dtype of the engines' weights: the engines' choice if it is smaller than the trainer's."""
-    mine = compute_dtype(config, device, size)
-    theirs: torch.dtype = mine if engines == "auto" else getattr(torch, engines)
-    return theirs if theirs.itemsize < mine.itemsize else mine
 
 
 def load(

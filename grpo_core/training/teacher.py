@@ -14,6 +14,7 @@ from grpo_core.training.microbatch import MicroBatch
 from grpo_core.training.model import Scorer, compute_dtype, load
 from grpo_core.training.packing import use_packing
 from grpo_core.training.passes import Passes
+from grpo_core.weights.names import read_held
 
 
 class Teacher:
@@ -27,6 +28,7 @@ class Teacher:
         module = load(
             config.path, device=device, trust_remote_code=config.trust_remote_code, dtype=dtype
         ).requires_grad_(False)
+        read_held(module, config.path)
         if passes.packing:
             use_packing(module)
         self._scorer = Scorer(module, dtype)

@@ -27,6 +27,7 @@ from grpo_core.engines.addresses import is_loopback
 from grpo_core.loop.schedule import schedule
 from grpo_core.losses.aggregation import row_weights
 from grpo_core.losses.entropy import EntropyControl
+from grpo_core.models.files import published_dtype
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.loading import load_object
 from grpo_core.plugins.transports import find_transport
@@ -38,7 +39,7 @@ from grpo_core.training.building import trained_section
 from grpo_core.training.digest import Digests
 from grpo_core.training.loss_output import checked
 from grpo_core.training.microbatch import MicroBatch, collate, without_rows
-from grpo_core.training.model import FullModel, Model, ModelSource, published_dtype
+from grpo_core.training.model import FullModel, Model, ModelSource, compute_dtype
 from grpo_core.training.optimization import Optimization, divided
 from grpo_core.training.packing import PackingError, packs_well
 from grpo_core.training.passes import Passes
@@ -112,7 +113,9 @@ class TorchTrainer:
                 raise
             passes = evolve(passes, packing=False)
             self.model, self._teacher = self._models(resume, passes)
-        self._published = published_dtype(setup.model, setup.engine_dtype, self.device, self.model.parameters)
+        computed = compute_dtype(setup.model, self.device, self.model.parameters)
+        sent = published_dtype(str(computed).removeprefix("torch."), setup.engine_dtype)
+        self._published: torch.dtype = getattr(torch, sent)
         self._named = list(self.model.trainable())
         self._parameters = [parameter for _, parameter in self._named]
         self.layout = Layout(packed=passes.packing, together="sequences" in self._needs)

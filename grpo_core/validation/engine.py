@@ -17,12 +17,23 @@ from grpo_core.validation.runner import Results
 
 
 class WeightsTrackingEngine(WrappedEngine):
-    """An engine that remembers the last weights that it was sent."""
+    """An engine that remembers the last weights that it was sent.
+
+    Args:
+        engine: the engine.
+        check: is called when the engine holds its first weights.
+    """
 
     weights: Weights | None = None
 
+    def __init__(self, engine: Engine, check: Callable[[Weights], object] = lambda weights: None) -> None:
+        super().__init__(engine)
+        self._check = check
+
     async def update_weights(self, weights: Weights) -> None:
         await super().update_weights(weights)
+        if self.weights is None:
+            self._check(weights)
         self.weights = weights
 
 

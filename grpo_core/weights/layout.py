@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -11,8 +13,11 @@ from attrs import frozen
 from grpo_core.contracts.errors import ModelError, WeightSyncError
 from grpo_core.contracts.records import TensorInfo, TensorPart, Weights
 from grpo_core.models.files import weight_files
+from grpo_core.storage.published import FILE as RECORD
+from grpo_core.storage.published import Published
 
 _ALIGNMENT = 64
+CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 BUCKET = 64 << 20
 """Largest size in bytes of a bucket of tensors, unless a single tensor is larger.
 
@@ -121,6 +126,11 @@ def checksum(tensor: torch.Tensor, begin: int = 0, total: int | None = None) -> 
     return (sums + int(rest.to(torch.int64).sum())) % 2**64
 
 
+def cast_weights(values: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
+    """Copy weights into a tensor of the dtype in which engines hold them: the one cast of masters."""
+    return there.copy_(values)
+
+
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a tensor, uint8 [n]: a view, if it is contiguous."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
@@ -157,11 +167,53 @@ def verify(version: int, infos: Iterable[TensorInfo], tensors: dict[str, torch.T
 
 
 def load_tensors(directory: Path) -> list[tuple[str, torch.Tensor]]:
-    """Load the safetensors files of a model directory.  Raises ModelError if they are missing."""
-    from safetensors.torch import load_file
+    """Load the safetensors files of a model directory; see ``load_held``.
 
+    Raises ModelError if they are missing, or are not what the engine held.
+    """
     try:
         files = weight_files(directory)
     except OSError as error:
         raise ModelError(f"model {str(directory)!r}: {error}") from error
-    return [item for file in files for item in load_file(file).items()]
+    record = Published.read(directory)
+    return [item for file in files for item in load_held(file, record).items()]
+
+
+def load_held(file: Path, record: Published | None) -> Mapping[str, torch.Tensor]:
+    """Load a safetensors file; a checkpoint's masters become what the engine of training held.
+
+    Raises ModelError if their checksums differ.
+    """
+    from safetensors.torch import load_file
+
+    tensors: dict[str, torch.Tensor] = load_file(file)
+    if record is None:
+        return tensors
+    for name, masters in tensors.items():
+        usual = record.dtype if masters.is_floating_point() else str(masters.dtype).removeprefix("torch.")
+        dtype, _ = record.tensors.get(name, (usual, None))
+        tensors[name] = cast_weights(masters, torch.empty(masters.shape, dtype=getattr(torch, dtype)))
+        record.check([(name, dtype, checksum(tensors[name]))])
+    return tensors
+
+
+def write_held(directory: Path, target: Path) -> None:
+    """Write a checkpoint's model as the engine of training held it; an interrupted copy lacks config.json."""
+    from safetensors.torch import save_file
+
+    if (target / CONFIG).exists():
+        return
+    target.mkdir(parents=True, exist_ok=True)
+    record = Published.read(directory)
+    weights, size = weight_files(directory) if record is not None else [], 0
+    for path in weights:
+        tensors = load_held(path, record)
+        size += sum(tensor.nbytes for tensor in tensors.values())
+        save_file(dict(tensors), target / path.name, metadata={"format": "pt"})
+    others = {path for path in directory.iterdir() if path.is_file()} - {*weights, directory / RECORD}
+    for path in sorted(others, key=lambda path: path.name == CONFIG):
+        shutil.copyfile(path, target / path.name)
+    if size and (index := target / INDEX).exists():
+        table = json.loads(index.read_text(encoding="utf-8"))
+        table["metadata"] = {**table.get("metadata", {}), "total_size": size}
+        index.write_text(f"{json.dumps(table, indent=2)}\n", encoding="utf-8")

@@ -9,12 +9,16 @@ the checkpoint is a view of a module's tensor, and no name is translated while w
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from grpo_core.contracts.errors import ModelError
+from grpo_core.storage.published import FILE
+from grpo_core.weights.layout import load_tensors
 
 
 class _Views(TorchFunctionMode):
@@ -63,3 +67,16 @@ def checkpoint_tensors(module: nn.Module) -> dict[str, Tensor]:
             "use another model"
         )
     return dict(sorted(views.items(), key=lambda item: isinstance(item[1], nn.Buffer)))
+
+
+@torch.no_grad()
+def read_held(module: nn.Module, directory: str | Path) -> None:
+    """Give a model that was loaded from a checkpoint the weights that the engine of training held.
+
+    Other directories change nothing.  Raises ModelError.
+    """
+    if (Path(directory) / FILE).is_file():
+        views = checkpoint_tensors(module)
+        for name, tensor in load_tensors(Path(directory)):
+            if name in views:  # a tied tensor has one name
+                views[name].copy_(tensor)

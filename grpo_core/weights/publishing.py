@@ -14,7 +14,7 @@ from attrs import frozen
 
 from grpo_core.contracts.errors import WeightSyncError
 from grpo_core.contracts.records import TensorInfo, TensorPart, Weights
-from grpo_core.weights.layout import LowRankSum, checksum, laid_out
+from grpo_core.weights.layout import LowRankSum, cast_weights, checksum, laid_out
 
 T = TypeVar("T")
 
@@ -143,7 +143,7 @@ class _Share:
         if values.device != block.device:  # otherwise the host would convert the copied values
             values = values.to(self.dtype)
         if self.rows:
-            there.view(self.dtype).view(self.rows, *self.shape[1:]).copy_(values)
+            cast_weights(values, there.view(self.dtype).view(self.rows, *self.shape[1:]))
         return [self.first, self.rows, checksum(there, self.begin, self.nbytes)]
 
 

@@ -235,7 +235,7 @@ def certain_parts(case: Case) -> list[ProcessMemory]:
         """Return the indices of the known GPUs visible to a process with these environment variables."""
         return tuple(gpu for gpu in gpu_choice.gpus_seen(variables, count) if gpu < len(case.gpus))
 
-    dtype = _sent(_computed(case), engine_dtype(engines.values()))
+    dtype = files.published_dtype(_computed(case), engine_dtype(config.engine))
     parameters = sum(map(prod, case.shapes.values()))
     found: list[ProcessMemory] = []
     trainer = case.host.find("trainer", config.trainer.name)
@@ -285,7 +285,8 @@ def _trainer_parts(
         device=device,
         on_device=on_device,
         reference="reference" in needs,
-        teacher=of_teacher * sizes.ITEMSIZE[_chosen(config.teacher.dtype, device)],
+        teacher=of_teacher
+        * sizes.ITEMSIZE[files.computed_dtype(config.teacher.dtype, on_gpu=device != HOST)],
     )
 
 
@@ -338,20 +339,10 @@ def number_of(device: str) -> int | None:
     return int(number) if number.isdigit() else None
 
 
-def _sent(trainer: str, engines: str) -> str:
-    """Return the dtype of the published weights: the smaller one of trainer and engines."""
-    return engines if engines != "auto" and sizes.ITEMSIZE[engines] < sizes.ITEMSIZE[trainer] else trainer
-
-
-def _chosen(dtype: str, device: str, parameters: int = 0) -> str:
-    if dtype == "auto":
-        return "bfloat16" if device != HOST or files.prefers_bfloat16(parameters) else "float32"
-    return dtype
-
-
 def _computed(case: Case) -> str:
     """Return the dtype of the model's matrix products."""
-    return _chosen(case.config.model.dtype, case.device, sum(map(prod, case.shapes.values())))
+    parameters = sum(map(prod, case.shapes.values()))
+    return files.computed_dtype(case.config.model.dtype, parameters, on_gpu=case.device != HOST)
 
 
 def row_tokens(config: Config, positions: int) -> int:

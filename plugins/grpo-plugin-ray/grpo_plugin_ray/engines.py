@@ -50,6 +50,9 @@ LINGER = 0.005
 START_SHARE = 0.9
 """Fraction of ``engine.deadline`` for the start, so that this error is raised before the pool's timeout."""
 
+SAID: Mapping[str, Any] = {"dtype": "", "positions": 0, "keeps_adapters": False}
+"""Attributes of an engine that it sets with its first weights, and what they are without it."""
+
 
 @frozen(kw_only=True)
 class WorkerSetup:
@@ -90,10 +93,10 @@ class EngineWorker:
         self._engine = host.make("engine", made_from.origin.name, made_from.setup, **made_from.options)
         return self._who
 
-    async def update_weights(self, weights: Weights, data: Any) -> tuple[list[Incident], str, int]:
+    async def update_weights(self, weights: Weights, data: Any) -> tuple[list[Incident], dict[str, Any]]:
         """Update the engine's weights.
 
-        Returns the incidents since the last answer, and the engine's ``dtype`` and ``positions``.
+        Returns the incidents since the last answer, and what the engine then says of itself.
 
         ``data``: all bytes, uint8 [nbytes], in the machine's shared memory.  None: the engine fetches them by
         ``relay``.
@@ -105,8 +108,9 @@ class EngineWorker:
             weights = self._held.weights
         with reported_to(self._incidents.append):
             await self._engine.update_weights(weights)
-        said = getattr(self._engine, "dtype", ""), getattr(self._engine, "positions", 0)
-        return self._new_incidents(), *said
+        return self._new_incidents(), {
+            name: getattr(self._engine, name, usual) for name, usual in SAID.items()
+        }
 
     async def submit(self, requests: Sequence[tuple[int, Any]], cancelled: Sequence[int]) -> None:
         """Start requests under their tickets, and cancel others."""
@@ -188,6 +192,8 @@ class RayEngine:
         self.name = self._name = name
         self.dtype = ""
         """Dtype of the worker's engine, once reported."""
+        self.keeps_adapters = False
+        """Whether the worker's engine keeps the model and its adapters apart, once reported."""
         self.positions = 0
         """Largest number of tokens of a prompt with its completion, once reported."""
         self.metrics = BackgroundMetrics(self._measure)
@@ -236,9 +242,8 @@ class RayEngine:
                     "engine.gpus_per_worker)"
                 ) from None
             self._started = True
-        incidents, self.dtype, self.positions = await self._call(
-            "update_weights", weights, self._store.reference(weights)
-        )
+        incidents, said = await self._call("update_weights", weights, self._store.reference(weights))
+        self.dtype, self.positions, self.keeps_adapters = (said[name] for name in SAID)
         self._report(incidents)
 
     async def aclose(self) -> None:

@@ -14,6 +14,8 @@ from grpo_core import ConfigError
 from grpo_plugin_scale.config import ScaledConfig
 
 if TYPE_CHECKING:
+    import torch
+
     from grpo_core.kit import Config, ModelSource
     from grpo_plugin_scale.training.lora import LoraModel
 
@@ -75,9 +77,18 @@ class LoraConfig:
         merged = self.publish == "merged"
         return LoraModel.build(source, config, targets=self.targets, merged=merged)
 
-    def write_whole(self, source: ModelSource, directory: Path) -> None:
-        """Write the model merged with saved adapters.  Raises ModelError."""
-        self.build_model(source).write_merged(directory)
+    def write_part(self, saved: Path, directory: Path, dtype: torch.dtype) -> None:
+        """Write saved adapters as engines got them.  Raises ModelError."""
+        from grpo_plugin_scale.factors import write_published
+
+        write_published(saved, directory, None if self.publish == "merged" else dtype)
+
+    def write_whole(self, source: ModelSource, directory: Path, dtype: torch.dtype) -> float:
+        """Write the model merged with saved adapters; return the share of their change that is left.
+
+        Raises ModelError.
+        """
+        return self.build_model(source).write_merged(directory, dtype)
 
 
 def require_peft() -> None:

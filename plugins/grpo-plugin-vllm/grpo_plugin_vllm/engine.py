@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_core import ConfigError, EngineSetup
+from grpo_core import ConfigError, EngineSetup, Weights
 from grpo_core.kit import BackgroundMetrics, ChildEngine
 from grpo_plugin_vllm.options import Options
 from grpo_plugin_vllm.statistics import between
@@ -95,8 +95,13 @@ class VllmEngine(ChildEngine):
                 "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # detection must not initialise CUDA
             },
         )
+        self._chosen, self.keeps_adapters = options, False
         self._statistics: Mapping[str, float] = {}
         self.metrics = BackgroundMetrics(self._measure)
+
+    async def update_weights(self, weights: Weights) -> None:
+        await super().update_weights(weights)
+        self.keeps_adapters = self._chosen.keeps_adapters(weights)
 
     async def aclose(self) -> None:
         await super().aclose()

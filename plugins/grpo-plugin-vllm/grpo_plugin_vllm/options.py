@@ -10,7 +10,7 @@ from typing import Any
 
 from attrs import field, frozen, validators
 
-from grpo_core import ConfigError, EngineSetup, ModelError
+from grpo_core import ConfigError, EngineSetup, ModelError, Weights
 from grpo_core.kit import Config, as_table
 from grpo_plugin_vllm.transfer import BACKEND, PLAIN_LINEAR, SERVER
 
@@ -48,6 +48,15 @@ class Options:
                 f"'vllm' has data_parallel_size = {replicas!r}: only the first replica would get weights; "
                 "use engine.workers for several engines"
             )
+
+    def dtype_of(self, weights: Weights) -> str:
+        """Return the dtype of the engine's weights."""
+        return weights.tensors[0].dtype if self.dtype == "auto" else self.dtype
+
+    def keeps_adapters(self, weights: Weights) -> bool:
+        """Whether vLLM computes adapters separately; an untrained model has none."""
+        native = self.native_lora
+        return bool(weights.base) and (self.dtype_of(weights) != "float32" if native is None else native)
 
 
 def share_of_gpu(shares_gpu: bool) -> float:

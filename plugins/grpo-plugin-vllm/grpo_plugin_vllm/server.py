@@ -155,7 +155,7 @@ class Server(DecodingServer):
             raise WeightSyncError(f"engine vllm: version {weights.version} is not this model's: {problem}")
         if self._engine is None:
             self._start(weights)
-        native = self._computes_adapters(weights)
+        native = self._options.keeps_adapters(weights)
         with scratch_directory() if native else nullcontext() as adapters:
             self._engine.collective_rpc("fetch_weights", args=(as_table(weights), adapters))
             while None in (found := self._engine.collective_rpc("fetched_weights", args=(not self.busy,))):
@@ -185,20 +185,12 @@ class Server(DecodingServer):
         seconds = time.perf_counter() - began
         print(f"engine vllm: version {weights.version}, {seconds:.4f} s without decoding", flush=True)
 
-    def _computes_adapters(self, weights: Weights) -> bool:
-        """Whether vLLM computes adapters separately; an untrained model has none."""
-        native = self._options.native_lora
-        return bool(weights.base) and (self._dtype(weights) != "float32" if native is None else native)
-
-    def _dtype(self, weights: Weights) -> str:
-        return weights.tensors[0].dtype if self._options.dtype == "auto" else self._options.dtype
-
     def _start(self, weights: Weights) -> None:
         import vllm
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        dtype = self._dtype(weights)
-        rank = rank_of(weights) if self._computes_adapters(weights) else 0
+        dtype = self._options.dtype_of(weights)
+        rank = rank_of(weights) if self._options.keeps_adapters(weights) else 0
         chosen = arguments(self._options, self._setup, device=self._device, dtype=dtype, rank=rank)
         use_exact_products(self._device, dtype)
         if self._setup.reproducible and self._device == "cuda":

@@ -135,6 +135,11 @@ class EnginePool:
         return next((said for each in self._members if (said := getattr(each.engine, "dtype", ""))), "")
 
     @property
+    def keeps_adapters(self) -> bool:
+        """Whether the engines keep the model and its adapters apart."""
+        return any(getattr(each.engine, "keeps_adapters", False) for each in self._members)
+
+    @property
     def positions(self) -> int:
         """Smallest limit of the engines for the tokens of a prompt with its completion."""
         said = (int(getattr(each.engine, "positions", 0)) for each in self._members)

@@ -16,8 +16,7 @@ import torch
 from attrs import frozen
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from grpo_core import Canary, ModelError, errors
@@ -31,6 +30,7 @@ from grpo_core.kit import (
     layout,
     wrong_input,
 )
+from grpo_plugin_scale import factors
 from grpo_plugin_scale.training.resting import memory_of
 
 if TYPE_CHECKING:
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
 ADAPTER = "default"
 """Name of the adapters in peft."""
-FILE = "adapter_model.safetensors"
-"""File name of adapters in peft."""
 PREFIX = "base_model.model."
 """Prefix of layer names in that file."""
 FREED = 256 << 20
@@ -185,21 +183,23 @@ class LoraModel:
         ]
 
     @torch.no_grad()
-    def merged(self) -> nn.Module:
-        """Merge the adapters into the weights; return the model without adapters."""
+    def write_merged(self, directory: Path, dtype: torch.dtype) -> float:
+        """Write the merged model in transformers' format; return the share of the change that is left."""
+        module, change, left = self.policy.module, 0.0, 0.0
         for _, tensor in self.sums():
             if isinstance(tensor, layout.LowRankSum):
-                tensor.base.copy_(tensor.computed())
-        module = self.policy.module
+                total, base = tensor.computed(), tensor.base.float()
+                full, rounded = total - base, total.to(dtype).float() - base.to(dtype).float()
+                change, left = change + float(full.square().sum()), left + float((full * rounded).sum())
+                tensor.base.copy_(total)
         for place, layer in list(module.named_modules()):
             if isinstance(layer, LoraLayer):
                 module.set_submodule(place, layer.get_base_layer())
-        return module
-
-    def write_merged(self, directory: Path) -> None:
-        """Write the merged model in transformers' format."""
-        self.merged().save_pretrained(directory)  # type: ignore[operator]
+        for parameter in module.parameters():
+            parameter.data = layout.cast_weights(parameter.data, torch.empty_like(parameter, dtype=dtype))
+        module.save_pretrained(directory)  # type: ignore[operator]
         self._tokenizer.save(directory)
+        return left / change if change and dtype.itemsize < 4 else 1.0
 
     def saved(self) -> Mapping[str, Tensor]:
         """Return the whole adapters, which are small, for rank 0 to write."""
@@ -210,18 +210,14 @@ class LoraModel:
         if self._source.ranks.rank:
             return
         directory.mkdir(parents=True, exist_ok=True)
-        save_file({name: tensor.detach() for name, tensor in tensors.items()}, directory / FILE)
+        save_file({name: tensor.detach() for name, tensor in tensors.items()}, directory / factors.FILE)
         self._config.save_pretrained(str(directory))
         self._tokenizer.save(directory)
 
     @torch.no_grad()
     def load(self, directory: Path) -> None:
         """Load adapters that ``write`` wrote.  Raises ModelError if they do not fit the model."""
-        path = directory / FILE
-        try:
-            tensors = load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise ModelError(f"{path}: the adapters cannot be read ({errors.one_line(error)})") from error
+        path, tensors = directory / factors.FILE, factors.read(directory)
         found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         expected = {name: tuple(parameter.shape) for name, parameter in self._named}
         if found != expected:
@@ -230,6 +226,11 @@ class LoraModel:
                 f"{path}: {len(wrong)} of its tensors do not fit the model's adapters: {wrong[0]} is "
                 f"{found.get(wrong[0], 'missing')}, expected {expected.get(wrong[0], 'no such tensor')}"
             )
+        if self._source.published is not None and self.base:
+            scale = self._config.lora_alpha / self._config.r
+            tensors = factors.published(tensors, scale, self._source.published)
+            for layer in self._layers.values():
+                layer.scaling[ADAPTER] = 1.0
         for name, parameter in self._named:
             parameter.copy_(self._source.ranks.part(tensors[name], parameter))
 

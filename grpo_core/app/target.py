@@ -8,8 +8,9 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from grpo_core.config import Config, as_table, replace_parts
-from grpo_core.contracts.errors import ConfigError, ModelError
+from grpo_core.app.model_sources import started_from
+from grpo_core.config import as_table, replace_parts
+from grpo_core.contracts.errors import ConfigError
 from grpo_core.loop import checkpoint
 from grpo_core.models.files import ADAPTERS, local_directory, weights_digest
 from grpo_core.plugins.host import PluginHost
@@ -33,22 +34,27 @@ class EvalTarget:
     """Messages to the user about the choice."""
 
 
-def find_target(target: str | None, allow: Any = None, block: Sequence[str] = ()) -> EvalTarget:
+def find_target(
+    target: str | None, allow: Any = None, block: Sequence[str] = (), step: int | None = None
+) -> EvalTarget:
     """Find a run (its newest complete checkpoint, or the model that it starts from) or a model.
 
     Args:
         target: None is the model that training would start from, if the engine needs one.
         allow: plugins that may be loaded and make a model of that name; None: all.
         block: plugins that are not loaded.
+        step: of the run's checkpoint; None is the newest one.
 
     Raises ConfigError if ``target`` is neither, ModelError if a model lacks a part, CheckpointError if a run
     has checkpoints and none is intact.
     """
+    if step is not None and not (target and Path(target, CONFIG).is_file()):
+        raise ConfigError(f"--step {step} is for the checkpoints of a run, and {target} is not a run")
     if target is None:
         return EvalTarget(name="the model", model=None, version=0, table={})
     path = Path(target).expanduser()
     if (path / CONFIG).is_file():
-        return _of_run(target, path)
+        return _of_run(target, path, block, step)
     if PluginHost.discover(allow, block).offers("model", target):
         return EvalTarget(name=target, model=None, version=0, table={"model": {"path": target}})
     if path.is_dir() and not (path / "config.json").exists():
@@ -81,17 +87,17 @@ def without_overridden(
     return table
 
 
-def _of_run(target: str, path: Path) -> EvalTarget:
-    run, config = RunDirectory.open(path)
+def _of_run(target: str, path: Path, block: Sequence[str], step: int | None) -> EvalTarget:
+    run, config = RunDirectory.open(path, block)
     table = as_table(config)
-    found = checkpoint.newest(run.checkpoints)
+    found = checkpoint.newest(run.checkpoints) if step is None else checkpoint.choose_checkpoint(path, step)
     if found is not None:
         notes = tuple(f"passed over {reason}" for reason in found.passed_over)
         saved = found.directory / "trainer"
         measured = EvalTarget(name=target, model=saved, version=found.step, table=table, notes=notes)
         if not (saved / ADAPTERS).exists():
             return measured
-        start = started_from(run, config)
+        start = started_from(run, config, block)
         check_adapters(path, found.directory, start)
         return evolve(measured, model=start, adapters=saved)
     made = (run.model / "config.json").exists()
@@ -116,16 +122,6 @@ def teacher_model(path: str) -> str:
     if found is None:
         raise ConfigError(f"teacher.path is {path!r}, a run that has no checkpoint yet: train it first")
     return str(found.directory / "trainer")
-
-
-def started_from(run: RunDirectory, config: Config) -> Path:
-    """Return the directory of the model that a run started from.  Raises ModelError."""
-    if (run.model / "config.json").exists():
-        return run.model
-    try:
-        return Path(local_directory(config.model.path))
-    except ModelError as error:
-        raise ModelError(f"{run.path}: the model that it started from is missing: {error}") from None
 
 
 def start_digest(directory: Path | None) -> str:
