@@ -512,8 +512,10 @@ class Renderer:
         ids = self._tokenizer.encode(text, add_special_tokens=special)
         if start and self.rendered_prompts:
             alone = self._tokenizer.encode(text, add_special_tokens=False)
-            ids = alone if alone[:1] == ids[:1] else ids  # rendered text may begin with the token itself
-        elif self._control.must_rename(text, ids, self._around if special else ()):
+            return tuple(
+                alone if alone[:1] == ids[:1] else (ids[0], *alone)
+            )  # it may begin with the token itself
+        if self._control.must_rename(text, ids, self._around if special else ()):
             ids = self._control.encode(text, special=special, added=self._around if special else ())
         if special and ids and ids[-1] in self.stop_token_ids:
             ids = ids[:-1]  # some tokenizers close every text, but this one continues
