@@ -1,7 +1,7 @@
 """Text never becomes control: what a text spells is text, and ids are those of ``apply_chat_template``.
 
-The oracle is a tokenizer whose control tokens have other names, with a template of these names: no text spells
-them, so that ``apply_chat_template`` alone is right.
+The oracle is a tokenizer whose control tokens have other names, with a template of these names: no text
+spells them, so that ``apply_chat_template`` alone is right.
 """
 
 from __future__ import annotations
