@@ -68,6 +68,20 @@ def test_tags_of_thoughts_are_read_also_if_they_are_special_tokens(kind):
     assert made.text(ids, ids[:1]).replace(" ", "") == "<think>no</think>yes"
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=60, deadline=None)
+@given(answer=st.text("y=1; <s>|\n", max_size=8))
+def test_without_a_template_an_answer_is_what_it_adds_to_the_row(kind, answer):
+    """A tokenizer may begin each text that it encodes with a blank."""
+    renderer, _ = pair(kind, "")
+    said = renderer._encode("what it")
+    messages = [{"role": "user", "content": answer}]
+    ids = renderer.continuation_ids(
+        messages, before=[], said={"role": "assistant", "content": "what"}, end=None
+    )
+    assert renderer.whole([*said, *ids]) == renderer.whole(said) + answer
+
+
 # ---------------------------------------------------------------------------------- thoughts and calls
 
 CALL = '<tool_call>{"name": "price", "arguments": {"item": "tea"}}</tool_call>'

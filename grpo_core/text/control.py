@@ -48,12 +48,10 @@ class ControlTokens:
         tokenizer: a tokenizer of transformers.
         stop: ids at which a completion ends.
         turns: how the template writes a conversation without thoughts and calls.
-        read: the texts and the ids that the reading of replies looks for, in addition to ``TAGS``.
+        read: texts that the reading of replies looks for, in addition to ``TAGS``; None: those of any family.
     """
 
-    def __init__(
-        self, tokenizer: Any, stop: Collection[int], *, turns: str, read: tuple[str, Collection[int]]
-    ) -> None:
+    def __init__(self, tokenizer: Any, stop: Collection[int], *, turns: str, read: str | None) -> None:
         self._tokenizer = tokenizer
         self._ids: dict[str, int] = {}
         tags, hidden = set(), set()
@@ -61,7 +59,7 @@ class ControlTokens:
             name = str(token)
             special = token.special or id in tokenizer.all_special_ids
             of_replies = bool(_OF_REPLIES.search(name))
-            looked_for = name in TAGS or name in read[0] or (of_replies and id in read[1])
+            looked_for = name in TAGS or (of_replies if read is None else name in read)
             if id not in stop and looked_for and (of_replies or not special):
                 tags.add(name)
             elif special or id in stop:

@@ -49,6 +49,9 @@ the interpreter from the event loop for 5 ms."""
 _TAIL = 64
 """Number of last tokens of a completion that are searched for the end of its turn."""
 
+_FEW = 6
+"""Largest number of tokens of a character after a blank."""
+
 _OPENING = 16
 """Number of last tokens of a prompt that are searched for the beginning of a thought."""
 
@@ -304,7 +307,7 @@ class Renderer:
         then follows ``prompt_ids`` of all messages.
         """
         if not self._template:
-            return self._encode(self._text(messages, generation=True))
+            return self._encode_after(self._text(messages, generation=True))
         history = [_sketch(message, place) for place, message in enumerate(before)]
         spoken = _sketch(said, len(before))
         start = self._rendered_lately.find(before, tools)
@@ -362,7 +365,7 @@ class Renderer:
         if end is not None and ids and ids[0] in self._tokenizer.all_special_ids:
             return None
         following = rest()
-        return None if following is None else self._encode(following)
+        return None if following is None else self._encode_after(following)
 
     def _closes(self, text: str) -> bool:
         """Return whether a text ends with a special token."""
@@ -521,6 +524,25 @@ class Renderer:
             ids = ids[:-1]  # some tokenizers close every text, but this one continues
         return tuple(ids)
 
+    def _encode_after(self, text: str) -> tuple[int, ...]:
+        """Encode a text that follows other tokens: some tokenizers begin each text with a blank."""
+        for before in (
+            "\n=#" if text and self._begins_with_blank else ""
+        ):  # one that joins no token of the text
+            ids = self._encode(before + text)
+            for place in range(1, min(_FEW, len(ids))):
+                if added(self.whole, self._letter, ids[place:]) == self._control.unmarked(text):
+                    return ids[place:]
+        return self._encode(text)
+
+    @cached_property
+    def _letter(self) -> tuple[int, ...]:
+        return self._encode("a")
+
+    @cached_property
+    def _begins_with_blank(self) -> bool:
+        return added(self.whole, self._letter, self._letter) != "a"
+
     @cached_property
     def _around(self) -> list[int]:
         """Tokens that the tokenizer adds to a text without a template."""
@@ -533,9 +555,9 @@ class Renderer:
             with contextlib.suppress(ModelError):
                 said = {"role": "assistant", "content": "!"}
                 turns = self._rendering([_ASKED, said, _ASKED], True, ())
-        looked_for = str(getattr(self._tokenizer, "response_template", None) or "").replace("\\", "")
-        ids = set() if self._read is None else self._read.ids
-        return ControlTokens(self._tokenizer, self.stop_token_ids, turns=turns, read=(looked_for, ids))
+        described = str(getattr(self._tokenizer, "response_template", None) or "").replace("\\", "")
+        read = None if self._read else described
+        return ControlTokens(self._tokenizer, self.stop_token_ids, turns=turns, read=read)
 
 
 def _joined(messages: Sequence[Message]) -> str:

@@ -9,8 +9,6 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from attrs import frozen
-
 from grpo_core.contracts.errors import ConfigError, ModelError, did_you_mean
 
 if TYPE_CHECKING:
@@ -22,37 +20,11 @@ AUTO = "auto"
 _OTHER = {"auto", "custom", "default"}
 """Names in the package that are not formats."""
 
+ResponseReader = Callable[["Ids", "Ids", Sequence[Mapping[str, Any]]], dict[str, Any]]
+"""Converts a completion, the tokens before it and the tools' schemas to the fields of a message.
 
-@frozen(eq=False)
-class ResponseReader:
-    """Reads completions in a format of the package."""
-
-    made: Any
-
-    def __call__(self, token_ids: Ids, before: Ids, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Convert a completion, the tokens before it and the tools' schemas to the fields of a message.
-
-        ``tool_calls`` has None for each call that is garbled.
-        """
-        schemas = [tool.get("function", tool) for tool in tools]
-        parsed = self.made.parse_response(
-            token_ids.tolist(), tools=schemas or None, prompt_ids=before.tolist()
-        )
-        calls = [
-            {"function": {"name": call.name, "arguments": call.arguments}}
-            if call.name and isinstance(call.arguments, dict)
-            else None
-            for call in parsed.tool_calls
-        ]
-        message: dict[str, Any] = {"content": parsed.content}
-        if parsed.reasoning_content:
-            message["reasoning_content"] = parsed.reasoning_content
-        return {**message, "tool_calls": calls} if calls else message
-
-    @property
-    def ids(self) -> set[int]:
-        """Ids of tokens that the format knows."""
-        return {value for value in vars(self.made).values() if isinstance(value, int)}
+``tool_calls`` has None for each call that is garbled.
+"""
 
 
 def check_response_format(name: str) -> None:
@@ -90,7 +62,22 @@ def response_reader(name: str, tokenizer: Any) -> ResponseReader | None:
         raise ModelError(
             f"model.response_format is {name!r}, which does not fit the model's tokenizer: {error}"
         ) from error
-    return ResponseReader(made)
+
+    def read(token_ids: Ids, before: Ids, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        schemas = [tool.get("function", tool) for tool in tools]
+        parsed = made.parse_response(token_ids.tolist(), tools=schemas or None, prompt_ids=before.tolist())
+        calls = [
+            {"function": {"name": call.name, "arguments": call.arguments}}
+            if call.name and isinstance(call.arguments, dict)
+            else None
+            for call in parsed.tool_calls
+        ]
+        message: dict[str, Any] = {"content": parsed.content}
+        if parsed.reasoning_content:
+            message["reasoning_content"] = parsed.reasoning_content
+        return {**message, "tool_calls": calls} if calls else message
+
+    return read
 
 
 def _formats() -> dict[str, Callable[[], Any]]:
