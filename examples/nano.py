@@ -92,7 +92,7 @@ async def play(
     completions = await engine.generate(requests)
     episodes = []
     for i, completion in enumerate(completions):
-        reply = {"role": "assistant", "content": renderer.text(completion.token_ids.tolist())}
+        reply = {"role": "assistant", "content": renderer.text(completion.token_ids.tolist(), prompt_ids)}
         messages = (*prompt.messages, reply)
         episodes.append(
             Episode(

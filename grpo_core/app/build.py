@@ -333,11 +333,12 @@ async def build_pipeline(config: Config, run: RunContext) -> tuple[Config, Pipel
         kept, messages = await found.short_enough(
             config.rollout.max_prompt_tokens, tasks.environments, renderer, tasks.dataloaders
         )
+        messages |= await kept.spelling(tasks.environments, renderer)
         run.warnings += messages.items()
         return renderer, kept
 
     renderer = None
-    if config.rollout.max_prompt_tokens and has_tokenizer(config, model):
+    if has_tokenizer(config, model) if config.rollout.max_prompt_tokens else model.prepare is None:
         renderer, found = await load_renderer()
     sizes = {name: tasks.size(name, part) for name, part in found.prompts.items()}
     config = with_steps(config, sizes)

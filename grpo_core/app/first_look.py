@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 
 from grpo_core.app.lengths import shown_tools, unplayable
 from grpo_core.config import RolloutConfig
-from grpo_core.contracts.errors import GrpoError, ModelError, PluginError
+from grpo_core.contracts.errors import ConfigError, ControlInText, GrpoError, ModelError, PluginError
 from grpo_core.contracts.records import Episode, Prompt
 from grpo_core.data.leakage import digest, leaked
 from grpo_core.data.sources import Source, missing
@@ -76,6 +76,8 @@ async def first_look(
         try:
             async for cause, message in _look(task, part, environments[task], rollout, renderer, tools):
                 messages[f"{cause}/{task}"] = f"task {task!r}: {message}"
+        except ControlInText as error:
+            raise ConfigError(f"task {task!r}: its tools: {error}") from error
         except GrpoError:
             continue
     looked = [("", f"task {name!r}", name, own) for name, own in prompts.items()]
@@ -123,6 +125,12 @@ def conventions(renderer: Renderer, stop: Sequence[str], calling: Sequence[str])
         calling: tasks whose replies may call tools.
     """
     messages = {"misread_replies": misread(renderer, REPLIES)}
+    with contextlib.suppress(ModelError):
+        if start := renderer.missing_start():
+            messages["no_start"] = (
+                f"the chat template lacks {start!r}, with which the tokenizer begins each text: a model that "
+                "has always seen it may be much worse; begin the template with {{ bos_token }}"
+            )
     if calling:
         who = f"the tool calls of task {', '.join(map(repr, calling))} fail"
         found = misread(renderer, WITH_CALLS)

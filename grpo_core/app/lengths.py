@@ -1,4 +1,4 @@
-"""Finds prompts that are too long, before a run begins."""
+"""Finds prompts that are too long, or spell control tokens, before a run begins."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 
 from grpo_core.app.model_sources import StartModel
 from grpo_core.config import Config, RolloutConfig
-from grpo_core.contracts.errors import ConfigError, ModelError
+from grpo_core.contracts.errors import ConfigError, ControlInText, ModelError
 from grpo_core.contracts.playing import EnvironmentClient
 from grpo_core.contracts.records import Prompt
 from grpo_core.data.dataloaders import Dataloader
 from grpo_core.data.sizes import sizes
 from grpo_core.data.sources import Source
-from grpo_core.text.rendering import Renderer, Tools
+from grpo_core.text.rendering import INLINE, Renderer, Tools
 from grpo_core.validation.sets import HeldOut
 
 LOOKED_AT = 200
@@ -164,6 +164,58 @@ class RunPrompts:
             for part in self.held_out
         ]
         return RunPrompts(prompts=prompts, held_out=held_out), messages
+
+    async def spelling(
+        self, environments: Mapping[str, EnvironmentClient], renderer: Renderer
+    ) -> dict[str, str]:
+        """Return a message about each task or set with prompts that spell control tokens, by cause.
+
+        Raises ConfigError for a prompt in which such a spelling cannot stay text, and for rendered prompts of
+        a task whose player renders messages itself.
+        """
+        parts = [("task", "spelled", self.prompts, environments)]
+        parts += [
+            ("validation of", "held_out_spelled", each.prompts, each.environments) for each in self.held_out
+        ]
+        messages = {}
+        for who, cause, prompts, played_by in parts:
+            for name, own in prompts.items():
+                if played_by[name].player is None:
+                    if message := await _spelled(f"{who} {name!r}", own, renderer):
+                        messages[f"{cause}/{name}"] = message
+                elif renderer.rendered_prompts:
+                    raise ConfigError(
+                        f"model.prompt_is_rendered: {who} {name!r} has a player, whose agents send messages; "
+                        "leave it out"
+                    )
+        return messages
+
+
+async def _spelled(what: str, prompts: Sequence[Prompt], renderer: Renderer) -> str:
+    """Return a message about prompts that spell control tokens, or "".
+
+    Raises ConfigError for a prompt in which such a spelling cannot stay text.
+    """
+    found: list[tuple[str, str]] = []
+
+    def look(some: Sequence[Prompt]) -> None:
+        for prompt in some:
+            if token := renderer.spelled(prompt.messages):
+                found.append((prompt.id, token))
+                try:
+                    renderer.prompt_ids(prompt.messages)
+                except ControlInText as error:
+                    raise ConfigError(f"{what}: prompt {prompt.id!r}: {error}") from error
+
+    for begin in range(0, len(prompts), TOGETHER):
+        await renderer.run(partial(look, prompts[begin : begin + TOGETHER]), INLINE + 1)
+    if not found:
+        return ""
+    id, token = found[0]
+    return (
+        f"{what}: {len(found):,} of {len(prompts):,} prompts spell control tokens (first: id {id}, {token}); "
+        "they are text; if they are rendered on purpose, set model.prompt_is_rendered = true"
+    )
 
 
 def _fits(most: int, renderer: Renderer, tools: Tools, prompt: Prompt) -> bool:

@@ -117,6 +117,7 @@ class Measurement:
             renderer, found = session.renderer, RunPrompts(held_out=held_out)
             if isinstance(renderer, Renderer):  # a model's renderer
                 found, messages = await found.short_enough(config.rollout.max_prompt_tokens, {}, renderer)
+                messages |= await found.spelling({}, renderer)
                 messages |= await conventions_of_validation(renderer, config.rollout.stop, found.held_out)
                 for message in messages.values():
                     status(message)

@@ -233,6 +233,7 @@ class Parts:
             chat_template=chat_template(section.chat_template),
             chat_template_kwargs=section.chat_template_kwargs,
             response_format=section.response_format,
+            rendered=section.prompt_is_rendered,
         )
         lengths = [engine.options.get("max_model_len") for engine in engines]
         renderer.context = min([renderer.context, *(each for each in lengths if isinstance(each, int))])

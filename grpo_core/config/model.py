@@ -23,6 +23,10 @@ class ModelConfig:
     which comes with grpo-core, writes ChatML as Qwen models read it, and keeps reasoning."""
     chat_template_kwargs: dict[str, Any] = field(factory=dict)
     """Variables that the chat template reads, such as `enable_thinking = false` for Qwen3."""
+    prompt_is_rendered: bool = False
+    """Whether prompts are rendered text, such as few-shot examples for a base model: no chat template is
+    used, and control tokens that prompts spell are these tokens. Otherwise their spelling is text. What tools
+    and environments write is text in either case."""
     response_format: str = "auto"
     """Format in which reasoning and tool calls are read from a completion: "auto" is the tokenizer's own, or
     calls between <tool_call> and </tool_call>; others, such as "qwen3" and "gpt-oss", come with

@@ -5,6 +5,7 @@
     ├── PluginError          a plugin breaks its contract; names plugin, distribution, version, fault
     │   └── SelectionError   you: a name or an option that no plugin has
     ├── ModelError           a model or tokenizer cannot be loaded or used
+    │   └── ControlInText    a text spells a control token, and would be read as that token
     ├── CheckpointError      a checkpoint cannot be written or is damaged
     ├── EngineError          an engine cannot generate; the rollouts it held are played again
     ├── WeightSyncError      an engine did not load the weights that it was sent
@@ -98,6 +99,10 @@ class SelectionError(PluginError):
 
 
 class ModelError(GrpoError):
+    pass
+
+
+class ControlInText(ModelError):  # noqa: N818 - reads as what happened
     pass
 
 

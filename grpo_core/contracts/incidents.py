@@ -37,6 +37,7 @@ IncidentKind = Literal[
     "skipped",  # the attempts of a prompt are used up
     "agent_option",  # an agent requested sampling that the run does not do
     "passed_over",  # a checkpoint was never finished or is damaged, and an older one is used
+    "control_in_text",  # a text within a rollout spells a control token, and cannot be kept apart from it
     "textless",  # the model sampled a token for which its tokenizer has no text
     "not_removed",  # an old checkpoint cannot be removed
     "unavailable",  # a service does not answer; its callers wait and try again

@@ -568,4 +568,9 @@ class Renderer(Protocol):
         before: Ids,
         tools: Sequence[Mapping[str, Any]],
     ) -> Message: ...
-    def texts(self, rows: Sequence[Sequence[int]]) -> list[str]: ...
+    def texts(self, rows: Sequence[Sequence[int]], before: Sequence[Sequence[int]] = ()) -> list[str]:
+        """Return the text of each completion: what it adds to the text of the tokens before it.
+
+        Without ``before``, rows begin a text; tokenizers may then leave out a first blank.
+        """
+        ...

@@ -65,7 +65,7 @@ class TextRenderer:
     def message(self, text: str, *, token_ids: Ids, **_: Any) -> Message:
         return self._replies[int(token_ids[0])]
 
-    def texts(self, rows: Sequence[Sequence[int]]) -> list[str]:
+    def texts(self, rows: Sequence[Sequence[int]], before: Sequence[Sequence[int]] = ()) -> list[str]:
         """Return the contents of replies; the ids of a prompt have no text."""
         return [str(self._replies.get(row[0], {}).get("content") or "") for row in rows]
 

@@ -20,20 +20,28 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from attrs import evolve
 
-from grpo_core.contracts.errors import ChildDied, DeadlineExceeded, EngineError, plugin_errors
-from grpo_core.contracts.incidents import IncidentKind
+from grpo_core.contracts.errors import (
+    ChildDied,
+    ControlInText,
+    DeadlineExceeded,
+    EngineError,
+    plugin_errors,
+)
+from grpo_core.contracts.incidents import IncidentKind, report
 from grpo_core.contracts.playing import EnvironmentClient, completed, derive_seed
 from grpo_core.contracts.protocols import Engine, Renderer
 from grpo_core.contracts.records import EndReason, Feedback, Message, Prompt, Rollout, SessionStart
-from grpo_core.contracts.tokens import Ids, as_ids
+from grpo_core.contracts.tokens import as_ids
 from grpo_core.loop.timeline import during
 from grpo_core.loop.turns import RolloutRequest, RolloutState, SamplingParams
 from grpo_core.processes.aio import Limit, gather
+
+T = TypeVar("T")
 
 __all__ = ["LostBudget", "RolloutRequest", "SamplingParams", "cause", "derive_seed", "play"]
 
@@ -172,15 +180,26 @@ class _Turns:
             keys.append((id(prompt), repr(begun.tools) if begun.tools else ""))
             starts[keys[-1]] = prompt, begun
 
-        def render() -> dict[tuple[int, str], Ids]:
+        def render() -> dict[tuple[int, str], Sequence[int] | ControlInText]:
             return {
-                key: as_ids(renderer.prompt_ids(prompt.messages, begun.tools))
+                key: _or_refusal(renderer.prompt_ids, prompt.messages, begun.tools)
                 for key, (prompt, begun) in starts.items()
             }
 
         rendered = await renderer.run(render, sum(_size(prompt.messages) for prompt, _ in starts.values()))
         for state, begun, key in zip(self._states, opened, keys, strict=True):
-            state.begin(begun, rendered[key], self._context)
+            if isinstance(ids := rendered[key], ControlInText):
+                self._refuse(state, ids)
+            else:
+                state.begin(begun, as_ids(ids), self._context)
+
+    def _refuse(self, state: RolloutState, error: ControlInText) -> None:
+        """Fail a rollout with a text that spells a control token."""
+        prompt = state.request.prompt
+        report(
+            "control_in_text", f"rollouts of task {prompt.environment!r}", f"prompt {prompt.id!r}: {error}"
+        )
+        state.give_up(str(error))
 
     @property
     def _context(self) -> int:
@@ -208,7 +227,10 @@ class _Turns:
             completions = await completed(self._engine, requests, renderer)
 
         def read() -> list[Message]:
-            replies = renderer.texts([completion.token_ids.tolist() for completion in completions])
+            replies = renderer.texts(
+                [completion.token_ids.tolist() for completion in completions],
+                [request.prompt_ids.tolist() for request in requests],
+            )
             return [
                 renderer.message(
                     text, token_ids=completion.token_ids, before=request.prompt_ids, tools=state.tools
@@ -234,11 +256,14 @@ class _Turns:
             return
         renderer = self._renderer
         encoded = await renderer.run(
-            lambda: [state.continuation(messages, renderer) for state, messages in going],
+            lambda: [_or_refusal(state.continuation, messages, renderer) for state, messages in going],
             sum(_size((*state.messages, *messages)) for state, messages in going),
         )
         for (state, _), continuation in zip(going, encoded, strict=True):
-            state.go_on(continuation)
+            if isinstance(continuation, ControlInText):
+                self._refuse(state, continuation)
+            else:
+                state.go_on(continuation)
 
     async def _judged(self, states: Sequence[RolloutState]) -> list[Feedback]:
         with during(self._lane, "evaluate"):
@@ -288,6 +313,14 @@ class _Played(_Turns):
 
     async def _judged(self, states: Sequence[RolloutState]) -> list[Feedback]:
         return [evolve(each, done=True) for each in await super()._judged(states)]
+
+
+def _or_refusal(encode: Callable[..., T], *args: Any) -> T | ControlInText:
+    """Return the result of encoding, or the error about a text that spells a control token."""
+    try:
+        return encode(*args)
+    except ControlInText as error:
+        return error
 
 
 def _size(messages: Sequence[Message]) -> int:

@@ -110,7 +110,7 @@ class FakeRenderer:
     def text(self, token_ids: Sequence[int]) -> str:
         return "".join(map(chr, token_ids))
 
-    def texts(self, rows: Sequence[Sequence[int]]) -> list[str]:
+    def texts(self, rows: Sequence[Sequence[int]], before: Sequence[Sequence[int]] = ()) -> list[str]:
         return [self.text(row) for row in rows]
 
 

@@ -124,6 +124,7 @@ def _read(
     renderer: Renderer, before: Sequence[int], ids: Sequence[int], tools: Sequence[Mapping[str, Any]]
 ) -> Message:
     try:
-        return renderer.message(renderer.text(ids), token_ids=as_ids(ids), before=as_ids(before), tools=tools)
+        text = renderer.text(ids, before)
+        return renderer.message(text, token_ids=as_ids(ids), before=as_ids(before), tools=tools)
     except Exception:  # a format of another family may fail in its own way
         return {"role": "assistant", "content": ""}

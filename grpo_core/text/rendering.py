@@ -17,15 +17,18 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
-from functools import partial
+from functools import cached_property, partial
+from itertools import zip_longest
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from grpo_core.contracts.errors import ConfigError, ModelError
+from grpo_core.contracts.errors import ConfigError, ControlInText, ModelError
 from grpo_core.contracts.records import Message
 from grpo_core.contracts.unicode import well_formed
 from grpo_core.models.files import UNKNOWN_SIZE, size_of
+from grpo_core.text.control import ControlTokens
+from grpo_core.text.decoding import added, without_clean_up
 from grpo_core.text.response_formats import AUTO, response_reader
 from grpo_core.text.thoughts import THOUGHT_ENDS, THOUGHT_KEYS, THOUGHT_OPENS
 from grpo_core.text.tool_calls import parse_calls, read_calls
@@ -46,6 +49,12 @@ the interpreter from the event loop for 5 ms."""
 _TAIL = 64
 """Number of last tokens of a completion that are searched for the end of its turn."""
 
+_FEW = 6
+"""Largest number of tokens of a character after a blank."""
+
+_OPENING = 16
+"""Number of last tokens of a prompt that are searched for the beginning of a thought."""
+
 T = TypeVar("T")
 
 Tools = Sequence[Mapping[str, Any]]
@@ -59,6 +68,10 @@ class Renderer:
 
     With a chat template, the template renders messages.  Without one (base models), the contents of the
     messages are concatenated: the prompt ``"52341="`` is these six characters.
+
+    Args:
+        rendered: whether prompts are rendered text: no template is used, and control tokens that a prompt
+            spells are these tokens.
     """
 
     def __init__(
@@ -71,12 +84,16 @@ class Renderer:
         tokens: int = UNKNOWN_SIZE,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         response_format: str = AUTO,
+        rendered: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
+        without_clean_up(getattr(tokenizer, "backend_tokenizer", None))
         self._variables = dict(chat_template_kwargs or {})
         self.response_format = response_format
         self._read = response_reader(response_format, tokenizer)
-        self._template = bool(getattr(tokenizer, "chat_template", None))
+        self._template = bool(getattr(tokenizer, "chat_template", None)) and not rendered
+        self.rendered_prompts = rendered
+        """Whether prompts are rendered text."""
         self._rendered_lately = Rendered()
         self._tells_time = "strftime_now" in str(getattr(tokenizer, "chat_template", ""))
         """Whether the template may render the same conversation differently later."""
@@ -88,11 +105,12 @@ class Renderer:
         """Number of token ids of the model."""
         self.tokens = tokens
         """Number of token ids that the tokenizer has; most models have some more, which are never sampled."""
+        self._arguments_are_text = False
+        """Whether the template takes the arguments of tool calls as JSON instead of mappings."""
+        self._control = self._control_tokens()
         self._checked: set[bool] = set()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rendering")
         self._working = Lock()
-        self._arguments_are_text = False
-        """Whether the template takes the arguments of tool calls as JSON instead of mappings."""
 
     @classmethod
     def load(
@@ -103,6 +121,7 @@ class Renderer:
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         response_format: str = AUTO,
+        rendered: bool = False,
     ) -> Renderer:
         """Load the tokenizer of a model directory, and its stop tokens.  Raises ModelError.
 
@@ -110,6 +129,7 @@ class Renderer:
             chat_template: text of a template instead of the tokenizer's own.
             chat_template_kwargs: variables that the template reads.
             response_format: see ``grpo_core.text.response_formats``.
+            rendered: whether prompts are rendered text.
         """
         try:
             tokenizer = _load_tokenizer(Path(directory), trust_remote_code)
@@ -119,6 +139,7 @@ class Renderer:
                 tokenizer,
                 chat_template_kwargs=chat_template_kwargs,
                 response_format=response_format,
+                rendered=rendered,
                 extra_stop=_end_tokens(Path(directory)),
                 context=size_of(directory, "max_position_embeddings"),
                 vocabulary=size_of(directory, "vocab_size"),
@@ -179,8 +200,26 @@ class Renderer:
         """Encode a conversation up to the model's next turn; ``tools`` are JSON schemas.
 
         Without a template the tools are not shown, so the prompt has to describe them.
+
+        Raises ControlInText if a text spells a control token, and would become that token.
         """
+        if self.rendered_prompts:
+            return self._encode(_joined(messages), start=True)
         return self._encode(self._text(messages, generation=True, tools=tools), start=True)
+
+    def spelled(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """Return a control token that messages or tools spell, and that is encoded as text; "" if none."""
+        return "" if self.rendered_prompts else self._control.spelled(messages, tools)
+
+    def missing_start(self) -> str:
+        """Return the token with which the tokenizer begins each text, and the template does not; or ""."""
+        if not self._template:
+            return ""
+        bare, ids = (self._tokenizer.encode("a", add_special_tokens=special) for special in (False, True))
+        start = ids[: next((i for i in range(len(ids)) if ids[i : i + len(bare)] == bare), 0)]
+        if self.prompt_ids([_ASKED])[: len(start)] == tuple(start):
+            return ""
+        return self.whole(start)
 
     def ignores(self, tools: Sequence[Mapping[str, Any]]) -> bool:
         """Return whether there is a chat template that renders a prompt as if there were no tools."""
@@ -233,6 +272,7 @@ class Renderer:
         other = copy(self)
         other.response_format = response_format
         other._read = response_reader(response_format, self._tokenizer)
+        other._control = other._control_tokens()
         return other
 
     def length(self, text: str) -> int:
@@ -267,7 +307,7 @@ class Renderer:
         then follows ``prompt_ids`` of all messages.
         """
         if not self._template:
-            return self._encode(self._text(messages, generation=True))
+            return self._encode_after(self._text(messages, generation=True))
         history = [_sketch(message, place) for place, message in enumerate(before)]
         spoken = _sketch(said, len(before))
         start = self._rendered_lately.find(before, tools)
@@ -325,7 +365,7 @@ class Renderer:
         if end is not None and ids and ids[0] in self._tokenizer.all_special_ids:
             return None
         following = rest()
-        return None if following is None else self._encode(following)
+        return None if following is None else self._encode_after(following)
 
     def _closes(self, text: str) -> bool:
         """Return whether a text ends with a special token."""
@@ -358,7 +398,7 @@ class Renderer:
         (``grpo_core.text.tool_calls.parse_calls``).
 
         Args:
-            text: text of the completion (``texts``).
+            text: text of the completion (``texts``); calls in its thoughts are no calls.
             token_ids: tokens of the completion.
             before: tokens before the completion.
             tools: JSON schemas.
@@ -371,30 +411,65 @@ class Renderer:
             calls = read_calls(said.pop("tool_calls", None), text)
             message = {**said, "role": "assistant", "content": str(said.get("content") or "")}
         else:
-            content, calls = parse_calls(text) if tools else (text, [])
+            thinking = self._opens_thought(before)
+            content, calls = parse_calls(text, thinking=thinking) if tools else (text, [])
             message = {"role": "assistant", "content": content}
         return {**message, "tool_calls": calls} if calls else message
 
     def _described(self, token_ids: Ids, before: Ids, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Read a completion as the tokenizer's response template describes it."""
-        prefix = before.tolist()
-        return dict(
-            self._tokenizer.parse_response(token_ids.tolist(), prefix=prefix, tools=list(tools) or None)
-        )
+        prefix, sampled = before.tolist(), token_ids.tolist()
+        text = added(self.whole, prefix, sampled)
+        parse = self._tokenizer.parse_response
+        return dict(parse(text, prefix=self.whole(prefix), tools=list(tools) or None))
 
-    def text(self, token_ids: Sequence[int]) -> str:
-        """Decode tokens, without special tokens."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+    def _opens_thought(self, before: Ids) -> bool:
+        """Return whether a prompt ends with the beginning of a thought."""
+        return self.whole(before[-_OPENING:].tolist()).rstrip().endswith(THOUGHT_OPENS)
 
-    def texts(self, rows: Sequence[Sequence[int]]) -> list[str]:
-        """Decode each row, without special tokens."""
-        return list(self._tokenizer.batch_decode([list(row) for row in rows], skip_special_tokens=True))
+    def text(self, token_ids: Sequence[int], before: Sequence[int] = ()) -> str:
+        """Return the text that tokens add to the text before them, without special and stop tokens."""
+        hidden = self._control.hidden
+        return added(self.whole, before, [token for token in token_ids if token not in hidden])
+
+    def texts(self, rows: Sequence[Sequence[int]], before: Sequence[Sequence[int]] = ()) -> list[str]:
+        """Return the text of each completion, which is what it adds to the text of its prompt.
+
+        Args:
+            before: tokens before each completion; rows without them begin a text.
+        """
+        return [self.text(row, start) for row, start in zip_longest(rows, before, fillvalue=())]
 
     def _text(
         self, messages: Sequence[Message], *, generation: bool, tools: Sequence[Mapping[str, Any]] = ()
     ) -> str:
+        """Render messages, with a mark (``ControlTokens``) for each control token that they spell."""
         if not self._template:
-            return "".join(str(message.get("content") or "") for message in messages)
+            return self._plain(messages)
+        text = self._rendering(messages, generation, tools)
+        if not (spelled := self._control.spelled(messages, tools)):
+            return text
+        of_messages, of_tools = self._control.marked(messages), self._control.marked(tools)
+        with contextlib.suppress(ModelError):
+            marked = self._rendering(of_messages, generation, of_tools)
+            if self._control.unmarked(marked) == text:
+                return marked
+        raise ControlInText(
+            f"a text spells the control token {spelled!r}, and the chat template goes by it: leave it out of "
+            "the text, or use another template"
+        )
+
+    def _plain(self, messages: Sequence[Message]) -> str:
+        """Join the contents of messages, with marks as in ``_text``."""
+        joined: list[Message] = [{"content": _joined(messages)}]  # also a token that two messages spell
+        if not self._control.spelled(joined):
+            return _joined(messages)
+        replies = any(message.get("role") == "assistant" for message in messages)  # their tags are tokens
+        return _joined(self._control.marked(messages if replies else joined))
+
+    def _rendering(
+        self, messages: Sequence[Message], generation: bool, tools: Sequence[Mapping[str, Any]]
+    ) -> str:
         try:
             return self._rendered(messages, generation, tools)
         except Exception as error:
@@ -436,11 +511,57 @@ class Renderer:
 
     def _encode(self, text: str, *, start: bool = False) -> tuple[int, ...]:
         # a template writes its special tokens itself; plain text gets the model's, only at its start
-        special = start and not self._template
-        ids = self._tokenizer.encode(well_formed(text), add_special_tokens=special)
+        special, text = start and not self._template, well_formed(text)
+        ids = self._tokenizer.encode(text, add_special_tokens=special)
+        if start and self.rendered_prompts:
+            alone = self._tokenizer.encode(text, add_special_tokens=False)
+            return tuple(
+                alone if alone[:1] == ids[:1] else (ids[0], *alone)
+            )  # it may begin with the token itself
+        if self._control.must_rename(text, ids, self._around if special else ()):
+            ids = self._control.encode(text, special=special, added=self._around if special else ())
         if special and ids and ids[-1] in self.stop_token_ids:
             ids = ids[:-1]  # some tokenizers close every text, but this one continues
         return tuple(ids)
+
+    def _encode_after(self, text: str) -> tuple[int, ...]:
+        """Encode a text that follows other tokens: some tokenizers begin each text with a blank."""
+        for before in (
+            "\n=#" if text and self._begins_with_blank else ""
+        ):  # one that joins no token of the text
+            ids = self._encode(before + text)
+            for place in range(1, min(_FEW, len(ids))):
+                if added(self.whole, self._letter, ids[place:]) == self._control.unmarked(text):
+                    return ids[place:]
+        return self._encode(text)
+
+    @cached_property
+    def _letter(self) -> tuple[int, ...]:
+        return self._encode("a")
+
+    @cached_property
+    def _begins_with_blank(self) -> bool:
+        return added(self.whole, self._letter, self._letter) != "a"
+
+    @cached_property
+    def _around(self) -> list[int]:
+        """Tokens that the tokenizer adds to a text without a template."""
+        return list(self._tokenizer.encode(""))
+
+    def _control_tokens(self) -> ControlTokens:
+        """Return the control tokens of the tokenizer, the template and the response format."""
+        turns = ""
+        if self._template:
+            with contextlib.suppress(ModelError):
+                said = {"role": "assistant", "content": "!"}
+                turns = self._rendering([_ASKED, said, _ASKED], True, ())
+        described = str(getattr(self._tokenizer, "response_template", None) or "").replace("\\", "")
+        read = None if self._read else described
+        return ControlTokens(self._tokenizer, self.stop_token_ids, turns=turns, read=read)
+
+
+def _joined(messages: Sequence[Message]) -> str:
+    return "".join(str(message.get("content") or "") for message in messages)
 
 
 def _load_tokenizer(directory: Path, trust_remote_code: bool) -> Any:

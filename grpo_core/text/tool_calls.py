@@ -12,29 +12,63 @@ is reported to the model in such a message; it is never an error of the run.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo_core.contracts.unicode import well_formed
+from grpo_core.text.thoughts import THOUGHT_ENDS, THOUGHT_OPENS
 from grpo_core.text.untrusted import read_json
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+CALL_OPENS, CALL_ENDS = "<tool_call>", "</tool_call>"
+_TAG = re.compile(f"{THOUGHT_OPENS}|{THOUGHT_ENDS}|{CALL_OPENS}")
 
 
-def parse_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
+def parse_calls(text: str, *, thinking: bool = False) -> tuple[str, list[dict[str, Any]]]:
     """Split a text into plain text and calls, ``<tool_call>{"name": ..., "arguments": ...}</tool_call>``.
 
     This is the format of Hermes and Qwen models.  Anything else between the tags becomes the ``arguments`` of
-    a call without a name.
+    a call without a name.  A call in a thought is a draft: it stays in the text.
+
+    Args:
+        text: the text of a reply.
+        thinking: whether the prompt has begun a thought.
     """
-    inner, outer, at = [], [], 0
-    # in one pass: repeated opening tags must not cost quadratic time
-    while (begin := text.find(_OPEN, at)) >= 0 and (end := text.find(_CLOSE, begin + len(_OPEN))) >= 0:
-        outer.append(text[at:begin])
-        inner.append(text[begin + len(_OPEN) : end])
-        at = end + len(_CLOSE)
-    calls = [{"function": _function(each)} for each in inner]
-    return "".join([*outer, text[at:]]).strip() if calls else text, calls
+    spans: list[tuple[int, int]] = []
+    at, closed = _after(text, THOUGHT_ENDS, 0) if thinking else 0, True
+    # in one pass: repeated tags must not cost quadratic time
+    while found := _TAG.search(text, at):
+        begin, at = found.span()
+        if found[0] == THOUGHT_OPENS:
+            at = _after(text, THOUGHT_ENDS, at)
+        elif found[0] == THOUGHT_ENDS:  # the prompt has begun the thought, or nothing has
+            spans.clear()
+        elif not closed or (end := text.find(CALL_ENDS, at)) < 0:
+            closed = False
+        elif (last := text.rfind(THOUGHT_ENDS, at, end)) >= 0 and not _is_json(text[at:end]):
+            spans.clear()
+            at = last + len(THOUGHT_ENDS)
+        else:
+            at = end + len(CALL_ENDS)
+            spans.append((begin, at))
+    if not spans:
+        return text, []
+    starts, ends = zip(*spans, strict=True)
+    plain = "".join(text[end:start] for end, start in zip((0, *ends), (*starts, len(text)), strict=True))
+    inner = [text[start + len(CALL_OPENS) : end - len(CALL_ENDS)] for start, end in spans]
+    return plain.strip(), [{"function": _function(each)} for each in inner]
+
+
+def _after(text: str, tag: str, at: int) -> int:
+    """Return the place after the next tag; the end of the text if there is none."""
+    found = text.find(tag, at)
+    return len(text) if found < 0 else found + len(tag)
+
+
+def _is_json(text: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return bool(read_json(text, dict))
+    return False
 
 
 def read_calls(parsed: Any, text: str) -> list[dict[str, Any]]:

@@ -46,6 +46,8 @@ TESTS = [
     "learnable_prompts",
     "agent_sessions",
     "simulated_agents",
+    "control",
+    "text_of_replies",
 ]
 PATIENCE = 5.0
 """Times as long as without a mutant, or it hangs."""

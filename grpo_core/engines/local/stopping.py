@@ -9,9 +9,12 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from grpo_core.contracts.errors import EngineError
+from grpo_core.text.decoding import PART, added, without_clean_up
 
 _SLACK = 8
 """Extra tokens at the start of the tail: the first of them may be part of a character."""
+LONGEST_CHARACTER = 4
+"""Largest number of bytes of a character."""
 
 
 class StopStrings:
@@ -27,7 +30,11 @@ class StopStrings:
 
     def ended(self, stop: tuple[str, ...], tokens: Sequence[int]) -> bool:
         """Return whether the text of the last ``window`` tokens contains one of the strings."""
-        text = self._text([list(tokens[-self.window(stop) :])])[0]
+        tail = list(tokens[-self.window(stop) :])
+        for _ in range(LONGEST_CHARACTER - 1):  # it may begin within a character
+            if not (text := added(self._decode, self._anchor, tail)).startswith(PART):
+                break
+            del tail[:1]
         return any(string in text for string in stop)
 
     def may_end(self, stop: tuple[str, ...], token: int) -> bool:
@@ -38,21 +45,22 @@ class StopStrings:
         return token >= len(table) or table[token]
 
     def _table(self, stop: tuple[str, ...]) -> list[bool]:
-        # after another token, because some decoders strip the space before the first
-        anchor = self._loaded.encode("a", add_special_tokens=False).ids[-1:]
-        (before,) = self._text([anchor])
-        texts = self._text([[*anchor, token] for token in range(self._loaded.get_vocab_size())])
+        before = self._decode(self._anchor)
+        rows = [[*self._anchor, token] for token in range(self._loaded.get_vocab_size())]
         last = {string[-1] for string in stop}
         return [
-            not text.startswith(before)
-            or "\N{REPLACEMENT CHARACTER}" in text  # part of a character
-            or not last.isdisjoint(text[len(before) :])
-            for text in texts
+            not text.startswith(before) or PART in text or not last.isdisjoint(text[len(before) :])
+            for text in self._loaded.decode_batch(rows, skip_special_tokens=False)
         ]
 
-    def _text(self, tokens: list[list[int]]) -> list[str]:
-        texts: list[str] = self._loaded.decode_batch(tokens, skip_special_tokens=False)
-        return texts
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self._loaded.decode(tokens, skip_special_tokens=False))
+
+    @cached_property
+    def _anchor(self) -> list[int]:
+        """A token that completions are decoded after: some decoders strip the blank before the first."""
+        ids: list[int] = self._loaded.encode("a", add_special_tokens=False).ids
+        return ids[-1:]
 
     @cached_property
     def _loaded(self) -> Tokenizer:
@@ -62,4 +70,6 @@ class StopStrings:
                 f"engine local: stop strings need a tokenizer.json in the model's directory; there is "
                 f"none ({path}); save a fast tokenizer there, or use stop token ids"
             )
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
+        without_clean_up(tokenizer)
+        return tokenizer

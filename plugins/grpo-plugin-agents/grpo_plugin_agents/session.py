@@ -29,7 +29,7 @@ from grpo_core import (
     Recording,
     errors,
 )
-from grpo_core.kit import MIXED_UP_ADVICE, aio, read_json, thoughts
+from grpo_core.kit import MIXED_UP_ADVICE, aio, read_json, report, thoughts
 from grpo_plugin_agents.dialects import Answer, BadRequest, ChatRequest, Dialect, encoded, event
 from grpo_plugin_agents.recorder import Conversations, Node, Recorder, Turn
 from grpo_plugin_agents.repeats import Attempt, Call, KeyReused, Repeats
@@ -92,6 +92,8 @@ class Session:
     ignored: Callable[[Sequence[str]], None] = lambda names: None
     conversations: Conversations = field(factory=Conversations)
     recorder: Recorder = field(init=False)
+    unreadable: str = field(init=False, default="")
+    """Why a message of the agent cannot be encoded, which fails the rollout; or ""."""
     _repeats: Repeats[Pending] = field(init=False, factory=Repeats)
     _replies: dict[str, Node] = field(init=False, factory=dict)
     """Completions by the id of their reply."""
@@ -174,14 +176,14 @@ class Session:
     async def count_tokens(self, dialect: Dialect, body: bytes) -> Reply:
         """Return the number of tokens of a request, for Anthropic's ``count_tokens``."""
         try:
-            _, turn = await self.play.renderer.run(lambda: self._read(dialect, body), len(body))
+            _, turn = await self._encoded(dialect, body)
         except Refused as refused:
             return refusal(dialect, refused)
         return Reply(body=json.dumps({"input_tokens": len(turn.context)}).encode())
 
     async def _answer(self, dialect: Dialect, body: bytes, streams: asyncio.Future[None]) -> Reply:
         try:
-            request, turn = await self.play.renderer.run(lambda: self._read(dialect, body), len(body))
+            request, turn = await self._encoded(dialect, body)
             completions = await self._generate(request, turn, streams)
             tokens = sum(len(completion.tokens) for completion in completions)
             return await self.play.renderer.run(
@@ -194,11 +196,21 @@ class Session:
             self._fault.set()
             return refusal(dialect, Refused(500, errors.describe(error), "internal"))
 
+    async def _encoded(self, dialect: Dialect, body: bytes) -> tuple[ChatRequest, Turn]:
+        """Parse and encode a request.  Raises Refused; one that cannot be encoded fails the rollout."""
+        try:
+            return await self.play.renderer.run(lambda: self._read(dialect, body), len(body))
+        except errors.ControlInText as error:
+            self.unreadable = str(error)
+            raise Refused(400, str(error), "control_in_text") from error
+
     def _read(self, dialect: Dialect, body: bytes) -> tuple[ChatRequest, Turn]:
         """Parse a request and encode its new messages.  Raises Refused, and PluginError like the recorder."""
         try:
             request = dialect.read(read_json(body, dict), self._history)
             turn = self.recorder.turn(request.messages, request.tools, self.play.renderer)
+        except errors.ControlInText:
+            raise
         except PluginError as error:
             raise PluginError(f"{error}. {MIXED_UP_ADVICE}") from error
         except (BadRequest, ModelError) as error:
@@ -251,8 +263,10 @@ class Session:
         self, dialect: Dialect, request: ChatRequest, turn: Turn, completions: Sequence[Completion]
     ) -> Reply:
         """Record completions, and encode the reply."""
-        texts = self.play.renderer.texts([completion.token_ids.tolist() for completion in completions])
-        (end,) = self.play.renderer.texts([turn.context[-_TAIL:].tolist()])
+        context = turn.context.tolist()
+        rows = [completion.token_ids.tolist() for completion in completions]
+        texts = self.play.renderer.texts(rows, [context] * len(rows))
+        (end,) = self.play.renderer.texts([context[-_TAIL:]])
         thinking = end.rstrip().endswith(thoughts.THOUGHT_OPENS)  # some templates open the thinking block
         answers = []
         for completion, text in zip(completions, texts, strict=True):
@@ -271,8 +285,8 @@ class Session:
             message = {"role": "assistant", "content": text}
         content = str(message.get("content") or "")
         if completion.finish_reason == "stop":
-            for stop in request.stop:
-                content = content.removesuffix(stop)
+            for stop in request.stop:  # a token may have more characters behind the text
+                content = content.partition(stop)[0]
         return {**message, "content": content}
 
     def _answered(self, node: Node, thinking: bool) -> Answer:
@@ -316,6 +330,10 @@ async def played(session: Session) -> Recording:
             await aio.cancel([running, broken])
         finally:  # also if this is cancelled a second time
             recording = await session.aclose()
+    if session.unreadable:
+        task = session.play.prompt.environment
+        report("control_in_text", f"agents of task {task!r}", session.unreadable)
+        feedback = Feedback(error=session.unreadable)
     if not recording.turns and (feedback is None or feedback.error is None):
         feedback = Feedback(error=_NO_CALL)
     return evolve(recording, feedback=feedback)

@@ -12,16 +12,18 @@ import sys
 
 import numpy as np
 import pytest
+from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_segments import FORGETS, JSON_ARGUMENTS, NO_END, OPENS, OTHER_END, PLAIN, TOOL, TOOLS_LAST
 from test_segments import make_renderer as renderer_of
 
-from grpo_core import AgentClient, Completion, EngineError, Limits, Play, Prompt
+from grpo_core import AgentClient, Completion, EngineError, Feedback, Limits, Play, Prompt
+from grpo_core.kit import reported_to
 from grpo_core.testing import FakeRenderer, run
 from grpo_plugin_agents.dialects import CHAT
 from grpo_plugin_agents.repeats import Attempt
-from grpo_plugin_agents.session import Session, attempt_digest
+from grpo_plugin_agents.session import Session, attempt_digest, played
 
 CLIENT = AgentClient(base_url="http://127.0.0.1:1/v1", api_key="key", model="policy")
 MANY = Limits(max_tokens=100, max_turns=1000, context=100_000)
@@ -407,3 +409,52 @@ def test_what_an_agent_has_sampled_is_trained_once_whatever_it_does(name, seed, 
         check(recording, engine)
 
     run(story(), seed=seed)
+
+
+# ---------------------------------------------------------------------------------- texts
+
+GOES_BY_IT = "{% for m in messages %}<|start|>{{ m.content.split('</end>')[-1] }}<|end|>{% endfor %}"
+
+
+def test_what_an_agent_spells_is_text_and_what_cannot_stay_text_fails_its_rollout():
+    plain = renderer_for("plain")
+    (end,) = plain.stop_token_ids
+    refusing = renderer_of(GOES_BY_IT, "<|end|>", "</end>")
+    refusing.run = at_once
+    incidents = []
+
+    async def asked(renderer, text):
+        engine = Says(renderer, "yes", seconds=lambda: 0.0)
+        session = make_session(engine, renderer)
+
+        async def agent(client):
+            answers.append(await ask(session, {"messages": [{"role": "user", "content": text}]}))
+            return Feedback(reward=1.0)
+
+        session.play = evolve(session.play, run=agent)
+        return engine, await played(session)
+
+    answers = []
+    with reported_to(incidents.append):
+        engine, recording = run(asked(plain, "what <|end|> is"), seed=0)
+        assert (answers[-1][0], recording.feedback.error) == (200, None)
+        assert engine.said[0][0].prompt_ids.tolist().count(end) == 1, "the template's own"
+        _, recording = run(asked(refusing, "a</end>b"), seed=0)
+    status, reply = answers[-1]
+    assert (status, reply["error"]["code"]) == (400, "control_in_text")
+    assert "'</end>'" in recording.feedback.error
+    assert [incident.kind for incident in incidents] == ["control_in_text"]
+
+
+@pytest.mark.parametrize(("text", "content"), [("yes END no", "yes "), (" yes", " yes"), ("yes E", "yes E")])
+def test_an_agent_reads_what_was_sampled_up_to_its_stop_text(text, content):
+    """A token may have more characters behind a stop text."""
+    renderer = renderer_for("plain")
+    engine = Says(renderer, text, seconds=lambda: 0.0)
+
+    async def story():
+        session = make_session(engine, renderer)
+        return await ask(session, {"messages": [{"role": "user", "content": "?"}], "stop": ["END"]})
+
+    _, reply = run(story(), seed=0)
+    assert reply["choices"][0]["message"]["content"] == content

@@ -314,7 +314,7 @@ class PlannedRenderer:
     def message(self, text: str, **_: Any) -> Message:
         return {"role": "assistant", "content": text}
 
-    def texts(self, rows: Sequence[Sequence[int]]) -> list[str]:
+    def texts(self, rows: Sequence[Sequence[int]], before: Sequence[Sequence[int]] = ()) -> list[str]:
         return [str(row[0]) for row in rows]
 
 
