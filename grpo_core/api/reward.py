@@ -110,8 +110,8 @@ class Added:
             taken = [metric for metric, _ in given if metric in metrics] or _repeated(given)
             if taken:
                 raise PluginError(
-                    f"env: the reward function {name} gives the metric {taken[0]!r}, and another one has this "
-                    "name in the list of rewards (each function is a metric); rename one of them"
+                    f"env: the reward function {name} gives the metric {taken[0]!r}, a name that another "
+                    "metric of the list of rewards has (each function is one); rename one of them"
                 )
             metrics |= dict(given)
             whole = evolve(

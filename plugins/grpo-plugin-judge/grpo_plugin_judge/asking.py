@@ -98,7 +98,7 @@ class Asker:
         question: dict[str, Any] = {"messages": list(messages), "model": judge.model, **judge.parameters}
         if vote:  # otherwise a server may return the same answer
             question.setdefault("seed", vote)
-        key = key_of(url=judge.url, vote=vote, **question)
+        key = key_of(url=judge.url, vote=vote, whole=True, **question)
         text = self._cache.get(key)
         if text is not None and (known := await self._read(text, read)) is not None:
             return known, True
@@ -131,13 +131,31 @@ class Asker:
             )
         try:
             found = await self._client.chat.completions.create(**question)
-            text = found.choices[0].message.content
-            if not isinstance(text, str):
-                raise ValueError(f"expected a text, got {text!r:.80}")
+            text = whole(found.choices[0])
         except Exception as error:  # the client raises various errors for malformed answers
             reason = f"{type(error).__name__}: {error.__cause__ or error}"
             raise NoScore(f"{self.judge.model} did not answer: {reason:.1000}") from error
         return str(well_formed(text))
+
+
+WHOLE = ("stop", "eos", "eos_token", "end_turn", "stop_sequence", "complete", "")
+"""Reasons for which an answer has ended by itself; servers that name none are believed."""
+
+
+def whole(choice: Any) -> str:
+    """Return the text of an answer that has ended by itself.
+
+    Raises ValueError for one that a limit or a filter cut off: what is left has no verdict.
+    """
+    text, reason = choice.message.content, choice.finish_reason
+    if str(reason or "").lower() not in WHOLE:
+        more = "; parameters.max_tokens is its limit" if reason == "length" else ""
+        raise ValueError(f"its answer is not whole, finish_reason is {reason!r}{more}")
+    if refusal := getattr(choice.message, "refusal", None):
+        raise ValueError(f"it refuses: {refusal!r:.200}")
+    if not isinstance(text, str):
+        raise ValueError(f"expected a text, got {text!r:.80}")
+    return text
 
 
 def away_by(error: BaseException) -> grpo.Unavailable | None:
