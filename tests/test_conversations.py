@@ -356,3 +356,15 @@ def test_success_filters_goals_and_curricula_have_the_tolerance_of_advantages():
 def test_the_parts_of_shaping_are_its_weights():
     shaping = ShapingConfig(weights={"right": 1.0, "short": 0.5}).reward_shaping(16)
     assert sorted(shaping.parts) == ["right", "short"]
+
+
+def test_two_filters_that_would_share_a_metric_are_refused(tmp_path):
+    from grpo_core.app.parts import Parts
+    from grpo_core.plugins.configured import configured
+
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.py").write_text("def odd(group):\n    return None\n")
+    filters = {f"{tmp_path}/{name}.py:odd": {} for name in ("a", "b")}
+    config, host = configured([{"tasks": {"t": {"env": "math:sort"}}, "filters": filters}])
+    with pytest.raises(grpo.ConfigError, match="have the same name in metrics"):
+        Parts(config, host).dynamic()

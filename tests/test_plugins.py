@@ -15,6 +15,7 @@ import grpo_core
 from grpo_core.contracts.errors import ConfigError, PluginError
 from grpo_core.contracts.records import Episode, Prompt
 from grpo_core.plugins.files import FILE_PREFIX, module_name
+from grpo_core.plugins.hints import install_command
 from grpo_core.plugins.host import HOOKS, PluginHost, listing
 from grpo_plugin_devkit.objectives import a_group
 
@@ -580,3 +581,8 @@ def test_two_files_never_share_the_name_of_a_module(paths):
     first, second = (module_name(Path(f"/{path}")) for path in paths)
     assert (first == second) == (Path(f"/{paths[0]}") == Path(f"/{paths[1]}"))
     assert first.rpartition(".")[2].isidentifier()
+
+
+def test_an_engine_of_a_plugin_is_installed_without_what_it_talks_to():
+    assert install_command("engine", "vllm:http") == "pip install grpo-plugin-vllm"
+    assert install_command("engine", "vllm") == "pip install 'grpo-core[vllm]'"
