@@ -96,7 +96,7 @@ lint: $(READY) $(RAY)
 test-nightly: $(READY) $(RAY) $(VLLM)
 	@$(BIN)/python -m pytest --hypothesis-profile=nightly
 
-# what needs verifiers or Inspect, each in an environment of its own
+# what needs verifiers, Inspect or TransferQueue, each in an environment of its own
 test-foreign: $(READY)
 	@$(BIN)/python tests/foreign.py
 

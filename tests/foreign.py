@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 FOREIGN = ROOT / ".venv-foreign"
 LIBRARIES = {
     "verifiers": ("verifiers==0.4.0", ("plugins/grpo-plugin-verifiers/tests", "tests/test_verifiers.py")),
+    "transferqueue": ("TransferQueue==0.1.11", ("plugins/grpo-plugin-transferqueue/tests",)),
     "inspect": ("inspect-ai==0.3.285", ("plugins/grpo-plugin-inspect/tests",)),
 }
 """By the name of our plugin: what pip installs, and the tests that run with it."""

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_core.app import launch
-from grpo_core.config import Config, as_table, as_toml, build, merge, parse_setting, read_toml
+from grpo_core.config import Config, as_table, as_toml, build, merge, parse_setting, parse_settings, read_toml
 from grpo_core.contracts.errors import ConfigError
 
 BAD = [
@@ -177,3 +177,16 @@ def test_a_tiny_model_brings_defaults_that_the_user_may_change():
     assert tiny.validation.name == "batched"
     assert configured(validation={"name": "other"}).validation.options == {}
     assert configured(model={"path": "some/model"}).trainer == Config().trainer
+
+
+def test_a_validation_reads_every_option_of_a_task_whatever_its_name():
+    from grpo_core.commands.running import MEASURED_BY
+    from grpo_core.config import check_settings
+
+    for key in ("weight", "parts.short.weight", "level"):
+        settings = parse_settings([f"tasks.sort.options.{key}=1"])
+        check_settings(settings, MEASURED_BY, "ignored", but=["tasks.*.weight"])
+    with pytest.raises(ConfigError, match=r"tasks\.sort\.weight"):
+        check_settings(
+            parse_settings(["tasks.sort.weight=1"]), MEASURED_BY, "ignored", but=["tasks.*.weight"]
+        )

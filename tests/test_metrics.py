@@ -269,7 +269,7 @@ def test_staleness_counts_sampled_tokens_only():
 def test_what_an_environment_reports_becomes_a_metric_without_a_slash():
     assert feedback_means([rollout(exact=1.0), rollout(exact=0.0, **{"format/tags": 0.5})]) == {
         "feedback_exact": 0.5,
-        "feedback_format_tags": 0.5,
+        "feedback_format%2Ftags": 0.5,
     }
 
 

@@ -14,6 +14,7 @@ import textwrap
 import threading
 import time
 import urllib.request
+from types import MappingProxyType
 
 import pytest
 from attrs import evolve
@@ -299,6 +300,7 @@ class Host:
     """A worker of a pool that plays an environment in this process, without batches."""
 
     slots, runs_agents, player = "none", False, None
+    combine = MappingProxyType({})
 
     def __init__(self, made):
         self.host = EnvironmentHost.around(made)

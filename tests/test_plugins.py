@@ -5,11 +5,17 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import grpo_core
 from grpo_core.contracts.errors import ConfigError, PluginError
+from grpo_core.contracts.records import Episode, Prompt
+from grpo_core.plugins.files import FILE_PREFIX, module_name
+from grpo_core.plugins.hints import install_command
 from grpo_core.plugins.host import HOOKS, PluginHost, listing
 from grpo_plugin_devkit.objectives import a_group
 
@@ -49,7 +55,7 @@ def install(tmp_path, monkeypatch):
     monkeypatch.delenv("GRPO_PLUGINS", raising=False)
     yield install
     for name in set(sys.modules) - before:
-        if name.endswith("_module") or name.startswith("grpo_file_"):
+        if name.endswith("_module") or name.startswith(FILE_PREFIX):
             del sys.modules[name]
 
 
@@ -530,3 +536,55 @@ def loaded_by(code):
         check=True,
     )
     return set(told.stdout.split())
+
+
+# ---------------------------------------------------------------------------------- modules of files
+
+
+JUDGE = """
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
+import grpo_core as grpo
+
+
+def judge(text):
+    return float(text == "b")
+
+
+class Judged(grpo.Environment):
+    def evaluate(self, episodes):
+        context = multiprocessing.get_context("{context}")
+        with ProcessPoolExecutor(1, mp_context=context) as pool:
+            return list(pool.map(judge, [each.reply for each in episodes]))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("context", ["fork", "forkserver", "spawn"])
+def test_an_environment_of_a_file_scores_in_processes_of_any_kind(tmp_path, context):
+    """They import its module by its name, which contains its path."""
+    from test_interpreters import run
+
+    file = tmp_path / "a_b-c" / "judge.py"
+    file.parent.mkdir()
+    file.write_text(JUDGE.replace("{context}", context))
+
+    async def story(process):
+        said = [({"role": "assistant", "content": text},) for text in "ab"]
+        prompt = Prompt(messages="x", id="0", environment="task")
+        return await process.evaluate([Episode(prompt=prompt, messages=each) for each in said])
+
+    assert [each.reward for each in run(f"{file}:Judged", story)] == [0.0, 1.0]
+
+
+@given(st.lists(st.text("a_b/-.5fx", min_size=1), min_size=2, max_size=2, unique=True))
+def test_two_files_never_share_the_name_of_a_module(paths):
+    first, second = (module_name(Path(f"/{path}")) for path in paths)
+    assert (first == second) == (Path(f"/{paths[0]}") == Path(f"/{paths[1]}"))
+    assert first.rpartition(".")[2].isidentifier()
+
+
+def test_an_engine_of_a_plugin_is_installed_without_what_it_talks_to():
+    assert install_command("engine", "vllm:http") == "pip install grpo-plugin-vllm"
+    assert install_command("engine", "vllm") == "pip install 'grpo-core[vllm]'"

@@ -189,17 +189,17 @@ def test_an_environment_may_leave_a_rollout_out_of_training_in_any_turn():
     assert (rollout.train, rollout.reward) == (False, 2.0)
 
 
-def test_metrics_of_all_turns_are_kept_and_the_last_value_of_each_counts():
+def test_metrics_of_all_turns_are_kept_and_their_mean_counts():
     def feedback(episode):
-        metrics = {f"turn {episode.turn}": 1.0, "last": float(episode.turn)}
+        metrics = {f"turn {episode.turn}": 1.0, "mean": float(episode.turn)}
         return Feedback(reward=0.0, done=episode.turn == 2, messages="go on", metrics=metrics)
 
     (rollout,) = played(FakeEnvironment(feedback, max_turns=3), FakeEngine())
-    assert rollout.metrics == {"turn 0": 1.0, "turn 1": 1.0, "turn 2": 1.0, "last": 2.0}
+    assert rollout.metrics == {"turn 0": 1.0, "turn 1": 1.0, "turn 2": 1.0, "mean": 1.0}
 
 
-def test_a_metric_whose_last_value_is_not_a_number_has_none():
-    """An earlier turn's value would pass for the last one."""
+def test_a_metric_that_is_not_a_number_in_a_turn_has_no_value():
+    """The other turn's value would pass for the whole."""
 
     def feedback(episode):
         given = ({"speed": 1.0, "form": 1.0}, {"form": 2.0})[episode.turn]
@@ -209,7 +209,7 @@ def test_a_metric_whose_last_value_is_not_a_number_has_none():
         )
 
     (rollout,) = played(FakeEnvironment(feedback, max_turns=2), FakeEngine())
-    assert (rollout.metrics, rollout.left_out) == ({"form": 2.0}, {"speed": "nan"})
+    assert (rollout.metrics, rollout.left_out) == ({"form": 1.5}, {"speed": "nan"})
 
 
 @pytest.mark.parametrize(("said", "ended"), [("ab", False), ("a.", True), ("", False)])

@@ -276,10 +276,11 @@ def test_a_majority_votes_on_the_answers_that_the_environment_names():
     assert metrics["accuracy"] == pytest.approx(fmean([2 / 5, 1 / 5]))
 
 
-def test_replies_are_compared_where_no_answer_is_named():
-    replies = [["It is  four", "it is\nFOUR", "five"], ["a", "b", "c"]]
-    metrics = measured(Majority(n=3), [[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]], None, replies)
-    assert metrics["maj@3"] == pytest.approx(fmean([1.0, 1 / 3]))
+def test_a_majority_needs_answers_and_says_how_many_replies_have_one():
+    with pytest.raises(ConfigError, match="task 'task': majority compares the answers of replies"):
+        measured(Majority(n=3), [[1.0, 1.0, 0.0]], None, [["four", "four", "five"]])
+    metrics = measured(Majority(n=2), [[1.0, 0.0], [0.0, 0.0]], [["4", None], [None, None]])
+    assert (metrics["answered"], metrics["maj@2"]) == (0.25, 0.5)
 
 
 def test_intervals_are_the_same_every_time():

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from math import fsum
 from typing import Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from grpo_core.config import SourceConfig
 from grpo_core.contracts.errors import ConfigError, PluginError
@@ -48,6 +49,8 @@ class RewardFunction(Environment):
         """Name of the function, for errors."""
         self._arguments = Parameters.of(function, name)
         self._prompts = {split: prompts_of(rows, name) for split, rows in data.items()}
+        if isinstance(function, Added):
+            self.combine = {name: "sum" for name, *_ in function.parts}
         check = function.check if isinstance(function, Added) else self._arguments.check
         for prompts in self._prompts.values():  # a field that a row lacks is an error before the run
             for prompt in prompts:
@@ -96,18 +99,41 @@ class Added:
             arguments.check(prompt)
 
     async def __call__(self, episode: Episode) -> Feedback:
-        metrics: dict[str, float] = {}
-        for name, function, arguments, _ in self.parts:
+        """Return the sum, with the metrics and the answer of each; False of one ``train`` holds for all.
+
+        Raises PluginError if two of them give a metric of the same name.
+        """
+        metrics: dict[str, Any] = {}
+        rewards: list[float] = []
+        whole = Feedback()
+        for name, function, arguments, weight in self.parts:
             found = function(**arguments(episode))
             found = await found if inspect.isawaitable(found) else found
-            if isinstance(found, Feedback) and found.reward is None:
-                return found
-            reward = found.reward if isinstance(found, Feedback) else found
-            if reward is None:
-                return Feedback(metrics=metrics)
-            metrics[name] = float(reward)
-        total = sum(weight * metrics[name] for name, *_, weight in self.parts)
-        return Feedback(reward=total, metrics=metrics)
+            feedback = found if isinstance(found, Feedback) else Feedback(reward=found)
+            if feedback.reward is None or feedback.error is not None or feedback.unavailable is not None:
+                return feedback
+            rewards.append(weight * float(feedback.reward))
+            given = [(name, float(feedback.reward)), *feedback.metrics.items()]
+            taken = [metric for metric, _ in given if metric in metrics] or _repeated(given)
+            if taken:
+                raise PluginError(
+                    f"env: the reward function {name} gives the metric {taken[0]!r}, a name that another "
+                    "metric of the list of rewards has (each function is one); rename one of them"
+                )
+            metrics |= dict(given)
+            whole = evolve(
+                whole,
+                answer=whole.answer if feedback.answer is None else feedback.answer,
+                train=whole.train and feedback.train,
+                state=feedback.state or whole.state,
+            )
+        return evolve(whole, reward=fsum(rewards), metrics=metrics)
+
+
+def _repeated(given: Sequence[tuple[str, Any]]) -> list[str]:
+    """Return the name of the function if its feedback has a metric of this name with another value."""
+    (name, reward), *metrics = given
+    return [metric for metric, value in metrics if metric == name and value != reward]
 
 
 def added(functions: Sequence[Any]) -> Added:

@@ -531,7 +531,8 @@ def _import_what_is_needed_soon(config: Config) -> None:
     if any(task.source.path or task.dataloader for task in config.tasks.values()):
         modules.append("torchdata.stateful_dataloader")
     for module in modules:
-        importlib.import_module(module)
+        with contextlib.suppress(ImportError):  # transformers 4 has other modules; this only saves time
+            importlib.import_module(module)
 
 
 # ---------------------------------------------------------------------------------- parts of the loop

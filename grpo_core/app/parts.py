@@ -306,11 +306,27 @@ class Parts:
         )
         return next((shaping for shaping in found if shaping is not None), None)
 
+    def of_reward(self) -> dict[str, str]:
+        """Return the metrics of which rewards are made, each with the key that says so."""
+        chosen = self.config.advantage
+        selected = self.plugins.find("advantage", chosen.name)
+        reads = selected.offer.parts
+        compared = () if reads is None else selected.loaded(reads)(**chosen.options)
+        shaping = self.shaping()
+        return {
+            **dict.fromkeys(compared, f"advantage.name = {chosen.name!r}"),
+            **dict.fromkeys(() if shaping is None else shaping.parts, "shaping.weights"),
+        }
+
     def dynamic(self) -> DynamicSampling | None:
         """Make the dynamic sampling, or None if no groups are filtered."""
         config, filters = self.config.dynamic_sampling, self.config.filters
         if not config.enabled and not filters:
             return None
+        if len({*map(short_name, filters)}) < len(filters):
+            raise ConfigError(
+                f"filters: two of {', '.join(filters)} have the same name in metrics; rename one, in its file"
+            )
         return DynamicSampling(
             tolerance=config.tolerance if config.enabled else None,
             filters={

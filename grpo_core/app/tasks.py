@@ -13,6 +13,7 @@ from typing import Any
 from attrs import evolve, frozen
 
 from grpo_core.app import workers
+from grpo_core.app.parts import Parts
 from grpo_core.app.placement import Placement
 from grpo_core.config import Config, EnvironmentConfig, SourceConfig, TaskConfig, ValidationConfig
 from grpo_core.contracts.errors import ConfigError, PluginError, SelectionError
@@ -63,6 +64,7 @@ class Tasks:
         tasks, of_sets = config.tasks, config.validation.environments(sets)
         every = {**tasks, **of_sets}
         wanted = config.engine.workers + config.environment.workers * len(every) + ranks
+        parts = Parts(config, host).of_reward()
         with placement.connected(wanted):
             environments = {
                 name: workers.make_environment(
@@ -71,6 +73,7 @@ class Tasks:
                     config.environment,
                     placement,
                     log=logs / f"environment-{name}.log" if logs else None,
+                    parts=parts,
                 )
                 for name, task in every.items()
             }
@@ -99,6 +102,8 @@ class Tasks:
                         sources={name: task.source for name, task in every.items()},
                         dataloaders=dataloaders,
                     )
+                for environment in environments.values():
+                    environment.check_combine()
             finally:
                 for dataloader in dataloaders.values():
                     dataloader.close()

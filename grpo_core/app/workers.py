@@ -89,15 +89,21 @@ def workers_of(config: EngineConfig, plugins: PluginHost) -> int:
 
 
 def make_environment(
-    name: str, task: TaskConfig, config: EnvironmentConfig, placement: Placement, *, log: Path | None
+    name: str,
+    task: TaskConfig,
+    config: EnvironmentConfig,
+    placement: Placement,
+    *,
+    log: Path | None,
+    parts: Mapping[str, str],
 ) -> EnvironmentPool:
-    """Make the workers of a task's environment, not yet started."""
+    """Make the workers of a task's environment, not yet started; for ``parts`` see ``EnvironmentPool``."""
     config = of_task(config, task)
     count = config.workers
     logs = [log if count == 1 or log is None else log.with_stem(f"{log.stem}-{i}") for i in range(count)]
     spec = EnvironmentSpec(task=name, env=task.env, options=task.options, config=config)
     workers = [placement.environment(i, evolve(spec, log=logs[i])) for i in range(count)]
-    return EnvironmentPool(workers, config, name=name, success=task.success)
+    return EnvironmentPool(workers, config, name=name, success=task.success, parts=parts)
 
 
 def of_task(config: EnvironmentConfig, task: TaskConfig) -> EnvironmentConfig:

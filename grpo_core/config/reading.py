@@ -94,7 +94,11 @@ def _keys(table: Mapping[str, Any], above: str = "") -> Iterator[str]:
 
 
 def _fits(key: str, patterns: Collection[str]) -> bool:
-    return any(fnmatchcase(key, pattern) for pattern in patterns)
+    # tasks.*.weight is a key of each task, and no option of an environment that is called weight
+    return any(
+        fnmatchcase(key, pattern) and (pattern.endswith("*") or key.count(".") == pattern.count("."))
+        for pattern in patterns
+    )
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -40,6 +40,18 @@ def equal(rewards: Sequence[float], tolerance: float = 0.0) -> bool:
     return spread <= max(tolerance, SMALLEST, EQUAL * max(map(abs, rewards)))
 
 
+def reaches(reward: float, threshold: float, terms: Sequence[float] = ()) -> bool:
+    """Return whether a reward is at least a threshold, or equal to it (see ``equal``).
+
+    Ten rewards of 0.1 add up to 0.9999999999999999 and reach 1.
+
+    Args:
+        terms: what the reward is the sum of, if it is known: noise is relative to the largest.
+    """
+    noise = EQUAL * max(map(abs, terms), default=0.0)
+    return reward >= threshold or equal([reward, threshold], noise)
+
+
 # ---------------------------------------------------------------------------------- relative to the group
 
 

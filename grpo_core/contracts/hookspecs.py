@@ -110,6 +110,9 @@ class Offer:
     (an optimizer)."""
     gives: Literal["tokens", "text"] = "tokens"
     """Whether an engine returns tokens with their logprobs, or is a ``TextEngine``, which needs no model."""
+    parts: Function | None = None
+    """Returns, for the options of an advantage function, the metrics that it reads as parts of the reward:
+    those of a rollout's turns are added.  ``("*",)`` is all of them."""
     transports: tuple[str, ...] = ("shm",)
     """Transports that an engine supports; one that reads weights with ``grpo_core.kit.read_weights`` supports
     all: ``("*",)``."""

@@ -169,6 +169,8 @@ class EnvironmentClient(Protocol):
     max_turns: int
     needs_group: bool
     success: float | None
+    combine: Mapping[str, str]
+    """How the metrics of turns are combined, by name; see ``Environment.combine``."""
     player: Player | None
     """The player of its rollouts; None plays them turn by turn."""
 

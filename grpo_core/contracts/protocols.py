@@ -6,8 +6,9 @@ Ray and sockets live in the adapters behind them.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from attrs import field, frozen
@@ -78,6 +79,10 @@ class Environment:
     success: float | None = None
     """Smallest reward of a success; ``accuracy`` is the share of successes.  None: the run reports the mean
     reward and no accuracy."""
+    combine: Mapping[str, str] = MappingProxyType({})
+    """How the metrics of several turns become one: ``{"moves": "sum"}``.  The rules are "mean" (the default,
+    over the turns that give the metric), "sum", "last" and "max".  Rewards, and the metrics that a reward is
+    made of, are always added."""
     concurrency: int | None = None
     """Number of calls of an async ``evaluate``, of tools and of ``open`` that run at once, each with one
     episode (or one group): for judges that wait for a network.  0 calls ``evaluate`` with batches, one after
@@ -463,6 +468,11 @@ class Filter(Protocol):
 
 class Shaping(Protocol):
     """Changes the rewards that advantages compare."""
+
+    @property
+    def parts(self) -> Collection[str]:
+        """The metrics of which it makes a reward; those of a rollout's turns are added."""
+        ...
 
     def __call__(self, groups: Sequence[Group]) -> list[Group]:
         """Return the groups with shaped rewards.  An unscored rollout stays unscored."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
 
 from attrs import NOTHING, cmp_using, field, frozen
 
+from grpo_core.contracts.advantages import reaches
 from grpo_core.contracts.errors import Fault, PluginError, Unavailable
 
 if TYPE_CHECKING:
@@ -150,7 +151,8 @@ class Feedback:
     follows it.  A ``str`` is one user message."""
     metrics: Mapping[str, float] = field(factory=dict)
     """Named numbers in addition to the reward, such as its parts; the run reports their means as
-    ``feedback_NAME/TASK``.  Values that are not finite numbers are left out."""
+    ``feedback_NAME/TASK``.  ``Environment.combine`` says how those of a rollout's turns are combined.  Values
+    that are not finite numbers are left out."""
     answer: str | None = None
     """The reply's answer, in a form in which equal answers are equal texts: a majority votes on it."""
     train: bool = True
@@ -611,9 +613,9 @@ class Rollout:
     success: bool | None = None
     """Whether the reward is a success; None if it is unscored, or its environment declares no ``success``."""
     metrics: Mapping[str, float] = field(factory=dict)
-    """``Feedback.metrics`` of all its turns; the last value of each name.  A name may be missing."""
+    """``Feedback.metrics`` of its turns, combined as ``Environment.combine`` says.  A name may be missing."""
     left_out: Mapping[str, str] = field(factory=dict)
-    """Values, as text, of the metrics whose last value is not a finite number."""
+    """Values, as text, of the metrics that are not finite numbers in a turn."""
     turn_rewards: tuple[float, ...] = field(default=(), converter=_tuple)
     """Reward of each of its turns."""
     turn_tokens: tuple[int, ...] = field(default=(), converter=_tuple)
@@ -621,7 +623,7 @@ class Rollout:
     turn_states: tuple[str, ...] = field(default=(), converter=_tuple)
     """``Feedback.state`` of each of its turns; empty if none has one."""
     answer: str | None = None
-    """The answer in its last feedback."""
+    """The last answer that its feedback has."""
     turns: int = 0
     """Number of its completions."""
     tool_calls: int = 0
@@ -653,6 +655,13 @@ class Rollout:
     def n_sampled(self) -> int:
         """Number of tokens that the engine sampled."""
         return sum(segment.tokens.n_sampled for segment in self.segments)
+
+    @property
+    def right(self) -> bool:
+        """Whether it is a success, or has a reward above 0 if its environment declares no success."""
+        if self.success is not None:
+            return self.success
+        return self.reward is not None and not reaches(0.0, self.reward, self.turn_rewards)
 
     @property
     def truncated(self) -> bool:
@@ -687,7 +696,7 @@ class Group:
         """
         return [
             rollout.success if threshold is None and rollout.success is not None
-            else rollout.reward >= (1.0 if threshold is None else threshold)
+            else reaches(rollout.reward, 1.0 if threshold is None else threshold, rollout.turn_rewards)
             for rollout in self.rollouts
             if rollout.reward is not None
         ]  # fmt: skip

@@ -1,8 +1,25 @@
-"""Formulas that shape rewards before they are compared: scales, and prices of length.  Pure Python."""
+"""Formulas of rewards: combining those of turns, scales, and prices of length.  Pure Python."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from math import fsum
+from statistics import fmean
+
+COMBINED: Mapping[str, Callable[[Sequence[float]], float]] = {
+    "mean": fmean,
+    "sum": fsum,
+    "last": lambda values: values[-1],
+    "max": max,
+}
+"""The rules by which a metric of several turns becomes one of the rollout (``Environment.combine``)."""
+EVERY = "*"
+"""Stands for all names of metrics."""
+
+
+def combined(values: Sequence[float], name: str, rules: Mapping[str, str]) -> float:
+    """Combine what the turns of a rollout give for a metric: by its rule, or else as the mean."""
+    return COMBINED[rules.get(name, rules.get(EVERY, "mean"))](values)
 
 
 def scaled(reward: float, source: Sequence[float], target: Sequence[float]) -> float:

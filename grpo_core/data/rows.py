@@ -29,7 +29,8 @@ from grpo_core.contracts.records import Prompt
 from grpo_core.data.loaders import EndsWith, TaskLoader, as_it_is, workers_context
 from grpo_core.data.sources import Source
 from grpo_core.data.states import packed, unpacked
-from grpo_core.plugins.installed import FILE_PREFIX, import_file, module_name
+from grpo_core.plugins.files import FILE_PREFIX, module_name
+from grpo_core.plugins.installed import import_file
 from grpo_core.text.messages import readable as readable_prompt
 
 FORMS = (

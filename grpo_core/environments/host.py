@@ -31,6 +31,7 @@ from grpo_core.contracts.errors import (
 )
 from grpo_core.contracts.protocols import Environment, Tool
 from grpo_core.contracts.records import AgentClient, Episode, Feedback, Prompt, SessionStart
+from grpo_core.contracts.rewards import COMBINED
 from grpo_core.contracts.unicode import lone_surrogate, unreadable, well_formed
 from grpo_core.environments.apart import played_apart
 from grpo_core.environments.calls import Begun, Calls, Steps
@@ -155,6 +156,7 @@ class EnvironmentHost:
         self._tools = self._toolbox(list(getattr(environment, "tools", ())))
         self._needs_group = bool(getattr(environment, "needs_group", False))
         self._success = self._threshold()
+        self._combine = self._rules()
         self._sessions: dict[str, OpenSession] = {}
         self._opening: dict[str, asyncio.Event] = {}
         """Sessions that are being opened; the event is set when they are open or failed."""
@@ -191,6 +193,7 @@ class EnvironmentHost:
             "max_turns": self._max_turns,
             "needs_group": self._needs_group,
             "success": self._success,
+            "combine": self._combine,
             "concurrency": self._concurrency,
             "deadline": self._deadline,
             "slots": ("all" if self._evaluates_async else "tools") if self._concurrency else "none",
@@ -532,6 +535,21 @@ class EnvironmentHost:
         if isinstance(success, bool) or not isinstance(success, (int, float)) or not math.isfinite(success):
             raise PluginError(f"{self._who}: success is {success!r}, expected a finite number or None")
         return float(success)
+
+    def _rules(self) -> dict[str, str]:
+        rules = getattr(self._environment, "combine", Environment.combine)
+        if not isinstance(rules, Mapping) or not all(isinstance(name, str) for name in rules):
+            raise PluginError(
+                f"{self._who}: combine is {rules!r:.200}, expected a rule for each of some metrics, as in "
+                '{"moves": "sum"}'
+            )
+        for name, rule in rules.items():
+            if not isinstance(rule, str) or rule not in COMBINED:
+                raise PluginError(
+                    f"{self._who}: combine has {rule!r:.200} for the metric {name!r}, expected one of "
+                    f"{', '.join(COMBINED)}"
+                )
+        return dict(rules)
 
     def _complete(self, prompt: Any, id: str, where: str) -> Prompt:
         if not isinstance(prompt, Prompt):

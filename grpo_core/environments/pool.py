@@ -13,14 +13,16 @@ from collections import defaultdict
 from collections.abc import Awaitable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from attrs import evolve, field, frozen
 
 from grpo_core.config import EnvironmentConfig
-from grpo_core.contracts.errors import Unavailable
+from grpo_core.contracts.errors import ConfigError, PluginError, Unavailable
 from grpo_core.contracts.playing import EnvironmentClient, Player
 from grpo_core.contracts.records import AgentClient, Episode, Feedback, Prompt, SessionStart
+from grpo_core.contracts.rewards import EVERY
 from grpo_core.environments.batcher import MicroBatcher, one_each
 from grpo_core.environments.host import Slotted, calls_of, in_slots, units
 from grpo_core.environments.outages import Service
@@ -40,6 +42,9 @@ class EnvironmentSpec:
     """File for the environment's output."""
 
 
+ENOUGH = 64
+"""Number of finished episodes after which a metric that none of them had counts as misspelled."""
+NO_PARTS: Mapping[str, str] = MappingProxyType({})
 UNAVAILABLE_FOR = "environment.unavailable_for"
 """Configuration key in messages about unavailable services."""
 
@@ -70,6 +75,8 @@ class EnvironmentPool:
         config: how calls are batched.
         name: name of the task, for messages.
         success: reward of a success, instead of what the environment declares.
+        parts: metrics of which the reward is made, each with the key of the configuration that says so;
+            ``EVERY`` is all of them.
     """
 
     def __init__(
@@ -79,6 +86,7 @@ class EnvironmentPool:
         *,
         name: str = "task",
         success: float | None = None,
+        parts: Mapping[str, str] = NO_PARTS,
     ) -> None:
         self._workers = list(workers)
         self._batchers = [
@@ -91,7 +99,10 @@ class EnvironmentPool:
         """Number of running episodes and open sessions of each worker."""
         self._homes: dict[str, int] = {}
         """The worker of each session."""
-        self._success = success
+        self._success, self._parts = success, parts
+        self._finished = 0
+        """Number of episodes that ended with a reward while a metric of ``combine`` had not been seen."""
+        self._unseen: set[str] = set()
         self._name, self._unavailable_for = f"environment of task {name!r}", config.unavailable_for
         self._services: dict[str, Service] = {}
         self._describe()
@@ -113,8 +124,40 @@ class EnvironmentPool:
         first = self._workers[0]
         self.max_turns, self.needs_group = first.max_turns, first.needs_group
         self.success = first.success if self._success is None else self._success
+        self.combine: Mapping[str, str] = self._rules(first.combine)
+        self._unseen = set(first.combine)
         for batcher in self._batchers:
             batcher.together = self.needs_group
+
+    def _rules(self, declared: Mapping[str, str]) -> dict[str, str]:
+        """Return how metrics are combined.  Raises ConfigError if a part of the reward is not added."""
+        for part, key in self._parts.items():
+            for name, rule in declared.items():
+                if part in (name, EVERY) and rule != "sum":
+                    raise ConfigError(
+                        f"{self._name}: {key} makes the reward of the metric {name!r}, which is added over "
+                        f"the turns, and the environment declares combine = {{{name!r}: {rule!r}}}; declare "
+                        "'sum', or give weights for other metrics"
+                    )
+        return {**declared, **dict.fromkeys(self._parts, "sum")}
+
+    def check_combine(self) -> None:
+        """Raise PluginError if ``combine`` names a metric that no finished episode had."""
+        if self._finished and self._unseen:
+            raise PluginError(
+                f"{self._name}: combine names the metric {min(self._unseen)!r}, which none of "
+                f"{self._finished} finished episodes has; correct the name, or give the metric in each "
+                "episode, as 0.0 where there is nothing to count"
+            )
+
+    def _observe(self, feedback: Feedback | None) -> None:
+        """Look for the metrics that ``combine`` names."""
+        if not self._unseen or feedback is None:
+            return
+        self._unseen -= feedback.metrics.keys() | feedback.left_out.keys()
+        self._finished += feedback.done and feedback.reward is not None
+        if self._finished >= ENOUGH:
+            self.check_combine()
 
     async def prompts(self, split: str) -> list[Prompt]:
         return await self._workers[0].prompts(split)
@@ -168,6 +211,8 @@ class EnvironmentPool:
             asked[_asks(part[0])].append(part)
         found = await gather(self._judged(what, its) for what, its in asked.items())
         feedback = {id(episode): each for pairs in found for episode, each in pairs}
+        for each in feedback.values():
+            self._observe(each)
         return [feedback[id(episode)] for episode in episodes]
 
     async def _judged(self, what: str, parts: Sequence[list[Episode]]) -> list[tuple[Episode, Feedback]]:
@@ -241,6 +286,7 @@ class EnvironmentPool:
             lambda: self._run(session, prompt, client),
             lambda feedback: None if feedback is None else feedback.unavailable,
         )
+        self._observe(feedback)
         return evolve(feedback, unavailable=None) if feedback is not None and final else feedback
 
     async def _run(self, session: str, prompt: Prompt, client: AgentClient) -> Feedback | None:

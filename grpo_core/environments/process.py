@@ -150,6 +150,7 @@ class EnvironmentProcess:
         self.max_turns = Environment.max_turns
         self.needs_group = Environment.needs_group
         self.success = Environment.success
+        self.combine = Environment.combine
         self.runs_agents = False
         """Whether its agents play their rollouts by themselves."""
         self.player: Player | None = None
@@ -508,6 +509,7 @@ class EnvironmentProcess:
         self.max_turns = description["max_turns"]
         self.needs_group = description["needs_group"]
         self.success = description["success"]
+        self.combine = description["combine"]
         self.slots = description["slots"]
         self._deadline = description["deadline"]
         self._grace = GRACE if description["cancellable"] else 0.0

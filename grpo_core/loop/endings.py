@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from attrs import define, field, frozen
 
 from grpo_core.config import GOAL
+from grpo_core.contracts.advantages import reaches
 from grpo_core.contracts.errors import ConfigError, did_you_mean
 from grpo_core.loop.metrics import AT_TIMES, COMPARED, lacks_scores
 
@@ -45,7 +46,7 @@ class Goal:
         return cls(match[1], 1.0 if match[2] == ">=" else -1.0, float(match[3]))
 
     def reached(self, values: Mapping[str, float]) -> bool:
-        return self.metric in values and self.sign * values[self.metric] >= self.sign * self.bound
+        return self.metric in values and reaches(self.sign * values[self.metric], self.sign * self.bound)
 
     def check(self, values: Mapping[str, float]) -> None:
         """Raise ConfigError if the values of a step or a validation show that nothing measures the metric."""

@@ -85,10 +85,15 @@ def accuracy_finished(rollouts: Iterable[Rollout]) -> dict[str, float]:
     return {"accuracy_finished": fmean(finished)} if finished else {}
 
 
+_CODED = str.maketrans({"%": "%25", "/": "%2F"})
+
+
 def feedback_means(
     rollouts: Sequence[Rollout], of: Callable[[list[float]], float] = fmean, before: str = ""
 ) -> dict[str, float]:
     """Return the means of the environment's ``Feedback.metrics``, by ``feedback_PART``.
+
+    A slash in a part is written as ``%2F``, and a percent sign as ``%25``, so that no two parts share a name.
 
     Args:
         rollouts: whose environment reports it.
@@ -98,7 +103,7 @@ def feedback_means(
     parts: dict[str, list[float]] = defaultdict(list)
     for rollout in rollouts:
         for part, value in rollout.metrics.items():
-            parts[f"feedback_{part.replace('/', '_')}"].append(float(value))
+            parts[f"feedback_{part.translate(_CODED)}"].append(float(value))
     return {f"{before}{name}": of(values) for name, values in sorted(parts.items())}
 
 

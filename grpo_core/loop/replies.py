@@ -95,7 +95,7 @@ class Seen:
         """Summarize the groups of a task in one step."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         judged = sum(rollout.success is not None for rollout in rollouts)
-        right = [each for each in rollouts if (each.success if judged else (each.reward or 0.0) > 0.0)]
+        right = [each for each in rollouts if each.right]
         unpaid = (each for each in rollouts if each.reward == 0.0 and not each.truncated)
         return cls(
             rewards=[rollout.reward for rollout in rollouts if rollout.reward is not None],

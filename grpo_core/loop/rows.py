@@ -100,7 +100,7 @@ def _rows(rollout: Rollout, advantage: float, group: int, number: int) -> Iterat
             advantage=its if isinstance(its, float) else float(its.mean()),
             group=group,
             rollout=number,
-            correct=(rollout.reward or 0.0) > 0 if rollout.success is None else rollout.success,
+            correct=rollout.right,
             token_advantages=None if isinstance(its, float) else its.astype(np.float32),
         )
 

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from math import fsum
 from typing import Any, Literal
 
 from attrs import define, evolve, field, frozen
 from attrs.validators import ge, gt, le
 
+from grpo_core.contracts.advantages import reaches
 from grpo_core.contracts.errors import Fault, PluginError
 from grpo_core.contracts.limits import Limits
 from grpo_core.contracts.playing import EnvironmentClient, Play, derive_seed
@@ -36,6 +38,7 @@ from grpo_core.contracts.records import (
     Segment,
     SessionStart,
 )
+from grpo_core.contracts.rewards import combined
 from grpo_core.contracts.tokens import Ids, Tokens, as_ids, concatenated
 from grpo_core.text.tool_calls import numbered
 
@@ -110,7 +113,8 @@ class RolloutState:
     messages: tuple[Message, ...] = field(init=False)
     context: int = 0
     reward: float | None = None
-    metrics: dict[str, float] = field(factory=dict)
+    metrics: dict[str, list[float]] = field(factory=dict)
+    """What the turns gave, by name."""
     left_out: dict[str, str] = field(factory=dict)
     answer: str | None = None
     turns: int = 0
@@ -310,16 +314,15 @@ class RolloutState:
             self.give_up(error, lost=feedback.lost, fault=fault)
             return False
         self.awaiting_reward = False
-        self.reward = (self.reward or 0.0) + (feedback.reward or 0.0)
         self.turn_rewards[-1] = feedback.reward or 0.0
+        self.reward = fsum(self.turn_rewards)
         self.turn_states[-1] = feedback.state
-        for name in feedback.left_out:
-            self.metrics.pop(name, None)
-        for name in feedback.metrics:
-            self.left_out.pop(name, None)
-        self.metrics |= feedback.metrics
+        for name, value in feedback.metrics.items():
+            self.metrics.setdefault(name, []).append(value)
+            if self.environment.combine.get(name) == "last":
+                self.left_out.pop(name, None)
         self.left_out |= feedback.left_out
-        self.answer = feedback.answer
+        self.answer = self.answer if feedback.answer is None else feedback.answer
         self.train = self.train and feedback.train
         if not feedback.done and self.finish_reason == "stop":
             self.finish_reason = self._limit() or "stop"
@@ -335,7 +338,9 @@ class RolloutState:
     def success(self) -> bool | None:
         """Whether its reward is a success; None if that is not known."""
         threshold = self.environment.success
-        return None if threshold is None or self.reward is None else self.reward >= threshold
+        if threshold is None or self.reward is None:
+            return None
+        return reaches(self.reward, threshold, self.turn_rewards)
 
     @property
     def _cut_off(self) -> bool:
@@ -354,7 +359,11 @@ class RolloutState:
             messages=self.messages,
             reward=self.reward,
             success=self.success,
-            metrics=self.metrics,
+            metrics={
+                name: combined(values, name, self.environment.combine)
+                for name, values in self.metrics.items()
+                if name not in self.left_out  # without one turn's value, a part would pass for the whole
+            },
             left_out=self.left_out,
             turn_rewards=self.turn_rewards,
             turn_tokens=self.turn_tokens,

@@ -15,6 +15,7 @@ ENVIRONMENTS = (
 OFFERED: Mapping[str, Mapping[Kind, tuple[str, ...]]] = {
     "'grpo-core[ray]'": {"data_plane": ("ray",), "placement": ("ray",)},
     "'grpo-core[vllm]'": {"engine": ("vllm",)},
+    "grpo-plugin-vllm": {"engine": ("vllm:http",)},
     "grpo-plugin-agents": {"environment": ("agent",), "player": ("agents",)},
     "grpo-plugin-algorithms": {
         "advantage": ("gdpo", "gigpo", "max_rl", "pass_at_k", "reinforce_plus_plus", "turns"),

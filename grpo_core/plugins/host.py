@@ -44,13 +44,13 @@ from grpo_core.contracts.errors import (
 from grpo_core.contracts.hookspecs import Offer
 from grpo_core.models.files import taken_elsewhere
 from grpo_core.plugins.commands import Commands, allowed_names, names_of_command_plugins
+from grpo_core.plugins.files import module_name
 from grpo_core.plugins.hints import KEYS, install_command
 from grpo_core.plugins.installed import (
     import_file,
     import_plugin,
     in_file,
     installed,
-    module_name,
 )
 from grpo_core.plugins.offers import (
     FUNCTIONS,

@@ -18,10 +18,9 @@ from attrs import frozen
 from grpo_core._version import __version__
 from grpo_core.contracts import hookspecs
 from grpo_core.contracts.errors import PluginError
+from grpo_core.plugins.files import module_name
 from grpo_core.plugins.offers import Plugin
 
-FILE_PREFIX = "grpo_file_"
-"""Prefix of the name of a module that is imported from a single file."""
 importing_file: ContextVar[Path | None] = ContextVar("the file that is being imported", default=None)
 
 
@@ -125,7 +124,3 @@ def import_file(path: Path) -> Any:
     finally:
         importing_file.reset(importing)
     return module
-
-
-def module_name(path: Path) -> str:
-    return FILE_PREFIX + re.sub(r"\W", "_", str(path.with_suffix("")))

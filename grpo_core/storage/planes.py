@@ -26,7 +26,7 @@ from attrs import evolve
 from grpo_core.contracts.errors import PluginError
 from grpo_core.contracts.records import Group, Segment
 from grpo_core.contracts.tokens import Ids, PlacedIds, PlacedTokens, TokenReader, contents_of, digest_of
-from grpo_core.plugins.installed import FILE_PREFIX
+from grpo_core.plugins.files import FILE_PREFIX
 
 
 def check_reader(plane: Any, name: str) -> None:

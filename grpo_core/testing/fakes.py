@@ -211,10 +211,12 @@ class FakeEnvironment:
         seconds: float = 0.1,
         needs_group: bool = False,
         success: float | None = 1.0,
+        combine: Mapping[str, str] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self.feedback, self.max_turns, self.seconds = feedback, max_turns, seconds
         self.needs_group, self.success = needs_group, success
+        self.combine: Mapping[str, str] = combine or {}
         self.player: Player | None = None
         self.tools = tuple(tools)
         self.calls: list[int] = []

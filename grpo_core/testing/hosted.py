@@ -53,6 +53,7 @@ class HostedEnvironment:
         self.max_turns: int = self._description["max_turns"]
         self.needs_group: bool = self._description["needs_group"]
         self.success: float | None = self._description["success"]
+        self.combine: Mapping[str, str] = self._description["combine"]
         self.slots: Slotted = self._description["slots"]
         self.runs_agents: bool = self._description["runs_agents"]
         self.player: Player | None = None

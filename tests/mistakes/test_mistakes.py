@@ -1,8 +1,8 @@
 """Seventy-eight mistakes of a first day, and what a newcomer reads after each.
 
 A mistake is answered well if the last lines say what happened, with which value, and what to do, without a
-traceback of ours above them, and if the exit status is 0 only where the run did what was meant.  An entry is a
-line of the table; ``says`` are texts that must stand on the screen, in any order.
+traceback of ours above them, and if the exit status is 0 only where the run did what was meant.  An entry is
+a line of the table; ``says`` are texts that must stand on the screen, in any order.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ import math
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -198,6 +199,7 @@ class Judge:
 
     needs_group = False
     max_turns = 1
+    combine: Mapping[str, str] = MappingProxyType({})
     slots = "none"
 
     def __init__(

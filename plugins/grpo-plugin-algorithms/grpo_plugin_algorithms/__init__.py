@@ -24,7 +24,7 @@ def grpo_advantages() -> dict[str, grpo.Offer]:
     by_turn = f"{home}:check_by_turn"
     return {
         "reinforce_plus_plus": grpo.Offer(f"{home}:reinforce_plus_plus", check=f"{home}:check_numbers"),
-        "gdpo": grpo.Offer(f"{home}:gdpo", check=f"{home}:check_scaled_parts"),
+        "gdpo": grpo.Offer(f"{home}:gdpo", check=f"{home}:check_scaled_parts", parts=f"{home}:parts_of_gdpo"),
         "max_rl": grpo.Offer(f"{home}:max_rl"),
         "pass_at_k": grpo.Offer(f"{home}:pass_at_k", check=f"{home}:check_pass_at_k"),
         "turns": grpo.Offer(f"{home}:turns", check=by_turn),

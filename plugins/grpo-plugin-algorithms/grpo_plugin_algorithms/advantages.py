@@ -106,8 +106,8 @@ def gdpo(
 ) -> Scores:
     """Normalise each part of the reward by itself, then their sum (GDPO); see ``formulas.gdpo``.
 
-    The parts are the environment's ``Feedback.metrics``.  A rollout with a part that is not finite is not
-    trained.
+    The parts are the environment's ``Feedback.metrics``, added over the turns of a rollout.  A rollout with a
+    part that is not finite is not trained.
 
     Args:
         groups: the groups of a step.
@@ -131,6 +131,11 @@ def gdpo(
         epsilon=epsilon,
         batch_epsilon=batch_epsilon,
     )
+
+
+def parts_of_gdpo(*, weights: Mapping[str, float] | None = None, **options: Any) -> Sequence[str]:
+    """Return the metrics that ``gdpo`` reads: all of them without weights."""
+    return list(weights or ["*"])
 
 
 def _parts(rollout: Rollout, its: Group, weights: Mapping[str, float] | None) -> Mapping[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import fmean
 from typing import Any
 
-from grpo_core import Group
+from grpo_core import Group, advantages
 
 
 def check_pass_rate(*, group_size: int, low: float = 0.0, high: float = 1.0, **options: Any) -> None:
@@ -29,9 +29,9 @@ def pass_rate(
     if not done:
         return "none of its rollouts has a reward"
     rate = fmean(done)
-    if rate < low:
+    if not advantages.reaches(rate, low):
         return f"its pass rate {rate:.3g} is below {low:g}"
-    return f"its pass rate {rate:.3g} is above {high:g}" if rate > high else None
+    return None if advantages.reaches(high, rate) else f"its pass rate {rate:.3g} is above {high:g}"
 
 
 def check_mean_length(*, group_size: int, shortest: float = 0.0, longest: float = 0.0) -> None:

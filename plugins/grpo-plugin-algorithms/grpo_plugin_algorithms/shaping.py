@@ -5,7 +5,7 @@ Metrics, filters, samplers and the recorded rollouts keep the original rewards.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import isfinite
 from typing import Any
 
@@ -36,8 +36,8 @@ class ShapingConfig:
     """
 
     weights: dict[str, float] = field(factory=dict, validator=_finite)
-    """The reward is the sum of these parts (`Feedback.metrics`), each times its weight; without parts, the
-    environment's reward."""
+    """The reward is the sum of these parts (`Feedback.metrics`, added over the turns), each times its weight;
+    without parts, the environment's reward."""
     source: tuple[float, float] = field(default=(0.0, 0.0), validator=_range)
     """Rewards are clipped to this range, [lowest, highest], and mapped to `target`; [0, 0] is off."""
     target: tuple[float, float] = field(default=(0.0, 0.0), validator=_range)
@@ -79,6 +79,11 @@ class Shaping:
     keys: ShapingConfig
     max_tokens: int = 0
     """Limit of sampled tokens of a turn, from which the overlong limit follows if it is not set."""
+
+    @property
+    def parts(self) -> Collection[str]:
+        """The metrics of which the reward is made."""
+        return self.keys.weights.keys()
 
     def __call__(self, groups: Sequence[Group]) -> list[Group]:
         """Return the groups with shaped rewards.  Raises PluginError if a rollout lacks a part."""

@@ -55,9 +55,9 @@ class PassAtK(ScoringStrategy):
 class Majority(ScoringStrategy):
     """Measures ``maj@n``: how often the most frequent answer of ``n`` rollouts is right (Wang et al. 2022).
 
-    The environment reports the answers (``Feedback.answer``); replies without an answer abstain.  If no reply
-    to a prompt has an answer, whole replies are compared, ignoring case and white space.  Tied answers count
-    with the mean of their scores.
+    The environment reports the answers (``Feedback.answer``); replies without an answer abstain, and
+    ``answered`` is the share of the others.  A prompt whose replies all abstain counts as wrong, and a task
+    without any answer is refused.  Tied answers count with the mean of their scores.
     """
 
     needs_success = True
@@ -75,26 +75,31 @@ class Majority(ScoringStrategy):
 
     def scores(self, rollouts: Sequence[Rollout]) -> Mapping[str, float]:
         votes = [(str(r.answer), _correct(r)) for r in rollouts if r.answer is not None]
-        votes = votes or [(_normalised(r), _correct(r)) for r in rollouts]
-        return {f"maj@{self.n}": majority_score(votes), **super().scores(rollouts)}
+        return {
+            f"maj@{self.n}": majority_score(votes) if votes else 0.0,
+            **super().scores(rollouts),
+        }
+
+    def _summary(self, task: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        summary = super()._summary(task, rollouts)
+        scored = [rollout for rollout in rollouts if rollout.reward is not None]
+        answered = sum(rollout.answer is not None for rollout in scored)
+        if scored and not answered:
+            raise ConfigError(
+                f"task {task!r}: majority compares the answers of replies, and its environment names none of "
+                f"{len(scored)}; return grpo_core.Feedback(reward=..., answer=...) from its evaluate"
+            )
+        return summary | ({"answered": answered / len(scored)} if scored else {})
 
     def supposed(
         self, rollouts: Sequence[Rollout], scored: Sequence[Rollout], *, success: bool
     ) -> Sequence[Rollout]:
         """Assign the most frequent answer of failures, or of successes, to each unscored rollout."""
-        named = any(each.answer is not None for each in scored)
-        answers = [
-            str(each.answer) if named else _normalised(each)
-            for each in rollouts
-            if each.success is success and (each.answer is not None or not named)
-        ]
+        answers = [str(r.answer) for r in rollouts if r.success is success and r.answer is not None]
         answer = Counter(answers).most_common(1)[0][0] if answers else "an answer that nobody else gives"
-        vote: dict[str, Any] = (
-            {"answer": answer} if named else {"messages": ({"role": "assistant", "content": answer},)}
-        )
         supposed = super().supposed(rollouts, scored, success=success)
         return [
-            each if own.reward is not None else evolve(each, **vote)
+            each if own.reward is not None else evolve(each, answer=answer)
             for own, each in zip(rollouts, supposed, strict=True)
         ]
 
@@ -130,12 +135,6 @@ def majority_score(votes: Sequence[tuple[Hashable, float]]) -> float:
 
 def _correct(rollout: Rollout) -> float:
     return float(bool(rollout.success))
-
-
-def _normalised(rollout: Rollout) -> str:
-    """Return the last reply without case and extra white space."""
-    answers = [m for m in rollout.messages if m.get("role") == "assistant"]
-    return " ".join(str(answers[-1].get("content") or "").split()).casefold() if answers else ""
 
 
 def _expect_variety(strategy: ScoringStrategy) -> None:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from math import fsum
 from typing import Any
 
 from attrs import define, evolve, field, frozen
@@ -26,6 +27,8 @@ from grpo_core import (
     PluginError,
     Prompt,
     Rollout,
+    advantages,
+    rewards,
 )
 from grpo_core.kit import EnvironmentClient, Tasks
 
@@ -65,7 +68,7 @@ class Judged:
         old, new = self.stored.reward, self.reward
         if old is None or new is None:
             return old is not new
-        return abs(new - old) > 1e-9 * max(1.0, abs(old))
+        return not advantages.equal([old, new])
 
     @property
     def changed(self) -> bool:
@@ -89,7 +92,10 @@ class _Replay:
     turn_rewards: list[float] = field(init=False)
     """Rewards of the turns; the environment may end the rollout before the last one."""
     turn_states: list[str] = field(init=False)
-    metrics: dict[str, float] = field(factory=dict)
+    metrics: dict[str, list[float]] = field(factory=dict)
+    """What the turns gave, by name."""
+    left_out: Collection[str] = ()
+    """Metrics that are not finite numbers in a turn."""
     answer: str | None = None
     train: bool = True
     error: str | None = None
@@ -130,10 +136,10 @@ class _Replay:
             self.fail(feedback.error or "the environment returned no feedback")
             return
         self.turn_rewards[self.turn], self.turn_states[self.turn] = feedback.reward or 0.0, feedback.state
-        for name in feedback.left_out:
-            self.metrics.pop(name, None)
-        self.metrics |= feedback.metrics
-        self.answer = feedback.answer
+        for name, value in feedback.metrics.items():
+            self.metrics.setdefault(name, []).append(value)
+        self.left_out = {*self.left_out, *feedback.left_out}
+        self.answer = self.answer if feedback.answer is None else feedback.answer
         self.train = self.train and feedback.train
         last = self.turn == len(self.ends) - 1
         if not last:
@@ -147,15 +153,22 @@ class _Replay:
     def fail(self, error: str) -> None:
         self.done, self.error = True, error
 
-    def judged(self, threshold: float | None) -> Judged:
-        reward = None if self.error is not None else sum(self.turn_rewards)
+    def judged(self, environment: EnvironmentClient) -> Judged:
+        threshold = environment.success
+        reward = None if self.error is not None else fsum(self.turn_rewards)
         return Judged(
             prompt=self.prompt,
             group=self.group,
             stored=self.stored,
             reward=reward,
-            success=None if threshold is None or reward is None else reward >= threshold,
-            metrics=self.metrics,
+            success=None
+            if threshold is None or reward is None
+            else advantages.reaches(reward, threshold, self.turn_rewards),
+            metrics={
+                name: rewards.combined(values, name, environment.combine)
+                for name, values in self.metrics.items()
+                if name not in self.left_out
+            },
             turn_rewards=tuple(self.turn_rewards),
             turn_states=tuple(self.turn_states) if any(self.turn_states) else (),
             answer=self.answer,
@@ -188,7 +201,7 @@ async def judge(
             ]
             await _replay(replays, environments[task])
             for replay in replays:
-                found.setdefault(replay.group, []).append(replay.judged(environments[task].success))
+                found.setdefault(replay.group, []).append(replay.judged(environments[task]))
     return [each for index, _ in groups for each in found.get(index, ())]
 
 

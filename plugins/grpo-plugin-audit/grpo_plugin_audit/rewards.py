@@ -9,6 +9,7 @@ from statistics import fmean
 
 from attrs import frozen
 
+from grpo_core import advantages
 from grpo_plugin_audit.records import (
     TOLERANCE,
     Finding,
@@ -50,7 +51,7 @@ class Scale:
     def wins(self, trial: Trial) -> bool:
         """Whether a reply gets full marks; False if full marks are not known."""
         full = self.best(trial) if self.success is None else self.success
-        return full is not None and trial.reward is not None and trial.reward >= full - TOLERANCE
+        return full is not None and trial.reward is not None and advantages.reaches(trial.reward, full)
 
     def share(self, trial: Trial) -> float:
         """Return the reward on a scale from 0 (nonsense) to 1 (the prompt's solution)."""
@@ -100,7 +101,9 @@ def oracle(trials: Sequence[Trial], success: float | None) -> Finding:
         )
     best = max((trial.reward for trial in ended if trial.reward is not None), default=None)
     full = best if success is None else success
-    right = [t for t in ended if full is not None and t.reward is not None and t.reward >= full - TOLERANCE]
+    right = [
+        t for t in ended if full is not None and t.reward is not None and advantages.reaches(t.reward, full)
+    ]
     rate = Rate(len(right), len(ended))
     wrong = next((trial for trial in ended if trial not in right), None)
     what = f"at least {full:g}, which it declares as success" if success is not None else f"the most, {full}"
@@ -257,7 +260,7 @@ def _part_of(share: float, scale: Scale) -> str:
     """Describe a mean reward as a share of a solution's reward, or of the declared success."""
     if any(one.reward is not None for one in scale.solutions.values()):
         return f", {share:.0%} of a solution's reward on average"
-    if scale.success is None or scale.floor >= scale.success - TOLERANCE:
+    if scale.success is None or advantages.reaches(scale.floor, scale.success):
         return ""  # nonsense is a success already, so there is no scale
     return f", {share:.0%} of what a success gets on average"
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from grpo_core import session
+from grpo_core import advantages, session
 from grpo_plugin_audit.records import TOLERANCE, Finding, Rate, Severity, spread
 from grpo_plugin_audit.rewards import not_applicable
 
@@ -32,8 +32,8 @@ def training_signal(
     rewards = [reward for group in scored for reward in group]
     rate = Rate(sum(spread(group) > TOLERANCE for group in scored), len(scored))
     top = max(rewards) if success is None else success
-    hopeless = sum(max(group) < top - TOLERANCE for group in scored)
-    solved = sum(min(group) >= top - TOLERANCE for group in scored)
+    hopeless = sum(not advantages.reaches(max(group), top) for group in scored)
+    solved = sum(advantages.reaches(min(group), top) for group in scored)
     severity: Severity = "passed" if rate.share >= FEW else "noted"
     if not rate.successes:
         severity = "warned"

@@ -249,7 +249,7 @@ class Harbor(grpo.Environment):
         rewards = rewards_of(ran)
         if isinstance(rewards, str):
             return f"with its own solution {rewards}"
-        if _mean(rewards) < 1:
+        if not grpo.advantages.reaches(_mean(rewards), 1.0):
             end = (solved.output + ran.output).strip()[-200:]
             return f"its own solution earns {_mean(rewards):g}, expected 1: {end}"
         return ""

@@ -159,9 +159,10 @@ class Curriculum(Observing):
 
     def weights(self, tasks: Sequence[str], request: grpo.SampleRequest) -> list[float]:
         rates = [self.rate(task) for task in tasks]
-        due = [rate is None or self.low <= rate <= self.high for rate in rates]
+        reaches = grpo.advantages.reaches
+        due = [rate is None or (reaches(rate, self.low) and reaches(self.high, rate)) for rate in rates]
         if not any(due):
-            due = [rate is not None and rate < self.low for rate in rates]
+            due = [rate is not None and not reaches(rate, self.low) for rate in rates]
         return [
             weight * (1.0 if now else self.rest)
             for weight, now in zip(super().weights(tasks, request), due, strict=True)

@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from attrs import define, evolve, field, frozen
 
-from grpo_core import Episode, Feedback, GrpoError, PluginError, Prompt, Rollout, errors
+from grpo_core import Episode, Feedback, GrpoError, PluginError, Prompt, Rollout, advantages, errors
 from grpo_core.kit import MIXED_UP_ADVICE, EnvironmentConfig, EnvironmentWorker, Incident, assistant_message
 from grpo_plugin_devkit.agents import play_agent, play_side_by_side
 
@@ -247,7 +247,7 @@ class Conformance:
             _expect_numbers(prompt, reply, group[0])
             reward, said = group[0].reward, f"{_case(prompt, reply)}, its own solution: {_given(group[0])}"
             _expect(
-                reward is not None and (success is None or reward >= success),
+                reward is not None and (success is None or advantages.reaches(reward, success)),
                 f"{said}, expected at least {success}, which the environment declares as success. {advice}, "
                 "or success",
             )

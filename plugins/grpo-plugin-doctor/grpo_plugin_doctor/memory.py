@@ -416,7 +416,10 @@ def footprint(
 
     Raises ModelError if the configuration makes no model.
     """
-    import transformers.tokenization_utils_tokenizers  # noqa: F401 - imported by the main process
+    import transformers
+
+    with contextlib.suppress(ImportError):  # transformers 4 has other modules
+        import transformers.tokenization_utils_tokenizers  # noqa: F401
 
     main = machine.resident()
     import torchdata.stateful_dataloader  # noqa: F401 - imported if prompts are read ahead, and by an engine

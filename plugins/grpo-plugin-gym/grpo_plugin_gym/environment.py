@@ -78,6 +78,7 @@ class Gym(grpo.Environment):
         self._instruction = "\n".join(filter(None, [instruction, self._actions.instruction()]))
         self._prompts, self._seed, self._wrong = prompts, seed, wrong_action
         self.max_turns, self.success = max_turns, success
+        self.combine = {"wrong_action": "mean"}
         self._starts: dict[int, str] = {}
 
     def prompts(self, split: str) -> Sequence[grpo.Prompt]:

@@ -102,7 +102,7 @@ class Asker:
         question: dict[str, Any] = {"messages": list(messages), "model": judge.model, **judge.parameters}
         if vote:  # otherwise a server may return the same answer
             question.setdefault("seed", vote)
-        key = key_of(url=judge.url, vote=vote, **question)
+        key = key_of(url=judge.url, vote=vote, whole=True, **question)
         text = self._cache.get(key)
         if text is not None and (known := await self._read(text, read)) is not None:
             return known, True
@@ -127,22 +127,40 @@ class Asker:
             answer = await self._client.post("/chat/completions", question)
             if answer.status != 200:
                 raise answer.refused()
-            found = answer.json(dict)
             try:
-                text = found["choices"][0]["message"]["content"]
-                if not isinstance(text, str):
-                    raise TypeError("the content is no text")
-            except (LookupError, TypeError) as error:
+                return whole(answer.json(dict)["choices"][0])
+            except (LookupError, TypeError, AttributeError) as error:
                 wrong = f"{type(error).__name__}: {error}"
                 raise ServiceError(
                     f"{answer.what}: expected a chat completion, got {said(answer.text)} ({wrong})"
                 ) from None
-            return text
+            except ValueError as error:
+                raise ServiceError(f"{answer.what}: {error}") from None
 
         try:
             return await retried(attempt, self._retries, grpo.Unavailable)
         except (grpo.Unavailable, ServiceError) as error:
             raise NoScore(f"{self.judge.model} did not answer: {error}") from error
+
+
+WHOLE = ("stop", "eos", "eos_token", "end_turn", "stop_sequence", "complete", "")
+"""Reasons for which an answer has ended by itself; servers that name none are believed."""
+
+
+def whole(choice: Mapping[str, Any]) -> str:
+    """Return the text of an answer that has ended by itself.
+
+    Raises ValueError for one that a limit or a filter cut off: what is left has no verdict.
+    """
+    text, reason = choice["message"]["content"], choice.get("finish_reason")
+    if str(reason or "").lower() not in WHOLE:
+        more = "; parameters.max_tokens is its limit" if reason == "length" else ""
+        raise ValueError(f"its answer is not whole, finish_reason is {said(repr(reason))}{more}")
+    if refusal := choice["message"].get("refusal"):
+        raise ValueError(f"it refuses: {said(repr(refusal))}")
+    if not isinstance(text, str):
+        raise ValueError(f"expected a text, got {said(repr(text))}")
+    return text
 
 
 def away_by(error: BaseException) -> grpo.Unavailable | None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -31,6 +32,7 @@ from grpo_core import (
     GrpoError,
     PluginError,
     Prompt,
+    advantages,
     did_you_mean,
     errors,
 )
@@ -95,6 +97,8 @@ class Compose:
         self.tools: Sequence[Any] = getattr(first.environment, "tools", [])
         self.needs_group = any(getattr(each, "needs_group", False) for each in environments)
         self.success = None
+        own = getattr(first.environment, "combine", {})  # the others evaluate once, at the end
+        self.combine = {first.name: "sum", **{f"{first.name}_{name}": rule for name, rule in own.items()}}
         self.concurrency = self._most_at_once()
         self._gates: dict[str, asyncio.Semaphore] = {}
         """Semaphores for the limits of parts."""
@@ -244,19 +248,27 @@ class Compose:
             left_out={
                 f"{part}_{name}": text for part, each in found.items() for name, text in each.left_out.items()
             },
+            answer=next((each.answer for each in found.values() if each.answer is not None), None),
             train=all(feedback.train for feedback in found.values()),
         )
 
     def _metrics(self, found: Mapping[str, Feedback]) -> dict[str, float]:
-        metrics: dict[str, float] = {}
+        """Return the metrics of all parts.  Raises PluginError if two have the same name."""
+        metrics: list[tuple[str, float]] = []
         for part in self._parts:
             if part.requires:
-                metrics[f"{part.name}_asked"] = float(part.name in found)
+                metrics.append((f"{part.name}_asked", float(part.name in found)))
             if (feedback := found.get(part.name)) is not None:
                 if feedback.reward is not None:
-                    metrics[part.name] = feedback.reward
-                metrics |= {f"{part.name}_{name}": value for name, value in feedback.metrics.items()}
-        return metrics
+                    metrics.append((part.name, feedback.reward))
+                metrics += [(f"{part.name}_{name}", value) for name, value in feedback.metrics.items()]
+        counted = Counter(name for name, _ in metrics)
+        if repeated := [name for name, count in counted.items() if count > 1]:
+            raise PluginError(
+                f"compose: two metrics have the name {repeated[0]!r}, which begins with the name of a part; "
+                "rename a part in options.parts"
+            )
+        return dict(metrics)
 
 
 def _who(part: Part) -> str:
@@ -266,7 +278,10 @@ def _who(part: Part) -> str:
 def _counts(part: Part, found: Mapping[str, Feedback]) -> bool:
     """Whether a part is evaluated: all required rewards exist and are high enough."""
     rewards = {name: found[name].reward if name in found else None for name in part.requires}
-    return all(reward is not None and reward >= part.requires[name] for name, reward in rewards.items())
+    return all(
+        reward is not None and advantages.reaches(reward, part.requires[name])
+        for name, reward in rewards.items()
+    )
 
 
 def _stages(first: Part, others: Sequence[Part]) -> list[list[Part]]:

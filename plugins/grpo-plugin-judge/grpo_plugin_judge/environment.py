@@ -152,7 +152,7 @@ class Judge(grpo.Environment):
             found |= {f"score_{name}": mean for name, mean in means.items()}
         if pairs := list(itertools.combinations(means.values(), 2)):
             found["spread"] = max(means.values()) - min(means.values())
-            found["agreement"] = fmean(float(abs(a - b) <= AGREES) for a, b in pairs)
+            found["agreement"] = fmean(float(grpo.advantages.reaches(AGREES, abs(a - b))) for a, b in pairs)
         if several := [votes for votes in scores if len(votes) > 1]:
             found["noise"] = fmean(pstdev(votes) for votes in several)
         return found

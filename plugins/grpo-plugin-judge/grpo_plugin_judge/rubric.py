@@ -100,8 +100,10 @@ class Rubric:
     def score(self, text: str) -> float | None:
         """Return the score from 0 to 1, or None if there is no score on the scale.
 
-        The search releases the GIL.  Raises TimeoutError.
+        A score in a thought is not one: the judge may still change its mind.  The search releases the GIL.
+        Raises TimeoutError.
         """
+        text = grpo.split_thought(text)[1]
         try:
             found = self._pattern.findall(text, timeout=PATTERN_SECONDS, concurrent=True)
         except TimeoutError:

@@ -12,13 +12,16 @@ import time
 
 import pytest
 from aiohttp import web
+from openai.types.chat import ChatCompletionMessage as Message
+from openai.types.chat.chat_completion import Choice
 
 import grpo_core as grpo
 from grpo_core.kit import EnvironmentProcess
 from grpo_core.testing import make_offer, run
-from grpo_plugin_judge.asking import Asker, JudgeModel, Pace
+from grpo_plugin_judge.asking import Asker, JudgeModel, Pace, whole
 from grpo_plugin_judge.cache import Cache
 from grpo_plugin_judge.environment import Judge
+from grpo_plugin_judge.rubric import PATTERN, TEMPLATE, Rubric
 
 
 def answering(body, **headers):
@@ -520,3 +523,39 @@ def test_a_judge_can_be_a_gated_part_of_compose(tmp_path):
     assert (right.reward, wrong.reward) == (1.45, 0.0)
     assert len(judges.requests) == 1, "only what is right is worth a judge's time"
     assert json.loads(json.dumps(dict(right.metrics)))["kind_cached"] == 0.0
+
+
+PARTS = {
+    "cut off in a thought": ("<think>A careless judge would write Score: 2. But the letter", "length", None),
+    "cut off in its score": ("Excellent in each respect.\nScore: 1", "length", None),
+    "cut off by other words": ("Excellent.\nScore: 1", "max_tokens", None),
+    "stopped by a filter": ("Score: 9", "content_filter", None),
+    "a call of a tool": ("Score: 9", "tool_calls", None),
+    "only a thought has a score": (
+        "<think>Perhaps Score: 3?</think>I cannot judge this reply.",
+        "stop",
+        None,
+    ),
+    "an open thought": ("<think>Perhaps Score: 3?", "stop", None),
+    "a thought and a score": ("<think>Perhaps Score: 3?</think>Polite.\nScore: 9", "stop", 0.9),
+    "a quote and a score": ("Others would say Score: 3.\nScore: 9", "stop", 0.9),
+    "a server without reasons": ("Score: 9", None, 0.9),
+}
+
+
+@pytest.mark.parametrize("label", PARTS)
+def test_a_part_of_an_answer_has_no_verdict(label):
+    text, reason, expected = PARTS[label]
+    said = {"index": 0, "finish_reason": reason, "message": {"role": "assistant", "content": text}}
+    rubric = Rubric("polite", TEMPLATE, PATTERN, (0.0, 10.0))
+    try:
+        found = rubric.score(whole(Choice.model_construct(**{**said, "message": Message(**said["message"])})))
+    except ValueError:
+        found = None
+    assert found == expected
+
+
+def test_a_refusal_has_no_verdict():
+    message = Message(role="assistant", content="Score: 0", refusal="I cannot judge that")
+    with pytest.raises(ValueError, match="refuses"):
+        whole(Choice(index=0, finish_reason="stop", message=message))

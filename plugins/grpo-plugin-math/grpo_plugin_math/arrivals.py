@@ -46,8 +46,8 @@ class Arrivals(grpo.Environment):
 
     def _environment(self, sequence: str, arrived: int, reply: str) -> grpo.Feedback:
         if reply.strip() != "".join(sorted(sequence[:arrived])):
-            return grpo.Feedback(reward=0.0)
+            return grpo.Feedback(reward=0.0, answer=reply.strip())
         share = 1 / len(sequence)
         if arrived == len(sequence):
-            return grpo.Feedback(reward=share)
+            return grpo.Feedback(reward=share, answer=reply.strip())
         return grpo.Feedback(reward=share, done=False, messages=f"{sequence[arrived]}:")

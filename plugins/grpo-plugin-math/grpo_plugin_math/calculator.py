@@ -49,6 +49,7 @@ class Calculator(grpo.Environment):
         return [
             grpo.Feedback(
                 reward=float(episode.reply.strip() == episode.prompt.answer),
+                answer=episode.reply.strip(),
                 metrics={"calculated": float(any(m["role"] == "tool" for m in episode.messages))},
             )
             for episode in episodes

@@ -55,8 +55,9 @@ class Exercises(grpo.Environment):
     def prompts(self, split: str) -> Sequence[grpo.Prompt]:
         return _Prompts(self._exercise, self._numbers[split])
 
-    def evaluate(self, episodes: Sequence[grpo.Episode]) -> list[float]:
-        return [float(episode.reply.strip() == episode.prompt.answer) for episode in episodes]
+    def evaluate(self, episodes: Sequence[grpo.Episode]) -> list[grpo.Feedback]:
+        given = [(episode.reply.strip(), episode.prompt.answer) for episode in episodes]
+        return [grpo.Feedback(reward=float(reply == right), answer=reply) for reply, right in given]
 
 
 class _Prompts(Sequence[grpo.Prompt]):

@@ -60,4 +60,6 @@ class GSM8K(grpo.Environment):
 def _environment(episode: grpo.Episode) -> grpo.Feedback:
     given = answers.extract(episode.reply)
     correct = given is not None and answers.equal(given, episode.prompt.answer)
-    return grpo.Feedback(reward=float(correct), metrics={"answered": float(given is not None)})
+    # right answers are one answer, in whatever form: a majority votes on it
+    answer = None if given is None else answers.normalised(episode.prompt.answer if correct else given)
+    return grpo.Feedback(reward=float(correct), metrics={"answered": float(given is not None)}, answer=answer)

@@ -70,7 +70,9 @@ def test_only_the_exact_answer_is_rewarded(name):
     environment = getattr(exercises, name)(train=100, validation=100)
     prompts = environment.prompts("validation")
     replies = [f" {prompt.answer}\n" for prompt in prompts]
-    assert environment.evaluate(list(map(reply, prompts, replies))) == [1.0] * 100
+    right = environment.evaluate(list(map(reply, prompts, replies)))
+    assert [each.reward for each in right] == [1.0] * 100
+    assert [each.answer for each in right] == [prompt.answer for prompt in prompts]
     for wrong in (
         "",
         "0",
@@ -81,7 +83,7 @@ def test_only_the_exact_answer_is_rewarded(name):
         "9" * 20_000,
     ):
         earned = environment.evaluate([reply(prompt, wrong) for prompt in prompts])
-        assert sum(earned) <= 10, f"the constant reply {wrong[:9]!r} earns too much"
+        assert sum(each.reward for each in earned) <= 10, f"the constant reply {wrong[:9]!r} earns too much"
 
 
 def test_few_exercises_are_shared_out():

@@ -100,3 +100,15 @@ def test_a_row_of_a_source_without_a_result_is_an_error(answer):
 @pytest.mark.parametrize("answer", ["72", 72, "6 * 12 #### 72"])
 def test_a_row_of_a_source_may_hold_only_the_result(answer):
     assert GSM8K().from_source(grpo.Prompt(messages="How many?", answer=answer)).answer == "72"
+
+
+def test_a_majority_of_replies_that_reason_differently_has_one_answer():
+    right = ["A \\boxed{\\$1,250}", "B: \\boxed{1250.00}", "so\n#### 1250 apples"]
+    episodes = [episode_of(text, "1250") for text in [*right, "\\boxed{1251}", "no answer"]]
+    answers = [each.answer for each in GSM8K().evaluate(episodes)]
+    assert answers == ["1250", "1250", "1250", "1251", None]
+
+
+def episode_of(text, answer):
+    said = ({"role": "user", "content": "?"}, {"role": "assistant", "content": text})
+    return grpo.Episode(prompt=grpo.Prompt(messages="?", answer=answer), messages=said)

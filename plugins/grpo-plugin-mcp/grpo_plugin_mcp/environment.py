@@ -87,6 +87,7 @@ class ToolsOfServer(grpo.Environment):
         inner = self._environment
         self.needs_group = bool(getattr(inner, "needs_group", False))
         self.success = getattr(inner, "success", None)
+        self.combine = getattr(inner, "combine", {})
         self.tools = getattr(inner, "tools", ())
         self.max_turns = max(max_turns, getattr(inner, "max_turns", 1))
         self._has_sessions = _own(inner, "open")

@@ -287,7 +287,7 @@ def _tool(name: str, description: Any, parameters: Any, call: Any) -> grpo.Tool:
 def _metrics(answer: Mapping[str, Any], row: Row) -> dict[str, float]:
     """Return the numbers in an answer that were not part of the request."""
     return {
-        name.replace("/", "_"): value
+        name: value
         for name, value in answer.items()
         if name not in row and name != "reward" and isinstance(value, int | float)
     }

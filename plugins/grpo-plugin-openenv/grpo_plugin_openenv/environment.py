@@ -110,7 +110,7 @@ class OpenEnv(grpo.Environment):
         self._prompts, self._seed = prompts, seed
         self._http = self._client()
         self._starting = asyncio.Semaphore(STARTS_AT_ONCE)
-        self.max_turns = max_turns
+        self.max_turns, self.combine = max_turns, {"wrong_action": "mean"}
         self.concurrency = requests_at_once
         self.deadline = (retries + 1) * timeout + retries * LONGEST_WAIT + SPARE
 

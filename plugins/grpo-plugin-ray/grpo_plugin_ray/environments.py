@@ -78,6 +78,7 @@ class RemoteEnvironment:
             "who": self._who,
             "max_turns": self._process.max_turns,
             "needs_group": self._process.needs_group,
+            "combine": self._process.combine,
             "success": self._process.success,
             "slots": self._process.slots,
             "runs_agents": self._process.runs_agents,
@@ -104,6 +105,7 @@ class RayEnvironment:
         self.max_turns = Environment.max_turns
         self.needs_group = Environment.needs_group
         self.success = Environment.success
+        self.combine = Environment.combine
         self.slots: Literal["none", "tools", "all"] = "none"
         self.runs_agents = False
         self.player: Any = None
@@ -211,7 +213,7 @@ class RayEnvironment:
                     ) from error
                 self._worker, self._who = worker, started["who"]
                 self.max_turns, self.needs_group = started["max_turns"], started["needs_group"]
-                self.success = started["success"]
+                self.success, self.combine = started["success"], started["combine"]
                 self.slots, self.runs_agents = started["slots"], started["runs_agents"]
             return self._worker
 

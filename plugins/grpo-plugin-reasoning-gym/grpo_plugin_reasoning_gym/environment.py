@@ -84,7 +84,7 @@ class ReasoningGym(grpo.Environment):
         if answer is None:
             return grpo.Feedback(reward=0.0, metrics={"answered": 0.0})
         reward = score(self._scorer, answer, entry) if is_answer(self._task, answer) else 0.0
-        return grpo.Feedback(reward=reward, metrics={"answered": 1.0})
+        return grpo.Feedback(reward=reward, metrics={"answered": 1.0}, answer=answer)
 
     def _prompt(self, name: str, entry: dict[str, Any]) -> grpo.Prompt:
         question = entry["question"].strip()

@@ -14,6 +14,7 @@ import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -255,6 +256,7 @@ class PlannedEnvironment:
 
     needs_group = False
     success: float | None = None
+    combine: Mapping[str, str] = MappingProxyType({})
     player: Any = None
 
     def __init__(self, times: EnvironmentTimes, plays: Plays) -> None:

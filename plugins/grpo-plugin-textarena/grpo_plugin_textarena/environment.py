@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from numbers import Real
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -46,6 +47,9 @@ class TextArena(grpo.Environment):
     """
 
     success = 1.0
+    combine: Mapping[str, str] = MappingProxyType(
+        dict.fromkeys(("won", "finished", "moves", "invalid_move", "broken"), "last")
+    )
     deadline = 120.0  # creating a board may take a second, and a batch creates many
 
     def __init__(
@@ -129,7 +133,7 @@ class TextArena(grpo.Environment):
         return grpo.Feedback(
             reward=reward,
             metrics={
-                "won": float(finished and reward >= 1),
+                "won": float(finished and grpo.advantages.reaches(reward, 1.0)),
                 "finished": float(finished),
                 "moves": float(episode.turn + 1),
                 "invalid_move": float(bool(info.get("invalid_move"))),

@@ -110,7 +110,7 @@ class Call:
 
     def log(self, name: str, value: float) -> None:
         """Record a number as a metric of each episode of the call."""
-        self.logged[name.replace("/", "_")] = float(value)
+        self.logged[name] = float(value)
 
     def checked(self, function: RewardFunction, returned: Any) -> list[float | None]:
         """Return the rewards, with None for NaN.  Raises PluginError for a wrong number of rewards."""
