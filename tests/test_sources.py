@@ -157,8 +157,8 @@ def test_an_invalid_row_is_found_before_the_run_begins(file, rows, message):
 def test_a_missing_file_and_an_unknown_file_type_are_errors(tmp_path):
     with pytest.raises(ConfigError, match="there is no such file"):
         source(str(tmp_path / "none.jsonl")).open()
-    with pytest.raises(ConfigError, match=r"expected one of \.jsonl, .*\.csv, .*, or a data set, got \.json"):
-        source("rows.json").open()
+    with pytest.raises(ConfigError, match=r"expected one of \.jsonl, .*\.csv, .*, or a data set, got \.gz"):
+        source("rows.jsonl.gz").open()
 
 
 @pytest.mark.parametrize("of", ["path", "validation_path"])
@@ -258,7 +258,7 @@ def test_a_csv_file_is_read_with_all_values_as_texts(tmp_path):
     (only,) = source(str(tmp_path / "rows.tsv"))
     assert (only.messages[0]["content"], only.answer) == ("a,b", "c")
     (tmp_path / "broken.csv").write_text("prompt,answer\na,b,c\n")
-    with pytest.raises(ConfigError, match=r"cannot be read as \.csv: .*Expected 2 columns, got 3"):
+    with pytest.raises(ConfigError, match="row 1: 3 cells, expected 2 columns"):
         source(str(tmp_path / "broken.csv")).open()
 
 
@@ -341,6 +341,30 @@ def test_repeated_prompts_are_left_out_on_request(file):
     assert ([prompt.id for prompt in prompts], prompts.repeated) == (["0", "1", "3", "4"], 1)
 
 
+def test_prompts_are_repeated_only_if_all_messages_roles_and_calls_are(file):
+    def said(*messages):
+        return {"messages": [{"role": role, "content": text, **more} for role, text, more in messages]}
+
+    call = {"tool_calls": [{"type": "function", "id": "c", "function": {"name": "f", "arguments": {"x": 1}}}]}
+    other = {
+        "tool_calls": [{"type": "function", "id": "c", "function": {"name": "f", "arguments": {"x": 2}}}]
+    }
+    rows = [
+        said(("system", "Answer in French.", {}), ("user", "hello", {})),
+        said(("system", "Answer in German.", {}), ("user", "hello", {})),
+        said(("system", "Answer in French.", {}), ("user", "hello", {})),
+        said(("user", "hello", {})),
+        said(("user", "a b", {})),
+        said(("user", "a  b", {})),
+        said(("user", "a", {}), ("user", "b", {})),
+        said(("user", "a", {}), ("assistant", "", call), ("user", "b", {})),
+        said(("user", "a", {}), ("assistant", "", other), ("user", "b", {})),
+    ]
+    prompts = source(file(rows), deduplicate=True)
+    assert [int(prompt.id) for prompt in prompts] == [0, 1, 3, 4, 5, 6, 7, 8]
+    assert prompts.repeated == 1
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -406,7 +430,7 @@ def test_a_data_set_on_disk_is_read(tmp_path):
     train, held_out = (find_source("sums", config, split) for split in ("train", "validation"))
     assert [p.answer for p in train] == [row["answer"] for row in ROWS]
     assert [p.answer for p in held_out] == ["1"]
-    with pytest.raises(ConfigError, match="split 'none': cannot be loaded"):
+    with pytest.raises(ConfigError, match="has no split 'none'; it has 'train', 'test'"):
         find_source("sums", SourceConfig(path=config.path, split="none"), "train").open()
 
 

@@ -46,7 +46,8 @@ class SourceConfig:
     """Jinja expression over the fields of a row, such as 'level == "5" and question | length < 500'; rows for
     which it is false are left out."""
     deduplicate: bool = field(default=False, metadata=only_with("path", "validation_path", ROWS))
-    """Keep only the first of several rows with the same prompt; white space makes no difference."""
+    """Keep only the first of several rows with the same messages: their roles, texts and calls; white space
+    around a text makes no difference."""
     workers: int = field(default=0, validator=ge(0), metadata=only_with(IN_ORDER))
     """Number of processes that read rows ahead; they help only if rows are slow to read."""
 

@@ -11,6 +11,7 @@ bad row is an error before the run begins.  A pickled source opens its file agai
 from __future__ import annotations
 
 import hashlib
+import os
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, overload
@@ -19,9 +20,10 @@ from grpo_core.config import SourceConfig
 from grpo_core.contracts.errors import ConfigError
 from grpo_core.contracts.records import Message, Prompt
 from grpo_core.contracts.unicode import lone_surrogate, unreadable
-from grpo_core.data.files import Rows, is_file, is_null, read
+from grpo_core.data.files import Rows, check_apart, is_file, is_null, read
 from grpo_core.data.leakage import digest
 from grpo_core.data.loaders import fingerprint
+from grpo_core.data.repeats import exact_digest
 from grpo_core.data.sizes import size
 from grpo_core.data.templates import Templates
 from grpo_core.text.messages import MessageError, prompt_messages
@@ -39,15 +41,23 @@ class Source(Sequence[Prompt]):
         split: split of the data set.
         config: how rows become prompts.
         what: description of the path, for messages.
+        train: the split of the training prompts, which these must not be, if they are of the same path.
 
     Raises (when it is opened):
         ConfigError: the file cannot be read, or a row is not a prompt.
     """
 
     def __init__(
-        self, task: str, path: str, config: SourceConfig, *, split: str = "train", what: str = "source"
+        self,
+        task: str,
+        path: str,
+        config: SourceConfig,
+        *,
+        split: str = "train",
+        what: str = "source",
+        train: str = "",
     ) -> None:
-        self._what = what
+        self._what, self._train = what, train
         self._task, self._path, self._config, self._split = task, path, config, split
         self._rows: Rows | None = None
         self.without_answer = 0
@@ -108,7 +118,11 @@ class Source(Sequence[Prompt]):
         return self._rows
 
     def _read(self) -> Rows:
-        return read(self._path, self._config.subset, self._split, who=f"task {self._task!r}: source")
+        who, subset = f"task {self._task!r}: source", self._config.subset
+        rows = read(self._path, subset, self._split, who=who)
+        if self._train:
+            check_apart(read(self._path, subset, self._train, who=who), rows, f"{who} {self._path!r}")
+        return rows
 
     def _check(self, rows: Rows) -> str:
         """Return the fingerprint.  Raises ConfigError for a row that is not a prompt or repeats an id."""
@@ -141,20 +155,19 @@ class Source(Sequence[Prompt]):
         """Yield the prompts that are kept with their places, and count those without an answer."""
         self.without_answer = self.left_out = self.repeated = 0
         self.digests, self.sizes, self._kept = array("Q"), array("I"), array("q")
-        seen: set[int] = set()
+        seen: set[bytes] = set()
         for place, row, filled in self._templates.fill(enumerate(rows)):
             if not filled.get("where", True):
                 self.left_out += 1
                 continue
             prompt = self._prompt(row, place, filled)
-            found = digest(prompt)
-            if self._config.deduplicate and found in seen:
-                self.repeated += 1
-                continue
             if self._config.deduplicate:
-                seen.add(found)
+                if (exact := exact_digest(prompt)) in seen:
+                    self.repeated += 1
+                    continue
+                seen.add(exact)
             self._kept.append(place)
-            self.digests.append(found)
+            self.digests.append(digest(prompt))
             self.sizes.append(size(prompt))
             self.without_answer += missing(prompt.answer)
             yield place, prompt
@@ -240,7 +253,14 @@ def find_source(task: str, config: SourceConfig, split: str) -> Source | None:
     if split == "train":
         return Source(task, config.path, config, split=config.split) if config.path else None
     path = config.validation_path or (config.path if config.validation_split else "")
-    return Source(task, path, config, split=config.validation_split or config.split) if path else None
+    if not path:
+        return None
+    train = config.split if config.path and _same(path, config.path) else ""
+    return Source(task, path, config, split=config.validation_split or config.split, train=train)
+
+
+def _same(path: str, other: str) -> bool:
+    return path == other or os.path.realpath(path) == os.path.realpath(other)
 
 
 def _refuse_splits_of_a_file(task: str, config: SourceConfig) -> None:
