@@ -81,9 +81,9 @@ async def first_look(
             continue
     looked = [("", f"task {name!r}", name, own) for name, own in prompts.items()]
     looked += [
-        ("_held_out", f"validation of {name!r}", name, own[: part.config.prompts])
+        ("_held_out", f"validation of {name!r}", name, own)
         for part in held_out
-        for name, own in part.prompts.items()
+        for name, own in part.measured().items()
     ]
     answered = {name for name, own in prompts.items() if _without_answer(own) < len(own)}
     for where, what, name, own in looked:
@@ -155,13 +155,15 @@ def leaks(prompts: Mapping[str, Sequence[Prompt]], held_out: Sequence[HeldOut]) 
     found = {}
     for part in held_out:
         for name, own in part.prompts.items():
-            digests = _digests(own)[: part.config.prompts]
+            every, places = _digests(own), part.places(name)
+            digests = [every[place] for place in places]
             for task in trained:
                 if both := leaked(trained[task], digests):
+                    id = own[places[both[0]]].id
                     found[f"leak/{name}/{task}"] = (
                         f"{len(both):,} of the {len(digests):,} held-out prompts of {name!r} are among the "
-                        f"training prompts of task {task!r}, such as {own[both[0]].id!r}: its validation "
-                        "measures what the run has seen"
+                        f"training prompts of task {task!r}, such as {id!r}: its validation measures what "
+                        "the run has seen"
                     )
     return found
 

@@ -441,7 +441,8 @@ class Parts:
             config = part.config
             context = Context(
                 version=0,
-                prompts={name: own[: config.prompts] for name, own in part.prompts.items() if own},
+                prompts=part.measured(),
+                known=part.known(),
                 engine=engine,
                 environments=part.environments,
                 renderer=renderer,

@@ -40,6 +40,7 @@ class Tasks:
     sources: Mapping[str, SourceConfig]
     dataloaders: Mapping[str, Dataloader]
     """The plugins' dataloaders by task; each starts when it is first needed."""
+    seed: int
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -98,6 +99,7 @@ class Tasks:
                         of_sets={name: environments[name] for name in of_sets},
                         sources={name: task.source for name, task in every.items()},
                         dataloaders=dataloaders,
+                        seed=config.seed,
                     )
             finally:
                 for dataloader in dataloaders.values():
@@ -130,6 +132,7 @@ class Tasks:
             config=validation,
             prompts=await self.prompts("validation", validation.prompts) if tasks else {},
             environments=self.environments,
+            seed=self.seed,
         )
 
         async def of_set(name: str) -> HeldOut:
@@ -137,11 +140,18 @@ class Tasks:
             task, config = validation.sets[name].task, validation.of_set(name)
             environment = self.environments[task] if task else self.of_sets[name]
             found = await self._prompts(task or name, environment, "validation", config.prompts)
-            prompts = [evolve(prompt, environment=name) for prompt in found[: config.prompts]]
-            if not prompts:
+            if not found:
                 raise ConfigError(f"validation.sets.{name}: there are no prompts for validation")
-            environments = {name: environment}
-            return HeldOut(name=name, config=config, prompts={name: prompts}, environments=environments)
+            part = HeldOut(
+                name=name,
+                config=config,
+                prompts={name: found},
+                environments={name: environment},
+                of={name: len(found)},
+                seed=self.seed,
+            )
+            prompts = [evolve(prompt, environment=name) for prompt in part.measured()[name]]
+            return evolve(part, prompts={name: prompts})
 
         return [*([plain] if tasks else []), *await gather(map(of_set, names))]
 

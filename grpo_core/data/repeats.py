@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from hashlib import blake2b
 
+from grpo_core.contracts.errors import PluginError
 from grpo_core.contracts.records import Prompt
+
+WINDOW = 65_536
+"""Number of the last rows whose ids are compared."""
 
 
 def exact_digest(prompt: Prompt) -> bytes:
@@ -18,3 +23,50 @@ def exact_digest(prompt: Prompt) -> bytes:
         for message in prompt.messages
     ]
     return blake2b(json.dumps(messages, sort_keys=True, default=repr).encode(), digest_size=16).digest()
+
+
+class Ids:
+    """The ids of the rows of a dataloader, which may come once in an epoch.
+
+    A repeat within the look-ahead and the open slots is an error: two groups of one prompt would be in use at
+    once, which is nearly always a loader whose workers all read the same rows.  Repeats that are farther
+    apart are counted.
+
+    Args:
+        who: the dataloader, for messages.
+        near: number of rows that are read ahead or in use at once.
+        hint: what the dataloader is likely to be, for the error.
+    """
+
+    def __init__(self, who: str, *, near: int, hint: str = "") -> None:
+        self._who, self._near, self._hint = who, near, hint
+        self._seen: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
+        """Epoch and number of the row, by a digest of its id."""
+        self.repeated = 0
+        """Number of rows whose id came before in their epoch, within ``WINDOW`` rows."""
+
+    def add(self, id: str, epoch: int, row: int) -> str:
+        """Note the id of a row; return a warning about the first repeat.
+
+        Args:
+            row: number of the row, from 0, over all epochs.
+
+        Raises PluginError for a repeat that is near.
+        """
+        key = blake2b(id.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+        before = self._seen.pop(key, None)
+        self._seen[key] = epoch, row
+        while len(self._seen) > WINDOW:
+            self._seen.popitem(last=False)
+        if before is None or before[0] != epoch or row - before[1] > WINDOW:
+            return ""
+        rows = f"rows {before[1] + 1:,} and {row + 1:,} of an epoch have the id {id!r}"
+        if row - before[1] <= self._near:
+            raise PluginError(
+                f"{self._who}: {rows}; ids are unique among the prompts in use.{self._hint} If the repeat is "
+                "meant, as with a weighted sampler, set data_options.repeats = true"
+            )
+        self.repeated += 1
+        if self.repeated > 1:
+            return ""
+        return f"{self._who}: {rows}; repeats are counted from now on (data_options.repeats = true allows them)"

@@ -21,12 +21,12 @@ from grpo_core.contracts.incidents import Lines, by_kind
 from grpo_core.contracts.protocols import Tracker
 from grpo_core.contracts.records import RunInfo
 from grpo_core.contracts.unicode import inert
-from grpo_core.loop.metrics import headline
+from grpo_core.loop.metrics import OF, headline
 from grpo_core.reporting.files import plain
 from grpo_core.reporting.stages import Now
 from grpo_core.reporting.stored import as_json
 from grpo_core.storage.run_directory import planned_steps
-from grpo_core.validation.results import as_line, score
+from grpo_core.validation.results import as_line, number_of_prompts, score
 
 View = Literal["live", "lines", "quiet", "json"]
 _AS_JSON = (
@@ -158,7 +158,8 @@ class TerminalTracker(Tracker):
                     name = headline(metrics)
                     if name is not None or "unscored" in metrics:
                         self._validation.setdefault(task, []).append(metrics.get(name or ""))
-                        self._scores[task] = score(name or "", metrics)
+                        part = f" on {number_of_prompts(metrics)}" if OF in metrics else ""
+                        self._scores[task] = score(name or "", metrics) + part
                     self._line(f"validation of version {event.version}: {task}: {as_line(metrics)}")
             case events.Saved():
                 self._line(f"saved {event.directory}")
