@@ -69,4 +69,4 @@ class Ids:
         self.repeated += 1
         if self.repeated > 1:
             return ""
-        return f"{self._who}: {rows}; repeats are counted from now on (data_options.repeats = true allows them)"
+        return f"{self._who}: {rows}; such repeats are counted (data_options.repeats = true allows them)"
