@@ -38,22 +38,44 @@ def is_file(path: str) -> bool:
     return Path(path).suffix in (*LINES, *TABLES)
 
 
-def check_there(path: str, *, who: str) -> None:
-    """Raise ConfigError if a path names a missing file, or a file of another kind."""
-    if is_file(path) and not Path(path).is_file():
-        raise ConfigError(f"{who} {path!r}: there is no such file (from {str(Path.cwd())!r})")
-    if (suffix := Path(path).suffix) in (".json", ".gz", ".txt", ".xlsx"):
+def file(path: Path, split: str, *, subset: str = "") -> Rows | None:
+    """Read a file, or a data set that ``datasets`` saved into a directory.
+
+    Args:
+        path: of the file (.jsonl, .csv, .tsv, .parquet, .arrow, .feather) or the directory.
+        split: "train", "validation" or another split of a data set; a file has training prompts only.
+        subset: name of the subset, for a data set with several.
+
+    Raises ConfigError if it cannot be read.
+    """
+    who, suffix = "data", path.suffix
+    if path.is_dir():
+        return _data_set(str(path), subset, split, who)
+    if not is_file(str(path)):
         known = ", ".join((*LINES, *TABLES))
-        raise ConfigError(f"{who} {path!r}: expected one of {known}, or a data set, got {suffix}")
+        raise ConfigError(f"{who} {str(path)!r}: expected one of {known}, or a data set, got {suffix!r}")
+    if split == "validation":
+        return None
+    if split != "train" or subset:
+        key = "subset" if subset else "split"
+        raise ConfigError(
+            f"{who} {str(path)!r} is a file, which has no splits and subsets: leave out data_options.{key}; "
+            "validation_data names a file of held-out prompts"
+        )
+    return JsonLines(path, who) if suffix in LINES else _table(str(path), suffix, who)
 
 
-def read(path: str, subset: str, split: str, *, who: str) -> Rows:
-    """Read a file or data set.  Raises ConfigError if it cannot be read."""
-    check_there(path, who=who)
-    if not is_file(path):
-        return _data_set(path, subset, split, who)
-    suffix = Path(path).suffix
-    return JsonLines(Path(path), who) if suffix in LINES else _table(path, suffix, who)
+def hub(name: str, split: str, *, subset: str = "") -> Rows | None:
+    """Read a data set of the Hugging Face hub.
+
+    Args:
+        name: of the data set, such as "openai/gsm8k".
+        split: of the data set.
+        subset: name of the subset, for a data set with several.
+
+    Raises ConfigError if it cannot be read.
+    """
+    return _data_set(name, subset, split, "data")
 
 
 class JsonLines:
@@ -62,12 +84,17 @@ class JsonLines:
     Blank lines are skipped.
     """
 
+    read_at_start = True
+
     def __init__(self, path: Path, who: str) -> None:
         self._path, self._who = path, who
         with open(path, "rb") as file:
             self._offsets = array("q", self._lines(file))
             empty = not file.seek(0, 2)
             self._text = b"" if empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return JsonLines, (self._path, self._who)
 
     def __len__(self) -> int:
         return len(self._offsets) // 2
@@ -106,6 +133,8 @@ def is_null(value: Any) -> bool:
 class _DataSet:
     """The rows of a data set of ``datasets``."""
 
+    read_at_start = True
+
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
 
@@ -126,6 +155,8 @@ def _own_keys(row: Mapping[str, Any]) -> dict[str, Any]:
 
 class _Table:
     """The rows of a pyarrow table."""
+
+    read_at_start = True
 
     def __init__(self, table: Any) -> None:
         self._table = table
@@ -223,23 +254,28 @@ def _on_disk(pyarrow: Any, parts: Iterable[Any]) -> Any:
     return ipc.open_file(pyarrow.py_buffer(mapped)).read_all()
 
 
-def _data_set(path: str, subset: str, split: str, who: str) -> Rows:
+def _data_set(path: str, subset: str, split: str, who: str) -> Rows | None:
+    """Read a split of a data set; None if it has no split "validation"."""
     try:
         import datasets
     except ImportError:
         raise ConfigError(
-            f"{who} {path!r}: is not a file with a known suffix; data sets need the package datasets: "
-            "pip install 'grpo-core[data]'"
+            f"{who} {path!r}: data sets need the package datasets: pip install 'grpo-core[data]'"
         ) from None
     try:
         if Path(path, "state.json").is_file() or Path(path, "dataset_dict.json").is_file():
             found = datasets.load_from_disk(path)
-            rows: Rows = found[split] if isinstance(found, datasets.DatasetDict) else found
-        else:
-            rows = datasets.load_dataset(path, subset or None, split=split)
+            splits = found if isinstance(found, datasets.DatasetDict) else {"train": found}
+            if split == "validation" and split not in splits:
+                return None
+            if split not in splits:
+                raise ValueError(f"it has the splits {', '.join(splits)}")
+            return _DataSet(splits[split])
+        if split == "validation" and split not in datasets.get_dataset_split_names(path, subset or None):
+            return None
+        return _DataSet(datasets.load_dataset(path, subset or None, split=split))
     except Exception as error:
         named = f"{path!r}" + (f", subset {subset!r}" if subset else "")
         raise ConfigError(
             f"{who} {named}, split {split!r}: cannot be loaded: {type(error).__name__}: {error}"
         ) from error
-    return _DataSet(rows)
