@@ -6,6 +6,7 @@ import csv
 import datetime
 import decimal
 import json
+import pickle
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -31,7 +32,9 @@ TEXTS = [
 
 
 def rows_of(path, split="train", **options):
-    return [dict(row) for row in read(str(path), "", split, who="test", **options)]
+    rows = read(str(path), "", split, who="test", **options)
+    assert [dict(row) for row in pickle.loads(pickle.dumps(rows))] == [rows[n] for n in range(len(rows))]
+    return [dict(row) for row in rows]
 
 
 def wrong(path, **options):

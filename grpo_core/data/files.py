@@ -34,8 +34,43 @@ def check_there(path: str, *, who: str) -> None:
         raise ConfigError(f"{who} {path!r}: expected one of {known}, or a data set, got {suffix or 'a file'}")
 
 
-def read(path: str, subset: str, split: str, *, who: str, delimiter: str = "") -> Ranges:
-    """Read a file or data set.
+def file(path: Path, split: str, *, subset: str = "", delimiter: str = "") -> Ranges | None:
+    """Read a file, or a directory of files, or a data set that ``datasets`` saved into a directory.
+
+    Args:
+        path: of the file (.jsonl, .json, .csv, .tsv, .parquet, .arrow, .feather) or the directory.
+        split: "train", "validation" or another split of a data set, or a part of one such as "train[:80%]"; a
+            file has training prompts only.
+        subset: name of the subset, for a data set with several.
+        delimiter: the character between the cells of a .csv or .tsv; by default a comma or a tab.
+
+    Raises ConfigError if it cannot be read.
+    """
+    if path.is_dir() or split == "train":
+        return read(str(path), subset, split, who="data", delimiter=delimiter)
+    if split == "validation":
+        return None
+    raise ConfigError(
+        f"data {str(path)!r} is a file, which has no split {split!r}: leave out data_options.split; "
+        "validation_data names a file of held-out prompts"
+    )
+
+
+def hub(name: str, split: str, *, subset: str = "") -> Ranges | None:
+    """Read a data set of the Hugging Face hub.
+
+    Args:
+        name: of the data set, such as "openai/gsm8k".
+        split: of the data set, or a part of one such as "train[:80%]".
+        subset: name of the subset, for a data set with several.
+
+    Raises ConfigError if it cannot be read.
+    """
+    return read(name, subset, split, who="data")
+
+
+def read(path: str, subset: str, split: str, *, who: str, delimiter: str = "") -> Ranges | None:
+    """Read a file or data set; None if a data set has no split "validation".
 
     Args:
         subset: of a data set.
@@ -50,9 +85,14 @@ def read(path: str, subset: str, split: str, *, who: str, delimiter: str = "") -
     if delimiter and Path(path).suffix not in DELIMITED:
         raise ConfigError(f"{named}: has no delimiter, as {' and '.join(DELIMITED)} have; leave it out")
     if not is_file(path):
-        return data_set(path, subset, split, named)
+        parts = data_set(path, subset, split, named)
+        return None if parts is None else Ranges(parts, again=(path, subset, split, who, delimiter))
+    if subset:
+        raise ConfigError(
+            f"{named}: is a file, which has no subset {subset!r}; leave out data_options.subset"
+        )
     rows = read_file(path, Path(path).suffix, named, delimiter)
-    return Ranges([(os.path.realpath(path), rows, 0, len(rows))])
+    return Ranges([(os.path.realpath(path), rows, 0, len(rows))], again=(path, subset, split, who, delimiter))
 
 
 def read_file(path: str, suffix: str, who: str, delimiter: str = "") -> Rows:
@@ -69,16 +109,24 @@ class Ranges:
 
     Args:
         parts: the name of rows, the rows, and the indices from and before which they belong to it.
+        again: arguments of ``read``, which a pickled copy calls.
     """
 
-    def __init__(self, parts: Sequence[tuple[str, Rows, int, int]]) -> None:
-        self.parts = parts
+    read_at_start = True
+
+    def __init__(self, parts: Sequence[tuple[str, Rows, int, int]], again: tuple[str, ...] = ()) -> None:
+        self.parts, self._again = parts, again
         self._ends = list(accumulate(end - begin for *_, begin, end in parts))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _read_again, self._again
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
         nth = bisect_right(self._ends, index)
         _, rows, _, end = self.parts[nth]
         return rows[end - self._ends[nth] + index]
@@ -92,6 +140,10 @@ class Ranges:
         """Return the number of rows that are in both."""
         pairs = [(a, b) for a in self.parts for b in other.parts if a[0] == b[0]]
         return sum(max(0, min(a[3], b[3]) - max(a[2], b[2])) for a, b in pairs)
+
+
+def _read_again(path: str, subset: str, split: str, who: str, delimiter: str) -> Ranges | None:
+    return read(path, subset, split, who=who, delimiter=delimiter)
 
 
 def check_apart(train: Ranges, held_out: Ranges, who: str) -> None:
@@ -111,8 +163,14 @@ def is_null(value: Any) -> bool:
 # ---------------------------------------------------------------------------------- data sets
 
 
-def data_set(path: str, subset: str, split: str, who: str) -> Ranges:
-    """Return the rows of a split.  Raises ConfigError if there is no such data set or split."""
+Parts = list[tuple[str, Rows, int, int]]
+
+
+def data_set(path: str, subset: str, split: str, who: str) -> Parts | None:
+    """Return the parts of a split; None if there is no split "validation".
+
+    Raises ConfigError if there is no such data set or split.
+    """
     try:
         import datasets
     except ImportError:
@@ -125,6 +183,8 @@ def data_set(path: str, subset: str, split: str, who: str) -> Ranges:
             found = _saved(datasets, path, subset, who)
         else:
             found = _loaded(datasets, path, subset, who)
+        if split == "validation" and split not in found:
+            return None
         split = "+".join(found) if split == "all" else split
         wanted = [part.partition("[")[0].strip() for part in split.split("+")]
         if not found.keys() >= {*wanted}:
@@ -138,9 +198,7 @@ def data_set(path: str, subset: str, split: str, who: str) -> Ranges:
         of = f", subset {subset!r}" if subset else ""
         raise ConfigError(f"{who}{of}, split {split!r}: cannot be loaded: {describe(error)}") from error
     named = f"{os.path.realpath(path) if os.path.exists(path) else path}/{subset}"
-    return Ranges(
-        [(f"{named}/{each.splitname}", rows[each.splitname], each.from_, each.to) for each in ranges]
-    )
+    return [(f"{named}/{each.splitname}", rows[each.splitname], each.from_, each.to) for each in ranges]
 
 
 def _saved(datasets: Any, path: str, subset: str, who: str) -> dict[str, Callable[[], Rows]]:
@@ -174,7 +232,7 @@ _READ_HERE = {"name", "version", "data_dir", "data_files", "description", "sep",
 
 def _of_files(datasets: Any, files: Sequence[str], config: Any, who: str) -> Ranges:
     here = datasets.DownloadManager().download_and_extract(list(files))
-    parts: list[tuple[str, Rows, int, int]] = []
+    parts: Parts = []
     for name, path in zip(files, here, strict=True):
         suffix = next(each for each in reversed(Path(name).suffixes) if each in (*JSON, *DELIMITED))
         delimiter = config.delimiter or config.sep if suffix == ".csv" else ""

@@ -146,7 +146,7 @@ async def findings(
         options,
         config=config,
         plugins=host.selection,
-        source=sections.source,
+        data=sections.task,
     )
     with reported_to(incidents.append):
         try:
