@@ -76,7 +76,7 @@ def checked(host: PluginHost, table: dict[str, Any]) -> None:
         ),
         (
             {"tasks": {"sort": {"dataloader_options": {"a": 1}}}},
-            r"tasks\.sort\.dataloader_options = {\"a\": 1} does nothing with tasks\.sort\.dataloader = \"\"",
+            r"tasks\.sort\.data_options = {\"a\": 1} does nothing with tasks\.sort\.dataloader = \"\"",
         ),
         (
             {"tasks": {"sort": {"player_options": {"a": 1}}}},

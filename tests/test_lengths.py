@@ -15,7 +15,7 @@ from grpo_core import Prompt
 from grpo_core.app.lengths import LOOKED_AT, RunPrompts
 from grpo_core.config import EnvironmentConfig, SourceConfig, ValidationConfig
 from grpo_core.contracts.errors import ConfigError
-from grpo_core.data.loaders import TaskLoader
+from grpo_core.data.loaders import IndexedLoader
 from grpo_core.data.sizes import UNBOUNDED, size
 from grpo_core.data.sources import Source
 from grpo_core.environments.pool import EnvironmentPool
@@ -142,7 +142,7 @@ def test_a_source_without_its_long_rows_is_another_source(tmp_path):
     assert list(told) == ["prompts_left_out/sums", "held_out_left_out/sums"]
     assert list(left.digests) == [whole.digests[place] for place in (0, 2, 3)]
     assert list(left.sizes) == [whole.sizes[place] for place in (0, 2, 3)]
-    same, *others = (TaskLoader("sums", each, seed=0).state_dict() for each in (left, left, whole))
+    same, *others = (IndexedLoader("sums", each, seed=0).state_dict() for each in (left, left, whole))
     assert same == others[0] != others[1], "a run cannot go on with the others"
 
 

@@ -12,14 +12,21 @@ from typing import Any, Protocol
 from attrs import define, field, fields_dict, frozen
 
 from grpo_core.config import RowOptions, TaskConfig
-from grpo_core.contracts.errors import ConfigError, PluginError
+from grpo_core.contracts.errors import ConfigError, PluginError, did_you_mean
 from grpo_core.contracts.records import Prompt
 from grpo_core.data.choice import DataChoice, check_there, choose
 from grpo_core.data.files import Ranges, check_apart
 from grpo_core.data.leakage import digest
 from grpo_core.data.loaders import Convert, IndexedLoader, LookAhead, StreamLoader, Thread
 from grpo_core.data.permutation import some
-from grpo_core.data.rows import RowReader, is_at_hand, is_sized, raised, readable
+from grpo_core.data.rows import (
+    RowReader,
+    ignore_warnings_of_torchdata,
+    is_at_hand,
+    is_sized,
+    raised,
+    readable,
+)
 from grpo_core.data.sources import ReadRows, SomePrompts
 from grpo_core.plugins.host import PluginHost
 
@@ -85,9 +92,11 @@ class TaskData:
             await self._open(self.choice)
         if self._at_hand is not None and self.loader is None:
             return self._at_hand
-        assert self.loader is not None
-        found = await self.loader.first(first)
-        return found if self._at_hand is None else SomePrompts(found, self._at_hand.digests)
+        assert self.loader is not None and self.choice is not None
+        if (read := self._at_hand) is None:
+            return await self.loader.first(first)
+        found = await converted(read.raw[:first], self.loader.reader, read.places, self.environment.convert)
+        return SomePrompts(found, read.digests)
 
     async def _open(self, choice: DataChoice) -> None:
         """Make the loader of rows that are read ahead, or read those that are prompts at hand."""
@@ -108,6 +117,11 @@ class TaskData:
 
     async def _validation(self, first: int) -> Sequence[Prompt]:
         """Return held-out prompts: of their own dataloader, of the task's, or of the environment."""
+        found = await self.held_out_rows(first)
+        return await self._own("validation") if found is None else found
+
+    async def held_out_rows(self, first: int) -> Sequence[Prompt] | None:
+        """Return the held-out prompts of dataloaders, or None if they have none."""
         if self.held_out is not None:
             found = await self._held_out(self.held_out, "validation", first)
             if found is None:  # a file has one split, all of which is held out
@@ -115,8 +129,7 @@ class TaskData:
             if found is None:
                 raise ConfigError(f"{self._who(self.held_out)}: it has no held-out prompts")
             return found
-        found = None if self.choice is None else await self._held_out(self.choice, "validation", first)
-        return await self._own("validation") if found is None else found
+        return None if self.choice is None else await self._held_out(self.choice, "validation", first)
 
     async def _held_out(self, choice: DataChoice, split: str, first: int) -> Sequence[Prompt] | None:
         def make(_: str) -> Any:
@@ -298,6 +311,7 @@ async def made(
     """Make a dataloader on its thread; return its rows, or None."""
 
     def call() -> Any:
+        ignore_warnings_of_torchdata()
         given = make()
         return None if given is None else readable(given, who, exact=options.exact)
 
@@ -357,6 +371,10 @@ def check_data(key: str, name: str, task: TaskConfig, host: PluginHost) -> None:
                 f"{key}: the dataloader {choice.text!r} has an option {both[0]!r}, which is a key of the "
                 "core in data_options; its factory has to call it differently"
             )
+        for option in choice.options:
+            near = did_you_mean(option, set(fields_dict(RowOptions)))
+            if near and option not in _parameters(factory):
+                raise ConfigError(f"{key}.data_options has no key {option!r}.{near}")
         host.check_options("dataloader", choice.name, choice.options)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -60,12 +61,13 @@ class SourcedProcess(EnvironmentProcess):
         """Return the prompts of a split.  Raises PluginError, ConfigError."""
         if not self._has_data:
             return await self.own(split)
-        try:
+        if split == "train":
             return list(await self._data.prompts(split, FIRST))
-        except PluginError:
-            if split == "train":
-                raise
-            return []  # it has no prompts itself
+        if (found := await self._data.held_out_rows(FIRST)) is not None:
+            return list(found)
+        with contextlib.suppress(PluginError):  # it has no prompts itself
+            return await self.own(split)
+        return []
 
     async def own(self, split: str) -> list[Prompt]:
         """Return the environment's own prompts.  Raises PluginError."""

@@ -132,9 +132,6 @@ class LookAhead:
         thread: the thread on which the dataloader was made.
     """
 
-    size: int | None = None
-    """Number of rows of an epoch; None if it is unknown."""
-
     def __init__(
         self,
         task: str,
@@ -178,6 +175,11 @@ class LookAhead:
         self.__dict__ |= state
         self.thread = Thread(self.who)
         self.fits, self._changed = lambda prompt: True, lambda: None
+
+    @property
+    def size(self) -> int | None:
+        """Number of rows of an epoch; None if it is unknown."""
+        return None
 
     # ------------------------------------------------------------------------------ of a subclass
 
@@ -444,6 +446,8 @@ class StreamLoader(LookAhead):
             if self.options.exact and stream.row % EVERY == 0:
                 marks.append(stream.mark(counts=self._counts()))
             number, row = stream.row, stream.next()
+            if not number:
+                stream.mark(counts=False)  # a state that no checkpoint can hold is an error now
             rows.append((number, number, row))
             if self.options.exact:
                 since.append(fingerprint(row, self.without))
@@ -531,14 +535,12 @@ class IndexedLoader(LookAhead):
         **waiting: Any,
     ) -> None:
         super().__init__(task, name, options or RowOptions(), **waiting)
-        self.size = len(rows)
         self.without = set(without)
         self._rows, self._seed, self.at_hand = rows, seed, at_hand
         self.read_rows: Any = None
         """All rows, if they have been read before the run."""
         self._read_until = 0
         """Number of the next row to read ahead."""
-        self._order = ShuffledOrder(len(rows), seed=seed, task=task)
         self._since: deque[tuple[int, Fingerprint]] = deque()
         """Fingerprints of the last rows before the next one, and of those read ahead, with their numbers."""
         self._proof: list[tuple[int, Fingerprint]] = []
@@ -547,6 +549,14 @@ class IndexedLoader(LookAhead):
     def __len__(self) -> int:
         """Number of rows in an epoch."""
         return len(self._rows)
+
+    @property
+    def size(self) -> int | None:
+        return len(self)
+
+    @functools.cached_property
+    def _order(self) -> ShuffledOrder:
+        return ShuffledOrder(len(self), seed=self._seed, task=self.task)
 
     @property
     def epoch(self) -> float:

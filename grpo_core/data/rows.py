@@ -215,7 +215,6 @@ def readable(given: Any, who: str, *, exact: bool = True) -> Any:
         who: the dataloader, for messages.
         exact: whether its position has to be saved.
     """
-    warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata's own call
     if is_of(given, "torch.utils.data", "IterableDataset"):
         from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -247,6 +246,11 @@ def readable(given: Any, who: str, *, exact: bool = True) -> Any:
         kind = type(given).__name__
         raise PluginError(f"{who}: it is an iterable, a {kind}, without {' and '.join(lacking)}: {better}")
     return given
+
+
+def ignore_warnings_of_torchdata() -> None:
+    """Ignore the warning of a call of torch that torchdata makes itself."""
+    warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
 
 
 def as_it_is(rows: Any) -> Any:

@@ -155,7 +155,8 @@ class RawRows(Sequence[Any]):
         return len(self.places)
 
     def __getitem__(self, index: Any) -> Any:
-        return self._rows[self.places[index]]
+        places = self.places[index]
+        return self._rows[places] if isinstance(places, int) else [self._rows[place] for place in places]
 
     def __iter__(self) -> Iterator[Any]:
         return (self._rows[place] for place in self.places)

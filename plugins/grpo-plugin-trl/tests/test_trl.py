@@ -291,7 +291,7 @@ def test_a_run_trains_on_a_reward_function_and_a_file_of_rows(tmp_path):
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     settings = [
         "trainer.steps=2", "trainer.prompts_per_step=2", "rollout.group_size=2", "validation.every=0",
-        "tasks.rows.source.path=rows.jsonl", f"tasks.rows.env=trl:{OURS}:matches",
+        "tasks.rows.data=rows.jsonl", f"tasks.rows.env=trl:{OURS}:matches",
         'tasks.rows.options.more=["' + f'{OURS}:length' + '"]', "model.path=tiny", "rollout.max_tokens=8",
         "model.options.warm_start_steps=0",
     ]  # fmt: skip
