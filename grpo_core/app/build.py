@@ -261,6 +261,10 @@ async def _start(run: RunContext) -> Pipeline:
     run.emit(_started(config, run, pipeline.buffer.statistics()))
     for cause, message in run.warnings:
         run.emit(WarningRaised(step=run.step, cause=cause, message=message))
+    for loader in run.tasks.loaders.values():
+        loader.warn = lambda cause, message: run.emit(
+            WarningRaised(step=pipeline.buffer.step, cause=cause, message=message)
+        )
     for reason in run.start.found.passed_over if run.start.found else ():
         report("passed_over", "checkpoints", f"passed over {reason}")
     return pipeline
@@ -359,6 +363,8 @@ async def _pipeline(
         found_odd["schedule"] = changed
     run.warnings += found_odd.items()
     buffer, loaders, places = parts.buffer(), _loaders(config, run.tasks, prompts), parts.places()
+    for loader in run.tasks.loaders.values():
+        loader.slots = (config.pipeline.max_staleness + 1) * config.trainer.prompts_per_step
     stream = PromptStream(sampler=parts.sampler(), loaders=loaders, name=config.sampler.name)
     _restore(run, checkpoint.restore, buffer, loaders, stream)
     if run.start.found is not None:  # a dataloader that does not give its rows again is an error now

@@ -92,7 +92,8 @@ class TaskData:
             await self._open(self.choice)
         if self._at_hand is not None and self.loader is None:
             return self._at_hand
-        assert self.loader is not None and self.choice is not None
+        assert self.loader is not None
+        assert self.choice is not None
         if (read := self._at_hand) is None:
             return await self.loader.first(first)
         found = await converted(read.raw[:first], self.loader.reader, read.places, self.environment.convert)

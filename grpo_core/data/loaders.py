@@ -25,10 +25,12 @@ from grpo_core.contracts.errors import CheckpointError, GrpoError, PluginError
 from grpo_core.contracts.records import Prompt
 from grpo_core.data.order import ShuffledOrder
 from grpo_core.data.positions import Fingerprint, difference, fingerprint
+from grpo_core.data.repeats import Ids
 from grpo_core.data.rows import RowReader, plain, raised, readable
 from grpo_core.data.sources import RawRows
 from grpo_core.data.states import packed
 from grpo_core.data.streams import EVERY, Mark, Saved, Stream, loses_state, refusal, resumed
+from grpo_core.data.workers import readers_of
 
 T = TypeVar("T")
 
@@ -162,19 +164,32 @@ class LookAhead:
         """Prompts of a checkpoint that were drawn and not trained, by slot."""
         self._recent: OrderedDict[str, int] = OrderedDict()
         """Places of the prompts that were taken last, by id."""
+        self.slots = 0
+        """Largest number of prompts that are in use at once."""
+        self.warn: Callable[[str, str], None] = lambda cause, message: None
+        """Called with the cause and the text of a warning."""
+        self._ids = Ids(self.who)
         self._named = False
         """Whether the named fields have been found in the first rows."""
         self.thread = thread or Thread(self.who)
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the position; a copy reads its rows with its own thread and dataloader."""
-        dropped = {"_filling": None, "_timer": None, "thread": None, "_changed": None, "_convert": None}
+        dropped = {
+            "_filling": None,
+            "_timer": None,
+            "thread": None,
+            "_changed": None,
+            "_convert": None,
+            "warn": None,
+        }
         return {**self.__dict__, **dropped, "fits": None, "_ahead": deque()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ |= state
         self.thread = Thread(self.who)
         self.fits, self._changed = lambda prompt: True, lambda: None
+        self.warn = lambda cause, message: None
 
     @property
     def size(self) -> int | None:
@@ -190,6 +205,14 @@ class LookAhead:
     def origin(self, place: int) -> int:
         """Return the place of a row in the file or table that it comes from."""
         return place
+
+    def epoch_of(self, row: int) -> int:
+        """Return the epoch of a row that is added to the look-ahead."""
+        raise NotImplementedError
+
+    def readers(self) -> int:
+        """Return the number of workers that may each read all rows; 0 if each row is read once."""
+        return 0
 
     def kept(self, part: Part) -> None:
         """Keep what a checkpoint needs of rows that are added to the look-ahead."""
@@ -269,13 +292,30 @@ class LookAhead:
                 self.reader.prompt(row, fields, self.origin(place)) for _, place, row, fields in part.rows
             ]
         self.kept(part)
-        for (number, place, *_), prompt in zip(part.rows, prompts, strict=True):
+        for (number, place, row, _), prompt in zip(part.rows, prompts, strict=True):
             packed(plain(prompt), f"{self.who}, row {place + 1}")
+            self._check_id(prompt, row, number, place)
             if self.fits(prompt):
                 self._ahead.append(Ahead(number, place, prompt))
                 self._progress = time.monotonic()
             else:
                 self.left_out += 1
+
+    def _check_id(self, prompt: Prompt, row: Any, number: int, place: int) -> None:
+        """Raise PluginError if an id repeats among the prompts in use; warn about others."""
+        if self.options.repeats:
+            return
+        id, hint = prompt.id, ""
+        if (readers := self.readers()) and id == str(self.origin(place)):  # the row brings no id
+            id = " ".join(digest for digest, _ in fingerprint(row).values())
+        if readers:
+            hint = (
+                f" Its data set is an iterable, which each of its {readers} workers reads whole: divide it "
+                "by torch.utils.data.get_worker_info(), or set num_workers to 0."
+            )
+        near = self._wanted + self.slots
+        if warning := self._ids.add(id, self.epoch_of(number), number, near=near, hint=hint):
+            self.warn(f"repeated_ids/{self.task}", warning)
 
     async def _converted(self, rows: Sequence[Mapping[str, Any]]) -> list[Prompt] | None:
         if self._convert is None or not rows:
@@ -420,6 +460,8 @@ class StreamLoader(LookAhead):
         self._since: deque[Fingerprint] = deque()
         """Fingerprints of the rows since the first mark."""
         self._behind: Mark | None = None
+        self._epochs: dict[int, int] = {}
+        """Epochs of the rows that were read and not yet added to the look-ahead, by number."""
         self._resume: Saved | Mark | None = None
         """Where a resumed run continues, until its first row is read."""
 
@@ -446,6 +488,7 @@ class StreamLoader(LookAhead):
             if self.options.exact and stream.row % EVERY == 0:
                 marks.append(stream.mark(counts=self._counts()))
             number, row = stream.row, stream.next()
+            self._epochs[number] = stream.epoch
             if not number:
                 stream.mark(counts=False)  # a state that no checkpoint can hold is an error now
             rows.append((number, number, row))
@@ -453,6 +496,12 @@ class StreamLoader(LookAhead):
                 since.append(fingerprint(row, self.without))
         behind = None if self.options.exact else stream.mark(counts=False)
         return Part(rows=self._fields(rows), since=since, marks=marks, behind=behind)
+
+    def epoch_of(self, row: int) -> int:
+        return self._epochs.pop(row, self._stream.epoch)
+
+    def readers(self) -> int:
+        return readers_of(self._stream.given)
 
     def _counts(self) -> bool:
         """Return whether a resumed run has to count the rows, since the state of the stream lacks some."""
@@ -621,6 +670,9 @@ class IndexedLoader(LookAhead):
         proving = [] if self._known else rows
         since: list[Fingerprint] = [fingerprint(row, self.without) for _, _, row in proving]
         return Part(rows=self._fields(rows), since=since)
+
+    def epoch_of(self, row: int) -> int:
+        return row // len(self)
 
     def origin(self, place: int) -> int:
         return int(self._rows.places[place]) if isinstance(self._rows, RawRows) else place

@@ -34,22 +34,22 @@ class Ids:
 
     Args:
         who: the dataloader, for messages.
-        near: number of rows that are read ahead or in use at once.
-        hint: what the dataloader is likely to be, for the error.
     """
 
-    def __init__(self, who: str, *, near: int, hint: str = "") -> None:
-        self._who, self._near, self._hint = who, near, hint
+    def __init__(self, who: str) -> None:
+        self._who = who
         self._seen: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
         """Epoch and number of the row, by a digest of its id."""
         self.repeated = 0
         """Number of rows whose id came before in their epoch, within ``WINDOW`` rows."""
 
-    def add(self, id: str, epoch: int, row: int) -> str:
+    def add(self, id: str, epoch: int, row: int, *, near: int, hint: str = "") -> str:
         """Note the id of a row; return a warning about the first repeat.
 
         Args:
             row: number of the row, from 0, over all epochs.
+            near: number of rows that are read ahead or in use at once.
+            hint: what the dataloader is likely to be, for the error.
 
         Raises PluginError for a repeat that is near.
         """
@@ -60,10 +60,10 @@ class Ids:
             self._seen.popitem(last=False)
         if before is None or before[0] != epoch or row - before[1] > WINDOW:
             return ""
-        rows = f"rows {before[1] + 1:,} and {row + 1:,} of an epoch have the id {id!r}"
-        if row - before[1] <= self._near:
+        rows = f"rows {before[1] + 1:,} and {row + 1:,}, of one epoch, have the id {id!r}"
+        if row - before[1] <= near:
             raise PluginError(
-                f"{self._who}: {rows}; ids are unique among the prompts in use.{self._hint} If the repeat is "
+                f"{self._who}: {rows}; ids are unique among the prompts in use.{hint} If the repeat is "
                 "meant, as with a weighted sampler, set data_options.repeats = true"
             )
         self.repeated += 1

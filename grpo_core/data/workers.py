@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,17 @@ def prepare_workers(loader: Any, who: str) -> None:
     loader.multiprocessing_context = loader.multiprocessing_context or _context()
     if not isinstance(loader.worker_init_fn, EndsWith):
         loader.worker_init_fn = EndsWith(os.getpid(), loader.worker_init_fn)
+
+
+def readers_of(loader: Any) -> int:
+    """Return the number of workers that may each read all rows of an iterable; 0 if there are no several."""
+    torch = sys.modules.get("torch.utils.data")
+    if torch is None or not isinstance(loader, torch.DataLoader) or loader.num_workers < 2:
+        return 0
+    by_index = hasattr(loader.dataset, "__getitem__") and not isinstance(
+        loader.dataset, torch.IterableDataset
+    )
+    return 0 if by_index else loader.num_workers
 
 
 def _context() -> Any:
