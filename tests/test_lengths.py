@@ -13,11 +13,13 @@ from test_resume import QUICK
 
 from grpo_core import Prompt
 from grpo_core.app.lengths import LOOKED_AT, RunPrompts
-from grpo_core.config import EnvironmentConfig, SourceConfig, ValidationConfig
+from grpo_core.config import EnvironmentConfig, RowOptions, ValidationConfig
 from grpo_core.contracts.errors import ConfigError
+from grpo_core.data.files import file as read_file
 from grpo_core.data.loaders import IndexedLoader
+from grpo_core.data.rows import RowReader
 from grpo_core.data.sizes import UNBOUNDED, size
-from grpo_core.data.sources import Source
+from grpo_core.data.sources import ReadRows
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.testing import HostedEnvironment
 from grpo_core.text.rendering import Renderer
@@ -133,7 +135,8 @@ def test_a_source_without_its_long_rows_is_another_source(tmp_path):
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
     def opened():
-        source = Source("sums", str(tmp_path / "rows.jsonl"), SourceConfig())
+        rows = read_file(tmp_path / "rows.jsonl", "train")
+        source = ReadRows(rows, RowReader("sums", "rows", RowOptions()))
         source.open()
         return source
 

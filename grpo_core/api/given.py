@@ -200,37 +200,38 @@ def _data(
         check: checks the fields of a row in a list.
     """
     objects = {split: given for split, given in splits.items() if not isinstance(given, str)}
-    offered = found.offer("dataloader", name, _Objects(objects, check)) if objects else ""
+    for given in objects.values():
+        if isinstance(given, list | tuple):
+            _check_rows(given, check)
+    offered = found.offer("dataloader", name, _Objects(objects)) if objects else ""
     keys = {"train": "data", "validation": "validation_data"}
     return {keys[split]: offered if split in objects else given for split, given in splits.items()}
 
 
+def _check_rows(rows: Sequence[Any], check: Callable[[Collection[str], str], None]) -> None:
+    """Raise ConfigError for a row of another kind, PluginError if a function needs a field that it lacks."""
+    for place, row in enumerate(rows):
+        if not isinstance(row, str | Mapping | Prompt):
+            raise ConfigError(
+                f"data[{place}] is {type(row).__name__}; expected a text, a dict with 'prompt' and 'answer', "
+                "or grpo_core.Prompt"
+            )
+        check(columns_of(row), f"row {place + 1}")
+
+
+@define
 class _Objects:
-    """The factory of a dataloader that is given as an object for each split.
+    """The factory of a dataloader that is given as an object for each split."""
 
-    Args:
-        objects: rows, a loader, or a function that makes them, by split.
-        check: checks the fields of a row in a list.
-    """
-
-    def __init__(self, objects: Mapping[str, Any], check: Callable[[Collection[str], str], None]) -> None:
-        self._objects, self._check = objects, check
+    objects: Mapping[str, Any]
+    """Rows, a loader, or a function that makes them, by split."""
 
     def __call__(self, split: str) -> Any:
-        given = self._objects.get(split)
-        if split not in self._objects and callable(made := self._objects.get("train")) and not _is_rows(made):
-            given = made
-        if callable(given) and not _is_rows(given):
-            return given(split)
-        if isinstance(given, list | tuple):
-            for place, row in enumerate(given):
-                if not isinstance(row, str | Mapping | Prompt):
-                    raise ConfigError(
-                        f"data[{place}] is {type(row).__name__}; expected a text, a dict with 'prompt' and "
-                        "'answer', or grpo_core.Prompt"
-                    )
-                self._check(columns_of(row), f"row {place + 1}")
-        return given
+        given = self.objects.get(split)
+        train = self.objects.get("train")
+        if split not in self.objects and callable(train) and not _is_rows(train):
+            given = train
+        return given(split) if callable(given) and not _is_rows(given) else given
 
 
 def _is_rows(given: Any) -> bool:

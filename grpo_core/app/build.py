@@ -251,6 +251,7 @@ async def _start(run: RunContext) -> Pipeline:
         sets=parts.config.validation.due_sets,
         logs=directory.logs,
         ranks=0 if parts.trainer_here else parts.ranks,
+        tries=run.start.found is None,  # the rows of a resumed run are proved
     )
     try:
         run.tasks = await run.stack.enter_async_context(around)
@@ -296,6 +297,7 @@ async def build_pipeline(config: Config, run: RunContext) -> tuple[Config, Pipel
         prompts=await tasks.prompts("train", config.trainer.prompts_per_step),
         held_out=await tasks.held_out(chosen, chosen.due_sets, tasks=bool(chosen.every)),
     )
+    run.warnings += [note for data in tasks.data.values() for note in data.notes.items()]
     check_loaders(config, tasks.loaders, parts.sampler())
     at_hand = {name: part for name, part in found.prompts.items() if name not in tasks.loaders}
     await judge_one_reply(tasks.environments, at_hand)
@@ -512,7 +514,8 @@ def _import_what_is_needed_soon() -> None:
 def _loaders(config: Config, tasks: Tasks, prompts: Mapping[str, Sequence[Prompt]]) -> Loaders:
     ahead = tasks.loaders
     return {
-        name: ahead.get(name) or IndexedLoader(name, part, seed=config.seed) for name, part in prompts.items()
+        name: ahead[name] if name in ahead else IndexedLoader(name, part, seed=config.seed)
+        for name, part in prompts.items()
     }
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, Protocol
 
@@ -28,6 +28,7 @@ from grpo_core.data.rows import (
     readable,
 )
 from grpo_core.data.sources import ReadRows, SomePrompts
+from grpo_core.data.trial import Tried, compare, read_elsewhere
 from grpo_core.plugins.host import PluginHost
 
 AT_ONCE = 1000
@@ -57,6 +58,10 @@ class TaskData:
     """The dataloader of the held-out prompts alone."""
     seed: int = 0
     deadline: float = 120.0
+    tries: bool = False
+    """Whether a stream is tried before it is used."""
+    notes: dict[str, str] = field(init=False, factory=dict)
+    """Warnings about the dataloader, by cause."""
     loader: LookAhead | None = field(init=False, default=None)
     """Reads the training prompts, if they are not at hand; made by ``prompts("train")``."""
     _at_hand: ReadRows | None = field(init=False, default=None)
@@ -93,7 +98,6 @@ class TaskData:
         if self._at_hand is not None and self.loader is None:
             return self._at_hand
         assert self.loader is not None
-        assert self.choice is not None
         if (read := self._at_hand) is None:
             return await self.loader.first(first)
         found = await converted(read.raw[:first], self.loader.reader, read.places, self.environment.convert)
@@ -101,7 +105,8 @@ class TaskData:
 
     async def _open(self, choice: DataChoice) -> None:
         """Make the loader of rows that are read ahead, or read those that are prompts at hand."""
-        loader = await open_loader(
+        opening = partial(
+            open_loader,
             self.task,
             choice.text,
             self._factory(choice),
@@ -110,9 +115,39 @@ class TaskData:
             deadline=self.deadline,
             convert=self.environment.convert,
         )
+        loader = await opening()
+        if isinstance(loader, StreamLoader) and self.tries and choice.rows.exact:
+            loader.close()
+            tried = await self._try(choice, loader.thread)
+            loader = await opening(without=tried.without)
         self._at_hand = loader.read_rows if isinstance(loader, IndexedLoader) else None
         if not (isinstance(loader, IndexedLoader) and loader.at_hand):
             self.loader = loader
+
+    async def _try(self, choice: DataChoice, thread: Thread) -> Tried:
+        """Try a stream that a plugin makes, and note what was found.  Raises ConfigError, PluginError."""
+        who, split = self._who(choice), choice.split("train")
+        if self.host.of_program(choice.name):  # objects of a program are proved when the run is resumed
+            return Tried(0, frozenset(), "", 0.0)
+        reading = await read_elsewhere(
+            self.host.selection, choice.name, split, choice.options, who, seconds=self.deadline
+        )
+        make = partial(self._factory(choice), "train")
+        try:
+            tried: Tried = await called(who, thread, partial(compare, reading, make, who), self.deadline)
+        finally:
+            thread.close()
+        if tried.without:
+            self.notes[f"fields_differ/{self.task}"] = (
+                f"{who}: {', '.join(sorted(tried.without))} differ each time a row is read; the other fields "
+                "prove its position"
+            )
+        if tried.lost:
+            self.notes[f"rows_are_counted/{self.task}"] = (
+                f"{who}: its state lacks {tried.lost}, so a resumed run reads all rows again and compares: "
+                f"about {max(1, round(1e6 * tried.seconds)):,} s for a million rows"
+            )
+        return tried
 
     # ------------------------------------------------------------------------------ held-out prompts
 
@@ -203,6 +238,7 @@ async def open_loader(
     seed: int = 0,
     deadline: float = 120.0,
     convert: Convert | None = None,
+    without: Collection[str] = (),
 ) -> LookAhead:
     """Make a dataloader on a thread, and return the loader of its training rows.
 
@@ -216,6 +252,7 @@ async def open_loader(
         seed: seed of the shuffling.
         deadline: seconds for making it, and for each wait for a prompt.
         convert: lets the environment make the prompts.
+        without: fields of a stream that differ each time a row is read.
 
     Raises PluginError, ConfigError.
     """
@@ -225,7 +262,8 @@ async def open_loader(
         raise PluginError(f"{who}: it is None for 'train'; expected rows")
     waiting: dict[str, Any] = {"deadline": deadline, "convert": convert, "thread": thread}
     if not is_sized(rows):
-        return StreamLoader(task, name, functools.partial(make, "train"), options, first=rows, **waiting)
+        again = partial(make, "train")
+        return StreamLoader(task, name, again, options, first=rows, without=without, **waiting)
     if not len(rows):
         raise PluginError(f"{who}: it has no rows; expected at least one")
     waiting |= {"seed": seed, "name": name, "options": options}

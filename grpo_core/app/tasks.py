@@ -51,6 +51,7 @@ class Tasks:
         sets: Collection[str] = (),
         logs: Path | None = None,
         ranks: int = 0,
+        tries: bool = False,
     ) -> AsyncIterator[Tasks]:
         """Connect the placement, start all environments together, and end both with the block.
 
@@ -58,6 +59,7 @@ class Tasks:
             sets: names of validation sets whose own environments start as well.
             logs: directory of the log files.
             ranks: number of further workers that the placement needs.
+            tries: whether streams are tried before they are used.
         """
         tasks, of_sets = config.tasks, config.validation.environments(sets)
         every = {**tasks, **of_sets}
@@ -81,6 +83,7 @@ class Tasks:
                     environments[name],
                     seed=config.seed,
                     deadline=config.environment.start_deadline,
+                    tries=tries,
                 )
                 for name, task in every.items()
             }

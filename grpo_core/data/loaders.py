@@ -508,7 +508,7 @@ class StreamLoader(LookAhead):
         return self._stream.given is not None and bool(loses_state(self._stream.given))
 
     def _again(self, resume: Saved | Mark) -> Part:
-        """Continue behind the rows of a checkpoint.  Raises CheckpointError."""
+        """Continue behind the rows of a checkpoint.  Raises ConfigError."""
         self._resume = None
         if isinstance(resume, Mark):
             self._stream.restore(resume)
@@ -678,7 +678,7 @@ class IndexedLoader(LookAhead):
         return int(self._rows.places[place]) if isinstance(self._rows, RawRows) else place
 
     def _prove(self, proof: Sequence[tuple[int, Fingerprint]]) -> None:
-        """Raise CheckpointError unless rows are those of the checkpoint."""
+        """Raise ConfigError unless rows are those of the checkpoint."""
         found = [fingerprint(self._rows[self._order[number]], self.without) for number, _ in proof]
         if (differs := difference([each for _, each in proof], found, proof[0][0])) is not None:
             raise refusal(self.who, self._rows, differs)

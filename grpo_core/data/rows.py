@@ -215,6 +215,7 @@ def readable(given: Any, who: str, *, exact: bool = True) -> Any:
         who: the dataloader, for messages.
         exact: whether its position has to be saved.
     """
+    ignore_warnings_of_torchdata()
     if is_of(given, "torch.utils.data", "IterableDataset"):
         from torchdata.stateful_dataloader import StatefulDataLoader
 

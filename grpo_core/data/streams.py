@@ -12,7 +12,7 @@ from typing import Any
 
 from attrs import frozen
 
-from grpo_core.contracts.errors import CheckpointError, PluginError, describe
+from grpo_core.contracts.errors import CheckpointError, ConfigError, PluginError, describe
 from grpo_core.data.positions import Difference, Fingerprint, difference, fingerprint
 from grpo_core.data.rows import is_of
 from grpo_core.data.states import packed, unpacked
@@ -175,7 +175,7 @@ def resumed(stream: Stream, saved: Saved, *, progress: Callable[[int, int], None
 
     The stream's own state comes first, then the number of rows of the epoch, then the number of all rows.
 
-    Raises CheckpointError if the rows differ from those of the checkpoint in every way.
+    Raises ConfigError if the rows differ from those of the checkpoint in every way.
     """
     mark = saved.mark
     ways: list[Callable[[], None]] = []
@@ -199,16 +199,16 @@ def resumed(stream: Stream, saved: Saved, *, progress: Callable[[int, int], None
     raise refusal(stream.who, stream.given, first)
 
 
-def refusal(who: str, given: Any, why: Difference | CheckpointError | None) -> CheckpointError:
+def refusal(who: str, given: Any, why: Difference | CheckpointError | None) -> ConfigError:
     """Return the error for a dataloader that does not give the rows that it gave."""
     remedy = _remedy(given)
     if isinstance(why, Difference):
-        return CheckpointError(
+        return ConfigError(
             f"{who} does not give the rows that it gave: row {why.row + 1} has {why.found!r} in its field "
             f"{why.field!r}, expected {why.expected!r}, and counting the rows from the beginning did not "
             f"help. {remedy}data_options.exact = false continues without this proof"
         )
-    return CheckpointError(
+    return ConfigError(
         f"{who} does not continue: {why}. {remedy}data_options.exact = false continues without this proof"
     )
 

@@ -56,6 +56,9 @@ class MemoryLoader(IndexedLoader):
         self.given += found
         return found
 
+    def skip(self, prompt: Prompt, reason: str) -> None:
+        self.given = [each for each in self.given if each is not prompt]
+
     def copy(self) -> MemoryLoader:
         """Return a copy that continues independently from here."""
         other = copy.copy(self)

@@ -203,12 +203,12 @@ class Forgetful(LearnablePrompts):
     """Looks at a prompt more than it decides on."""
 
     def _pick(self, task: str, loader: Any, count: int, now: int) -> list[Prompt]:
-        loader.offer(1)
+        loader.take(1)
         return super()._pick(task, loader, count, now)
 
 
 def test_a_prompt_that_was_offered_and_forgotten_is_an_error() -> None:
-    with pytest.raises(PluginError, match="expected each to be returned, or passed over with a reason"):
+    with pytest.raises(PluginError, match="from a loader and did not return it"):
         a_stream(Forgetful()).draw(request(3))
 
 

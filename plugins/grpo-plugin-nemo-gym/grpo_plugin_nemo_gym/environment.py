@@ -96,7 +96,7 @@ class NeMoGym(grpo.Environment):
         if split not in self._rows:
             raise grpo.ConfigError(
                 "nemo_gym: there are no rows; give the options path and validation_path (files as in the "
-                "server's directory data), or a source of the task (tasks.NAME.source.path)"
+                "server's directory data), or data of the task (tasks.NAME.data)"
             )
         rows, prompts = self._rows[split], []
         for number, (row, begun) in enumerate(zip(rows, self._begun(rows), strict=True), 1):

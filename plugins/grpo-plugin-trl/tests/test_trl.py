@@ -217,7 +217,7 @@ def test_a_mistake_in_the_configuration_is_one_clear_line(name, options, why):
 
 
 def test_without_a_source_there_are_no_prompts():
-    with pytest.raises(grpo.ConfigError, match=r"tasks.NAME.source.path"):
+    with pytest.raises(grpo.ConfigError, match=r"tasks.NAME.data"):
         ours("length").prompts("train")
 
 
@@ -226,7 +226,9 @@ def test_without_a_source_there_are_no_prompts():
 
 def played(environment, *calls, row=None):
     """Play one rollout: the model makes these calls, and then says that it is done."""
-    prompt = environment.from_source(grpo.Prompt(messages="Count to 7.", id="0", info=row or {}))
+    prompt = environment.prompt(
+        {"prompt": grpo.Prompt(messages="Count to 7.").messages, "id": "0", **(row or {})}
+    )
     with hosting(environment) as host:
         (start,) = host.open([("s", prompt)])
         if start.error:
@@ -276,7 +278,7 @@ def test_a_reset_that_is_not_the_same_for_the_same_row_is_refused():
 
 def test_each_rollout_has_its_own_instance():
     environment = ours("Counter")
-    prompt = environment.from_source(grpo.Prompt(messages="?", id="0"))
+    prompt = environment.prompt({"prompt": grpo.Prompt(messages="?").messages, "id": "0"})
     first, second = environment.open(prompt), environment.open(prompt)
     first.add(5)
     assert (first._environment.count, second._environment.count) == (5, 0)
